@@ -1,0 +1,1 @@
+"""The shipped configurations, found by Hydra as ``pkg://marl.configs``."""

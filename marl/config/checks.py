@@ -1,0 +1,179 @@
+"""Rules that hold between keys, checked before anything starts. One function a rule; each names the remedy.
+
+A rule takes the resolved configuration and raises ConfigError. It imports neither torch nor ray.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from marl.config.errors import ConfigError
+from marl.utils.registry import did_you_mean
+
+RULES: list[Callable[[Any], None]] = []
+
+
+def rule(function: Callable[[Any], None]) -> Callable[[Any], None]:
+    RULES.append(function)
+    return function
+
+
+def check(config: Any) -> None:
+    """Raise ConfigError for the first rule that does not hold."""
+    for function in RULES:
+        function(config)
+
+
+def policy_names(config: Any) -> list[str]:
+    return list(dict.fromkeys(agent.policy or name for name, agent in config.agents.items()))
+
+
+@rule
+def there_are_agents(config: Any) -> None:
+    if not config.agents:
+        raise ConfigError("agents is empty: name at least one, as in +agents.solver.role='Think step by step.'")
+    if not any(agent.trainable for agent in config.agents.values()):
+        raise ConfigError("no agent is trainable: set agents.<name>.trainable=true for at least one")
+
+
+@rule
+def policies_are_acted_with(config: Any) -> None:
+    known = policy_names(config)
+    for name in config.policies:
+        if name not in known:
+            raise ConfigError(f"policies.{name}: no agent acts with it; policies: {', '.join(known)}.{did_you_mean(name, known)}")
+
+
+@rule
+def policies_change_known_keys(config: Any) -> None:
+    for name, changes in config.policies.items():
+        for path in leaves({key: value for key, value in (changes or {}).items() if key != "pool"}):
+            node, walked = config.actor_rollout_ref, f"policies.{name}"
+            for key in path:
+                if not hasattr(node, "keys") or key not in node:
+                    known = [str(k) for k in node] if hasattr(node, "keys") else []
+                    raise ConfigError(
+                        f"unknown key '{walked}.{key}': a policy's keys are those of actor_rollout_ref, and 'pool'."
+                        f"{did_you_mean(key, [*known, 'pool'])}"
+                    )
+                node, walked = node[key], f"{walked}.{key}"
+                if hasattr(node, "keys") and not node:
+                    break  # an open dict, such as override_config
+
+
+def leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in tree.items():
+        if hasattr(value, "items") and value:
+            yield from leaves(value, (*path, str(key)))
+        else:
+            yield (*path, str(key))
+
+
+@rule
+def mini_batches_divide(config: Any) -> None:
+    tasks, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if mini < 1 or tasks % mini:
+        raise ConfigError(
+            f"data.train_batch_size={tasks} does not divide into mini-batches of "
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={mini} tasks: {tasks} % {mini} = {tasks % mini if mini > 0 else tasks}; "
+            f"every mini-batch holds ppo_mini_batch_size x rollout.n={config.actor_rollout_ref.rollout.n} episodes. "
+            f"Choose a divisor of {tasks}"
+        )
+
+
+@rule
+def micro_batches_are_by_tokens(config: Any) -> None:
+    if not config.actor_rollout_ref.actor.use_dynamic_bsz:
+        raise ConfigError(
+            "actor_rollout_ref.actor.use_dynamic_bsz=false: agents speak a different number of times, so rows do not "
+            "divide into micro-batches of a fixed size. Leave it true, and set the size in tokens by "
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+        )
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    longest = rollout.prompt_length + rollout.response_length
+    if actor.ppo_max_token_len_per_gpu < longest:
+        raise ConfigError(
+            f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu} cannot hold one row of "
+            f"data.max_prompt_length + data.max_response_length = {rollout.prompt_length} + {rollout.response_length} = "
+            f"{longest} tokens; raise it to at least that"
+        )
+
+
+@rule
+def ranks_divide_among_servers(config: Any) -> None:
+    ranks, rollout = config.trainer.nnodes * config.trainer.n_gpus_per_node, config.actor_rollout_ref.rollout
+    if ranks < 1:
+        raise ConfigError(
+            f"trainer.nnodes={config.trainer.nnodes} x trainer.n_gpus_per_node={config.trainer.n_gpus_per_node} gives a "
+            "policy no rank; both must be at least 1"
+        )
+    servers = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
+    if ranks % servers:
+        raise ConfigError(
+            f"a policy's {ranks} ranks (trainer.nnodes x trainer.n_gpus_per_node) do not divide into servers of "
+            f"{servers} (rollout.tensor_model_parallel_size x data_parallel_size x pipeline_model_parallel_size): "
+            f"{ranks} % {servers} = {ranks % servers}"
+        )
+
+
+@rule
+def a_cpu_has_its_engines(config: Any) -> None:
+    if config.trainer.device != "cpu":
+        return
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    if actor.strategy != "fsdp2":
+        raise ConfigError(f"actor_rollout_ref.actor.strategy={actor.strategy} does not run on a CPU; use fsdp2 (hardware=cpu sets it)")
+    if rollout.name != "hf":
+        raise ConfigError(f"actor_rollout_ref.rollout.name={rollout.name} needs an accelerator; use hf (hardware=cpu sets it)")
+
+
+@rule
+def references_are_not_there_yet(config: Any) -> None:
+    for key, value in {
+        "actor_rollout_ref.actor.use_kl_loss": config.actor_rollout_ref.actor.use_kl_loss,
+        "algorithm.use_kl_in_reward": config.algorithm.use_kl_in_reward,
+        "critic.enable": config.critic.enable,
+    }.items():
+        if value:
+            raise ConfigError(f"{key}={value}: reference policies and critics are not part of this version; unset it")
+
+
+@rule
+def steps_are_known(config: Any) -> None:
+    if config.trainer.total_training_steps is not None and config.trainer.total_training_steps < 0:
+        raise ConfigError(f"trainer.total_training_steps={config.trainer.total_training_steps} must be 0 or more, or null")
+
+
+@rule
+def models_exist(config: Any) -> None:
+    paths = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
+    for name, changes in config.policies.items():
+        model = (changes or {}).get("model") or {}
+        if "path" in model:
+            paths[f"policies.{name}.model.path"] = model["path"]
+    for key, path in paths.items():
+        expanded = Path(str(path)).expanduser()
+        looks_local = str(path).startswith(("/", "~", ".")) or str(path).count("/") != 1
+        if looks_local and not (expanded / "config.json").is_file():
+            raise ConfigError(f"{key}={path}: no config.json there; expected a folder of a Hugging Face model, or a hub id as in org/name")
+
+
+@rule
+def data_files_exist(config: Any) -> None:
+    for key in ("train_files", "val_files"):
+        files = config.data[key]
+        for file in [files] if isinstance(files, str) else files:
+            if not Path(file).expanduser().is_file():
+                raise ConfigError(f"data.{key}={file}: no such file; expected parquet or jsonl with verl's columns")
+
+
+@rule
+def resuming_has_a_path(config: Any) -> None:
+    modes = ("auto", "disable", "resume_path")
+    if config.trainer.resume_mode not in modes:
+        raise ConfigError(
+            f"trainer.resume_mode={config.trainer.resume_mode}; expected one of {', '.join(modes)}."
+            f"{did_you_mean(str(config.trainer.resume_mode), modes)}"
+        )
+    if config.trainer.resume_mode == "resume_path" and not Path(str(config.trainer.resume_from_path)).is_dir():
+        raise ConfigError(f"trainer.resume_from_path={config.trainer.resume_from_path}: no such folder; expected …/global_step_N")

@@ -1,0 +1,68 @@
+"""Our groups of the configuration, beside verl's. Defaults are written here and nowhere else."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig
+
+
+@dataclass
+class AgentConfig:
+    """``agents.<name>``: a decision maker."""
+
+    policy: str | None = None
+    """The policy it acts with; null for one of its own, of its name."""
+    role: str = ""
+    """Text after the question in its first observation."""
+    trainable: bool = True
+    """False: its turns are played and never trained."""
+    temperature: float | None = None
+    """Sampling in training; null for the policy's ``rollout`` value, as below."""
+    top_p: float | None = None
+    top_k: int | None = None
+    max_tokens: int | None = None
+    stop: list[str] = field(default_factory=list)
+    """Strings that end an answer."""
+
+
+class Placement(Enum):
+    separate = "separate"
+    """Every policy has a pool of its own; all work at the same time."""
+    colocated = "colocated"
+    """All policies share one pool, one process a rank."""
+
+
+@dataclass
+class ResourcesConfig:
+    """Where policies live. A pool has ``trainer.nnodes`` x ``trainer.n_gpus_per_node`` ranks."""
+
+    placement: Placement = Placement.separate
+    placement_timeout_s: float = 60.0
+    """How long the cluster may take to give a pool that it could give."""
+    timeout_s: float = 600.0
+    """Deadline of every single call to workers and servers."""
+    process_group_timeout_s: float = 120.0
+    """Deadline of a collective between ranks; it notices a hung or unreachable rank. Below ``timeout_s``."""
+
+
+@dataclass
+class ControllerConfig:
+    """How episodes are played."""
+
+    episode_timeout_s: float = 600.0
+    """Ends an episode that is stuck."""
+    max_error_rate: float = 0.5
+    """The run ends where a larger share of a step's episodes fail."""
+
+
+def register() -> None:
+    """Make every group a Hydra option ``<group>: schema``."""
+    # a typed node holds the types of its children: agents that a YAML file or the command line adds are checked too
+    agents = DictConfig({}, element_type=AgentConfig)
+    # `agent` gives one more of them that type: see marl.config.overrides.new_agents
+    for group, node in {"agents": agents, "agent": AgentConfig, "resources": ResourcesConfig, "controller": ControllerConfig}.items():
+        ConfigStore.instance().store(group=group, name="schema", node=node)
+
+
+register()

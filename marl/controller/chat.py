@@ -1,0 +1,102 @@
+"""Messages to token ids: the only file that knows chat templates.
+
+A context grows append-only *in ids*: an observation that continues an agent's last one and its answer keeps the ids that
+the server took and gave, and only what is new is encoded. The template is encoded with its special tokens, what a
+message says without them, so that no text can forge a role.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from marl.types import Message, Turn
+
+MARK = "MARL{index}CONTENT"
+MARKS = re.compile(r"MARL(\d+)CONTENT")
+
+
+class ChatEncoder:
+    """Encodes observations for one tokenizer. Raises ValueError where the template or the tokenizer cannot be used."""
+
+    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError(
+                f"the tokenizer at {tokenizer.name_or_path!r} has no chat template; use an instruct model, "
+                "or set actor_rollout_ref.model.custom_chat_template"
+            )
+        self.tokenizer = tokenizer
+        self.template_kwargs = dict(template_kwargs or {})
+        self._pieces = lru_cache(maxsize=4096)(self._encode_pieces)
+        self._content = lru_cache(maxsize=65536)(self._encode_content)
+
+    def encode(self, observation: Sequence[Message], previous: Turn | None = None) -> list[int]:
+        """Ids of an observation and the generation prompt after it."""
+        pieces = self._pieces(tuple(message["role"] for message in observation))
+        contents = [self._content(content_of(message)) for message in observation]
+        if previous is not None and extends(observation, previous):
+            answered = len(previous.observation)
+            ids, start = [*previous.prompt_ids, *previous.response_ids], answered + 1
+            after = pieces[start]
+            # an answer that was stopped has its end-of-turn token already; one that was cut off has not
+            ids.extend(after[1:] if after and previous.response_ids[-1:] == list(after[:1]) else after)
+        else:
+            ids, start = list(pieces[0]), 0
+        for index in range(start, len(observation)):
+            ids.extend(contents[index])
+            ids.extend(pieces[index + 1])
+        return ids
+
+    def _encode_content(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+
+    def _encode_pieces(self, roles: tuple[str, ...]) -> list[tuple[int, ...]]:
+        """What the template puts before, between and after the contents of messages with these roles."""
+        marked = [{"role": role, "content": MARK.format(index=i)} for i, role in enumerate(roles)]
+        rendered = self.tokenizer.apply_chat_template(
+            marked, tokenize=False, add_generation_prompt=True, **self.template_kwargs
+        )
+        shown = [int(index) for index in MARKS.findall(rendered)]
+        if shown != list(range(len(roles))):
+            raise ValueError(
+                f"the chat template of {self.tokenizer.name_or_path!r} does not show the messages {roles} once each, in "
+                f"order (it shows {shown}); set actor_rollout_ref.model.custom_chat_template to one that does"
+            )
+        texts = MARKS.split(rendered)[::2]
+        return [tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+
+
+def content_of(message: Message) -> str:
+    if not isinstance(message.get("content"), str):
+        raise ValueError(f"message content must be text, got {message.get('content')!r} in a {message.get('role')!r} message")
+    return message["content"]
+
+
+def extends(observation: Sequence[Message], previous: Turn) -> bool:
+    """Whether an observation begins with the previous one and the answer to it."""
+    size = len(previous.observation)
+    return (
+        len(observation) > size
+        and list(observation[:size]) == previous.observation
+        and observation[size] == {"role": "assistant", "content": previous.text}
+    )
+
+
+def check_round_trip(tokenizer: Any, texts: Sequence[str]) -> None:
+    """Raises ValueError naming the first text that does not survive encoding and decoding, or that smuggles a special token."""
+    for text in texts:
+        ids = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        decoded = tokenizer.decode(ids)
+        if tokenizer.encode(decoded, add_special_tokens=False, split_special_tokens=True) != ids or not ids:
+            raise ValueError(
+                f"the tokenizer at {tokenizer.name_or_path!r} does not round-trip {text!r}: {ids} decodes to {decoded!r}. "
+                "A custom tokenizer beside a config.json may have been loaded as the model's own class; keep it in a "
+                "folder of its own and set actor_rollout_ref.model.tokenizer_path"
+            )
+    for token in set(tokenizer.all_special_tokens) - {tokenizer.unk_token}:
+        ids = tokenizer.encode(token, add_special_tokens=False, split_special_tokens=True)
+        if tokenizer.convert_tokens_to_ids(token) in ids:
+            raise ValueError(
+                f"the tokenizer at {tokenizer.name_or_path!r} encodes the text {token!r} as the special token itself, so "
+                "that one agent could forge another's role; use a fast tokenizer"
+            )

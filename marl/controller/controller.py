@@ -1,0 +1,143 @@
+"""The controller lets episodes talk: agent -> policy -> server, and back as recorded turns with verdicts."""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray.exceptions import RayError
+
+from marl.controller.client import PolicyClient
+from marl.controller.policy_map import PolicyMap
+from marl.rewards import Reward
+from marl.runners import LiveEpisode, Runner
+from marl.types import AgentId, Episode, Message, PolicyName, Task, Turn, Verdict
+from marl.utils.seeding import derive_seed
+
+logger = logging.getLogger(__name__)
+
+
+class EpisodesFailed(RuntimeError):
+    """Too many episodes of one collection ended in an error."""
+
+
+@dataclass(slots=True)
+class Collection:
+    """Episodes that ended, and why the others did not."""
+
+    episodes: list[Episode]
+    failures: list[BaseException] = field(default_factory=list)
+
+
+class Controller:
+    def __init__(
+        self,
+        runner: Runner,
+        agents: Mapping[AgentId, Any],
+        clients: Mapping[PolicyName, PolicyClient],
+        reward: Reward,
+        *,
+        seed: int,
+        max_prompt_length: int,
+        episode_timeout: float,
+        max_error_rate: float,
+    ) -> None:
+        self.runner, self.agents, self.clients, self.reward = runner, agents, clients, reward
+        self.policy_map = PolicyMap(agents)
+        self.seed, self.max_prompt_length = seed, max_prompt_length
+        self.episode_timeout, self.max_error_rate = episode_timeout, max_error_rate
+
+    async def collect(self, tasks: Sequence[Task], samples: int, step: int, validate: bool = False) -> Collection:
+        """Play every task ``samples`` times, all episodes at once.
+
+        An error ends its own episode and is counted. Raises EpisodesFailed, with the first error as its cause, where
+        more than ``max_error_rate`` of the episodes failed; an error of the cluster is raised as it is.
+        """
+        plays = [self._bounded(task, sample, step, validate) for task in tasks for sample in range(samples)]
+        results = await asyncio.gather(*plays, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException) and (isinstance(result, RayError) or not isinstance(result, Exception)):
+                raise result
+        failures = [result for result in results if isinstance(result, BaseException)]
+        for error in failures[:3]:
+            logger.warning("an episode of step %d failed: %s: %s", step, type(error).__name__, error)
+        if len(failures) > self.max_error_rate * len(results):
+            raise EpisodesFailed(
+                f"{len(failures)} of {len(results)} episodes of step {step} failed (controller.max_error_rate="
+                f"{self.max_error_rate}); the first: {type(failures[0]).__name__}: {failures[0]}"
+            ) from failures[0]
+        return Collection([result for result in results if isinstance(result, Episode)], failures)
+
+    async def score(self, episodes: Sequence[Episode]) -> list[Episode]:
+        """Put a verdict on every turn, and on every team's answer; an episode whose verdict fails is dropped and logged."""
+        results = await asyncio.gather(*(self._score(episode) for episode in episodes), return_exceptions=True)
+        failures = [result for result in results if isinstance(result, BaseException)]
+        if len(failures) > self.max_error_rate * len(results):
+            raise EpisodesFailed(
+                f"the reward function failed on {len(failures)} of {len(results)} episodes; the first: "
+                f"{type(failures[0]).__name__}: {failures[0]}"
+            ) from failures[0]
+        return [episode for episode, result in zip(episodes, results, strict=True) if result is None]
+
+    async def _score(self, episode: Episode) -> None:
+        for turn in episode.turns:
+            if turn.verdict is None:
+                turn.verdict = await self._judge(episode.task, turn)
+        episode.verdict = await self._team_verdict(episode)
+
+    def sampling(self, agent: AgentId, policy: PolicyName, validate: bool) -> dict[str, Any]:
+        """The policy's sampling parameters, with what the agent sets for itself when it trains."""
+        rollout = self.clients[policy].rollout
+        source = rollout.val_kwargs if validate else rollout
+        sampling = {key: source[key] for key in ("temperature", "top_p", "top_k")} | {"max_tokens": rollout.response_length}
+        if validate and not source.do_sample:
+            sampling["temperature"] = 0.0
+        own = self.agents[agent]
+        keys = ("max_tokens",) if validate else ("temperature", "top_p", "top_k", "max_tokens")
+        sampling |= {key: own[key] for key in keys if own[key] is not None}
+        if own.stop:
+            sampling["stop"] = list(own.stop)
+        return sampling
+
+    async def _judge(self, task: Task, turn: Turn) -> Verdict:
+        return await self.reward.judge(task, turn.text)
+
+    async def _team_verdict(self, episode: Episode) -> Verdict:
+        """The verdict on the last turn that gave the team's answer, since only texts can be judged; 0 for no answer."""
+        for turn in reversed(episode.turns):
+            if episode.answer is not None and episode.task.extract(turn.text) == episode.answer:
+                return turn.verdict
+        return Verdict(score=0.0, answer=episode.answer)
+
+    async def _bounded(self, task: Task, sample: int, step: int, validate: bool) -> Episode:
+        try:
+            async with asyncio.timeout(self.episode_timeout):
+                return await self._play(task, sample, step, validate)
+        except TimeoutError:
+            raise TimeoutError(
+                f"task {task.id}, sample {sample} took longer than controller.episode_timeout_s={self.episode_timeout:g}"
+            ) from None
+
+    async def _play(self, task: Task, sample: int, step: int, validate: bool) -> Episode:
+        # validation draws the same numbers every time: its curve moves with the weights alone
+        key = (self.seed, "validate" if validate else step, task.id, sample)
+        record = Episode(task=task, sample=sample, agents=list(self.agents))
+
+        async def generate(agent: AgentId, observation: list[Message], round: int, previous: Turn | None) -> Turn:
+            policy = self.policy_map.policy(agent, round)
+            return await self.clients[policy].act(
+                agent,
+                observation,
+                round,
+                previous,
+                session=f"{step}/{task.id}/{sample}/{agent}",
+                seed=derive_seed(*key, agent, round),
+                sampling=self.sampling(agent, policy, validate),
+                max_prompt_length=self.max_prompt_length,
+            )
+
+        roles = {name: agent.role for name, agent in self.agents.items()}
+        live = LiveEpisode(record, generate, self._judge, derive_seed(*key), roles)
+        record.answer = await self.runner.run(live)
+        return record

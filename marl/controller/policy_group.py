@@ -1,0 +1,118 @@
+"""The workers and servers of one policy, as the trainer and the learners see them: awaitable, and with deadlines."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from tensordict import TensorDict
+from verl.checkpoint_engine import CheckpointEngineManager
+from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.metric import reduce_metrics
+
+from marl.controller.batching import pad_rows
+from marl.rollout.servers import PolicyServers
+from marl.types import Metrics, PolicyName
+from marl.utils.deadlines import within
+
+
+class RayPolicyGroup:
+    """Implements :class:`marl.types.PolicyGroup` over verl's worker group, server manager and weight sync."""
+
+    def __init__(self, name: PolicyName, config: Any, worker_group: Any, timeout: float) -> None:
+        self.name, self.config, self.workers, self.timeout = name, config, worker_group, timeout
+        self.actor, self.rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+        self.busy_seconds: dict[str, float] = {}
+        """What the slowest rank, or the server, spent computing, by phase of the current step."""
+
+    async def start(self) -> None:
+        """Load the model in every rank, then start the servers."""
+        await self._wait("loading its model", self.workers.init_model())
+        self.servers = PolicyServers(self.config, self.workers)
+        await within(self.timeout, f"policy {self.name!r}: starting its servers", self._start_servers())
+        self.weight_sync = CheckpointEngineManager(
+            config=omega_conf_to_dataclass(self.rollout.checkpoint_engine),
+            actor_wg=self.workers,
+            replicas=self.servers.get_replicas(),
+        )
+
+    async def _start_servers(self) -> None:
+        await self.servers._initialize_llm_servers()
+        await self.servers._init_global_load_balancer()
+
+    async def compute_log_prob(self, rows: TensorDict) -> tuple[TensorDict, Metrics]:
+        size = len(rows)
+        rows = self._for_workers(rows, calculate_entropy=True, compute_loss=False)
+        output = await self._call("log_probs", self.workers.compute_log_prob(rows))
+        outputs = TensorDict({key: output[key] for key in ("log_probs", "entropy")}, batch_size=[len(rows)])
+        if len(rows) > size:
+            outputs = TensorDict({key: first_rows(value, size) for key, value in outputs.items()}, batch_size=[size])
+        return outputs, {}
+
+    async def update_actor(self, rows: TensorDict) -> Metrics:
+        actor, mini_batches = self.actor, self.config.data.train_batch_size // self.actor.ppo_mini_batch_size
+        size = len(rows)
+        rows = self._for_workers(rows, mini_batches)
+        tu.assign_non_tensor(
+            rows,
+            calculate_entropy=bool(actor.calculate_entropy or actor.entropy_coeff),
+            compute_loss=True,
+            global_batch_size=max(1, size // mini_batches),
+            mini_batch_size=len(rows) // mini_batches,
+            epochs=actor.ppo_epochs,
+            seed=actor.data_loader_seed,
+            dataloader_kwargs={"shuffle": actor.shuffle},
+        )
+        output = await self._call("update", self.workers.update_actor(rows))
+        return flatten_metrics(tu.get(output, "metrics"))
+
+    def _for_workers(self, rows: TensorDict, mini_batches: int = 1, **settings: Any) -> TensorDict:
+        """Rows that divide among the ranks and mini-batches, with what verl's engines ask for."""
+        rows = pad_rows(rows, mini_batches * self.workers.world_size).copy()
+        if settings:
+            tu.assign_non_tensor(rows, **settings)
+        return rows
+
+    async def sync_weights(self, step: int) -> None:
+        """Ship the trainer's weights to every server; their turns carry ``step`` as version from then on."""
+        update = asyncio.to_thread(self.weight_sync.update_weights, global_steps=step)
+        await within(self.timeout, f"policy {self.name!r}: weight sync of step {step}", update)
+
+    async def save(self, folder: Path) -> None:
+        await self._wait(f"saving to {folder}", self.workers.save_checkpoint(str(folder), None, 0, None))
+
+    async def load(self, folder: Path) -> None:
+        await self._wait(f"loading {folder}", self.workers.load_checkpoint(str(folder), None, False))
+
+    async def server_seconds(self) -> float:
+        """Seconds that the busiest ``hf`` server has computed since its start; 0 for other backends."""
+        if self.rollout.name != "hf":
+            return 0.0
+        stats = await asyncio.gather(*(server.get_stats.remote() for server in self.servers.server_handles))
+        return max(entry["seconds"] for entry in stats)
+
+    async def _call(self, phase: str, future: Any) -> TensorDict:
+        """Wait for verl's future without blocking the loop."""
+        await self._wait(phase, future.futures)
+        output = future.get()
+        self.busy_seconds[phase] = float(np.max(tu.get(output, "metrics")["worker_seconds"]))
+        return output
+
+    async def _wait(self, what: str, refs: list[ray.ObjectRef]) -> None:
+        await within(self.timeout, f"policy {self.name!r}: {what}", asyncio.gather(*refs))
+
+
+def first_rows(nested: Any, size: int) -> Any:
+    import torch
+
+    end = int(nested.offsets()[size])
+    return torch.nested.nested_tensor_from_jagged(nested.values()[:end], offsets=nested.offsets()[: size + 1])
+
+
+def flatten_metrics(metrics: Mapping[str, Any]) -> Metrics:
+    """verl's lists of numbers of micro-batches and ranks, each to one number by verl's rule."""
+    return {key: float(value) for key, value in reduce_metrics(dict(metrics)).items() if np.ndim(value) == 0}

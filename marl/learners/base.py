@@ -1,0 +1,59 @@
+"""A learner turns verdicts into advantages and decides in which order policies are updated.
+
+It sees turn grids, ragged rows and a small protocol of worker groups; never Ray, a server, a tokenizer or a file.
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from marl.learners.schemes import Credit
+from marl.types import JointBatch, Metrics, PolicyGroup, PolicyName
+from marl.utils.registry import Registry
+
+CriticKind = Literal["none", "local", "central"]
+
+
+class Learner(ABC):
+    """Override :meth:`assign_credit`; override :meth:`update` only if policies are not updated alike."""
+
+    critic: ClassVar[CriticKind] = "none"
+    compares_samples: ClassVar[bool] = False
+    """Learns from differences between a task's samples, and therefore needs more than one of them."""
+
+    @dataclass
+    class Config:
+        name: str
+        train_rounds: list[int] | None = None
+        """Rounds whose turns are trained; null for all."""
+
+    def __init__(self, config: Config, credit: Credit) -> None:
+        self.config, self.credit = config, credit
+
+    @abstractmethod
+    def assign_credit(self, batch: JointBatch) -> Metrics:
+        """Write ``advantages``, ragged like ``response_mask``, into the rows of every policy."""
+
+    async def update(self, batch: JointBatch, policies: Mapping[PolicyName, PolicyGroup]) -> dict[PolicyName, Metrics]:
+        """Update every policy that has rows, all at the same time."""
+        names = list(batch.rows)
+        results = await asyncio.gather(*(policies[name].update_actor(batch.rows[name]) for name in names))
+        return dict(zip(names, results, strict=True))
+
+
+def spread(x_ERA: Tensor, rows: TensorDict) -> Tensor:
+    """Carry numbers of turns to the tokens of those turns, ragged like ``turn_index``; 0 elsewhere."""
+    index = rows["turn_index"]
+    values = x_ERA.flatten()[index.values().clamp(min=0)]
+    values = torch.where(index.values() >= 0, values, 0.0).float()
+    return torch.nested.nested_tensor_from_jagged(values, offsets=index.offsets())
+
+
+LEARNERS: Registry[Learner] = Registry("learner")
+register_learner = LEARNERS.register

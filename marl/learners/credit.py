@@ -1,0 +1,86 @@
+"""Credit as pure tensor functions: no config, no state, no cluster.
+
+Turn-level grids carry the axes E episodes, R rounds, A agents; ``mask_ERA`` is 1 where an agent spoke.
+"""
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def team_mean(verdicts_ERA: Tensor, mask_ERA: Tensor) -> Tensor:
+    """Mean verdict [E, R] over the agents that spoke in a round; 0 where nobody did."""
+    return (verdicts_ERA * mask_ERA).sum(-1) / mask_ERA.sum(-1).clamp(min=1)
+
+
+def last_round(x_ER: Tensor, mask_ERA: Tensor) -> Tensor:
+    """The value [E] in the last round in which anybody spoke."""
+    rounds_R = torch.arange(1, x_ER.shape[1] + 1)
+    last_E = (mask_ERA.amax(-1) * rounds_R).argmax(-1)
+    return x_ER.gather(1, last_E[:, None])[:, 0]
+
+
+def influence(verdicts_ERA: Tensor, mask_ERA: Tensor, gamma: float) -> Tensor:
+    """The influence-aware reward of MAPoRL (arXiv:2502.18439): a turn's own verdict, and the team's in later rounds.
+
+        R(r, i) = [V(r, i) + sum_{r' > r} gamma^{r' - r} mean_j V(r', j)] / sum_{r' >= r} gamma^{r' - r}
+
+    A round in which nobody spoke (an early consensus) enters neither sum. Zero outside the mask.
+    """
+    mask_ERA = mask_ERA.to(verdicts_ERA.dtype)
+    spoke_ER = mask_ERA.amax(-1)
+    team_ER = team_mean(verdicts_ERA, mask_ERA)
+    later_E = torch.zeros_like(team_ER[:, 0])
+    weight_E = torch.zeros_like(later_E)
+    rewards_ERA = torch.zeros_like(verdicts_ERA)
+    for r in reversed(range(verdicts_ERA.shape[1])):
+        rewards_ERA[:, r] = (verdicts_ERA[:, r] + later_E[:, None]) / (1 + weight_E)[:, None]
+        later_E = gamma * (later_E + team_ER[:, r])
+        weight_E = gamma * (weight_E + spoke_ER[:, r])
+    return rewards_ERA * mask_ERA
+
+
+def returns_to_go(rewards_ERA: Tensor, mask_ERA: Tensor, gamma: float) -> Tensor:
+    """An agent's discounted rewards from each of its turns on: G(r, i) = sum_{r' >= r} gamma^{r' - r} R(r', i)."""
+    mask_ERA = mask_ERA.to(rewards_ERA.dtype)
+    running_EA = torch.zeros_like(rewards_ERA[:, 0])
+    returns_ERA = torch.zeros_like(rewards_ERA)
+    for r in reversed(range(rewards_ERA.shape[1])):
+        running_EA = rewards_ERA[:, r] * mask_ERA[:, r] + gamma * running_EA
+        returns_ERA[:, r] = running_EA
+    return returns_ERA * mask_ERA
+
+
+def group_advantages(rewards_B: Tensor, keys_B: Sequence[Hashable] | Tensor, std: bool, eps: float = 1e-6) -> Tensor:
+    """Rewards relative to those with the same key (GRPO, arXiv:2402.03300; without std Dr. GRPO, arXiv:2503.20783).
+
+        A = (R - mean) / (std + eps)      with the sample standard deviation
+
+    Equal rewards give exactly 0, and so does a group of one, where verl's GRPO returns the raw reward.
+    """
+    index_B, count_G = group_index(keys_B)
+    mean_G = torch.zeros(len(count_G), dtype=rewards_B.dtype).index_add(0, index_B, rewards_B) / count_G
+    centred_B = rewards_B - mean_G[index_B]
+    equal_B = ~unequal_groups(rewards_B, index_B, len(count_G))[index_B]
+    centred_B = centred_B.masked_fill(equal_B, 0.0)  # exactly: a mean of equal numbers may differ in its last bit
+    if not std:
+        return centred_B
+    sum_G = torch.zeros_like(mean_G).index_add(0, index_B, centred_B.square())
+    std_G = (sum_G / (count_G - 1).clamp(min=1)).sqrt()
+    return centred_B / (std_G[index_B] + eps)
+
+
+def group_index(keys_B: Sequence[Hashable] | Tensor) -> tuple[Tensor, Tensor]:
+    """Number the groups: each entry's group [B], each group's size [G]."""
+    keys = keys_B.tolist() if isinstance(keys_B, Tensor) else list(keys_B)
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    index_B = torch.tensor([numbers[key] for key in keys], dtype=torch.long)
+    return index_B, torch.bincount(index_B, minlength=len(numbers))
+
+
+def unequal_groups(rewards_B: Tensor, index_B: Tensor, num_groups: int) -> Tensor:
+    """Which groups [G] hold two different rewards. The others teach nothing: they are degenerate."""
+    low_G = torch.full((num_groups,), torch.inf, dtype=rewards_B.dtype).scatter_reduce(0, index_B, rewards_B, "amin")
+    high_G = torch.full((num_groups,), -torch.inf, dtype=rewards_B.dtype).scatter_reduce(0, index_B, rewards_B, "amax")
+    return high_G > low_G

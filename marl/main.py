@@ -1,0 +1,302 @@
+"""``python -m marl.main key=value …``: compose and check the configuration, start the cluster's parts, train.
+
+The only file that names Ray resources.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import marl.platform.cpu  # isort: skip - registers the platform before anything of verl asks for one
+
+import hydra
+import ray
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+from ray.exceptions import RayActorError
+from verl.plugin.platform import get_platform, set_platform
+
+import marl.config.schema  # noqa: F401 - registers our groups
+from marl.config.checks import check, policy_names
+from marl.config.data import check_files
+from marl.config.errors import ConfigError, explain
+from marl.config.overrides import find_verl, new_agents
+from marl.learners import CREDITS, LEARNERS
+from marl.runners import RUNNERS
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run, and return the exit code: 0, 1 for a failure, 2 for a wrong configuration, 130 for Ctrl-C."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us as they are; we print them
+    sys.argv[1:] = find_verl(new_agents(sys.argv[1:] if argv is None else argv))
+    try:
+        _hydra_main()
+    except (ConfigError, HydraException, OmegaConfBaseException) as error:
+        print(f"configuration error: {explain(error)}", file=sys.stderr)
+        return 2
+    except RayActorError as error:
+        print(f"run failed: {obituary(error)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted: workers and servers are stopped", file=sys.stderr)
+        return 130
+    except Exception as error:
+        logger.exception("run failed")
+        print(f"run failed: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+@hydra.main(config_path="pkg://marl.configs", config_name="marl", version_base="1.3")
+def _hydra_main(config: DictConfig) -> None:
+    run(config)
+
+
+def run(config: DictConfig, progress: Any = None) -> Any:
+    """Check, start, train, stop. Returns the trainer, whose workers are gone by then."""
+    config = prepare(config)
+    with ray_session(config):
+        return asyncio.run(_train(config, progress))
+
+
+async def _train(config: DictConfig, progress: Any) -> Any:
+    trainer = await build(config, progress)
+    await trainer.fit()
+    return trainer
+
+
+def prepare(config: DictConfig) -> DictConfig:
+    """Resolve, make paths absolute (workers have other working directories), and check every rule. Raises ConfigError."""
+    config = OmegaConf.create(config)
+    OmegaConf.resolve(config)
+    check(config)
+    learner, credit = LEARNERS.get(config.learner.name), CREDITS.get(config.credit.name)
+    if learner.compares_samples and credit.kind != "advantage" and config.actor_rollout_ref.rollout.n < 2:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.n={config.actor_rollout_ref.rollout.n}: learner={config.learner.name} compares a "
+            "task's samples, and a group of one teaches nothing; set it to at least 2"
+        )
+    with open_dict(config):
+        absolutise(config)
+    for key in ("train_files", "val_files"):
+        check_files(config.data[key], config.data.prompt_key, list(config.agents))
+    return config
+
+
+def absolutise(config: DictConfig) -> None:
+    def absolute(path: str) -> str:
+        expanded = Path(path).expanduser()
+        return str(expanded.resolve()) if expanded.exists() else path
+
+    models = [config.actor_rollout_ref.model, *(changes.model for changes in config.policies.values() if changes and "model" in changes)]
+    for model in models:
+        for key in ("path", "tokenizer_path"):
+            if model.get(key):
+                model[key] = absolute(model[key])
+    for key in ("train_files", "val_files"):
+        files = config.data[key]
+        config.data[key] = [absolute(file) for file in ([files] if isinstance(files, str) else files)]
+    for key in ("default_local_dir", "rollout_data_dir", "validation_data_dir"):
+        if config.trainer[key]:
+            config.trainer[key] = str(Path(config.trainer[key]).expanduser().resolve())
+
+
+@contextmanager
+def ray_session(config: DictConfig) -> Iterator[None]:
+    """Join the cluster of ``RAY_ADDRESS``, or start one on this machine; what was started here is stopped at the end."""
+    environment = {"TOKENIZERS_PARALLELISM": "false", "VERL_LOGGING_LEVEL": os.environ.get("VERL_LOGGING_LEVEL", "WARN")}
+    environment["MARL_PROCESS_GROUP_TIMEOUT"] = str(config.resources.process_group_timeout_s)
+    if config.trainer.device == "cpu":
+        environment |= {"VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        if get_platform().device_name != "cpu":
+            set_platform(marl.platform.cpu.PlatformCPU())
+    modules = [name for name in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if name]
+    environment["VERL_USE_EXTERNAL_MODULES"] = ",".join(dict.fromkeys(["marl.platform.cpu", *modules]))
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+    started = not ray.is_initialized()
+    if started:
+        ray.init(runtime_env={"env_vars": environment}, log_to_driver=False, **ray_arguments(config))
+    try:
+        yield
+    finally:
+        if started:
+            ray.shutdown()
+
+
+def ray_arguments(config: DictConfig) -> dict[str, Any]:
+    if os.environ.get("RAY_ADDRESS"):
+        return {"address": os.environ["RAY_ADDRESS"]}
+    arguments: dict[str, Any] = {"address": "local", "include_dashboard": False}
+    cpus = config.ray_kwargs.ray_init.num_cpus
+    if cpus is None and config.trainer.device == "cpu":
+        # Ray's CPUs are a count, not cores: a laptop may run more ranks than it has cores, if more slowly
+        cpus = max(os.cpu_count() or 1, sum(pool_ranks(config).values()))
+    return arguments | ({"num_cpus": cpus} if cpus is not None else {})
+
+
+def pool_of(config: DictConfig, policy: str) -> str:
+    named = (config.policies.get(policy) or {}).get("pool")
+    return named or ("shared" if config.resources.placement.name == "colocated" else policy)
+
+
+def pool_ranks(config: DictConfig) -> dict[str, int]:
+    """Ranks of every pool."""
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    return {pool_of(config, name): ranks for name in policy_names(config)}
+
+
+def check_cluster(config: DictConfig) -> None:
+    """Raise ConfigError if the cluster could never give the pools what they ask for."""
+    resource = "CPU" if config.trainer.device == "cpu" else get_platform().ray_resource_name()
+    pools = pool_ranks(config)
+    needed, there = sum(pools.values()), int(ray.cluster_resources().get(resource, 0))
+    if needed > there:
+        listed = ", ".join(f"{name}: {ranks}" for name, ranks in pools.items())
+        raise ConfigError(
+            f"the pools ask for {needed} {resource} ({listed}; each trainer.nnodes={config.trainer.nnodes} x "
+            f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}), the whole cluster has {there}. "
+            "Set resources.placement=colocated, use fewer ranks, or a larger cluster"
+        )
+
+
+def policy_config(config: DictConfig, name: str, index: int, run_id: str, total_steps: int) -> DictConfig:
+    """The whole configuration with one policy's ``actor_rollout_ref``: a copy, since verl's workers change theirs."""
+    own = OmegaConf.create(OmegaConf.to_container(config, resolve=True, enum_to_str=True))
+    changes = {key: value for key, value in (own.policies.get(name) or {}).items() if key != "pool"}
+    from marl.rollout.offsets import OFFSET
+
+    custom = {"policy": name, "run_id": run_id, "replica_offset": index * OFFSET}
+    with open_dict(own):
+        own.actor_rollout_ref = OmegaConf.merge(own.actor_rollout_ref, changes)
+        own.actor_rollout_ref.rollout.custom = (own.actor_rollout_ref.rollout.get("custom") or {}) | custom
+        own.actor_rollout_ref.actor.optim.total_training_steps = total_steps
+    return own
+
+
+async def build(config: DictConfig, progress: Any = None) -> Any:
+    """Start every policy's pool, workers and servers, and put the trainer together."""
+    # heavy: imported once the configuration is known to be right
+    from verl.utils import hf_tokenizer
+
+    from marl.controller.chat import ChatEncoder, check_round_trip
+    from marl.controller.client import PolicyClient
+    from marl.controller.controller import Controller
+    from marl.controller.policy_group import RayPolicyGroup
+    from marl.controller.tasks import train_loader, validation_tasks
+    from marl.marl_trainer import MARLTrainer
+    from marl.rewards import Reward, builtin_compute_score
+
+    check_cluster(config)
+    set_tracker_folders(config)
+    run_id, names = uuid.uuid4().hex[:8], policy_names(config)
+
+    def tokenizer_of(own: DictConfig) -> Any:
+        model = own.actor_rollout_ref.model
+        tokenizer = hf_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
+        if model.custom_chat_template:
+            tokenizer.chat_template = model.custom_chat_template
+        return tokenizer
+
+    first = tokenizer_of(policy_config(config, names[0], 0, run_id, 0))
+    loader, validation = train_loader(config, first), validation_tasks(config, first)
+    if not len(loader):
+        raise ConfigError(f"data.train_files hold fewer rows than data.train_batch_size={config.data.train_batch_size}")
+    total_steps = config.trainer.total_training_steps
+    total_steps = config.trainer.total_epochs * len(loader) if total_steps is None else total_steps
+    configs = {name: policy_config(config, name, index, run_id, total_steps) for index, name in enumerate(names)}
+    tokenizers = {name: tokenizer_of(own) for name, own in configs.items()}
+    for tokenizer in tokenizers.values():
+        check_round_trip(tokenizer, [validation[0].messages[-1]["content"]])
+    timeout = config.resources.timeout_s
+    groups = {name: RayPolicyGroup(name, configs[name], workers, timeout) for name, workers in start_workers(config, configs)}
+    await asyncio.gather(*(group.start() for group in groups.values()))
+    clients = {
+        name: PolicyClient(
+            name,
+            configs[name].actor_rollout_ref.rollout,
+            group.servers.client(),
+            tokenizers[name],
+            ChatEncoder(tokenizers[name], config.data.apply_chat_template_kwargs),
+        )
+        for name, group in groups.items()
+    }
+    controller = Controller(
+        RUNNERS.build(config.runner),
+        config.agents,
+        clients,
+        Reward(custom_reward(config) or builtin_compute_score),
+        seed=config.seed,
+        max_prompt_length=config.data.max_prompt_length,
+        episode_timeout=config.controller.episode_timeout_s,
+        max_error_rate=config.controller.max_error_rate,
+    )
+    learner = LEARNERS.build(config.learner, credit=CREDITS.build(config.credit))
+    return MARLTrainer(config, groups, controller, learner, loader, validation, total_steps, progress)
+
+
+def custom_reward(config: DictConfig) -> Any:
+    if not config.reward.custom_reward_function.path:
+        return None
+    from verl.trainer.ppo.reward import get_custom_reward_fn
+
+    return get_custom_reward_fn(config)
+
+
+def start_workers(config: DictConfig, configs: dict[str, DictConfig]) -> Iterator[tuple[str, Any]]:
+    """A worker group for every policy: processes of its own, or of its pool's if that holds several policies."""
+    from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
+    from verl.single_controller.ray.base import create_colocated_worker_cls
+
+    from marl.controller.pools import Pool
+    from marl.modules.workers.policy_worker import PolicyWorker
+
+    device = config.trainer.device
+    members: dict[str, list[str]] = {}
+    for name in configs:
+        members.setdefault(pool_of(config, name), []).append(name)
+    for pool_name, names in members.items():
+        pool = Pool(
+            [config.trainer.n_gpus_per_node] * config.trainer.nnodes,
+            use_gpu=device != "cpu",
+            max_colocate_count=1,
+            name_prefix=pool_name,
+            timeout=config.resources.placement_timeout_s,
+        )
+        classes = {
+            name: RayClassWithInitArgs(
+                ray.remote(PolicyWorker), config=configs[name].actor_rollout_ref, role="actor_rollout"
+            )
+            for name in names
+        }
+        if len(names) == 1:
+            yield names[0], RayWorkerGroup(pool, classes[names[0]], name_prefix=names[0], device_name=device)
+        else:
+            together = RayWorkerGroup(pool, create_colocated_worker_cls(classes), name_prefix=pool_name, device_name=device)
+            yield from together.spawn(classes.keys()).items()
+
+
+def set_tracker_folders(config: DictConfig) -> None:
+    """verl's trackers read their folders from the environment; the run's own folder unless the user says otherwise."""
+    folder = Path(config.trainer.default_local_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("VERL_FILE_LOGGER_PATH", str(folder / "metrics.jsonl"))
+    os.environ.setdefault("TENSORBOARD_DIR", str(folder / "tensorboard"))
+    os.environ.setdefault("WANDB_DIR", str(folder))
+
+
+def obituary(error: RayActorError) -> str:
+    """Which worker or server died, why, and its last lines."""
+    return str(error).strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

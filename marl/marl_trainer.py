@@ -1,0 +1,245 @@
+"""The trainer: one step is the paper's algorithm box, one verb a line. It knows no algorithm and no protocol by name."""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+from verl.utils.tracking import Tracking
+
+from marl.controller.batching import joint_batch
+from marl.controller.controller import Collection, Controller
+from marl.controller.policy_group import RayPolicyGroup
+from marl.learners import Learner
+from marl.report import conversation, dump, summary
+from marl.types import Episode, JointBatch, Metrics, PolicyName, Task
+from marl.utils import checkpoint
+from marl.utils.metrics import PhaseTimer, prefixed
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int, Metrics], None]
+"""Told of every step: the step, the last step, its metrics."""
+
+
+class NotFinite(RuntimeError):
+    """A number that must be finite is not; nothing of this step is saved."""
+
+
+class MARLTrainer:
+    def __init__(
+        self,
+        config: Any,
+        policies: Mapping[PolicyName, RayPolicyGroup],
+        controller: Controller,
+        learner: Learner,
+        loader: StatefulDataLoader,
+        validation: Sequence[Task],
+        total_steps: int,
+        progress: Progress | None = None,
+    ) -> None:
+        self.config, self.policies, self.controller, self.learner = config, policies, controller, learner
+        self.loader, self.validation, self.total_steps = loader, validation, total_steps
+        self.progress = progress or (lambda step, total, metrics: None)
+        self.folder = Path(config.trainer.default_local_dir)
+        self.started = time.monotonic()
+        self.step_number = 0
+        self.log_prob_gap_max = 0.0
+        self.history: dict[int, Metrics] = {}
+        trainable = {name: agent for name, agent in config.agents.items() if agent.trainable}
+        self.temperatures = {name: self._temperature(name) for name in trainable}
+
+    def _temperature(self, agent: str) -> float:
+        policy = self.controller.policy_map.policy(agent, 1)
+        return self.controller.sampling(agent, policy, validate=False)["temperature"]
+
+    async def fit(self) -> None:
+        """Train to the last step; validate before the first, every ``trainer.test_freq`` and after the last."""
+        trainer = self.config.trainer
+        await self.resume()
+        await self.sync_weights()
+        self.tracking = self._tracking()
+        if trainer.val_before_train:
+            await self.validate()
+        if trainer.val_only:
+            return
+        batches = self._batches()
+        while self.step_number < self.total_steps:
+            self.step_number += 1
+            metrics = await self.step(next(batches))
+            last = self.step_number == self.total_steps
+            if last or (trainer.test_freq > 0 and self.step_number % trainer.test_freq == 0):
+                metrics |= await self.validate()
+            if trainer.save_freq > 0 and (last or self.step_number % trainer.save_freq == 0):
+                await self.save()
+            self.tracking.log(metrics, self.step_number)
+            self.progress(self.step_number, self.total_steps, metrics)
+        self.summarise()
+
+    async def step(self, tasks: Sequence[Task]) -> Metrics:
+        phase, started = PhaseTimer(), time.perf_counter()
+        with phase("collect"):
+            collection = await self.collect(tasks)
+        with phase("score"):
+            episodes = await self.controller.score(collection.episodes)
+        batch = joint_batch(episodes, list(self.config.agents), self.temperatures, self.learner.config.train_rounds)
+        with phase("log_probs"):
+            token_metrics = await self.log_probs(batch)
+        with phase("credit"):
+            credit_metrics = self.learner.assign_credit(batch)
+        with phase("update"):
+            updates = await self.learner.update(batch, self.policies)
+        self._must_be_finite(updates)
+        with phase("sync_weights"):
+            await self.sync_weights()
+        seconds = time.perf_counter() - started
+        metrics = credit_metrics | token_metrics | self._team_metrics(episodes, collection)
+        metrics |= self._policy_metrics(updates) | phase.metrics() | self._throughput(batch, seconds)
+        if self.config.trainer.rollout_data_dir:
+            dump.write(episodes, self.step_number, self.config.trainer.rollout_data_dir)
+        return metrics
+
+    async def collect(self, tasks: Sequence[Task]) -> Collection:
+        """Play every task ``rollout.n`` times with the current weights."""
+        before = await self._server_seconds()
+        collection = await self.controller.collect(tasks, self.config.actor_rollout_ref.rollout.n, self.step_number)
+        after = await self._server_seconds()
+        for name, group in self.policies.items():
+            group.busy_seconds = {"collect": after[name] - before[name]}
+        return collection
+
+    async def log_probs(self, batch: JointBatch) -> Metrics:
+        """``old_log_probs`` of every row by the trainer's own forward pass; its gap to the servers' is measured."""
+        names = list(batch.rows)
+        results = await asyncio.gather(*(self.policies[name].compute_log_prob(batch.rows[name]) for name in names))
+        metrics: Metrics = {}
+        for name, (outputs, _) in zip(names, results, strict=True):
+            rows = batch.rows[name]
+            rows["old_log_probs"] = outputs["log_probs"]
+            on = rows["response_mask"].values().bool()
+            gap = (outputs["log_probs"].values() - rows["rollout_log_probs"].values())[on].abs()
+            entropy = outputs["entropy"].values()[on].mean()
+            numbers = {"log_prob_gap_max": gap.max(), "log_prob_gap_mean": gap.mean(), "entropy": entropy}
+            metrics |= self._for_agents(name, {key: float(value) for key, value in numbers.items()})
+            self.log_prob_gap_max = max(self.log_prob_gap_max, float(gap.max()))
+        return metrics
+
+    async def sync_weights(self) -> None:
+        """Give every policy's weights to its servers, all at once."""
+        await asyncio.gather(*(group.sync_weights(self.step_number) for group in self.policies.values()))
+
+    async def validate(self) -> Metrics:
+        """Play the validation tasks; the episodes are dumped, the team's numbers are kept for the summary."""
+        samples = self.config.actor_rollout_ref.rollout.val_kwargs.n
+        collection = await self.controller.collect(self.validation, samples, self.step_number, validate=True)
+        episodes = await self.controller.score(collection.episodes)
+        self.history[self.step_number] = conversation.team_metrics(episodes)
+        if self.config.trainer.validation_data_dir:
+            dump.write(episodes, self.step_number, self.config.trainer.validation_data_dir)
+        return prefixed("val/team", self.history[self.step_number])
+
+    async def save(self) -> None:
+        """All policies, the data order and the step, as one unit."""
+        root = self.folder
+        with checkpoint.writing(root, self.step_number) as folder:
+            await asyncio.gather(*(group.save(folder / name / "actor") for name, group in self.policies.items()))
+            torch.save(self.loader.state_dict(), folder / "data.pt")
+            checkpoint.write_state(folder, {"step": self.step_number, "policies": sorted(self.policies)})
+        checkpoint.prune(root, self.config.trainer.max_actor_ckpt_to_keep)
+
+    async def resume(self) -> None:
+        """Continue from the newest checkpoint, or the one that is named. Raises ValueError if its policies are others."""
+        trainer = self.config.trainer
+        if trainer.resume_mode == "disable":
+            return
+        found = checkpoint.complete(self.folder)
+        folder = Path(trainer.resume_from_path) if trainer.resume_mode == "resume_path" else found[-1] if found else None
+        if folder is None:
+            return
+        state = checkpoint.read_state(folder)
+        if state["policies"] != sorted(self.policies):
+            raise ValueError(f"{folder} holds the policies {state['policies']}, this run has {sorted(self.policies)}")
+        await asyncio.gather(*(group.load(folder / name / "actor") for name, group in self.policies.items()))
+        self.loader.load_state_dict(torch.load(folder / "data.pt", weights_only=True))
+        self.step_number = state["step"]
+        logger.warning("resumed from %s", folder)
+
+    def summarise(self) -> None:
+        """Leave ``summary.json`` and ``curves.png``."""
+        if not self.history:
+            return
+        seconds = time.monotonic() - self.started
+        result = summary.summarise(
+            self.history,
+            steps=self.step_number,
+            seconds=seconds,
+            seed=self.config.seed,
+            log_prob_gap_max=self.log_prob_gap_max,
+        )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        summary.write_json(result, self.folder / "summary.json")
+        summary.plot(self.history, self.folder / "curves.png")
+
+    def _batches(self):
+        while True:
+            yield from self.loader
+
+    def _tracking(self) -> Tracking:
+        from omegaconf import OmegaConf
+
+        trainer = self.config.trainer
+        return Tracking(
+            project_name=trainer.project_name,
+            experiment_name=trainer.experiment_name,
+            default_backend=list(trainer.logger),
+            config=OmegaConf.to_container(self.config, resolve=True, enum_to_str=True),
+        )
+
+    def _team_metrics(self, episodes: Sequence[Episode], collection: Collection) -> Metrics:
+        metrics = prefixed("team", conversation.team_metrics(episodes))
+        metrics["team/episodes"] = float(len(episodes))
+        metrics["team/failed_episodes"] = float(len(collection.failures) + len(collection.episodes) - len(episodes))
+        for agent in self.config.agents:
+            metrics |= prefixed(f"agent/{agent}", conversation.agent_metrics(episodes, agent))
+        return metrics
+
+    def _policy_metrics(self, updates: Mapping[PolicyName, Metrics]) -> Metrics:
+        metrics: Metrics = {}
+        for name, numbers in updates.items():
+            metrics |= self._for_agents(name, {key.removeprefix("actor/"): value for key, value in numbers.items()})
+        return metrics
+
+    def _for_agents(self, policy: PolicyName, metrics: Metrics) -> Metrics:
+        """A policy's numbers, under each agent that acts with it."""
+        agents = self.controller.policy_map.agents(policy)
+        return {f"agent/{agent}/{key}": value for agent in agents for key, value in metrics.items()}
+
+    def _throughput(self, batch: JointBatch, seconds: float) -> Metrics:
+        """A step's length, and the share of it in which neither a server nor a worker computed."""
+        phases = {phase for group in self.policies.values() for phase in group.busy_seconds}
+        busy = sum(max(group.busy_seconds.get(phase, 0.0) for group in self.policies.values()) for phase in phases)
+        turns = float(batch.mask_ERA.sum())
+        return {
+            "timing_s/step": seconds,
+            "perf/turns_per_second": turns / seconds,
+            "perf/busy_seconds": busy,
+            "perf/overhead_share": 1.0 - busy / seconds,
+        }
+
+    async def _server_seconds(self) -> dict[PolicyName, float]:
+        seconds = await asyncio.gather(*(group.server_seconds() for group in self.policies.values()))
+        return dict(zip(self.policies, seconds, strict=True))
+
+    def _must_be_finite(self, updates: Mapping[PolicyName, Metrics]) -> None:
+        for name, numbers in updates.items():
+            for key in ("grad_norm", "loss"):
+                if key in numbers and not math.isfinite(numbers[key]):
+                    raise NotFinite(
+                        f"policy {name!r}, step {self.step_number}: {key} is {numbers[key]}. Nothing of this step is saved; "
+                        "lower actor.optim.lr, or look at agent/*/log_prob_gap_max and the rewards of this step"
+                    )

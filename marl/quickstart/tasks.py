@@ -1,0 +1,185 @@
+"""Two tasks that two agents solve only together. Pure Python: sentences and answers, no tokens.
+
+*Smudged note*: both read one word problem, but in the copy of one of them a number is a smudge (``~``); nobody is told
+whose. Alone they can reach .50 between them. *Split information*: each holds one number; the answer is their sum mod 10.
+"""
+
+import hashlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+AGENTS = ("alice", "carol")
+NAMES = ("tom", "ann", "bob", "mia", "sam", "eve")
+OBJECTS = ("apples", "coins", "cards", "pens", "eggs", "books")
+TEMPLATES = {
+    "add": (
+        "{name} has {a} {objects} and buys {b} more . how many ?",
+        "{name} has {a} {objects} . then {name} gets {b} . how many ?",
+    ),
+    "subtract": (
+        "{name} has {a} {objects} and loses {b} . how many ?",
+        "{name} had {a} {objects} . then {name} gave away {b} . how many ?",
+    ),
+    "multiply": (
+        "{name} has {b} boxes of {a} {objects} . how many ?",
+        "there are {b} bags with {a} {objects} . how many ?",
+    ),
+}
+SMUDGE = "~"
+PEER_TEMPLATE = "{agent} said {text}"
+"""How a peer's answer is shown; the runner's ``peer_template`` must be the same."""
+Split = Literal["train", "test"]
+
+
+def answer_text(number: int) -> str:
+    return f"#### {number}"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question as each agent reads it, and the answer."""
+
+    question: str
+    observations: tuple[str, ...]
+    answer: int
+    wrong: int
+    """What the wrong operation gives."""
+
+    def row(self, data_source: str, index: int, split: Split) -> dict[str, Any]:
+        """A dataset row with verl's columns."""
+        prompts = {
+            agent: [{"role": "user", "content": text}] for agent, text in zip(AGENTS, self.observations, strict=True)
+        }
+        return {
+            "data_source": data_source,
+            "prompt": [{"role": "user", "content": self.question}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(self.answer)},
+            "extra_info": {"index": index, "split": split, "agent_prompts": prompts},
+        }
+
+
+@dataclass(frozen=True)
+class WarmExample:
+    """A conversation to imitate: messages of alternating roles, the last one the assistant's."""
+
+    messages: tuple[str, ...]
+
+
+class SmudgedNote:
+    """``right``: how often the warm start lets an agent that sees the whole problem solve it."""
+
+    data_source = "marl/smudged_note"
+
+    def __init__(self, right: float = 0.7, second_turns: float = 0.6) -> None:
+        self.right, self.second_turns = right, second_turns
+
+    def problem(self, rng: random.Random, split: Split) -> Problem:
+        while True:
+            question, answer, wrong, numbers = word_problem(rng)
+            if held_out(question) == (split == "test"):
+                break
+        observations = [question] * len(AGENTS)
+        observations[rng.randrange(len(AGENTS))] = smudge(question, rng.choice(numbers), rng)
+        return Problem(question, tuple(observations), answer, wrong)
+
+    def first_answer(self, rng: random.Random, problem: Problem, agent: int) -> int:
+        """Before training: who sees all is right, or applies the wrong operation; who does not names the number it sees."""
+        seen = problem.observations[agent]
+        if SMUDGE in seen:
+            return next(int(word) for word in seen.split() if word.isdigit())
+        if rng.random() < self.right:
+            return problem.answer
+        return problem.wrong if rng.random() < 0.8 else rng.randint(1, 18)
+
+    def warm_example(self, rng: random.Random) -> WarmExample:
+        problem, agent = self.problem(rng, "train"), rng.randrange(len(AGENTS))
+        answers = [self.first_answer(rng, problem, i) for i in range(len(AGENTS))]
+        own = (problem.observations[agent], answer_text(answers[agent]))
+        if rng.random() >= self.second_turns:
+            return WarmExample(own)
+        return WarmExample((*own, peers_text(agent, answers), answer_text(rng.choice(answers))))
+
+
+class SplitInformation:
+    data_source = "marl/split_information"
+
+    def __init__(self, truth: float = 0.4, good: float = 0.6) -> None:
+        self.truth, self.good = truth, good
+
+    def problem(self, rng: random.Random, split: Split) -> Problem:
+        numbers = [rng.randrange(10) for _ in AGENTS]
+        answer = sum(numbers) % 10
+        return Problem("how many ?", tuple(f"you have {number}" for number in numbers), answer, (answer + 1) % 10)
+
+    def warm_example(self, rng: random.Random) -> WarmExample:
+        problem, agent = self.problem(rng, "train"), rng.randrange(len(AGENTS))
+        own = int(problem.observations[agent].split()[-1])
+        peer = int(problem.observations[1 - agent].split()[-1])
+        message = own if rng.random() < self.truth else 0 if rng.random() < 0.7 else rng.randrange(10)
+        first = (problem.observations[agent], answer_text(message))
+        if rng.random() < 0.4:
+            return WarmExample(first)
+        final = problem.answer if rng.random() < self.good else rng.randrange(10)
+        answers = [0, 0]
+        answers[1 - agent] = peer
+        return WarmExample((*first, peers_text(agent, answers), answer_text(final)))
+
+
+TinyTask = SmudgedNote | SplitInformation
+TASKS: dict[str, type[SmudgedNote] | type[SplitInformation]] = {
+    "smudged_note": SmudgedNote,
+    "split_information": SplitInformation,
+}
+
+
+def word_problem(rng: random.Random) -> tuple[str, int, int, tuple[int, int]]:
+    """A question, its answer, what the wrong operation gives, and its two numbers."""
+    operation = rng.choice(list(TEMPLATES))
+    a, b = rng.randint(1, 9), rng.randint(1, 9)
+    if operation == "add":
+        answer, wrong = a + b, abs(a - b)
+    elif operation == "subtract":
+        b = rng.randint(1, a)
+        answer, wrong = a - b, a + b
+    else:
+        b = rng.randint(2, 9)
+        answer, wrong = a * b, a + b
+    template = rng.choice(TEMPLATES[operation])
+    return template.format(name=rng.choice(NAMES), objects=rng.choice(OBJECTS), a=a, b=b), answer, wrong, (a, b)
+
+
+def held_out(question: str) -> bool:
+    """One statement in five is for testing only; number facts are shared."""
+    return hashlib.md5(question.encode()).digest()[0] % 5 == 0
+
+
+def smudge(question: str, number: int, rng: random.Random) -> str:
+    words = question.split()
+    place = rng.choice([i for i, word in enumerate(words) if word == str(number)])
+    words[place] = SMUDGE
+    return " ".join(words)
+
+
+def peers_text(agent: int, answers: list[int]) -> str:
+    """What the debate runner shows this agent of the others."""
+    return " ".join(
+        PEER_TEMPLATE.format(agent=name, text=answer_text(answers[i])) for i, name in enumerate(AGENTS) if i != agent
+    )
+
+
+def rows(task: TinyTask, count: int, seed: int, split: Split) -> Iterator[dict[str, Any]]:
+    rng = random.Random(f"{split}-{seed}")
+    for index in range(count):
+        yield task.problem(rng, split).row(task.data_source, index, split)
+
+
+def words() -> list[str]:
+    """Every word that a task, a template or an answer uses."""
+    fields = dict(name="", objects="", a="", b="", agent="", text="")
+    sentences = [template.format(**fields) for templates in TEMPLATES.values() for template in templates]
+    sentences += [PEER_TEMPLATE.format(**fields), "you have how many ?", "####", SMUDGE]
+    found = {word for sentence in sentences for word in sentence.split()} | {*NAMES, *OBJECTS, *AGENTS}
+    return [*map(str, range(100)), *sorted(found)]

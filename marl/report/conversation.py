@@ -1,0 +1,114 @@
+"""What a conversation did to the answers: accuracy by round, transitions, persuasion, diversity. Pure, over episodes."""
+
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+from marl.types import AgentId, Episode, Metrics, Turn
+
+TRANSITIONS = ("wrong_wrong", "wrong_right", "right_wrong", "right_right")
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def turns_in(episodes: Sequence[Episode], round: int, agent: AgentId | None = None) -> list[Turn]:
+    return [
+        turn
+        for episode in episodes
+        for turn in episode.turns
+        if turn.round == round and (agent is None or turn.agent == agent)
+    ]
+
+
+def rounds_of(episodes: Sequence[Episode]) -> range:
+    return range(1, max((episode.num_rounds for episode in episodes), default=0) + 1)
+
+
+def first_and_last(episodes: Sequence[Episode]) -> Iterator[tuple[Episode, Turn, Turn]]:
+    """Every agent's first and last turn of an episode in which it spoke more than once."""
+    for episode in episodes:
+        for agent in episode.agents:
+            turns = episode.trajectory(agent)
+            if len(turns) > 1:
+                yield episode, turns[0], turns[-1]
+
+
+def transitions(episodes: Sequence[Episode]) -> Metrics:
+    """Share of each change of an agent's answer from its first turn to its last; the four sum to 1."""
+    names = ("wrong", "right")
+    counts = Counter(f"{names[first.correct]}_{names[last.correct]}" for _, first, last in first_and_last(episodes))
+    total = sum(counts.values())
+    return {name: counts[name] / total for name in TRANSITIONS} if total else {}
+
+
+def swayed(episodes: Sequence[Episode]) -> Metrics:
+    """Of right agents that met another answer, the share that took one of those over."""
+    outcomes = []
+    for episode, first, last in first_and_last(episodes):
+        peers = {turn.verdict.answer for turn in episode.turns if turn.agent != first.agent and turn.round == first.round}
+        peers -= {first.verdict.answer, None}
+        if first.correct and peers:
+            outcomes.append(last.verdict.answer in peers)
+    return {"swayed": mean(outcomes), "swayed_count": float(len(outcomes))} if outcomes else {}
+
+
+def diversity(answers: Sequence[str | None]) -> tuple[float, float]:
+    """Of the answers of one round: entropy in nats, and the share of pairs that disagree. Abstentions are an answer."""
+    counts = Counter(answers)
+    entropy = -sum(n / len(answers) * math.log(n / len(answers)) for n in counts.values())
+    pairs = list(combinations(answers, 2))
+    return entropy, mean([a != b for a, b in pairs]) if pairs else 0.0
+
+
+def plurality_accuracy(episodes: Sequence[Episode], round: int) -> float:
+    """Share of episodes whose most frequent answer of this round is right; ties are broken at random, by a fixed seed."""
+    rng, right = random.Random(0), []
+    for episode in episodes:
+        turns = [turn for turn in turns_in([episode], round) if turn.verdict.answer is not None]
+        counts = Counter(turn.verdict.answer for turn in turns)
+        best = sorted(answer for answer, n in counts.items() if n == max(counts.values()))
+        choice = rng.choice(best) if best else None
+        right.append(any(turn.correct for turn in turns if turn.verdict.answer == choice))
+    return mean(right)
+
+
+def team_metrics(episodes: Sequence[Episode]) -> Metrics:
+    """Accuracy of the team's answer and by round, gain of the last round over the first, and what changed in between."""
+    metrics: Metrics = {"vote": mean([episode.verdict.score >= 1.0 for episode in episodes])}
+    rounds = rounds_of(episodes)
+    for r in rounds:
+        metrics[f"accuracy/round_{r}"] = mean([turn.correct for turn in turns_in(episodes, r)])
+        metrics[f"plurality/round_{r}"] = plurality_accuracy(episodes, r)
+        spread = [
+            diversity([turn.verdict.answer for turn in turns]) for e in episodes if len(turns := turns_in([e], r)) > 1
+        ]
+        if spread:
+            metrics[f"entropy_of_answers/round_{r}"] = mean([entropy for entropy, _ in spread])
+            metrics[f"disagreement/round_{r}"] = mean([disagree for _, disagree in spread])
+    if len(rounds) > 1:
+        metrics["gain"] = metrics[f"accuracy/round_{rounds[-1]}"] - metrics["accuracy/round_1"]
+        metrics |= {f"transitions/{name}": share for name, share in transitions(episodes).items()}
+        metrics |= swayed(episodes)
+    return metrics
+
+
+def agent_metrics(episodes: Sequence[Episode], agent: AgentId) -> Metrics:
+    """One agent's mean verdict, accuracy by round, response length and share of answers that were cut off or missing."""
+    turns = [turn for episode in episodes for turn in episode.trajectory(agent)]
+    if not turns:
+        return {}
+    metrics = {
+        "verdict": mean([turn.verdict.score for turn in turns]),
+        "response_length": mean([len(turn.response_ids) for turn in turns]),
+        "truncated": mean([turn.stop_reason == "length" for turn in turns]),
+        "no_answer": mean([turn.verdict.answer is None for turn in turns]),
+    }
+    for r in rounds_of(episodes):
+        spoken = turns_in(episodes, r, agent)
+        if spoken:
+            metrics[f"accuracy/round_{r}"] = mean([turn.correct for turn in spoken])
+    return metrics

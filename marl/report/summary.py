@@ -1,0 +1,87 @@
+"""What a run leaves for a person: ``summary.json``, ``curves.png`` and a table."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from marl.report.conversation import TRANSITIONS
+from marl.types import Metrics
+
+History = Mapping[int, Metrics]
+"""Team metrics of each validation, by step."""
+
+
+def accuracy(team: Metrics) -> dict[str, float]:
+    rounds = {key.removeprefix("accuracy/"): value for key, value in team.items() if key.startswith("accuracy/")}
+    return {**rounds, "vote": team["vote"]}
+
+
+def summarise(history: History, *, steps: int, seconds: float, seed: int, log_prob_gap_max: float) -> dict[str, Any]:
+    """The content of ``summary.json``."""
+    first, last = history[min(history)], history[max(history)]
+    return {
+        "steps": steps,
+        "seconds": round(seconds, 2),
+        "seed": seed,
+        "accuracy": {"before": accuracy(first), "after": accuracy(last)},
+        "log_prob_gap_max": log_prob_gap_max,
+    }
+
+
+def write_json(summary: Mapping[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(summary, indent=2) + "\n")
+
+
+def table(history: History) -> Table:
+    """Before and after: accuracies, the four transitions of an answer, how often a right agent was swayed."""
+    first, last = history[min(history)], history[max(history)]
+    result = Table(title="before and after training (validation problems)")
+    for heading in ("", f"step {min(history)}", f"step {max(history)}", "change"):
+        result.add_column(heading, justify="left" if not heading else "right")
+    rows = {name.replace("_", " "): f"accuracy/{name}" for name in accuracy(first) if name != "vote"}
+    rows["vote"] = "vote"
+    if "gain" in first:
+        rows["gain of the last round"] = "gain"
+        rows |= {name.replace("_", " → "): f"transitions/{name}" for name in TRANSITIONS}
+        rows["right, met another answer, took it over"] = "swayed"
+    for label, key in rows.items():
+        before, after = first.get(key), last.get(key)
+        change = f"{after - before:+.3f}" if before is not None and after is not None else ""
+        result.add_row(label, *("–" if value is None else f"{value:.3f}" for value in (before, after)), change)
+    return result
+
+
+def show(history: History) -> None:
+    Console().print(table(history))
+
+
+def plot(history: History, path: Path) -> None:
+    """Curves of the validations: accuracy by round and vote, and the transitions."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    steps = sorted(history)
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), sharex=True)
+    for name in accuracy(history[steps[0]]):
+        key = name if name == "vote" else f"accuracy/{name}"
+        style = "--" if name == "vote" else "-"
+        axes[0].plot(steps, [history[step].get(key) for step in steps], style, marker=".", label=name.replace("_", " "))
+    for name in TRANSITIONS:
+        values = [history[step].get(f"transitions/{name}") for step in steps]
+        if values[0] is not None:
+            axes[1].plot(steps, values, marker=".", label=name.replace("_", " → "))
+    axes[0].set(title="accuracy", xlabel="step", ylim=(0, 1))
+    axes[1].set(title="answers, first round → last", xlabel="step", ylim=(0, 1))
+    for axis in axes:
+        axis.grid(alpha=0.3)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

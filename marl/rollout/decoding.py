@@ -1,0 +1,230 @@
+"""A lean decoding loop on a Hugging Face causal LM: one batch in, tokens and their log-probs out.
+
+What a request is answered with depends on its prompt, seed and sampling parameters, never on the requests that share
+its batch. A CPU's matrix products give that only for fixed shapes, so prompts are left-padded to the width of their own
+bucket (a batch holds one bucket), no product has fewer than ``MIN_ROWS`` rows, and the attention mask is always explicit:
+left to itself, transformers drops it, and takes another kernel, whenever no row of a batch happens to be padded.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
+
+MIN_ROWS = 4
+"""Products of 1 to 3 rows differ from larger ones in their last bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 is off."""
+    stop_token_ids: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = ()
+    """Strings; the answer ends with the token that completes one."""
+
+
+@dataclass(slots=True)
+class Answer:
+    token_ids: list[int]
+    log_probs: list[float]
+    """Of the distribution that was sampled from: after temperature, top-k and top-p; of the plain one if greedy."""
+    stop_reason: str
+
+
+def bucket(length: int) -> int:
+    """The width that a prompt of this length is padded to: multiples of 8, then of 32, then of 128."""
+    step = 8 if length <= 64 else 32 if length <= 512 else 128
+    return -(-length // step) * step
+
+
+class PreallocatedLayer(DynamicLayer):
+    """Keys and values of one layer, written in place: what grows is a view, so that nothing is copied while decoding."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.capacity = capacity
+
+    def fill(self, keys: Tensor, values: Tensor, rows: Tensor) -> None:
+        """Start from the prefilled prompts [U, heads, W, dim]; row b continues prompt ``rows[b]``."""
+        width = keys.shape[-2]
+        shape = (len(rows), keys.shape[1], width + self.capacity, keys.shape[3])
+        self._keys, self._values = keys.new_empty(shape), values.new_empty(shape)
+        self._keys[:, :, :width], self._values[:, :, :width] = keys[rows], values[rows]
+        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+        self._view(width)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        start = self.keys.shape[-2]
+        end = start + key_states.shape[-2]
+        self._keys[:, :, start:end], self._values[:, :, start:end] = key_states, value_states
+        self._view(end)
+        return self.keys, self.values
+
+    def select(self, rows: Tensor) -> None:
+        self._keys, self._values = self._keys[rows], self._values[rows]
+        self._view(self.keys.shape[-2])
+
+    def _view(self, length: int) -> None:
+        self.keys, self.values = self._keys[:, :, :length], self._values[:, :, :length]
+
+
+@torch.inference_mode()
+def decode(
+    model: PreTrainedModel, requests: Sequence[Request], pad_id: int, to_text: Callable[[list[int]], str]
+) -> list[Answer]:
+    """Answer requests whose prompts share one bucket. Equal prompts are prefilled once."""
+    batch = _Batch(model, requests, pad_id)
+    answers = [Answer([], [], "length") for _ in requests]
+    logits = batch.prefill()
+    for position in range(max(request.max_tokens for request in requests)):
+        tokens, log_probs = batch.sample(logits, position)
+        finished = np.zeros(len(batch.rows), dtype=bool)
+        for b, (row, token, log_prob) in enumerate(zip(batch.rows, tokens.tolist(), log_probs.tolist(), strict=True)):
+            if row is None or batch.done[row]:
+                finished[b] = True
+            else:
+                finished[b] = batch.done[row] = _append(answers[row], requests[row], token, log_prob, to_text)
+        if finished.all():
+            break
+        logits = batch.step(tokens, finished)
+    return answers
+
+
+def _append(answer: Answer, request: Request, token: int, log_prob: float, to_text: Callable[[list[int]], str]) -> bool:
+    """Record a token; say whether it was the last one."""
+    answer.token_ids.append(token)
+    answer.log_probs.append(log_prob)
+    stopped = token in request.stop_token_ids
+    if not stopped and request.stop:
+        text = to_text(answer.token_ids)
+        stopped = any(stop in text for stop in request.stop)
+    if stopped:
+        answer.stop_reason = "completed"
+    return stopped or len(answer.token_ids) >= request.max_tokens
+
+
+class _Batch:
+    """The tensors of one batch; rows that have ended leave it in halves."""
+
+    def __init__(self, model: PreTrainedModel, requests: Sequence[Request], pad_id: int) -> None:
+        self.model, self.device = model, model.device
+        prompts = list(dict.fromkeys(request.prompt_ids for request in requests))
+        index = {prompt: u for u, prompt in enumerate(prompts)}
+        self.rows: list[int | None] = [*range(len(requests)), *[None] * (MIN_ROWS - len(requests))]
+        """Which request a row decodes; None is padding, which decodes the first one once more."""
+        self.done = [False] * len(requests)
+        decoded = [requests[row or 0] for row in self.rows]
+        self.prompt_of_B = torch.tensor([index[request.prompt_ids] for request in decoded], device=self.device)
+        width = bucket(max(map(len, prompts)))
+        ids_UW = np.full((max(len(prompts), MIN_ROWS), width), pad_id, dtype=np.int64)
+        mask_UW = np.zeros_like(ids_UW, dtype=bool)
+        for u in range(len(ids_UW)):
+            prompt = prompts[min(u, len(prompts) - 1)]
+            ids_UW[u, width - len(prompt) :] = prompt
+            mask_UW[u, width - len(prompt) :] = True
+        self.ids_UW, self.mask_UW = (torch.from_numpy(x).to(self.device) for x in (ids_UW, mask_UW))
+        self.capacity = max(request.max_tokens for request in requests)
+        self.uniforms_BT = torch.from_numpy(
+            np.stack([np.random.Generator(np.random.Philox(request.seed)).random(self.capacity) for request in decoded])
+        ).to(self.device)
+        self.sampling = _Sampling(decoded, self.device)
+
+    def prefill(self) -> Tensor:
+        """Logits [B, V] of the first token."""
+        width = self.ids_UW.shape[1]
+        causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()
+        # a padding position looks at itself: a row that attends to nothing is NaN
+        mask = (causal & self.mask_UW[:, None, :]) | torch.eye(width, dtype=torch.bool, device=self.device)
+        positions = (self.mask_UW.cumsum(1) - 1).clamp(min=0)
+        output = self.model(
+            input_ids=self.ids_UW, attention_mask=mask[:, None], position_ids=positions, use_cache=True, logits_to_keep=1
+        )
+        layers = [PreallocatedLayer(self.capacity) for _ in output.past_key_values.layers]
+        for layer, prefilled in zip(layers, output.past_key_values.layers, strict=True):
+            layer.fill(prefilled.keys, prefilled.values, self.prompt_of_B)
+        self.cache = Cache(layers=layers)
+        self.mask_BW = self.mask_UW[self.prompt_of_B]
+        self.position_B = positions[self.prompt_of_B, -1]
+        return output.logits[self.prompt_of_B, 0]
+
+    def sample(self, logits_BV: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        return self.sampling(logits_BV, self.uniforms_BT[:, position])
+
+    def step(self, tokens_B: Tensor, finished: np.ndarray) -> Tensor:
+        """Feed the sampled tokens; logits [B, V] of the next ones, for the rows that stay."""
+        if 2 * finished.sum() >= len(finished) > MIN_ROWS:
+            tokens_B = self._keep(tokens_B, np.flatnonzero(~finished))
+        self.position_B = self.position_B + 1
+        self.mask_BW = torch.cat([self.mask_BW, self.mask_BW.new_ones(len(self.rows), 1)], dim=1)
+        output = self.model(
+            input_ids=tokens_B[:, None],
+            attention_mask=self.mask_BW[:, None, None],
+            position_ids=self.position_B[:, None],
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        return output.logits[:, 0]
+
+    def _keep(self, tokens_B: Tensor, kept: np.ndarray) -> Tensor:
+        padding = max(0, MIN_ROWS - len(kept))
+        self.rows = [*(self.rows[b] for b in kept), *[None] * padding]
+        rows = torch.from_numpy(np.concatenate([kept, np.repeat(kept[:1], padding)])).to(self.device)
+        for layer in self.cache.layers:
+            layer.select(rows)
+        self.mask_BW, self.position_B = self.mask_BW[rows], self.position_B[rows]
+        self.uniforms_BT = self.uniforms_BT[rows]
+        self.sampling.select(rows)
+        return tokens_B[rows]
+
+
+class _Sampling:
+    """Each row's own temperature, top-k and top-p; one uniform number a token, turned into a token by the inverse CDF."""
+
+    def __init__(self, requests: Sequence[Request], device: torch.device) -> None:
+        def column(values: list[float]) -> Tensor:
+            return torch.tensor(values, device=device)[:, None]
+
+        self.greedy = column([request.temperature == 0 for request in requests])
+        self.temperature = column([request.temperature or 1.0 for request in requests])
+        self.top_p = column([request.top_p for request in requests])
+        self.top_k = column([request.top_k if request.top_k > 0 else 2**31 - 1 for request in requests])
+        self.truncates = any(request.top_p < 1 or request.top_k > 0 for request in requests)
+
+    def select(self, rows: Tensor) -> None:
+        self.greedy, self.temperature = self.greedy[rows], self.temperature[rows]
+        self.top_p, self.top_k = self.top_p[rows], self.top_k[rows]
+
+    def __call__(self, logits_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
+        log_probs_BV = (logits_BV.float() / self.temperature).log_softmax(-1)
+        if self.truncates:
+            log_probs_BV = self._truncate(log_probs_BV)
+        cdf_BV = log_probs_BV.double().exp().cumsum(-1)
+        drawn_B1 = torch.searchsorted(cdf_BV, uniforms_B[:, None] * cdf_BV[:, -1:], right=True)
+        drawn_B1 = drawn_B1.clamp(max=logits_BV.shape[-1] - 1)
+        tokens_B1 = torch.where(self.greedy, logits_BV.argmax(-1, keepdim=True), drawn_B1)
+        return tokens_B1[:, 0], log_probs_BV.gather(1, tokens_B1)[:, 0]
+
+    def _truncate(self, log_probs_BV: Tensor) -> Tensor:
+        """Keep the k likeliest tokens, and of those the fewest whose mass reaches p; the likeliest always stays."""
+        sorted_BV, order_BV = log_probs_BV.sort(dim=-1, descending=True, stable=True)
+        rank_V = torch.arange(sorted_BV.shape[-1], device=sorted_BV.device)
+        in_k_BV = rank_V < self.top_k
+        probs_BV = sorted_BV.masked_fill(~in_k_BV, -torch.inf).softmax(-1)
+        before_BV = probs_BV.cumsum(-1) - probs_BV
+        kept_BV = in_k_BV & ((before_BV < self.top_p) | (rank_V == 0))
+        truncated_BV = torch.full_like(log_probs_BV, -torch.inf)
+        truncated_BV.scatter_(1, order_BV, sorted_BV.masked_fill(~kept_BV, -torch.inf))
+        truncated_BV = truncated_BV.log_softmax(-1)
+        rows_B1 = ((self.top_p < 1) | (self.top_k < 2**31 - 1)) & ~self.greedy
+        return torch.where(rows_B1, truncated_BV, log_probs_BV)

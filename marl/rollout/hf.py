@@ -1,0 +1,271 @@
+"""The ``hf`` rollout backend: a Ray actor that serves one replica, on the same waist as verl's vLLM and SGLang servers.
+
+Three classes and two registrations make a backend of verl: the server (tokens in, tokens out), the replica (starts
+servers) and the adapter (lives in the training ranks and ships their weights).
+"""
+
+import asyncio
+import os
+import secrets
+from collections.abc import Generator
+from typing import Any
+
+import ray
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from verl.utils.device import get_device_name
+from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
+from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
+
+from marl.rollout.decoding import Request, bucket, decode
+from marl.rollout.offsets import offset_rank, ranks_per_replica
+
+GATHER_SECONDS = 0.002
+"""How long a request waits for others to share its batch."""
+
+
+def server_name(config: Any, replica_rank: int) -> str:
+    """Ray's actor names are global: they carry the run and the policy."""
+    custom = config.custom or {}
+    return f"hf_server_{custom.get('run_id', 'run')}_{custom.get('policy', 'policy')}_{replica_rank}"
+
+
+class HFServer:
+    """Token-in, token-out server of one policy: dynamic batching over all waiting requests."""
+
+    def __init__(self, config: Any, model_path: str, tokenizer_path: str, device: str) -> None:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        self.config, self.device = config, device
+        self.model = build_model(model_path, getattr(torch, config.dtype), device)
+        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+        eos = self.model.config.eos_token_id
+        self.eos_ids = frozenset(eos if isinstance(eos, list) else [eos]) | {self.tokenizer.eos_token_id}
+        self.pad_id = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
+        self.global_steps: int | None = None
+        self.received: set[str] = set()
+        self.waiting: list[tuple[Request, asyncio.Future]] = []
+        self.loop_task: asyncio.Task | None = None
+        self.stats = {"batches": 0, "requests": 0, "tokens": 0, "prefilled_tokens": 0, "seconds": 0.0}
+
+    async def ready(self) -> bool:
+        return True
+
+    async def sleep(self) -> None:
+        self.model.to("cpu")
+
+    async def wake_up(self) -> None:
+        self.model.to(self.device)
+
+    async def clear_kv_cache(self) -> None: ...
+
+    async def release_kv_cache(self) -> None: ...
+
+    async def resume_kv_cache(self) -> None: ...
+
+    async def abort_all_requests(self, reject_request: bool = False) -> None:
+        for _, future in self.waiting:
+            future.cancel()
+        self.waiting.clear()
+
+    async def resume_generation(self) -> None: ...
+
+    async def get_stats(self) -> dict[str, float]:
+        return dict(self.stats)
+
+    async def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        """Overwrite the named parameters. Raises KeyError for a name that this model does not have."""
+        own = self.model.state_dict()
+        unknown = sorted(set(weights) - set(own))
+        if unknown:
+            raise KeyError(f"weight sync: the server's model has no {unknown[:3]}; is its path the trainer's?")
+        with torch.inference_mode():
+            for name, tensor in weights.items():
+                own[name].copy_(tensor)
+        self.received |= set(weights)
+
+    async def finish_weights(self, global_steps: int | None) -> None:
+        """End a weight sync. Raises KeyError if a parameter was left out."""
+        shared = set(getattr(self.model, "_tied_weights_keys", None) or ())
+        missing = sorted(set(dict(self.model.named_parameters())) - self.received - shared)
+        if missing:
+            raise KeyError(f"weight sync: the trainer sent no {missing[:3]}")
+        self.received.clear()
+        self.global_steps = global_steps
+
+    async def generate(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **_: Any
+    ) -> TokenOutput:
+        """verl's contract: one request. ``log_probs`` are of the distribution that was sampled from."""
+        (answer,) = await self.generate_many([(prompt_ids, sampling_params)])
+        if isinstance(answer, BaseException):
+            raise answer
+        return to_token_output(answer)
+
+    async def generate_many(self, requests: list[tuple[list[int], dict[str, Any]]]) -> list[tuple | BaseException]:
+        """The same for many requests in one call: of each (token ids, log-probs, stop reason, version), or its error."""
+        if self.loop_task is None or self.loop_task.done():
+            self.loop_task = asyncio.get_running_loop().create_task(self._serve())
+        futures = []
+        for prompt_ids, sampling_params in requests:
+            futures.append(asyncio.get_running_loop().create_future())
+            try:
+                self.waiting.append((self._request(prompt_ids, sampling_params), futures[-1]))
+            except (ValueError, TypeError) as error:
+                futures[-1].set_exception(error)
+        return await asyncio.gather(*futures, return_exceptions=True)
+
+    def _request(self, prompt_ids: list[int], params: dict[str, Any]) -> Request:
+        params = dict(params)
+        params.pop("logprobs", None)
+        limit = params.pop("max_tokens", None) or params.pop("max_new_tokens", None) or self.config.response_length
+        stop = params.pop("stop", None) or ()
+        seed = params.pop("seed", None)
+        stop_ids = frozenset(params.pop("stop_token_ids", None) or ())
+        ignore_eos = params.pop("ignore_eos", False)
+        known = {key: params.pop(key) for key in ("temperature", "top_p", "top_k") if key in params}
+        if params.pop("repetition_penalty", 1.0) != 1.0 or params:
+            raise ValueError(f"the hf rollout knows no sampling parameter {sorted(params) or ['repetition_penalty']}")
+        longest = self.config.max_model_len or self.model.config.max_position_embeddings
+        if len(prompt_ids) + int(limit) > longest:
+            raise ValueError(
+                f"prompt of {len(prompt_ids)} tokens + max_tokens {limit} exceeds the model's {longest}; "
+                "shorten the conversation, or raise rollout.max_model_len if the model allows it"
+            )
+        return Request(
+            prompt_ids=tuple(prompt_ids),
+            max_tokens=int(limit),
+            seed=secrets.randbits(63) if seed is None else int(seed),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop_token_ids=stop_ids if ignore_eos else stop_ids | self.eos_ids,
+            **known,
+        )
+
+    async def _serve(self) -> None:
+        while self.waiting:
+            await asyncio.sleep(GATHER_SECONDS)
+            batch = self._next_batch()
+            if not batch:
+                continue
+            requests = [request for request, _ in batch]
+            started = asyncio.get_running_loop().time()
+            try:
+                answers = await asyncio.to_thread(decode, self.model, requests, self.pad_id, self.tokenizer.decode)
+            except Exception as error:
+                for _, future in batch:
+                    if not future.done():
+                        future.set_exception(error)
+                continue
+            self._count(requests, answers, asyncio.get_running_loop().time() - started)
+            for (_, future), answer in zip(batch, answers, strict=True):
+                if not future.done():
+                    future.set_result((answer.token_ids, answer.log_probs, answer.stop_reason, self.global_steps))
+
+    def _next_batch(self) -> list[tuple[Request, asyncio.Future]]:
+        """The oldest request and all that can share its batch, up to ``rollout.max_num_seqs``."""
+        self.waiting = [entry for entry in self.waiting if not entry[1].done()]
+        if not self.waiting:
+            return []
+        width = bucket(len(self.waiting[0][0].prompt_ids))
+        batch = [entry for entry in self.waiting if bucket(len(entry[0].prompt_ids)) == width]
+        batch = batch[: self.config.max_num_seqs]
+        taken = {id(future) for _, future in batch}
+        self.waiting = [entry for entry in self.waiting if id(entry[1]) not in taken]
+        return batch
+
+    def _count(self, requests: list[Request], answers: list, seconds: float) -> None:
+        self.stats["batches"] += 1
+        self.stats["requests"] += len(requests)
+        self.stats["tokens"] += sum(len(answer.token_ids) for answer in answers)
+        self.stats["prefilled_tokens"] += sum(len(prompt) for prompt in {request.prompt_ids for request in requests})
+        self.stats["seconds"] += seconds
+
+
+def build_model(path: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """The module with weights yet to come. Raises ValueError for attention that the decoding loop does not mask."""
+    config = AutoConfig.from_pretrained(path, attn_implementation="sdpa")
+    windows = [kind for kind in getattr(config, "layer_types", None) or [] if kind != "full_attention"]
+    if windows:
+        raise ValueError(f"rollout.name=hf masks full attention only; {path} has {windows[0]} layers: use vllm or sglang")
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.to(device).eval()
+
+
+def to_token_output(answer: tuple) -> TokenOutput:
+    token_ids, log_probs, stop_reason, version = answer
+    fields = {"global_steps": version, "min_global_steps": version, "max_global_steps": version}
+    return TokenOutput(token_ids=token_ids, log_probs=log_probs, stop_reason=stop_reason, extra_fields=fields)
+
+
+class HFReplica(RolloutReplica):
+    """One server for the ranks of ``tensor_model_parallel_size`` training workers, beside the first of them."""
+
+    def rollout_worker_use_gpu(self) -> bool:
+        return get_device_name() != "cpu"
+
+    async def launch_servers(self) -> None:
+        device = get_device_name()
+        node_id, visible = await self.workers[0].__ray_call__.remote(_placement)
+        env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        if device != "cpu":
+            env |= {"CUDA_VISIBLE_DEVICES": visible, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+        name = server_name(self.config, self.replica_rank)
+        model = self.model_config
+        server = (
+            ray.remote(HFServer)
+            .options(
+                name=name,
+                num_cpus=0,
+                max_concurrency=self.max_concurrency,
+                scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=False),
+                runtime_env={"env_vars": env},
+            )
+            .remote(self.config, model["path"], model.get("tokenizer_path") or model["path"], device)
+        )
+        await server.ready.remote()
+        self.servers, self._server_handle, self._server_address = [server], server, name
+
+
+def _placement(_: Any) -> tuple[str, str]:
+    return ray.get_runtime_context().get_node_id(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+
+class HFServerAdapter(BaseRollout):
+    """Lives in every training rank. The first rank of a replica ships the weights to its server, bucket by bucket."""
+
+    def __init__(self, config: Any, model_config: Any, device_mesh: Any, **_: Any) -> None:
+        super().__init__(config, model_config, device_mesh)
+        self.replica_rank = offset_rank(self.config)
+        self.rollout_rank = int(os.environ["RANK"]) % ranks_per_replica(self.config)
+        self.server: ray.actor.ActorHandle | None = None
+
+    async def resume(self, tags: list[str]) -> None: ...
+
+    async def release(self) -> None: ...
+
+    async def update_weights(
+        self,
+        weights: Generator[tuple[str, torch.Tensor], None, None],
+        wire_format: str = "named_tensors",
+        global_steps: int | None = None,
+        **_: Any,
+    ) -> None:
+        limit = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20
+        pending: dict[str, torch.Tensor] = {}
+        for name, tensor in weights:  # every rank iterates: gathering a parameter is a collective
+            if self.rollout_rank == 0:
+                pending[name] = tensor.detach().cpu()
+                if sum(t.nbytes for t in pending.values()) >= limit:
+                    await self._send(pending)
+                    pending = {}
+        if self.rollout_rank == 0:
+            await self._send(pending)
+            await self.server.finish_weights.remote(global_steps)
+
+    async def _send(self, pending: dict[str, torch.Tensor]) -> None:
+        if self.server is None:
+            self.server = ray.get_actor(server_name(self.config, self.replica_rank))
+        await self.server.load_weights.remote(pending)
+
+
+_ROLLOUT_REGISTRY[("hf", "async")] = "marl.rollout.hf.HFServerAdapter"
+RolloutReplicaRegistry.register("hf", lambda: HFReplica)

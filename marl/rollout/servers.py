@@ -1,0 +1,82 @@
+"""The servers of one policy, through verl's manager and client."""
+
+import asyncio
+import zlib
+from typing import Any
+
+import ray
+from verl.utils import normalize_token_ids
+from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
+from verl.workers.rollout.replica import TokenOutput
+
+from marl.rollout.hf import to_token_output
+from marl.rollout.offsets import offset_replica_class, replica_offset
+
+
+class PolicyServers(LLMServerManager):
+    """verl's manager, with the policy's replica offset. An ``hf`` policy needs no load-balancing actor."""
+
+    def __init__(self, config: Any, worker_group: Any) -> None:
+        rollout = config.actor_rollout_ref.rollout
+        self.rollout_replica_class = offset_replica_class(rollout.name)
+        super().__init__(config=config, worker_group=worker_group, start_rank=replica_offset(rollout))
+
+    async def _init_global_load_balancer(self) -> None:
+        self.global_load_balancer = None
+        if self.rollout_config.name != "hf":
+            await super()._init_global_load_balancer()
+
+    def client(self) -> LLMServerClient:
+        if self.rollout_config.name == "hf":
+            return self.get_client(client_cls=TickClient, servers=self.server_handles)
+        return self.get_client()
+
+
+class TickClient(LLMServerClient):
+    """All requests that episodes make in one tick of the event loop travel in one Ray call per ``hf`` server.
+
+    A Ray call costs more than an answer of a small model. Turns of one conversation stay on one server.
+    """
+
+    def __init__(self, config: Any, load_balancer_handle: Any = None, servers: list[ray.actor.ActorHandle] = (), **_: Any) -> None:  # type: ignore[assignment]
+        super().__init__(config, load_balancer_handle)
+        self.servers = list(servers)
+        self.limit = config.actor_rollout_ref.rollout.max_num_seqs
+        self.waiting: dict[int, list[tuple[list[int], dict[str, Any], asyncio.Future]]] = {}
+        self.sending: set[asyncio.Task] = set()
+
+    async def generate(
+        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any
+    ) -> TokenOutput:
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+        if not self.waiting:
+            loop.call_soon(self._flush)
+        server = zlib.crc32(request_id.encode()) % len(self.servers)
+        request = (normalize_token_ids(prompt_ids), sampling_params, future)
+        self.waiting.setdefault(server, []).append(request)
+        return to_token_output(await future)
+
+    def _flush(self) -> None:
+        waiting, self.waiting = self.waiting, {}
+        for server, requests in waiting.items():
+            for start in range(0, len(requests), self.limit):
+                task = asyncio.create_task(self._send(self.servers[server], requests[start : start + self.limit]))
+                self.sending.add(task)
+                task.add_done_callback(self.sending.discard)
+
+    async def _send(self, server: ray.actor.ActorHandle, requests: list[tuple]) -> None:
+        try:
+            answers = await server.generate_many.remote([(prompt, params) for prompt, params, _ in requests])
+        except BaseException as error:
+            for *_, future in requests:
+                if not future.done():
+                    future.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+            return
+        for (*_, future), answer in zip(requests, answers, strict=True):
+            if isinstance(answer, BaseException):
+                future.set_exception(answer)
+            elif not future.done():
+                future.set_result(answer)

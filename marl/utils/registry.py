@@ -1,0 +1,60 @@
+"""One registry for runners, learners and credit schemes."""
+
+import difflib
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, Protocol, TypeVar
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+
+class Configured(Protocol):
+    Config: Any
+
+
+T = TypeVar("T", bound=Configured)
+
+
+class Registry(Generic[T]):
+    """Name -> class, filled by decorator.
+
+    A registered class carries a ``Config`` dataclass, which becomes the Hydra option ``<kind>=<name>``: its fields are
+    typed, have defaults and can be overridden by key. No YAML is needed.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._entries: dict[str, type[T]] = {}
+
+    def register(self, name: str) -> Callable[[type[T]], type[T]]:
+        def decorate(cls: type[T]) -> type[T]:
+            taken = self._entries.get(name)
+            if taken is not None and where(taken) != where(cls):
+                raise ValueError(f"{self.kind} {name!r} is already taken by {where(taken)}; register {where(cls)} under another name")
+            self._entries[name] = cls
+            ConfigStore.instance().store(group=self.kind, name=name, node=cls.Config(name=name))
+            return cls
+
+        return decorate
+
+    def get(self, name: str) -> type[T]:
+        if name not in self._entries:
+            raise ValueError(f"unknown {self.kind} {name!r}; known: {', '.join(self.names())}.{did_you_mean(name, self._entries)}")
+        return self._entries[name]
+
+    def build(self, node: Any, **dependencies: Any) -> T:
+        """Make the object that the Hydra node names, with its typed config and what it needs at run time."""
+        return self.get(node.name)(OmegaConf.to_object(node), **dependencies)
+
+    def names(self) -> list[str]:
+        return sorted(self._entries)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A sentence that names the nearest known word, or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def where(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
