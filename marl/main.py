@@ -7,8 +7,9 @@ import asyncio
 import logging
 import os
 import sys
+import traceback
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ import ray
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
-from ray.exceptions import RayActorError
 from verl.plugin.platform import get_platform, set_platform
 
 import marl.config.schema  # noqa: F401 - registers our groups
@@ -35,22 +35,24 @@ logger = logging.getLogger(__name__)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run, and return the exit code: 0, 1 for a failure, 2 for a wrong configuration, 130 for Ctrl-C."""
+    """Run, and return the exit code."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us as they are; we print them
     sys.argv[1:] = find_verl(new_agents(sys.argv[1:] if argv is None else argv))
+    return exit_code(_hydra_main)
+
+
+def exit_code(work: Callable[[], Any]) -> int:
+    """Do some work, print what goes wrong: 0, 1 for a failure, 2 for a wrong configuration, 130 for Ctrl-C."""
     try:
-        _hydra_main()
+        work()
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
         print(f"configuration error: {explain(error)}", file=sys.stderr)
         return 2
-    except RayActorError as error:
-        print(f"run failed: {obituary(error)}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         print("interrupted: workers and servers are stopped", file=sys.stderr)
         return 130
     except Exception as error:
-        logger.exception("run failed")
+        traceback.print_exc()
         print(f"run failed: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0
@@ -291,11 +293,6 @@ def set_tracker_folders(config: DictConfig) -> None:
     os.environ.setdefault("VERL_FILE_LOGGER_PATH", str(folder / "metrics.jsonl"))
     os.environ.setdefault("TENSORBOARD_DIR", str(folder / "tensorboard"))
     os.environ.setdefault("WANDB_DIR", str(folder))
-
-
-def obituary(error: RayActorError) -> str:
-    """Which worker or server died, why, and its last lines."""
-    return str(error).strip()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 from verl.utils.tracking import Tracking
@@ -47,7 +48,6 @@ class MARLTrainer:
         self.loader, self.validation, self.total_steps = loader, validation, total_steps
         self.progress = progress or (lambda step, total, metrics: None)
         self.folder = Path(config.trainer.default_local_dir)
-        self.started = time.monotonic()
         self.step_number = 0
         self.log_prob_gap_max = 0.0
         self.history: dict[int, Metrics] = {}
@@ -173,7 +173,7 @@ class MARLTrainer:
         """Leave ``summary.json`` and ``curves.png``."""
         if not self.history:
             return
-        seconds = time.monotonic() - self.started
+        seconds = time.time() - psutil.Process().create_time()  # of the driver, its start-up included
         result = summary.summarise(
             self.history,
             steps=self.step_number,

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray.exceptions import RayError
-
 from marl.controller.client import PolicyClient
+from marl.controller.failures import PolicyFailed
 from marl.controller.policy_map import PolicyMap
 from marl.rewards import Reward
 from marl.runners import LiveEpisode, Runner
@@ -52,12 +51,12 @@ class Controller:
         """Play every task ``samples`` times, all episodes at once.
 
         An error ends its own episode and is counted. Raises EpisodesFailed, with the first error as its cause, where
-        more than ``max_error_rate`` of the episodes failed; an error of the cluster is raised as it is.
+        more than ``max_error_rate`` of the episodes failed; a policy that failed is raised as it is.
         """
         plays = [self._bounded(task, sample, step, validate) for task in tasks for sample in range(samples)]
         results = await asyncio.gather(*plays, return_exceptions=True)
         for result in results:
-            if isinstance(result, BaseException) and (isinstance(result, RayError) or not isinstance(result, Exception)):
+            if isinstance(result, PolicyFailed) or (isinstance(result, BaseException) and not isinstance(result, Exception)):
                 raise result
         failures = [result for result in results if isinstance(result, BaseException)]
         for error in failures[:3]:

@@ -1,13 +1,13 @@
 """The workers and servers of one policy, as the trainer and the learners see them: awaitable, and with deadlines."""
 
 import asyncio
-import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-import ray
+import torch
+from ray.exceptions import RayError
 from tensordict import TensorDict
 from verl.checkpoint_engine import CheckpointEngineManager
 from verl.utils import tensordict_utils as tu
@@ -15,9 +15,12 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.metric import reduce_metrics
 
 from marl.controller.batching import pad_rows
+from marl.controller.failures import policy_failed
 from marl.rollout.servers import PolicyServers
 from marl.types import Metrics, PolicyName
 from marl.utils.deadlines import within
+
+T = TypeVar("T")
 
 
 class RayPolicyGroup:
@@ -31,9 +34,9 @@ class RayPolicyGroup:
 
     async def start(self) -> None:
         """Load the model in every rank, then start the servers."""
-        await self._wait("loading its model", self.workers.init_model())
+        await self._wait("loading its model", asyncio.gather(*self.workers.init_model()))
         self.servers = PolicyServers(self.config, self.workers)
-        await within(self.timeout, f"policy {self.name!r}: starting its servers", self._start_servers())
+        await self._wait("starting its servers", self._start_servers())
         self.weight_sync = CheckpointEngineManager(
             config=omega_conf_to_dataclass(self.rollout.checkpoint_engine),
             actor_wg=self.workers,
@@ -44,9 +47,13 @@ class RayPolicyGroup:
         await self.servers._initialize_llm_servers()
         await self.servers._init_global_load_balancer()
 
+    FORWARD_KEYS = ("prompts", "responses", "input_ids", "position_ids", "loss_mask", "temperature")
+    TRAIN_KEYS = (*FORWARD_KEYS, "response_mask", "old_log_probs", "advantages")
+    """What verl's engines read. They pick rows of every key one by one: an unread key costs as much as the rest."""
+
     async def compute_log_prob(self, rows: TensorDict) -> tuple[TensorDict, Metrics]:
         size = len(rows)
-        rows = self._for_workers(rows, calculate_entropy=True, compute_loss=False)
+        rows = self._for_workers(rows.select(*self.FORWARD_KEYS), calculate_entropy=True, compute_loss=False)
         output = await self._call("log_probs", self.workers.compute_log_prob(rows))
         outputs = TensorDict({key: output[key] for key in ("log_probs", "entropy")}, batch_size=[len(rows)])
         if len(rows) > size:
@@ -56,7 +63,7 @@ class RayPolicyGroup:
     async def update_actor(self, rows: TensorDict) -> Metrics:
         actor, mini_batches = self.actor, self.config.data.train_batch_size // self.actor.ppo_mini_batch_size
         size = len(rows)
-        rows = self._for_workers(rows, mini_batches)
+        rows = self._for_workers(rows.select(*self.TRAIN_KEYS), mini_batches)
         tu.assign_non_tensor(
             rows,
             calculate_entropy=bool(actor.calculate_entropy or actor.entropy_coeff),
@@ -80,35 +87,37 @@ class RayPolicyGroup:
     async def sync_weights(self, step: int) -> None:
         """Ship the trainer's weights to every server; their turns carry ``step`` as version from then on."""
         update = asyncio.to_thread(self.weight_sync.update_weights, global_steps=step)
-        await within(self.timeout, f"policy {self.name!r}: weight sync of step {step}", update)
+        await self._wait(f"syncing the weights of step {step}", update)
 
     async def save(self, folder: Path) -> None:
-        await self._wait(f"saving to {folder}", self.workers.save_checkpoint(str(folder), None, 0, None))
+        await self._wait(f"saving to {folder}", asyncio.gather(*self.workers.save_checkpoint(str(folder), None, 0, None)))
 
     async def load(self, folder: Path) -> None:
-        await self._wait(f"loading {folder}", self.workers.load_checkpoint(str(folder), None, False))
+        await self._wait(f"loading {folder}", asyncio.gather(*self.workers.load_checkpoint(str(folder), None, False)))
 
     async def server_seconds(self) -> float:
         """Seconds that the busiest ``hf`` server has computed since its start; 0 for other backends."""
         if self.rollout.name != "hf":
             return 0.0
-        stats = await asyncio.gather(*(server.get_stats.remote() for server in self.servers.server_handles))
+        refs = [server.get_stats.remote() for server in self.servers.server_handles]
+        stats = await self._wait("asking its servers", asyncio.gather(*refs))
         return max(entry["seconds"] for entry in stats)
 
     async def _call(self, phase: str, future: Any) -> TensorDict:
         """Wait for verl's future without blocking the loop."""
-        await self._wait(phase, future.futures)
+        await self._wait(f"computing {phase}", asyncio.gather(*future.futures))
         output = future.get()
         self.busy_seconds[phase] = float(np.max(tu.get(output, "metrics")["worker_seconds"]))
         return output
 
-    async def _wait(self, what: str, refs: list[ray.ObjectRef]) -> None:
-        await within(self.timeout, f"policy {self.name!r}: {what}", asyncio.gather(*refs))
+    async def _wait(self, what: str, work: Awaitable[T]) -> T:
+        try:
+            return await within(self.timeout, f"policy {self.name!r}: {what}", work)
+        except RayError as error:
+            raise policy_failed(self.name, what, error) from error
 
 
-def first_rows(nested: Any, size: int) -> Any:
-    import torch
-
+def first_rows(nested: torch.Tensor, size: int) -> torch.Tensor:
     end = int(nested.offsets()[size])
     return torch.nested.nested_tensor_from_jagged(nested.values()[:end], offsets=nested.offsets()[: size + 1])
 

@@ -3,6 +3,8 @@
 from typing import Any
 
 import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
@@ -29,7 +31,30 @@ class _CPUEngine:
 
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device=["cpu"])
 class CPUEngineWithLMHead(_CPUEngine, FSDPEngineWithLMHead):
-    pass
+    def prepare_model_outputs(
+        self, output: Any, output_args: dict[str, Any], micro_batch: TensorDict, logits_processor_func: Any
+    ) -> dict[str, torch.Tensor]:
+        """As verl's for padded rows, but the softmax is taken at response positions alone: the rest is zero, and unread.
+
+        verl takes it at every token, one call a token where there is no flash attention: half of a step on a CPU.
+        """
+        if tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True):
+            return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+        offsets, responses = micro_batch["input_ids"].offsets(), micro_batch["responses"]
+        lengths = responses.offsets().diff()
+        row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        # output t predicts token t + 1
+        flat = torch.arange(len(row)) + (offsets[1:] - 1 - responses.offsets()[1:])[row]
+        logits = output.logits[row, flat - offsets[row]].float() / output_args["temperature"][row, None]
+        log_softmax = logits.log_softmax(-1)
+        outputs = {"log_probs": log_softmax.gather(1, responses.values()[:, None])[:, 0]}
+        if tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False):
+            outputs["entropy"] = -(log_softmax.exp() * log_softmax).sum(-1)
+        whole = logits.new_zeros(int(offsets[-1]))
+        return {
+            key: torch.nested.nested_tensor_from_jagged(whole.index_put((flat,), value), offsets)
+            for key, value in outputs.items()
+        }
 
 
 @EngineRegistry.register(model_type="value_model", backend=["fsdp", "fsdp2"], device=["cpu"])

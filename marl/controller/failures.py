@@ -1,0 +1,47 @@
+"""What to say when a worker or a server fails: whose it was, what it was doing, its last lines."""
+
+import re
+from pathlib import Path
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from marl.types import PolicyName
+
+PID = re.compile(r"\bpid[=:]\s*(\d+)")
+NAME = re.compile(r"\bname: (\S+)")
+LAST_LINES = 15
+
+
+class PolicyFailed(RuntimeError):
+    """A worker or a server of a policy died or raised; the run cannot go on."""
+
+
+def policy_failed(policy: PolicyName, what: str, error: RayError) -> PolicyFailed:
+    """Names the policy, what it was doing and the cause; for a process that died, its last lines."""
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        return PolicyFailed(f"policy {policy!r} failed while {what}: {type(cause).__name__}: {cause}")
+    text = str(error)
+    name, pid = NAME.search(text), PID.search(text)
+    who = f"process {name[1] if name else '?'} (pid {pid[1] if pid else '?'})"
+    kind = "died" if isinstance(error, RayActorError) else f"failed ({type(error).__name__})"
+    lines = last_lines(int(pid[1])) if pid else []
+    said = "".join(f"\n    {line}" for line in lines) or " nothing"
+    return PolicyFailed(f"policy {policy!r} while {what}: {who} {kind}: {summary(text)}\n  its last lines:{said}")
+
+
+def summary(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not re.match(r"\s*(class_name|actor_id|namespace|ip|pid|name):", line)]
+    return " ".join(lines)[:400]
+
+
+def last_lines(pid: int) -> list[str]:
+    """The end of what a process of this machine wrote; Ray keeps it in the session's folder."""
+    node = ray._private.worker._global_node
+    if node is None:
+        return []
+    logs = Path(node.get_logs_dir_path())
+    written = [path for path in (*logs.glob(f"worker-*-{pid}.err"), *logs.glob(f"worker-*-{pid}.out"))]
+    lines = [line for path in written for line in path.read_text(errors="replace").splitlines() if not line.startswith(":")]
+    return lines[-LAST_LINES:]

@@ -1,0 +1,82 @@
+"""``python -m marl.quickstart [seed=3] [key=value …]``: make the tiny model, train the two agents, show what they learned."""
+
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+warnings.filterwarnings("ignore", category=UserWarning)  # of optional engines that a laptop does not have
+
+from hydra import compose, initialize_config_module
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers.utils import logging as transformers_logging
+
+from marl import main as marl_main
+from marl.config.overrides import find_verl, new_agents
+from marl.quickstart.assets import RECIPES, ensure
+from marl.report import summary
+from marl.types import Metrics
+
+console = Console()
+EVERY = 10
+"""Without a terminal, a line is printed every so many steps."""
+
+
+class Bar:
+    """A progress bar with a running text; plain lines where there is no terminal."""
+
+    def __init__(self, title: str) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[text]}"))
+        self.progress = Progress(*columns, console=console, disable=not console.is_terminal)
+        self.title, self.row = title, None
+
+    def __call__(self, done: int, total: int, text: str = "") -> None:
+        if not console.is_terminal:
+            if done % EVERY == 0 and text:
+                console.print(f"{self.title} {done}/{total} {text}")
+            return
+        if self.row is None:
+            self.progress.start()
+            self.row = self.progress.add_task(self.title, total=total, text="")
+        self.progress.update(self.row, completed=done, text=text)
+        if done == total:
+            self.progress.stop()
+
+
+def show_step() -> Callable[[int, int, Metrics], None]:
+    """Tell of every step: the running accuracy by round, over the last few steps."""
+    bar, recent = Bar("training"), {}
+
+    def told(step: int, total: int, metrics: Metrics) -> None:
+        shown = []
+        for key in [key for key in metrics if key.startswith("team/accuracy/")] + ["team/vote"]:
+            recent[key] = 0.8 * recent.get(key, metrics[key]) + 0.2 * metrics[key]
+            shown.append(f"{key.rsplit('/', 1)[1].replace('_', ' ')} {recent[key]:.2f}")
+        bar(step, total, "  ".join(shown))
+
+    return told
+
+
+def run(overrides: list[str], config_name: str = "quickstart") -> Any:
+    with initialize_config_module("marl.configs", version_base="1.3"):
+        config = compose(config_name, overrides=find_verl(new_agents(overrides)))
+    folder, warm = Path(config.assets), Bar("warming up the tiny model")
+    ensure(folder, RECIPES[config.task], config.seed, lambda done, of: warm(done, of))
+    console.print("starting Ray, a worker and a server for each agent …")
+    trainer = marl_main.run(config, show_step())
+    console.print(summary.table(trainer.history))
+    console.print(f"curves: {trainer.folder / 'curves.png'}   numbers: {trainer.folder / 'summary.json'}")
+    return trainer
+
+
+def main() -> int:
+    transformers_logging.disable_progress_bar()
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    return marl_main.exit_code(lambda: run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""What the embedded tasks need on disk: a warm model with its tokenizer, and problems as parquet. Made once, kept."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import torch
+
+from marl.quickstart.model import build_model, build_tokenizer, save, warm_up
+from marl.quickstart.tasks import TASKS, rows
+
+FINGERPRINT = "settings.json"
+VERSION = 1
+"""Raise it when the same settings make something else."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a task's model is warmed up, and how many problems are made."""
+
+    task: str
+    steps: int
+    batch: int
+    lr: float = 4e-3
+    train_problems: int = 4096
+    test_problems: int = 256
+    version: int = VERSION
+
+
+RECIPES = {
+    "smudged_note": Recipe("smudged_note", steps=700, batch=64),
+    "split_information": Recipe("split_information", steps=450, batch=48, test_problems=300),
+}
+
+
+def ensure(folder: Path, recipe: Recipe, seed: int, told: Callable[[int, int], None] = lambda done, of: None) -> bool:
+    """Make what is not there yet; says whether it had to. ``told`` hears of every warm-up step."""
+    fingerprint = asdict(recipe) | {"seed": seed}
+    if (folder / FINGERPRINT).is_file() and json.loads((folder / FINGERPRINT).read_text()) == fingerprint:
+        return False
+    making = folder.with_name(f"{folder.name}.making-{os.getpid()}")
+    shutil.rmtree(making, ignore_errors=True)
+    making.mkdir(parents=True)
+    task, tokenizer = TASKS[recipe.task](), build_tokenizer()
+    model = build_model(tokenizer, seed)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # two are slower on a model this small
+    for step, _ in enumerate(warm_up(model, tokenizer, task, recipe.steps, recipe.batch, recipe.lr, seed), start=1):
+        told(step, recipe.steps)
+    torch.set_num_threads(threads)
+    save(model, tokenizer, making / "model")
+    for name, count, split in (("train", recipe.train_problems, "train"), ("test", recipe.test_problems, "test")):
+        table = pyarrow.Table.from_pylist(list(rows(task, count, seed, split)))  # type: ignore[arg-type]
+        pyarrow.parquet.write_table(table, making / f"{name}.parquet")
+    (making / FINGERPRINT).write_text(json.dumps(fingerprint))
+    shutil.rmtree(folder, ignore_errors=True)
+    making.rename(folder)
+    return True
