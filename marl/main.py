@@ -10,7 +10,7 @@ import sys
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,14 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from verl.plugin.platform import get_platform, set_platform
 
-import marl.config.schema  # noqa: F401 - registers our groups
+import marl.config.schema
 from marl.config.checks import check, policy_names
 from marl.config.data import check_files
 from marl.config.errors import ConfigError, explain
 from marl.config.overrides import find_verl, new_agents
 from marl.learners import CREDITS, LEARNERS
 from marl.runners import RUNNERS
+from marl.utils.memory import settle
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +72,11 @@ def run(config: DictConfig, progress: Any = None) -> Any:
 
 
 async def _train(config: DictConfig, progress: Any) -> Any:
-    trainer = await build(config, progress)
-    await trainer.fit()
-    return trainer
+    with ExitStack() as cleanup:
+        trainer = await build(config, cleanup, progress)
+        settle()
+        await trainer.fit()
+        return trainer
 
 
 def prepare(config: DictConfig) -> DictConfig:
@@ -99,7 +102,10 @@ def absolutise(config: DictConfig) -> None:
         expanded = Path(path).expanduser()
         return str(expanded.resolve()) if expanded.exists() else path
 
-    models = [config.actor_rollout_ref.model, *(changes.model for changes in config.policies.values() if changes and "model" in changes)]
+    models = [
+        config.actor_rollout_ref.model,
+        *(changes.model for changes in config.policies.values() if changes and "model" in changes),
+    ]
     for model in models:
         for key in ("path", "tokenizer_path"):
             if model.get(key):
@@ -115,7 +121,10 @@ def absolutise(config: DictConfig) -> None:
 @contextmanager
 def ray_session(config: DictConfig) -> Iterator[None]:
     """Join the cluster of ``RAY_ADDRESS``, or start one on this machine; what was started here is stopped at the end."""
-    environment = {"TOKENIZERS_PARALLELISM": "false", "VERL_LOGGING_LEVEL": os.environ.get("VERL_LOGGING_LEVEL", "WARN")}
+    environment = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "VERL_LOGGING_LEVEL": os.environ.get("VERL_LOGGING_LEVEL", "WARN"),
+    }
     environment["MARL_PROCESS_GROUP_TIMEOUT"] = str(config.resources.process_group_timeout_s)
     if config.trainer.device == "cpu":
         environment |= {"VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
@@ -170,7 +179,7 @@ def check_cluster(config: DictConfig) -> None:
         )
 
 
-def policy_config(config: DictConfig, name: str, index: int, run_id: str, total_steps: int) -> DictConfig:
+def policy_config(config: DictConfig, name: str, index: int, run_id: str, total_steps: int) -> Any:
     """The whole configuration with one policy's ``actor_rollout_ref``: a copy, since verl's workers change theirs."""
     own = OmegaConf.create(OmegaConf.to_container(config, resolve=True, enum_to_str=True))
     changes = {key: value for key, value in (own.policies.get(name) or {}).items() if key != "pool"}
@@ -184,8 +193,8 @@ def policy_config(config: DictConfig, name: str, index: int, run_id: str, total_
     return own
 
 
-async def build(config: DictConfig, progress: Any = None) -> Any:
-    """Start every policy's pool, workers and servers, and put the trainer together."""
+async def build(config: DictConfig, cleanup: ExitStack, progress: Any = None) -> Any:
+    """Start every policy's pool, workers and servers, and put the trainer together; ``cleanup`` learns how to end them."""
     # heavy: imported once the configuration is known to be right
     from verl.utils import hf_tokenizer
 
@@ -198,7 +207,7 @@ async def build(config: DictConfig, progress: Any = None) -> Any:
     from marl.rewards import Reward, builtin_compute_score
 
     check_cluster(config)
-    set_tracker_folders(config)
+    set_tracker_folders(config, cleanup)
     run_id, names = uuid.uuid4().hex[:8], policy_names(config)
 
     def tokenizer_of(own: DictConfig) -> Any:
@@ -218,8 +227,10 @@ async def build(config: DictConfig, progress: Any = None) -> Any:
     tokenizers = {name: tokenizer_of(own) for name, own in configs.items()}
     for tokenizer in tokenizers.values():
         check_round_trip(tokenizer, [validation[0].messages[-1]["content"]])
-    timeout = config.resources.timeout_s
-    groups = {name: RayPolicyGroup(name, configs[name], workers, timeout) for name, workers in start_workers(config, configs)}
+    groups = {}
+    for name, workers in start_workers(config, configs, cleanup):
+        groups[name] = RayPolicyGroup(name, configs[name], workers, config.resources.timeout_s)
+        cleanup.callback(groups[name].stop)
     await asyncio.gather(*(group.start() for group in groups.values()))
     clients = {
         name: PolicyClient(
@@ -253,7 +264,7 @@ def custom_reward(config: DictConfig) -> Any:
     return get_custom_reward_fn(config)
 
 
-def start_workers(config: DictConfig, configs: dict[str, DictConfig]) -> Iterator[tuple[str, Any]]:
+def start_workers(config: DictConfig, configs: dict[str, DictConfig], cleanup: ExitStack) -> Iterator[tuple[str, Any]]:
     """A worker group for every policy: processes of its own, or of its pool's if that holds several policies."""
     from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
     from verl.single_controller.ray.base import create_colocated_worker_cls
@@ -273,6 +284,7 @@ def start_workers(config: DictConfig, configs: dict[str, DictConfig]) -> Iterato
             name_prefix=pool_name,
             timeout=config.resources.placement_timeout_s,
         )
+        cleanup.callback(pool.release)
         classes = {
             name: RayClassWithInitArgs(
                 ray.remote(PolicyWorker), config=configs[name].actor_rollout_ref, role="actor_rollout"
@@ -282,17 +294,24 @@ def start_workers(config: DictConfig, configs: dict[str, DictConfig]) -> Iterato
         if len(names) == 1:
             yield names[0], RayWorkerGroup(pool, classes[names[0]], name_prefix=names[0], device_name=device)
         else:
-            together = RayWorkerGroup(pool, create_colocated_worker_cls(classes), name_prefix=pool_name, device_name=device)
+            together = RayWorkerGroup(
+                pool, create_colocated_worker_cls(classes), name_prefix=pool_name, device_name=device
+            )
             yield from together.spawn(classes.keys()).items()
 
 
-def set_tracker_folders(config: DictConfig) -> None:
+def set_tracker_folders(config: DictConfig, cleanup: ExitStack) -> None:
     """verl's trackers read their folders from the environment; the run's own folder unless the user says otherwise."""
     folder = Path(config.trainer.default_local_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("VERL_FILE_LOGGER_PATH", str(folder / "metrics.jsonl"))
-    os.environ.setdefault("TENSORBOARD_DIR", str(folder / "tensorboard"))
-    os.environ.setdefault("WANDB_DIR", str(folder))
+    for key, value in {
+        "VERL_FILE_LOGGER_PATH": "metrics.jsonl",
+        "TENSORBOARD_DIR": "tensorboard",
+        "WANDB_DIR": "",
+    }.items():
+        if key not in os.environ:
+            os.environ[key] = str(folder / value)
+            cleanup.callback(os.environ.pop, key)
 
 
 if __name__ == "__main__":

@@ -158,7 +158,9 @@ class MARLTrainer:
         if trainer.resume_mode == "disable":
             return
         found = checkpoint.complete(self.folder)
-        folder = Path(trainer.resume_from_path) if trainer.resume_mode == "resume_path" else found[-1] if found else None
+        folder = (
+            Path(trainer.resume_from_path) if trainer.resume_mode == "resume_path" else found[-1] if found else None
+        )
         if folder is None:
             return
         state = checkpoint.read_state(folder)

@@ -49,6 +49,12 @@ class Verdict:
     """Further keys of a reward function that returns a dict; they become columns of the rollout dump."""
 
 
+def given(verdict: Verdict | None, of: str) -> Verdict:
+    if verdict is None:
+        raise ValueError(f"the {of} has no verdict yet: score it first")
+    return verdict
+
+
 @dataclass(slots=True)
 class Turn:
     """One agent acts once. Token fields are what the server took and gave; nothing is ever re-tokenised."""
@@ -72,8 +78,13 @@ class Turn:
     verdict: Verdict | None = None
 
     @property
+    def judged(self) -> Verdict:
+        """The verdict. Raises ValueError on a turn that has none yet."""
+        return given(self.verdict, f"turn of {self.agent!r} in round {self.round}")
+
+    @property
     def correct(self) -> bool:
-        return self.verdict is not None and self.verdict.score >= 1.0
+        return self.judged.score >= 1.0
 
 
 @dataclass(slots=True)
@@ -92,6 +103,11 @@ class Episode:
 
     def trajectory(self, agent: AgentId) -> list[Turn]:
         return [turn for turn in self.turns if turn.agent == agent]
+
+    @property
+    def judged(self) -> Verdict:
+        """The verdict on the team's answer. Raises ValueError on an episode that has none yet."""
+        return given(self.verdict, f"episode of task {self.task.id}")
 
     @property
     def num_rounds(self) -> int:

@@ -41,7 +41,9 @@ def policies_are_acted_with(config: Any) -> None:
     known = policy_names(config)
     for name in config.policies:
         if name not in known:
-            raise ConfigError(f"policies.{name}: no agent acts with it; policies: {', '.join(known)}.{did_you_mean(name, known)}")
+            raise ConfigError(
+                f"policies.{name}: no agent acts with it; policies: {', '.join(known)}.{did_you_mean(name, known)}"
+            )
 
 
 @rule
@@ -122,9 +124,13 @@ def a_cpu_has_its_engines(config: Any) -> None:
         return
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     if actor.strategy != "fsdp2":
-        raise ConfigError(f"actor_rollout_ref.actor.strategy={actor.strategy} does not run on a CPU; use fsdp2 (hardware=cpu sets it)")
+        raise ConfigError(
+            f"actor_rollout_ref.actor.strategy={actor.strategy} does not run on a CPU; use fsdp2 (hardware=cpu sets it)"
+        )
     if rollout.name != "hf":
-        raise ConfigError(f"actor_rollout_ref.rollout.name={rollout.name} needs an accelerator; use hf (hardware=cpu sets it)")
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.name={rollout.name} needs an accelerator; use hf (hardware=cpu sets it)"
+        )
 
 
 @rule
@@ -141,7 +147,9 @@ def references_are_not_there_yet(config: Any) -> None:
 @rule
 def steps_are_known(config: Any) -> None:
     if config.trainer.total_training_steps is not None and config.trainer.total_training_steps < 0:
-        raise ConfigError(f"trainer.total_training_steps={config.trainer.total_training_steps} must be 0 or more, or null")
+        raise ConfigError(
+            f"trainer.total_training_steps={config.trainer.total_training_steps} must be 0 or more, or null"
+        )
 
 
 @rule
@@ -155,7 +163,9 @@ def models_exist(config: Any) -> None:
         expanded = Path(str(path)).expanduser()
         looks_local = str(path).startswith(("/", "~", ".")) or str(path).count("/") != 1
         if looks_local and not (expanded / "config.json").is_file():
-            raise ConfigError(f"{key}={path}: no config.json there; expected a folder of a Hugging Face model, or a hub id as in org/name")
+            raise ConfigError(
+                f"{key}={path}: no config.json there; expected a folder of a Hugging Face model, or a hub id as in org/name"
+            )
 
 
 @rule
@@ -176,4 +186,6 @@ def resuming_has_a_path(config: Any) -> None:
             f"{did_you_mean(str(config.trainer.resume_mode), modes)}"
         )
     if config.trainer.resume_mode == "resume_path" and not Path(str(config.trainer.resume_from_path)).is_dir():
-        raise ConfigError(f"trainer.resume_from_path={config.trainer.resume_from_path}: no such folder; expected …/global_step_N")
+        raise ConfigError(
+            f"trainer.resume_from_path={config.trainer.resume_from_path}: no such folder; expected …/global_step_N"
+        )

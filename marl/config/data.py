@@ -20,7 +20,9 @@ def check_files(files: str | Sequence[str], prompt_key: str, agents: Sequence[st
             table = read(path)
         except (pyarrow.ArrowInvalid, OSError) as error:
             raise ConfigError(f"{file}: cannot be read as {path.suffix or 'parquet'}: {error}") from None
-        columns = [name for name in (prompt_key, "data_source", "reward_model", "extra_info") if name in table.column_names]
+        columns = [
+            name for name in (prompt_key, "data_source", "reward_model", "extra_info") if name in table.column_names
+        ]
         for needed in (prompt_key, "data_source", "reward_model"):
             if needed not in columns:
                 hint = did_you_mean(needed, table.column_names)
@@ -52,5 +54,9 @@ def check_messages(messages: Any, where: str) -> None:
     if not isinstance(messages, list) or not messages:
         raise ConfigError(f"{where} is {str(messages)[:80]!r}; {expected}")
     for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+        if (
+            not isinstance(message, dict)
+            or not isinstance(message.get("role"), str)
+            or not isinstance(message.get("content"), str)
+        ):
             raise ConfigError(f"{where} holds {str(message)[:80]!r}; {expected}")

@@ -61,7 +61,12 @@ def register() -> None:
     # a typed node holds the types of its children: agents that a YAML file or the command line adds are checked too
     agents = DictConfig({}, element_type=AgentConfig)
     # `agent` gives one more of them that type: see marl.config.overrides.new_agents
-    for group, node in {"agents": agents, "agent": AgentConfig, "resources": ResourcesConfig, "controller": ControllerConfig}.items():
+    for group, node in {
+        "agents": agents,
+        "agent": AgentConfig,
+        "resources": ResourcesConfig,
+        "controller": ControllerConfig,
+    }.items():
         ConfigStore.instance().store(group=group, name="schema", node=node)
 
 

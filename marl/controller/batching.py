@@ -9,6 +9,7 @@ from torch import Tensor
 
 from marl.types import AgentId, Episode, JointBatch, PolicyName, Turn
 
+
 def joint_batch(
     episodes: Sequence[Episode],
     agents: Sequence[AgentId],
@@ -24,7 +25,7 @@ def joint_batch(
     for e, episode in enumerate(episodes):
         for turn in episode.turns:
             cell = (e, turn.round - 1, column[turn.agent])
-            mask_ERA[cell], verdicts_ERA[cell] = True, turn.verdict.score
+            mask_ERA[cell], verdicts_ERA[cell] = True, turn.judged.score
             if turn.agent in temperatures and (train_rounds is None or turn.round in train_rounds):
                 rows.setdefault(turn.policy, []).append((turn, int(np.ravel_multi_index(cell, shape))))
     return JointBatch(
@@ -32,7 +33,7 @@ def joint_batch(
         tasks_E=[episode.task.id for episode in episodes],
         mask_ERA=torch.from_numpy(mask_ERA),
         verdicts_ERA=torch.from_numpy(verdicts_ERA),
-        team_verdict_E=torch.tensor([episode.verdict.score if episode.verdict else 0.0 for episode in episodes]),
+        team_verdict_E=torch.tensor([episode.judged.score if episode.verdict else 0.0 for episode in episodes]),
         rows={policy: to_rows(turns, temperatures) for policy, turns in rows.items()},
     )
 
@@ -80,5 +81,7 @@ def rows_of(rows: TensorDict, index: Sequence[int], silent: int = 0) -> TensorDi
         chosen = [parts[i] for i in index]
         if silent and key in ("response_mask", "loss_mask"):
             chosen[-silent:] = [torch.zeros_like(part) for part in chosen[-silent:]]
-        picked[key] = torch.nested.as_nested_tensor(chosen, layout=torch.jagged) if value.is_nested else torch.stack(chosen)
+        picked[key] = (
+            torch.nested.as_nested_tensor(chosen, layout=torch.jagged) if value.is_nested else torch.stack(chosen)
+        )
     return TensorDict(picked, batch_size=[len(index)])

@@ -68,7 +68,9 @@ class ChatEncoder:
 
 def content_of(message: Message) -> str:
     if not isinstance(message.get("content"), str):
-        raise ValueError(f"message content must be text, got {message.get('content')!r} in a {message.get('role')!r} message")
+        raise ValueError(
+            f"message content must be text, got {message.get('content')!r} in a {message.get('role')!r} message"
+        )
     return message["content"]
 
 

@@ -56,7 +56,9 @@ class Controller:
         plays = [self._bounded(task, sample, step, validate) for task in tasks for sample in range(samples)]
         results = await asyncio.gather(*plays, return_exceptions=True)
         for result in results:
-            if isinstance(result, PolicyFailed) or (isinstance(result, BaseException) and not isinstance(result, Exception)):
+            if isinstance(result, PolicyFailed) or (
+                isinstance(result, BaseException) and not isinstance(result, Exception)
+            ):
                 raise result
         failures = [result for result in results if isinstance(result, BaseException)]
         for error in failures[:3]:
@@ -89,7 +91,9 @@ class Controller:
         """The policy's sampling parameters, with what the agent sets for itself when it trains."""
         rollout = self.clients[policy].rollout
         source = rollout.val_kwargs if validate else rollout
-        sampling = {key: source[key] for key in ("temperature", "top_p", "top_k")} | {"max_tokens": rollout.response_length}
+        sampling = {key: source[key] for key in ("temperature", "top_p", "top_k")} | {
+            "max_tokens": rollout.response_length
+        }
         if validate and not source.do_sample:
             sampling["temperature"] = 0.0
         own = self.agents[agent]
@@ -106,7 +110,7 @@ class Controller:
         """The verdict on the last turn that gave the team's answer, since only texts can be judged; 0 for no answer."""
         for turn in reversed(episode.turns):
             if episode.answer is not None and episode.task.extract(turn.text) == episode.answer:
-                return turn.verdict
+                return turn.judged
         return Verdict(score=0.0, answer=episode.answer)
 
     async def _bounded(self, task: Task, sample: int, step: int, validate: bool) -> Episode:

@@ -32,7 +32,11 @@ def policy_failed(policy: PolicyName, what: str, error: RayError) -> PolicyFaile
 
 
 def summary(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not re.match(r"\s*(class_name|actor_id|namespace|ip|pid|name):", line)]
+    lines = [
+        line.strip()
+        for line in text.splitlines()
+        if line.strip() and not re.match(r"\s*(class_name|actor_id|namespace|ip|pid|name):", line)
+    ]
     return " ".join(lines)[:400]
 
 
@@ -42,6 +46,8 @@ def last_lines(pid: int) -> list[str]:
     if node is None:
         return []
     logs = Path(node.get_logs_dir_path())
-    written = [path for path in (*logs.glob(f"worker-*-{pid}.err"), *logs.glob(f"worker-*-{pid}.out"))]
-    lines = [line for path in written for line in path.read_text(errors="replace").splitlines() if not line.startswith(":")]
+    written = sorted(logs.glob(f"worker-*-{pid}.*"))
+    lines = [
+        line for path in written for line in path.read_text(errors="replace").splitlines() if not line.startswith(":")
+    ]
     return lines[-LAST_LINES:]

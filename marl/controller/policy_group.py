@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import ray
 import torch
 from ray.exceptions import RayError
 from tensordict import TensorDict
@@ -90,10 +91,18 @@ class RayPolicyGroup:
         await self._wait(f"syncing the weights of step {step}", update)
 
     async def save(self, folder: Path) -> None:
-        await self._wait(f"saving to {folder}", asyncio.gather(*self.workers.save_checkpoint(str(folder), None, 0, None)))
+        await self._wait(
+            f"saving to {folder}", asyncio.gather(*self.workers.save_checkpoint(str(folder), None, 0, None))
+        )
 
     async def load(self, folder: Path) -> None:
         await self._wait(f"loading {folder}", asyncio.gather(*self.workers.load_checkpoint(str(folder), None, False)))
+
+    def stop(self) -> None:
+        """End the servers and workers."""
+        servers = self.servers.server_handles if hasattr(self, "servers") else []
+        for actor in (*servers, *self.workers.workers):
+            ray.kill(actor)
 
     async def server_seconds(self) -> float:
         """Seconds that the busiest ``hf`` server has computed since its start; 0 for other backends."""
@@ -117,7 +126,7 @@ class RayPolicyGroup:
             raise policy_failed(self.name, what, error) from error
 
 
-def first_rows(nested: torch.Tensor, size: int) -> torch.Tensor:
+def first_rows(nested: Any, size: int) -> torch.Tensor:
     end = int(nested.offsets()[size])
     return torch.nested.nested_tensor_from_jagged(nested.values()[:end], offsets=nested.offsets()[: size + 1])
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group
+from ray.util.placement_group import placement_group, remove_placement_group
 from verl.plugin.platform import get_platform
 from verl.single_controller.ray import RayResourcePool
 from verl.single_controller.ray.base import sort_placement_group_by_node_ip
@@ -19,8 +19,16 @@ class Pool(RayResourcePool):
     def __init__(self, *args: Any, timeout: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.timeout = timeout
+        self.pgs: list | None = None
 
-    def get_placement_groups(self, strategy: str = "STRICT_PACK", name: str | None = None, device_name: str = "cuda") -> list:
+    def release(self) -> None:
+        """Give the cluster back what this pool holds; what runs in it ends."""
+        for group in self.pgs or []:
+            remove_placement_group(group)
+
+    def get_placement_groups(
+        self, strategy: str = "STRICT_PACK", name: str | None = None, device_name: str = "cuda"
+    ) -> list:
         if self.pgs is None:
             bundle = {"CPU": self.max_colocate_count}
             if self.use_gpu:

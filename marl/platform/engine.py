@@ -6,12 +6,12 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine import EngineRegistry
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 import marl.platform.cpu  # noqa: F401 - registers the platform before verl resolves it
 
 
-class _CPUEngine:
+class _CPUEngine(FSDPEngine):
     def __init__(self, *, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         if engine_config.strategy != "fsdp2":
             raise ValueError(
@@ -24,7 +24,7 @@ class _CPUEngine:
         # a forward-only engine (the reference) is given CPUOffloadPolicy(pin_memory=True), which needs an accelerator
         forward_only, self.engine_config.forward_only = self.engine_config.forward_only, False
         try:
-            return super()._build_fsdp_module(module)  # type: ignore[misc]
+            return super()._build_fsdp_module(module)
         finally:
             self.engine_config.forward_only = forward_only
 

@@ -11,7 +11,7 @@ warnings.filterwarnings("ignore", category=UserWarning)  # of optional engines t
 
 from hydra import compose, initialize_config_module
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from transformers.utils import logging as transformers_logging
 
 from marl import main as marl_main
@@ -29,9 +29,16 @@ class Bar:
     """A progress bar with a running text; plain lines where there is no terminal."""
 
     def __init__(self, title: str) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[text]}"))
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[text]}"),
+        )
         self.progress = Progress(*columns, console=console, disable=not console.is_terminal)
-        self.title, self.row = title, None
+        self.title = title
+        self.row: TaskID | None = None
 
     def __call__(self, done: int, total: int, text: str = "") -> None:
         if not console.is_terminal:
@@ -48,7 +55,8 @@ class Bar:
 
 def show_step() -> Callable[[int, int, Metrics], None]:
     """Tell of every step: the running accuracy by round, over the last few steps."""
-    bar, recent = Bar("training"), {}
+    bar = Bar("training")
+    recent: Metrics = {}
 
     def told(step: int, total: int, metrics: Metrics) -> None:
         shown = []

@@ -26,7 +26,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {word: i for i, word in enumerate([UNKNOWN, *words()])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=UNKNOWN, additional_special_tokens=list(ROLES), **SPECIAL)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token=UNKNOWN, additional_special_tokens=list(ROLES), **SPECIAL
+    )
     fast.chat_template = CHAT_TEMPLATE
     return fast
 
@@ -56,7 +58,13 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausal
 
 
 def warm_up(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, task: TinyTask, steps: int, batch: int, lr: float, seed: int
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    task: TinyTask,
+    steps: int,
+    batch: int,
+    lr: float,
+    seed: int,
 ) -> Iterator[float]:
     """Supervised steps on the last answer of warm examples; yields the loss of each."""
     rng = random.Random(f"warm-{seed}")
@@ -64,13 +72,16 @@ def warm_up(
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = lr * min(1, (step + 1) / 30) * (1 - 0.9 * step / steps)
-        examples = sorted((encode(tokenizer, task.warm_example(rng)) for _ in range(batch)), key=lambda example: len(example[0]))
-        losses = [imitate(model, half, tokenizer.pad_token_id) / 2 for half in (examples[: batch // 2], examples[batch // 2 :])]
-        sum(losses).backward()
+        examples = sorted(
+            (encode(tokenizer, task.warm_example(rng)) for _ in range(batch)), key=lambda example: len(example[0])
+        )
+        halves = examples[: batch // 2], examples[batch // 2 :]  # of like length: less padding
+        loss = torch.stack([imitate(model, half, tokenizer.pad_token_id) for half in halves]).mean()
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        yield float(sum(losses))
+        yield loss.item()
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, example: WarmExample) -> tuple[list[int], list[int]]:

@@ -178,7 +178,7 @@ def rows(task: TinyTask, count: int, seed: int, split: Split) -> Iterator[dict[s
 
 def words() -> list[str]:
     """Every word that a task, a template or an answer uses."""
-    fields = dict(name="", objects="", a="", b="", agent="", text="")
+    fields = dict.fromkeys(("name", "objects", "a", "b", "agent", "text"), "")
     sentences = [template.format(**fields) for templates in TEMPLATES.values() for template in templates]
     sentences += [PEER_TEMPLATE.format(**fields), "you have how many ?", "####", SMUDGE]
     found = {word for sentence in sentences for word in sentence.split()} | {*NAMES, *OBJECTS, *AGENTS}

@@ -49,10 +49,12 @@ def swayed(episodes: Sequence[Episode]) -> Metrics:
     """Of right agents that met another answer, the share that took one of those over."""
     outcomes = []
     for episode, first, last in first_and_last(episodes):
-        peers = {turn.verdict.answer for turn in episode.turns if turn.agent != first.agent and turn.round == first.round}
-        peers -= {first.verdict.answer, None}
+        peers = {
+            turn.judged.answer for turn in episode.turns if turn.agent != first.agent and turn.round == first.round
+        }
+        peers -= {first.judged.answer, None}
         if first.correct and peers:
-            outcomes.append(last.verdict.answer in peers)
+            outcomes.append(last.judged.answer in peers)
     return {"swayed": mean(outcomes), "swayed_count": float(len(outcomes))} if outcomes else {}
 
 
@@ -68,23 +70,23 @@ def plurality_accuracy(episodes: Sequence[Episode], round: int) -> float:
     """Share of episodes whose most frequent answer of this round is right; ties are broken at random, by a fixed seed."""
     rng, right = random.Random(0), []
     for episode in episodes:
-        turns = [turn for turn in turns_in([episode], round) if turn.verdict.answer is not None]
-        counts = Counter(turn.verdict.answer for turn in turns)
+        turns = [turn for turn in turns_in([episode], round) if turn.judged.answer is not None]
+        counts = Counter(str(turn.judged.answer) for turn in turns)
         best = sorted(answer for answer, n in counts.items() if n == max(counts.values()))
         choice = rng.choice(best) if best else None
-        right.append(any(turn.correct for turn in turns if turn.verdict.answer == choice))
+        right.append(any(turn.correct for turn in turns if turn.judged.answer == choice))
     return mean(right)
 
 
 def team_metrics(episodes: Sequence[Episode]) -> Metrics:
     """Accuracy of the team's answer and by round, gain of the last round over the first, and what changed in between."""
-    metrics: Metrics = {"vote": mean([episode.verdict.score >= 1.0 for episode in episodes])}
+    metrics: Metrics = {"vote": mean([episode.judged.score >= 1.0 for episode in episodes])}
     rounds = rounds_of(episodes)
     for r in rounds:
         metrics[f"accuracy/round_{r}"] = mean([turn.correct for turn in turns_in(episodes, r)])
         metrics[f"plurality/round_{r}"] = plurality_accuracy(episodes, r)
         spread = [
-            diversity([turn.verdict.answer for turn in turns]) for e in episodes if len(turns := turns_in([e], r)) > 1
+            diversity([turn.judged.answer for turn in turns]) for e in episodes if len(turns := turns_in([e], r)) > 1
         ]
         if spread:
             metrics[f"entropy_of_answers/round_{r}"] = mean([entropy for entropy, _ in spread])
@@ -102,10 +104,10 @@ def agent_metrics(episodes: Sequence[Episode], agent: AgentId) -> Metrics:
     if not turns:
         return {}
     metrics = {
-        "verdict": mean([turn.verdict.score for turn in turns]),
+        "verdict": mean([turn.judged.score for turn in turns]),
         "response_length": mean([len(turn.response_ids) for turn in turns]),
         "truncated": mean([turn.stop_reason == "length" for turn in turns]),
-        "no_answer": mean([turn.verdict.answer is None for turn in turns]),
+        "no_answer": mean([turn.judged.answer is None for turn in turns]),
     }
     for r in rounds_of(episodes):
         spoken = turns_in(episodes, r, agent)

@@ -14,7 +14,7 @@ def lines(episodes: Sequence[Episode], step: int) -> list[dict[str, Any]]:
             "input": "\n".join(f"{message['role']}: {message['content']}" for message in turn.observation),
             "output": turn.text,
             "gts": episode.task.ground_truth,
-            "score": turn.verdict.score,
+            "score": turn.judged.score,
             "step": step,
             "task": episode.task.id,
             "data_source": episode.task.data_source,
@@ -22,13 +22,13 @@ def lines(episodes: Sequence[Episode], step: int) -> list[dict[str, Any]]:
             "agent": turn.agent,
             "policy": turn.policy,
             "round": turn.round,
-            "answer": turn.verdict.answer,
+            "answer": turn.judged.answer,
             "stop_reason": turn.stop_reason,
             "version": turn.version,
             "seed": turn.seed,
             "team_answer": episode.answer,
-            "team_score": episode.verdict.score,
-            **{key: value for key, value in turn.verdict.extra.items() if isinstance(value, str | int | float | bool)},
+            "team_score": episode.judged.score,
+            **{key: value for key, value in turn.judged.extra.items() if isinstance(value, str | int | float | bool)},
         }
         for episode in episodes
         for turn in episode.turns

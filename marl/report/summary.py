@@ -51,7 +51,7 @@ def table(history: History) -> Table:
     for label, key in rows.items():
         before, after = first.get(key), last.get(key)
         change = f"{after - before:+.3f}" if before is not None and after is not None else ""
-        result.add_row(label, *("–" if value is None else f"{value:.3f}" for value in (before, after)), change)
+        result.add_row(label, *("-" if value is None else f"{value:.3f}" for value in (before, after)), change)
     return result
 
 

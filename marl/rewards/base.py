@@ -34,7 +34,9 @@ def to_verdict(result: Any, task: Task, text: str) -> Verdict:
     extra: Mapping[str, Any] = {}
     if isinstance(result, Mapping):
         if "score" not in result:
-            raise TypeError(f"the reward function returned a dict without 'score' for task {task.id}: keys {sorted(result)}")
+            raise TypeError(
+                f"the reward function returned a dict without 'score' for task {task.id}: keys {sorted(result)}"
+            )
         extra = {key: value for key, value in result.items() if key != "score"}
         result = result["score"]
     try:

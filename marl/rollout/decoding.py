@@ -64,7 +64,9 @@ class PreallocatedLayer(DynamicLayer):
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
         self._view(width)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         start = self.keys.shape[-2]
         end = start + key_states.shape[-2]
         self._keys[:, :, start:end], self._values[:, :, start:end] = key_states, value_states
@@ -148,7 +150,11 @@ class _Batch:
         mask = (causal & self.mask_UW[:, None, :]) | torch.eye(width, dtype=torch.bool, device=self.device)
         positions = (self.mask_UW.cumsum(1) - 1).clamp(min=0)
         output = self.model(
-            input_ids=self.ids_UW, attention_mask=mask[:, None], position_ids=positions, use_cache=True, logits_to_keep=1
+            input_ids=self.ids_UW,
+            attention_mask=mask[:, None],
+            position_ids=positions,
+            use_cache=True,
+            logits_to_keep=1,
         )
         layers = [PreallocatedLayer(self.capacity) for _ in output.past_key_values.layers]
         for layer, prefilled in zip(layers, output.past_key_values.layers, strict=True):

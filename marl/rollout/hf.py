@@ -19,6 +19,7 @@ from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry,
 
 from marl.rollout.decoding import Request, bucket, decode
 from marl.rollout.offsets import offset_rank, ranks_per_replica
+from marl.utils.memory import settle
 
 GATHER_SECONDS = 0.002
 """How long a request waits for others to share its batch."""
@@ -46,6 +47,7 @@ class HFServer:
         self.waiting: list[tuple[Request, asyncio.Future]] = []
         self.loop_task: asyncio.Task | None = None
         self.stats = {"batches": 0, "requests": 0, "tokens": 0, "prefilled_tokens": 0, "seconds": 0.0}
+        settle()
 
     async def ready(self) -> bool:
         return True
@@ -185,7 +187,9 @@ def build_model(path: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(path, attn_implementation="sdpa")
     windows = [kind for kind in getattr(config, "layer_types", None) or [] if kind != "full_attention"]
     if windows:
-        raise ValueError(f"rollout.name=hf masks full attention only; {path} has {windows[0]} layers: use vllm or sglang")
+        raise ValueError(
+            f"rollout.name=hf masks full attention only; {path} has {windows[0]} layers: use vllm or sglang"
+        )
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.to(device).eval()
 
@@ -236,7 +240,7 @@ class HFServerAdapter(BaseRollout):
         super().__init__(config, model_config, device_mesh)
         self.replica_rank = offset_rank(self.config)
         self.rollout_rank = int(os.environ["RANK"]) % ranks_per_replica(self.config)
-        self.server: ray.actor.ActorHandle | None = None
+        self.server: Any = None
 
     async def resume(self, tags: list[str]) -> None: ...
 
@@ -259,12 +263,15 @@ class HFServerAdapter(BaseRollout):
                     pending = {}
         if self.rollout_rank == 0:
             await self._send(pending)
-            await self.server.finish_weights.remote(global_steps)
+            await self._server().finish_weights.remote(global_steps)
 
     async def _send(self, pending: dict[str, torch.Tensor]) -> None:
-        if self.server is None:
+        await self._server().load_weights.remote(pending)
+
+    def _server(self) -> Any:
+        if self.server is None:  # it starts after the training ranks
             self.server = ray.get_actor(server_name(self.config, self.replica_rank))
-        await self.server.load_weights.remote(pending)
+        return self.server
 
 
 _ROLLOUT_REGISTRY[("hf", "async")] = "marl.rollout.hf.HFServerAdapter"

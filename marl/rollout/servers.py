@@ -38,9 +38,9 @@ class TickClient(LLMServerClient):
     A Ray call costs more than an answer of a small model. Turns of one conversation stay on one server.
     """
 
-    def __init__(self, config: Any, load_balancer_handle: Any = None, servers: list[ray.actor.ActorHandle] = (), **_: Any) -> None:  # type: ignore[assignment]
+    def __init__(self, config: Any, load_balancer_handle: Any, servers: list[ray.actor.ActorHandle], **_: Any) -> None:
         super().__init__(config, load_balancer_handle)
-        self.servers = list(servers)
+        self.servers = servers
         self.limit = config.actor_rollout_ref.rollout.max_num_seqs
         self.waiting: dict[int, list[tuple[list[int], dict[str, Any], asyncio.Future]]] = {}
         self.sending: set[asyncio.Task] = set()

@@ -83,7 +83,9 @@ class Agent:
         record = self._episode.record
         round = record.num_rounds + 1 if round is None else round
         if round in self._rounds:
-            raise ValueError(f"agent {self.name!r} acts twice in round {round}; give its second turn a round of its own")
+            raise ValueError(
+                f"agent {self.name!r} acts twice in round {round}; give its second turn a round of its own"
+            )
         self._rounds.add(round)
         previous = self.turns[-1] if self.turns else None
         turn = await self._generate(self.name, observation, round, previous)

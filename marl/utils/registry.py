@@ -2,17 +2,12 @@
 
 import difflib
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-
-class Configured(Protocol):
-    Config: Any
-
-
-T = TypeVar("T", bound=Configured)
+T = TypeVar("T")
 
 
 class Registry(Generic[T]):
@@ -26,11 +21,13 @@ class Registry(Generic[T]):
         self.kind = kind
         self._entries: dict[str, type[T]] = {}
 
-    def register(self, name: str) -> Callable[[type[T]], type[T]]:
-        def decorate(cls: type[T]) -> type[T]:
+    def register(self, name: str) -> Callable[[Any], Any]:
+        def decorate(cls: Any) -> Any:
             taken = self._entries.get(name)
             if taken is not None and where(taken) != where(cls):
-                raise ValueError(f"{self.kind} {name!r} is already taken by {where(taken)}; register {where(cls)} under another name")
+                raise ValueError(
+                    f"{self.kind} {name!r} is already taken by {where(taken)}; register {where(cls)} under another name"
+                )
             self._entries[name] = cls
             ConfigStore.instance().store(group=self.kind, name=name, node=cls.Config(name=name))
             return cls
@@ -39,12 +36,15 @@ class Registry(Generic[T]):
 
     def get(self, name: str) -> type[T]:
         if name not in self._entries:
-            raise ValueError(f"unknown {self.kind} {name!r}; known: {', '.join(self.names())}.{did_you_mean(name, self._entries)}")
+            raise ValueError(
+                f"unknown {self.kind} {name!r}; known: {', '.join(self.names())}.{did_you_mean(name, self._entries)}"
+            )
         return self._entries[name]
 
     def build(self, node: Any, **dependencies: Any) -> T:
         """Make the object that the Hydra node names, with its typed config and what it needs at run time."""
-        return self.get(node.name)(OmegaConf.to_object(node), **dependencies)
+        make: Any = self.get(node.name)
+        return make(OmegaConf.to_object(node), **dependencies)
 
     def names(self) -> list[str]:
         return sorted(self._entries)

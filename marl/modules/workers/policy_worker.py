@@ -15,6 +15,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 import marl.platform.engine
 import marl.rollout.hf
 import marl.rollout.offsets  # noqa: F401 - these three register the CPU's engines and our rollout backends
+from marl.utils.memory import settle
 
 PG_TIMEOUT_SECONDS = "MARL_PROCESS_GROUP_TIMEOUT"
 
@@ -51,6 +52,7 @@ class PolicyWorker(ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> None:
         super().init_model()
+        settle()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
     def compute_log_prob(self, data: TensorDict) -> TensorDict:

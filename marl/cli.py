@@ -1,0 +1,24 @@
+"""The ``marl`` command. Thin: a word, and what it stands for."""
+
+import sys
+
+COMMANDS = {
+    "train": "train: the arguments of python -m marl.main",
+    "quickstart": "train the two tiny agents on this machine",
+}
+
+
+def main() -> int:
+    word, rest = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
+    sys.argv = [f"marl {word}", *rest]
+    if word == "train":
+        from marl.main import main as train
+
+        return train(rest)
+    if word == "quickstart":
+        from marl.quickstart.__main__ import main as quickstart
+
+        return quickstart()
+    lines = [f"  marl {command:<12} {text}" for command, text in COMMANDS.items()]
+    sys.stderr.write("\n".join(["usage: marl COMMAND [key=value …]", *lines, ""]))
+    return 0 if word in ("-h", "--help") else 2

@@ -1,0 +1,29 @@
+"""A whole new learner in one file: a turn's credit relative to what the other agents got in the same round.
+
+VERL_USE_EXTERNAL_MODULES=recipe.leave_one_out python -m marl.main learner=leave_one_out …
+"""
+
+from dataclasses import dataclass
+
+from marl.learners import Learner, register_learner, spread
+from marl.types import JointBatch, Metrics
+
+
+@register_learner("leave_one_out")
+class LeaveOneOut(Learner):
+    @dataclass
+    class Config(Learner.Config):
+        scale: float = 1.0
+        """Multiplies the advantage."""
+
+    config: Config
+
+    def assign_credit(self, batch: JointBatch) -> Metrics:
+        mask_ERA = batch.mask_ERA.float()
+        credit_ERA = self.credit.assign(batch) * mask_ERA
+        others_ERA = credit_ERA.sum(-1, keepdim=True) - credit_ERA
+        count_ERA = (mask_ERA.sum(-1, keepdim=True) - mask_ERA).clamp(min=1)
+        advantages_ERA = self.config.scale * (credit_ERA - others_ERA / count_ERA) * mask_ERA
+        for rows in batch.rows.values():
+            rows["advantages"] = spread(advantages_ERA, rows)
+        return {"credit/advantage_abs": float(advantages_ERA.abs().mean())}

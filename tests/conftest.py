@@ -1,0 +1,64 @@
+"""What the tests share: tiny models, made once a session, and one Ray session."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def cold_assets(tmp_path_factory) -> Path:
+    """The embedded task with a model that was hardly warmed up: for tests that ask how, not how well."""
+    from marl.quickstart.assets import Recipe, ensure
+
+    folder = tmp_path_factory.mktemp("assets") / "cold"
+    ensure(folder, Recipe("smudged_note", steps=30, batch=16, train_problems=64, test_problems=8), seed=0)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def compose_config():
+    """Compose a shipped configuration with overrides, as the command line would."""
+    from hydra import compose, initialize_config_module
+
+    import marl.main  # noqa: F401 - registers every option
+    from marl.config.overrides import find_verl, new_agents
+
+    def build(*overrides: str, name: str = "quickstart"):
+        with initialize_config_module("marl.configs", version_base="1.3"):
+            return compose(name, overrides=find_verl(new_agents(overrides)))
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def bpe_tokenizer():
+    """A byte-level tokenizer with a template like Qwen's: a system prompt of its own, text around the contents."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*letters, *specials])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    fast.chat_template = (
+        "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}"
+        "{% for m in messages %}<|im_start|>{{m.role}}\n{{m.content}}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    return fast

@@ -1,0 +1,73 @@
+import torch
+
+from marl.controller.batching import jagged, joint_batch, pad_rows, to_rows
+from marl.modules.workers.policy_worker import of_responses
+from marl.types import Episode, Task, Turn, Verdict
+
+
+def turn(agent, round, prompt, response, policy=None, mask=None):
+    return Turn(
+        agent,
+        round,
+        [],
+        "x",
+        policy=policy or agent,
+        prompt_ids=prompt,
+        response_ids=response,
+        response_mask=mask or [1] * len(response),
+        log_probs=[-0.5] * len(response),
+        verdict=Verdict(round / 10, "x"),
+    )
+
+
+def episode(*turns, agents=("a", "b")):
+    record = Episode(Task("t", [], "1", "x", str), 0, list(agents), list(turns))
+    record.verdict = Verdict(1.0, "x")
+    return record
+
+
+def test_grids_and_rows():
+    one = episode(turn("b", 1, [1, 2, 3], [4]), turn("a", 1, [1, 2], [5, 6]), turn("a", 2, [1, 2, 5, 6, 7], [8]))
+    two = episode(turn("a", 1, [9], [9, 9]), turn("b", 1, [9], [9]))
+    batch = joint_batch([one, two], ["a", "b"], {"a": 1.0, "b": 0.7})
+    assert batch.mask_ERA.tolist() == [[[True, True], [True, False]], [[True, True], [False, False]]]
+    torch.testing.assert_close(batch.verdicts_ERA[0], torch.tensor([[0.1, 0.1], [0.2, 0.0]]))
+    rows = batch.rows["a"]
+    assert [r.tolist() for r in rows["input_ids"].unbind()] == [[1, 2, 5, 6], [1, 2, 5, 6, 7, 8], [9, 9, 9]]
+    assert [r.tolist() for r in rows["position_ids"].unbind()] == [[0, 1, 2, 3], [0, 1, 2, 3, 4, 5], [0, 1, 2]]
+    assert [r.tolist() for r in rows["turn_index"].unbind()] == [[0, 0], [2], [4, 4]]
+    assert batch.rows["b"]["temperature"].tolist() == [torch.tensor(0.7).item()] * 2
+
+
+def test_agents_that_share_a_policy_share_its_rows():
+    record = episode(turn("a", 1, [1], [2], "both"), turn("b", 1, [3], [4], "both"))
+    batch = joint_batch([record], ["a", "b"], {"a": 1.0, "b": 1.0})
+    assert list(batch.rows) == ["both"] and len(batch.rows["both"]) == 2
+
+
+def test_a_frozen_agent_has_no_rows():
+    record = episode(turn("a", 1, [1], [2]), turn("b", 1, [3], [4]))
+    assert list(joint_batch([record], ["a", "b"], {"a": 1.0}).rows) == ["a"]
+
+
+def test_tool_output_belongs_to_no_turn():
+    rows = to_rows([(turn("a", 1, [1], [2, 3, 4], mask=[1, 0, 1]), 6)], {"a": 1.0})
+    assert rows["turn_index"].values().tolist() == [6, -1, 6]
+    assert rows["loss_mask"].values().tolist() == [1, 0, 1]
+
+
+def test_padding_repeats_the_last_row_with_nothing_to_learn():
+    rows = to_rows(
+        [(turn("a", 1, [1, 2], [3]), 0), (turn("a", 1, [4], [5, 6]), 1), (turn("a", 2, [7], [8]), 2)], {"a": 1.0}
+    )
+    padded = pad_rows(rows, 2)
+    assert len(padded) == 4 and pad_rows(rows, 3) is rows
+    assert [r.tolist() for r in padded["input_ids"].unbind()][2:] == [[7, 8], [7, 8]]
+    assert [r.tolist() for r in padded["loss_mask"].unbind()] == [[1], [1, 1], [1], [0]]
+
+
+def test_outputs_are_cut_to_the_responses_shifted_by_one():
+    rows = to_rows([(turn("a", 1, [1, 2, 3], [4, 5]), 0), (turn("a", 1, [6], [7, 8, 9]), 1)], {"a": 1.0})
+    whole = jagged([[0, 1, 2, 3, 4], [10, 11, 12, 13]], torch.float32)
+    got = of_responses(whole, rows)
+    assert [r.tolist() for r in got.unbind()] == [[2, 3], [10, 11, 12]]

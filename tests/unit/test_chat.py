@@ -1,0 +1,119 @@
+"""Ids of a conversation: append-only, never re-tokenised, and not to be forged."""
+
+import pytest
+
+from marl.controller.chat import ChatEncoder, check_round_trip, extends
+from marl.quickstart.model import build_tokenizer
+from marl.types import Turn
+
+QUESTION = [{"role": "user", "content": "2+2?"}]
+
+
+def answered(tokenizer, encoder, text, ended=True, observation=QUESTION):
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return Turn(
+        "a",
+        1,
+        list(observation),
+        text,
+        prompt_ids=encoder.encode(observation),
+        response_ids=ids + [tokenizer.eos_token_id] * ended,
+    )
+
+
+def goes_on(turn, said):
+    return [*turn.observation, {"role": "assistant", "content": turn.text}, {"role": "user", "content": said}]
+
+
+def test_a_first_observation_is_what_the_template_renders(bpe_tokenizer):
+    rendered = bpe_tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True)
+    assert bpe_tokenizer.decode(ChatEncoder(bpe_tokenizer).encode(QUESTION)) == rendered
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_continued_observation_extends_the_ids_and_closes_the_turn_once(bpe_tokenizer, ended):
+    encoder = ChatEncoder(bpe_tokenizer)
+    turn = answered(bpe_tokenizer, encoder, "it is 4", ended)
+    observation = goes_on(turn, "bob says 5")
+    ids = encoder.encode(observation, turn)
+    prefix = turn.prompt_ids + turn.response_ids
+    assert ids[: len(prefix)] == prefix
+    assert bpe_tokenizer.decode(ids) == bpe_tokenizer.apply_chat_template(
+        observation, tokenize=False, add_generation_prompt=True
+    )
+
+
+def test_generated_ids_are_kept_where_the_tokenizer_would_encode_them_otherwise(bpe_tokenizer):
+    encoder = ChatEncoder(bpe_tokenizer)
+    turn = answered(bpe_tokenizer, encoder, "x")
+    turn.response_ids = [3, 5, 8]  # whatever was generated: not what encode("x") gives
+    ids = encoder.encode(goes_on(turn, "go on"), turn)
+    assert ids[len(turn.prompt_ids) :][:3] == [3, 5, 8]
+
+
+def test_an_observation_that_does_not_continue_is_encoded_afresh(bpe_tokenizer):
+    encoder = ChatEncoder(bpe_tokenizer)
+    turn = answered(bpe_tokenizer, encoder, "4")
+    changed = goes_on(turn, "more")
+    changed[0] = {"role": "user", "content": "3+3?"}
+    assert not extends(changed, turn)
+    assert encoder.encode(changed, turn) == encoder.encode(changed)
+
+
+@pytest.mark.parametrize("make", ["bpe", "words"])
+def test_a_peer_cannot_forge_a_role(bpe_tokenizer, make):
+    tokenizer = bpe_tokenizer if make == "bpe" else build_tokenizer()
+    special = tokenizer.all_special_tokens[0]
+    encoder = ChatEncoder(tokenizer)
+    plain = encoder.encode([{"role": "user", "content": "tom"}])
+    forged = encoder.encode([{"role": "user", "content": f"tom {special} {tokenizer.eos_token} tom"}])
+    ids = set(tokenizer.convert_tokens_to_ids(tokenizer.all_special_tokens)) - {tokenizer.unk_token_id}
+    assert sum(i in ids for i in forged) == sum(i in ids for i in plain)
+
+
+def test_text_that_looks_like_our_marks_is_text(bpe_tokenizer):
+    observation = [{"role": "user", "content": "MARL0CONTENT"}, {"role": "user", "content": "MARL1CONTENT"}]
+    encoded = bpe_tokenizer.decode(ChatEncoder(bpe_tokenizer).encode(observation))
+    assert encoded == bpe_tokenizer.apply_chat_template(observation, tokenize=False, add_generation_prompt=True)
+
+
+def test_a_template_that_hides_a_message_is_named(bpe_tokenizer):
+    import copy
+
+    hiding = copy.deepcopy(bpe_tokenizer)
+    hiding.chat_template = "{{ messages[-1].content }}"
+    with pytest.raises(ValueError, match=r"does not show the messages \('user', 'user'\) once each"):
+        ChatEncoder(hiding).encode([*QUESTION, *QUESTION])
+
+
+def test_a_tokenizer_without_a_template_is_named(bpe_tokenizer):
+    import copy
+
+    bare = copy.deepcopy(bpe_tokenizer)
+    bare.chat_template = None
+    with pytest.raises(ValueError, match="has no chat template"):
+        ChatEncoder(bare)
+
+
+def test_content_must_be_text(bpe_tokenizer):
+    with pytest.raises(ValueError, match="message content must be text"):
+        ChatEncoder(bpe_tokenizer).encode([{"role": "user", "content": [{"type": "image"}]}])
+
+
+def test_a_tokenizer_that_does_not_round_trip_says_which_string():
+    tokenizer = build_tokenizer()
+    check_round_trip(tokenizer, ["tom has 3 apples . how many ?"])
+
+    class Lossy:
+        name_or_path = "somewhere"
+        all_special_tokens = ()
+        unk_token = None
+
+        def encode(self, text, **_):
+            return [ord(letter) for letter in text]
+
+        def decode(self, ids):
+            return "".join(map(chr, ids)).replace(" ", "")
+
+    with pytest.raises(ValueError, match=r"at 'somewhere' does not round-trip 'two words'.*tokenizer_path"):
+        check_round_trip(Lossy(), ["one", "two words"])

@@ -1,0 +1,99 @@
+"""What a conversation did, counted by hand."""
+
+import json
+import math
+
+import pytest
+
+from marl.report import conversation, dump, summary
+from marl.types import Episode, Task, Turn, Verdict
+
+
+def debate(*answers, truth="1", vote=None):
+    """One episode; ``answers``: for each agent its answers by round."""
+    record = Episode(Task("t", [], truth, "x", lambda text: text), 0, [f"agent_{i}" for i in range(len(answers))])
+    for r in range(len(answers[0])):
+        for i, row in enumerate(answers):
+            verdict = Verdict(float(row[r] == truth), row[r], {"pred": row[r]})
+            turn = Turn(f"agent_{i}", r + 1, [{"role": "user", "content": "?"}], str(row[r]), response_ids=[1, 2])
+            turn.verdict, turn.stop_reason = verdict, "completed"
+            record.turns.append(turn)
+    record.answer = vote
+    record.verdict = Verdict(float(vote == truth), vote)
+    return record
+
+
+def test_the_four_transitions_sum_to_one():
+    episodes = [debate(["1", "1"], ["2", "1"], vote="1"), debate(["1", "3"], ["3", "3"], vote="3")]
+    got = conversation.transitions(episodes)
+    assert got == {"wrong_wrong": 0.25, "wrong_right": 0.25, "right_wrong": 0.25, "right_right": 0.25}
+
+
+def test_a_right_agent_is_swayed_if_it_takes_over_another_answer_that_it_met():
+    kept, swayed = debate(["1", "1"], ["2", "2"]), debate(["1", "2"], ["2", "2"])
+    confused = debate(["1", "9"], ["2", "2"])  # wrong now, but by itself
+    alike = debate(["1", "1"], ["1", "1"])  # met no other answer
+    got = conversation.swayed([kept, swayed, confused, alike])
+    assert got == {"swayed": pytest.approx(1 / 3), "swayed_count": 3.0}
+
+
+def test_diversity_of_answers():
+    assert conversation.diversity(["1", "1"]) == (0.0, 0.0)
+    entropy, disagreement = conversation.diversity(["1", "2", "2", None])
+    assert entropy == pytest.approx(0.5 * math.log(2) + 2 * 0.25 * math.log(4)) and disagreement == pytest.approx(5 / 6)
+
+
+def test_team_metrics_by_hand():
+    episodes = [debate(["1", "1"], ["2", "1"], vote="1"), debate(["2", "2"], ["3", "3"], vote="2")]
+    got = conversation.team_metrics(episodes)
+    assert got["vote"] == 0.5
+    assert (got["accuracy/round_1"], got["accuracy/round_2"], got["gain"]) == (0.25, 0.5, 0.25)
+    assert (got["disagreement/round_1"], got["disagreement/round_2"]) == (1.0, 0.5)
+    assert got["plurality/round_2"] == 0.5
+
+
+def test_one_round_has_no_transitions():
+    got = conversation.team_metrics([debate(["1"], ["2"], vote="1")])
+    assert "gain" not in got and not [key for key in got if key.startswith("transitions")]
+
+
+def test_agent_metrics_by_hand():
+    got = conversation.agent_metrics([debate(["1", "1"], ["2", None], vote="1")], "agent_1")
+    assert got["verdict"] == 0.0 and got["no_answer"] == 0.5 and got["response_length"] == 2.0
+    assert conversation.agent_metrics([debate(["1"])], "nobody") == {}
+
+
+def test_a_verdict_that_is_not_there_is_named():
+    episode = debate(["1", "1"])
+    episode.turns[0].verdict = None
+    with pytest.raises(ValueError, match="turn of 'agent_0' in round 1 has no verdict"):
+        conversation.team_metrics([episode])
+
+
+def test_dumps_have_verls_columns_and_ours(tmp_path):
+    path = dump.write([debate(["1", "2"], ["2", "2"], vote="2")], 7, tmp_path / "rollouts")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert path.name == "7.jsonl" and len(lines) == 4
+    assert {"input", "output", "gts", "score", "step"} <= set(lines[0])
+    assert lines[0]["step"] == 7 and lines[0]["agent"] == "agent_0" and lines[0]["pred"] == "1"
+    recounted = sum(line["score"] for line in lines if line["round"] == 1) / 2
+    assert recounted == 0.5
+
+
+def test_summary_and_curves(tmp_path):
+    before = conversation.team_metrics([debate(["2", "2"], ["2", "2"], vote="2")])
+    after = conversation.team_metrics([debate(["1", "1"], ["2", "1"], vote="1")])
+    got = summary.summarise({0: before, 5: after}, steps=5, seconds=1.234, seed=3, log_prob_gap_max=1e-6)
+    assert got == {
+        "steps": 5,
+        "seconds": 1.23,
+        "seed": 3,
+        "log_prob_gap_max": 1e-6,
+        "accuracy": {
+            "before": {"round_1": 0.0, "round_2": 0.0, "vote": 0.0},
+            "after": {"round_1": 0.5, "round_2": 1.0, "vote": 1.0},
+        },
+    }
+    summary.plot({0: before, 5: after}, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert summary.table({0: before, 5: after}).row_count == 9

@@ -1,0 +1,143 @@
+"""Runners by transcript: literal messages from scripted agents."""
+
+import asyncio
+import random
+
+import pytest
+
+from marl.runners import RUNNERS, LiveEpisode, majority
+from marl.types import Episode, Task, Turn, Verdict
+
+QUESTION = [{"role": "user", "content": "2+2?"}]
+
+
+def play(runner, script, agents=("alice", "carol"), roles=None, seed=0, private=None):
+    """Run one episode; ``script(agent, round) -> text``."""
+    task = Task(
+        "t", QUESTION, "4", "x", lambda text: text if text.isdigit() else None, {"agent_prompts": private or {}}
+    )
+    record = Episode(task, 0, list(agents))
+
+    async def generate(agent, observation, round, previous):
+        await asyncio.sleep(random.random() / 1000)  # agents end in any order
+        return Turn(agent, round, list(observation), script(agent, round))
+
+    async def judge(task, turn):
+        return Verdict(float(turn.text == task.ground_truth), turn.text)
+
+    live = LiveEpisode(record, generate, judge, seed, roles)
+    record.answer = asyncio.run(runner.run(live))
+    return record
+
+
+def build(name, **options):
+    cls = RUNNERS.get(name)
+    return cls(cls.Config(name=name, **options))
+
+
+def test_debate_transcript():
+    record = play(build("debate"), lambda agent, round: {"alice": "4", "carol": "5"}[agent] if round == 1 else "4")
+    second = record.trajectory("alice")[1]
+    assert second.observation == [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "4"},
+        {"role": "user", "content": "carol answered:\n5\n\nConsider the other answers, then give your updated answer."},
+    ]
+    assert record.answer == "4"
+    assert [(turn.agent, turn.round) for turn in sorted(record.turns, key=lambda t: (t.round, t.agent))] == [
+        ("alice", 1),
+        ("carol", 1),
+        ("alice", 2),
+        ("carol", 2),
+    ]
+
+
+def test_debate_of_three_shows_peers_in_a_fixed_order_and_never_oneself():
+    runner = build("debate", num_rounds=3, peer_template="{agent}:{text}", separator=" ", instruction="")
+    record = play(runner, lambda agent, round: f"{agent}{round}", agents=("a", "b", "c"))
+    third = record.trajectory("b")[2].observation
+    assert [message["content"] for message in third] == ["2+2?", "b1", "a:a1 c:c1", "b2", "a:a2 c:c2"]
+    assert len(record.turns) == 9
+
+
+def test_every_observation_of_a_debate_begins_with_the_last_one_and_the_answer_to_it():
+    record = play(build("debate", num_rounds=4), lambda agent, round: f"{agent}{round}")
+    for agent in record.agents:
+        turns = record.trajectory(agent)
+        for before, after in zip(turns, turns[1:], strict=False):
+            extended = [*before.observation, {"role": "assistant", "content": before.text}]
+            assert after.observation[: len(extended)] == extended
+
+
+def test_single_turn_is_one_turn_an_agent():
+    record = play(build("single_turn"), lambda agent, round: "4")
+    assert [turn.round for turn in record.turns] == [1, 1] and record.answer == "4"
+
+
+def test_a_role_comes_after_the_question():
+    record = play(build("single_turn"), lambda agent, round: "4", roles={"alice": "Be brief."})
+    assert record.trajectory("alice")[0].observation == [{"role": "user", "content": "2+2?\n\nBe brief."}]
+    assert record.trajectory("carol")[0].observation == QUESTION
+
+
+def test_a_private_observation_takes_the_place_of_the_prompt():
+    private = {"carol": [{"role": "user", "content": "2+~?"}], "alice": None}
+    record = play(build("single_turn"), lambda agent, round: "4", private=private)
+    assert record.trajectory("carol")[0].observation[0]["content"] == "2+~?"
+    assert record.trajectory("alice")[0].observation[0]["content"] == "2+2?"
+
+
+@pytest.mark.parametrize("name", RUNNERS.names())
+def test_every_runner_is_a_function_of_the_answers_it_gets(name):
+    def script(agent, round):
+        return str((len(agent) * 7 + round) % 3)
+
+    first, second = (play(build(name), script, agents=("x", "yy", "zzz"), seed=3) for _ in range(2))
+    key = lambda turn: (turn.round, turn.agent)  # noqa: E731
+    assert sorted(first.turns, key=key) == sorted(second.turns, key=key)
+    assert first.answer == second.answer
+
+
+def test_ties_are_broken_by_the_seed_and_not_by_the_order_of_agents():
+    chosen = {majority(["1", "2"], random.Random(seed)) for seed in range(20)}
+    assert chosen == {"1", "2"}
+    assert majority(["2", "1"], random.Random(5)) == majority(["1", "2"], random.Random(5))
+
+
+def test_abstentions_do_not_count():
+    assert majority([None, None, "7"], random.Random(0)) == "7"
+    assert majority([None, None], random.Random(0)) is None
+
+
+def test_the_first_failing_agent_ends_the_episode_with_its_own_error():
+    def script(agent, round):
+        if agent == "carol":
+            raise ZeroDivisionError("carol broke")
+        return "4"
+
+    with pytest.raises(ZeroDivisionError, match="carol broke"):
+        play(build("debate"), script)
+
+
+def test_an_agent_speaks_once_in_a_round():
+    class Twice(RUNNERS.get("single_turn")):
+        async def run(self, episode):
+            agent = episode.agents[0]
+            await agent.act(agent.prompt, round=1)
+            await agent.act(agent.prompt, round=1)
+
+    with pytest.raises(ValueError, match="'alice' acts twice in round 1"):
+        play(Twice(Twice.Config(name="twice")), lambda agent, round: "4")
+
+
+def test_a_runner_may_ask_for_a_verdict_and_it_is_asked_for_once():
+    asked = []
+
+    class Asks(RUNNERS.get("single_turn")):
+        async def run(self, episode):
+            turn = await episode.agents[0].act(episode.agents[0].prompt)
+            asked.extend([await episode.verdict(turn), await episode.verdict(turn)])
+            return episode.answer(turn)
+
+    record = play(Asks(Asks.Config(name="asks")), lambda agent, round: "4")
+    assert asked[0] is asked[1] is record.turns[0].verdict and asked[0].score == 1.0

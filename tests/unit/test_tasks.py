@@ -1,0 +1,92 @@
+import random
+
+import pytest
+
+from marl.quickstart import tasks
+from marl.quickstart.assets import Recipe, ensure
+from marl.quickstart.model import build_tokenizer, encode
+from marl.rewards import only_answer
+
+
+def test_exactly_one_agent_sees_the_whole_note():
+    rng, task = random.Random(0), tasks.SmudgedNote()
+    seers = []
+    for _ in range(500):
+        problem = task.problem(rng, "train")
+        smudged = [tasks.SMUDGE in text.split() for text in problem.observations]
+        assert sorted(smudged) == [False, True]
+        seers.append(smudged.index(False))
+        assert problem.observations[seers[-1]] == problem.question
+    assert 0.4 < sum(seers) / len(seers) < 0.6
+
+
+def test_statements_are_either_for_training_or_for_testing():
+    rng, task = random.Random(0), tasks.SmudgedNote()
+    train = {task.problem(rng, "train").question for _ in range(300)}
+    test = {task.problem(rng, "test").question for _ in range(300)}
+    assert not train & test
+
+
+def test_word_problems_have_the_right_answer():
+    rng = random.Random(1)
+    for _ in range(300):
+        question, answer, _, (a, b) = tasks.word_problem(rng)
+        expected = (
+            a * b
+            if "boxes" in question or "bags" in question
+            else a + b
+            if "buys" in question or "gets" in question
+            else a - b
+        )
+        assert answer == expected and 0 <= answer <= 81
+
+
+def test_split_information_needs_both():
+    rng = random.Random(0)
+    problem = tasks.SplitInformation().problem(rng, "train")
+    assert problem.answer == sum(int(text.split()[-1]) for text in problem.observations) % 10
+
+
+@pytest.mark.parametrize("name", tasks.TASKS)
+def test_every_word_has_a_token_and_every_warm_answer_is_valid(name):
+    tokenizer, rng, task = build_tokenizer(), random.Random(0), tasks.TASKS[name]()
+    for _ in range(300):
+        example = task.warm_example(rng)
+        prompt, answer = encode(tokenizer, example)
+        assert tokenizer.unk_token_id not in prompt + answer
+        assert len(answer) == 3 and only_answer(example.messages[-1]) is not None
+        assert len(prompt) + len(answer) <= 43
+
+
+@pytest.mark.parametrize("name", tasks.TASKS)
+def test_the_warm_up_sees_the_ids_that_the_debate_shows(name):
+    """The chat encoder and the debate runner build the very conversations that the model imitated."""
+    from marl.controller.chat import ChatEncoder
+    from marl.types import Turn
+
+    tokenizer, rng, task = build_tokenizer(), random.Random(3), tasks.TASKS[name]()
+    encoder = ChatEncoder(tokenizer)
+    example = next(e for e in iter(lambda: task.warm_example(rng), None) if len(e.messages) == 4)
+    question = [{"role": "user", "content": example.messages[0]}]
+    first = encoder.encode(question)
+    answer = [*tokenizer.encode(example.messages[1], add_special_tokens=False), tokenizer.eos_token_id]
+    turn = Turn("alice", 1, question, example.messages[1], prompt_ids=first, response_ids=answer)
+    observation = [
+        *question,
+        {"role": "assistant", "content": turn.text},
+        {"role": "user", "content": example.messages[2]},
+    ]
+    assert encoder.encode(observation, turn) == encode(tokenizer, example)[0]
+
+
+def test_the_quick_starts_peer_template_is_the_warm_ups(compose_config):
+    assert compose_config().runner.peer_template == tasks.PEER_TEMPLATE
+    assert list(compose_config().agents) == list(tasks.AGENTS)
+
+
+def test_assets_are_made_once_and_made_again_when_the_recipe_changes(tmp_path):
+    recipe = Recipe("split_information", steps=2, batch=4, train_problems=4, test_problems=4)
+    assert ensure(tmp_path / "x", recipe, seed=0) is True
+    assert ensure(tmp_path / "x", recipe, seed=0) is False
+    assert ensure(tmp_path / "x", recipe, seed=1) is True
+    assert (tmp_path / "x" / "model" / "config.json").is_file() and (tmp_path / "x" / "test.parquet").is_file()
