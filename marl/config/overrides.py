@@ -28,4 +28,6 @@ def find_verl(overrides: Sequence[str]) -> list[str]:
     """Let every configuration, a user's too, build on verl's: Hydra takes a search path from the command line alone."""
     if any(override.startswith("hydra.searchpath=") for override in overrides):
         return [re.sub(r"^(hydra\.searchpath=\[)", rf"\1{VERL},", override) for override in overrides]
-    return [*overrides, f"hydra.searchpath=[{VERL}]"]
+    # beside the other overrides: argparse takes them in one piece
+    place = next((i for i, word in enumerate(overrides) if "=" in word and not word.startswith("-")), 0)
+    return [*overrides[:place], f"hydra.searchpath=[{VERL}]", *overrides[place:]]

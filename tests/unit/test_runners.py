@@ -1,6 +1,7 @@
 """Runners by transcript: literal messages from scripted agents."""
 
 import asyncio
+import itertools
 import random
 
 import pytest
@@ -64,7 +65,7 @@ def test_every_observation_of_a_debate_begins_with_the_last_one_and_the_answer_t
     record = play(build("debate", num_rounds=4), lambda agent, round: f"{agent}{round}")
     for agent in record.agents:
         turns = record.trajectory(agent)
-        for before, after in zip(turns, turns[1:], strict=False):
+        for before, after in itertools.pairwise(turns):
             extended = [*before.observation, {"role": "assistant", "content": before.text}]
             assert after.observation[: len(extended)] == extended
 

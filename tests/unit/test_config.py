@@ -1,0 +1,248 @@
+"""Configurations: what composes, what is refused, and what the refusal says."""
+
+import copy
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from omegaconf import OmegaConf, open_dict
+
+from marl.config.checks import RULES, check
+from marl.config.data import check_files, check_row
+from marl.config.errors import ConfigError, explain
+from marl.config.overrides import find_verl, new_agents
+from marl.main import ConfigError as MainConfigError
+from marl.main import policy_config, pool_ranks, prepare
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+
+
+@pytest.fixture
+def quickstart(compose_config, cold_assets):
+    return lambda *overrides: compose_config(f"assets={cold_assets}", *overrides)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_shipped_configuration_composes(compose_config, name):
+    config = compose_config(name=name)
+    OmegaConf.resolve(config)
+    assert config.learner.name and config.runner.name and config.credit.name and config.agents
+
+
+def test_a_verl_user_finds_every_key_where_it_was(compose_config):
+    from hydra import compose, initialize_config_module
+
+    with initialize_config_module("verl.trainer.config", version_base="1.3"):
+        theirs = OmegaConf.to_container(compose("ppo_trainer"))
+    ours = OmegaConf.to_container(compose_config(name="marl"))
+
+    def missing(theirs, ours, path=""):
+        for key, value in theirs.items():
+            if key not in ours:
+                yield f"{path}{key}"
+            elif isinstance(value, dict):
+                yield from missing(value, ours[key], f"{path}{key}.")
+
+    assert list(missing(theirs, ours)) == []
+
+
+@pytest.mark.parametrize(
+    "overrides,said",
+    [
+        (["learner.gama=1"], ["unknown key 'learner.gama'", "Did you mean 'gamma'"]),
+        (["trainer.total_trainin_steps=1"], ["'trainer.total_trainin_steps'", "Did you mean 'total_training_steps'"]),
+        (["agents.alice.temprature=1"], ["agents.alice.temprature", "Did you mean 'temperature'"]),
+        (["lerner=grpo"], ["unknown key 'lerner'", "Did you mean 'learner'"]),
+        (["learner=grop"], ["unknown option learner=grop", "Did you mean 'grpo'"]),
+        (["runner=debaet"], ["runner=debaet", "Did you mean 'debate'"]),
+        (["learner.gamma=much"], ["wrong value for 'learner.gamma'", "much", "Float"]),
+        (["runner.num_rounds=2.5"], ["'runner.num_rounds'", "2.5", "Integer"]),
+        (["resources.placement=together"], ["together", "separate", "colocated"]),
+        (["agents.alice.trainable=perhaps"], ["agents.alice.trainable", "perhaps", "bool"]),
+        (["credit=team", "credit.of=everybody"], ["everybody", "round", "final", "answer"]),
+    ],
+)
+def test_a_wrong_key_or_value_is_named_with_the_nearest(quickstart, overrides, said):
+    with pytest.raises(Exception) as caught:
+        quickstart(*overrides)
+    text = explain(caught.value)
+    assert all(part in text for part in said), text
+    assert "\n" not in text.strip()
+
+
+def test_a_learner_of_ones_own_is_an_option_without_yaml(quickstart):
+    from recipe import leave_one_out  # noqa: F401
+
+    assert quickstart("learner=leave_one_out", "learner.scale=2").learner.scale == 2.0
+
+
+def test_agents_are_added_and_typed_from_the_command_line(quickstart):
+    assert new_agents(["+agents.bob.role=x", "+agents.bob.trainable=false", "seed=1"]) == [
+        "+agent@agents.bob=schema",
+        "agents.bob.role=x",
+        "agents.bob.trainable=false",
+        "seed=1",
+    ]
+    config = quickstart("+agents.bob.role=hello", "+agents.eve={}")
+    assert list(config.agents) == ["alice", "carol", "bob", "eve"] and config.agents.bob.role == "hello"
+    with pytest.raises(Exception, match="rool"):
+        quickstart("+agents.bob.rool=hello")
+
+
+def test_the_users_search_path_is_kept():
+    verl = "hydra.searchpath=[pkg://verl.trainer.config]"
+    assert find_verl(["hydra.searchpath=[file:///x]"]) == ["hydra.searchpath=[pkg://verl.trainer.config,file:///x]"]
+    assert find_verl(["--config-name", "q", "a=1", "--cfg", "job"]) == [
+        "--config-name",
+        "q",
+        verl,
+        "a=1",
+        "--cfg",
+        "job",
+    ]
+    assert find_verl(["--cfg", "job"]) == [verl, "--cfg", "job"]
+
+
+BAD = {
+    "actor_rollout_ref.actor.ppo_mini_batch_size=5": ["train_batch_size=32", "32 % 5 = 2", "Choose a divisor"],
+    "actor_rollout_ref.actor.ppo_mini_batch_size=0": ["ppo_mini_batch_size=0"],
+    "actor_rollout_ref.actor.use_dynamic_bsz=false": ["use_dynamic_bsz", "ppo_max_token_len_per_gpu"],
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=40": ["40 + 3 = 43"],
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=2": ["1 ranks", "1 % 2 = 1"],
+    "trainer.n_gpus_per_node=0": ["at least 1"],
+    "actor_rollout_ref.actor.strategy=fsdp": ["does not run on a CPU", "fsdp2"],
+    "actor_rollout_ref.rollout.name=vllm": ["needs an accelerator", "hf"],
+    "actor_rollout_ref.actor.use_kl_loss=true": ["use_kl_loss=True", "unset it"],
+    "algorithm.use_kl_in_reward=true": ["use_kl_in_reward=True"],
+    "critic.enable=true": ["critic.enable=True"],
+    "actor_rollout_ref.rollout.n=1": ["rollout.n=1", "at least 2"],
+    "actor_rollout_ref.model.path=/nowhere/model": ["/nowhere/model", "config.json"],
+    "data.train_files=/nowhere/train.parquet": ["data.train_files=/nowhere/train.parquet", "no such file"],
+    "data.val_files=/nowhere/test.parquet": ["data.val_files"],
+    "trainer.resume_mode=atuo": ["resume_mode=atuo", "Did you mean 'auto'"],
+    "trainer.resume_mode=resume_path": ["resume_from_path=None"],
+    "trainer.total_training_steps=-3": ["-3", "0 or more"],
+    "+policies.bob.pool=x": ["policies.bob", "alice, carol"],
+    "+policies.alice.model.paht=x": ["policies.alice.model.paht", "Did you mean 'path'"],
+    "+policies.alice.pol=x": ["policies.alice.pol", "Did you mean 'pool'"],
+    "agents={}": ["agents"],
+}
+
+
+@pytest.mark.parametrize("override", [bad for bad in BAD if bad != "agents={}"])
+def test_rules_between_keys_name_the_remedy(quickstart, override):
+    with pytest.raises(ConfigError) as caught:
+        prepare(quickstart(override))
+    assert all(part in str(caught.value) for part in BAD[override]), str(caught.value)
+
+
+def test_every_rule_was_broken_by_a_test(quickstart):
+    """A rule that no configuration above breaks is a rule without a test."""
+    broken = set()
+    for override in BAD:
+        config = quickstart() if override == "agents={}" else quickstart(override)
+        if override == "agents={}":
+            with open_dict(config):
+                config.agents = {}
+        OmegaConf.resolve(config)
+        for rule in RULES:
+            try:
+                rule(config)
+            except ConfigError:
+                broken.add(rule)
+    assert [rule.__name__ for rule in RULES if rule not in broken] == []
+
+
+def test_at_least_one_agent_is_trained(quickstart):
+    with pytest.raises(ConfigError, match="no agent is trainable"):
+        prepare(quickstart("agents.alice.trainable=false", "agents.carol.trainable=false"))
+
+
+def test_a_right_configuration_passes_and_its_paths_are_absolute(quickstart):
+    config = prepare(quickstart())
+    assert Path(config.actor_rollout_ref.model.path).is_absolute() and Path(config.data.train_files[0]).is_absolute()
+
+
+def test_a_policy_differs_from_the_others_where_it_says_so(quickstart):
+    config = prepare(quickstart("+policies.carol.actor.optim.lr=5", "+policies.carol.pool=own"))
+    alice, carol = (policy_config(config, name, i, "run", 9) for i, name in enumerate(("alice", "carol")))
+    assert (alice.actor_rollout_ref.actor.optim.lr, carol.actor_rollout_ref.actor.optim.lr) == (1e-3, 5)
+    assert carol.actor_rollout_ref.rollout.custom == {"policy": "carol", "run_id": "run", "replica_offset": 1024}
+    assert carol.actor_rollout_ref.actor.optim.total_training_steps == 9
+
+
+@pytest.mark.parametrize(
+    "overrides,pools",
+    [
+        ([], {"alice": 1, "carol": 1}),
+        (["resources.placement=colocated"], {"shared": 1}),
+        (["agents.alice.policy=both", "agents.carol.policy=both"], {"both": 1}),
+        (["+policies.alice.pool=p", "+policies.carol.pool=p", "trainer.n_gpus_per_node=2"], {"p": 2}),
+    ],
+)
+def test_pools(quickstart, overrides, pools):
+    config = quickstart(*overrides)
+    assert pool_ranks(config) == pools
+
+
+ROW = {
+    "prompt": [{"role": "user", "content": "2+2?"}],
+    "data_source": "x",
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra_info": {"agent_prompts": {"alice": [{"role": "user", "content": "2+~?"}], "carol": None}},
+}
+
+
+@pytest.mark.parametrize(
+    "change,said",
+    [
+        ({"prompt": "2+2?"}, ["row 3", "'prompt'", "list of messages"]),
+        ({"prompt": []}, ["'prompt'"]),
+        ({"prompt": [{"role": "user"}]}, ["holds", "list of messages"]),
+        ({"data_source": None}, ["data_source is None"]),
+        ({"reward_model": None}, ["reward_model is None", "ground_truth"]),
+        ({"reward_model": {"style": "rule"}}, ["ground_truth"]),
+        (
+            {"extra_info": {"agent_prompts": {"alise": [{"role": "user", "content": "x"}]}}},
+            ["'alise'", "Did you mean 'alice'"],
+        ),
+        ({"extra_info": {"agent_prompts": {"alice": "x"}}}, ["agent_prompts.alice"]),
+    ],
+)
+def test_a_bad_row_is_named(change, said):
+    check_row(ROW, "file, row 0", "prompt", ["alice", "carol"])
+    with pytest.raises(ConfigError) as caught:
+        check_row(ROW | change, "file, row 3", "prompt", ["alice", "carol"])
+    assert all(part in str(caught.value) for part in said), str(caught.value)
+
+
+def test_a_missing_column_and_an_unreadable_file_are_named(tmp_path):
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"promt": "x", "data_source": "x"}]), path)
+    with pytest.raises(ConfigError, match="no column 'prompt'; it has promt, data_source. Did you mean 'promt'"):
+        check_files(str(path), "prompt", [])
+    path.write_text("not parquet")
+    with pytest.raises(ConfigError, match="rows.parquet: cannot be read"):
+        check_files([str(path)], "prompt", [])
+
+
+def test_checking_a_configuration_imports_neither_torch_nor_ray():
+    code = "import sys, marl.config.checks, marl.config.data, marl.config.schema; print([m for m in ('torch', 'ray', 'verl') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_the_error_that_main_raises_is_the_one_that_rules_raise(quickstart):
+    assert MainConfigError is ConfigError
+    config = copy.deepcopy(quickstart())
+    OmegaConf.resolve(config)
+    check(config)
+
+
+def test_recipes_can_be_found_by_name():
+    assert importlib.import_module("recipe.leave_one_out")

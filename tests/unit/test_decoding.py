@@ -1,0 +1,180 @@
+"""The decoding loop: what a request is answered with depends on its prompt and seed, and on nothing else."""
+
+import random
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from marl.rollout.decoding import Request, bucket, decode
+
+EOS = 7
+
+
+def make_model(layers=2, hidden=64):
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=120,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=2 * hidden,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        eos_token_id=EOS,
+    )
+    model = Qwen2ForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0, 0.3 if "embed" in name else 0.15)
+    return model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model()
+
+
+def text_of(ids):
+    return " ".join(map(str, ids))
+
+
+def requests(count, seed=0, **options):
+    rng = random.Random(seed)
+    prompts = [tuple(rng.randrange(10, 120) for _ in range(rng.randint(9, 16))) for _ in range(max(1, count // 3))]
+    defaults = {"max_tokens": 12, "stop_token_ids": frozenset([EOS])}
+    return [Request(rng.choice(prompts), seed=i, **(defaults | options)) for i in range(count)]
+
+
+def answers(model, batch):
+    return [(a.token_ids, a.log_probs, a.stop_reason) for a in decode(model, batch, 0, text_of)]
+
+
+def test_answers_do_not_depend_on_the_batch_or_its_order(model):
+    batch = requests(48)
+    together = answers(model, batch)
+    order = list(range(len(batch)))
+    random.Random(1).shuffle(order)
+    permuted = answers(model, [batch[i] for i in order])
+    assert [permuted[order.index(i)] for i in range(len(batch))] == together
+    for size in (1, 2, 3, 4, 5, 13):
+        assert answers(model, batch[:size]) == together[:size]
+    alone = [answers(model, [request])[0] for request in batch[:6]]
+    assert alone == together[:6], "token for token and bit for bit"
+
+
+def test_the_longest_request_of_a_batch_does_not_change_the_others(model):
+    short = requests(6, max_tokens=3)
+    long = requests(6, seed=9, max_tokens=40)
+    assert answers(model, short + long)[:6] == answers(model, short)
+
+
+def test_seeds_matter_and_nothing_else_is_random(model):
+    one = requests(1)[0]
+    drawn = {tuple(decode(model, [Request(one.prompt_ids, 12, seed)], 0, text_of)[0].token_ids) for seed in range(20)}
+    assert len(drawn) > 10
+    assert answers(model, [one]) == answers(model, [one])
+
+
+def test_log_probs_are_those_of_a_plain_forward_pass(model):
+    for request, (ids, log_probs, _) in zip(batch := requests(8), answers(model, batch), strict=True):
+        whole = torch.tensor([[*request.prompt_ids, *ids]])
+        with torch.no_grad():
+            expected = model(input_ids=whole).logits[0].log_softmax(-1)
+        start = len(request.prompt_ids) - 1
+        expected = [expected[start + t, token].item() for t, token in enumerate(ids)]
+        torch.testing.assert_close(torch.tensor(log_probs), torch.tensor(expected), atol=1e-5, rtol=0)
+
+
+def test_greedy_decoding_is_transformers_own(model):
+    for request in requests(5, temperature=0.0, stop_token_ids=frozenset()):
+        ids = decode(model, [request], 0, text_of)[0].token_ids
+        expected = model.generate(
+            torch.tensor([request.prompt_ids]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert ids == expected[0, len(request.prompt_ids) :].tolist()
+
+
+def test_sampling_follows_the_distribution(model):
+    prompt = requests(1)[0].prompt_ids
+    with torch.no_grad():
+        expected = (model(input_ids=torch.tensor([prompt])).logits[0, -1] / 0.7).softmax(-1)
+    drawn = decode(model, [Request(prompt, 1, seed, temperature=0.7) for seed in range(4000)], 0, text_of)
+    counts = torch.bincount(torch.tensor([a.token_ids[0] for a in drawn]), minlength=120) / 4000
+    assert (counts - expected).abs().max() < 4 * (expected * (1 - expected) / 4000).sqrt().max()
+
+
+@pytest.mark.parametrize("top_k,top_p", [(3, 1.0), (-1, 0.5), (5, 0.6), (1, 1.0), (-1, 1e-6)])
+def test_top_k_and_top_p_keep_the_likeliest_and_renormalise(model, top_k, top_p):
+    prompt = requests(1)[0].prompt_ids
+    with torch.no_grad():
+        probs, order = model(input_ids=torch.tensor([prompt])).logits[0, -1].softmax(-1).sort(descending=True)
+    kept = probs.clone()
+    if top_k > 0:
+        kept[top_k:] = 0
+    kept = kept / kept.sum()
+    kept[(kept.cumsum(0) - kept) >= top_p] = 0
+    kept[0] = max(kept[0], 1e-9)
+    allowed = dict(zip(order[kept > 0].tolist(), (kept[kept > 0] / kept.sum()).tolist(), strict=True))
+    drawn = decode(model, [Request(prompt, 1, seed, top_k=top_k, top_p=top_p) for seed in range(300)], 0, text_of)
+    assert {a.token_ids[0] for a in drawn} <= set(allowed)
+    for answer in drawn[:40]:
+        assert torch.tensor(answer.log_probs[0]).exp().item() == pytest.approx(allowed[answer.token_ids[0]], rel=1e-3)
+
+
+def test_truncation_of_one_request_leaves_its_neighbours_alone(model):
+    plain = requests(6)
+    neighbour = Request(plain[0].prompt_ids, 12, 99, top_k=2, temperature=0.5)
+    assert answers(model, [neighbour, *plain])[1:] == answers(model, plain)
+
+
+def test_answers_end_at_a_stop_token_a_stop_string_or_the_limit(model):
+    batch = requests(40, max_tokens=30)
+    for ids, log_probs, reason in answers(model, batch):
+        assert len(ids) == len(log_probs) <= 30 and EOS not in ids[:-1]
+        assert reason == ("completed" if ids[-1] == EOS else "length")
+        assert reason == "completed" or len(ids) == 30
+    free = decode(model, [Request(batch[0].prompt_ids, 20, 3)], 0, text_of)[0].token_ids
+    wanted = f"{free[4]} {free[5]}"
+    stopped = decode(model, [Request(batch[0].prompt_ids, 20, 3, stop=(wanted,))], 0, text_of)[0]
+    assert stopped.stop_reason == "completed" and wanted in text_of(stopped.token_ids)
+    assert stopped.token_ids == free[: len(stopped.token_ids)] and len(stopped.token_ids) <= 6
+
+
+def test_equal_prompts_are_prefilled_once(model):
+    seen = []
+    forward = model.forward
+
+    def spy(*args, **kwargs):
+        seen.append(tuple(kwargs["input_ids"].shape))
+        return forward(*args, **kwargs)
+
+    model.forward = spy
+    try:
+        prompt = requests(1)[0].prompt_ids
+        decode(model, [Request(prompt, 2, seed) for seed in range(32)], 0, text_of)
+    finally:
+        model.forward = forward
+    assert seen == [(4, bucket(len(prompt))), (32, 1)], "one prompt, padded to four rows; then all rows together"
+
+
+def test_rows_that_ended_leave_the_batch(model):
+    seen = []
+    forward = model.forward
+
+    def spy(*args, **kwargs):
+        seen.append(kwargs["input_ids"].shape[0])
+        return forward(*args, **kwargs)
+
+    model.forward = spy
+    try:
+        decode(model, requests(30, max_tokens=2) + requests(3, seed=5, max_tokens=20), 0, text_of)
+    finally:
+        model.forward = forward
+    assert max(seen) == 33 and seen[-1] == 4
+
+
+def test_buckets_do_not_depend_on_the_neighbours():
+    assert [bucket(n) for n in (1, 8, 9, 64, 65, 512, 513)] == [8, 8, 16, 64, 96, 512, 640]
