@@ -19,6 +19,8 @@ class PolicyFailed(RuntimeError):
 
 def policy_failed(policy: PolicyName, what: str, error: RayError) -> PolicyFailed:
     """Names the policy, what it was doing and the cause; for a process that died, its last lines."""
+    if isinstance(error, RayTaskError) and isinstance(error.cause, RayActorError):
+        error = error.cause  # one of its processes tells of another's death
     if isinstance(error, RayTaskError):
         cause = error.cause
         return PolicyFailed(f"policy {policy!r} failed while {what}: {type(cause).__name__}: {cause}")

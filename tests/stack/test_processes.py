@@ -1,0 +1,117 @@
+"""The command line as a person uses it: exit codes, what is printed, what is left running."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+START_SECONDS, END_SECONDS = 120, 30
+
+
+def command(*overrides):
+    return [sys.executable, "-m", "marl.main", "--config-name", "quickstart", *overrides]
+
+
+def finish(*overrides, timeout=60):
+    return subprocess.run(command(*overrides), capture_output=True, text=True, timeout=timeout)
+
+
+def test_cfg_job_prints_the_whole_configuration():
+    done = finish("--cfg", "job")
+    assert done.returncode == 0
+    for key in ("actor_rollout_ref:", "agents:", "runner:", "learner:", "credit:", "resources:", "ppo_mini_batch_size:"):
+        assert key in done.stdout
+
+
+def test_a_misspelt_key_ends_with_code_2_and_one_line():
+    done = finish("learner.gama=1")
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].startswith("configuration error: unknown key 'learner.gama'")
+
+
+def test_the_launch_script_passes_overrides_on(cold_assets):
+    environment = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "marl/marl.sh", "--config-name", "quickstart", "data.train_files=/nowhere.parquet", f"assets={cold_assets}"],
+        capture_output=True, text=True, timeout=60, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 2 and "data.train_files=/nowhere.parquet: no such file" in done.stderr
+
+
+def test_more_than_the_cluster_can_ever_give_is_an_error_at_once(cold_assets, tmp_path):
+    done = finish(
+        f"assets={cold_assets}", f"trainer.default_local_dir={tmp_path}", "ray_kwargs.ray_init.num_cpus=1", timeout=90
+    )
+    assert done.returncode == 2
+    assert re.search(r"the pools ask for 2 CPU \(alice: 1, carol: 1; .*\), the whole cluster has 1", done.stderr)
+
+
+def alive(pids):
+    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture
+def running(cold_assets, tmp_path):
+    """A run that would go on for long, once it has trained for a step; ended by its process group if need be."""
+    log = open(tmp_path / "log", "w+")
+    overrides = (
+        f"assets={cold_assets}", f"trainer.default_local_dir={tmp_path}", "trainer.total_training_steps=100000",
+        "trainer.val_before_train=false", "trainer.test_freq=-1", "data.train_batch_size=4", "trainer.logger=[console]",
+    )  # fmt: skip
+    process = subprocess.Popen(command(*overrides), stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+    def output():
+        log.flush()
+        return (tmp_path / "log").read_text()
+
+    deadline = time.monotonic() + START_SECONDS
+    while "step:2 " not in output():
+        assert process.poll() is None and time.monotonic() < deadline, output()[-3000:]
+        time.sleep(0.5)
+    family = psutil.Process(process.pid).children(recursive=True)
+    yield process, family, output
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    for child in family:
+        if child.is_running():
+            child.kill()
+    log.close()
+
+
+def of_class(family, name):
+    found = [child for child in family if child.is_running() and any(name in part for part in child.cmdline())]
+    assert found, [child.cmdline() for child in family if child.is_running()]
+    return found[0]
+
+
+@pytest.mark.parametrize("victim", ["PolicyWorker", "HFServer"])
+def test_a_process_that_dies_is_named_and_ends_the_run_within_seconds(running, victim):
+    process, family, output = running
+    of_class(family, victim).kill()
+    killed = time.monotonic()
+    assert process.wait(timeout=END_SECONDS) == 1
+    assert time.monotonic() - killed < END_SECONDS
+    said = output()
+    assert re.search(r"run failed: PolicyFailed: policy '(alice|carol)' while .* died", said), said[-2000:]
+    assert "its last lines:" in said
+    wait_until_gone(family)
+
+
+def test_ctrl_c_is_a_clean_end(running):
+    process, family, output = running
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(timeout=END_SECONDS) == 130
+    assert "interrupted: workers and servers are stopped" in output()
+    wait_until_gone(family)
+
+
+def wait_until_gone(family):
+    deadline = time.monotonic() + END_SECONDS
+    while left := alive([child.pid for child in family]):
+        assert time.monotonic() < deadline, [psutil.Process(pid).cmdline() for pid in left]
+        time.sleep(0.2)

@@ -1,0 +1,260 @@
+"""A step through the real parts: Ray, verl's workers on FSDP2, a server for every policy, weight sync."""
+
+import asyncio
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from marl.controller.batching import joint_batch, pad_rows, rows_of
+from marl.controller.controller import EpisodesFailed
+from marl.learners import spread
+from marl.runners.base import Runner
+from marl.types import Task
+
+PER_AGENT = (
+    "verdict", "accuracy/round_1", "accuracy/round_2", "ppo_kl", "entropy", "grad_norm", "pg_clipfrac",
+    "response_length", "log_prob_gap_max", "degenerate_groups",
+)  # fmt: skip
+TEAM = ("vote", "gain", "transitions/wrong_right", "entropy_of_answers/round_1", "disagreement/round_2", "failed_episodes")
+
+
+def test_a_step_reports_every_number_and_its_phases(live):
+    metrics = live.step()
+    for agent in ("alice", "carol"):
+        assert not [key for key in PER_AGENT if f"agent/{agent}/{key}" not in metrics]
+    assert not [key for key in TEAM if f"team/{key}" not in metrics]
+    phases = ("collect", "score", "log_probs", "credit", "update", "sync_weights")
+    timed = [metrics[f"timing_s/{phase}"] for phase in phases]
+    assert all(seconds > 0 for seconds in timed) and sum(timed) <= metrics["timing_s/step"]
+    assert 0 < metrics["perf/overhead_share"] < 1
+
+
+def test_servers_and_trainer_agree_at_every_step(live):
+    for _ in range(3):
+        metrics = live.step()
+        assert max(metrics["agent/alice/log_prob_gap_max"], metrics["agent/carol/log_prob_gap_max"]) <= 1e-5
+
+
+def test_one_skipped_weight_sync_breaks_that_bound_for_its_policy_alone(live):
+    group = live.trainer.policies["alice"]
+    synced, group.sync_weights = group.sync_weights, lambda step: asyncio.sleep(0)
+    try:
+        live.step()
+    finally:
+        group.sync_weights = synced
+    metrics = live.step()
+    assert metrics["agent/alice/log_prob_gap_max"] > 1e-4
+    assert metrics["agent/carol/log_prob_gap_max"] <= 1e-5
+    assert live.step()["agent/alice/log_prob_gap_max"] <= 1e-5, "the next sync mends it"
+
+
+def collected(live, samples=4, validate=False):
+    trainer = live.trainer
+    collection = live.wait(trainer.controller.collect(live.tasks(), samples, trainer.step_number, validate))
+    return live.wait(trainer.controller.score(collection.episodes)), collection
+
+
+def batch_of(live, episodes):
+    return joint_batch(episodes, ["alice", "carol"], live.trainer.temperatures)
+
+
+def test_turns_carry_what_the_server_gave(live):
+    episodes, _ = collected(live)
+    for episode in episodes:
+        for agent in ("alice", "carol"):
+            first, second = episode.trajectory(agent)
+            assert second.prompt_ids[: len(first.prompt_ids + first.response_ids)] == first.prompt_ids + first.response_ids
+            assert first.policy == agent and len(first.log_probs) == len(first.response_ids) <= 3
+            assert first.version == live.trainer.step_number and first.verdict is not None
+
+
+def test_the_same_step_is_played_again_token_for_token(live):
+    play = lambda: [[t.response_ids for t in sorted(e.turns, key=lambda t: (t.round, t.agent))] for e in collected(live)[0]]  # noqa: E731
+    assert play() == play()
+
+
+def test_validation_draws_the_same_numbers_at_every_step(live):
+    def seeds():
+        return [turn.seed for episode in collected(live, 1, validate=True)[0] for turn in episode.trajectory("alice")]
+
+    before = seeds()
+    live.trainer.step_number += 1
+    assert seeds() == before
+
+
+def test_log_probs_are_those_of_a_plain_forward_pass_of_the_saved_model(live):
+    """Our lean output path of the CPU engine, the FSDP2 module and the export of verl, against transformers alone."""
+    trainer = live.trainer
+    live.wait(trainer.save())
+    folder = trainer.folder / f"global_step_{trainer.step_number}" / "alice" / "actor" / "huggingface"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    rows = batch_of(live, collected(live)[0]).rows["alice"]
+    outputs, _ = live.wait(trainer.policies["alice"].compute_log_prob(rows))
+    for ids, prompt, log_probs, entropy in zip(
+        rows["input_ids"].unbind(), rows["prompts"].unbind(), outputs["log_probs"].unbind(), outputs["entropy"].unbind(), strict=True
+    ):  # fmt: skip
+        with torch.no_grad():
+            log_softmax = model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        expected = log_softmax.gather(1, ids[len(prompt) :, None])[:, 0]
+        torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(entropy, -(log_softmax.exp() * log_softmax).sum(-1), atol=1e-4, rtol=0)
+
+
+def gradient_of(live, advantages_ERA, rows=None):
+    """Norm of the gradient of one update with these advantages; the learning rate is zero."""
+    batch = batch_of(live, collected(live)[0])
+    rows = batch.rows["alice"]
+    rows["advantages"] = spread(advantages_ERA(batch), rows)
+    rows["old_log_probs"] = live.wait(live.trainer.policies["alice"].compute_log_prob(rows))[0]["log_probs"]
+    return live.wait(live.trainer.policies["alice"].update_actor(rows))
+
+
+def test_no_advantage_no_gradient(live):
+    metrics = gradient_of(live, lambda batch: torch.zeros_like(batch.verdicts_ERA))
+    assert metrics["grad_norm"] == 0.0 and metrics["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_rows_that_do_not_divide_are_padded_without_a_trace(live):
+    """The padding row has no token to learn: the gradient of 7 rows is that of 7 rows and one of padding."""
+    group, batch = live.trainer.policies["alice"], batch_of(live, collected(live)[0])
+    odd = rows_of(batch.rows["alice"], range(7))
+    outputs, _ = live.wait(group.compute_log_prob(odd))
+    assert len(outputs) == 7
+    odd["old_log_probs"] = outputs["log_probs"]
+    odd["advantages"] = spread(torch.linspace(-1, 1, batch.verdicts_ERA.numel()).view_as(batch.verdicts_ERA), odd)
+    live.wait(live.trainer.save())
+    norms = []
+    for rows in (odd, pad_rows(odd, 8)):
+        norms.append(live.wait(group.update_actor(rows))["grad_norm"])
+        live.wait(group.load(live.trainer.folder / f"global_step_{live.trainer.step_number}" / "alice" / "actor"))
+    live.wait(live.trainer.sync_weights())
+    assert norms[0] > 0 and norms[1] == pytest.approx(norms[0], rel=1e-5)
+
+
+def test_mini_batches_of_a_ragged_number_of_rows(live):
+    """7 rows in two mini-batches: one row of padding, one learning rate step."""
+    group, batch = live.trainer.policies["alice"], batch_of(live, collected(live)[0])
+    odd = rows_of(batch.rows["alice"], range(7))
+    odd["old_log_probs"] = live.wait(group.compute_log_prob(odd))[0]["log_probs"]
+    odd["advantages"] = spread(torch.zeros_like(batch.verdicts_ERA), odd)
+    group.actor.ppo_mini_batch_size = 2
+    try:
+        assert live.wait(group.update_actor(odd))["grad_norm"] == 0.0
+    finally:
+        group.actor.ppo_mini_batch_size = 4
+
+
+def test_a_request_that_is_wrong_fails_alone(live):
+    server = live.trainer.controller.clients["alice"].server
+
+    async def ask():
+        good = {"max_tokens": 3, "seed": 5, "temperature": 1.0}
+        return await asyncio.gather(
+            server.generate(request_id="a", prompt_ids=[1, 2, 3], sampling_params=good),
+            server.generate(request_id="b", prompt_ids=[1, 2, 3], sampling_params=good | {"temprature": 2.0}),
+            server.generate(request_id="c", prompt_ids=[1] * 300, sampling_params=good),
+            return_exceptions=True,
+        )
+
+    good, unknown, long = live.wait(ask())
+    assert 1 <= len(good.token_ids) <= 3 and good.extra_fields["global_steps"] is not None
+    assert isinstance(unknown, ValueError) and "temprature" in str(unknown)
+    assert isinstance(long, ValueError) and "300 tokens" in str(long)
+
+
+def test_a_request_alone_and_in_a_crowd_is_answered_alike(live):
+    server = live.trainer.controller.clients["carol"].server
+
+    async def ask(count):
+        params = [{"max_tokens": 3, "seed": i, "temperature": 1.0} for i in range(count)]
+        return await asyncio.gather(
+            *(server.generate(request_id=str(i), prompt_ids=list(range(5, 15)), sampling_params=p) for i, p in enumerate(params))
+        )
+
+    alone, crowd = live.wait(ask(1)), live.wait(ask(60))
+    assert (alone[0].token_ids, alone[0].log_probs) == (crowd[0].token_ids, crowd[0].log_probs)
+
+
+class Moody(Runner):
+    """Fails on odd samples, or sleeps for ever."""
+
+    def __init__(self, sleeps=False):
+        super().__init__(self.Config(name="moody"))
+        self.sleeps = sleeps
+
+    async def run(self, episode):
+        turn = await episode.agents[0].act(episode.agents[0].prompt)
+        if episode.record.sample % 2:
+            if self.sleeps:
+                await asyncio.sleep(1000)
+            raise RuntimeError("odd samples make me sad")
+        return episode.answer(turn)
+
+
+@pytest.mark.parametrize("sleeps,error", [(False, "odd samples make me sad"), (True, "episode_timeout_s=1")])
+def test_an_error_or_a_deadline_ends_its_own_episode_and_is_counted(live, sleeps, error):
+    controller = live.trainer.controller
+    before = controller.runner, controller.episode_timeout
+    controller.runner, controller.episode_timeout = Moody(sleeps), 1.0
+    try:
+        episodes, collection = collected(live)
+    finally:
+        controller.runner, controller.episode_timeout = before
+    assert len(episodes) == 8 and len(collection.failures) == 8
+    assert all(error in str(failure) for failure in collection.failures)
+
+
+def test_too_many_failures_end_the_run_with_the_first_of_them(live):
+    controller, before = live.trainer.controller, live.trainer.controller.runner
+    controller.runner, controller.max_error_rate = Moody(), 0.1
+    try:
+        with pytest.raises(EpisodesFailed, match="8 of 16 episodes .* RuntimeError: odd samples make me sad"):
+            collected(live)
+    finally:
+        controller.runner, controller.max_error_rate = before, 0.5
+
+
+def test_a_reward_function_that_fails_is_not_a_wrong_answer(live):
+    reward = live.trainer.controller.reward
+    judged, reward.compute_score = reward.compute_score, lambda **_: "fine"
+    try:
+        with pytest.raises(EpisodesFailed, match="reward function failed on 16 of 16.*returned 'fine'"):
+            collected(live)
+    finally:
+        reward.compute_score = judged
+
+
+def test_an_observation_that_is_too_long_says_by_how_much(live):
+    client = live.trainer.controller.clients["alice"]
+    task = Task("t", [{"role": "user", "content": "tom " * 50}], "1", "x", str)
+    act = client.act("alice", task.messages, 1, None, session="s", seed=0, sampling={}, max_prompt_length=40)
+    with pytest.raises(ValueError, match="shown 52 tokens in round 1, data.max_prompt_length allows 40"):
+        live.wait(act)
+
+
+def test_validation_is_dumped_so_that_anyone_can_recount(live):
+    metrics = live.wait(live.trainer.validate())
+    folder = live.trainer.folder / "validation"
+    lines = [json.loads(line) for line in (folder / f"{live.trainer.step_number}.jsonl").read_text().splitlines()]
+    second = [line["score"] for line in lines if line["round"] == 2]
+    assert metrics["val/team/accuracy/round_2"] == pytest.approx(sum(second) / len(second))
+
+
+def test_a_checkpoint_brings_back_weights_and_optimizer(live):
+    trainer = live.trainer
+    live.step()
+    live.wait(trainer.save())
+    folder = trainer.folder / f"global_step_{trainer.step_number}"
+    rows = batch_of(live, collected(live)[0]).rows["alice"]
+
+    def log_probs():
+        return live.wait(trainer.policies["alice"].compute_log_prob(rows))[0]["log_probs"].values()
+
+    saved = log_probs()
+    live.step()
+    assert (log_probs() - saved).abs().max() > 1e-4
+    live.wait(trainer.policies["alice"].load(folder / "alice" / "actor"))
+    assert torch.equal(log_probs(), saved)
+    live.wait(trainer.sync_weights())
