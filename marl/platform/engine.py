@@ -9,6 +9,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 import marl.platform.cpu  # noqa: F401 - registers the platform before verl resolves it
+from marl.platform.shapes import MIN_WIDTH
 
 
 class _CPUEngine(FSDPEngine):
@@ -31,6 +32,15 @@ class _CPUEngine(FSDPEngine):
 
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device=["cpu"])
 class CPUEngineWithLMHead(_CPUEngine, FSDPEngineWithLMHead):
+    def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
+        """As verl's; padded rows are at least ``MIN_WIDTH`` wide, as the hf server's are."""
+        inputs, output_args = super().prepare_model_inputs(micro_batch)
+        missing = MIN_WIDTH - inputs["input_ids"].shape[-1]
+        if missing > 0 and not tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True):
+            for key in ("input_ids", "attention_mask", "position_ids"):
+                inputs[key] = torch.nn.functional.pad(inputs[key], (0, missing))
+        return inputs, output_args
+
     def prepare_model_outputs(
         self, output: Any, output_args: dict[str, Any], micro_batch: TensorDict, logits_processor_func: Any
     ) -> dict[str, torch.Tensor]:

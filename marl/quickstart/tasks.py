@@ -106,8 +106,8 @@ class SmudgedNote:
 class SplitInformation:
     data_source = "marl/split_information"
 
-    def __init__(self, truth: float = 0.4, good: float = 0.6) -> None:
-        self.truth, self.good = truth, good
+    def __init__(self, truth: float = 0.4, good: float = 0.6, second_turns: float = 0.6) -> None:
+        self.truth, self.good, self.second_turns = truth, good, second_turns
 
     def problem(self, rng: random.Random, split: Split) -> Problem:
         numbers = [rng.randrange(10) for _ in AGENTS]
@@ -120,7 +120,7 @@ class SplitInformation:
         peer = int(problem.observations[1 - agent].split()[-1])
         message = own if rng.random() < self.truth else 0 if rng.random() < 0.7 else rng.randrange(10)
         first = (problem.observations[agent], answer_text(message))
-        if rng.random() < 0.4:
+        if rng.random() >= self.second_turns:
             return WarmExample(first)
         final = problem.answer if rng.random() < self.good else rng.randrange(10)
         answers = [0, 0]

@@ -1,22 +1,41 @@
 """A lean decoding loop on a Hugging Face causal LM: one batch in, tokens and their log-probs out.
 
 What a request is answered with depends on its prompt, seed and sampling parameters, never on the requests that share
-its batch. A CPU's matrix products give that only for fixed shapes, so prompts are left-padded to the width of their own
-bucket (a batch holds one bucket), no product has fewer than ``MIN_ROWS`` rows, and the attention mask is always explicit:
-left to itself, transformers drops it, and takes another kernel, whenever no row of a batch happens to be padded.
+its batch, and on a CPU its log-probs are the trainer's own, bit for bit. Both need fixed shapes (``marl.platform.shapes``):
+prompts are right-padded, as the trainer pads, to the width of their own bucket (a batch holds one bucket); no product has
+fewer than ``MIN_ROWS`` rows; and the attention mask is always explicit: left to itself, transformers drops it, and takes
+another kernel, whenever no row of a batch happens to be padded.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-MIN_ROWS = 4
-"""Products of 1 to 3 rows differ from larger ones in their last bits."""
+from marl.platform.shapes import MIN_ROWS, MIN_WIDTH
+
+ATTENTION = "marl_sdpa"
+
+
+def widened_attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """sdpa, but a single query is asked ``MIN_ROWS`` times on a CPU: there a product of one row has other last bits."""
+    if query.shape[2] > 1 or query.device.type != "cpu" or attention_mask is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    query, attention_mask = (x.expand(-1, -1, MIN_ROWS, -1).contiguous() for x in (query, attention_mask))
+    output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    return output[:, :1], None
+
+
+AttentionInterface.register(ATTENTION, widened_attention)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +62,13 @@ class Answer:
 
 
 def bucket(length: int) -> int:
-    """The width that a prompt of this length is padded to: multiples of 8, then of 32, then of 128."""
-    step = 8 if length <= 64 else 32 if length <= 512 else 128
+    """The width that a prompt of this length is padded to: multiples of 32, from 512 on of 128."""
+    step = MIN_WIDTH if length <= 512 else 128
     return -(-length // step) * step
 
 
 class PreallocatedLayer(DynamicLayer):
-    """Keys and values of one layer, written in place: what grows is a view, so that nothing is copied while decoding."""
+    """Keys and values of one layer, written in place, each row at a position of its own: nothing is copied to grow."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
@@ -59,18 +78,20 @@ class PreallocatedLayer(DynamicLayer):
         """Start from the prefilled prompts [U, heads, W, dim]; row b continues prompt ``rows[b]``."""
         width = keys.shape[-2]
         shape = (len(rows), keys.shape[1], width + self.capacity, keys.shape[3])
-        self._keys, self._values = keys.new_empty(shape), values.new_empty(shape)
+        self._keys, self._values = keys.new_zeros(shape), values.new_zeros(shape)
         self._keys[:, :, :width], self._values[:, :, :width] = keys[rows], values[rows]
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
         self._view(width)
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        start = self.keys.shape[-2]
-        end = start + key_states.shape[-2]
-        self._keys[:, :, start:end], self._values[:, :, start:end] = key_states, value_states
-        self._view(end)
+    def write_at(self, positions_B: Tensor) -> None:
+        """Where the next token of each row goes."""
+        self.positions_B = positions_B
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        rows = torch.arange(len(key_states), device=key_states.device)
+        self._keys[rows, :, self.positions_B] = key_states[:, :, 0]
+        self._values[rows, :, self.positions_B] = value_states[:, :, 0]
+        self._view(self.keys.shape[-2] + 1)
         return self.keys, self.values
 
     def select(self, rows: Tensor) -> None:
@@ -116,6 +137,16 @@ def _append(answer: Answer, request: Request, token: int, log_prob: float, to_te
     return stopped or len(answer.token_ids) >= request.max_tokens
 
 
+@contextmanager
+def picked(head: torch.nn.Module, pick: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Let a module see only what ``pick`` takes of its input: logits of one position a row, not of all."""
+    hook = head.register_forward_pre_hook(lambda _, inputs: (pick(inputs[0]), *inputs[1:]))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 class _Batch:
     """The tensors of one batch; rows that have ended leave it in halves."""
 
@@ -133,8 +164,8 @@ class _Batch:
         mask_UW = np.zeros_like(ids_UW, dtype=bool)
         for u in range(len(ids_UW)):
             prompt = prompts[min(u, len(prompts) - 1)]
-            ids_UW[u, width - len(prompt) :] = prompt
-            mask_UW[u, width - len(prompt) :] = True
+            ids_UW[u, : len(prompt)] = prompt
+            mask_UW[u, : len(prompt)] = True
         self.ids_UW, self.mask_UW = (torch.from_numpy(x).to(self.device) for x in (ids_UW, mask_UW))
         self.capacity = max(request.max_tokens for request in requests)
         self.uniforms_BT = torch.from_numpy(
@@ -144,24 +175,23 @@ class _Batch:
 
     def prefill(self) -> Tensor:
         """Logits [B, V] of the first token."""
-        width = self.ids_UW.shape[1]
+        prompts, width = self.ids_UW.shape
         causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()
-        # a padding position looks at itself: a row that attends to nothing is NaN
-        mask = (causal & self.mask_UW[:, None, :]) | torch.eye(width, dtype=torch.bool, device=self.device)
-        positions = (self.mask_UW.cumsum(1) - 1).clamp(min=0)
-        output = self.model(
-            input_ids=self.ids_UW,
-            attention_mask=mask[:, None],
-            position_ids=positions,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        mask_UWW = causal & self.mask_UW[:, None, :]
+        last_U = self.mask_UW.sum(1) - 1
+        rows_U = torch.arange(prompts, device=self.device)
+        with picked(self.model.get_output_embeddings(), lambda hidden: hidden[rows_U, last_U][:, None]):
+            output = self.model(
+                input_ids=self.ids_UW,
+                attention_mask=mask_UWW[:, None],
+                position_ids=torch.arange(width, device=self.device).expand(prompts, -1),
+                use_cache=True,
+            )
         layers = [PreallocatedLayer(self.capacity) for _ in output.past_key_values.layers]
         for layer, prefilled in zip(layers, output.past_key_values.layers, strict=True):
             layer.fill(prefilled.keys, prefilled.values, self.prompt_of_B)
         self.cache = Cache(layers=layers)
-        self.mask_BW = self.mask_UW[self.prompt_of_B]
-        self.position_B = positions[self.prompt_of_B, -1]
+        self.position_B = last_U[self.prompt_of_B]
         return output.logits[self.prompt_of_B, 0]
 
     def sample(self, logits_BV: Tensor, position: int) -> tuple[Tensor, Tensor]:
@@ -172,10 +202,13 @@ class _Batch:
         if 2 * finished.sum() >= len(finished) > MIN_ROWS:
             tokens_B = self._keep(tokens_B, np.flatnonzero(~finished))
         self.position_B = self.position_B + 1
-        self.mask_BW = torch.cat([self.mask_BW, self.mask_BW.new_ones(len(self.rows), 1)], dim=1)
+        for layer in self.cache.layers:
+            layer.write_at(self.position_B)
+        width = self.cache.get_seq_length() + 1
+        seen_BW = torch.arange(width, device=self.device) <= self.position_B[:, None]
         output = self.model(
             input_ids=tokens_B[:, None],
-            attention_mask=self.mask_BW[:, None, None],
+            attention_mask=seen_BW[:, None, None],
             position_ids=self.position_B[:, None],
             past_key_values=self.cache,
             use_cache=True,
@@ -188,7 +221,7 @@ class _Batch:
         rows = torch.from_numpy(np.concatenate([kept, np.repeat(kept[:1], padding)])).to(self.device)
         for layer in self.cache.layers:
             layer.select(rows)
-        self.mask_BW, self.position_B = self.mask_BW[rows], self.position_B[rows]
+        self.position_B = self.position_B[rows]
         self.uniforms_BT = self.uniforms_BT[rows]
         self.sampling.select(rows)
         return tokens_B[rows]

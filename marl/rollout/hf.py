@@ -17,7 +17,7 @@ from verl.utils.device import get_device_name
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
 
-from marl.rollout.decoding import Request, bucket, decode
+from marl.rollout.decoding import ATTENTION, Request, bucket, decode
 from marl.rollout.offsets import offset_rank, ranks_per_replica
 from marl.utils.memory import settle
 
@@ -184,7 +184,7 @@ class HFServer:
 
 def build_model(path: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
     """The module with weights yet to come. Raises ValueError for attention that the decoding loop does not mask."""
-    config = AutoConfig.from_pretrained(path, attn_implementation="sdpa")
+    config = AutoConfig.from_pretrained(path, attn_implementation=ATTENTION)
     windows = [kind for kind in getattr(config, "layer_types", None) or [] if kind != "full_attention"]
     if windows:
         raise ValueError(

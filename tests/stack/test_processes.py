@@ -24,7 +24,15 @@ def finish(*overrides, timeout=60):
 def test_cfg_job_prints_the_whole_configuration():
     done = finish("--cfg", "job")
     assert done.returncode == 0
-    for key in ("actor_rollout_ref:", "agents:", "runner:", "learner:", "credit:", "resources:", "ppo_mini_batch_size:"):
+    for key in (
+        "actor_rollout_ref:",
+        "agents:",
+        "runner:",
+        "learner:",
+        "credit:",
+        "resources:",
+        "ppo_mini_batch_size:",
+    ):
         assert key in done.stdout
 
 
@@ -58,15 +66,14 @@ def alive(pids):
 @pytest.fixture
 def running(cold_assets, tmp_path):
     """A run that would go on for long, once it has trained for a step; ended by its process group if need be."""
-    log = open(tmp_path / "log", "w+")
     overrides = (
         f"assets={cold_assets}", f"trainer.default_local_dir={tmp_path}", "trainer.total_training_steps=100000",
         "trainer.val_before_train=false", "trainer.test_freq=-1", "data.train_batch_size=4", "trainer.logger=[console]",
     )  # fmt: skip
-    process = subprocess.Popen(command(*overrides), stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen(command(*overrides), stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
     def output():
-        log.flush()
         return (tmp_path / "log").read_text()
 
     deadline = time.monotonic() + START_SECONDS
@@ -80,7 +87,6 @@ def running(cold_assets, tmp_path):
     for child in family:
         if child.is_running():
             child.kill()
-    log.close()
 
 
 def of_class(family, name):

@@ -24,7 +24,11 @@ def start(cluster, compose_config, cold_assets, tmp_path):
 
 
 def test_a_run_leaves_everything_and_another_one_resumes_it(start, tmp_path):
-    trainer, steps = start("trainer.total_training_steps=2", "trainer.logger=[file,tensorboard]", "trainer.rollout_data_dir=${trainer.default_local_dir}/rollouts")
+    trainer, steps = start(
+        "trainer.total_training_steps=2",
+        "trainer.logger=[file,tensorboard]",
+        "trainer.rollout_data_dir=${trainer.default_local_dir}/rollouts",
+    )
     assert len(steps) == 2 and all(max(v for k, v in m.items() if "gap_max" in k) <= 1e-5 for m in steps)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["steps"] == 2 and set(summary["accuracy"]["after"]) == {"round_1", "round_2", "vote"}
@@ -36,13 +40,15 @@ def test_a_run_leaves_everything_and_another_one_resumes_it(start, tmp_path):
     logged = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [entry["step"] for entry in logged] == [1, 2] and "val/team/vote" in logged[1]["data"]
 
-    resumed, steps = start("trainer.total_training_steps=3", "trainer.resume_mode=auto", "trainer.val_before_train=false")
+    resumed, steps = start(
+        "trainer.total_training_steps=3", "trainer.resume_mode=auto", "trainer.val_before_train=false"
+    )
     assert len(steps) == 1 and resumed.step_number == 3
     assert (tmp_path / "global_step_3").is_dir()
 
 
 def test_a_frozen_agent_and_a_learner_from_a_recipe(start):
-    trainer, steps = start(
+    _, steps = start(
         "learner=leave_one_out", "credit=own", "agents.carol.trainable=false", "trainer.total_training_steps=1",
         "resources.placement=colocated",
     )  # fmt: skip

@@ -17,7 +17,14 @@ PER_AGENT = (
     "verdict", "accuracy/round_1", "accuracy/round_2", "ppo_kl", "entropy", "grad_norm", "pg_clipfrac",
     "response_length", "log_prob_gap_max", "degenerate_groups",
 )  # fmt: skip
-TEAM = ("vote", "gain", "transitions/wrong_right", "entropy_of_answers/round_1", "disagreement/round_2", "failed_episodes")
+TEAM = (
+    "vote",
+    "gain",
+    "transitions/wrong_right",
+    "entropy_of_answers/round_1",
+    "disagreement/round_2",
+    "failed_episodes",
+)
 
 
 def test_a_step_reports_every_number_and_its_phases(live):
@@ -65,13 +72,18 @@ def test_turns_carry_what_the_server_gave(live):
     for episode in episodes:
         for agent in ("alice", "carol"):
             first, second = episode.trajectory(agent)
-            assert second.prompt_ids[: len(first.prompt_ids + first.response_ids)] == first.prompt_ids + first.response_ids
+            assert (
+                second.prompt_ids[: len(first.prompt_ids + first.response_ids)] == first.prompt_ids + first.response_ids
+            )
             assert first.policy == agent and len(first.log_probs) == len(first.response_ids) <= 3
             assert first.version == live.trainer.step_number and first.verdict is not None
 
 
 def test_the_same_step_is_played_again_token_for_token(live):
-    play = lambda: [[t.response_ids for t in sorted(e.turns, key=lambda t: (t.round, t.agent))] for e in collected(live)[0]]  # noqa: E731
+    def play():
+        episodes, _ = collected(live)
+        return [[t.response_ids for t in sorted(e.turns, key=lambda t: (t.round, t.agent))] for e in episodes]
+
     assert play() == play()
 
 
@@ -170,7 +182,10 @@ def test_a_request_alone_and_in_a_crowd_is_answered_alike(live):
     async def ask(count):
         params = [{"max_tokens": 3, "seed": i, "temperature": 1.0} for i in range(count)]
         return await asyncio.gather(
-            *(server.generate(request_id=str(i), prompt_ids=list(range(5, 15)), sampling_params=p) for i, p in enumerate(params))
+            *(
+                server.generate(request_id=str(i), prompt_ids=list(range(5, 15)), sampling_params=p)
+                for i, p in enumerate(params)
+            )
         )
 
     alone, crowd = live.wait(ask(1)), live.wait(ask(60))

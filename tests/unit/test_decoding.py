@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from marl.rollout.decoding import Request, bucket, decode
+from marl.rollout.decoding import ATTENTION, Request, bucket, decode
 
 EOS = 7
 
@@ -14,6 +14,7 @@ EOS = 7
 def make_model(layers=2, hidden=64):
     torch.manual_seed(0)
     config = Qwen2Config(
+        attn_implementation=ATTENTION,
         vocab_size=120,
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -86,6 +87,20 @@ def test_log_probs_are_those_of_a_plain_forward_pass(model):
         start = len(request.prompt_ids) - 1
         expected = [expected[start + t, token].item() for t, token in enumerate(ids)]
         torch.testing.assert_close(torch.tensor(log_probs), torch.tensor(expected), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("layers,hidden", [(2, 64), (4, 128), (2, 512)])
+def test_on_a_cpu_log_probs_are_those_of_the_trainers_padded_rows_bit_for_bit(layers, hidden):
+    model, batch = make_model(layers, hidden), requests(24)
+    got = answers(model, batch)
+    sequences = [[*request.prompt_ids, *ids] for request, (ids, *_) in zip(batch, got, strict=True)]
+    padded = torch.tensor([sequence + [0] * (40 - len(sequence)) for sequence in sequences])
+    mask = torch.tensor([[1] * len(sequence) + [0] * (40 - len(sequence)) for sequence in sequences])
+    with torch.no_grad():
+        log_softmax = model(input_ids=padded, attention_mask=mask).logits.log_softmax(-1)
+    for row, (request, (ids, log_probs, _)) in enumerate(zip(batch, got, strict=True)):
+        start = len(request.prompt_ids) - 1
+        assert log_probs == [log_softmax[row, start + t, token].item() for t, token in enumerate(ids)]
 
 
 def test_greedy_decoding_is_transformers_own(model):
@@ -177,4 +192,4 @@ def test_rows_that_ended_leave_the_batch(model):
 
 
 def test_buckets_do_not_depend_on_the_neighbours():
-    assert [bucket(n) for n in (1, 8, 9, 64, 65, 512, 513)] == [8, 8, 16, 64, 96, 512, 640]
+    assert [bucket(n) for n in (1, 32, 33, 512, 513)] == [32, 32, 64, 512, 640]

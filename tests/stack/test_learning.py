@@ -1,0 +1,123 @@
+"""Learning is tested by learning: two agents that each hold one number must learn to tell and to add, through the real
+stack. A learner that is wrong in one place does not pass."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from marl.learners import LEARNERS
+from marl.learners.grpo import GRPO
+from marl.main import run
+from marl.quickstart.assets import RECIPES, ensure
+from marl.report import conversation
+
+AFTER, LIFT = 0.75, 0.35
+
+
+@pytest.fixture
+def learn(cluster, compose_config, tmp_path):
+    def learn(*overrides):
+        config = compose_config(f"trainer.default_local_dir={tmp_path}", *overrides, name="split_information")
+        ensure(Path(config.assets), RECIPES[config.task], config.seed)
+        history = run(config).history
+        before, after = history[min(history)], history[max(history)]
+        return before["accuracy/round_2"], after["accuracy/round_2"]
+
+    return learn
+
+
+def learned(before, after):
+    return after >= AFTER and after - before >= LIFT
+
+
+def test_two_agents_learn_to_share_what_they_know(learn):
+    before, after = learn()
+    assert 0.15 <= before <= 0.45
+    assert learned(before, after), f"{before:.3f} -> {after:.3f}"
+
+
+def mutant(name):
+    """A learner with one fault, registered beside the right one."""
+
+    def register(fault):
+        class Mutant(GRPO):
+            def assign_credit(self, batch):
+                metrics = super().assign_credit(batch)
+                for rows in batch.rows.values():
+                    fault(rows)
+                return metrics
+
+        return LEARNERS.register(name)(Mutant)
+
+    return register
+
+
+@mutant("mutant_sign")
+def flip_the_sign(rows):
+    rows["advantages"] = -rows["advantages"]
+
+
+@mutant("mutant_shuffle")
+def shuffle_advantages(rows):
+    parts = rows["advantages"].unbind()
+    order = torch.randperm(len(parts), generator=torch.Generator().manual_seed(0))
+    scalars = torch.stack([parts[i][0] for i in order])
+    lengths = rows["advantages"].offsets().diff()
+    rows["advantages"] = torch.nested.nested_tensor_from_jagged(
+        torch.repeat_interleave(scalars, lengths), offsets=rows["advantages"].offsets()
+    )
+
+
+@mutant("mutant_shift")
+def shift_the_mask_by_one_token(rows):
+    """Train the token before each of an answer's: the last of the prompt, and all of the answer but its end."""
+    prompts, responses = rows["prompts"].unbind(), rows["responses"].unbind()
+
+    def ragged(parts):
+        return torch.nested.as_nested_tensor(list(parts), layout=torch.jagged)
+
+    def shifted(key, first):
+        return ragged(torch.cat([x.new_full((1,), first), x]) for x in rows[key].unbind())
+
+    mask = ragged(torch.tensor([1] * len(r) + [0]) for r in responses)
+    rows["responses"] = ragged(torch.cat([p[-1:], r]) for p, r in zip(prompts, responses, strict=True))
+    rows["old_log_probs"] = shifted("old_log_probs", -1.0)
+    rows["advantages"] = ragged(torch.cat([x, x[-1:] * 0]) for x in rows["advantages"].unbind())
+    rows["prompts"] = ragged(p[:-1] for p in prompts)
+    rows["response_mask"], rows["loss_mask"] = mask, mask.clone()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault",
+    ["learner=mutant_sign", "learner=mutant_shuffle", "learner=mutant_shift", "agents.carol.trainable=false"],
+)
+def test_a_learner_with_one_fault_does_not_learn_it(learn, fault):
+    before, after = learn(fault)
+    assert not learned(before, after), f"{fault}: {before:.3f} -> {after:.3f}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_quick_start_learns_to_debate(cluster, compose_config, tmp_path, seed):
+    config = compose_config(f"seed={seed}", f"trainer.default_local_dir={tmp_path}")
+    ensure(Path(config.assets), RECIPES[config.task], seed)
+    trainer = run(config)
+    before, after = trainer.history[0], trainer.history[max(trainer.history)]
+    for r in (1, 2):
+        assert 0.22 <= before[f"accuracy/round_{r}"] <= 0.45
+    assert after["accuracy/round_2"] >= 0.70 and after["gain"] >= 0.20 and after["accuracy/round_1"] <= 0.60
+    assert after["accuracy/round_2"] - before["accuracy/round_2"] >= 0.35
+    assert trainer.log_prob_gap_max <= 1e-5
+    assert sum(after[f"transitions/{name}"] for name in conversation.TRANSITIONS) == pytest.approx(1.0)
+
+
+@pytest.mark.slow
+def test_training_the_first_round_alone_brings_the_debate_nothing(cluster, compose_config, tmp_path):
+    config = compose_config(
+        "learner.train_rounds=[1]", "credit=own", "learner.gamma=0", f"trainer.default_local_dir={tmp_path}"
+    )
+    ensure(Path(config.assets), RECIPES[config.task], config.seed)
+    history = run(config).history
+    assert history[max(history)]["gain"] <= 0.05
