@@ -106,7 +106,7 @@ class SmudgedNote:
 class SplitInformation:
     data_source = "marl/split_information"
 
-    def __init__(self, truth: float = 0.4, good: float = 0.6, second_turns: float = 0.6) -> None:
+    def __init__(self, truth: float = 0.4, good: float = 0.8, second_turns: float = 0.8) -> None:
         self.truth, self.good, self.second_turns = truth, good, second_turns
 
     def problem(self, rng: random.Random, split: Split) -> Problem:
