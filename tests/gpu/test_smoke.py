@@ -1,0 +1,37 @@
+"""The quick start's run on one GPU, two policies in one pool, for a few steps. Run by ``make gpu-smoke``."""
+
+import pytest
+import torch
+
+from marl.main import run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+FULL_PRECISION = "{param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}"
+
+
+@pytest.mark.parametrize("rollout", ["hf", "vllm"])
+def test_two_policies_on_one_gpu(compose_config, cold_assets, tmp_path, rollout):
+    pytest.importorskip("vllm") if rollout == "vllm" else None
+    steps = []
+    config = compose_config(
+        "hardware=gpu",
+        f"actor_rollout_ref.rollout.name={rollout}",
+        "resources.placement=colocated",
+        "trainer.n_gpus_per_node=1",
+        "actor_rollout_ref.rollout.dtype=float32",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.2",
+        "actor_rollout_ref.model.use_remove_padding=false",
+        "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+        f"+actor_rollout_ref.actor.fsdp_config.mixed_precision={FULL_PRECISION}",
+        f"assets={cold_assets}",
+        f"trainer.default_local_dir={tmp_path}",
+        "trainer.total_training_steps=3",
+        "trainer.logger=[]",
+    )
+    run(config, lambda step, total, metrics: steps.append(metrics))
+    gaps = [value for metrics in steps for key, value in metrics.items() if key.endswith("log_prob_gap_max")]
+    assert len(gaps) == 6 and max(gaps) < 1e-2
