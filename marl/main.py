@@ -225,8 +225,9 @@ async def build(config: DictConfig, cleanup: ExitStack, progress: Any = None) ->
     total_steps = config.trainer.total_epochs * len(loader) if total_steps is None else total_steps
     configs = {name: policy_config(config, name, index, run_id, total_steps) for index, name in enumerate(names)}
     tokenizers = {name: tokenizer_of(own) for name, own in configs.items()}
+    samples = {task.observation(agent)[-1]["content"] for task in validation[:20] for agent in config.agents}
     for tokenizer in tokenizers.values():
-        check_round_trip(tokenizer, [validation[0].messages[-1]["content"]])
+        check_round_trip(tokenizer, sorted(samples))
     groups = {}
     for name, workers in start_workers(config, configs, cleanup):
         groups[name] = RayPolicyGroup(name, configs[name], workers, config.resources.timeout_s)

@@ -111,6 +111,7 @@ class MARLTrainer:
         after = await self._server_seconds()
         for name, group in self.policies.items():
             group.busy_seconds = {"collect": after[name] - before[name]}
+        await asyncio.gather(*(group.free_servers() for group in self.policies.values()))
         return collection
 
     async def log_probs(self, batch: JointBatch) -> Metrics:
@@ -127,6 +128,12 @@ class MARLTrainer:
             numbers = {"log_prob_gap_max": gap.max(), "log_prob_gap_mean": gap.mean(), "entropy": entropy}
             metrics |= self._for_agents(name, {key: float(value) for key, value in numbers.items()})
             self.log_prob_gap_max = max(self.log_prob_gap_max, float(gap.max()))
+            if gap.max() > self.config.controller.log_prob_gap_alarm:
+                logger.warning(
+                    "policy %r, step %d: log-probs of server and trainer differ by up to %.2g (alarm at %g): is a weight sync "
+                    "missing, or does the server run in another precision?",
+                    name, self.step_number, gap.max(), self.config.controller.log_prob_gap_alarm,
+                )  # fmt: skip
         return metrics
 
     async def sync_weights(self) -> None:

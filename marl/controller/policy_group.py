@@ -43,6 +43,7 @@ class RayPolicyGroup:
             actor_wg=self.workers,
             replicas=self.servers.get_replicas(),
         )
+        await self.free_servers()
 
     async def _start_servers(self) -> None:
         await self.servers._initialize_llm_servers()
@@ -84,6 +85,11 @@ class RayPolicyGroup:
         if settings:
             tu.assign_non_tensor(rows, **settings)
         return rows
+
+    async def free_servers(self) -> None:
+        """Let servers that share an accelerator with the trainer give its memory back; a weight sync wakes them."""
+        if self.rollout.free_cache_engine:
+            await self._wait("putting its servers to sleep", self.weight_sync.sleep_replicas())
 
     async def sync_weights(self, step: int) -> None:
         """Ship the trainer's weights to every server; their turns carry ``step`` as version from then on."""

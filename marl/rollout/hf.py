@@ -242,7 +242,9 @@ class HFServerAdapter(BaseRollout):
         self.rollout_rank = int(os.environ["RANK"]) % ranks_per_replica(self.config)
         self.server: Any = None
 
-    async def resume(self, tags: list[str]) -> None: ...
+    async def resume(self, tags: list[str]) -> None:
+        if self.rollout_rank == 0 and "weights" in tags:
+            await self._server().wake_up.remote()
 
     async def release(self) -> None: ...
 

@@ -9,6 +9,7 @@ replica and the manager must agree on it: they are one unit.
 import os
 from typing import Any
 
+import ray
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, get_rollout_replica_class
 
@@ -30,6 +31,11 @@ def offset_replica_class(name: str) -> type[RolloutReplica]:
     base = get_rollout_replica_class(name)
 
     class OffsetReplica(base):  # type: ignore[misc,valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            if name == "vllm":
+                self.server_class = ray.remote(vllm_server_class())
+
         async def init_hybrid(self, worker_group: Any) -> None:
             self.rollout_mode = RolloutMode.HYBRID
             first = self.world_size * (self.replica_rank - replica_offset(self.config))
@@ -37,6 +43,26 @@ def offset_replica_class(name: str) -> type[RolloutReplica]:
             await self.launch_servers()
 
     return OffsetReplica
+
+
+def run_id(config: Any) -> str:
+    return (config.custom or {}).get("run_id", "run")
+
+
+def vllm_server_class() -> type:
+    """verl's vLLM server, whose weight-sync socket carries the run.
+
+    The socket is named by Ray's job id, which is the same in every fresh local cluster: two runs on one host would read
+    each other's weights.
+    """
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+    class RunServer(vLLMHttpServer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            os.environ["VERL_RAY_JOB_ID"] += f"-{run_id(self.config)}"  # inherited by the engine's worker processes
+
+    return RunServer
 
 
 def offset_rank(config: Any) -> int:
@@ -53,7 +79,9 @@ class VLLMServerAdapter:
 
         for option in (zmq.RCVTIMEO, zmq.SNDTIMEO):  # verl's sender waits for ever for a receiver that died
             zmq.Context.instance().setsockopt(option, SYNC_TIMEOUT_MS)
-        return ServerAdapter(config, model_config, device_mesh, replica_rank=offset_rank(config))
+        adapter = ServerAdapter(config, model_config, device_mesh, replica_rank=offset_rank(config))
+        adapter.zmq_handle = adapter.zmq_handle.replace("-replica-", f"-{run_id(config)}-replica-")
+        return adapter
 
 
 class SGLangServerAdapter:

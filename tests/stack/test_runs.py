@@ -58,7 +58,11 @@ def test_a_frozen_agent_and_a_learner_from_a_recipe(start):
 
 def test_agents_that_share_a_policy_and_one_round(start):
     trainer, steps = start(
-        "agents.alice.policy=both", "agents.carol.policy=both", "runner=single_turn", "trainer.total_training_steps=1"
+        "agents.alice.policy=both",
+        "agents.carol.policy=both",
+        "runner=single_turn",
+        "trainer.total_training_steps=1",
+        "actor_rollout_ref.rollout.free_cache_engine=true",
     )
     assert list(trainer.policies) == ["both"]
     assert steps[0]["agent/alice/grad_norm"] == steps[0]["agent/carol/grad_norm"]
