@@ -4,7 +4,7 @@ VENV := .venv
 # the first Python of a version that verl and torch are built for
 PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && echo $$p && break; done)
-# without a GPU: pins that never pull CUDA packages by themselves
+# without a GPU: the versions that were tested together; which build of torch that is, the package index decides
 CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 || echo -c constraints-cpu.txt)
 RUN := OMP_NUM_THREADS=1 RAY_USAGE_STATS_ENABLED=0 $(VENV)/bin/python
 

@@ -1,10 +1,9 @@
 """``python -m marl.main key=value …``: compose and check the configuration, start the cluster's parts, train.
 
-The only file that names Ray resources.
+The only file that decides what Ray resources a run takes.
 """
 
 import asyncio
-import logging
 import os
 import sys
 import traceback
@@ -21,9 +20,9 @@ import ray
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
-from verl.plugin.platform import get_platform, set_platform
+from verl.plugin.platform import PlatformRegistry, get_platform, set_platform
 
-import marl.config.schema
+import marl.config.schema  # noqa: F401 - registers our groups
 from marl.config.checks import check, policy_names
 from marl.config.data import check_files
 from marl.config.errors import ConfigError, explain
@@ -31,8 +30,6 @@ from marl.config.overrides import find_verl, new_agents
 from marl.learners import CREDITS, LEARNERS
 from marl.runners import RUNNERS
 from marl.utils.memory import settle
-
-logger = logging.getLogger(__name__)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -113,7 +110,7 @@ def absolutise(config: DictConfig) -> None:
     for key in ("train_files", "val_files"):
         files = config.data[key]
         config.data[key] = [absolute(file) for file in ([files] if isinstance(files, str) else files)]
-    for key in ("default_local_dir", "rollout_data_dir", "validation_data_dir"):
+    for key in ("default_local_dir", "rollout_data_dir", "validation_data_dir", "resume_from_path"):
         if config.trainer[key]:
             config.trainer[key] = str(Path(config.trainer[key]).expanduser().resolve())
 
@@ -126,16 +123,18 @@ def ray_session(config: DictConfig) -> Iterator[None]:
         "VERL_LOGGING_LEVEL": os.environ.get("VERL_LOGGING_LEVEL", "WARN"),
     }
     environment["MARL_PROCESS_GROUP_TIMEOUT"] = str(config.resources.process_group_timeout_s)
+    environment["VERL_PLATFORM"] = use_platform(config.trainer.device)
     if config.trainer.device == "cpu":
-        environment |= {"VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        if get_platform().device_name != "cpu":
-            set_platform(marl.platform.cpu.PlatformCPU())
+        environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     modules = [name for name in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if name]
     environment["VERL_USE_EXTERNAL_MODULES"] = ",".join(dict.fromkeys(["marl.platform.cpu", *modules]))
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     started = not ray.is_initialized()
     if started:
-        ray.init(runtime_env={"env_vars": environment}, log_to_driver=False, **ray_arguments(config))
+        given: Any = OmegaConf.to_container(config.ray_kwargs.ray_init.runtime_env) or {}
+        runtime_env = {key: value for key, value in given.items() if value is not None}
+        runtime_env["env_vars"] = (runtime_env.get("env_vars") or {}) | environment
+        ray.init(runtime_env=runtime_env, log_to_driver=False, **ray_arguments(config))
     try:
         yield
     finally:
@@ -143,11 +142,30 @@ def ray_session(config: DictConfig) -> Iterator[None]:
             ray.shutdown()
 
 
+def use_platform(device: str) -> str:
+    """Tell verl in this process which platform the run is for, and return its name for the others.
+
+    The driver may sit on a node without the accelerator that the workers have.
+    """
+    wanted = os.environ.get("VERL_PLATFORM") or {"cpu": "cpu", "cuda": "nvidia", "npu": "huawei"}.get(device, device)
+    platform = PlatformRegistry.get(wanted)
+    if platform is None:
+        raise ConfigError(
+            f"trainer.device={device}: verl knows no such platform; known: {', '.join(PlatformRegistry.registered_names())}"
+        )
+    if not isinstance(get_platform(), platform):
+        set_platform(platform())
+    return wanted
+
+
 def ray_arguments(config: DictConfig) -> dict[str, Any]:
+    """``ray_kwargs.ray_init`` with our defaults."""
+    given: Any = OmegaConf.to_container(config.ray_kwargs.ray_init)
+    given.pop("runtime_env", None)  # merged with ours
+    cpus = given.pop("num_cpus", None)
     if os.environ.get("RAY_ADDRESS"):
-        return {"address": os.environ["RAY_ADDRESS"]}
-    arguments: dict[str, Any] = {"address": "local", "include_dashboard": False}
-    cpus = config.ray_kwargs.ray_init.num_cpus
+        return {"address": os.environ["RAY_ADDRESS"]} | given
+    arguments: dict[str, Any] = {"address": "local", "include_dashboard": False} | given
     if cpus is None and config.trainer.device == "cpu":
         # Ray's CPUs are a count, not cores: a laptop may run more ranks than it has cores, if more slowly
         cpus = max(os.cpu_count() or 1, sum(pool_ranks(config).values()))
@@ -176,6 +194,13 @@ def check_cluster(config: DictConfig) -> None:
             f"the pools ask for {needed} {resource} ({listed}; each trainer.nnodes={config.trainer.nnodes} x "
             f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}), the whole cluster has {there}. "
             "Set resources.placement=colocated, use fewer ranks, or a larger cluster"
+        )
+    ranks = config.trainer.n_gpus_per_node
+    largest = max((int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"]), default=0)
+    if ranks > largest:
+        raise ConfigError(
+            f"trainer.n_gpus_per_node={ranks}: the ranks of a pool's node are placed on one machine, and the largest has "
+            f"{largest} {resource}. Use fewer ranks a node and more trainer.nnodes"
         )
 
 
@@ -221,18 +246,25 @@ async def build(config: DictConfig, cleanup: ExitStack, progress: Any = None) ->
     loader, validation = train_loader(config, first), validation_tasks(config, first)
     if not len(loader):
         raise ConfigError(f"data.train_files hold fewer rows than data.train_batch_size={config.data.train_batch_size}")
+    if not validation:
+        raise ConfigError(
+            f"data.val_files={list(config.data.val_files)} hold no row, or data.val_max_samples leaves none"
+        )
     total_steps = config.trainer.total_training_steps
     total_steps = config.trainer.total_epochs * len(loader) if total_steps is None else total_steps
     configs = {name: policy_config(config, name, index, run_id, total_steps) for index, name in enumerate(names)}
     tokenizers = {name: tokenizer_of(own) for name, own in configs.items()}
     samples = {task.observation(agent)[-1]["content"] for task in validation[:20] for agent in config.agents}
     for tokenizer in tokenizers.values():
-        check_round_trip(tokenizer, sorted(samples))
+        try:
+            check_round_trip(tokenizer, sorted(samples))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
     groups = {}
     for name, workers in start_workers(config, configs, cleanup):
-        groups[name] = RayPolicyGroup(name, configs[name], workers, config.resources.timeout_s)
+        groups[name] = RayPolicyGroup(name, configs[name], workers, pool_of(config, name), config.resources.timeout_s)
         cleanup.callback(groups[name].stop)
-    await asyncio.gather(*(group.start() for group in groups.values()))
+    await start_groups(groups)
     clients = {
         name: PolicyClient(
             name,
@@ -255,6 +287,21 @@ async def build(config: DictConfig, cleanup: ExitStack, progress: Any = None) ->
     )
     learner = LEARNERS.build(config.learner, credit=CREDITS.build(config.credit))
     return MARLTrainer(config, groups, controller, learner, loader, validation, total_steps, progress)
+
+
+async def start_groups(groups: dict[str, Any]) -> None:
+    """Pools start at the same time; servers of one pool that share an accelerator one after another, each asleep before the
+    next asks for memory."""
+
+    async def one_after_another(members: list[Any]) -> None:
+        for group in members:
+            await group.start_servers()
+
+    await asyncio.gather(*(group.start_workers() for group in groups.values()))
+    pools: dict[str, list[Any]] = {}
+    for group in groups.values():
+        pools.setdefault(group.pool if group.rollout.free_cache_engine else group.name, []).append(group)
+    await asyncio.gather(*(one_after_another(members) for members in pools.values()))
 
 
 def custom_reward(config: DictConfig) -> Any:
@@ -313,6 +360,8 @@ def set_tracker_folders(config: DictConfig, cleanup: ExitStack) -> None:
         if key not in os.environ:
             os.environ[key] = str(folder / value)
             cleanup.callback(os.environ.pop, key)
+    if "WANDB_API_KEY" not in os.environ:
+        os.environ.setdefault("WANDB_MODE", "offline")
 
 
 if __name__ == "__main__":

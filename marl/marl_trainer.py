@@ -64,10 +64,10 @@ class MARLTrainer:
         await self.resume()
         await self.sync_weights()
         self.tracking = self._tracking()
-        if trainer.val_before_train:
-            await self.validate()
+        if trainer.val_before_train or trainer.val_only:
+            self.tracking.log(await self.validate(), self.step_number)
         if trainer.val_only:
-            return
+            return self.summarise()
         batches = self._batches()
         while self.step_number < self.total_steps:
             self.step_number += 1
@@ -86,7 +86,7 @@ class MARLTrainer:
         with phase("collect"):
             collection = await self.collect(tasks)
         with phase("score"):
-            episodes = await self.controller.score(collection.episodes)
+            episodes = await self.controller.score(collection.episodes, self.step_number)
         batch = joint_batch(episodes, list(self.config.agents), self.temperatures, self.learner.config.train_rounds)
         with phase("log_probs"):
             token_metrics = await self.log_probs(batch)
@@ -122,11 +122,19 @@ class MARLTrainer:
         for name, (outputs, _) in zip(names, results, strict=True):
             rows = batch.rows[name]
             rows["old_log_probs"] = outputs["log_probs"]
-            on = rows["response_mask"].values().bool()
-            gap = (outputs["log_probs"].values() - rows["rollout_log_probs"].values())[on].abs()
-            entropy = outputs["entropy"].values()[on].mean()
-            numbers = {"log_prob_gap_max": gap.max(), "log_prob_gap_mean": gap.mean(), "entropy": entropy}
-            metrics |= self._for_agents(name, {key: float(value) for key, value in numbers.items()})
+            index = rows["turn_index"].values()
+            gap = (outputs["log_probs"].values() - rows["rollout_log_probs"].values())[index >= 0].abs()
+            column = index[index >= 0] % len(batch.agents)
+            entropy = outputs["entropy"].values()[index >= 0]
+            for a, agent in enumerate(batch.agents):
+                own = column == a
+                if own.any():
+                    numbers = {
+                        "log_prob_gap_max": gap[own].max(),
+                        "log_prob_gap_mean": gap[own].mean(),
+                        "entropy": entropy[own].mean(),
+                    }
+                    metrics |= prefixed(f"agent/{agent}", {key: float(value) for key, value in numbers.items()})
             self.log_prob_gap_max = max(self.log_prob_gap_max, float(gap.max()))
             if gap.max() > self.config.controller.log_prob_gap_alarm:
                 logger.warning(
@@ -144,7 +152,7 @@ class MARLTrainer:
         """Play the validation tasks; the episodes are dumped, the team's numbers are kept for the summary."""
         samples = self.config.actor_rollout_ref.rollout.val_kwargs.n
         collection = await self.controller.collect(self.validation, samples, self.step_number, validate=True)
-        episodes = await self.controller.score(collection.episodes)
+        episodes = await self.controller.score(collection.episodes, self.step_number)
         self.history[self.step_number] = conversation.team_metrics(episodes)
         if self.config.trainer.validation_data_dir:
             dump.write(episodes, self.step_number, self.config.trainer.validation_data_dir)
@@ -156,7 +164,9 @@ class MARLTrainer:
         with checkpoint.writing(root, self.step_number) as folder:
             await asyncio.gather(*(group.save(folder / name / "actor") for name, group in self.policies.items()))
             torch.save(self.loader.state_dict(), folder / "data.pt")
-            checkpoint.write_state(folder, {"step": self.step_number, "policies": sorted(self.policies)})
+            state = {"step": self.step_number, "policies": sorted(self.policies)}
+            state |= {"log_prob_gap_max": self.log_prob_gap_max, "history": list(self.history.items())}
+            checkpoint.write_state(folder, state)
         checkpoint.prune(root, self.config.trainer.max_actor_ckpt_to_keep)
 
     async def resume(self) -> None:
@@ -175,7 +185,8 @@ class MARLTrainer:
             raise ValueError(f"{folder} holds the policies {state['policies']}, this run has {sorted(self.policies)}")
         await asyncio.gather(*(group.load(folder / name / "actor") for name, group in self.policies.items()))
         self.loader.load_state_dict(torch.load(folder / "data.pt", weights_only=True))
-        self.step_number = state["step"]
+        self.step_number, self.log_prob_gap_max = state["step"], state["log_prob_gap_max"]
+        self.history = dict(state["history"])
         logger.warning("resumed from %s", folder)
 
     def summarise(self) -> None:
@@ -224,14 +235,19 @@ class MARLTrainer:
         return metrics
 
     def _for_agents(self, policy: PolicyName, metrics: Metrics) -> Metrics:
-        """A policy's numbers, under each agent that acts with it."""
-        agents = self.controller.policy_map.agents(policy)
+        """A policy's numbers, under each agent that is trained with it."""
+        agents = [agent for agent in self.controller.policy_map.agents(policy) if agent in self.temperatures]
         return {f"agent/{agent}/{key}": value for agent in agents for key, value in metrics.items()}
 
     def _throughput(self, batch: JointBatch, seconds: float) -> Metrics:
         """A step's length, and the share of it in which neither a server nor a worker computed."""
-        phases = {phase for group in self.policies.values() for phase in group.busy_seconds}
-        busy = sum(max(group.busy_seconds.get(phase, 0.0) for group in self.policies.values()) for phase in phases)
+        busy = 0.0
+        for phase in ("collect", "log_probs", "update"):
+            pools: dict[str, float] = {}
+            for group in self.policies.values():  # those of one pool share its processes, the others work beside it
+                pool = group.name if phase == "collect" else group.pool
+                pools[pool] = pools.get(pool, 0.0) + group.busy_seconds.get(phase, 0.0)
+            busy += max(pools.values())
         turns = float(batch.mask_ERA.sum())
         return {
             "timing_s/step": seconds,

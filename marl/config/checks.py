@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from marl.config.errors import ConfigError
+from marl.config.policies import policy_by_agent
 from marl.utils.registry import did_you_mean
 
 RULES: list[Callable[[Any], None]] = []
@@ -19,13 +22,34 @@ def rule(function: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def check(config: Any) -> None:
-    """Raise ConfigError for the first rule that does not hold."""
+    """Raise ConfigError for the first rule that does not hold, for the whole or for one policy's changes to it."""
     for function in RULES:
         function(config)
+    for name, changes in config.policies.items():
+        try:
+            for function in RULES:
+                function(of_policy(config, changes))
+        except ConfigError as error:
+            raise ConfigError(f"policies.{name}: {error}") from None
+
+
+def of_policy(config: Any, changes: Any) -> Any:
+    """The configuration with one policy's ``actor_rollout_ref``."""
+    own = {key: value for key, value in (changes or {}).items() if key != "pool"}
+    return OmegaConf.merge(config, {"actor_rollout_ref": own, "policies": {}})
+
+
+@rule
+def samples_are_the_teams(config: Any) -> None:
+    for name, changes in config.policies.items():
+        if "n" in ((changes or {}).get("rollout") or {}):
+            raise ConfigError(
+                f"policies.{name}.rollout.n={changes.rollout.n}: all agents play the same episodes; set actor_rollout_ref.rollout.n"
+            )
 
 
 def policy_names(config: Any) -> list[str]:
-    return list(dict.fromkeys(agent.policy or name for name, agent in config.agents.items()))
+    return list(dict.fromkeys(policy_by_agent(config.agents).values()))
 
 
 @rule
@@ -134,14 +158,43 @@ def a_cpu_has_its_engines(config: Any) -> None:
 
 
 @rule
-def references_are_not_there_yet(config: Any) -> None:
+def what_is_not_there_yet_is_refused(config: Any) -> None:
+    correction = config.algorithm.rollout_correction
     for key, value in {
         "actor_rollout_ref.actor.use_kl_loss": config.actor_rollout_ref.actor.use_kl_loss,
         "algorithm.use_kl_in_reward": config.algorithm.use_kl_in_reward,
         "critic.enable": config.critic.enable,
+        "algorithm.rollout_correction.rollout_is": correction.rollout_is,
+        "algorithm.rollout_correction.rollout_rs": correction.rollout_rs,
     }.items():
         if value:
-            raise ConfigError(f"{key}={value}: reference policies and critics are not part of this version; unset it")
+            raise ConfigError(
+                f"{key}={value}: reference policies, critics and rollout corrections are not part of this version; unset it"
+            )
+
+
+@rule
+def trained_agents_sample(config: Any) -> None:
+    for name, agent in config.agents.items():
+        if agent.trainable and agent.temperature is not None and agent.temperature <= 0:
+            raise ConfigError(
+                f"agents.{name}.temperature={agent.temperature}: a trained agent has to sample; set it above 0, or "
+                f"agents.{name}.trainable=false"
+            )
+    if config.actor_rollout_ref.rollout.temperature <= 0:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.temperature={config.actor_rollout_ref.rollout.temperature} must be above 0"
+        )
+
+
+@rule
+def trained_rounds_exist(config: Any) -> None:
+    rounds, last = config.learner.get("train_rounds"), config.runner.get("num_rounds")
+    if rounds is not None and (not rounds or min(rounds) < 1 or (last is not None and max(rounds) > last)):
+        raise ConfigError(
+            f"learner.train_rounds={list(rounds)}: rounds are counted from 1{f' to runner.num_rounds={last}' if last else ''}; "
+            "null trains all"
+        )
 
 
 @rule

@@ -43,7 +43,7 @@ class ResourcesConfig:
     timeout_s: float = 600.0
     """Deadline of every single call to workers and servers."""
     process_group_timeout_s: float = 120.0
-    """Deadline of a collective between ranks; it notices a hung or unreachable rank. Below ``timeout_s``."""
+    """Deadline of a collective between ranks on a CPU (gloo); it notices a hung or unreachable rank. Below ``timeout_s``."""
 
 
 @dataclass

@@ -3,12 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from verl.workers.rollout.llm_server import LLMServerClient
 
 from marl.controller.chat import ChatEncoder
 from marl.controller.failures import policy_failed
 from marl.types import AgentId, Message, PolicyName, Turn
+
+SEED_KEYS = {"sglang": "sampling_seed"}
+"""Where a backend does not call it ``seed``."""
 
 
 class PolicyClient:
@@ -39,10 +42,12 @@ class PolicyClient:
                 f"agent {agent!r} was shown {len(prompt_ids)} tokens in round {round}, data.max_prompt_length allows "
                 f"{max_prompt_length}; raise it, or shorten the conversation"
             )
-        params = {**sampling, "seed": seed, "logprobs": True}
+        params = {**sampling, SEED_KEYS.get(self.rollout.name) or "seed": seed, "logprobs": True}
         try:
             output = await self.server.generate(request_id=session, prompt_ids=prompt_ids, sampling_params=params)
         except RayError as error:
+            if isinstance(error, RayTaskError) and not isinstance(error.cause, RayError):
+                raise error.cause from None  # the server lives: it refused this one request
             raise policy_failed(self.policy, "generating", error) from error
         if not output.token_ids:
             raise ValueError(f"the server of policy {self.policy!r} answered agent {agent!r} with no token")

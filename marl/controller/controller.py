@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,16 @@ class Collection:
     """Episodes that ended, and why the others did not."""
 
     episodes: list[Episode]
-    failures: list[BaseException] = field(default_factory=list)
+    failures: list[Exception] = field(default_factory=list)
+
+
+def outcome(task: asyncio.Task[Episode]) -> Episode | Exception:
+    error = task.exception()
+    if error is None:
+        return task.result()
+    if not isinstance(error, Exception):
+        raise error
+    return error
 
 
 class Controller:
@@ -51,35 +60,51 @@ class Controller:
         """Play every task ``samples`` times, all episodes at once.
 
         An error ends its own episode and is counted. Raises EpisodesFailed, with the first error as its cause, where
-        more than ``max_error_rate`` of the episodes failed; a policy that failed is raised as it is.
+        more than ``max_error_rate`` of the episodes failed; a policy that failed is raised at once.
         """
         plays = [self._bounded(task, sample, step, validate) for task in tasks for sample in range(samples)]
-        results = await asyncio.gather(*plays, return_exceptions=True)
-        for result in results:
-            if isinstance(result, PolicyFailed) or (
-                isinstance(result, BaseException) and not isinstance(result, Exception)
-            ):
-                raise result
-        failures = [result for result in results if isinstance(result, BaseException)]
-        for error in failures[:3]:
-            logger.warning("an episode of step %d failed: %s: %s", step, type(error).__name__, error)
-        if len(failures) > self.max_error_rate * len(results):
-            raise EpisodesFailed(
-                f"{len(failures)} of {len(results)} episodes of step {step} failed (controller.max_error_rate="
-                f"{self.max_error_rate}); the first: {type(failures[0]).__name__}: {failures[0]}"
-            ) from failures[0]
+        results = await self._all(plays, "playing episodes", step)
+        failures = [result for result in results if isinstance(result, Exception)]
         return Collection([result for result in results if isinstance(result, Episode)], failures)
 
-    async def score(self, episodes: Sequence[Episode]) -> list[Episode]:
-        """Put a verdict on every turn, and on every team's answer; an episode whose verdict fails is dropped and logged."""
-        results = await asyncio.gather(*(self._score(episode) for episode in episodes), return_exceptions=True)
-        failures = [result for result in results if isinstance(result, BaseException)]
-        if len(failures) > self.max_error_rate * len(results):
+    async def score(self, episodes: Sequence[Episode], step: int) -> list[Episode]:
+        """Put a verdict on every turn and every team's answer. An episode whose verdict fails is dropped and logged."""
+        results = await self._all([self._scored(episode) for episode in episodes], "the reward function", step)
+        return [result for result in results if isinstance(result, Episode)]
+
+    async def _all(
+        self, works: Sequence[Coroutine[Any, Any, Episode]], what: str, step: int
+    ) -> list[Episode | Exception]:
+        """Do all at once. A policy that failed ends the rest at once; other errors are counted, and too many raised."""
+        running = [asyncio.create_task(work) for work in works]
+        try:
+            for ended in asyncio.as_completed(running):
+                try:
+                    await ended
+                except PolicyFailed:
+                    raise
+                except Exception:
+                    continue  # counted below
+        finally:
+            for task in running:
+                task.cancel()
+        results = [outcome(task) for task in running]
+        failures = [result for result in results if isinstance(result, Exception)]
+        for error in failures[:3]:
+            logger.warning("%s failed in step %d: %s: %s", what, step, type(error).__name__, error)
+        if failures and len(failures) > self.max_error_rate * len(results):
             raise EpisodesFailed(
-                f"the reward function failed on {len(failures)} of {len(results)} episodes; the first: "
-                f"{type(failures[0]).__name__}: {failures[0]}"
+                f"{what} failed for {len(failures)} of {len(results)} episodes of step {step} (controller.max_error_rate="
+                f"{self.max_error_rate:g}); the first: {type(failures[0]).__name__}: {failures[0]}"
             ) from failures[0]
-        return [episode for episode, result in zip(episodes, results, strict=True) if result is None]
+        if failures and len(failures) == len(results):
+            raise EpisodesFailed(f"{what} failed for every episode of step {step}") from failures[0]
+        return results
+
+    async def _scored(self, episode: Episode) -> Episode:
+        async with asyncio.timeout(self.episode_timeout):
+            await self._score(episode)
+        return episode
 
     async def _score(self, episode: Episode) -> None:
         for turn in episode.turns:

@@ -28,8 +28,11 @@ def policy_failed(policy: PolicyName, what: str, error: RayError) -> PolicyFaile
     name, pid = NAME.search(text), PID.search(text)
     who = f"process {name[1] if name else '?'} (pid {pid[1] if pid else '?'})"
     kind = "died" if isinstance(error, RayActorError) else f"failed ({type(error).__name__})"
-    lines = last_lines(int(pid[1])) if pid else []
-    said = "".join(f"\n    {line}" for line in lines) or " nothing"
+    here = f"ip: {ray.util.get_node_ip_address()}" in text
+    lines = last_lines(int(pid[1])) if pid and here else []
+    said = "".join(f"\n    {line}" for line in lines) or (
+        " nothing" if here else " on another node: see Ray's logs there"
+    )
     return PolicyFailed(f"policy {policy!r} while {what}: {who} {kind}: {summary(text)}\n  its last lines:{said}")
 
 

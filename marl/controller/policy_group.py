@@ -27,17 +27,20 @@ T = TypeVar("T")
 class RayPolicyGroup:
     """Implements :class:`marl.types.PolicyGroup` over verl's worker group, server manager and weight sync."""
 
-    def __init__(self, name: PolicyName, config: Any, worker_group: Any, timeout: float) -> None:
-        self.name, self.config, self.workers, self.timeout = name, config, worker_group, timeout
+    def __init__(self, name: PolicyName, config: Any, worker_group: Any, pool: str, timeout: float) -> None:
+        self.name, self.config, self.workers, self.pool, self.timeout = name, config, worker_group, pool, timeout
         self.actor, self.rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
         self.busy_seconds: dict[str, float] = {}
         """What the slowest rank, or the server, spent computing, by phase of the current step."""
 
-    async def start(self) -> None:
-        """Load the model in every rank, then start the servers."""
+    async def start_workers(self) -> None:
+        """Load the model in every rank."""
         await self._wait("loading its model", asyncio.gather(*self.workers.init_model()))
+
+    async def start_servers(self) -> None:
+        """Start the servers; they have no weights before the first sync."""
         self.servers = PolicyServers(self.config, self.workers)
-        await self._wait("starting its servers", self._start_servers())
+        await self._wait("starting its servers", self._launch())
         self.weight_sync = CheckpointEngineManager(
             config=omega_conf_to_dataclass(self.rollout.checkpoint_engine),
             actor_wg=self.workers,
@@ -45,7 +48,7 @@ class RayPolicyGroup:
         )
         await self.free_servers()
 
-    async def _start_servers(self) -> None:
+    async def _launch(self) -> None:
         await self.servers._initialize_llm_servers()
         await self.servers._init_global_load_balancer()
 
@@ -63,8 +66,9 @@ class RayPolicyGroup:
         return outputs, {}
 
     async def update_actor(self, rows: TensorDict) -> Metrics:
-        actor, mini_batches = self.actor, self.config.data.train_batch_size // self.actor.ppo_mini_batch_size
-        size = len(rows)
+        actor, size = self.actor, len(rows)
+        wanted = self.config.data.train_batch_size // actor.ppo_mini_batch_size
+        mini_batches = even_mini_batches(size, wanted, self.workers.world_size)
         rows = self._for_workers(rows.select(*self.TRAIN_KEYS), mini_batches)
         tu.assign_non_tensor(
             rows,
@@ -130,6 +134,15 @@ class RayPolicyGroup:
             return await within(self.timeout, f"policy {self.name!r}: {what}", work)
         except RayError as error:
             raise policy_failed(self.name, what, error) from error
+
+
+def even_mini_batches(rows: int, wanted: int, ranks: int) -> int:
+    """How many mini-batches: as many as wanted, or fewer where one of them would hold nothing but padding."""
+    for count in range(min(wanted, max(1, rows // ranks)), 1, -1):
+        size = -(-rows // (count * ranks)) * ranks
+        if (count - 1) * size < rows:
+            return count
+    return 1
 
 
 def first_rows(nested: Any, size: int) -> torch.Tensor:

@@ -3,21 +3,18 @@
 from collections.abc import Mapping
 from typing import Any
 
+from marl.config.policies import policy_by_agent
 from marl.types import AgentId, PolicyName
 
 
 class PolicyMap:
-    """(agent, round) -> policy. An agent without a ``policy`` has one of its own, of its name."""
+    """(agent, round) -> policy."""
 
     def __init__(self, agents: Mapping[AgentId, Any]) -> None:
-        self._policy = {name: agent.policy or name for name, agent in agents.items()}
+        self._policy = policy_by_agent(agents)
 
     def policy(self, agent: AgentId, round: int) -> PolicyName:
         return self._policy[agent]
-
-    @property
-    def policies(self) -> list[PolicyName]:
-        return list(dict.fromkeys(self._policy.values()))
 
     def agents(self, policy: PolicyName) -> list[AgentId]:
         return [agent for agent, name in self._policy.items() if name == policy]

@@ -37,6 +37,7 @@ class Pool(RayResourcePool):
                 placement_group([bundle] * ranks, strategy=strategy, name=f"{self.name_prefix}:{node}")
                 for node, ranks in enumerate(self.store)
             ]
+            self.pgs = groups  # so that a release finds them, placed or not
             _, waiting = ray.wait([group.ready() for group in groups], num_returns=len(groups), timeout=self.timeout)
             if waiting:
                 raise PlacementTimeout(

@@ -75,7 +75,8 @@ def run(overrides: list[str], config_name: str = "quickstart") -> Any:
     ensure(folder, RECIPES[config.task], config.seed, lambda done, of: warm(done, of))
     console.print("starting Ray, a worker and a server for each agent …")
     trainer = marl_main.run(config, show_step())
-    console.print(summary.table(trainer.history))
+    if trainer.history:
+        console.print(summary.table(trainer.history))
     console.print(f"curves: {trainer.folder / 'curves.png'}   numbers: {trainer.folder / 'summary.json'}")
     return trainer
 

@@ -24,8 +24,9 @@ def turns_in(episodes: Sequence[Episode], round: int, agent: AgentId | None = No
     ]
 
 
-def rounds_of(episodes: Sequence[Episode]) -> range:
-    return range(1, max((episode.num_rounds for episode in episodes), default=0) + 1)
+def rounds_of(episodes: Sequence[Episode]) -> list[int]:
+    """The rounds in which anybody spoke."""
+    return sorted({turn.round for episode in episodes for turn in episode.turns})
 
 
 def first_and_last(episodes: Sequence[Episode]) -> Iterator[tuple[Episode, Turn, Turn]]:
@@ -92,7 +93,7 @@ def team_metrics(episodes: Sequence[Episode]) -> Metrics:
             metrics[f"entropy_of_answers/round_{r}"] = mean([entropy for entropy, _ in spread])
             metrics[f"disagreement/round_{r}"] = mean([disagree for _, disagree in spread])
     if len(rounds) > 1:
-        metrics["gain"] = metrics[f"accuracy/round_{rounds[-1]}"] - metrics["accuracy/round_1"]
+        metrics["gain"] = metrics[f"accuracy/round_{rounds[-1]}"] - metrics[f"accuracy/round_{rounds[0]}"]
         metrics |= {f"transitions/{name}": share for name, share in transitions(episodes).items()}
         metrics |= swayed(episodes)
     return metrics

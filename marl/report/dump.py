@@ -11,6 +11,7 @@ from marl.types import Episode
 def lines(episodes: Sequence[Episode], step: int) -> list[dict[str, Any]]:
     return [
         {
+            **{key: value for key, value in turn.judged.extra.items() if isinstance(value, str | int | float | bool)},
             "input": "\n".join(f"{message['role']}: {message['content']}" for message in turn.observation),
             "output": turn.text,
             "gts": episode.task.ground_truth,
@@ -28,7 +29,6 @@ def lines(episodes: Sequence[Episode], step: int) -> list[dict[str, Any]]:
             "seed": turn.seed,
             "team_answer": episode.answer,
             "team_score": episode.judged.score,
-            **{key: value for key, value in turn.judged.extra.items() if isinstance(value, str | int | float | bool)},
         }
         for episode in episodes
         for turn in episode.turns

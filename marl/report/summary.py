@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from marl.report.conversation import TRANSITIONS
@@ -53,10 +52,6 @@ def table(history: History) -> Table:
         change = f"{after - before:+.3f}" if before is not None and after is not None else ""
         result.add_row(label, *("-" if value is None else f"{value:.3f}" for value in (before, after)), change)
     return result
-
-
-def show(history: History) -> None:
-    Console().print(table(history))
 
 
 def plot(history: History, path: Path) -> None:

@@ -27,18 +27,19 @@ GATHER_SECONDS = 0.002
 
 def server_name(config: Any, replica_rank: int) -> str:
     """Ray's actor names are global: they carry the run and the policy."""
-    custom = config.custom or {}
-    return f"hf_server_{custom.get('run_id', 'run')}_{custom.get('policy', 'policy')}_{replica_rank}"
+    return f"hf_server_{config.custom['run_id']}_{config.custom['policy']}_{replica_rank}"
 
 
 class HFServer:
     """Token-in, token-out server of one policy: dynamic batching over all waiting requests."""
 
-    def __init__(self, config: Any, model_path: str, tokenizer_path: str, device: str) -> None:
+    def __init__(self, config: Any, model_config: Any, device: str) -> None:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         self.config, self.device = config, device
-        self.model = build_model(model_path, getattr(torch, config.dtype), device)
-        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+        self.model = build_model(model_config, getattr(torch, config.dtype), device)
+        self.tokenizer = AutoTokenizer.from_pretrained(
+            model_config["tokenizer_path"] or model_config["path"], trust_remote_code=model_config["trust_remote_code"]
+        )
         eos = self.model.config.eos_token_id
         self.eos_ids = frozenset(eos if isinstance(eos, list) else [eos]) | {self.tokenizer.eos_token_id}
         self.pad_id = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
@@ -87,7 +88,8 @@ class HFServer:
 
     async def finish_weights(self, global_steps: int | None) -> None:
         """End a weight sync. Raises KeyError if a parameter was left out."""
-        shared = set(getattr(self.model, "_tied_weights_keys", None) or ())
+        tied = self.model.config.tie_word_embeddings
+        shared = set(getattr(self.model, "_tied_weights_keys", None) or ()) if tied else set()
         missing = sorted(set(dict(self.model.named_parameters())) - self.received - shared)
         if missing:
             raise KeyError(f"weight sync: the trainer sent no {missing[:3]}")
@@ -182,15 +184,17 @@ class HFServer:
         self.stats["seconds"] += seconds
 
 
-def build_model(path: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """The module with weights yet to come. Raises ValueError for attention that the decoding loop does not mask."""
-    config = AutoConfig.from_pretrained(path, attn_implementation=ATTENTION)
+def build_model(model_config: Any, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """The trainer's module, with weights yet to come. Raises ValueError for attention that the decoding loop does not mask."""
+    path, remote = model_config["path"], model_config["trust_remote_code"]
+    changes = dict(model_config["override_config"] or {}) | {"attn_implementation": ATTENTION}
+    config = AutoConfig.from_pretrained(path, trust_remote_code=remote, **changes)
     windows = [kind for kind in getattr(config, "layer_types", None) or [] if kind != "full_attention"]
     if windows:
         raise ValueError(
             f"rollout.name=hf masks full attention only; {path} has {windows[0]} layers: use vllm or sglang"
         )
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=remote)
     return model.to(device).eval()
 
 
@@ -213,7 +217,6 @@ class HFReplica(RolloutReplica):
         if device != "cpu":
             env |= {"CUDA_VISIBLE_DEVICES": visible, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         name = server_name(self.config, self.replica_rank)
-        model = self.model_config
         server = (
             ray.remote(HFServer)
             .options(
@@ -223,7 +226,7 @@ class HFReplica(RolloutReplica):
                 scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=False),
                 runtime_env={"env_vars": env},
             )
-            .remote(self.config, model["path"], model.get("tokenizer_path") or model["path"], device)
+            .remote(self.config, self.model_config, device)
         )
         await server.ready.remote()
         self.servers, self._server_handle, self._server_address = [server], server, name

@@ -19,7 +19,7 @@ SYNC_TIMEOUT_MS = 300_000
 
 
 def replica_offset(config: Any) -> int:
-    return int((config.custom or {}).get("replica_offset", 0))
+    return int(config.custom["replica_offset"])
 
 
 def ranks_per_replica(config: Any) -> int:
@@ -46,7 +46,7 @@ def offset_replica_class(name: str) -> type[RolloutReplica]:
 
 
 def run_id(config: Any) -> str:
-    return (config.custom or {}).get("run_id", "run")
+    return config.custom["run_id"]
 
 
 def vllm_server_class() -> type:

@@ -76,7 +76,9 @@ class TickClient(LLMServerClient):
                 raise
             return
         for (*_, future), answer in zip(requests, answers, strict=True):
+            if future.done():  # its episode has ended meanwhile
+                continue
             if isinstance(answer, BaseException):
                 future.set_exception(answer)
-            elif not future.done():
+            else:
                 future.set_result(answer)

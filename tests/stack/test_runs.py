@@ -38,12 +38,13 @@ def test_a_run_leaves_everything_and_another_one_resumes_it(start, tmp_path):
     assert {f"global_step_2/{policy}/actor/huggingface/model.safetensors" for policy in ("alice", "carol")} <= left
     assert any(name.startswith("tensorboard/") for name in left)
     logged = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [entry["step"] for entry in logged] == [1, 2] and "val/team/vote" in logged[1]["data"]
+    assert [entry["step"] for entry in logged] == [0, 1, 2] and all("val/team/vote" in e["data"] for e in logged)
 
     resumed, steps = start(
         "trainer.total_training_steps=3", "trainer.resume_mode=auto", "trainer.val_before_train=false"
     )
     assert len(steps) == 1 and resumed.step_number == 3
+    assert sorted(resumed.history) == [0, 1, 2, 3], "the summary still begins at the beginning"
     assert (tmp_path / "global_step_3").is_dir()
 
 

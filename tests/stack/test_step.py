@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from marl.controller.batching import joint_batch, pad_rows, rows_of
 from marl.controller.controller import EpisodesFailed
+from marl.controller.failures import PolicyFailed
 from marl.learners import spread
 from marl.runners.base import Runner
 from marl.types import Task
@@ -60,7 +62,7 @@ def test_one_skipped_weight_sync_breaks_that_bound_for_its_policy_alone(live):
 def collected(live, samples=4, validate=False):
     trainer = live.trainer
     collection = live.wait(trainer.controller.collect(live.tasks(), samples, trainer.step_number, validate))
-    return live.wait(trainer.controller.score(collection.episodes)), collection
+    return live.wait(trainer.controller.score(collection.episodes, trainer.step_number)), collection
 
 
 def batch_of(live, episodes):
@@ -225,7 +227,7 @@ def test_too_many_failures_end_the_run_with_the_first_of_them(live):
     controller, before = live.trainer.controller, live.trainer.controller.runner
     controller.runner, controller.max_error_rate = Moody(), 0.1
     try:
-        with pytest.raises(EpisodesFailed, match="8 of 16 episodes .* RuntimeError: odd samples make me sad"):
+        with pytest.raises(EpisodesFailed, match="8 of 16 episodes .*RuntimeError: odd samples make me sad"):
             collected(live)
     finally:
         controller.runner, controller.max_error_rate = before, 0.5
@@ -235,10 +237,57 @@ def test_a_reward_function_that_fails_is_not_a_wrong_answer(live):
     reward = live.trainer.controller.reward
     judged, reward.compute_score = reward.compute_score, lambda **_: "fine"
     try:
-        with pytest.raises(EpisodesFailed, match="reward function failed on 16 of 16.*returned 'fine'"):
+        with pytest.raises(EpisodesFailed, match="the reward function failed for 16 of 16.*returned 'fine'"):
             collected(live)
     finally:
         reward.compute_score = judged
+
+
+def test_a_reward_function_that_never_ends_has_a_deadline(live):
+    async def forever(**_):
+        await asyncio.sleep(1000)
+
+    controller, reward = live.trainer.controller, live.trainer.controller.reward
+    before = reward.compute_score, controller.episode_timeout
+    reward.compute_score, controller.episode_timeout = forever, 2.0
+    try:
+        with pytest.raises(EpisodesFailed, match="TimeoutError"):
+            collected(live)
+    finally:
+        reward.compute_score, controller.episode_timeout = before
+
+
+def test_a_policy_that_failed_ends_the_others_at_once(live):
+    """No waiting for episodes that other servers still answer."""
+
+    class Dies(Runner):
+        async def run(self, episode):
+            if episode.record.sample == 0:
+                raise PolicyFailed("policy 'alice' died")
+            await asyncio.sleep(1000)
+
+    controller, before = live.trainer.controller, live.trainer.controller.runner
+    controller.runner, started = Dies(Dies.Config(name="dies")), time.monotonic()
+    try:
+        with pytest.raises(PolicyFailed):
+            collected(live)
+    finally:
+        controller.runner = before
+    assert time.monotonic() - started < 5
+
+
+def test_a_cancelled_request_whose_answer_is_an_error_leaves_its_neighbours_alone(live):
+    server = live.trainer.controller.clients["alice"].server
+
+    async def ask():
+        good = {"max_tokens": 3, "seed": 5, "temperature": 1.0}
+        bad = asyncio.create_task(server.generate(request_id="a", prompt_ids=[1] * 300, sampling_params=good))
+        neighbour = asyncio.create_task(server.generate(request_id="a", prompt_ids=[1, 2], sampling_params=good))
+        await asyncio.sleep(0)
+        bad.cancel()
+        return await asyncio.wait_for(neighbour, 20)
+
+    assert live.wait(ask()).token_ids
 
 
 def test_an_observation_that_is_too_long_says_by_how_much(live):

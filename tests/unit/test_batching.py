@@ -1,6 +1,7 @@
 import torch
 
 from marl.controller.batching import jagged, joint_batch, pad_rows, to_rows
+from marl.controller.policy_group import even_mini_batches
 from marl.modules.workers.policy_worker import of_responses
 from marl.types import Episode, Task, Turn, Verdict
 
@@ -71,3 +72,14 @@ def test_outputs_are_cut_to_the_responses_shifted_by_one():
     whole = jagged([[0, 1, 2, 3, 4], [10, 11, 12, 13]], torch.float32)
     got = of_responses(whole, rows)
     assert [r.tolist() for r in got.unbind()] == [[2, 3], [10, 11, 12]]
+
+
+def test_no_mini_batch_holds_nothing_but_padding():
+    """Else its loss would be 0 / 0."""
+    for rows in range(1, 40):
+        for wanted in (1, 2, 3, 8):
+            for ranks in (1, 2, 4):
+                count = even_mini_batches(rows, wanted, ranks)
+                size = -(-rows // (count * ranks)) * ranks
+                assert 1 <= count <= wanted and (count - 1) * size < rows
+    assert even_mini_batches(32, 8, 1) == 8 and even_mini_batches(9, 8, 1) == 5

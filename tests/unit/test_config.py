@@ -130,6 +130,15 @@ BAD = {
     "+policies.bob.pool=x": ["policies.bob", "alice, carol"],
     "+policies.alice.model.paht=x": ["policies.alice.model.paht", "Did you mean 'path'"],
     "+policies.alice.pol=x": ["policies.alice.pol", "Did you mean 'pool'"],
+    "+policies.alice.actor.ppo_mini_batch_size=64": ["policies.alice", "32 % 64"],
+    "+policies.alice.rollout.name=vllm": ["policies.alice", "needs an accelerator"],
+    "+policies.alice.rollout.n=2": ["policies.alice.rollout.n=2", "same episodes"],
+    "+policies.alice.model.path=/nowhere": ["policies.alice", "/nowhere"],
+    "algorithm.rollout_correction.rollout_is=token": ["rollout_correction.rollout_is=token"],
+    "agents.alice.temperature=0": ["agents.alice.temperature=0", "above 0"],
+    "actor_rollout_ref.rollout.temperature=0": ["rollout.temperature=0"],
+    "learner.train_rounds=[3]": ["learner.train_rounds=[3]", "1 to runner.num_rounds=2"],
+    "learner.train_rounds=[]": ["learner.train_rounds=[]"],
     "agents={}": ["agents"],
 }
 

@@ -7,7 +7,7 @@ import torch
 
 from marl.controller.batching import joint_batch, to_rows
 from marl.learners import CREDITS, LEARNERS, spread
-from marl.learners.grpo import GroupKey
+from marl.learners.grpo import GRPO, GroupKey
 from marl.learners.schemes import TeamOf
 from marl.types import Episode, Task, Turn, Verdict
 from recipe import leave_one_out  # noqa: F401 - registers a learner from outside
@@ -63,7 +63,7 @@ def two_samples():
 
 def build(name, credit="own", credit_options=None, **options):
     cls = LEARNERS.get(name)
-    defaults = {"std": True, "gamma": 1.0} if name == "grpo" else {}
+    defaults = {"std": True, "gamma": 1.0} if issubclass(cls, GRPO) else {}
     scheme = CREDITS.get(credit)
     return cls(
         cls.Config(name=name, **(defaults | options)), scheme(scheme.Config(name=credit, **(credit_options or {})))

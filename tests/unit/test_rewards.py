@@ -15,6 +15,11 @@ from marl.types import Task
         (r"\boxed{7} #### 8", "8"),
         ("#### -3", "-3"),
         ("eighteen", None),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        ("#### B", "B"),
+        ("#### $1,005", "1005"),
+        ("#### 5 apples.", "5"),
+        (r"\boxed{unfinished", None),
         ("", None),
     ],
 )

@@ -29,7 +29,7 @@ def ensure_process_group() -> None:
         "cpu:gloo",
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=float(os.environ.get(PG_TIMEOUT_SECONDS, "120"))),
+        timeout=timedelta(seconds=float(os.environ[PG_TIMEOUT_SECONDS])),
     )
 
 
