@@ -110,10 +110,12 @@ def test_the_quick_start_learns_to_debate(cluster, compose_config, tmp_path, see
 
 
 @pytest.mark.slow
-def test_training_the_first_round_alone_brings_the_debate_nothing(cluster, compose_config, tmp_path):
+def test_training_the_first_round_alone_brings_the_debate_little(cluster, compose_config, tmp_path):
+    """Half of what training both rounds is asked to gain, at most: the second round has the first one's better weights."""
     config = compose_config(
         "learner.train_rounds=[1]", "credit=own", "learner.gamma=0", f"trainer.default_local_dir={tmp_path}"
     )
     ensure(Path(config.assets), RECIPES[config.task], config.seed)
     history = run(config).history
-    assert history[max(history)]["gain"] <= 0.05
+    after = history[max(history)]
+    assert after["gain"] <= 0.15 and after["accuracy/round_2"] <= 0.65
