@@ -56,7 +56,7 @@ class MARLTrainer:
 
     def _temperature(self, agent: str) -> float:
         policy = self.controller.policy_map.policy(agent, 1)
-        return self.controller.sampling(agent, policy, validate=False)["temperature"]
+        return self.controller.sampling(agent, policy, False)["temperature"]
 
     async def fit(self) -> None:
         """Train to the last step; validate before the first, every ``trainer.test_freq`` and after the last."""

@@ -19,6 +19,7 @@ class PolicyClient:
         self, policy: PolicyName, rollout: Any, server: LLMServerClient, tokenizer: Any, encoder: ChatEncoder
     ) -> None:
         self.policy, self.rollout, self.server = policy, rollout, server
+        self.seed_key = SEED_KEYS.get(rollout.name) or "seed"
         self.tokenizer, self.encoder = tokenizer, encoder
 
     async def act(
@@ -42,7 +43,7 @@ class PolicyClient:
                 f"agent {agent!r} was shown {len(prompt_ids)} tokens in round {round}, data.max_prompt_length allows "
                 f"{max_prompt_length}; raise it, or shorten the conversation"
             )
-        params = {**sampling, SEED_KEYS.get(self.rollout.name) or "seed": seed, "logprobs": True}
+        params = {**sampling, self.seed_key: seed, "logprobs": True}
         try:
             output = await self.server.generate(request_id=session, prompt_ids=prompt_ids, sampling_params=params)
         except RayError as error:

@@ -1,6 +1,7 @@
 """The controller lets episodes talk: agent -> policy -> server, and back as recorded turns with verdicts."""
 
 import asyncio
+import functools
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,6 +54,8 @@ class Controller:
     ) -> None:
         self.runner, self.agents, self.clients, self.reward = runner, agents, clients, reward
         self.policy_map = PolicyMap(agents)
+        self.roles = {name: agent.role for name, agent in agents.items()}
+        self.sampling = functools.cache(self._sampling)  # reading a configuration costs more than the rest of a turn
         self.seed, self.max_prompt_length = seed, max_prompt_length
         self.episode_timeout, self.max_error_rate = episode_timeout, max_error_rate
 
@@ -112,7 +115,7 @@ class Controller:
                 turn.verdict = await self._judge(episode.task, turn)
         episode.verdict = await self._team_verdict(episode)
 
-    def sampling(self, agent: AgentId, policy: PolicyName, validate: bool) -> dict[str, Any]:
+    def _sampling(self, agent: AgentId, policy: PolicyName, validate: bool) -> Mapping[str, Any]:
         """The policy's sampling parameters, with what the agent sets for itself when it trains."""
         rollout = self.clients[policy].rollout
         source = rollout.val_kwargs if validate else rollout
@@ -165,7 +168,6 @@ class Controller:
                 max_prompt_length=self.max_prompt_length,
             )
 
-        roles = {name: agent.role for name, agent in self.agents.items()}
-        live = LiveEpisode(record, generate, self._judge, derive_seed(*key), roles)
+        live = LiveEpisode(record, generate, self._judge, derive_seed(*key), self.roles)
         record.answer = await self.runner.run(live)
         return record
