@@ -147,15 +147,13 @@ def use_platform(device: str) -> str:
 
     The driver may sit on a node without the accelerator that the workers have.
     """
-    wanted = os.environ.get("VERL_PLATFORM") or {"cpu": "cpu", "cuda": "nvidia", "npu": "huawei"}.get(device, device)
-    platform = PlatformRegistry.get(wanted)
-    if platform is None:
-        raise ConfigError(
-            f"trainer.device={device}: verl knows no such platform; known: {', '.join(PlatformRegistry.registered_names())}"
-        )
-    if not isinstance(get_platform(), platform):
-        set_platform(platform())
-    return wanted
+    known = {name: PlatformRegistry.get(name) for name in PlatformRegistry.registered_names()}
+    if get_platform().device_name != device:
+        fitting = [platform for platform in known.values() if platform().device_name == device]
+        if not fitting:
+            raise ConfigError(f"trainer.device={device}: verl knows no such device; its platforms: {', '.join(known)}")
+        set_platform(fitting[0]())
+    return next(name for name, platform in known.items() if type(get_platform()) is platform)
 
 
 def ray_arguments(config: DictConfig) -> dict[str, Any]:

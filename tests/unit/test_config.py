@@ -16,7 +16,7 @@ from marl.config.data import check_files, check_row
 from marl.config.errors import ConfigError, explain
 from marl.config.overrides import find_verl, new_agents
 from marl.main import ConfigError as MainConfigError
-from marl.main import policy_config, pool_ranks, prepare
+from marl.main import policy_config, pool_ranks, prepare, use_platform
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
@@ -197,6 +197,15 @@ def test_a_policy_differs_from_the_others_where_it_says_so(quickstart):
 def test_pools(quickstart, overrides, pools):
     config = quickstart(*overrides)
     assert pool_ranks(config) == pools
+
+
+def test_the_driver_takes_the_platform_of_the_device_and_not_its_own_nodes():
+    from verl.plugin.platform import get_platform
+
+    assert use_platform("cuda") == "nvidia" and get_platform().ray_resource_name() == "GPU"
+    assert use_platform("cpu") == "cpu" and get_platform().ray_resource_name() == "CPU"
+    with pytest.raises(ConfigError, match="trainer.device=tpu.*nvidia"):
+        use_platform("tpu")
 
 
 ROW = {

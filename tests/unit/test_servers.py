@@ -1,0 +1,95 @@
+"""Several policies and replicas on one cluster: who feeds whom, and who answers."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+
+from marl.rollout import offsets
+from marl.rollout.servers import TickClient
+
+
+def rollout_config(offset=0, tensor_parallel=1):
+    return SimpleNamespace(
+        custom={"policy": "p", "run_id": "r", "replica_offset": offset},
+        tensor_model_parallel_size=tensor_parallel,
+        data_parallel_size=1,
+        pipeline_model_parallel_size=1,
+    )
+
+
+@pytest.mark.parametrize("name", ["hf", "vllm", "sglang"])
+def test_every_backend_has_an_adapter_that_knows_the_policys_offset(name):
+    import marl.rollout.hf  # noqa: F401 - registers hf
+
+    assert _ROLLOUT_REGISTRY[(name, "async")].startswith("marl.rollout.")
+
+
+@pytest.mark.parametrize("offset,tensor_parallel,rank,replica", [(0, 1, 1, 1), (1024, 1, 0, 1024), (2048, 2, 3, 2049)])
+def test_a_training_rank_feeds_the_replica_of_its_own_policy(monkeypatch, offset, tensor_parallel, rank, replica):
+    monkeypatch.setenv("RANK", str(rank))
+    assert offsets.offset_rank(rollout_config(offset, tensor_parallel)) == replica
+
+
+def test_a_replica_takes_the_workers_of_its_own_group():
+    """verl slices by the replica's rank: without the offset taken off, the second policy's slice is empty."""
+    cls = offsets.offset_replica_class("hf")
+    replica = cls.__new__(cls)
+    replica.config, replica.world_size, replica.replica_rank = rollout_config(1024, 2), 2, 1025
+    launched = []
+
+    async def launch():
+        launched.append(replica.workers)
+
+    replica.launch_servers = launch
+    asyncio.run(replica.init_hybrid(SimpleNamespace(workers=["w0", "w1", "w2", "w3"])))
+    assert launched == [["w2", "w3"]]
+
+
+class FakeServer:
+    """Stands for the handle of a Ray actor."""
+
+    def __init__(self, name):
+        self.name, self.calls = name, []
+        self.generate_many = SimpleNamespace(remote=self.answer)
+
+    async def answer(self, requests):
+        self.calls.append(len(requests))
+        return [([ord(self.name)], [0.0], "completed", 7) for _ in requests]
+
+
+def client_of(*servers, limit=100):
+    rollout = SimpleNamespace(max_num_seqs=limit)
+    return TickClient(SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout)), None, list(servers))
+
+
+def ask(client, sessions):
+    async def ask():
+        return await asyncio.gather(
+            *(client.generate(request_id=session, prompt_ids=[1], sampling_params={}) for session in sessions)
+        )
+
+    return asyncio.run(ask())
+
+
+def test_requests_of_one_tick_travel_in_one_call_a_server():
+    server = FakeServer("a")
+    outputs = ask(client_of(server), map(str, range(30)))
+    assert server.calls == [30]
+    assert all(output.extra_fields["global_steps"] == 7 for output in outputs)
+
+
+def test_a_call_holds_no_more_than_a_server_decodes_at_once():
+    server = FakeServer("a")
+    ask(client_of(server, limit=12), map(str, range(30)))
+    assert server.calls == [12, 12, 6]
+
+
+def test_a_conversation_stays_on_its_server_and_the_load_is_shared():
+    servers = FakeServer("a"), FakeServer("b")
+    sessions = [f"3/train/{i}/0/alice" for i in range(200)]
+    first = [output.token_ids for output in ask(client_of(*servers), sessions)]
+    second = [output.token_ids for output in ask(client_of(*servers), reversed(sessions))]
+    assert first == second[::-1]
+    assert min(first.count([ord("a")]), first.count([ord("b")])) > 60
