@@ -12,7 +12,8 @@ from marl.main import run
 from marl.quickstart.assets import RECIPES, ensure
 from marl.report import conversation
 
-AFTER, LIFT = 0.75, 0.35
+AFTER, LIFT = 0.85, 0.35
+"""Right, it reaches .96; with answers shifted by one token still .77, for the numbers are learned all the same."""
 
 
 @pytest.fixture
