@@ -53,9 +53,8 @@ class Bar:
             self.progress.stop()
 
 
-def show_step() -> Callable[[int, int, Metrics], None]:
+def show_step(bar: Bar) -> Callable[[int, int, Metrics], None]:
     """Tell of every step: the running accuracy by round, over the last few steps."""
-    bar = Bar("training")
     recent: Metrics = {}
 
     def told(step: int, total: int, metrics: Metrics) -> None:
@@ -74,7 +73,11 @@ def run(overrides: list[str], config_name: str = "quickstart") -> Any:
     folder, warm = Path(config.assets), Bar("warming up the tiny model")
     ensure(folder, RECIPES[config.task], config.seed, lambda done, of: warm(done, of))
     console.print("starting Ray, a worker and a server for each agent …")
-    trainer = marl_main.run(config, show_step())
+    bar = Bar("training")
+    try:
+        trainer = marl_main.run(config, show_step(bar))
+    finally:
+        bar.progress.stop()  # gives the terminal its cursor back, whatever happened
     if trainer.history:
         console.print(summary.table(trainer.history))
     console.print(f"curves: {trainer.folder / 'curves.png'}   numbers: {trainer.folder / 'summary.json'}")
