@@ -24,9 +24,10 @@ from verl.plugin.platform import PlatformRegistry, get_platform, set_platform
 
 import marl.config.schema  # noqa: F401 - registers our groups
 from marl.config.checks import check, policy_names
-from marl.config.data import check_files
+from marl.config.data import check_files, file_list
 from marl.config.errors import ConfigError, explain
 from marl.config.overrides import find_verl, new_agents
+from marl.config.policies import changes_of
 from marl.learners import CREDITS, LEARNERS
 from marl.runners import RUNNERS
 from marl.utils.memory import settle
@@ -108,8 +109,7 @@ def absolutise(config: DictConfig) -> None:
             if model.get(key):
                 model[key] = absolute(model[key])
     for key in ("train_files", "val_files"):
-        files = config.data[key]
-        config.data[key] = [absolute(file) for file in ([files] if isinstance(files, str) else files)]
+        config.data[key] = [absolute(file) for file in file_list(config.data[key])]
     for key in ("default_local_dir", "rollout_data_dir", "validation_data_dir", "resume_from_path"):
         if config.trainer[key]:
             config.trainer[key] = str(Path(config.trainer[key]).expanduser().resolve())
@@ -131,10 +131,7 @@ def ray_session(config: DictConfig) -> Iterator[None]:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     started = not ray.is_initialized()
     if started:
-        given: Any = OmegaConf.to_container(config.ray_kwargs.ray_init.runtime_env) or {}
-        runtime_env = {key: value for key, value in given.items() if value is not None}
-        runtime_env["env_vars"] = (runtime_env.get("env_vars") or {}) | environment
-        ray.init(runtime_env=runtime_env, log_to_driver=False, **ray_arguments(config))
+        ray.init(log_to_driver=False, **ray_arguments(config, environment))
     try:
         yield
     finally:
@@ -156,10 +153,11 @@ def use_platform(device: str) -> str:
     return next(name for name, platform in known.items() if type(get_platform()) is platform)
 
 
-def ray_arguments(config: DictConfig) -> dict[str, Any]:
-    """``ray_kwargs.ray_init`` with our defaults."""
+def ray_arguments(config: DictConfig, environment: dict[str, str]) -> dict[str, Any]:
+    """``ray_kwargs.ray_init`` with our defaults and our environment for all processes."""
     given: Any = OmegaConf.to_container(config.ray_kwargs.ray_init)
-    given.pop("runtime_env", None)  # merged with ours
+    runtime_env = {key: value for key, value in (given.pop("runtime_env", None) or {}).items() if value is not None}
+    given["runtime_env"] = runtime_env | {"env_vars": (runtime_env.get("env_vars") or {}) | environment}
     cpus = given.pop("num_cpus", None)
     if os.environ.get("RAY_ADDRESS"):
         return {"address": os.environ["RAY_ADDRESS"]} | given
@@ -183,7 +181,7 @@ def pool_ranks(config: DictConfig) -> dict[str, int]:
 
 def check_cluster(config: DictConfig) -> None:
     """Raise ConfigError if the cluster could never give the pools what they ask for."""
-    resource = "CPU" if config.trainer.device == "cpu" else get_platform().ray_resource_name()
+    resource = get_platform().ray_resource_name()
     pools = pool_ranks(config)
     needed, there = sum(pools.values()), int(ray.cluster_resources().get(resource, 0))
     if needed > there:
@@ -205,12 +203,11 @@ def check_cluster(config: DictConfig) -> None:
 def policy_config(config: DictConfig, name: str, index: int, run_id: str, total_steps: int) -> Any:
     """The whole configuration with one policy's ``actor_rollout_ref``: a copy, since verl's workers change theirs."""
     own = OmegaConf.create(OmegaConf.to_container(config, resolve=True, enum_to_str=True))
-    changes = {key: value for key, value in (own.policies.get(name) or {}).items() if key != "pool"}
     from marl.rollout.offsets import OFFSET
 
     custom = {"policy": name, "run_id": run_id, "replica_offset": index * OFFSET}
     with open_dict(own):
-        own.actor_rollout_ref = OmegaConf.merge(own.actor_rollout_ref, changes)
+        own.actor_rollout_ref = OmegaConf.merge(own.actor_rollout_ref, changes_of(own.policies, name))
         own.actor_rollout_ref.rollout.custom = (own.actor_rollout_ref.rollout.get("custom") or {}) | custom
         own.actor_rollout_ref.actor.optim.total_training_steps = total_steps
     return own

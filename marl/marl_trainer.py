@@ -119,7 +119,7 @@ class MARLTrainer:
         names = list(batch.rows)
         results = await asyncio.gather(*(self.policies[name].compute_log_prob(batch.rows[name]) for name in names))
         metrics: Metrics = {}
-        for name, (outputs, _) in zip(names, results, strict=True):
+        for name, outputs in zip(names, results, strict=True):
             rows = batch.rows[name]
             rows["old_log_probs"] = outputs["log_probs"]
             index = rows["turn_index"].values()

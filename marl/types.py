@@ -140,6 +140,6 @@ class PolicyGroup(Protocol):
         """One pass of optimisation over rows with ``advantages`` and ``old_log_probs``."""
         ...
 
-    async def compute_log_prob(self, rows: TensorDict) -> tuple[TensorDict, Metrics]:
+    async def compute_log_prob(self, rows: TensorDict) -> TensorDict:
         """``log_probs`` and ``entropy`` of the rows' responses under the current weights, ragged like ``responses``."""
         ...

@@ -9,8 +9,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from marl.config.data import file_list
 from marl.config.errors import ConfigError
-from marl.config.policies import policy_by_agent
+from marl.config.policies import changes_of, policy_by_agent
 from marl.utils.registry import did_you_mean
 
 RULES: list[Callable[[Any], None]] = []
@@ -25,18 +26,13 @@ def check(config: Any) -> None:
     """Raise ConfigError for the first rule that does not hold, for the whole or for one policy's changes to it."""
     for function in RULES:
         function(config)
-    for name, changes in config.policies.items():
+    for name in config.policies:
+        own = OmegaConf.merge(config, {"actor_rollout_ref": changes_of(config.policies, name), "policies": {}})
         try:
             for function in RULES:
-                function(of_policy(config, changes))
+                function(own)
         except ConfigError as error:
             raise ConfigError(f"policies.{name}: {error}") from None
-
-
-def of_policy(config: Any, changes: Any) -> Any:
-    """The configuration with one policy's ``actor_rollout_ref``."""
-    own = {key: value for key, value in (changes or {}).items() if key != "pool"}
-    return OmegaConf.merge(config, {"actor_rollout_ref": own, "policies": {}})
 
 
 @rule
@@ -72,8 +68,8 @@ def policies_are_acted_with(config: Any) -> None:
 
 @rule
 def policies_change_known_keys(config: Any) -> None:
-    for name, changes in config.policies.items():
-        for path in leaves({key: value for key, value in (changes or {}).items() if key != "pool"}):
+    for name in config.policies:
+        for path in leaves(changes_of(config.policies, name)):
             node, walked = config.actor_rollout_ref, f"policies.{name}"
             for key in path:
                 if not hasattr(node, "keys") or key not in node:
@@ -224,8 +220,7 @@ def models_exist(config: Any) -> None:
 @rule
 def data_files_exist(config: Any) -> None:
     for key in ("train_files", "val_files"):
-        files = config.data[key]
-        for file in [files] if isinstance(files, str) else files:
+        for file in file_list(config.data[key]):
             if not Path(file).expanduser().is_file():
                 raise ConfigError(f"data.{key}={file}: no such file; expected parquet or jsonl with verl's columns")
 

@@ -11,9 +11,14 @@ from marl.config.errors import ConfigError
 from marl.utils.registry import did_you_mean
 
 
+def file_list(files: str | Sequence[str]) -> list[str]:
+    """verl takes one file or a list of them."""
+    return [files] if isinstance(files, str) else list(files)
+
+
 def check_files(files: str | Sequence[str], prompt_key: str, agents: Sequence[str]) -> None:
     """Raise ConfigError naming the file, the row and the column of the first row that cannot be used."""
-    for file in [files] if isinstance(files, str) else files:
+    for file in file_list(files):
         path = Path(file).expanduser()
         read = pyarrow.parquet.read_table if path.suffix == ".parquet" else pyarrow.json.read_json
         try:

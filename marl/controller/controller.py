@@ -39,6 +39,14 @@ def outcome(task: asyncio.Task[Episode]) -> Episode | Exception:
     return error
 
 
+def team_verdict(episode: Episode) -> Verdict:
+    """The verdict on the last turn that gave the team's answer, since only texts can be judged; 0 for no answer."""
+    for turn in reversed(episode.turns):
+        if episode.answer is not None and episode.task.extract(turn.text) == episode.answer:
+            return turn.judged
+    return Verdict(score=0.0, answer=episode.answer)
+
+
 class Controller:
     def __init__(
         self,
@@ -106,14 +114,11 @@ class Controller:
 
     async def _scored(self, episode: Episode) -> Episode:
         async with asyncio.timeout(self.episode_timeout):
-            await self._score(episode)
+            for turn in episode.turns:
+                if turn.verdict is None:
+                    turn.verdict = await self._judge(episode.task, turn)
+        episode.verdict = team_verdict(episode)
         return episode
-
-    async def _score(self, episode: Episode) -> None:
-        for turn in episode.turns:
-            if turn.verdict is None:
-                turn.verdict = await self._judge(episode.task, turn)
-        episode.verdict = await self._team_verdict(episode)
 
     def _sampling(self, agent: AgentId, policy: PolicyName, validate: bool) -> Mapping[str, Any]:
         """The policy's sampling parameters, with what the agent sets for itself when it trains."""
@@ -133,13 +138,6 @@ class Controller:
 
     async def _judge(self, task: Task, turn: Turn) -> Verdict:
         return await self.reward.judge(task, turn.text)
-
-    async def _team_verdict(self, episode: Episode) -> Verdict:
-        """The verdict on the last turn that gave the team's answer, since only texts can be judged; 0 for no answer."""
-        for turn in reversed(episode.turns):
-            if episode.answer is not None and episode.task.extract(turn.text) == episode.answer:
-                return turn.judged
-        return Verdict(score=0.0, answer=episode.answer)
 
     async def _bounded(self, task: Task, sample: int, step: int, validate: bool) -> Episode:
         try:

@@ -56,14 +56,14 @@ class RayPolicyGroup:
     TRAIN_KEYS = (*FORWARD_KEYS, "response_mask", "old_log_probs", "advantages")
     """What verl's engines read. They pick rows of every key one by one: an unread key costs as much as the rest."""
 
-    async def compute_log_prob(self, rows: TensorDict) -> tuple[TensorDict, Metrics]:
+    async def compute_log_prob(self, rows: TensorDict) -> TensorDict:
         size = len(rows)
         rows = self._for_workers(rows.select(*self.FORWARD_KEYS), calculate_entropy=True, compute_loss=False)
         output = await self._call("log_probs", self.workers.compute_log_prob(rows))
         outputs = TensorDict({key: output[key] for key in ("log_probs", "entropy")}, batch_size=[len(rows)])
         if len(rows) > size:
             outputs = TensorDict({key: first_rows(value, size) for key, value in outputs.items()}, batch_size=[size])
-        return outputs, {}
+        return outputs
 
     async def update_actor(self, rows: TensorDict) -> Metrics:
         actor, size = self.actor, len(rows)

@@ -105,7 +105,7 @@ def test_log_probs_are_those_of_a_plain_forward_pass_of_the_saved_model(live):
     folder = trainer.folder / f"global_step_{trainer.step_number}" / "alice" / "actor" / "huggingface"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     rows = batch_of(live, collected(live)[0]).rows["alice"]
-    outputs, _ = live.wait(trainer.policies["alice"].compute_log_prob(rows))
+    outputs = live.wait(trainer.policies["alice"].compute_log_prob(rows))
     for ids, prompt, log_probs, entropy in zip(
         rows["input_ids"].unbind(), rows["prompts"].unbind(), outputs["log_probs"].unbind(), outputs["entropy"].unbind(), strict=True
     ):  # fmt: skip
@@ -121,7 +121,7 @@ def gradient_of(live, advantages_ERA, rows=None):
     batch = batch_of(live, collected(live)[0])
     rows = batch.rows["alice"]
     rows["advantages"] = spread(advantages_ERA(batch), rows)
-    rows["old_log_probs"] = live.wait(live.trainer.policies["alice"].compute_log_prob(rows))[0]["log_probs"]
+    rows["old_log_probs"] = live.wait(live.trainer.policies["alice"].compute_log_prob(rows))["log_probs"]
     return live.wait(live.trainer.policies["alice"].update_actor(rows))
 
 
@@ -134,7 +134,7 @@ def test_rows_that_do_not_divide_are_padded_without_a_trace(live):
     """The padding row has no token to learn: the gradient of 7 rows is that of 7 rows and one of padding."""
     group, batch = live.trainer.policies["alice"], batch_of(live, collected(live)[0])
     odd = rows_of(batch.rows["alice"], range(7))
-    outputs, _ = live.wait(group.compute_log_prob(odd))
+    outputs = live.wait(group.compute_log_prob(odd))
     assert len(outputs) == 7
     odd["old_log_probs"] = outputs["log_probs"]
     odd["advantages"] = spread(torch.linspace(-1, 1, batch.verdicts_ERA.numel()).view_as(batch.verdicts_ERA), odd)
@@ -151,7 +151,7 @@ def test_mini_batches_of_a_ragged_number_of_rows(live):
     """7 rows in two mini-batches: one row of padding, one learning rate step."""
     group, batch = live.trainer.policies["alice"], batch_of(live, collected(live)[0])
     odd = rows_of(batch.rows["alice"], range(7))
-    odd["old_log_probs"] = live.wait(group.compute_log_prob(odd))[0]["log_probs"]
+    odd["old_log_probs"] = live.wait(group.compute_log_prob(odd))["log_probs"]
     odd["advantages"] = spread(torch.zeros_like(batch.verdicts_ERA), odd)
     group.actor.ppo_mini_batch_size = 2
     try:
@@ -316,7 +316,7 @@ def test_a_checkpoint_brings_back_weights_and_optimizer(live):
     rows = batch.rows["alice"]
 
     def log_probs():
-        return live.wait(group.compute_log_prob(rows))[0]["log_probs"]
+        return live.wait(group.compute_log_prob(rows))["log_probs"]
 
     def update():
         live.wait(group.update_actor(rows))
