@@ -59,6 +59,33 @@ def test_one_skipped_weight_sync_breaks_that_bound_for_its_policy_alone(live):
     assert live.step()["agent/alice/log_prob_gap_max"] <= 1e-5, "the next sync mends it"
 
 
+def test_agents_may_sample_at_temperatures_of_their_own(live):
+    """The trainer divides each row's logits by its agent's temperature, as the server did."""
+    controller, trainer = live.trainer.controller, live.trainer
+    controller.agents["alice"].temperature = 0.6
+    controller.sampling.cache_clear()
+    before, trainer.temperatures = trainer.temperatures, {"alice": 0.6, "carol": 1.0}
+    try:
+        metrics = live.step()
+    finally:
+        controller.agents["alice"].temperature, trainer.temperatures = None, before
+        controller.sampling.cache_clear()
+    assert max(metrics["agent/alice/log_prob_gap_max"], metrics["agent/carol/log_prob_gap_max"]) <= 1e-5
+
+
+def test_validation_is_greedy_unless_it_is_asked_to_sample(live):
+    controller = live.trainer.controller
+    settings = controller.clients["alice"].rollout.val_kwargs
+    sampled, settings.do_sample = settings.do_sample, False
+    controller.sampling.cache_clear()
+    try:
+        assert controller.sampling("alice", "alice", True)["temperature"] == 0.0
+        assert controller.sampling("alice", "alice", False)["temperature"] == 1.0
+    finally:
+        settings.do_sample = sampled
+        controller.sampling.cache_clear()
+
+
 def collected(live, samples=4, validate=False):
     trainer = live.trainer
     collection = live.wait(trainer.controller.collect(live.tasks(), samples, trainer.step_number, validate))
