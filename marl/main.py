@@ -9,7 +9,8 @@ import sys
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from marl.config.policies import changes_of
 from marl.learners import CREDITS, LEARNERS
 from marl.runners import RUNNERS
 from marl.utils.memory import settle
+from marl.utils.registry import did_you_mean
+from marl.utils.seeding import derive_seed
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -65,7 +68,7 @@ def _hydra_main(config: DictConfig) -> None:
 def run(config: DictConfig, progress: Any = None) -> Any:
     """Check, start, train, stop. Returns the trainer, whose workers are gone by then."""
     config = prepare(config)
-    with ray_session(config):
+    with session(config):
         return asyncio.run(_train(config, progress))
 
 
@@ -82,17 +85,41 @@ def prepare(config: DictConfig) -> DictConfig:
     config = OmegaConf.create(config)
     OmegaConf.resolve(config)
     check(config)
+    if config.credit.name == "auto":
+        chosen = CREDITS.get(LEARNERS.get(config.learner.name).default_credit)
+        config.credit = OmegaConf.structured(chosen.Config(name=LEARNERS.get(config.learner.name).default_credit))
+    check_facts(config)
+    with open_dict(config):
+        absolutise(config)
+    for key in ("train_files", "val_files"):
+        check_files(config.data[key], config.data.prompt_key, list(config.agents))
+    return config
+
+
+def check_facts(config: DictConfig) -> None:
+    """Raise ConfigError where the configuration asks of a learner what its class says that it does not do."""
     learner, credit = LEARNERS.get(config.learner.name), CREDITS.get(config.credit.name)
     if learner.compares_samples and credit.kind != "advantage" and config.actor_rollout_ref.rollout.n < 2:
         raise ConfigError(
             f"actor_rollout_ref.rollout.n={config.actor_rollout_ref.rollout.n}: learner={config.learner.name} compares a "
             "task's samples, and a group of one teaches nothing; set it to at least 2"
         )
-    with open_dict(config):
-        absolutise(config)
-    for key in ("train_files", "val_files"):
-        check_files(config.data[key], config.data.prompt_key, list(config.agents))
-    return config
+    if learner.critic != "none" and credit.kind == "advantage":
+        raise ConfigError(
+            f"credit={config.credit.name} gives advantages, and learner={config.learner.name} would fit a critic that nobody "
+            "reads; use learner=grpo"
+        )
+    if config.critic.enable not in (None, learner.critic != "none"):
+        raise ConfigError(
+            f"critic.enable={config.critic.enable}: whether there are critics is the learner's to say, and "
+            f"learner={config.learner.name} has {learner.critic} ones; leave it null"
+        )
+    wanted, known = config.algorithm.adv_estimator, learner.estimators()
+    if wanted is not None and wanted not in known:
+        raise ConfigError(
+            f"algorithm.adv_estimator={wanted}: learner={config.learner.name} knows {', '.join(known) or 'none'}; null is its "
+            f"own. 'gae' belongs to learner=ippo and mappo, what needs no critic to learner=grpo.{did_you_mean(str(wanted), known)}"
+        )
 
 
 def absolutise(config: DictConfig) -> None:
@@ -102,6 +129,7 @@ def absolutise(config: DictConfig) -> None:
 
     models = [
         config.actor_rollout_ref.model,
+        config.critic.model,
         *(changes.model for changes in config.policies.values() if changes and "model" in changes),
     ]
     for model in models:
@@ -113,6 +141,22 @@ def absolutise(config: DictConfig) -> None:
     for key in ("default_local_dir", "rollout_data_dir", "validation_data_dir", "resume_from_path"):
         if config.trainer[key]:
             config.trainer[key] = str(Path(config.trainer[key]).expanduser().resolve())
+
+
+def session(config: DictConfig) -> AbstractContextManager[None]:
+    """Where workers and servers live while the run lasts: a Ray cluster, or this process alone."""
+    return local_session(config) if config.resources.one_process else ray_session(config)
+
+
+@contextmanager
+def local_session(config: DictConfig) -> Iterator[None]:
+    """This process alone (``resources.one_process``)."""
+    use_platform(config.trainer.device)
+    os.environ.setdefault("MARL_PROCESS_GROUP_TIMEOUT", str(config.resources.process_group_timeout_s))
+    from marl.controller.local import one_process
+
+    with one_process():
+        yield
 
 
 @contextmanager
@@ -173,10 +217,26 @@ def pool_of(config: DictConfig, policy: str) -> str:
     return named or ("shared" if config.resources.placement.name == "colocated" else policy)
 
 
+def critic_names(config: DictConfig) -> list[str]:
+    """A local critic for every policy that is trained, of its name; one central critic for all."""
+    kind = LEARNERS.get(config.learner.name).critic
+    if kind == "none":
+        return []
+    trained = {config.agents[agent].policy or agent for agent in config.agents if config.agents[agent].trainable}
+    return ["central"] if kind == "central" else [name for name in policy_names(config) if name in trained]
+
+
+def critic_pool(config: DictConfig, critic: str) -> str:
+    """Beside the policies where they are colocated; else a pool of its own."""
+    named = config.resources.critic_pool
+    return named or ("shared" if config.resources.placement.name == "colocated" else f"{critic}_critic")
+
+
 def pool_ranks(config: DictConfig) -> dict[str, int]:
     """Ranks of every pool."""
     ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    return {pool_of(config, name): ranks for name in policy_names(config)}
+    pools = [pool_of(config, name) for name in policy_names(config)]
+    return dict.fromkeys([*pools, *(critic_pool(config, name) for name in critic_names(config))], ranks)
 
 
 def check_cluster(config: DictConfig) -> None:
@@ -210,70 +270,45 @@ def policy_config(config: DictConfig, name: str, index: int, run_id: str, total_
         own.actor_rollout_ref = OmegaConf.merge(own.actor_rollout_ref, changes_of(own.policies, name))
         own.actor_rollout_ref.rollout.custom = (own.actor_rollout_ref.rollout.get("custom") or {}) | custom
         own.actor_rollout_ref.actor.optim.total_training_steps = total_steps
+        own.critic.optim.total_training_steps = total_steps
+        if own.algorithm.rollout_correction.bypass_mode:  # as verl's apply_bypass_mode does
+            own.actor_rollout_ref.actor.policy_loss.rollout_correction = own.algorithm.rollout_correction
+            own.actor_rollout_ref.actor.policy_loss.loss_mode = "bypass_mode"
     return own
+
+
+def critic_config(config: DictConfig) -> DictConfig:
+    """verl's ``critic``, without our keys beside it."""
+    return OmegaConf.masked_copy(config.critic, [key for key in config.critic if key != "level"])
+
+
+def needs_reference(config: DictConfig) -> bool:
+    """Whether a policy's workers hold a reference: with adapters it is the policy without them."""
+    wanted = config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+    return bool(wanted) and not config.actor_rollout_ref.model.lora_rank
 
 
 async def build(config: DictConfig, cleanup: ExitStack, progress: Any = None) -> Any:
     """Start every policy's pool, workers and servers, and put the trainer together; ``cleanup`` learns how to end them."""
     # heavy: imported once the configuration is known to be right
-    from verl.utils import hf_tokenizer
-
-    from marl.controller.chat import ChatEncoder, check_round_trip
-    from marl.controller.client import PolicyClient
     from marl.controller.controller import Controller
-    from marl.controller.policy_group import RayPolicyGroup
-    from marl.controller.tasks import train_loader, validation_tasks
+    from marl.controller.critics import Critics
     from marl.marl_trainer import MARLTrainer
     from marl.rewards import Reward, builtin_compute_score
 
-    check_cluster(config)
+    if not config.resources.one_process:
+        check_cluster(config)
     set_tracker_folders(config, cleanup)
-    run_id, names = uuid.uuid4().hex[:8], policy_names(config)
-
-    def tokenizer_of(own: DictConfig) -> Any:
-        model = own.actor_rollout_ref.model
-        tokenizer = hf_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
-        if model.custom_chat_template:
-            tokenizer.chat_template = model.custom_chat_template
-        return tokenizer
-
-    first = tokenizer_of(policy_config(config, names[0], 0, run_id, 0))
-    loader, validation = train_loader(config, first), validation_tasks(config, first)
-    if not len(loader):
-        raise ConfigError(f"data.train_files hold fewer rows than data.train_batch_size={config.data.train_batch_size}")
-    if not validation:
-        raise ConfigError(
-            f"data.val_files={list(config.data.val_files)} hold no row, or data.val_max_samples leaves none"
-        )
-    total_steps = config.trainer.total_training_steps
-    total_steps = config.trainer.total_epochs * len(loader) if total_steps is None else total_steps
+    names, run_id = policy_names(config), uuid.uuid4().hex[:8]
+    tokenizers = {name: tokenizer_of(model_config(config, name)) for name in names}
+    loader, validation, total_steps = load_tasks(config, tokenizers)
     configs = {name: policy_config(config, name, index, run_id, total_steps) for index, name in enumerate(names)}
-    tokenizers = {name: tokenizer_of(own) for name, own in configs.items()}
-    samples = {task.observation(agent)[-1]["content"] for task in validation[:20] for agent in config.agents}
-    for tokenizer in tokenizers.values():
-        try:
-            check_round_trip(tokenizer, sorted(samples))
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-    groups = {}
-    for name, workers in start_workers(config, configs, cleanup):
-        groups[name] = RayPolicyGroup(name, configs[name], workers, pool_of(config, name), config.resources.timeout_s)
-        cleanup.callback(groups[name].stop)
-    await start_groups(groups)
-    clients = {
-        name: PolicyClient(
-            name,
-            configs[name].actor_rollout_ref.rollout,
-            group.servers.client(),
-            tokenizers[name],
-            ChatEncoder(tokenizers[name], config.data.apply_chat_template_kwargs),
-        )
-        for name, group in groups.items()
-    }
+    groups, critics = make_groups(config, configs, cleanup)
+    await start_groups(groups, critics)
     controller = Controller(
         RUNNERS.build(config.runner),
         config.agents,
-        clients,
+        make_clients(config, groups, tokenizers),
         Reward(custom_reward(config) or builtin_compute_score),
         seed=config.seed,
         max_prompt_length=config.data.max_prompt_length,
@@ -281,10 +316,86 @@ async def build(config: DictConfig, cleanup: ExitStack, progress: Any = None) ->
         max_error_rate=config.controller.max_error_rate,
     )
     learner = LEARNERS.build(config.learner, credit=CREDITS.build(config.credit))
-    return MARLTrainer(config, groups, controller, learner, loader, validation, total_steps, progress)
+    reading = critic_reader(config, learner.critic, names) if critics else None
+    return MARLTrainer(
+        config, groups, controller, learner, Critics(critics, reading), loader, validation, total_steps, progress
+    )
 
 
-async def start_groups(groups: dict[str, Any]) -> None:
+def model_config(config: DictConfig, policy: str) -> Any:
+    return OmegaConf.merge(config.actor_rollout_ref.model, changes_of(config.policies, policy).get("model") or {})
+
+
+def tokenizer_of(model: DictConfig) -> Any:
+    from verl.utils import hf_tokenizer
+
+    tokenizer = hf_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
+    if model.custom_chat_template:
+        tokenizer.chat_template = model.custom_chat_template
+    return tokenizer
+
+
+def load_tasks(config: DictConfig, tokenizers: dict[str, Any]) -> tuple[Any, list[Any], int]:
+    """The loader of training tasks, the validation tasks, and how many steps there will be. Raises ConfigError where there
+    are too few rows, or where a tokenizer cannot carry them."""
+    from marl.controller.chat import check_round_trip
+    from marl.controller.tasks import train_loader, validation_tasks
+
+    first = next(iter(tokenizers.values()))
+    loader, validation = train_loader(config, first), validation_tasks(config, first)
+    if not len(loader):
+        raise ConfigError(f"data.train_files hold fewer rows than data.train_batch_size={config.data.train_batch_size}")
+    if not validation:
+        raise ConfigError(
+            f"data.val_files={list(config.data.val_files)} hold no row, or data.val_max_samples leaves none"
+        )
+    samples = {task.observation(agent)[-1]["content"] for task in validation[:20] for agent in config.agents}
+    for tokenizer in tokenizers.values():
+        try:
+            check_round_trip(tokenizer, sorted(samples))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+    steps = config.trainer.total_training_steps
+    return loader, validation, config.trainer.total_epochs * len(loader) if steps is None else steps
+
+
+def make_groups(
+    config: DictConfig, configs: dict[str, DictConfig], cleanup: ExitStack
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The worker groups of the policies and of the critics, by name; their models are not loaded yet."""
+    from marl.controller.critic_group import CriticGroup
+    from marl.controller.local import LocalPolicyGroup
+    from marl.controller.policy_group import RayPolicyGroup
+
+    policy_group = LocalPolicyGroup if config.resources.one_process else RayPolicyGroup
+    groups: dict[str, Any] = {}
+    critics: dict[str, Any] = {}
+    for part, workers in start_workers(config, parts_of(config, configs), cleanup):
+        kind, members = (CriticGroup, critics) if part.is_critic else (policy_group, groups)
+        own = next(iter(configs.values())) if part.is_critic else configs[part.name]
+        members[part.name] = group = kind(part.name, own, workers, part.pool, config.resources.timeout_s)
+        cleanup.callback(group.stop)
+    return groups, critics
+
+
+def make_clients(config: DictConfig, groups: dict[str, Any], tokenizers: dict[str, Any]) -> dict[str, Any]:
+    """Each policy's way from messages to turns."""
+    from marl.controller.chat import ChatEncoder
+    from marl.controller.client import PolicyClient
+
+    return {
+        name: PolicyClient(
+            name,
+            group.rollout,
+            group.servers.client(),
+            tokenizers[name],
+            ChatEncoder(tokenizers[name], config.data.apply_chat_template_kwargs),
+        )
+        for name, group in groups.items()
+    }
+
+
+async def start_groups(groups: dict[str, Any], critics: dict[str, Any]) -> None:
     """Pools start at the same time; servers of one pool that share an accelerator one after another, each asleep before the
     next asks for memory."""
 
@@ -292,11 +403,31 @@ async def start_groups(groups: dict[str, Any]) -> None:
         for group in members:
             await group.start_servers()
 
-    await asyncio.gather(*(group.start_workers() for group in groups.values()))
+    await asyncio.gather(*(group.start_workers() for group in [*groups.values(), *critics.values()]))
     pools: dict[str, list[Any]] = {}
     for group in groups.values():
         pools.setdefault(group.pool if group.rollout.free_cache_engine else group.name, []).append(group)
     await asyncio.gather(*(one_after_another(members) for members in pools.values()))
+
+
+def critic_reader(config: DictConfig, kind: str, policies: list[str]) -> Any:
+    """What the critics read, in the agents' tokenizer or in one of their own. Raises ConfigError for values of tokens of
+    another tokenizer."""
+    from marl.controller.chat import ChatEncoder
+    from marl.controller.critics import reader
+
+    def folder(model: DictConfig) -> str:
+        return str(model.tokenizer_path or model.path)
+
+    own = tokenizer_of(config.critic.model)
+    foreign = {folder(model_config(config, name)) for name in policies} - {folder(config.critic.model)}
+    if foreign and config.critic.level == "token":
+        raise ConfigError(
+            f"critic.level=token values the agents' tokens, and {', '.join(sorted(foreign))} may cut a text into others than "
+            f"the critic's {folder(config.critic.model)}. Set critic.level=turn, or critic.model.path to the agents' model"
+        )
+    encoder = ChatEncoder(own, config.data.apply_chat_template_kwargs) if foreign and kind == "local" else None
+    return reader(kind, config.critic.level, own, encoder)
 
 
 def custom_reward(config: DictConfig) -> Any:
@@ -307,19 +438,57 @@ def custom_reward(config: DictConfig) -> Any:
     return get_custom_reward_fn(config)
 
 
-def start_workers(config: DictConfig, configs: dict[str, DictConfig], cleanup: ExitStack) -> Iterator[tuple[str, Any]]:
-    """A worker group for every policy: processes of its own, or of its pool's if that holds several policies."""
+@dataclass(frozen=True)
+class Part:
+    """What runs as one worker group: a policy's workers or a critic's."""
+
+    name: str
+    pool: str
+    worker: type
+    arguments: dict[str, Any]
+    is_critic: bool = False
+
+    @property
+    def key(self) -> str:
+        return f"{self.name}_critic" if self.is_critic else self.name
+
+
+def parts_of(config: DictConfig, configs: dict[str, DictConfig]) -> list[Part]:
+    from marl.modules.workers.critic_worker import CriticWorker
+    from marl.modules.workers.policy_worker import PolicyWorker
+
+    parts = []
+    for name, own in configs.items():
+        role = "actor_rollout_ref" if needs_reference(own) else "actor_rollout"
+        arguments = {"config": own.actor_rollout_ref, "role": role}
+        parts.append(Part(name, pool_of(config, name), PolicyWorker, arguments))
+    for name in critic_names(config):
+        arguments = {
+            "config": critic_config(next(iter(configs.values()))),
+            "seed": derive_seed(config.seed, "critic", name),
+        }
+        parts.append(Part(name, critic_pool(config, name), CriticWorker, arguments, is_critic=True))
+    return parts
+
+
+def start_workers(config: DictConfig, parts: list[Part], cleanup: ExitStack) -> Iterator[tuple[Part, Any]]:
+    """A worker group for every part: processes of its own, or of its pool's if that holds several parts."""
+    if config.resources.one_process:
+        from marl.controller.local import LocalWorkers
+
+        for part in parts:
+            yield part, LocalWorkers(part.worker(**part.arguments))
+        return
     from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
     from verl.single_controller.ray.base import create_colocated_worker_cls
 
     from marl.controller.pools import Pool
-    from marl.modules.workers.policy_worker import PolicyWorker
 
     device = config.trainer.device
-    members: dict[str, list[str]] = {}
-    for name in configs:
-        members.setdefault(pool_of(config, name), []).append(name)
-    for pool_name, names in members.items():
+    members: dict[str, list[Part]] = {}
+    for part in parts:
+        members.setdefault(part.pool, []).append(part)
+    for pool_name, within in members.items():
         pool = Pool(
             [config.trainer.n_gpus_per_node] * config.trainer.nnodes,
             use_gpu=device != "cpu",
@@ -328,19 +497,16 @@ def start_workers(config: DictConfig, configs: dict[str, DictConfig], cleanup: E
             timeout=config.resources.placement_timeout_s,
         )
         cleanup.callback(pool.release)
-        classes = {
-            name: RayClassWithInitArgs(
-                ray.remote(PolicyWorker), config=configs[name].actor_rollout_ref, role="actor_rollout"
-            )
-            for name in names
-        }
-        if len(names) == 1:
-            yield names[0], RayWorkerGroup(pool, classes[names[0]], name_prefix=names[0], device_name=device)
+        classes = {part.key: RayClassWithInitArgs(ray.remote(part.worker), **part.arguments) for part in within}
+        if len(within) == 1:
+            (part,) = within
+            yield part, RayWorkerGroup(pool, classes[part.key], name_prefix=part.key, device_name=device)
         else:
             together = RayWorkerGroup(
                 pool, create_colocated_worker_cls(classes), name_prefix=pool_name, device_name=device
             )
-            yield from together.spawn(classes.keys()).items()
+            spawned = together.spawn(classes.keys())
+            yield from ((part, spawned[part.key]) for part in within)
 
 
 def set_tracker_folders(config: DictConfig, cleanup: ExitStack) -> None:

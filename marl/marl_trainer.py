@@ -15,14 +15,19 @@ from verl.utils.tracking import Tracking
 
 from marl.controller.batching import joint_batch
 from marl.controller.controller import Collection, Controller
+from marl.controller.critics import Critics
 from marl.controller.policy_group import RayPolicyGroup
+from marl.controller.references import References
+from marl.controller.worker_group import seconds_by_pool
 from marl.learners import Learner
 from marl.report import conversation, dump, summary
-from marl.types import Episode, JointBatch, Metrics, PolicyName, Task
+from marl.types import CriticName, Episode, JointBatch, Metrics, PolicyName, Task
 from marl.utils import checkpoint
 from marl.utils.metrics import PhaseTimer, prefixed
 
 logger = logging.getLogger(__name__)
+
+BUSY_PHASES = ("log_probs", "ref_log_probs", "values", "update")
 
 Progress = Callable[[int, int, Metrics], None]
 """Told of every step: the step, the last step, its metrics."""
@@ -39,12 +44,15 @@ class MARLTrainer:
         policies: Mapping[PolicyName, RayPolicyGroup],
         controller: Controller,
         learner: Learner,
+        critics: Critics,
         loader: StatefulDataLoader,
         validation: Sequence[Task],
         total_steps: int,
         progress: Progress | None = None,
     ) -> None:
         self.config, self.policies, self.controller, self.learner = config, policies, controller, learner
+        self.critics = critics
+        self.references = References(config, policies)
         self.loader, self.validation, self.total_steps = loader, validation, total_steps
         self.progress = progress or (lambda step, total, metrics: None)
         self.folder = Path(config.trainer.default_local_dir)
@@ -90,16 +98,21 @@ class MARLTrainer:
         batch = joint_batch(episodes, list(self.config.agents), self.temperatures, self.learner.config.train_rounds)
         with phase("log_probs"):
             token_metrics = await self.log_probs(batch)
+        with phase("ref_log_probs"):
+            reference_metrics = self._policy_metrics(await self.references.compare(batch))
+        with phase("values"):
+            await self.critics.value(episodes, batch)
         with phase("credit"):
             credit_metrics = self.learner.assign_credit(batch)
         with phase("update"):
-            updates = await self.learner.update(batch, self.policies)
-        self._must_be_finite(updates)
+            updates, fits = await self.update(batch)
+            await self.references.renew(self.step_number)
         with phase("sync_weights"):
             await self.sync_weights()
         seconds = time.perf_counter() - started
-        metrics = credit_metrics | token_metrics | self._team_metrics(episodes, collection)
-        metrics |= self._policy_metrics(updates) | phase.metrics() | self._throughput(batch, seconds)
+        metrics = credit_metrics | token_metrics | reference_metrics | self._team_metrics(episodes, collection)
+        metrics |= self._policy_metrics(updates) | self._critic_metrics(fits)
+        metrics |= phase.metrics() | self._throughput(batch, seconds)
         if self.config.trainer.rollout_data_dir:
             dump.write(episodes, self.step_number, self.config.trainer.rollout_data_dir)
         return metrics
@@ -111,11 +124,20 @@ class MARLTrainer:
         after = await self._server_seconds()
         for name, group in self.policies.items():
             group.busy_seconds = {"collect": after[name] - before[name]}
+        for critic in self.critics.groups.values():
+            critic.busy_seconds = {}
         await asyncio.gather(*(group.free_servers() for group in self.policies.values()))
         return collection
 
     async def log_probs(self, batch: JointBatch) -> Metrics:
-        """``old_log_probs`` of every row by the trainer's own forward pass; its gap to the servers' is measured."""
+        """``old_log_probs`` of every row by the trainer's own forward pass; its gap to the servers' is measured.
+
+        ``algorithm.rollout_correction.bypass_mode`` saves the pass and takes the servers' log-probs for them.
+        """
+        if self.config.algorithm.rollout_correction.bypass_mode:
+            for rows in batch.rows.values():
+                rows["old_log_probs"] = rows["rollout_log_probs"]
+            return {}
         names = list(batch.rows)
         results = await asyncio.gather(*(self.policies[name].compute_log_prob(batch.rows[name]) for name in names))
         metrics: Metrics = {}
@@ -144,6 +166,17 @@ class MARLTrainer:
                 )  # fmt: skip
         return metrics
 
+    async def update(self, batch: JointBatch) -> tuple[dict[PolicyName, Metrics], dict[CriticName, Metrics]]:
+        """Policies and critics at the same time; critics alone for the first ``trainer.critic_warmup`` steps."""
+        warm = self.step_number > self.config.trainer.critic_warmup
+        updates, fits = await asyncio.gather(
+            self.learner.update(batch, self.policies if warm else {}),
+            self.learner.update_critics(batch, self.critics.groups),
+        )
+        self._must_be_finite("policy", updates)
+        self._must_be_finite("critic", fits)
+        return updates, fits
+
     async def sync_weights(self) -> None:
         """Give every policy's weights to its servers, all at once."""
         await asyncio.gather(*(group.sync_weights(self.step_number) for group in self.policies.values()))
@@ -162,9 +195,14 @@ class MARLTrainer:
         """All policies, the data order and the step, as one unit."""
         root = self.folder
         with checkpoint.writing(root, self.step_number) as folder:
-            await asyncio.gather(*(group.save(folder / name / "actor") for name, group in self.policies.items()))
+            await asyncio.gather(
+                *(group.save(folder / name / "actor") for name, group in self.policies.items()),
+                *(group.save(folder / name / "critic") for name, group in self.critics.groups.items()),
+                self.references.save(folder),
+            )
             torch.save(self.loader.state_dict(), folder / "data.pt")
             state = {"step": self.step_number, "policies": sorted(self.policies)}
+            state |= {"critics": sorted(self.critics.groups), "references": self.references.state_dict()}
             state |= {"log_prob_gap_max": self.log_prob_gap_max, "history": list(self.history.items())}
             checkpoint.write_state(folder, state)
         checkpoint.prune(root, self.config.trainer.max_actor_ckpt_to_keep)
@@ -181,9 +219,14 @@ class MARLTrainer:
         if folder is None:
             return
         state = checkpoint.read_state(folder)
-        if state["policies"] != sorted(self.policies):
-            raise ValueError(f"{folder} holds the policies {state['policies']}, this run has {sorted(self.policies)}")
-        await asyncio.gather(*(group.load(folder / name / "actor") for name, group in self.policies.items()))
+        for kind, groups in {"policies": self.policies, "critics": self.critics.groups}.items():
+            if state[kind] != sorted(groups):
+                raise ValueError(f"{folder} holds the {kind} {state[kind]}, this run has {sorted(groups)}")
+        await asyncio.gather(
+            *(group.load(folder / name / "actor") for name, group in self.policies.items()),
+            *(group.load(folder / name / "critic") for name, group in self.critics.groups.items()),
+            self.references.load(folder, state["references"]),
+        )
         self.loader.load_state_dict(torch.load(folder / "data.pt", weights_only=True))
         self.step_number, self.log_prob_gap_max = state["step"], state["log_prob_gap_max"]
         self.history = dict(state["history"])
@@ -234,6 +277,9 @@ class MARLTrainer:
             metrics |= self._for_agents(name, {key.removeprefix("actor/"): value for key, value in numbers.items()})
         return metrics
 
+    def _critic_metrics(self, fits: Mapping[CriticName, Metrics]) -> Metrics:
+        return {f"critic/{name}/{key}": value for name, numbers in fits.items() for key, value in numbers.items()}
+
     def _for_agents(self, policy: PolicyName, metrics: Metrics) -> Metrics:
         """A policy's numbers, under each agent that is trained with it."""
         agents = [agent for agent in self.controller.policy_map.agents(policy) if agent in self.temperatures]
@@ -241,13 +287,9 @@ class MARLTrainer:
 
     def _throughput(self, batch: JointBatch, seconds: float) -> Metrics:
         """A step's length, and the share of it in which neither a server nor a worker computed."""
-        busy = 0.0
-        for phase in ("collect", "log_probs", "update"):
-            pools: dict[str, float] = {}
-            for group in self.policies.values():  # those of one pool share its processes, the others work beside it
-                pool = group.name if phase == "collect" else group.pool
-                pools[pool] = pools.get(pool, 0.0) + group.busy_seconds.get(phase, 0.0)
-            busy += max(pools.values())
+        groups = [*self.policies.values(), *self.critics.groups.values()]
+        busy = sum(max(seconds_by_pool(groups, phase).values()) for phase in BUSY_PHASES)
+        busy += max(group.busy_seconds.get("collect", 0.0) for group in self.policies.values())  # a server each
         turns = float(batch.mask_ERA.sum())
         return {
             "timing_s/step": seconds,
@@ -260,11 +302,11 @@ class MARLTrainer:
         seconds = await asyncio.gather(*(group.server_seconds() for group in self.policies.values()))
         return dict(zip(self.policies, seconds, strict=True))
 
-    def _must_be_finite(self, updates: Mapping[PolicyName, Metrics]) -> None:
+    def _must_be_finite(self, kind: str, updates: Mapping[str, Metrics]) -> None:
         for name, numbers in updates.items():
             for key in ("grad_norm", "loss"):
                 if key in numbers and not math.isfinite(numbers[key]):
                     raise NotFinite(
-                        f"policy {name!r}, step {self.step_number}: {key} is {numbers[key]}. Nothing of this step is saved; "
-                        "lower actor.optim.lr, or look at agent/*/log_prob_gap_max and the rewards of this step"
+                        f"{kind} {name!r}, step {self.step_number}: {key} is {numbers[key]}. Nothing of this step is saved; "
+                        "lower its optim.lr, or look at agent/*/log_prob_gap_max and the rewards of this step"
                     )

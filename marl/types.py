@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 AgentId: TypeAlias = str
 PolicyName: TypeAlias = str
+CriticName: TypeAlias = str
 Message: TypeAlias = dict[str, Any]
 """A chat message as the chat template takes it: ``role``, ``content``, and whatever else the template reads."""
 Metrics: TypeAlias = dict[str, float]
@@ -129,8 +130,16 @@ class JointBatch:
     verdicts_ERA: Tensor
     team_verdict_E: Tensor
     """The verdict on the team's answer."""
+    trained_ERA: Tensor
+    """1 on the turns that are trained."""
     rows: dict[PolicyName, TensorDict]
     """Rows with verl's keys, as jagged nested tensors; trained turns only."""
+    value_rows: dict[CriticName, TensorDict] = field(default_factory=dict)
+    """What each critic reads: ``input_ids``, and where in a row its values are read (``read_at``, ``turn_index``)."""
+    values_ERA: Tensor | None = None
+    """A value of every trained turn, where critics value turns; values of tokens lie in the rows."""
+    returns_ERA: Tensor | None = None
+    """What the critics should have said, from the learner."""
 
 
 class PolicyGroup(Protocol):
@@ -142,4 +151,12 @@ class PolicyGroup(Protocol):
 
     async def compute_log_prob(self, rows: TensorDict) -> TensorDict:
         """``log_probs`` and ``entropy`` of the rows' responses under the current weights, ragged like ``responses``."""
+        ...
+
+
+class CriticGroup(Protocol):
+    """The only view a learner has of the workers of one critic."""
+
+    async def update_critic(self, rows: TensorDict) -> Metrics:
+        """One pass of optimisation over value rows with ``values``, ``returns`` and ``value_mask``, ragged like ``read_at``."""
         ...

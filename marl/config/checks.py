@@ -154,19 +154,78 @@ def a_cpu_has_its_engines(config: Any) -> None:
 
 
 @rule
-def what_is_not_there_yet_is_refused(config: Any) -> None:
+def one_process_is_one_rank(config: Any) -> None:
+    if not config.resources.one_process:
+        return
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    if ranks != 1:
+        raise ConfigError(
+            f"resources.one_process=true has one rank, and trainer.nnodes={config.trainer.nnodes} x trainer.n_gpus_per_node="
+            f"{config.trainer.n_gpus_per_node} ask for {ranks}; set both to 1"
+        )
+    if config.actor_rollout_ref.rollout.name != "hf":
+        raise ConfigError(
+            f"resources.one_process=true serves with the hf rollout, not with actor_rollout_ref.rollout.name="
+            f"{config.actor_rollout_ref.rollout.name}; use hf"
+        )
+
+
+@rule
+def critics_value_turns_or_tokens(config: Any) -> None:
+    if config.critic.level not in ("turn", "token"):
+        raise ConfigError(
+            f"critic.level={config.critic.level}; expected turn or token.{did_you_mean(str(config.critic.level), ('turn', 'token'))}"
+        )
+    if "central" in policy_names(config):
+        raise ConfigError(
+            "a policy may not be called 'central', which is the central critic's name; rename the agent or its agents.<name>.policy"
+        )
+
+
+@rule
+def critic_batches_divide(config: Any) -> None:
+    tasks, mini = config.data.train_batch_size, config.critic.ppo_mini_batch_size
+    if mini < 1 or tasks % mini:
+        raise ConfigError(
+            f"critic.ppo_mini_batch_size={mini} does not divide data.train_batch_size={tasks}; choose a divisor of {tasks}"
+        )
+    if not config.critic.use_dynamic_bsz:
+        raise ConfigError(
+            "critic.use_dynamic_bsz=false: rows are of different lengths and numbers; leave it true, and set the size in "
+            "tokens by critic.ppo_max_token_len_per_gpu"
+        )
+
+
+@rule
+def references_are_renewed_where_there_are_any(config: Any) -> None:
+    freq = config.trainer.ref_update_freq
+    if freq < 0:
+        raise ConfigError(f"trainer.ref_update_freq={freq} must be 0 (never) or a number of steps")
+    if freq > 0 and not (config.algorithm.use_kl_in_reward or kl_in_any_loss(config)):
+        raise ConfigError(
+            f"trainer.ref_update_freq={freq}: there is no reference to renew; set actor_rollout_ref.actor.use_kl_loss=true or "
+            "algorithm.use_kl_in_reward=true"
+        )
+    if freq > 0 and config.actor_rollout_ref.model.lora_rank:
+        raise ConfigError(
+            f"trainer.ref_update_freq={freq}: with actor_rollout_ref.model.lora_rank={config.actor_rollout_ref.model.lora_rank} "
+            "the reference is the policy without its adapters, which never changes; set it to 0"
+        )
+
+
+def kl_in_any_loss(config: Any) -> bool:
+    losses = [(changes_of(config.policies, name).get("actor") or {}).get("use_kl_loss") for name in config.policies]
+    return bool(config.actor_rollout_ref.actor.use_kl_loss or any(losses))
+
+
+@rule
+def corrections_are_whole(config: Any) -> None:
     correction = config.algorithm.rollout_correction
-    for key, value in {
-        "actor_rollout_ref.actor.use_kl_loss": config.actor_rollout_ref.actor.use_kl_loss,
-        "algorithm.use_kl_in_reward": config.algorithm.use_kl_in_reward,
-        "critic.enable": config.critic.enable,
-        "algorithm.rollout_correction.rollout_is": correction.rollout_is,
-        "algorithm.rollout_correction.rollout_rs": correction.rollout_rs,
-    }.items():
-        if value:
-            raise ConfigError(
-                f"{key}={value}: reference policies, critics and rollout corrections are not part of this version; unset it"
-            )
+    if correction.rollout_rs and correction.rollout_rs_threshold is None:
+        raise ConfigError(
+            f"algorithm.rollout_correction.rollout_rs={correction.rollout_rs} needs "
+            "algorithm.rollout_correction.rollout_rs_threshold, such as 2.0 or '0.5_2.0'"
+        )
 
 
 @rule

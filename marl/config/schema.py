@@ -38,6 +38,10 @@ class ResourcesConfig:
     """Where policies live. A pool has ``trainer.nnodes`` x ``trainer.n_gpus_per_node`` ranks."""
 
     placement: Placement = Placement.separate
+    critic_pool: str | None = None
+    """The pool of the critics; null for pools of their own, or the shared one where policies are colocated."""
+    one_process: bool = False
+    """Everything in the driver's process, without Ray: ``breakpoint()`` works anywhere. One rank, the hf rollout."""
     placement_timeout_s: float = 60.0
     """How long the cluster may take to give a pool that it could give."""
     timeout_s: float = 600.0

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 from tensordict import TensorDict
-from torch import Tensor
 
 from marl.types import AgentId, Episode, JointBatch, PolicyName, Turn
+from marl.utils.ragged import jagged
 
 
 def joint_batch(
@@ -19,7 +19,8 @@ def joint_batch(
     """Grids over all turns; rows of the turns that are trained: those of the agents in ``temperatures`` and of
     ``train_rounds`` (None for all)."""
     shape = (len(episodes), max((episode.num_rounds for episode in episodes), default=0), len(agents))
-    mask_ERA, verdicts_ERA = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=np.float32)
+    mask_ERA, trained_ERA = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
+    verdicts_ERA = np.zeros(shape, dtype=np.float32)
     column = {agent: a for a, agent in enumerate(agents)}
     rows: dict[PolicyName, list[tuple[Turn, int]]] = {}
     for e, episode in enumerate(episodes):
@@ -27,12 +28,14 @@ def joint_batch(
             cell = (e, turn.round - 1, column[turn.agent])
             mask_ERA[cell], verdicts_ERA[cell] = True, turn.judged.score
             if turn.agent in temperatures and (train_rounds is None or turn.round in train_rounds):
+                trained_ERA[cell] = True
                 rows.setdefault(turn.policy, []).append((turn, int(np.ravel_multi_index(cell, shape))))
     return JointBatch(
         agents=list(agents),
         tasks_E=[episode.task.id for episode in episodes],
         mask_ERA=torch.from_numpy(mask_ERA),
         verdicts_ERA=torch.from_numpy(verdicts_ERA),
+        trained_ERA=torch.from_numpy(trained_ERA),
         team_verdict_E=torch.tensor([episode.judged.score if episode.verdict else 0.0 for episode in episodes]),
         rows={policy: to_rows(turns, temperatures) for policy, turns in rows.items()},
     )
@@ -58,13 +61,6 @@ def to_rows(turns: Sequence[tuple[Turn, int]], temperatures: Mapping[AgentId, fl
     return TensorDict(rows, batch_size=[len(turns)])
 
 
-def jagged(lists: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
-    """A nested tensor of these rows."""
-    offsets = torch.from_numpy(np.cumsum([0, *map(len, lists)], dtype=np.int64))
-    values = torch.tensor([x for row in lists for x in row], dtype=dtype)
-    return torch.nested.nested_tensor_from_jagged(values, offsets=offsets)
-
-
 def pad_rows(rows: TensorDict, multiple: int) -> TensorDict:
     """Repeat the last row, with nothing in it to learn, until the rows divide."""
     missing = -len(rows) % multiple
@@ -79,7 +75,7 @@ def rows_of(rows: TensorDict, index: Sequence[int], silent: int = 0) -> TensorDi
     for key, value in rows.items():
         parts = list(value.unbind())
         chosen = [parts[i] for i in index]
-        if silent and key in ("response_mask", "loss_mask"):
+        if silent and key in ("response_mask", "loss_mask", "value_mask"):
             chosen[-silent:] = [torch.zeros_like(part) for part in chosen[-silent:]]
         picked[key] = (
             torch.nested.as_nested_tensor(chosen, layout=torch.jagged) if value.is_nested else torch.stack(chosen)

@@ -7,7 +7,7 @@ from ray.exceptions import RayError, RayTaskError
 from verl.workers.rollout.llm_server import LLMServerClient
 
 from marl.controller.chat import ChatEncoder
-from marl.controller.failures import policy_failed
+from marl.controller.failures import group_failed
 from marl.types import AgentId, Message, PolicyName, Turn
 
 SEED_KEYS = {"sglang": "sampling_seed"}
@@ -49,7 +49,7 @@ class PolicyClient:
         except RayError as error:
             if isinstance(error, RayTaskError) and not isinstance(error.cause, RayError):
                 raise error.cause from None  # the server lives: it refused this one request
-            raise policy_failed(self.policy, "generating", error) from error
+            raise group_failed(f"policy {self.policy!r}", "generating", error) from error
         if not output.token_ids:
             raise ValueError(f"the server of policy {self.policy!r} answered agent {agent!r} with no token")
         return Turn(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from marl.controller.client import PolicyClient
-from marl.controller.failures import PolicyFailed
+from marl.controller.failures import GroupFailed
 from marl.controller.policy_map import PolicyMap
 from marl.rewards import Reward
 from marl.runners import LiveEpisode, Runner
@@ -92,7 +92,7 @@ class Controller:
             for ended in asyncio.as_completed(running):
                 try:
                     await ended
-                except PolicyFailed:
+                except GroupFailed:
                     raise
                 except Exception:
                     continue  # counted below

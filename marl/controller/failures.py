@@ -6,24 +6,22 @@ from pathlib import Path
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from marl.types import PolicyName
-
 PID = re.compile(r"\bpid[=:]\s*(\d+)")
 NAME = re.compile(r"\bname: (\S+)")
 LAST_LINES = 15
 
 
-class PolicyFailed(RuntimeError):
-    """A worker or a server of a policy died or raised; the run cannot go on."""
+class GroupFailed(RuntimeError):
+    """A worker or a server of a policy or a critic died or raised; the run cannot go on."""
 
 
-def policy_failed(policy: PolicyName, what: str, error: RayError) -> PolicyFailed:
-    """Names the policy, what it was doing and the cause; for a process that died, its last lines."""
+def group_failed(whose: str, what: str, error: RayError) -> GroupFailed:
+    """Names whose process it was, what it was doing and the cause; for a process that died, its last lines."""
     if isinstance(error, RayTaskError) and isinstance(error.cause, RayActorError):
         error = error.cause  # one of its processes tells of another's death
     if isinstance(error, RayTaskError):
         cause = error.cause
-        return PolicyFailed(f"policy {policy!r} failed while {what}: {type(cause).__name__}: {cause}")
+        return GroupFailed(f"{whose} failed while {what}: {type(cause).__name__}: {cause}")
     text = str(error)
     name, pid = NAME.search(text), PID.search(text)
     who = f"process {name[1] if name else '?'} (pid {pid[1] if pid else '?'})"
@@ -33,7 +31,7 @@ def policy_failed(policy: PolicyName, what: str, error: RayError) -> PolicyFaile
     said = "".join(f"\n    {line}" for line in lines) or (
         " nothing" if here else " on another node: see Ray's logs there"
     )
-    return PolicyFailed(f"policy {policy!r} while {what}: {who} {kind}: {summary(text)}\n  its last lines:{said}")
+    return GroupFailed(f"{whose} while {what}: {who} {kind}: {summary(text)}\n  its last lines:{said}")
 
 
 def summary(text: str) -> str:

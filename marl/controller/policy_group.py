@@ -1,45 +1,36 @@
-"""The workers and servers of one policy, as the trainer and the learners see them: awaitable, and with deadlines."""
+"""The workers and servers of one policy, as the trainer and the learners see them."""
 
 import asyncio
-from collections.abc import Awaitable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 import ray
-import torch
-from ray.exceptions import RayError
 from tensordict import TensorDict
 from verl.checkpoint_engine import CheckpointEngineManager
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
-from verl.utils.metric import reduce_metrics
 
-from marl.controller.batching import pad_rows
-from marl.controller.failures import policy_failed
+from marl.controller.worker_group import WorkerGroup, first_rows, flatten_metrics
 from marl.rollout.servers import PolicyServers
 from marl.types import Metrics, PolicyName
-from marl.utils.deadlines import within
-
-T = TypeVar("T")
 
 
-class RayPolicyGroup:
+class RayPolicyGroup(WorkerGroup):
     """Implements :class:`marl.types.PolicyGroup` over verl's worker group, server manager and weight sync."""
 
-    def __init__(self, name: PolicyName, config: Any, worker_group: Any, pool: str, timeout: float) -> None:
-        self.name, self.config, self.workers, self.pool, self.timeout = name, config, worker_group, pool, timeout
-        self.actor, self.rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-        self.busy_seconds: dict[str, float] = {}
-        """What the slowest rank, or the server, spent computing, by phase of the current step."""
+    kind = "policy"
 
-    async def start_workers(self) -> None:
-        """Load the model in every rank."""
-        await self._wait("loading its model", asyncio.gather(*self.workers.init_model()))
+    def __init__(self, name: PolicyName, config: Any, workers: Any, pool: str, timeout: float) -> None:
+        super().__init__(name, workers, pool, timeout)
+        self.config, self.actor, self.rollout = (
+            config,
+            config.actor_rollout_ref.actor,
+            config.actor_rollout_ref.rollout,
+        )
 
     async def start_servers(self) -> None:
         """Start the servers; they have no weights before the first sync."""
-        self.servers = PolicyServers(self.config, self.workers)
+        self.servers: Any = PolicyServers(self.config, self.workers)
         await self._wait("starting its servers", self._launch())
         self.weight_sync = CheckpointEngineManager(
             config=omega_conf_to_dataclass(self.rollout.checkpoint_engine),
@@ -54,41 +45,48 @@ class RayPolicyGroup:
 
     FORWARD_KEYS = ("prompts", "responses", "input_ids", "position_ids", "loss_mask", "temperature")
     TRAIN_KEYS = (*FORWARD_KEYS, "response_mask", "old_log_probs", "advantages")
+    OPTIONAL_KEYS = ("ref_log_prob", "rollout_is_weights")
     """What verl's engines read. They pick rows of every key one by one: an unread key costs as much as the rest."""
 
     async def compute_log_prob(self, rows: TensorDict) -> TensorDict:
+        return await self._log_prob("log_probs", self.workers.compute_log_prob, rows, calculate_entropy=True)
+
+    async def compute_ref_log_prob(self, rows: TensorDict) -> TensorDict:
+        """``log_probs`` of the responses under the reference's weights, ragged like ``responses``."""
+        return await self._log_prob("ref_log_probs", self.workers.compute_ref_log_prob, rows, calculate_entropy=False)
+
+    async def _log_prob(self, phase: str, method: Any, rows: TensorDict, **settings: Any) -> TensorDict:
         size = len(rows)
-        rows = self._for_workers(rows.select(*self.FORWARD_KEYS), calculate_entropy=True, compute_loss=False)
-        output = await self._call("log_probs", self.workers.compute_log_prob(rows))
-        outputs = TensorDict({key: output[key] for key in ("log_probs", "entropy")}, batch_size=[len(rows)])
+        rows = self._for_workers(rows.select(*self.FORWARD_KEYS), compute_loss=False, **settings)
+        output = await self._call(phase, method, rows)
+        columns = {key: output[key] for key in ("log_probs", "entropy") if key in output}
         if len(rows) > size:
-            outputs = TensorDict({key: first_rows(value, size) for key, value in outputs.items()}, batch_size=[size])
-        return outputs
+            columns = {key: first_rows(value, size) for key, value in columns.items()}
+        return TensorDict(columns, batch_size=[size])
 
     async def update_actor(self, rows: TensorDict) -> Metrics:
-        actor, size = self.actor, len(rows)
-        wanted = self.config.data.train_batch_size // actor.ppo_mini_batch_size
-        mini_batches = even_mini_batches(size, wanted, self.workers.world_size)
-        rows = self._for_workers(rows.select(*self.TRAIN_KEYS), mini_batches)
-        tu.assign_non_tensor(
-            rows,
-            calculate_entropy=bool(actor.calculate_entropy or actor.entropy_coeff),
-            compute_loss=True,
-            global_batch_size=max(1, size // mini_batches),
-            mini_batch_size=len(rows) // mini_batches,
-            epochs=actor.ppo_epochs,
-            seed=actor.data_loader_seed,
-            dataloader_kwargs={"shuffle": actor.shuffle},
-        )
-        output = await self._call("update", self.workers.update_actor(rows))
+        wanted = self.config.data.train_batch_size // self.actor.ppo_mini_batch_size
+        keys = (*self.TRAIN_KEYS, *(key for key in self.OPTIONAL_KEYS if key in self.read_by_loss and key in rows))
+        rows = self.mini_batches(rows.select(*keys), wanted, self.actor)
+        calculate_entropy = bool(self.actor.calculate_entropy or self.actor.entropy_coeff)
+        tu.assign_non_tensor(rows, calculate_entropy=calculate_entropy, compute_loss=True)
+        output = await self._call("update", self.workers.update_actor, rows)
         return flatten_metrics(tu.get(output, "metrics"))
 
-    def _for_workers(self, rows: TensorDict, mini_batches: int = 1, **settings: Any) -> TensorDict:
-        """Rows that divide among the ranks and mini-batches, with what verl's engines ask for."""
-        rows = pad_rows(rows, mini_batches * self.workers.world_size).copy()
-        if settings:
-            tu.assign_non_tensor(rows, **settings)
-        return rows
+    @property
+    def read_by_loss(self) -> set[str]:
+        """Which of the optional keys this policy's loss reads."""
+        return {"rollout_is_weights", *(["ref_log_prob"] if self.actor.use_kl_loss else [])}
+
+    async def renew_reference(self) -> None:
+        """Give the reference the policy's present weights."""
+        await self._all("renewing its reference", self.workers.renew_reference)
+
+    async def save_reference(self, folder: Path) -> None:
+        await self._all(f"saving its reference to {folder}", self.workers.save_reference, str(folder))
+
+    async def load_reference(self, folder: Path) -> None:
+        await self._all(f"loading its reference from {folder}", self.workers.load_reference, str(folder))
 
     async def free_servers(self) -> None:
         """Let servers that share an accelerator with the trainer give its memory back; a weight sync wakes them."""
@@ -100,19 +98,11 @@ class RayPolicyGroup:
         update = asyncio.to_thread(self.weight_sync.update_weights, global_steps=step)
         await self._wait(f"syncing the weights of step {step}", update)
 
-    async def save(self, folder: Path) -> None:
-        await self._wait(
-            f"saving to {folder}", asyncio.gather(*self.workers.save_checkpoint(str(folder), None, 0, None))
-        )
-
-    async def load(self, folder: Path) -> None:
-        await self._wait(f"loading {folder}", asyncio.gather(*self.workers.load_checkpoint(str(folder), None, False)))
-
     def stop(self) -> None:
         """End the servers and workers."""
-        servers = self.servers.server_handles if hasattr(self, "servers") else []
-        for actor in (*servers, *self.workers.workers):
-            ray.kill(actor)
+        for server in self.servers.server_handles if hasattr(self, "servers") else []:
+            ray.kill(server)
+        super().stop()
 
     async def server_seconds(self) -> float:
         """Seconds that the busiest ``hf`` server has computed since its start; 0 for other backends."""
@@ -121,35 +111,3 @@ class RayPolicyGroup:
         refs = [server.get_stats.remote() for server in self.servers.server_handles]
         stats = await self._wait("asking its servers", asyncio.gather(*refs))
         return max(entry["seconds"] for entry in stats)
-
-    async def _call(self, phase: str, future: Any) -> TensorDict:
-        """Wait for verl's future without blocking the loop."""
-        await self._wait(f"computing {phase}", asyncio.gather(*future.futures))
-        output = future.get()
-        self.busy_seconds[phase] = float(np.max(tu.get(output, "metrics")["worker_seconds"]))
-        return output
-
-    async def _wait(self, what: str, work: Awaitable[T]) -> T:
-        try:
-            return await within(self.timeout, f"policy {self.name!r}: {what}", work)
-        except RayError as error:
-            raise policy_failed(self.name, what, error) from error
-
-
-def even_mini_batches(rows: int, wanted: int, ranks: int) -> int:
-    """How many mini-batches: as many as wanted, or fewer where one of them would hold nothing but padding."""
-    for count in range(min(wanted, max(1, rows // ranks)), 1, -1):
-        size = -(-rows // (count * ranks)) * ranks
-        if (count - 1) * size < rows:
-            return count
-    return 1
-
-
-def first_rows(nested: Any, size: int) -> torch.Tensor:
-    end = int(nested.offsets()[size])
-    return torch.nested.nested_tensor_from_jagged(nested.values()[:end], offsets=nested.offsets()[: size + 1])
-
-
-def flatten_metrics(metrics: Mapping[str, Any]) -> Metrics:
-    """verl's lists of numbers of micro-batches and ranks, each to one number by verl's rule."""
-    return {key: float(value) for key, value in reduce_metrics(dict(metrics)).items() if np.ndim(value) == 0}

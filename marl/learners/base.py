@@ -14,16 +14,20 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from marl.learners.schemes import Credit
-from marl.types import JointBatch, Metrics, PolicyGroup, PolicyName
+from marl.learners.values import training_rows
+from marl.types import CriticGroup, CriticName, JointBatch, Metrics, PolicyGroup, PolicyName
 from marl.utils.registry import Registry
-
-CriticKind = Literal["none", "local", "central"]
 
 
 class Learner(ABC):
-    """Override :meth:`assign_credit`; override :meth:`update` only if policies are not updated alike."""
+    """Override :meth:`assign_credit`; override :meth:`update` only if policies are not updated alike.
 
-    critic: ClassVar[CriticKind] = "none"
+    Facts about a learner are class attributes, so that nothing branches on its name.
+    """
+
+    critic: ClassVar[Literal["none", "local", "central"]] = "none"
+    default_credit: ClassVar[str] = "own"
+    """What ``credit=auto`` stands for."""
     compares_samples: ClassVar[bool] = False
     """Learns from differences between a task's samples, and therefore needs more than one of them."""
 
@@ -36,14 +40,27 @@ class Learner(ABC):
     def __init__(self, config: Config, credit: Credit) -> None:
         self.config, self.credit = config, credit
 
+    @classmethod
+    def estimators(cls) -> list[str]:
+        """What ``algorithm.adv_estimator`` may be; null is the learner's own."""
+        return []
+
     @abstractmethod
     def assign_credit(self, batch: JointBatch) -> Metrics:
         """Write ``advantages``, ragged like ``response_mask``, into the rows of every policy."""
 
     async def update(self, batch: JointBatch, policies: Mapping[PolicyName, PolicyGroup]) -> dict[PolicyName, Metrics]:
         """Update every policy that has rows, all at the same time."""
-        names = list(batch.rows)
+        names = [name for name in batch.rows if name in policies]
         results = await asyncio.gather(*(policies[name].update_actor(batch.rows[name]) for name in names))
+        return dict(zip(names, results, strict=True))
+
+    async def update_critics(
+        self, batch: JointBatch, critics: Mapping[CriticName, CriticGroup]
+    ) -> dict[CriticName, Metrics]:
+        """Fit every critic to the returns of the rows that it read, once, all at the same time."""
+        names = [name for name in batch.value_rows if name in critics]
+        results = await asyncio.gather(*(critics[name].update_critic(training_rows(batch, name)) for name in names))
         return dict(zip(names, results, strict=True))
 
 

@@ -52,6 +52,47 @@ def returns_to_go(rewards_ERA: Tensor, mask_ERA: Tensor, gamma: float) -> Tensor
     return returns_ERA * mask_ERA
 
 
+def fold_untrained(rewards_ERA: Tensor, mask_ERA: Tensor, trained_ERA: Tensor, gamma: float) -> Tensor:
+    """Give what an agent's untrained turns earn to its last trained turn before them; zero on untrained turns.
+
+    Without it a learner that trains round 1 alone would never hear of what round 1 does to round 2.
+    """
+    trained_ERA, spoke_ERA = trained_ERA.bool(), mask_ERA.bool()
+    carried_EA = torch.zeros_like(rewards_ERA[:, 0])
+    folded_ERA = torch.zeros_like(rewards_ERA)
+    for r in reversed(range(rewards_ERA.shape[1])):
+        here_EA = torch.where(spoke_ERA[:, r], rewards_ERA[:, r] + gamma * carried_EA, carried_EA)
+        folded_ERA[:, r] = torch.where(trained_ERA[:, r], here_EA, 0.0)
+        carried_EA = torch.where(trained_ERA[:, r], 0.0, here_EA)
+    return folded_ERA
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:
+    """Generalised advantage estimation (arXiv:1506.02438) along the last axis; what is masked out is stepped over.
+
+        delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}
+
+    Rewards, values and mask [N, T]; advantages [N, T], not whitened. verl's function of the same name, bit for bit.
+    """
+    mask = mask.to(values.dtype)
+    following = torch.zeros_like(values[:, 0])
+    running = torch.zeros_like(following)
+    advantages = torch.zeros_like(values)
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * following - values[:, t]
+        candidate = delta + gamma * lam * running
+        following = values[:, t] * mask[:, t] + (1 - mask[:, t]) * following
+        running = candidate * mask[:, t] + (1 - mask[:, t]) * running
+        advantages[:, t] = running
+    return advantages
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """How much of the returns the values foretold: 1 is all, 0 no more than their mean does."""
+    spread = returns.var(unbiased=False)
+    return float(1 - (returns - values).var(unbiased=False) / spread) if spread > 0 else 0.0
+
+
 def group_advantages(rewards_B: Tensor, keys_B: Sequence[Hashable] | Tensor, std: bool, eps: float = 1e-6) -> Tensor:
     """Rewards relative to those with the same key (GRPO, arXiv:2402.03300; without std Dr. GRPO, arXiv:2503.20783).
 

@@ -10,10 +10,17 @@ from enum import Enum
 import torch
 from omegaconf import II
 from torch import Tensor
+from verl.trainer.config import AlgoConfig
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, get_adv_estimator_fn
 
 from marl.learners import credit
 from marl.learners.base import Learner, register_learner, spread
+from marl.learners.decisions import Decisions, Trajectories, penalties
 from marl.types import JointBatch, Metrics
+
+NEED_MORE = {"gae", "remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"}
+"""verl's estimators that need a critic, greedy answers, or gradients, which this learner has not."""
+UNGROUPED = {"reinforce_plus_plus"}
 
 
 class GroupKey(Enum):
@@ -34,23 +41,56 @@ class GRPO(Learner):
         """Divide by the group's standard deviation; false gives Dr. GRPO (arXiv:2503.20783)."""
         gamma: float = II("algorithm.gamma")
         """Discount of an agent's later rounds, for credit of kind ``reward``."""
+        estimator: str | None = II("algorithm.adv_estimator")
+        """``grpo``, the default, is ours; else one of verl's: rloo, opo, gpg, reinforce_plus_plus …"""
+        token_gamma: float = 1.0
+        """Discount of a turn's later tokens, for ``reinforce_plus_plus``."""
 
     config: Config
 
     def assign_credit(self, batch: JointBatch) -> Metrics:
         credit_ERA = self.credit.assign(batch)
+        if self.credit.kind == "advantage":
+            for rows in batch.rows.values():
+                rows["advantages"] = spread(credit_ERA, rows)
+            return {}
+        rewards_ERA = credit_ERA - penalties(batch)
         if self.credit.kind == "reward":
-            credit_ERA = credit.returns_to_go(credit_ERA, batch.mask_ERA, self.config.gamma)
-        spoke_ERA = batch.mask_ERA.bool()
-        keys_B = self.keys(batch)[spoke_ERA]
-        advantages_ERA, metrics = credit_ERA, {}
-        if self.credit.kind != "advantage":
-            advantages_ERA = torch.zeros_like(credit_ERA)
-            advantages_ERA[spoke_ERA] = credit.group_advantages(credit_ERA[spoke_ERA], keys_B, self.config.std)
-            metrics = degenerate_share(batch, credit_ERA, keys_B)
+            rewards_ERA = credit.returns_to_go(rewards_ERA, batch.mask_ERA, self.config.gamma)
+        if self.config.estimator not in (None, "grpo"):
+            self.estimate(batch, rewards_ERA)
+        else:
+            advantages_ERA = torch.zeros_like(rewards_ERA)
+            spoke_ERA = batch.mask_ERA.bool()
+            keys_B = self.keys(batch)[spoke_ERA]
+            advantages_ERA[spoke_ERA] = credit.group_advantages(rewards_ERA[spoke_ERA], keys_B, self.config.std)
+            for rows in batch.rows.values():
+                rows["advantages"] = spread(advantages_ERA, rows)
+        return degenerate_share(batch, rewards_ERA, self.keys(batch))
+
+    def estimate(self, batch: JointBatch, rewards_ERA: Tensor) -> None:
+        """Advantages by one of verl's estimators, of one policy's turns at a time; a group of one gets 0."""
+        function = get_adv_estimator_fn(self.config.estimator)
+        settings = AlgoConfig(gamma=self.config.token_gamma, norm_adv_by_std_in_grpo=self.config.std)
+        keys_ERA, own_ERA = self.keys(batch).flatten(), rewards_ERA + penalties(batch)
         for rows in batch.rows.values():
-            rows["advantages"] = spread(advantages_ERA, rows)
-        return metrics
+            decisions = Decisions.of(batch, rows)
+            plan = Trajectories(decisions.cells_D, batch.mask_ERA.shape, separate_turns=True)
+            keys_N = keys_ERA[decisions.cells_D[plan.first_D]]
+            advantages_NT, _ = function(
+                token_level_rewards=plan.lay(decisions.rewards(own_ERA)),
+                response_mask=plan.mask_NT,
+                index=keys_N.numpy(),
+                config=settings,
+            )
+            if self.config.estimator not in UNGROUPED:
+                index_N, count_G = credit.group_index(keys_N)
+                advantages_NT = advantages_NT * (count_G[index_N] > 1)[:, None]
+            decisions.write(batch, plan.take(advantages_NT))
+
+    @classmethod
+    def estimators(cls) -> list[str]:
+        return sorted(set(ADV_ESTIMATOR_REGISTRY) - NEED_MORE)
 
     def keys(self, batch: JointBatch) -> Tensor:
         """The group number [E, R, A] of every turn."""
@@ -66,9 +106,10 @@ class GRPO(Learner):
         return keys_ERA
 
 
-def degenerate_share(batch: JointBatch, credit_ERA: Tensor, keys_B: Tensor) -> Metrics:
+def degenerate_share(batch: JointBatch, credit_ERA: Tensor, keys_ERA: Tensor) -> Metrics:
     """Per agent, the share of its turns whose group is all alike and teaches nothing."""
     spoke_ERA = batch.mask_ERA.bool()
+    keys_B = keys_ERA[spoke_ERA]
     index_B, count_G = credit.group_index(keys_B)
     unequal_G = credit.unequal_groups(credit_ERA[spoke_ERA], index_B, len(count_G))
     degenerate_ERA = torch.zeros_like(spoke_ERA)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Literal
 
+from hydra.core.config_store import ConfigStore
 from torch import Tensor
 
 from marl.learners import credit
@@ -35,6 +36,10 @@ class Credit(ABC):
 
 CREDITS: Registry[Credit] = Registry("credit")
 register_credit = CREDITS.register
+
+
+# what ``credit=auto`` becomes is the learner's to say (marl.main.prepare)
+ConfigStore.instance().store(group="credit", name="auto", node=Credit.Config(name="auto"))
 
 
 @register_credit("own")

@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine import EngineRegistry
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 import marl.platform.cpu  # noqa: F401 - registers the platform before verl resolves it
 from marl.platform.shapes import MIN_WIDTH
@@ -65,3 +65,17 @@ class CPUEngineWithLMHead(_CPUEngine, FSDPEngineWithLMHead):
             key: torch.nested.nested_tensor_from_jagged(whole.index_put((flat,), value), offsets)
             for key, value in outputs.items()
         }
+
+
+@EngineRegistry.register(model_type="value_model", backend=["fsdp", "fsdp2"], device=["cpu"])
+class CPUEngineWithValueHead(_CPUEngine, FSDPEngineWithValueHead):
+    def _build_module(self) -> torch.nn.Module:
+        # verl's loader of value heads asks for flash attention; the same class comes by way of the language model's
+        config = self.model_config.hf_config
+        config.num_labels, config.classifier_dropout = 1, 0.0
+        config.architectures = [config.architectures[0].replace("ForCausalLM", "ForTokenClassification")]
+        self.model_config.model_type = "language_model"
+        try:
+            return super()._build_module()
+        finally:
+            self.model_config.model_type = "value_model"

@@ -17,12 +17,16 @@ from verl.utils.device import get_device_name
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
 
-from marl.rollout.decoding import ATTENTION, Request, bucket, decode
+from marl.rollout.decoding import ATTENTION, Answer, Request, bucket, decode
 from marl.rollout.offsets import offset_rank, ranks_per_replica
 from marl.utils.memory import settle
 
 GATHER_SECONDS = 0.002
 """How long a request waits for others to share its batch."""
+
+
+LOCAL_SERVERS: dict[str, Any] = {}
+"""Servers of this process, by name, where a run has no other (``resources.one_process``)."""
 
 
 def server_name(config: Any, replica_rank: int) -> str:
@@ -153,7 +157,7 @@ class HFServer:
             requests = [request for request, _ in batch]
             started = asyncio.get_running_loop().time()
             try:
-                answers = await asyncio.to_thread(decode, self.model, requests, self.pad_id, self.tokenizer.decode)
+                answers = await self._decode(requests)
             except Exception as error:
                 for _, future in batch:
                     if not future.done():
@@ -163,6 +167,9 @@ class HFServer:
             for (_, future), answer in zip(batch, answers, strict=True):
                 if not future.done():
                     future.set_result((answer.token_ids, answer.log_probs, answer.stop_reason, self.global_steps))
+
+    async def _decode(self, requests: list[Request]) -> list[Answer]:
+        return await asyncio.to_thread(decode, self.model, requests, self.pad_id, self.tokenizer.decode)
 
     def _next_batch(self) -> list[tuple[Request, asyncio.Future]]:
         """The oldest request and all that can share its batch, up to ``rollout.max_num_seqs``."""
@@ -275,7 +282,8 @@ class HFServerAdapter(BaseRollout):
 
     def _server(self) -> Any:
         if self.server is None:  # it starts after the training ranks
-            self.server = ray.get_actor(server_name(self.config, self.replica_rank))
+            name = server_name(self.config, self.replica_rank)
+            self.server = LOCAL_SERVERS[name] if name in LOCAL_SERVERS else ray.get_actor(name)
         return self.server
 
 

@@ -103,7 +103,7 @@ def test_a_process_that_dies_is_named_and_ends_the_run_within_seconds(running, v
     assert process.wait(timeout=END_SECONDS) == 1
     assert time.monotonic() - killed < END_SECONDS
     said = output()
-    assert re.search(r"run failed: PolicyFailed: policy '(alice|carol)' while .* died", said), said[-2000:]
+    assert re.search(r"run failed: GroupFailed: policy '(alice|carol)' while .* died", said), said[-2000:]
     assert "its last lines:" in said
     wait_until_gone(family)
 

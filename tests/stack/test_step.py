@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from marl.controller.batching import joint_batch, pad_rows, rows_of
 from marl.controller.controller import EpisodesFailed
-from marl.controller.failures import PolicyFailed
+from marl.controller.failures import GroupFailed
 from marl.learners import spread
 from marl.runners.base import Runner
 from marl.types import Task
@@ -290,13 +290,13 @@ def test_a_policy_that_failed_ends_the_others_at_once(live):
     class Dies(Runner):
         async def run(self, episode):
             if episode.record.sample == 0:
-                raise PolicyFailed("policy 'alice' died")
+                raise GroupFailed("policy 'alice' died")
             await asyncio.sleep(1000)
 
     controller, before = live.trainer.controller, live.trainer.controller.runner
     controller.runner, started = Dies(Dies.Config(name="dies")), time.monotonic()
     try:
-        with pytest.raises(PolicyFailed):
+        with pytest.raises(GroupFailed):
             collected(live)
     finally:
         controller.runner = before

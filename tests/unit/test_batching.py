@@ -1,9 +1,10 @@
 import torch
 
-from marl.controller.batching import jagged, joint_batch, pad_rows, to_rows
-from marl.controller.policy_group import even_mini_batches
+from marl.controller.batching import joint_batch, pad_rows, to_rows
+from marl.controller.worker_group import even_mini_batches
 from marl.modules.workers.policy_worker import of_responses
 from marl.types import Episode, Task, Turn, Verdict
+from marl.utils.ragged import jagged
 
 
 def turn(agent, round, prompt, response, policy=None, mask=None):

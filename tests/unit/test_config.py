@@ -117,9 +117,17 @@ BAD = {
     "trainer.n_gpus_per_node=0": ["at least 1"],
     "actor_rollout_ref.actor.strategy=fsdp": ["does not run on a CPU", "fsdp2"],
     "actor_rollout_ref.rollout.name=vllm": ["needs an accelerator", "hf"],
-    "actor_rollout_ref.actor.use_kl_loss=true": ["use_kl_loss=True", "unset it"],
-    "algorithm.use_kl_in_reward=true": ["use_kl_in_reward=True"],
-    "critic.enable=true": ["critic.enable=True"],
+    "critic.enable=true": ["critic.enable=True", "leave it null"],
+    "critic.level=turns": ["critic.level=turns", "turn or token", "Did you mean 'turn'"],
+    "critic.ppo_mini_batch_size=5": ["critic.ppo_mini_batch_size=5", "divisor of 32"],
+    "critic.use_dynamic_bsz=false": ["critic.use_dynamic_bsz", "ppo_max_token_len_per_gpu"],
+    "agents.alice.policy=central": ["central"],
+    "algorithm.adv_estimator=gae": ["adv_estimator=gae", "learner=grpo", "ippo"],
+    "algorithm.adv_estimator=rlo": ["adv_estimator=rlo", "Did you mean 'rloo'"],
+    "trainer.ref_update_freq=5": ["ref_update_freq=5", "use_kl_loss=true"],
+    "trainer.ref_update_freq=-1": ["ref_update_freq=-1"],
+    "algorithm.rollout_correction.rollout_rs=token_k1": ["rollout_rs=token_k1", "rollout_rs_threshold"],
+    "resources.one_process=true trainer.n_gpus_per_node=2": ["one rank", "n_gpus_per_node=2"],
     "actor_rollout_ref.rollout.n=1": ["rollout.n=1", "at least 2"],
     "actor_rollout_ref.model.path=/nowhere/model": ["/nowhere/model", "config.json"],
     "data.train_files=/nowhere/train.parquet": ["data.train_files=/nowhere/train.parquet", "no such file"],
@@ -134,7 +142,6 @@ BAD = {
     "+policies.alice.rollout.name=vllm": ["policies.alice", "needs an accelerator"],
     "+policies.alice.rollout.n=2": ["policies.alice.rollout.n=2", "same episodes"],
     "+policies.alice.model.path=/nowhere": ["policies.alice", "/nowhere"],
-    "algorithm.rollout_correction.rollout_is=token": ["rollout_correction.rollout_is=token"],
     "agents.alice.temperature=0": ["agents.alice.temperature=0", "above 0"],
     "actor_rollout_ref.rollout.temperature=0": ["rollout.temperature=0"],
     "learner.train_rounds=[3]": ["learner.train_rounds=[3]", "1 to runner.num_rounds=2"],
@@ -146,7 +153,7 @@ BAD = {
 @pytest.mark.parametrize("override", [bad for bad in BAD if bad != "agents={}"])
 def test_rules_between_keys_name_the_remedy(quickstart, override):
     with pytest.raises(ConfigError) as caught:
-        prepare(quickstart(override))
+        prepare(quickstart(*override.split()))
     assert all(part in str(caught.value) for part in BAD[override]), str(caught.value)
 
 
@@ -154,7 +161,7 @@ def test_every_rule_was_broken_by_a_test(quickstart):
     """A rule that no configuration above breaks is a rule without a test."""
     broken = set()
     for override in BAD:
-        config = quickstart() if override == "agents={}" else quickstart(override)
+        config = quickstart() if override == "agents={}" else quickstart(*override.split())
         if override == "agents={}":
             with open_dict(config):
                 config.agents = {}
@@ -189,6 +196,11 @@ def test_a_policy_differs_from_the_others_where_it_says_so(quickstart):
     "overrides,pools",
     [
         ([], {"alice": 1, "carol": 1}),
+        (["learner=ippo"], {"alice": 1, "carol": 1, "alice_critic": 1, "carol_critic": 1}),
+        (["learner=ippo", "agents.carol.trainable=false"], {"alice": 1, "carol": 1, "alice_critic": 1}),
+        (["learner=mappo"], {"alice": 1, "carol": 1, "central_critic": 1}),
+        (["learner=mappo", "resources.critic_pool=alice"], {"alice": 1, "carol": 1}),
+        (["learner=mappo", "resources.placement=colocated"], {"shared": 1}),
         (["resources.placement=colocated"], {"shared": 1}),
         (["agents.alice.policy=both", "agents.carol.policy=both"], {"both": 1}),
         (["+policies.alice.pool=p", "+policies.carol.pool=p", "trainer.n_gpus_per_node=2"], {"p": 2}),

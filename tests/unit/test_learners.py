@@ -8,6 +8,7 @@ import torch
 from marl.controller.batching import joint_batch, to_rows
 from marl.learners import CREDITS, LEARNERS, spread
 from marl.learners.grpo import GRPO, GroupKey
+from marl.learners.ippo import IPPO
 from marl.learners.schemes import TeamOf
 from marl.types import Episode, Task, Turn, Verdict
 from recipe import leave_one_out  # noqa: F401 - registers a learner from outside
@@ -63,9 +64,10 @@ def two_samples():
 
 def build(name, credit="own", credit_options=None, **options):
     cls = LEARNERS.get(name)
-    defaults = {"std": True, "gamma": 1.0} if issubclass(cls, GRPO) else {}
+    defaults = {"std": True, "gamma": 1.0, "estimator": None} if issubclass(cls, GRPO) else {}
+    defaults |= {"gamma": 1.0, "lam": 1.0} if issubclass(cls, IPPO) else {}
     scheme = CREDITS.get(credit)
-    return cls(
+    return cls(  # what the configuration interpolates is given here
         cls.Config(name=name, **(defaults | options)), scheme(scheme.Config(name=credit, **(credit_options or {})))
     )
 
@@ -74,6 +76,8 @@ def build(name, credit="own", credit_options=None, **options):
 @pytest.mark.parametrize("name", LEARNERS.names())
 def test_every_learner_fills_advantages_and_updates_every_policy_once(name, credit):
     learner, batch = build(name, credit), two_samples()
+    if learner.critic != "none":
+        batch.values_ERA = torch.full(batch.mask_ERA.shape, 0.25)
     metrics = learner.assign_credit(batch)
     groups = {policy: FakeGroup() for policy in batch.rows}
     results = asyncio.run(learner.update(batch, groups))

@@ -2,11 +2,15 @@
 
 import os
 import time
+from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import DictConfig, OmegaConf, open_dict
 from tensordict import TensorDict
+from torch.distributed.tensor import DTensor
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
@@ -26,11 +30,15 @@ def ensure_process_group() -> None:
         return
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.distributed.init_process_group(
-        "cpu:gloo",
+        process_group_backend(),
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=float(os.environ[PG_TIMEOUT_SECONDS])),
     )
+
+
+def process_group_backend() -> str:
+    return "cpu:gloo" if get_device_name() == "cpu" else f"cpu:gloo,{get_device_name()}:nccl"
 
 
 class EngineWorker(TrainingWorker):
@@ -51,23 +59,63 @@ class PolicyWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> None:
+        """verl's, part by part where there is a reference: its model may be another than the policy's."""
+        role, model = self.role, self.config.model
+        if self._is_ref:
+            self.role, self.config.model = "ref", reference_model(self.config)
+            super().init_model()
+            self.role, self.config.model = "actor_rollout", model
         super().init_model()
+        self.role = role
         settle()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
-    def compute_log_prob(self, data: TensorDict) -> TensorDict:
+    def compute_log_prob(self, data: TensorDict) -> TensorDict | None:
         """``log_probs`` and ``entropy`` of the responses alone, ragged like ``responses``."""
         started = time.perf_counter()
-        output = super().compute_log_prob(data)
-        responses = {key: of_responses(output[key], data) for key in ("log_probs", "entropy") if key in output}
-        # a new one: what is added to a TensorDict that arrived consolidated is lost on its way back
-        return tu.get_tensordict(responses, {"metrics": timed(output, started)})
+        return log_probs_of(super().compute_log_prob(data), data, started)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
-    def update_actor(self, data: TensorDict) -> TensorDict:
+    def compute_ref_log_prob(self, data: TensorDict) -> TensorDict | None:
+        """The same under the reference: its own weights, or the policy's without its adapters."""
+        started = time.perf_counter()
+        if self._is_ref:
+            return log_probs_of(super().compute_ref_log_prob(data), data, started)
+        data = data.copy()
+        tu.assign_non_tensor(data, no_lora_adapter=True)
+        return log_probs_of(super().compute_log_prob(data), data, started)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def renew_reference(self) -> None:
+        """Copy the policy's weights into the reference, each rank its own shards."""
+        with torch.no_grad():
+            for (name, kept), (other, new) in zip(*(shards(part) for part in (self.ref, self.actor)), strict=True):
+                if name != other:
+                    raise ValueError(
+                        f"the reference has {name} where the policy has {other}: models of one kind are needed"
+                    )
+                kept.copy_(new)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def save_reference(self, folder: str) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        torch.save(dict(shards(self.ref)), self._reference_file(folder))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def load_reference(self, folder: str) -> None:
+        saved = torch.load(self._reference_file(folder), weights_only=True)
+        with torch.no_grad():
+            for name, kept in shards(self.ref):
+                kept.copy_(saved[name])
+
+    def _reference_file(self, folder: str) -> Path:
+        return Path(folder) / f"model_world_size_{self.world_size}_rank_{self.rank}.pt"
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
+    def update_actor(self, data: TensorDict) -> TensorDict | None:
         started = time.perf_counter()
         output = super().update_actor(data)
-        return tu.get_tensordict({}, {"metrics": timed(output, started)})
+        return None if output is None else tu.get_tensordict({}, {"metrics": timed(output, started)})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -76,6 +124,27 @@ class PolicyWorker(ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super().load_checkpoint(*args, **kwargs)
+
+
+def reference_model(config: DictConfig) -> Any:
+    """The policy's model, with what ``ref.model`` changes in it; verl's own dataclass knows no such key."""
+    with open_dict(config.ref):
+        changes = config.ref.pop("model", None)
+    return OmegaConf.merge(config.model, changes) if changes else config.model
+
+
+def shards(worker: TrainingWorker) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers of this rank, by name."""
+    for name, tensor in worker.engine.module.state_dict().items():
+        yield name, tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def log_probs_of(output: TensorDict | None, data: TensorDict, started: float) -> TensorDict | None:
+    if output is None:
+        return None  # a rank whose outputs another one collects
+    responses = {key: of_responses(output[key], data) for key in ("log_probs", "entropy") if key in output}
+    # a new one: what is added to a TensorDict that arrived consolidated is lost on its way back
+    return tu.get_tensordict(responses, {"metrics": timed(output, started)})
 
 
 def timed(output: TensorDict, started: float) -> dict[str, Any]:

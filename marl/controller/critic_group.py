@@ -1,0 +1,59 @@
+"""The workers of one critic, as the trainer and the learners see them."""
+
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+
+from marl.controller.worker_group import WorkerGroup, first_rows, flatten_metrics
+from marl.types import CriticName, Metrics
+
+
+class CriticGroup(WorkerGroup):
+    """Implements :class:`marl.types.CriticGroup` over a group of :class:`marl.modules.workers.critic_worker.CriticWorker`."""
+
+    kind = "critic"
+
+    def __init__(self, name: CriticName, config: Any, workers: Any, pool: str, timeout: float) -> None:
+        super().__init__(name, workers, pool, timeout)
+        self.config, self.critic = config, config.critic
+
+    FORWARD_KEYS = ("input_ids", "position_ids", "read_at")
+
+    async def compute_values(self, rows: TensorDict) -> Tensor:
+        """Values under the current weights, ragged like ``read_at``. Raises ValueError for a row that is too long."""
+        size = len(rows)
+        self._must_fit(rows)
+        rows = rows.select(*self.FORWARD_KEYS)
+        rows["value_mask"] = ones_like(rows["read_at"])
+        rows = self._for_workers(with_loss_mask(rows), compute_loss=False, temperature=1.0)
+        values = (await self._call("values", self.workers.compute_values, rows))["values"]
+        return first_rows(values, size) if len(rows) > size else values
+
+    async def update_critic(self, rows: TensorDict) -> Metrics:
+        wanted = self.config.data.train_batch_size // self.critic.ppo_mini_batch_size
+        rows = rows.select(*self.FORWARD_KEYS, "values", "returns", "value_mask")
+        rows = self.mini_batches(with_loss_mask(rows), wanted, self.critic)
+        tu.assign_non_tensor(rows, temperature=1.0)
+        output = await self._call("update", self.workers.update_critic, rows)
+        return flatten_metrics(tu.get(output, "metrics"))
+
+    def _must_fit(self, rows: TensorDict) -> None:
+        longest, limit = int(rows["input_ids"].offsets().diff().max()), self.critic.ppo_max_token_len_per_gpu
+        if longest > limit:
+            raise ValueError(
+                f"critic {self.name!r} reads an observation of {longest} tokens, critic.ppo_max_token_len_per_gpu allows "
+                f"{limit}; raise it, or shorten the conversation"
+            )
+
+
+def ones_like(nested: Tensor) -> Tensor:
+    return torch.nested.nested_tensor_from_jagged(torch.ones_like(nested.values()), offsets=nested.offsets())  # type: ignore[attr-defined]
+
+
+def with_loss_mask(rows: TensorDict) -> TensorDict:
+    """verl counts what a loss is averaged over by ``loss_mask``."""
+    rows["loss_mask"] = rows["value_mask"]
+    return rows

@@ -1,0 +1,104 @@
+"""What a critic values and an estimator credits: turns, or the tokens of turns. Pure.
+
+A *decision* is a turn where the critic values turns (``critic.level=turn``), a token where it values tokens. A *trajectory*
+is the decisions of one agent in one episode in the order in which they were taken, or those of one turn where the credit
+holds the future already.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from marl.learners.base import spread
+from marl.types import JointBatch
+
+
+@dataclass
+class Decisions:
+    """The decisions D of one policy's rows."""
+
+    rows: TensorDict
+    cells_D: Tensor
+    """Where a decision's turn stands in the flattened [E, R, A] grid."""
+    values_D: Tensor
+    penalties_D: Tensor
+    """What is taken off the reward: the divergence from the reference."""
+    of_tokens: bool
+
+    @classmethod
+    def of(cls, batch: JointBatch, rows: TensorDict) -> Decisions:
+        index_T = rows["turn_index"].values()
+        answered_T = index_T >= 0
+        penalties_T = rows["kl_penalty"].values() if "kl_penalty" in rows else torch.zeros(len(index_T))
+        if batch.values_ERA is None:
+            values_T = rows["values"].values() if "values" in rows else torch.zeros(len(index_T))
+            return cls(rows, index_T[answered_T], values_T[answered_T], penalties_T[answered_T], of_tokens=True)
+        cells_D, turn_T = index_T[answered_T].unique(return_inverse=True)
+        penalties_D = torch.zeros(len(cells_D)).index_add(0, turn_T, penalties_T[answered_T])
+        return cls(rows, cells_D, batch.values_ERA.flatten()[cells_D], penalties_D, of_tokens=False)
+
+    def rewards(self, rewards_ERA: Tensor) -> Tensor:
+        """Rewards [D]: a turn's at its last decision, less every decision's penalty."""
+        last_D = torch.ones_like(self.cells_D, dtype=torch.bool)
+        last_D[:-1] = self.cells_D[1:] != self.cells_D[:-1]
+        return torch.where(last_D, rewards_ERA.flatten()[self.cells_D], 0.0) - self.penalties_D
+
+    def write(self, batch: JointBatch, advantages_D: Tensor, returns_D: Tensor | None = None) -> None:
+        """Put advantages into the rows, returns beside the values."""
+        answered_T = self.rows["turn_index"].values() >= 0
+        offsets = self.rows["turn_index"].offsets()
+
+        def ragged(x_D: Tensor) -> Tensor:
+            x_T = torch.zeros(len(answered_T)).masked_scatter(answered_T, x_D.float())
+            return torch.nested.nested_tensor_from_jagged(x_T, offsets=offsets)
+
+        if self.of_tokens:
+            self.rows["advantages"] = ragged(advantages_D)
+            if returns_D is not None:
+                self.rows["returns"] = ragged(returns_D)
+            return
+        grid = torch.zeros(batch.mask_ERA.numel()).index_put((self.cells_D,), advantages_D.float())
+        self.rows["advantages"] = spread(grid, self.rows)
+        if returns_D is not None:
+            if batch.returns_ERA is None:
+                batch.returns_ERA = torch.zeros(batch.mask_ERA.shape)
+            batch.returns_ERA.view(-1)[self.cells_D] = returns_D.float()
+
+
+class Trajectories:
+    """Lays decisions out in a matrix [N, T]: a trajectory a row, in the order in which they were taken."""
+
+    def __init__(self, cells_D: Tensor, shape: torch.Size, separate_turns: bool) -> None:
+        _, rounds, agents = shape
+        episode_D, round_D, agent_D = torch.unravel_index(cells_D, shape)
+        seat_D = cells_D if separate_turns else episode_D * agents + agent_D
+        order_D = torch.argsort(seat_D * rounds + round_D, stable=True)
+        _, self.row_D = seat_D.unique(return_inverse=True)
+        lengths_N = torch.bincount(self.row_D)
+        starts_N = lengths_N.cumsum(0) - lengths_N
+        self.column_D = torch.empty_like(order_D)
+        self.column_D[order_D] = torch.arange(len(order_D)) - starts_N[self.row_D[order_D]]
+        self.shape = (len(lengths_N), int(lengths_N.max()))
+        self.first_D = torch.nonzero(self.column_D == 0)[:, 0][self.row_D[self.column_D == 0].argsort()]
+        """The first decision of every trajectory."""
+        self.mask_NT = self.lay(torch.ones(len(cells_D)))
+
+    def lay(self, x_D: Tensor) -> Tensor:
+        return torch.zeros(self.shape).index_put((self.row_D, self.column_D), x_D.float())
+
+    def take(self, x_NT: Tensor) -> Tensor:
+        return x_NT[self.row_D, self.column_D]
+
+
+def penalties(batch: JointBatch) -> Tensor:
+    """What is taken off each turn's reward [E, R, A] in sum over its tokens."""
+    penalties_ERA = torch.zeros(batch.mask_ERA.shape)
+    for rows in batch.rows.values():
+        if "kl_penalty" in rows:
+            index_T = rows["turn_index"].values()
+            penalties_ERA.view(-1).index_add_(0, index_T[index_T >= 0], rows["kl_penalty"].values()[index_T >= 0])
+    return penalties_ERA

@@ -1,0 +1,59 @@
+"""What keeps a policy near its reference, and what mends the distance between servers and trainer. Pure, over rows."""
+
+from typing import Any
+
+from tensordict import TensorDict
+from verl.trainer.ppo.core_algos import get_kl_controller, kl_penalty
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+from verl.utils.torch_functional import masked_mean
+
+from marl.types import Metrics
+from marl.utils.ragged import dense, like
+
+
+class KLInReward:
+    """Takes the divergence from the reference off the reward, token by token (``algorithm.use_kl_in_reward``).
+
+    ``algorithm.kl_penalty`` names the estimator, ``algorithm.kl_ctrl`` the coefficient: fixed, or adaptive towards
+    ``target_kl`` (arXiv:1909.08593). Every policy has a coefficient of its own.
+    """
+
+    def __init__(self, algorithm: Any) -> None:
+        self.estimator, self.controller = algorithm.kl_penalty, get_kl_controller(algorithm.kl_ctrl)
+
+    def penalise(self, rows: TensorDict) -> Metrics:
+        """Write ``kl_penalty`` [B, T], ragged like ``responses``, and adapt the coefficient."""
+        mask_BT = dense(rows["response_mask"])
+        kl_BT = mask_BT * kl_penalty(dense(rows["old_log_probs"]), dense(rows["ref_log_prob"]), self.estimator)
+        coefficient = self.controller.value
+        rows["kl_penalty"] = like(coefficient * kl_BT, rows["responses"])
+        current = float(masked_mean(kl_BT, mask_BT, axis=-1).mean())
+        self.controller.update(current_kl=current, n_steps=len(rows))
+        return {"reward_kl_penalty": current, "reward_kl_penalty_coeff": float(coefficient)}
+
+    def state_dict(self) -> dict[str, float]:
+        return {"coefficient": float(self.controller.value)}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.controller.value = state["coefficient"]
+
+
+def correct(rows: TensorDict, settings: Any) -> Metrics:
+    """verl's ``algorithm.rollout_correction``: weights and rejection where servers and trainer differ.
+
+    Writes ``rollout_is_weights``, and takes rejected tokens out of ``response_mask``.
+    """
+    weights, mask_BT, metrics = compute_rollout_correction_and_rejection_mask(
+        old_log_prob=dense(rows["old_log_probs"]),
+        rollout_log_prob=dense(rows["rollout_log_probs"]),
+        response_mask=dense(rows["response_mask"]),
+        rollout_is=settings.rollout_is,
+        rollout_is_threshold=settings.rollout_is_threshold,
+        rollout_is_batch_normalize=settings.rollout_is_batch_normalize,
+        rollout_rs=settings.rollout_rs,
+        rollout_rs_threshold=settings.rollout_rs_threshold,
+    )
+    if weights is not None:
+        rows["rollout_is_weights"] = like(weights.batch["rollout_is_weights"], rows["responses"])
+    rows["response_mask"] = rows["loss_mask"] = like(mask_BT, rows["responses"])
+    return {key: float(value) for key, value in metrics.items()}

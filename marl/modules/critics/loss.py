@@ -1,0 +1,48 @@
+"""The clipped value loss of PPO, at the positions where values are read."""
+
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from verl.trainer.ppo.core_algos import compute_value_loss
+from verl.utils.metric import AggregationType, Metric
+from verl.utils.torch_functional import masked_mean
+
+from marl.utils.ragged import dense
+
+
+def read_values(values: torch.Tensor, rows: TensorDict) -> torch.Tensor:
+    """Cut the jagged values of whole rows down to those that are read, ragged like ``read_at``."""
+    read_at = rows["read_at"]
+    counts = read_at.offsets().diff()
+    starts = torch.repeat_interleave(rows["input_ids"].offsets()[:-1], counts)
+    return torch.nested.nested_tensor_from_jagged(
+        values.values()[starts + read_at.values()].float(), offsets=read_at.offsets()
+    )
+
+
+def value_loss(config: Any, model_output: dict[str, torch.Tensor], data: TensorDict, dp_group: Any = None):
+    """verl's value loss (``critic.cliprange_value``, ``critic.loss_agg_mode``) on values, returns and mask of our rows.
+
+    Normalised over the whole mini-batch, so that the gradient does not depend on how micro-batches cut it.
+    """
+    predicted = dense(read_values(model_output["values"], data))
+    mask = dense(data["value_mask"]).bool()
+    loss, clipped_share = compute_value_loss(
+        vpreds=predicted,
+        values=dense(data["values"]),
+        returns=dense(data["returns"]),
+        response_mask=mask,
+        cliprange_value=config.cliprange_value,
+        loss_agg_mode=config.loss_agg_mode,
+        dp_size=data["dp_size"],
+        batch_num_tokens=data["batch_num_tokens"],
+        global_batch_size=data["global_batch_size"],
+        loss_scale_factor=config.loss_scale_factor,
+    )
+    metrics = {
+        "vf_loss": Metric(value=loss, aggregation=AggregationType.SUM),
+        "vf_clipfrac": clipped_share.detach().item(),
+        "vpred_mean": masked_mean(predicted, mask).detach().item(),
+    }
+    return loss, metrics

@@ -1,0 +1,163 @@
+"""IPPO against verl's own PPO functions and against numbers made by hand."""
+
+import numpy as np
+import pytest
+import torch
+from verl.trainer.ppo.core_algos import compute_gae_advantage_return
+
+from marl.learners import credit
+from marl.learners.decisions import Trajectories
+from marl.learners.values import place_values, training_rows
+from marl.modules.critics.observation import LocalTokens, LocalTurns
+from marl.utils.ragged import dense, jagged
+from tests.unit.test_learners import AGENTS, batch_of, build, episode
+
+
+def nested(values, rows):
+    return torch.nested.nested_tensor_from_jagged(torch.as_tensor(values).float(), offsets=rows["responses"].offsets())
+
+
+def one_round(count=6):
+    """Episodes of one round with answers of 1 to 3 tokens, agent a alone."""
+    rng = np.random.default_rng(0)
+    episodes = [episode(f"t{i}", 0, [[float(rng.integers(2))], [None]]) for i in range(count)]
+    for i, record in enumerate(episodes):
+        turn = record.turns[0]
+        turn.response_ids, turn.response_mask, turn.log_probs = (
+            [3] * (1 + i % 3),
+            [1] * (1 + i % 3),
+            [-1.0] * (1 + i % 3),
+        )
+    return batch_of(*episodes)
+
+
+def test_one_agent_is_ppo_bit_for_bit():
+    """Advantages and returns are those of verl's function on verl's padded tensors."""
+    batch = one_round()
+    rows = batch.rows["a"]
+    rows["values"] = nested(torch.randn(int(rows["responses"].offsets()[-1])), rows)
+    build("ippo", gamma=0.99, lam=0.95).assign_credit(batch)
+    mask = dense(rows["response_mask"])
+    rewards = torch.zeros(mask.shape)
+    rewards[torch.arange(len(mask)), mask.sum(1) - 1] = batch.verdicts_ERA[:, 0, 0]
+    advantages, returns = compute_gae_advantage_return(rewards, dense(rows["values"]), mask.float(), 0.99, 0.95)
+    assert torch.equal(dense(rows["advantages"]), advantages * mask)
+    assert torch.equal(dense(rows["returns"]), returns * mask)
+
+
+@pytest.mark.parametrize("gamma,lam,expected", [(1.0, 1.0, [0.6, 0.4]), (0.99, 0.95, [0.5702, 0.4])])
+def test_the_rounds_of_an_agent_are_one_chain(gamma, lam, expected):
+    """The oracle of GAE: rewards 0 and 1, values .4 and .6."""
+    batch = batch_of(episode("t", 0, [[0, 1], [None, None]]))
+    batch.values_ERA = torch.tensor([[[0.4, 9.0], [0.6, 9.0]]])
+    build("ippo", gamma=gamma, lam=lam, whiten=False).assign_credit(batch)
+    # round 1 has one token, round 2 two: both carry their turn's advantage
+    assert batch.rows["a"]["advantages"].values().tolist() == pytest.approx([expected[0], expected[1], expected[1]])
+    assert batch.returns_ERA[0, :, 0].tolist() == pytest.approx([0.4 + expected[0], 1.0])
+    assert batch.returns_ERA[0, :, 1].tolist() == [0.0, 0.0], "the other agent was silent"
+
+
+def test_credit_that_holds_the_future_ends_every_turns_own_estimate():
+    batch = batch_of(episode("t", 0, [[0, 1], [None, None]]))
+    batch.values_ERA = torch.tensor([[[0.4, 0.0], [0.6, 0.0]]])
+    build("ippo", "influence", {"gamma": 0.3}, gamma=1.0, lam=0.5, whiten=False).assign_credit(batch)
+    first = 0.3 / 1.3  # MAPoRL's reward of round 1: (0 + .3 * 1) / (1 + .3)
+    assert batch.rows["a"]["advantages"].values().tolist() == pytest.approx([first - 0.4, 0.4, 0.4])
+
+
+def test_tokens_of_later_rounds_bootstrap_those_of_earlier_ones():
+    """With token values an agent's answers are one sequence, as in a packed row of verl's."""
+    batch = batch_of(episode("t", 0, [[0, 1], [1, 0]]), episode("u", 0, [[1, 1], [0, 0]]))
+    for rows in batch.rows.values():
+        rows["values"] = nested(torch.randn(int(rows["responses"].offsets()[-1])), rows)
+    build("ippo", gamma=0.9, lam=0.8, whiten=False).assign_credit(batch)
+    for a, name in enumerate(AGENTS):
+        rows = batch.rows[name]
+        # rows: episode t rounds 1 (one token) and 2 (two tokens), then episode u
+        values, mask = rows["values"].values().view(2, 3), torch.ones(2, 3)
+        rewards = torch.zeros(2, 3)
+        rewards[:, 0], rewards[:, 2] = batch.verdicts_ERA[:, 0, a], batch.verdicts_ERA[:, 1, a]
+        advantages = credit.gae(rewards, values, mask, 0.9, 0.8)
+        torch.testing.assert_close(rows["advantages"].values().view(2, 3), advantages)
+        torch.testing.assert_close(rows["returns"].values().view(2, 3), advantages + values)
+
+
+def test_what_untrained_rounds_earn_goes_to_the_last_trained_one():
+    batch = batch_of(episode("t", 0, [[0, 1], [0, 0]]), train_rounds=[1])
+    batch.values_ERA = torch.zeros(batch.mask_ERA.shape)
+    build("ippo", whiten=False, gamma=0.5).assign_credit(batch)
+    assert batch.rows["a"]["advantages"].values().tolist() == [0.5]
+    spoke = torch.ones(1, 3, 1, dtype=torch.bool)
+    trained = torch.tensor([[[False], [True], [False]]])
+    folded = credit.fold_untrained(torch.tensor([[[1.0], [2.0], [4.0]]]), spoke, trained, 0.5)
+    assert folded[0, :, 0].tolist() == [0.0, 4.0, 0.0], "what came before it is not its doing"
+
+
+def test_whitening_gives_each_policy_mean_0_and_deviation_1():
+    batch = one_round(30)
+    batch.values_ERA = torch.randn(batch.mask_ERA.shape)
+    build("ippo").assign_credit(batch)
+    advantages_E = dense(batch.rows["a"]["advantages"])[:, 0]
+    assert float(advantages_E.mean()) == pytest.approx(0, abs=1e-5) and float(advantages_E.std()) == pytest.approx(
+        1, abs=1e-3
+    )
+
+
+@pytest.mark.parametrize("level", ["turn", "token"])
+def test_the_divergence_from_the_reference_is_taken_off_the_reward(level):
+    batch = batch_of(episode("t", 0, [[None, 1], [None, None]]))
+    rows = batch.rows["a"]
+    rows["kl_penalty"] = nested([0.25, 0.5], rows)
+    if level == "turn":
+        batch.values_ERA = torch.zeros(batch.mask_ERA.shape)
+    else:
+        rows["values"] = nested([0.0, 0.0], rows)
+    build("ippo", whiten=False).assign_credit(batch)
+    expected = {"turn": [0.25, 0.25], "token": [0.25, 0.5]}  # 1 - .75, and of the tokens: 1 - .5, and .5 - .25
+    assert rows["advantages"].values().tolist() == expected[level]
+
+
+def test_trajectories_keep_the_order_of_rounds_whatever_the_order_of_rows():
+    shape = torch.Size([2, 2, 2])
+    cells = torch.tensor([7, 5, 3, 1, 1])  # (1,1,1) (1,0,1) (0,1,1) (0,0,1) twice: two tokens
+    plan = Trajectories(cells, shape, separate_turns=False)
+    laid = plan.lay(torch.tensor([70.0, 50.0, 30.0, 10.0, 11.0]))
+    assert laid.tolist() == [[10.0, 11.0, 30.0], [50.0, 70.0, 0.0]]
+    assert plan.take(laid).tolist() == [70.0, 50.0, 30.0, 10.0, 11.0]
+    alone = Trajectories(cells, shape, separate_turns=True)
+    assert alone.mask_NT.sum(1).tolist() == [2.0, 1.0, 1.0, 1.0] and alone.first_D.tolist() == [3, 2, 1, 0]
+
+
+def test_values_and_returns_find_their_way_back_to_what_was_read():
+    """A value that goes to the grid comes back beside its own return, at its own place of its own row."""
+    records = [episode("t", 0, [[0, 1], [1, 0]]), episode("u", 0, [[1, None], [0, 0]])]
+    batch = batch_of(*records)
+    batch.value_rows = LocalTurns().rows(records, batch)
+    for name, rows in batch.value_rows.items():
+        place_values(
+            batch, name, jagged([[float(c) for c in row] for row in rows["turn_index"].unbind()], torch.float32)
+        )
+    assert torch.equal(batch.values_ERA[batch.trained_ERA], torch.arange(8).view(2, 2, 2).float()[batch.trained_ERA])
+    build("ippo", whiten=False, lam=0.0).assign_credit(batch)
+    for name in batch.value_rows:
+        rows = training_rows(batch, name)
+        cells = rows["turn_index"].values()
+        assert torch.equal(rows["values"].values(), cells.float())
+        assert torch.equal(rows["returns"].values(), batch.returns_ERA.flatten()[cells])
+        assert rows["value_mask"].values().all()
+
+
+def test_values_of_tokens_are_read_one_position_before_the_token():
+    records = [episode("t", 0, [[0, 1], [1, 0]])]
+    batch = batch_of(*records)
+    rows = LocalTokens().rows(records, batch)["a"]
+    # prompts have two tokens: the first answer token is foretold at position 1
+    assert [row.tolist() for row in rows["read_at"].unbind()] == [[1], [1, 2]]
+    assert [row.tolist() for row in rows["input_ids"].unbind()] == [[1, 2, 3], [1, 2, 3, 3]]
+
+
+def test_explained_variance():
+    returns = torch.tensor([0.0, 1.0, 2.0, 3.0])
+    assert credit.explained_variance(returns, returns) == 1.0
+    assert credit.explained_variance(torch.full((4,), 7.0), returns) == 0.0
+    assert credit.explained_variance(-returns, returns) == -3.0
