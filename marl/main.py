@@ -114,6 +114,11 @@ def check_facts(config: DictConfig) -> None:
             f"critic.enable={config.critic.enable}: whether there are critics is the learner's to say, and "
             f"learner={config.learner.name} has {learner.critic} ones; leave it null"
         )
+    if learner.critic == "central" and config.critic.level == "token" and config.controller.pack_turns:
+        raise ConfigError(
+            f"controller.pack_turns=true: with critic.level=token the central critic of learner={config.learner.name} reads a "
+            "row a turn, each after its own joint observation; set controller.pack_turns=false or critic.level=turn"
+        )
     wanted, known = config.algorithm.adv_estimator, learner.estimators()
     if wanted is not None and wanted not in known:
         raise ConfigError(

@@ -95,7 +95,7 @@ class MARLTrainer:
             collection = await self.collect(tasks)
         with phase("score"):
             episodes = await self.controller.score(collection.episodes, self.step_number)
-        batch = joint_batch(episodes, list(self.config.agents), self.temperatures, self.learner.config.train_rounds)
+        batch = self.batch_of(episodes)
         with phase("log_probs"):
             token_metrics = await self.log_probs(batch)
         with phase("ref_log_probs"):
@@ -128,6 +128,10 @@ class MARLTrainer:
             critic.busy_seconds = {}
         await asyncio.gather(*(group.free_servers() for group in self.policies.values()))
         return collection
+
+    def batch_of(self, episodes: Sequence[Episode]) -> JointBatch:
+        rounds, pack = self.learner.config.train_rounds, self.config.controller.pack_turns
+        return joint_batch(episodes, list(self.config.agents), self.temperatures, rounds, pack)
 
     async def log_probs(self, batch: JointBatch) -> Metrics:
         """``old_log_probs`` of every row by the trainer's own forward pass; its gap to the servers' is measured.

@@ -26,8 +26,12 @@ def check(config: Any) -> None:
     """Raise ConfigError for the first rule that does not hold, for the whole or for one policy's changes to it."""
     for function in RULES:
         function(config)
+    whole = OmegaConf.create(config)
+    OmegaConf.set_struct(
+        whole, False
+    )  # what a policy adds to an open dict, such as override_config; its keys are checked
     for name in config.policies:
-        own = OmegaConf.merge(config, {"actor_rollout_ref": changes_of(config.policies, name), "policies": {}})
+        own = OmegaConf.merge(whole, {"actor_rollout_ref": changes_of(config.policies, name), "policies": {}})
         try:
             for function in RULES:
                 function(own)
@@ -295,4 +299,21 @@ def resuming_has_a_path(config: Any) -> None:
     if config.trainer.resume_mode == "resume_path" and not Path(str(config.trainer.resume_from_path)).is_dir():
         raise ConfigError(
             f"trainer.resume_from_path={config.trainer.resume_from_path}: no such folder; expected …/global_step_N"
+        )
+
+
+@rule
+def packed_turns_are_weighed_by_token(config: Any) -> None:
+    if not config.controller.pack_turns:
+        return
+    actor = config.actor_rollout_ref.actor
+    if actor.loss_agg_mode != "token-mean":
+        raise ConfigError(
+            f"controller.pack_turns=true with actor_rollout_ref.actor.loss_agg_mode={actor.loss_agg_mode}: a mean over "
+            "sequences would depend on how turns are packed; use token-mean, or controller.pack_turns=false"
+        )
+    if actor.policy_loss.loss_mode in ("gspo", "geo_mean"):
+        raise ConfigError(
+            f"controller.pack_turns=true with actor_rollout_ref.actor.policy_loss.loss_mode={actor.policy_loss.loss_mode}: its "
+            "ratio is a sequence's, and a packed sequence holds several answers; set controller.pack_turns=false"
         )

@@ -58,6 +58,8 @@ class ControllerConfig:
     """Ends an episode that is stuck."""
     max_error_rate: float = 0.5
     """The run ends where a larger share of a step's episodes fail."""
+    pack_turns: bool = False
+    """Turns of an agent whose observations extend one another are trained as one sequence: fewer tokens, the same gradient."""
     log_prob_gap_alarm: float = 1.0
     """A larger difference between a server's and the trainer's log-prob of a token is warned of."""
 

@@ -9,27 +9,37 @@ from tensordict import TensorDict
 from marl.types import AgentId, Episode, JointBatch, PolicyName, Turn
 from marl.utils.ragged import jagged
 
+Chain = list[tuple[Turn, int]]
+"""Turns of one agent, each with its index in the flattened grid, that share a row."""
+
 
 def joint_batch(
     episodes: Sequence[Episode],
     agents: Sequence[AgentId],
     temperatures: Mapping[AgentId, float],
     train_rounds: Sequence[int] | None = None,
+    pack_turns: bool = False,
 ) -> JointBatch:
     """Grids over all turns; rows of the turns that are trained: those of the agents in ``temperatures`` and of
-    ``train_rounds`` (None for all)."""
+    ``train_rounds`` (None for all). With ``pack_turns`` a turn whose prompt extends the agent's last one shares its row."""
     shape = (len(episodes), max((episode.num_rounds for episode in episodes), default=0), len(agents))
     mask_ERA, trained_ERA = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
     verdicts_ERA = np.zeros(shape, dtype=np.float32)
     column = {agent: a for a, agent in enumerate(agents)}
-    rows: dict[PolicyName, list[tuple[Turn, int]]] = {}
+    chains: dict[PolicyName, list[Chain]] = {}
     for e, episode in enumerate(episodes):
+        last: dict[AgentId, Chain] = {}
         for turn in episode.turns:
             cell = (e, turn.round - 1, column[turn.agent])
             mask_ERA[cell], verdicts_ERA[cell] = True, turn.judged.score
             if turn.agent in temperatures and (train_rounds is None or turn.round in train_rounds):
                 trained_ERA[cell] = True
-                rows.setdefault(turn.policy, []).append((turn, int(np.ravel_multi_index(cell, shape))))
+                entry = (turn, int(np.ravel_multi_index(cell, shape)))
+                if pack_turns and turn.agent in last and continues(turn, last[turn.agent][-1][0]):
+                    last[turn.agent].append(entry)
+                else:
+                    last[turn.agent] = [entry]
+                    chains.setdefault(turn.policy, []).append(last[turn.agent])
     return JointBatch(
         agents=list(agents),
         tasks_E=[episode.task.id for episode in episodes],
@@ -37,28 +47,43 @@ def joint_batch(
         verdicts_ERA=torch.from_numpy(verdicts_ERA),
         trained_ERA=torch.from_numpy(trained_ERA),
         team_verdict_E=torch.tensor([episode.judged.score if episode.verdict else 0.0 for episode in episodes]),
-        rows={policy: to_rows(turns, temperatures) for policy, turns in rows.items()},
+        rows={policy: to_rows(turns, temperatures) for policy, turns in chains.items()},
     )
 
 
-def to_rows(turns: Sequence[tuple[Turn, int]], temperatures: Mapping[AgentId, float]) -> TensorDict:
-    """One row a turn, with verl's keys, from turns and their index in the flattened grid."""
-    prompts = [turn.prompt_ids for turn, _ in turns]
-    responses = [turn.response_ids for turn, _ in turns]
-    masks = [turn.response_mask for turn, _ in turns]
-    index = [[cell if on else -1 for on in turn.response_mask] for turn, cell in turns]
+def continues(turn: Turn, previous: Turn) -> bool:
+    """Whether a turn's prompt begins with the ids of the previous turn of the same policy."""
+    ids = previous.prompt_ids + previous.response_ids
+    return turn.policy == previous.policy and turn.prompt_ids[: len(ids)] == ids
+
+
+def to_rows(chains: Sequence[Chain], temperatures: Mapping[AgentId, float]) -> TensorDict:
+    """One row a chain, with verl's keys. What was put between two answers belongs to the response, and is masked out."""
+    columns: dict[str, list[list]] = {key: [] for key in ("prompts", "responses", "mask", "index", "log_probs")}
+    for chain in chains:
+        prompt = chain[0][0].prompt_ids
+        row: dict[str, list] = {"responses": [], "mask": [], "index": [], "log_probs": []}
+        for turn, cell in chain:
+            between = turn.prompt_ids[len(prompt) + len(row["responses"]) :]
+            row["responses"] += [*between, *turn.response_ids]
+            row["mask"] += [*([0] * len(between)), *turn.response_mask]
+            row["index"] += [*([-1] * len(between)), *(cell if on else -1 for on in turn.response_mask)]
+            row["log_probs"] += [*([0.0] * len(between)), *turn.log_probs]
+        for key, values in {"prompts": prompt, **row}.items():
+            columns[key].append(values)
+    whole = [p + r for p, r in zip(columns["prompts"], columns["responses"], strict=True)]
     rows = {
-        "prompts": jagged(prompts, torch.long),
-        "responses": jagged(responses, torch.long),
-        "input_ids": jagged([p + r for p, r in zip(prompts, responses, strict=True)], torch.long),
-        "position_ids": jagged([range(len(p) + len(r)) for p, r in zip(prompts, responses, strict=True)], torch.long),
-        "response_mask": jagged(masks, torch.long),
-        "loss_mask": jagged(masks, torch.long),
-        "turn_index": jagged(index, torch.long),
-        "rollout_log_probs": jagged([turn.log_probs for turn, _ in turns], torch.float32),
-        "temperature": torch.tensor([temperatures[turn.agent] for turn, _ in turns]),
+        "prompts": jagged(columns["prompts"], torch.long),
+        "responses": jagged(columns["responses"], torch.long),
+        "input_ids": jagged(whole, torch.long),
+        "position_ids": jagged([range(len(ids)) for ids in whole], torch.long),
+        "response_mask": jagged(columns["mask"], torch.long),
+        "loss_mask": jagged(columns["mask"], torch.long),
+        "turn_index": jagged(columns["index"], torch.long),
+        "rollout_log_probs": jagged(columns["log_probs"], torch.float32),
+        "temperature": torch.tensor([temperatures[chain[0][0].agent] for chain in chains]),
     }
-    return TensorDict(rows, batch_size=[len(turns)])
+    return TensorDict(rows, batch_size=[len(chains)])
 
 
 def pad_rows(rows: TensorDict, multiple: int) -> TensorDict:

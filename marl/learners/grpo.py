@@ -77,15 +77,16 @@ class GRPO(Learner):
             decisions = Decisions.of(batch, rows)
             plan = Trajectories(decisions.cells_D, batch.mask_ERA.shape, separate_turns=True)
             keys_N = keys_ERA[decisions.cells_D[plan.first_D]]
-            advantages_NT, _ = function(
-                token_level_rewards=plan.lay(decisions.rewards(own_ERA)),
-                response_mask=plan.mask_NT,
-                index=keys_N.numpy(),
-                config=settings,
-            )
-            if self.config.estimator not in UNGROUPED:
-                index_N, count_G = credit.group_index(keys_N)
-                advantages_NT = advantages_NT * (count_G[index_N] > 1)[:, None]
+            index_N, count_G = credit.group_index(keys_N)
+            compared_N = (count_G[index_N] > 1) | (self.config.estimator in UNGROUPED)
+            advantages_NT = torch.zeros(plan.shape)
+            if compared_N.any():
+                advantages_NT[compared_N], _ = function(
+                    token_level_rewards=plan.lay(decisions.rewards(own_ERA))[compared_N],
+                    response_mask=plan.mask_NT[compared_N],
+                    index=keys_N[compared_N].numpy(),
+                    config=settings,
+                )
             decisions.write(batch, plan.take(advantages_NT))
 
     @classmethod

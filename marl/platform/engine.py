@@ -48,7 +48,8 @@ class CPUEngineWithLMHead(_CPUEngine, FSDPEngineWithLMHead):
 
         verl takes it at every token, one call a token where there is no flash attention: half of a step on a CPU.
         """
-        if tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True):
+        packed = tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True)
+        if packed or not micro_batch["responses"].is_nested:
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
         offsets, responses = micro_batch["input_ids"].offsets(), micro_batch["responses"]
         lengths = responses.offsets().diff()

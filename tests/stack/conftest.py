@@ -21,6 +21,10 @@ class Live:
     def tasks(self) -> list:
         return self.trainer.validation[:4]
 
+    def episodes(self, samples: int = 4) -> list:
+        collection = self.wait(self.trainer.controller.collect(self.tasks(), samples, self.trainer.step_number))
+        return self.wait(self.trainer.controller.score(collection.episodes, self.trainer.step_number))
+
     def step(self) -> dict:
         self.trainer.step_number += 1
         return self.wait(self.trainer.step(next(iter(self.trainer.loader))))
@@ -50,3 +54,23 @@ def live(cluster, compose_config, cold_assets, tmp_path_factory):
         loop.run_until_complete(trainer.sync_weights())
         yield Live(trainer, loop)
     loop.close()
+
+
+@pytest.fixture
+def alone(compose_config, cold_assets, tmp_path):
+    """Start runs in this process, without Ray: the same parts, up in two seconds."""
+    from marl.main import build, prepare, session
+
+    with ExitStack() as cleanup:
+
+        def start(*overrides: str, **options: Any) -> Live:
+            small = (f"assets={cold_assets}", f"trainer.default_local_dir={tmp_path}", *SMALL)
+            config = prepare(compose_config(*small, "resources.one_process=true", *overrides, **options))
+            cleanup.enter_context(session(config))
+            loop = asyncio.new_event_loop()
+            cleanup.callback(loop.close)
+            trainer = loop.run_until_complete(build(config, cleanup))
+            loop.run_until_complete(trainer.sync_weights())
+            return Live(trainer, loop)
+
+        yield start

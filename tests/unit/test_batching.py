@@ -53,14 +53,14 @@ def test_a_frozen_agent_has_no_rows():
 
 
 def test_tool_output_belongs_to_no_turn():
-    rows = to_rows([(turn("a", 1, [1], [2, 3, 4], mask=[1, 0, 1]), 6)], {"a": 1.0})
+    rows = to_rows([[(turn("a", 1, [1], [2, 3, 4], mask=[1, 0, 1]), 6)]], {"a": 1.0})
     assert rows["turn_index"].values().tolist() == [6, -1, 6]
     assert rows["loss_mask"].values().tolist() == [1, 0, 1]
 
 
 def test_padding_repeats_the_last_row_with_nothing_to_learn():
     rows = to_rows(
-        [(turn("a", 1, [1, 2], [3]), 0), (turn("a", 1, [4], [5, 6]), 1), (turn("a", 2, [7], [8]), 2)], {"a": 1.0}
+        [[(turn("a", 1, [1, 2], [3]), 0)], [(turn("a", 1, [4], [5, 6]), 1)], [(turn("a", 2, [7], [8]), 2)]], {"a": 1.0}
     )
     padded = pad_rows(rows, 2)
     assert len(padded) == 4 and pad_rows(rows, 3) is rows
@@ -69,7 +69,7 @@ def test_padding_repeats_the_last_row_with_nothing_to_learn():
 
 
 def test_outputs_are_cut_to_the_responses_shifted_by_one():
-    rows = to_rows([(turn("a", 1, [1, 2, 3], [4, 5]), 0), (turn("a", 1, [6], [7, 8, 9]), 1)], {"a": 1.0})
+    rows = to_rows([[(turn("a", 1, [1, 2, 3], [4, 5]), 0)], [(turn("a", 1, [6], [7, 8, 9]), 1)]], {"a": 1.0})
     whole = jagged([[0, 1, 2, 3, 4], [10, 11, 12, 13]], torch.float32)
     got = of_responses(whole, rows)
     assert [r.tolist() for r in got.unbind()] == [[2, 3], [10, 11, 12]]
@@ -84,3 +84,24 @@ def test_no_mini_batch_holds_nothing_but_padding():
                 size = -(-rows // (count * ranks)) * ranks
                 assert 1 <= count <= wanted and (count - 1) * size < rows
     assert even_mini_batches(32, 8, 1) == 8 and even_mini_batches(9, 8, 1) == 5
+
+
+def test_turns_that_extend_one_another_share_a_row():
+    """What was said in between is in the sequence, masked out; a turn that starts anew has a row of its own."""
+    record = episode(
+        turn("a", 1, [1, 2], [3, 4]),
+        turn("b", 1, [8], [9]),
+        turn("a", 2, [1, 2, 3, 4, 9, 9], [5]),
+        turn("a", 3, [7, 7], [6]),
+        turn("b", 2, [8, 9], [9], policy="other"),
+    )
+    batch = joint_batch([record], ["a", "b"], {"a": 1.0, "b": 1.0}, pack_turns=True)
+    rows = batch.rows["a"]
+    assert [r.tolist() for r in rows["input_ids"].unbind()] == [[1, 2, 3, 4, 9, 9, 5], [7, 7, 6]]
+    assert [r.tolist() for r in rows["prompts"].unbind()] == [[1, 2], [7, 7]]
+    assert [r.tolist() for r in rows["response_mask"].unbind()] == [[1, 1, 0, 0, 1], [1]]
+    assert [r.tolist() for r in rows["turn_index"].unbind()] == [[0, 0, -1, -1, 2], [4]]
+    assert [r.tolist() for r in rows["rollout_log_probs"].unbind()] == [[-0.5, -0.5, 0.0, 0.0, -0.5], [-0.5]]
+    assert len(batch.rows["b"]) == len(batch.rows["other"]) == 1, "another policy's ids are not continued"
+    apart = joint_batch([record], ["a", "b"], {"a": 1.0, "b": 1.0})
+    assert len(apart.rows["a"]) == 3

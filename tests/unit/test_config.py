@@ -124,6 +124,15 @@ BAD = {
     "agents.alice.policy=central": ["central"],
     "algorithm.adv_estimator=gae": ["adv_estimator=gae", "learner=grpo", "ippo"],
     "algorithm.adv_estimator=rlo": ["adv_estimator=rlo", "Did you mean 'rloo'"],
+    "controller.pack_turns=true actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum": [
+        "seq-mean-token-sum",
+        "token-mean",
+    ],
+    "controller.pack_turns=true actor_rollout_ref.actor.policy_loss.loss_mode=gspo": [
+        "loss_mode=gspo",
+        "pack_turns=false",
+    ],
+    "controller.pack_turns=true learner=mappo critic.level=token": ["critic.level=turn"],
     "trainer.ref_update_freq=5": ["ref_update_freq=5", "use_kl_loss=true"],
     "trainer.ref_update_freq=-1": ["ref_update_freq=-1"],
     "algorithm.rollout_correction.rollout_rs=token_k1": ["rollout_rs=token_k1", "rollout_rs_threshold"],

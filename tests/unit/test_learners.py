@@ -162,7 +162,7 @@ def test_numbers_of_turns_reach_the_tokens_of_a_packed_row():
     turn = Turn(
         "a", 1, [], "", prompt_ids=[1], response_ids=[5, 6, 9, 9, 7], response_mask=[1, 1, 0, 0, 1], log_probs=[0.0] * 5
     )
-    rows = to_rows([(turn, 0)], {"a": 1.0})
+    rows = to_rows([[(turn, 0)]], {"a": 1.0})
     index = rows["turn_index"]
     packed = torch.nested.nested_tensor_from_jagged(torch.tensor([0, 0, -1, -1, 2]), offsets=index.offsets())
     rows["turn_index"] = packed
@@ -180,3 +180,72 @@ def test_a_name_is_given_once():
         @LEARNERS.register("grpo")
         class Another(LEARNERS.get("leave_one_out")):
             pass
+
+
+@pytest.mark.parametrize(
+    "estimator,expected",
+    [
+        ("rloo", [1, -1 / 3, -1 / 3, -1 / 3]),
+        ("grpo", [1.5, -0.5, -0.5, -0.5]),
+        ("rloo_vectorized", [1, -1 / 3, -1 / 3, -1 / 3]),
+    ],
+)
+def test_estimators_of_verl_by_their_key(estimator, expected):
+    """The oracles of RLOO and GRPO for R = [1, 0, 0, 0]."""
+    batch = batch_of(*(episode("t", i, [[float(i == 0)], [None]]) for i in range(4)))
+    build("grpo", estimator=estimator).assign_credit(batch)
+    assert batch.rows["a"]["advantages"].values().tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_reinforce_plus_plus_is_whitened_and_blind_to_a_constant():
+    batches = [
+        batch_of(*(episode(f"t{i}", 0, [[r + shift], [None]]) for i, r in enumerate((1, 0, 0.5, 0))))
+        for shift in (0, 10)
+    ]
+    for batch in batches:
+        build("grpo", estimator="reinforce_plus_plus").assign_credit(batch)
+    first, second = (batch.rows["a"]["advantages"].values() for batch in batches)
+    assert float(first.mean()) == pytest.approx(0, abs=1e-6) and float(first.std()) == pytest.approx(1, abs=1e-4)
+    torch.testing.assert_close(first, second, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("estimator", sorted(set(GRPO.estimators()) - {"reinforce_plus_plus"}))
+def test_a_group_of_one_teaches_nothing_whatever_the_estimator(estimator):
+    """verl's own give the raw reward. Every estimator that is offered runs."""
+    batch = batch_of(*(episode("t", i, [[float(i == 0)], [None]]) for i in range(3)), episode("u", 0, [[1.0], [None]]))
+    build("grpo", estimator=estimator).assign_credit(batch)
+    advantages = batch.rows["a"]["advantages"].values()
+    assert advantages[3] == 0.0 and advantages[0] > 0
+
+
+def test_a_later_round_counts_for_an_earlier_one_under_every_estimator():
+    batch = two_samples()
+    build("grpo", "own", estimator="rloo").assign_credit(batch)
+    # agent b is right in round 2 of sample 0 alone: returns (1, 1) against (0, 0)
+    assert batch.rows["b"]["advantages"].values().tolist() == [1, 1, 1, -1, -1, -1]
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus"])
+def test_divergence_in_the_reward_reaches_learners_without_a_critic(estimator):
+    batch = batch_of(*(episode("t", i, [[1.0], [None]]) for i in range(2)))
+    rows = batch.rows["a"]
+    rows["kl_penalty"] = torch.nested.nested_tensor_from_jagged(
+        torch.tensor([0.5, 0.0]), offsets=rows["responses"].offsets()
+    )
+    build("grpo", estimator=estimator, std=False).assign_credit(batch)
+    low, high = rows["advantages"].values().tolist()
+    assert low < 0 < high
+
+
+def test_learners_see_no_workers():
+    """verl's estimators and losses are functions; its workers and controllers are none of a learner's business."""
+    import ast
+    from pathlib import Path
+
+    import marl.learners
+
+    for path in Path(marl.learners.__path__[0]).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not [n for n in names if n.startswith(("verl.workers", "verl.single_controller"))], path
