@@ -1,0 +1,71 @@
+"""A policy and a critic over several ranks: the same gradients and weights as on one."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from marl.main import run
+
+from .conftest import SMALL
+
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def train(cluster, compose_config, cold_assets, tmp_path_factory):
+    """Train five steps, and return the metrics of each and the policies' weights after them. 18 rows a policy do not
+    divide among 4 ranks."""
+    done = {}
+
+    def train(*overrides):
+        if overrides not in done:
+            folder, steps = tmp_path_factory.mktemp("ranks"), []
+            config = compose_config(
+                f"assets={cold_assets}", f"trainer.default_local_dir={folder}", *SMALL, "data.train_batch_size=3",
+                "actor_rollout_ref.rollout.n=3", f"trainer.total_training_steps={STEPS}", f"trainer.save_freq={STEPS}",
+                "actor_rollout_ref.actor.optim.lr_warmup_steps=0", "resources.timeout_s=200", "learner=mappo", *overrides,
+            )  # fmt: skip
+            run(config, lambda step, total, metrics: steps.append(metrics))
+            saved = [f"{policy}/actor/huggingface/model.safetensors" for policy in ("alice", "carol")]
+            done[overrides] = steps, [load_file(folder / f"global_step_{STEPS}" / file) for file in saved]
+        return done[overrides]
+
+    return train
+
+
+def compare(first, second, tokens=0.0):
+    (steps, weights), (others, other_weights) = first, second
+    for key in ("agent/alice/grad_norm", "agent/carol/grad_norm", "critic/central/grad_norm", "critic/central/vf_loss"):
+        for mine, theirs in zip(steps, others, strict=True):
+            assert theirs[key] == pytest.approx(mine[key], rel=1e-5, abs=1e-5), key
+    for mine, theirs in zip(weights, other_weights, strict=True):
+        assert max(float((mine[name] - theirs[name]).abs().max()) for name in mine) <= 1e-4
+    assert all(step["agent/alice/log_prob_gap_max"] <= 1e-5 for step in others)
+
+
+COLOCATED = ("resources.placement=colocated",)
+
+
+def test_two_ranks_are_one(train):
+    one = train("resources.one_process=true")
+    compare(one, train(*COLOCATED, "trainer.n_gpus_per_node=2"))
+    # and they have trained
+    assert one[0][-1]["agent/alice/grad_norm"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("trainer.n_gpus_per_node=4",),
+        # hybrid: shards in pairs, replicas across them; one server over the four ranks
+        ("trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.fsdp_config.fsdp_size=2", "critic.fsdp.fsdp_size=2"),
+        ("trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"),
+        ("trainer.n_gpus_per_node=2", "actor_rollout_ref.model.use_remove_padding=true", "controller.pack_turns=true"),
+        ("trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64"),
+    ],
+)
+def test_more_ranks_and_other_layouts_are_one(train, overrides):
+    compare(train("resources.one_process=true"), train(*COLOCATED, *overrides))
+    assert torch.distributed.is_initialized() is False
