@@ -224,7 +224,7 @@ async def build(config: DictConfig, cleanup: ExitStack, progress: Any = None) ->
     from marl.controller.policy_group import RayPolicyGroup
     from marl.controller.tasks import train_loader, validation_tasks
     from marl.marl_trainer import MARLTrainer
-    from marl.rewards import Reward, builtin_compute_score
+    from marl.rewards import build_reward
 
     check_cluster(config)
     set_tracker_folders(config, cleanup)
@@ -274,7 +274,7 @@ async def build(config: DictConfig, cleanup: ExitStack, progress: Any = None) ->
         RUNNERS.build(config.runner),
         config.agents,
         clients,
-        Reward(custom_reward(config) or builtin_compute_score),
+        build_reward(config, cleanup),
         seed=config.seed,
         max_prompt_length=config.data.max_prompt_length,
         episode_timeout=config.controller.episode_timeout_s,
@@ -297,14 +297,6 @@ async def start_groups(groups: dict[str, Any]) -> None:
     for group in groups.values():
         pools.setdefault(group.pool if group.rollout.free_cache_engine else group.name, []).append(group)
     await asyncio.gather(*(one_after_another(members) for members in pools.values()))
-
-
-def custom_reward(config: DictConfig) -> Any:
-    if not config.reward.custom_reward_function.path:
-        return None
-    from verl.trainer.ppo.reward import get_custom_reward_fn
-
-    return get_custom_reward_fn(config)
 
 
 def start_workers(config: DictConfig, configs: dict[str, DictConfig], cleanup: ExitStack) -> Iterator[tuple[str, Any]]:

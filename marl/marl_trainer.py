@@ -100,6 +100,7 @@ class MARLTrainer:
         seconds = time.perf_counter() - started
         metrics = credit_metrics | token_metrics | self._team_metrics(episodes, collection)
         metrics |= self._policy_metrics(updates) | phase.metrics() | self._throughput(batch, seconds)
+        metrics |= self.controller.reward.metrics()
         if self.config.trainer.rollout_data_dir:
             dump.write(episodes, self.step_number, self.config.trainer.rollout_data_dir)
         return metrics
