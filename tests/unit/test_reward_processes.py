@@ -109,8 +109,8 @@ def test_a_function_is_loaded_once_in_each_process_and_judges_there(built, funct
 @pytest.mark.parametrize(
     "text,said,kind",
     [
-        ("hang", "task train/7: it took longer than controller.reward_timeout_s=1 s", "timeouts"),
-        ("hang in C", "controller.reward_timeout_s=1 s", "timeouts"),
+        ("hang", "task train/7: it took longer than controller.reward_timeout_s=2 s", "timeouts"),
+        ("hang in C", "controller.reward_timeout_s=2 s", "timeouts"),
         ("die", "task train/7: its process died with exit code 3", "deaths"),
         ("segfault", f"task train/7: its process died with exit code {-signal.SIGSEGV}", "deaths"),
         ("raise", r"task train/7: Odd: 1 \(.*functions.py, line 22\)", "errors"),
@@ -119,7 +119,7 @@ def test_a_function_is_loaded_once_in_each_process_and_judges_there(built, funct
     ],
 )
 def test_what_goes_wrong_is_named_and_counted_and_the_others_go_on(built, text, said, kind):
-    reward = built(timeout_s=1.0)
+    reward = built(timeout_s=2.0)
     results = judge(reward, *["4"] * 5, text, *["4"] * 5)
     failed = results.pop(5)
     assert [verdict.score for verdict in results] == [1.0] * 10
@@ -136,12 +136,13 @@ def test_many_that_die_are_each_told_and_the_pool_lives_on(built):
     assert results[6].score == 1.0
 
 
-def test_a_pool_whose_processes_died_between_two_calls_is_replaced():
+@pytest.mark.parametrize("noticed_s", [0.0, 0.5])
+def test_a_pool_whose_processes_died_between_two_calls_is_replaced(noticed_s):
     async def run():
         processes = Processes(1, timeout_s=20.0)
         pid = await processes.run(os.getpid, {})
         os.kill(pid, signal.SIGKILL)
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(noticed_s)
         again = await processes.run(os.getpid, {})
         processes.stop()
         return pid, again
@@ -208,6 +209,12 @@ def test_a_function_that_is_not_there_is_named(built):
         built("by_txt")
 
 
+def test_loading_a_file_is_not_in_the_deadline_of_a_text(built, functions):
+    slow = "import multiprocessing, time\nif multiprocessing.parent_process() is not None: time.sleep(2.5)\n"
+    functions.write_text(slow + FUNCTIONS)
+    assert judge(built(timeout_s=1.5), "4")[0].score == 1.0
+
+
 @pytest.mark.parametrize("key", ["reward.custom_reward_function", "custom_reward_function"])
 def test_verls_key_and_its_older_one(compose_config, tmp_path, key):
     path = tmp_path / "mine.py"
@@ -238,11 +245,12 @@ DRIVER = """
 def test_children_do_not_import_the_main_module_and_end_with_a_driver_that_is_killed(tmp_path):
     script = tmp_path / "driver.py"
     script.write_text(textwrap.dedent(DRIVER))
-    (tmp_path / "marl_test_spin.py").write_text("def spin():\n    while True: pass")
+    (tmp_path / "marl_test_spin.py").write_text("def spin():\n    print('spins', flush=True)\n    while True: pass")
     driver = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=os.environ)
     try:
         assert driver.stdout.readline() == "main\n"
         child = psutil.Process(int(driver.stdout.readline()))
+        assert driver.stdout.readline() == "spins\n"
     finally:
         driver.kill()
         driver.wait()
