@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from contextlib import ExitStack
 
 import psutil
@@ -254,8 +253,7 @@ def test_children_do_not_import_the_main_module_and_end_with_a_driver_that_is_ki
     finally:
         driver.kill()
         driver.wait()
-    deadline = time.monotonic() + 10
-    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
-    assert driver.stdout.read() == ""
+    _, alive = psutil.wait_procs([child], timeout=10)
+    for process in alive:
+        process.kill()
+    assert not alive and driver.stdout.read() == ""
