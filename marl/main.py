@@ -73,11 +73,15 @@ def run(config: DictConfig, progress: Any = None) -> Any:
 
 
 async def _train(config: DictConfig, progress: Any) -> Any:
+    from marl.baselines import run_baselines
+
     with ExitStack() as cleanup:
         trainer = await build(config, cleanup, progress)
         settle()
         await trainer.fit()
-        return trainer
+    if config.baseline and not config.trainer.val_only:
+        await run_baselines(config, trainer, build)
+    return trainer
 
 
 def prepare(config: DictConfig) -> DictConfig:
@@ -299,7 +303,7 @@ async def build(config: DictConfig, cleanup: ExitStack, progress: Any = None) ->
     from marl.controller.controller import Controller
     from marl.controller.critics import Critics
     from marl.marl_trainer import MARLTrainer
-    from marl.rewards import Reward, builtin_compute_score
+    from marl.rewards import build_reward
 
     if not config.resources.one_process:
         check_cluster(config)
@@ -314,7 +318,7 @@ async def build(config: DictConfig, cleanup: ExitStack, progress: Any = None) ->
         RUNNERS.build(config.runner),
         config.agents,
         make_clients(config, groups, tokenizers),
-        Reward(custom_reward(config) or builtin_compute_score),
+        build_reward(config, cleanup),
         seed=config.seed,
         max_prompt_length=config.data.max_prompt_length,
         episode_timeout=config.controller.episode_timeout_s,
@@ -433,14 +437,6 @@ def critic_reader(config: DictConfig, kind: str, policies: list[str]) -> Any:
         )
     encoder = ChatEncoder(own, config.data.apply_chat_template_kwargs) if foreign and kind == "local" else None
     return reader(kind, config.critic.level, own, encoder)
-
-
-def custom_reward(config: DictConfig) -> Any:
-    if not config.reward.custom_reward_function.path:
-        return None
-    from verl.trainer.ppo.reward import get_custom_reward_fn
-
-    return get_custom_reward_fn(config)
 
 
 @dataclass(frozen=True)

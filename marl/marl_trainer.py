@@ -58,6 +58,11 @@ class MARLTrainer:
         self.folder = Path(config.trainer.default_local_dir)
         self.step_number = 0
         self.log_prob_gap_max = 0.0
+        self.sampled_tokens = 0
+        self.turns_per_episode = 0.0
+        self.token_budget: int | None = None
+        """Training ends once it has sampled so many tokens; None for no such end."""
+        self.baselines: dict[str, Metrics] = {}
         self.history: dict[int, Metrics] = {}
         trainable = {name: agent for name, agent in config.agents.items() if agent.trainable}
         self.temperatures = {name: self._temperature(name) for name in trainable}
@@ -77,10 +82,10 @@ class MARLTrainer:
         if trainer.val_only:
             return self.summarise()
         batches = self._batches()
-        while self.step_number < self.total_steps:
+        while self.step_number < self.total_steps and not self.spent:
             self.step_number += 1
             metrics = await self.step(next(batches))
-            last = self.step_number == self.total_steps
+            last = self.step_number == self.total_steps or self.spent
             if last or (trainer.test_freq > 0 and self.step_number % trainer.test_freq == 0):
                 metrics |= await self.validate()
             if trainer.save_freq > 0 and (last or self.step_number % trainer.save_freq == 0):
@@ -89,12 +94,18 @@ class MARLTrainer:
             self.progress(self.step_number, self.total_steps, metrics)
         self.summarise()
 
+    @property
+    def spent(self) -> bool:
+        return self.token_budget is not None and self.sampled_tokens >= self.token_budget
+
     async def step(self, tasks: Sequence[Task]) -> Metrics:
         phase, started = PhaseTimer(), time.perf_counter()
         with phase("collect"):
             collection = await self.collect(tasks)
         with phase("score"):
             episodes = await self.controller.score(collection.episodes, self.step_number)
+        self.sampled_tokens += sum(sum(turn.response_mask) for episode in episodes for turn in episode.turns)
+        self.turns_per_episode = sum(len(episode.turns) for episode in episodes) / len(episodes)
         batch = self.batch_of(episodes)
         with phase("log_probs"):
             token_metrics = await self.log_probs(batch)
@@ -112,7 +123,7 @@ class MARLTrainer:
         seconds = time.perf_counter() - started
         metrics = credit_metrics | token_metrics | reference_metrics | self._team_metrics(episodes, collection)
         metrics |= self._policy_metrics(updates) | self._critic_metrics(fits)
-        metrics |= phase.metrics() | self._throughput(batch, seconds)
+        metrics |= self.controller.reward.metrics() | phase.metrics() | self._throughput(batch, seconds)
         if self.config.trainer.rollout_data_dir:
             dump.write(episodes, self.step_number, self.config.trainer.rollout_data_dir)
         return metrics
@@ -205,7 +216,7 @@ class MARLTrainer:
                 self.references.save(folder),
             )
             torch.save(self.loader.state_dict(), folder / "data.pt")
-            state = {"step": self.step_number, "policies": sorted(self.policies)}
+            state = {"sampled_tokens": self.sampled_tokens, "step": self.step_number, "policies": sorted(self.policies)}
             state |= {"critics": sorted(self.critics.groups), "references": self.references.state_dict()}
             state |= {"log_prob_gap_max": self.log_prob_gap_max, "history": list(self.history.items())}
             checkpoint.write_state(folder, state)
@@ -233,6 +244,7 @@ class MARLTrainer:
         )
         self.loader.load_state_dict(torch.load(folder / "data.pt", weights_only=True))
         self.step_number, self.log_prob_gap_max = state["step"], state["log_prob_gap_max"]
+        self.sampled_tokens = state["sampled_tokens"]
         self.history = dict(state["history"])
         logger.warning("resumed from %s", folder)
 
@@ -247,6 +259,8 @@ class MARLTrainer:
             seconds=seconds,
             seed=self.config.seed,
             log_prob_gap_max=self.log_prob_gap_max,
+            sampled_tokens=self.sampled_tokens,
+            baselines=self.baselines,
         )
         self.folder.mkdir(parents=True, exist_ok=True)
         summary.write_json(result, self.folder / "summary.json")

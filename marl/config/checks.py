@@ -289,6 +289,37 @@ def data_files_exist(config: Any) -> None:
 
 
 @rule
+def rewards_are_bounded(config: Any) -> None:
+    controller = config.controller
+    if controller.reward_processes < 0:
+        raise ConfigError(
+            f"controller.reward_processes={controller.reward_processes}: must be at least 1, or 0 to judge in the driver, "
+            "where nothing ends a reward function that hangs"
+        )
+    if controller.reward_timeout_s <= 0:
+        raise ConfigError(
+            f"controller.reward_timeout_s={controller.reward_timeout_s:g}: must be above 0, seconds for one text"
+        )
+
+
+@rule
+def reward_functions_exist(config: Any) -> None:
+    """verl's key, and its older one at the top."""
+    older = config.get("custom_reward_function") or {}
+    nodes = {"reward.custom_reward_function": config.reward.custom_reward_function, "custom_reward_function": older}
+    given = {key: node.path for key, node in nodes.items() if node and node.path}
+    if len(set(given.values())) > 1:
+        named = " and ".join(f"{key}.path={path}" for key, path in given.items())
+        raise ConfigError(f"{named} name two reward functions; unset the second, which is verl's older key")
+    for key, path in given.items():
+        if not path.startswith("pkg://") and not Path(path.removeprefix("file://")).expanduser().is_file():
+            raise ConfigError(
+                f"{key}.path={path}: no such file; expected a Python file with a function "
+                f"{nodes[key].name or 'compute_score'}(data_source, solution_str, ground_truth, extra_info)"
+            )
+
+
+@rule
 def resuming_has_a_path(config: Any) -> None:
     modes = ("auto", "disable", "resume_path")
     if config.trainer.resume_mode not in modes:
@@ -317,3 +348,15 @@ def packed_turns_are_weighed_by_token(config: Any) -> None:
             f"controller.pack_turns=true with actor_rollout_ref.actor.policy_loss.loss_mode={actor.policy_loss.loss_mode}: its "
             "ratio is a sequence's, and a packed sequence holds several answers; set controller.pack_turns=false"
         )
+
+
+BASELINES = ("solo", "vote", "untrained")
+
+
+@rule
+def baselines_are_known(config: Any) -> None:
+    for name in [config.baseline] if isinstance(config.baseline, str) else config.baseline:
+        if name not in BASELINES:
+            raise ConfigError(
+                f"baseline={name}: no such baseline; known: {', '.join(BASELINES)}.{did_you_mean(str(name), BASELINES)}"
+            )

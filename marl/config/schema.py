@@ -50,6 +50,13 @@ class ResourcesConfig:
     """Deadline of a collective between ranks on a CPU (gloo); it notices a hung or unreachable rank. Below ``timeout_s``."""
 
 
+class AnswerRule(Enum):
+    strict = "strict"
+    """The last ``#### number`` counts, as verl has it."""
+    flexible = "flexible"
+    """The last number of the text counts."""
+
+
 @dataclass
 class ControllerConfig:
     """How episodes are played."""
@@ -62,6 +69,13 @@ class ControllerConfig:
     """Turns of an agent whose observations extend one another are trained as one sequence: fewer tokens, the same gradient."""
     log_prob_gap_alarm: float = 1.0
     """A larger difference between a server's and the trainer's log-prob of a token is warned of."""
+    answer_rule: AnswerRule = AnswerRule.strict
+    """Where a text gives its answer to a GSM8K question."""
+    reward_processes: int = 2
+    """How many processes judge what may hang: mathematics, and custom reward functions that are not async. They start
+    with the first text that needs one. 0 judges in the driver, without a deadline, where a breakpoint works."""
+    reward_timeout_s: float = 30.0
+    """Deadline of a reward function for one text."""
 
 
 def register() -> None:

@@ -80,6 +80,8 @@ def run(overrides: list[str], config_name: str = "quickstart") -> Any:
         bar.progress.stop()  # gives the terminal its cursor back, whatever happened
     if trainer.history:
         console.print(summary.table(trainer.history))
+    if trainer.baselines:
+        console.print(summary.baseline_table(trainer.history, trainer.baselines, trainer.sampled_tokens))
     console.print(f"curves: {trainer.folder / 'curves.png'}   numbers: {trainer.folder / 'summary.json'}")
     return trainer
 

@@ -19,7 +19,16 @@ def accuracy(team: Metrics) -> dict[str, float]:
     return {**rounds, "vote": team["vote"]}
 
 
-def summarise(history: History, *, steps: int, seconds: float, seed: int, log_prob_gap_max: float) -> dict[str, Any]:
+def summarise(
+    history: History,
+    *,
+    steps: int,
+    seconds: float,
+    seed: int,
+    log_prob_gap_max: float,
+    sampled_tokens: int = 0,
+    baselines: Mapping[str, Metrics] | None = None,
+) -> dict[str, Any]:
     """The content of ``summary.json``."""
     first, last = history[min(history)], history[max(history)]
     return {
@@ -28,6 +37,8 @@ def summarise(history: History, *, steps: int, seconds: float, seed: int, log_pr
         "seed": seed,
         "accuracy": {"before": accuracy(first), "after": accuracy(last)},
         "log_prob_gap_max": log_prob_gap_max,
+        "sampled_tokens": sampled_tokens,
+        "baselines": dict(baselines or {}),
     }
 
 
@@ -52,6 +63,23 @@ def table(history: History) -> Table:
         change = f"{after - before:+.3f}" if before is not None and after is not None else ""
         result.add_row(label, *("-" if value is None else f"{value:.3f}" for value in (before, after)), change)
     return result
+
+
+def baseline_table(history: History, baselines: Mapping[str, Metrics], sampled_tokens: int) -> Table:
+    """The trained team beside what it has to beat."""
+    last = history[max(history)]
+    result = Table(title="the team and its baselines (validation problems)")
+    for heading in ("", "accuracy", "tokens trained on"):
+        result.add_column(heading, justify="left" if not heading else "right")
+    result.add_row("team, last round", f"{last[f'accuracy/{last_round(last)}']:.3f}", str(sampled_tokens))
+    result.add_row("team, vote", f"{last['vote']:.3f}", str(sampled_tokens))
+    for name, numbers in baselines.items():
+        result.add_row(name, f"{numbers['accuracy']:.3f}", str(int(numbers["sampled_tokens"])))
+    return result
+
+
+def last_round(team: Metrics) -> str:
+    return max((name for name in accuracy(team) if name != "vote"), key=lambda name: int(name.rsplit("_", 1)[1]))
 
 
 def plot(history: History, path: Path) -> None:

@@ -1,6 +1,18 @@
 """Verdicts on turns."""
 
 from marl.rewards.answers import extractor, final_answer, only_answer
-from marl.rewards.base import Reward, builtin_compute_score
+from marl.rewards.base import Reward
+from marl.rewards.build import build_reward
+from marl.rewards.builtin import Builtin, builtin_compute_score
+from marl.rewards.processes import RewardError
 
-__all__ = ["Reward", "builtin_compute_score", "extractor", "final_answer", "only_answer"]
+__all__ = [
+    "Builtin",
+    "Reward",
+    "RewardError",
+    "build_reward",
+    "builtin_compute_score",
+    "extractor",
+    "final_answer",
+    "only_answer",
+]

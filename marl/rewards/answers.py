@@ -1,37 +1,44 @@
-"""Where a text gives its final answer. Pure string rules."""
+"""Where a text gives its final answer. Pure string rules, linear in the length of the text."""
 
 import re
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable
 
-HASHES = re.compile(r"####[ \t]*([^\n]+)")
-NUMBER = re.compile(r"\$?\s*(-?[0-9][0-9.,]*)\s*%?\.?")
-BOXED = re.compile(r"\\boxed\s*\{")
+DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
+MINUS = "-\u2212"  # models write the typographic minus too
+HASHES = re.compile(r"####[ \t]*([^\s#][^\n#]*)")
+STRICT = re.compile(r"#### (-?[0-9.,]+)")
+STRICT_TAIL = 300
+"""verl looks for the number of a GSM8K answer in that many last characters."""
+# a minus behind a word or a bracket is a difference or a range, not a sign
+IN_TEXT = re.compile(rf"(?P<sign>(?<![\w)\]}}])[{MINUS}])?\$?(?P<digits>{DIGITS})")
+QUANTITY = re.compile(rf"\$?(?P<sign>[{MINUS}])?\$?(?P<digits>{DIGITS})\s*(?:\\?%|(?<=\s)[A-Za-z]{{2}}[A-Za-z .]*)?\.?")
+BRACES = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
+ANSWER_LINE = re.compile(r"\banswer\s*:\s*([^\s][^\n]*)", re.IGNORECASE)
 ONLY_HASHES = re.compile(r"\s*#### ([0-9]+)\s*")
 
+Extract = Callable[[str], str | None]
+DATA = {
+    "gsm8k": ("openai/gsm8k",),
+    "embedded": ("marl/",),
+    # verl's own functions: programs, geometry with pictures, search
+    "verl": ("codecontests", "apps", "codeforces", "taco", "hiyouga/geometry3k", "searchR1_"),
+}
+"""Kinds of data sources by how their names begin; every other one is mathematics."""
 
-def final_answer(text: str) -> str | None:
-    """What follows the last ``####`` of a text (as in GSM8K), else what its last ``\\boxed{…}`` holds, else None.
 
-    A number is given plain: without a currency sign, thousands separators, a unit or a full stop.
+def kind_of(data_source: str) -> str:
+    return next((kind for kind, names in DATA.items() if data_source.startswith(names)), "math")
+
+
+def extractor(data_source: str, answer_rule: str = "strict") -> Extract:
+    """The rule of a data source. ``answer_rule``, strict or flexible, is how a GSM8K answer is read.
+
+    The embedded tasks (``marl/…``) allow nothing around the answer.
     """
-    found = HASHES.findall(text) or list(boxed(text))
-    if not found:
-        return None
-    answer = found[-1].strip()
-    number = NUMBER.match(answer)
-    plain = number[1].rstrip(".,").replace(",", "") if number and not re.search(r"[\\/^]", answer) else answer
-    return plain or None
-
-
-def boxed(text: str) -> Iterator[str]:
-    """What every ``\\boxed{…}`` holds; braces may be nested."""
-    for start in BOXED.finditer(text):
-        depth = 1
-        for end in range(start.end(), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                yield text[start.end() : end]
-                break
+    gsm8k = {"strict": strict_number, "flexible": last_number}
+    rules: dict[str, Extract] = {"embedded": only_answer, "gsm8k": gsm8k[answer_rule], "math": math_answer}
+    return rules.get(kind_of(data_source), final_answer)
 
 
 def only_answer(text: str) -> str | None:
@@ -40,6 +47,74 @@ def only_answer(text: str) -> str | None:
     return match[1] if match else None
 
 
-def extractor(data_source: str):
-    """The rule of a data source: the embedded tasks (``marl/…``) allow nothing around the answer."""
-    return only_answer if data_source.startswith("marl/") else final_answer
+def strict_number(text: str) -> str | None:
+    """verl's ``strict`` rule, to the letter: the last ``#### number`` of the last 300 characters, without commas."""
+    found = STRICT.findall(text[-STRICT_TAIL:])
+    return found[-1].replace(",", "") if found else None
+
+
+def last_number(text: str) -> str | None:
+    """The last number of a text, wherever it stands, given plain; verl's ``flexible`` rule keeps ``18.`` and ``1,000``."""
+    found = deque(IN_TEXT.finditer(text), maxlen=1)
+    return plain_number(found[0]) if found else None
+
+
+def final_answer(text: str) -> str | None:
+    """What follows the last ``####`` of a text, else what its last ``\\boxed{…}`` holds, else None; a number is given plain."""
+    return plain(after_hashes(text) or last_boxed(text))
+
+
+def math_answer(text: str) -> str | None:
+    """What the last ``\\boxed{…}`` holds, else the last ``Answer: …`` line, else what follows the last ``####``.
+
+    The box comes first, for ``####`` begins a headline in Markdown.
+    """
+    return plain(last_boxed(text) or last_match(ANSWER_LINE, text) or after_hashes(text))
+
+
+def after_hashes(text: str) -> str | None:
+    return last_match(HASHES, text)
+
+
+def last_match(pattern: re.Pattern[str], text: str) -> str | None:
+    found = pattern.findall(text)
+    return found[-1] if found else None
+
+
+def last_boxed(text: str) -> str | None:
+    """What the last closed ``\\boxed{…}`` holds; braces may be nested. One pass, however many boxes stay open."""
+    open_braces: list[int | None] = []
+    begin, end = -1, -1
+    for brace in BRACES.finditer(text):
+        if brace[0].startswith(r"\boxed"):
+            open_braces.append(brace.end())
+        elif brace[0] == "{":
+            open_braces.append(None)
+        elif brace[0] == "}" and open_braces:
+            start = open_braces.pop()
+            if start is not None and start > begin:
+                begin, end = start, brace.start()
+    return text[begin:end] if begin >= 0 else None
+
+
+def plain(answer: str | None) -> str | None:
+    """An answer without what surrounds it; a number also without currency sign, thousands separators, unit, full stop."""
+    if answer is None:
+        return None
+    bare = answer.strip().strip("*").strip()
+    quantity = QUANTITY.fullmatch(bare)
+    return (plain_number(quantity) if quantity else bare) or None
+
+
+def plain_number(number: re.Match[str]) -> str:
+    """``-1,005.50`` as ``-1005.5``: one way to write a number, so that equal numbers are equal strings."""
+    whole, _, fraction = number["digits"].replace(",", "").partition(".")
+    whole, fraction = whole.lstrip("0") or "0", fraction.rstrip("0")
+    value = f"{whole}.{fraction}" if fraction else whole
+    return f"-{value}" if number["sign"] and value != "0" else value
+
+
+def agrees(answer: str | None, ground_truth: object) -> bool:
+    """Whether an answer is the ground truth as it stands in the data, or the same number given plain."""
+    truth = str(ground_truth)
+    return answer is not None and answer in (truth, plain(truth))

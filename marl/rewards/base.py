@@ -1,33 +1,66 @@
 """Verdicts on turns by verl's contract: ``compute_score(data_source, solution_str, ground_truth, extra_info)``."""
 
+import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from marl.rewards.answers import extractor
-from marl.types import Task, Verdict
+from marl.rewards.processes import RewardError
+from marl.types import Metrics, Task, Verdict
 
 ComputeScore = Callable[..., Any]
+TIMEOUT_KEY = "controller.reward_timeout_s"
 
 
 class Reward:
     """Judges texts with one reward function, sync or async, that returns a number or a dict with ``score``.
 
-    Further keys of a dict are kept; ``pred``, if there, is taken for the answer.
+    Further keys of a dict are kept; ``pred``, if there, is taken for the answer. ``timeout_s`` is the deadline of an async
+    function; ``failures`` counts texts that could not be judged, and may be shared with the function.
     """
 
-    def __init__(self, compute_score: ComputeScore) -> None:
-        self.compute_score = compute_score
+    def __init__(
+        self, compute_score: ComputeScore, timeout_s: float | None = None, failures: Counter[str] | None = None
+    ) -> None:
+        self.compute_score, self.timeout_s = compute_score, timeout_s
+        self.failures: Counter[str] = Counter() if failures is None else failures
 
     async def judge(self, task: Task, text: str) -> Verdict:
-        """Raises TypeError or ValueError where the function returns something that is no finite score."""
+        """Raises RewardError where the function fails, TypeError or ValueError where it returns no finite score."""
+        try:
+            result = await self._score(task, text)
+        except RewardError as error:
+            self.failures[error.kind] += 1
+            raise RewardError(f"the reward function failed for task {task.id}: {error}", error.kind) from error
+        except Exception as error:
+            self.failures["errors"] += 1
+            raise RewardError(
+                f"the reward function failed for task {task.id}: {type(error).__name__}: {error}"
+            ) from error
+        return to_verdict(result, task, text)
+
+    async def _score(self, task: Task, text: str) -> Any:
         result = self.compute_score(
             data_source=task.data_source, solution_str=text, ground_truth=task.ground_truth, extra_info=dict(task.extra)
         )
-        if inspect.isawaitable(result):
-            result = await result
-        return to_verdict(result, task, text)
+        if not inspect.isawaitable(result):
+            return result
+        waiting = asyncio.timeout(self.timeout_s)
+        try:
+            async with waiting:
+                return await result
+        except TimeoutError:
+            if not waiting.expired():  # the function's own
+                raise
+            raise RewardError(f"it took longer than {TIMEOUT_KEY}={self.timeout_s:g} s", "timeouts") from None
+
+    def metrics(self) -> Metrics:
+        """How many texts could not be judged since this was last asked; ``math_…`` were given the score 0."""
+        counts, kinds = Counter(self.failures), ("timeouts", "deaths", "errors")
+        self.failures.clear()
+        return {f"reward/{kind}": float(counts[kind]) for kind in (*kinds, *(f"math_{kind}" for kind in kinds))}
 
 
 def to_verdict(result: Any, task: Task, text: str) -> Verdict:
@@ -49,14 +82,3 @@ def to_verdict(result: Any, task: Task, text: str) -> Verdict:
         raise ValueError(f"the reward function returned {score} for task {task.id}; expected a finite number")
     answer = extra["pred"] if "pred" in extra else task.extract(text)
     return Verdict(score=score, answer=None if answer is None else str(answer), extra=extra)
-
-
-def builtin_compute_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
-) -> float | dict[str, Any] | Awaitable[Any]:
-    """Exact match for the embedded tasks (``marl/…``), verl's own function for every other data source."""
-    if data_source.startswith("marl/"):
-        return float(extractor(data_source)(solution_str) == str(ground_truth))
-    from verl.utils.reward_score import default_compute_score
-
-    return default_compute_score(data_source, solution_str, ground_truth, extra_info)

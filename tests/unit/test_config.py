@@ -133,6 +133,7 @@ BAD = {
         "pack_turns=false",
     ],
     "controller.pack_turns=true learner=mappo critic.level=token": ["critic.level=turn"],
+    "baseline=sole": ["baseline=sole", "Did you mean 'solo'"],
     "trainer.ref_update_freq=5": ["ref_update_freq=5", "use_kl_loss=true"],
     "trainer.ref_update_freq=-1": ["ref_update_freq=-1"],
     "algorithm.rollout_correction.rollout_rs=token_k1": ["rollout_rs=token_k1", "rollout_rs_threshold"],
@@ -155,6 +156,10 @@ BAD = {
     "actor_rollout_ref.rollout.temperature=0": ["rollout.temperature=0"],
     "learner.train_rounds=[3]": ["learner.train_rounds=[3]", "1 to runner.num_rounds=2"],
     "learner.train_rounds=[]": ["learner.train_rounds=[]"],
+    "controller.reward_processes=-1": ["controller.reward_processes=-1", "at least 1", "in the driver"],
+    "controller.reward_timeout_s=0": ["controller.reward_timeout_s=0", "above 0"],
+    "reward.custom_reward_function.path=/nowhere/r.py": ["reward.custom_reward_function.path=/nowhere/r.py", "no such"],
+    "custom_reward_function.path=/nowhere/r.py": ["custom_reward_function.path=/nowhere/r.py", "compute_score("],
     "agents={}": ["agents"],
 }
 
@@ -181,6 +186,17 @@ def test_every_rule_was_broken_by_a_test(quickstart):
             except ConfigError:
                 broken.add(rule)
     assert [rule.__name__ for rule in RULES if rule not in broken] == []
+
+
+def test_one_reward_function_is_named(quickstart, tmp_path):
+    keys = ("reward.custom_reward_function", "custom_reward_function")
+    overrides = []
+    for number, key in enumerate(keys):
+        (tmp_path / f"{number}.py").touch()
+        overrides.append(f"{key}.path={tmp_path / f'{number}.py'}")
+    with pytest.raises(ConfigError, match=r"0\.py and custom_reward_function\.path=.*1\.py name two"):
+        prepare(quickstart(*overrides))
+    prepare(quickstart(overrides[1]))
 
 
 def test_at_least_one_agent_is_trained(quickstart):

@@ -1,8 +1,15 @@
 import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from marl.rewards import Reward, builtin_compute_score, extractor, final_answer, only_answer
+from marl.rewards import Builtin, Reward, RewardError, builtin_compute_score, extractor, final_answer, only_answer
+from marl.rewards.answers import last_number, math_answer, strict_number
+from marl.rewards.mathematics import equal
+from marl.rewards.processes import Processes
 from marl.types import Task
 
 
@@ -21,6 +28,23 @@ from marl.types import Task
         ("#### 5 apples.", "5"),
         (r"\boxed{unfinished", None),
         ("", None),
+        ("#### 35 #### 36", "36"),
+        ("#### 18\n####", "18"),
+        ("#### -$1,005.50", "-1005.5"),
+        ("#### \u221212", "-12"),
+        ("#### 18.00", "18"),
+        ("#### 007", "7"),
+        ("#### -0", "0"),
+        ("#### **42**", "42"),
+        ("#### 50%", "50"),
+        ("#### 12 km per hour", "12"),
+        (r"\boxed{5x+3}", "5x+3"),
+        (r"\boxed{5 x}", "5 x"),
+        (r"\boxed{1,2}", "1,2"),
+        (r"\boxed{10:30}", "10:30"),
+        (r"\boxed{\left\{1,2\right.}", r"\left\{1,2\right."),
+        (r"\boxed{1} \boxed{2", "1"),
+        (r"\boxed{\boxed{3}}", "3"),
     ],
 )
 def test_final_answer(text, answer):
@@ -33,6 +57,177 @@ def test_final_answer(text, answer):
 )
 def test_only_answer_allows_nothing_around_it(text, answer):
     assert only_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    "text,answer",
+    [
+        ("so\n#### 18", "18"),
+        ("#### 1\n#### 2,000", "2000"),
+        ("#### 18.", "18."),
+        ("#### $18", None),
+        ("####18", None),
+        (r"\boxed{18}", None),
+        ("18 ####", None),
+        ("#### 18\n" + "x" * 300, None),
+        ("", None),
+    ],
+)
+def test_the_strict_number(text, answer):
+    assert strict_number(text) == answer
+
+
+@settings(deadline=None)
+@given(text=st.text(alphabet="#### 123.,-$\nab", max_size=40), padding=st.sampled_from([0, 280, 400]))
+def test_the_strict_rule_is_verls(text, padding):
+    from verl.utils.reward_score.gsm8k import extract_solution
+
+    for whole in (text + " " * padding, " " * padding + text, f"#### {text}"):
+        assert strict_number(whole) == extract_solution(whole, "strict")
+
+
+@pytest.mark.parametrize(
+    "text,answer",
+    [
+        ("She makes $1,005.50 a day.", "1005.5"),
+        ("The answer is 18.", "18"),
+        ("16 - 3 - 4 = 9", "9"),
+        ("10-3", "3"),
+        ("it is -3 degrees", "-3"),
+        ("it is \u22123", "-3"),
+        ("a loss of -$20", "-20"),
+        ("- 5 apples\n- 6 pears", "6"),
+        ("1,234,567 and 12,34", "34"),
+        ("half: .5", "0.5"),
+        ("eighteen", None),
+        ("", None),
+        ("...,,,", None),
+    ],
+)
+def test_the_last_number(text, answer):
+    assert last_number(text) == answer
+
+
+@pytest.mark.parametrize(
+    "text,answer",
+    [
+        ("#### Step 1: add\n" + r"so \boxed{\frac{1}{2}}" + "\n#### Check\nfine", r"\frac{1}{2}"),
+        (r"\boxed{1}, no: \boxed{2}", "2"),
+        ("Answer: 12\nAnswer:  $1,300.", "1300"),
+        ("**Answer:** 5", "5"),
+        ("#### 7", "7"),
+        ("7", None),
+        (r"\boxed{}", None),
+    ],
+)
+def test_the_mathematical_answer(text, answer):
+    assert math_answer(text) == answer
+
+
+NASTY = {
+    "boxes that stay open": r"\boxed{" * 150_000,
+    "braces": "{" * 1_000_000,
+    "closing": r"\boxed{1" + "}" * 1_000_000,
+    "boxed and blanks": r"\boxed" + " " * 1_000_000,
+    "hashes": "#" * 1_000_000,
+    "hashes and blanks": "####" + " " * 1_000_000,
+    "hashes by lines": "####\n" * 200_000,
+    "digits": "#### " + "1" * 1_000_000,
+    "digits and a letter": r"\boxed{" + "1" * 1_000_000 + "!}",
+    "thousands": "#### " + "111," * 250_000 + "x",
+    "points": "1." * 500_000,
+    "minus signs": "-" * 1_000_000,
+    "a long unit": "#### 5 " + "a" * 1_000_000 + "!",
+    "blanks after a number": r"\boxed{5" + " " * 1_000_000 + "!}",
+    "answers": "answer :" * 120_000,
+    "answer and blanks": "answer" + " " * 1_000_000,
+    "words": "the answer is " * 70_000,
+}
+
+
+@pytest.mark.parametrize("name", NASTY)
+@pytest.mark.parametrize("rule", [only_answer, strict_number, last_number, final_answer, math_answer])
+def test_a_text_of_a_million_characters_takes_no_time(rule, name):
+    started = time.process_time()
+    rule(NASTY[name])
+    assert time.process_time() - started < 2.0
+
+
+PROMPT = 'Tom has 18 apples and eats 4. How many are left? Output the final answer after "####".'
+CANARIES = {
+    "nothing": "",
+    "the prompt": PROMPT,
+    "the prompt and its mark": f"{PROMPT}\n####",
+    "a constant": "#### 0",
+    "every number": "".join(f"#### {n}\n" for n in range(40)),
+    "every number in one line": "#### " + " ".join(map(str, range(40))),
+    "several in a box": r"\boxed{13, 14, 15}",
+    "several boxes": r"\boxed{14} \boxed{15}",
+    "marks alone": "#### #### ####",
+    "a box alone": r"\boxed{}",
+    "the answer and more digits": "#### 140",
+    "its negative": "#### -14",
+    "a decimal": "#### 14.5",
+    "a tower of hashes": "#" * 10_000,
+    "thousands": "#### 14,000",
+    "a set": r"\boxed{\{14,13\}}",
+    "an interval": r"\boxed{[0,100]}",
+    "a relation": r"\boxed{x<20}",
+    "either": r"\boxed{14 \text{ or } 15}",
+    "a free variable": r"\boxed{x}",
+}
+
+
+@pytest.mark.parametrize(
+    "source,rule", [("marl/x", "strict"), ("openai/gsm8k", "strict"), ("openai/gsm8k", "flexible"), ("aime", "strict")]
+)
+def test_what_holds_no_answer_does_not_win(source, rule):
+    reward = Reward(Builtin(rule))
+    for name, text in CANARIES.items():
+        verdict = asyncio.run(reward.judge(Task("t", [], "14", source, extractor(source, rule)), text))
+        assert verdict.score == 0.0, name
+
+
+GOOD = {
+    ("openai/gsm8k", "strict"): ["so 18 - 4 = 14\n#### 14", "#### 14 apples", "#### 3\n#### 14"],
+    ("openai/gsm8k", "flexible"): ["#### 14", "It is 14.", "$14.00", r"\boxed{14}", "**14**"],
+    ("aime", "strict"): [r"\boxed{14}", "Answer: 14", r"\boxed{14.0}", r"\boxed{\frac{28}{2}}", r"\boxed{x=14}"],
+    ("marl/x", "strict"): ["#### 14"],
+}
+
+
+@pytest.mark.parametrize("source,rule", GOOD)
+def test_right_answers_win(source, rule):
+    reward = Reward(Builtin(rule))
+    for text in GOOD[source, rule]:
+        verdict = asyncio.run(reward.judge(Task("t", [], "14", source, extractor(source, rule)), text))
+        assert verdict.score == 1.0, text
+
+
+@pytest.mark.parametrize(
+    "answer,truth,equals",
+    [
+        ("1/2", r"\frac{1}{2}", True),
+        ("0.5", r"\frac12", True),
+        (r"3\sqrt{2}", r"\sqrt{18}", True),
+        ("1+x", "x+1", True),
+        (r"\{2,1\}", r"\{1,2\}", True),
+        (r"50\%", "50", True),
+        (r"\$18", "18", True),
+        (r"90^\circ", "90", True),
+        (r"12\text{ cm}", "12", True),
+        ("\u22123", "-3", True),
+        ("(2,1)", "(1,2)", False),
+        ("3.14", r"\pi", False),
+        ("Pairs", "Paris", False),
+        ("paris", "Paris", True),
+        (r"\frac{", "3", False),
+        ("}{", "3", False),
+        ("", "3", False),
+    ],
+)
+def test_equality_of_mathematical_answers(answer, truth, equals):
+    assert equal(answer, truth) is equals
 
 
 def task(source="marl/smudged_note", truth="35"):
@@ -81,3 +276,50 @@ def test_a_function_may_be_async():
 def test_what_is_no_score_is_named(returned, error):
     with pytest.raises((TypeError, ValueError), match=error):
         judge(lambda **_: returned)
+
+
+def judge_math(run, *texts, truth="14"):
+    reward = Reward(Builtin(run=run))
+    reward.failures = reward.compute_score.failures
+
+    async def all_at_once():
+        task_ = task("HuggingFaceH4/MATH-500", truth)
+        return await asyncio.gather(*(reward.judge(task_, text) for text in texts), return_exceptions=True)
+
+    return asyncio.run(all_at_once()), reward.metrics()
+
+
+def test_math_verify_is_ended_where_it_hangs_and_its_failures_are_no_wrong_answers(monkeypatch):
+    monkeypatch.setattr("marl.rewards.builtin.MATH_TIMEOUT_S", 2.0)
+    processes, started = Processes(2, timeout_s=1000.0), time.monotonic()
+    deep = r"\boxed{" + "(" * 5000 + "1" + ")" * 5000 + "}"
+    texts = [r"\boxed{10^{10^{10}}}", r"\boxed{\frac{28}{2}}", r"\boxed{13}", "no idea", deep, r"\boxed{14}"]
+    verdicts, metrics = judge_math(processes.run, *texts)
+    processes.stop()
+    assert time.monotonic() - started < 30
+    assert [verdict.score for verdict in verdicts] == [0, 1, 0, 0, 0, 1]
+    outcomes = [verdict.extra["math_verify"] for verdict in verdicts]
+    assert outcomes[:4] == ["timeouts", "right", "wrong", "wrong"] and outcomes[4] in ("errors", "deaths", "timeouts")
+    failed = {key: value for key, value in metrics.items() if value}
+    assert sum(failed.values()) == 2 and set(failed) <= {
+        f"reward/math_{kind}" for kind in ("timeouts", "errors", "deaths")
+    }
+
+
+def test_math_verify_works_off_the_main_thread_too():
+    """It once raised there, by its use of signals, and every answer was scored 0."""
+    with ThreadPoolExecutor(1) as thread:
+        (verdict,), metrics = thread.submit(judge_math, Builtin().run, r"\boxed{\frac{28}{2}}").result()
+    assert verdict.score == 1.0 and not any(metrics.values())
+
+
+def test_without_math_verify_a_run_is_told_how_to_install_it(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (error,), metrics = judge_math(Builtin().run, r"\boxed{3}")
+    assert isinstance(error, RewardError) and "pip install 'marl[math]'" in str(error)
+    assert metrics["reward/errors"] == 1 and metrics["reward/math_errors"] == 0
+
+
+def test_a_ground_truth_that_is_no_mathematics_is_an_error_and_no_wrong_answer():
+    (error,), _ = judge_math(Builtin().run, r"\boxed{3}", truth="}{")
+    assert isinstance(error, RewardError) and "reward_model.ground_truth='}{' cannot be read" in str(error)

@@ -50,6 +50,7 @@ class EngineWorker(TrainingWorker):
 class PolicyWorker(ActorRolloutRefWorker):
     """Overrides change one thing of verl's methods: they return at once, so that policies work at the same time."""
 
+    role: str
     actor_worker_cls = EngineWorker
     ref_worker_cls = EngineWorker
 

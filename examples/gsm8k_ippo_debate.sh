@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# GSM8K, two agents debate for two rounds. IPPO: every agent is PPO with a critic of its own observation (arXiv:2011.09533).
+# One node of 8 GPUs, both policies on all of them. First: python examples/data_preprocess/gsm8k.py --local_save_dir "$HOME/data/gsm8k"
+# Anything can be changed behind the script's name: bash examples/gsm8k_ippo_debate.sh trainer.n_gpus_per_node=1
+set -euo pipefail
+DATA=${DATA:-$HOME/data/gsm8k}
+MODEL=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
+
+bash "$(dirname "$0")/../marl/marl.sh" \
+  data.train_files="$DATA/train.parquet" data.val_files="$DATA/test.parquet" \
+  data.train_batch_size=256 data.max_prompt_length=2048 data.max_response_length=512 \
+  actor_rollout_ref.model.path="$MODEL" \
+  agents.agent_0.role="Solve it step by step." agents.agent_1.role="Solve it in another way, and check every number." \
+  runner=debate runner.num_rounds=2 \
+  learner=ippo credit=own \
+  actor_rollout_ref.rollout.n=4 \
+  algorithm.gamma=1.0 algorithm.lam=0.95 \
+  critic.level=token critic.optim.lr=1e-5 trainer.critic_warmup=10 \
+  algorithm.use_kl_in_reward=true algorithm.kl_ctrl.kl_coef=0.001 \
+  actor_rollout_ref.actor.optim.lr=1e-6 \
+  actor_rollout_ref.actor.ppo_mini_batch_size=64 \
+  actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384 \
+  actor_rollout_ref.rollout.gpu_memory_utilization=0.4 \
+  resources.placement=colocated \
+  trainer.n_gpus_per_node=8 trainer.nnodes=1 \
+  trainer.total_epochs=5 trainer.test_freq=5 trainer.save_freq=20 \
+  trainer.experiment_name=gsm8k_ippo_debate trainer.logger=[console,file] \
+  "$@"

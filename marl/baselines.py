@@ -1,0 +1,118 @@
+"""What a team has to beat: one agent that never talks, the vote over its answers, and the team before training.
+
+``baseline=[solo,vote,untrained]`` trains and measures them after the run, in the same session and with the same settings,
+and puts them beside it in ``summary.json`` and in the trackers.
+"""
+
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from marl.learners import CREDITS
+from marl.marl_trainer import MARLTrainer
+from marl.report import summary
+from marl.runners import RUNNERS, majority
+from marl.types import Episode, Metrics
+from marl.utils.metrics import prefixed
+from marl.utils.seeding import derive_seed
+
+Build = Callable[[DictConfig, ExitStack], Awaitable[MARLTrainer]]
+
+
+async def run_baselines(config: DictConfig, team: MARLTrainer, build: Build) -> None:
+    """Measure every baseline that the configuration names, and write the team's summary anew with them."""
+    wanted = [config.baseline] if isinstance(config.baseline, str) else list(config.baseline)
+    if "untrained" in wanted:
+        team.baselines["untrained"] = await untrained(config, team, build)
+    if "solo" in wanted or "vote" in wanted:
+        with ExitStack() as cleanup:
+            solo = await build(solo_config(config, turns_per_episode(team)), cleanup)
+            solo.token_budget = team.sampled_tokens
+            await solo.fit()
+            team.baselines["solo"] = of_history(solo)
+            if "vote" in wanted:
+                team.baselines["vote"] = await vote(solo, turns_per_episode(team))
+    numbers = {f"{name}/{key}": value for name, entry in team.baselines.items() for key, value in entry.items()}
+    team.tracking.log(prefixed("baseline", numbers), team.step_number)
+    team.summarise()
+
+
+def turns_per_episode(team: MARLTrainer) -> int:
+    """How many answers an episode of the team takes: what a single agent may sample instead."""
+    return max(1, round(team.turns_per_episode))
+
+
+def solo_config(config: DictConfig, answers: int) -> DictConfig:
+    """The same run for the first agent that is trained, alone: single turns, ``answers`` times as many samples of a task."""
+    solo = config.copy()
+    name = next(name for name, agent in config.agents.items() if agent.trainable)
+    policy = config.agents[name].policy or name
+    with open_dict(solo):
+        solo.agents = {name: config.agents[name]}
+        solo.policies = {key: value for key, value in config.policies.items() if key == policy}
+        solo.runner = OmegaConf.structured(RUNNERS.get("single_turn").Config(name="single_turn"))
+        solo.credit = OmegaConf.structured(CREDITS.get("own").Config(name="own"))
+        solo.learner.train_rounds = None
+        solo.actor_rollout_ref.rollout.n = config.actor_rollout_ref.rollout.n * answers
+        solo.trainer.default_local_dir = f"{config.trainer.default_local_dir}/baseline_solo"
+        # the token budget ends it: answers without a conversation may be shorter
+        steps = config.trainer.total_training_steps
+        solo.trainer.total_training_steps = None if steps is None else 2 * steps
+        solo.trainer.total_epochs = 2 * config.trainer.total_epochs
+        solo.trainer.resume_mode, solo.trainer.logger, solo.trainer.save_freq = "disable", [], -1
+        for key in ("rollout_data_dir", "validation_data_dir"):
+            if config.trainer[key]:
+                solo.trainer[key] = f"{solo.trainer.default_local_dir}/{key.removesuffix('_data_dir')}"
+    return solo
+
+
+def of_history(trainer: MARLTrainer) -> Metrics:
+    """Accuracy of the last round at the last validation, and the tokens that were trained on."""
+    last = trainer.history[max(trainer.history)]
+    return {
+        "accuracy": last[f"accuracy/{summary.last_round(last)}"],
+        "sampled_tokens": float(trainer.sampled_tokens),
+        "steps": float(trainer.step_number),
+    }
+
+
+async def untrained(config: DictConfig, team: MARLTrainer, build: Build) -> Metrics:
+    """The team before its first step: measured by the run itself, or played again with the first weights."""
+    if 0 in team.history:
+        first = team.history[0]
+    else:
+        before = config.copy()
+        with open_dict(before):
+            before.trainer.val_only, before.trainer.resume_mode, before.trainer.logger = True, "disable", []
+            before.trainer.default_local_dir = f"{config.trainer.default_local_dir}/baseline_untrained"
+        with ExitStack() as cleanup:
+            trainer = await build(before, cleanup)
+            await trainer.fit()
+        first = trainer.history[0]
+    return {"accuracy": first[f"accuracy/{summary.last_round(first)}"], "vote": first["vote"], "sampled_tokens": 0.0}
+
+
+async def vote(solo: MARLTrainer, answers: int) -> Metrics:
+    """Accuracy of the majority of several answers of the single agent to each validation task."""
+    collection = await solo.controller.collect(solo.validation, answers, solo.step_number, validate=True)
+    episodes = await solo.controller.score(collection.episodes, solo.step_number)
+    by_task: dict[str, list[Episode]] = {}
+    for episode in episodes:
+        by_task.setdefault(episode.task.id, []).append(episode)
+    right = [majority_is_right(group) for group in by_task.values()]
+    return {
+        "accuracy": sum(right) / len(right),
+        "answers": float(answers),
+        "sampled_tokens": float(solo.sampled_tokens),
+    }
+
+
+def majority_is_right(episodes: Sequence[Episode]) -> bool:
+    """Ties are broken by the task; nobody's answer is wrong."""
+    answers = [episode.answer for episode in episodes]
+    chosen = majority(answers, random.Random(derive_seed("vote", episodes[0].task.id)))
+    verdicts: Mapping[Any, bool] = {episode.answer: episode.judged.score >= 1.0 for episode in episodes}
+    return chosen is not None and verdicts[chosen]

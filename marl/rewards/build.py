@@ -1,0 +1,37 @@
+"""The reward function of a run, from its configuration."""
+
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from typing import Any
+
+from marl.rewards.base import TIMEOUT_KEY, Reward
+from marl.rewards.builtin import Builtin, run_here
+from marl.rewards.custom import Custom, custom_function
+from marl.rewards.processes import Processes
+
+
+def build_reward(config: Any, cleanup: ExitStack) -> Reward:
+    """The user's function or the built-in ones, in ``controller.reward_processes`` processes; ``cleanup`` ends them."""
+    count = 0 if config.resources.one_process else config.controller.reward_processes
+    timeout_s = config.controller.reward_timeout_s
+    custom, failures = custom_function(config), Counter[str]()
+    if custom is not None and custom.is_async:
+        return Reward(custom, timeout_s, failures)
+    if not count:
+        return Reward(custom or Builtin(config.controller.answer_rule.name, run_here, failures), failures=failures)
+    processes = Processes(count, timeout_s, TIMEOUT_KEY, prepare=custom.load if custom else None)
+    cleanup.callback(processes.stop)
+    return Reward(
+        in_processes(processes, custom)
+        if custom
+        else Builtin(config.controller.answer_rule.name, processes.run, failures),
+        failures=failures,
+    )
+
+
+def in_processes(processes: Processes, function: Custom) -> Callable[..., Awaitable[Any]]:
+    async def compute_score(**arguments: Any) -> Any:
+        return await processes.run(function, arguments)
+
+    return compute_score

@@ -1,0 +1,71 @@
+"""``compute_score`` without a function of the user's: by the data source."""
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from marl.rewards.answers import agrees, extractor, kind_of
+from marl.rewards.mathematics import MATH_TIMEOUT_S, equal, must_be_installed
+from marl.rewards.processes import RewardError
+
+Run = Callable[..., Awaitable[Any]]
+"""``run(function, arguments, timeout_s)``: in a process that can be killed, or here."""
+
+
+async def run_here(function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float | None = None) -> Any:
+    try:
+        return function(**arguments)
+    except Exception as error:
+        raise RewardError(f"{type(error).__name__}: {error}") from error
+
+
+class Builtin:
+    """Embedded tasks and GSM8K by string rules, on the spot; mathematics and verl's other functions through ``run``."""
+
+    def __init__(self, answer_rule: str = "strict", run: Run = run_here, failures: Counter[str] | None = None) -> None:
+        self.answer_rule, self.run = answer_rule, run
+        self.failures: Counter[str] = Counter() if failures is None else failures
+
+    def __call__(
+        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
+    ) -> float | Awaitable[Any]:
+        kind = kind_of(data_source)
+        if kind == "verl":
+            arguments = {"data_source": data_source, "solution_str": solution_str, "ground_truth": ground_truth}
+            return self.run(verl_score, {**arguments, "extra_info": extra_info})
+        answer = extractor(data_source, self.answer_rule)(solution_str)
+        if kind == "math":
+            return self.mathematics(answer, ground_truth)
+        return float(answer == str(ground_truth) if kind == "embedded" else agrees(answer, ground_truth))
+
+    async def mathematics(self, answer: str | None, ground_truth: Any) -> dict[str, Any]:
+        """1 or 0. That a wrong answer could not be read or computed is told, and counted, apart from other wrong ones."""
+        outcome = "right" if agrees(answer, ground_truth) else "wrong"
+        if answer is not None and outcome == "wrong":
+            must_be_installed()
+            try:
+                equals = await self.run(equal, {"answer": answer, "truth": str(ground_truth)}, MATH_TIMEOUT_S)
+            except RewardError as error:
+                outcome = error.kind
+                self.failures[f"math_{error.kind}"] += 1
+            else:
+                outcome = verdict_of(equals, ground_truth)
+        return {"score": float(outcome == "right"), "pred": answer, "math_verify": outcome}
+
+
+def verdict_of(equals: bool | None, ground_truth: Any) -> str:
+    if equals is None:
+        raise ValueError(
+            f"reward_model.ground_truth={ground_truth!r} cannot be read as mathematics; mend the row, or judge its "
+            "data_source by reward.custom_reward_function.path"
+        )
+    return "right" if equals else "wrong"
+
+
+def verl_score(**arguments: Any) -> Any:
+    from verl.utils.reward_score import default_compute_score
+
+    return default_compute_score(**arguments)
+
+
+builtin_compute_score = Builtin()

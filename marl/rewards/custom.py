@@ -1,0 +1,72 @@
+"""A reward function of the user's, by the path of its file and its name."""
+
+import copy
+import functools
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from marl.config.errors import ConfigError
+from marl.utils.registry import did_you_mean
+
+
+@functools.cache
+def load(path: str, name: str) -> Callable[..., Any]:
+    """The function of that name: of a file, loaded once a process, or of a module (``pkg://a.b``).
+
+    verl has a loader too; a process that imports it imports torch and Ray, five seconds each.
+    """
+    if path.startswith("pkg://"):
+        module = importlib.import_module(path.removeprefix("pkg://").replace("/", "."))
+    else:
+        file = Path(path.removeprefix("file://")).expanduser().resolve()
+        spec = importlib.util.spec_from_file_location(f"marl_reward_{file.stem}", file)
+        if spec is None or spec.loader is None:
+            raise ConfigError(
+                f"reward.custom_reward_function.path={path}: not a Python file; expected one that ends in .py"
+            )
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    if not callable(getattr(module, name, None)):
+        known = [key for key, value in vars(module).items() if callable(value)]
+        raise ConfigError(
+            f"reward.custom_reward_function.name={name}: {path} defines no such function.{did_you_mean(name, known)}"
+        )
+    return getattr(module, name)
+
+
+@dataclass(frozen=True)
+class Custom:
+    """Where the function is; this, and not the function, goes to other processes."""
+
+    path: str
+    name: str
+    kwargs: Mapping[str, Any]
+
+    def load(self) -> Callable[..., Any]:
+        return load(self.path, self.name)
+
+    def __call__(self, **arguments: Any) -> Any:
+        return self.load()(**{**arguments, **self.kwargs})
+
+    @property
+    def is_async(self) -> bool:
+        function = self.load()
+        return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def custom_function(config: Any) -> Custom | None:
+    """What ``reward.custom_reward_function`` names, or verl's older ``custom_reward_function``."""
+    if config.get("custom_reward_function") and config.custom_reward_function.path:
+        from verl.experimental.reward_loop import migrate_legacy_reward_impl
+
+        config = migrate_legacy_reward_impl(copy.deepcopy(config))
+    node = config.reward.custom_reward_function
+    if not node.path:
+        return None
+    # the older key's name has no default of its own
+    return Custom(str(node.path), node.name or "compute_score", dict(node.get("reward_kwargs") or {}))

@@ -1,0 +1,38 @@
+"""Whether two mathematical answers are equal, by the package math-verify. It may take for ever: see ``processes``."""
+
+import importlib.util
+import logging
+import re
+
+MATH_TIMEOUT_S = 5.0
+"""math-verify's own default. An answer that takes longer, such as a tower of powers, is wrong, and is counted."""
+WORD = re.compile(r"[A-Za-z][A-Za-z '-]{2,}")
+# what changes no value: signs for percent, dollars and degrees
+SIGNS = re.compile(r"\\?[%$]|\^\s*(?:\\circ|\{\s*\\circ\s*\})")
+
+
+def must_be_installed() -> None:
+    if importlib.util.find_spec("math_verify") is None:
+        raise ModuleNotFoundError(
+            "mathematical answers are judged by the package math-verify, which is not installed: pip install 'marl[math]'"
+        )
+
+
+def equal(answer: str, truth: str) -> bool | None:
+    """None for a truth that cannot be read. Raises whatever math-verify raises.
+
+    Its own deadlines are off: they need the main thread, and an alarm does not end a computation in C.
+    """
+    answer, truth = SIGNS.sub("", answer).strip(), SIGNS.sub("", truth).strip()
+    if answer == truth:
+        return True
+    if WORD.fullmatch(truth):  # math-verify takes a word for a product of letters: Pairs would be Paris
+        return answer.casefold() == truth.casefold()
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    rules = (LatexExtractionConfig(), ExprExtractionConfig())
+    gold, given = (
+        parse(f"\\boxed{{{text}}}", rules, parsing_timeout=None, raise_on_error=True) for text in (truth, answer)
+    )
+    return verify(gold, given, timeout_seconds=None, raise_on_error=True) if gold else None

@@ -1,0 +1,140 @@
+"""Reward functions in processes that can be killed: what hangs or dies takes its own answer with it and nothing else."""
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import pickle
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures.process import BrokenProcessPool
+from importlib.machinery import ModuleSpec
+from multiprocessing.context import SpawnContext, SpawnProcess
+from typing import Any
+
+from pebble import ProcessExpired, ProcessPool
+
+START_S = 120.0
+"""How long a process may take to start, and to load the file of a custom function."""
+
+
+class RewardError(RuntimeError):
+    """A text could not be judged. ``kind`` says how it is counted: timeouts, deaths or errors."""
+
+    def __init__(self, message: str, kind: str = "errors") -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class LeanProcess(SpawnProcess):
+    """Spawned, not forked, for the driver has Ray's threads; and without the driver's main module.
+
+    Python would import that once more in every child: with torch and Ray, six seconds and half a gigabyte each.
+    It leaves out the ``__main__`` of a package, so that is what it is told of.
+    """
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:
+        main: Any = sys.modules["__main__"]
+        spec, main.__spec__ = main.__spec__, ModuleSpec("marl.__main__", None)
+        try:
+            return SpawnProcess._Popen(process_obj)  # type: ignore[attr-defined]
+        finally:
+            main.__spec__ = spec
+
+
+class LeanContext(SpawnContext):
+    Process = LeanProcess  # type: ignore[assignment]
+
+
+class Processes:
+    """Up to ``count`` processes, started with the first call; ``prepare`` runs once in each."""
+
+    def __init__(
+        self, count: int, timeout_s: float, key: str = "", prepare: Callable[[], object] | None = None
+    ) -> None:
+        self.count, self.timeout_s, self.key, self.prepare = count, timeout_s, key, prepare
+        # no more calls than processes: one that was handed over has begun, and its deadline with it
+        self._free = asyncio.Semaphore(count)
+        self._pool: ProcessPool | None = None
+
+    async def run(
+        self, function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float | None = None
+    ) -> Any:
+        """What ``function(**arguments)`` returns in a process. Raises RewardError where it raises, hangs or dies."""
+        call, timeout_s = pickle.dumps((function, dict(arguments))), timeout_s or self.timeout_s
+        async with self._free:
+            pool = self._running()
+            try:
+                error, result = await self._ask(pool, call, timeout_s)
+            except BrokenProcessPool:  # a process died between two calls, which is not this one's fault
+                self._drop(pool)
+                error, result = await self._ask(self._running(), call, timeout_s)
+        if error:
+            raise RewardError(error)
+        return pickle.loads(result)
+
+    async def _ask(self, pool: ProcessPool, call: bytes, timeout_s: float) -> tuple[str, bytes]:
+        future = asyncio.wrap_future(pool.schedule(answer, (call,), timeout=timeout_s))
+        try:
+            done, _ = await asyncio.wait([future], timeout=timeout_s + START_S)
+            if not done:
+                self._drop(pool)
+                raise RewardError(f"no process took it within {timeout_s + START_S:g} s", "deaths")
+            return future.result()
+        except TimeoutError:
+            limit = self.key if timeout_s == self.timeout_s else "its deadline"
+            raise RewardError(
+                f"it took longer than {limit}={timeout_s:g} s; its process was killed", "timeouts"
+            ) from None
+        except ProcessExpired as died:
+            raise RewardError(f"its process died with exit code {died.exitcode}", "deaths") from None
+        finally:
+            future.cancel()
+
+    def _running(self) -> ProcessPool:
+        if self._pool is None or not self._pool.active:
+            self._pool = ProcessPool(self.count, initializer=begin, initargs=(self.prepare,), context=LeanContext())
+        return self._pool
+
+    def _drop(self, pool: ProcessPool) -> None:
+        if self._pool is pool:
+            self._pool = None
+        pool.stop()
+        pool.join()
+
+    def stop(self) -> None:
+        """End the processes, whatever they do."""
+        if self._pool is not None:
+            self._drop(self._pool)
+
+
+def begin(prepare: Callable[[], object] | None) -> None:
+    """The first thing that a process does."""
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    if prepare is not None:
+        with contextlib.suppress(Exception):  # raised again, and named, by every call
+            prepare()
+
+
+def end_with_parent() -> None:
+    """A driver that is killed cannot stop its processes."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def answer(call: bytes) -> tuple[str, bytes]:
+    """In the process: what went wrong, or what was returned.
+
+    Calls and results cross as bytes and errors as text: one of a class that the other side cannot read would end the pool.
+    """
+    try:
+        function, arguments = pickle.loads(call)
+        return "", pickle.dumps(function(**arguments))
+    except BaseException as error:  # sys.exit() too is a fault of this answer alone
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return f"{type(error).__name__}: {error} ({where.filename}, line {where.lineno})", b""

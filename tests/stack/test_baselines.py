@@ -1,0 +1,67 @@
+"""What the team is compared with: one agent on as many tokens, the vote over it, and the team before training."""
+
+import json
+
+import pytest
+
+from marl.baselines import majority_is_right, solo_config
+from marl.main import pool_ranks, prepare, run
+from marl.types import Episode, Task, Turn, Verdict
+
+from .conftest import SMALL
+
+
+@pytest.fixture
+def small(compose_config, cold_assets, tmp_path):
+    def compose(*overrides):
+        return compose_config(
+            f"assets={cold_assets}", f"trainer.default_local_dir={tmp_path}", "resources.one_process=true",
+            "trainer.total_training_steps=2", *SMALL, *overrides,
+        )  # fmt: skip
+
+    return compose
+
+
+def test_baselines_stand_beside_the_team(small, tmp_path, monkeypatch):
+    monkeypatch.delenv("VERL_FILE_LOGGER_PATH", raising=False)
+    trainer = run(small("baseline=[solo,vote,untrained]", "trainer.logger=[file]", "learner=mappo"))
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert set(found["baselines"]) == {"solo", "vote", "untrained"} and found["baselines"] == trainer.baselines
+    solo, team = found["baselines"]["solo"], found["sampled_tokens"]
+    # 4 tasks x 4 samples x 4 turns of at most 3 tokens a step; the single agent stops in the step that reaches the budget
+    assert 100 < team <= 2 * 4 * 4 * 4 * 3 and team <= solo["sampled_tokens"] <= team + 4 * 16 * 3
+    assert found["baselines"]["vote"]["answers"] == 4.0
+    assert found["baselines"]["untrained"]["accuracy"] == found["accuracy"]["before"]["round_2"]
+    logged = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert {"baseline/solo/accuracy", "baseline/vote/accuracy"} <= set(logged[-1]["data"])
+    assert (tmp_path / "baseline_solo" / "summary.json").is_file()
+
+
+def test_the_untrained_team_is_measured_where_the_run_did_not(small, tmp_path):
+    trainer = run(small("baseline=untrained", "trainer.val_before_train=false", "trainer.test_freq=1"))
+    other = run(small("trainer.val_only=true", f"trainer.default_local_dir={tmp_path}/other"))
+    assert trainer.baselines["untrained"]["vote"] == other.history[0]["vote"]
+
+
+def test_the_single_agent_is_the_first_that_is_trained(small):
+    config = prepare(
+        small("agents.alice.trainable=false", "+policies.carol.actor.optim.lr=0.5", "learner.train_rounds=[2]")
+    )
+    solo = solo_config(config, answers=3)
+    assert list(solo.agents) == ["carol"] and solo.actor_rollout_ref.rollout.n == 12
+    assert (solo.runner.name, solo.credit.name, solo.learner.train_rounds) == ("single_turn", "own", None)
+    assert solo.policies.carol.actor.optim.lr == 0.5 and len(config.agents) == 2, "the team's own is as it was"
+    assert pool_ranks(solo) == {"carol": 1}
+
+
+@pytest.mark.parametrize(
+    "answers,right",
+    [(["7", "7", "3"], True), (["3", "3", "7"], False), ([None, None, "7"], True), ([None, None], False)],
+)
+def test_the_vote_over_answers(answers, right):
+    task = Task("t", [], "7", "x", str)
+    episodes = [
+        Episode(task, i, ["a"], [Turn("a", 1, [], "")], answer, Verdict(float(answer == "7"), answer))
+        for i, answer in enumerate(answers)
+    ]
+    assert majority_is_right(episodes) is right
