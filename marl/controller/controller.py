@@ -10,7 +10,7 @@ from typing import Any
 from marl.controller.client import PolicyClient
 from marl.controller.failures import PolicyFailed
 from marl.controller.policy_map import PolicyMap
-from marl.rewards import Reward
+from marl.rewards import Reward, RewardHung
 from marl.runners import LiveEpisode, Runner
 from marl.types import AgentId, Episode, Message, PolicyName, Task, Turn, Verdict
 from marl.utils.seeding import derive_seed
@@ -86,13 +86,14 @@ class Controller:
     async def _all(
         self, works: Sequence[Coroutine[Any, Any, Episode]], what: str, step: int
     ) -> list[Episode | Exception]:
-        """Do all at once. A policy that failed ends the rest at once; other errors are counted, and too many raised."""
+        """Do all at once. A policy that failed, or a reward function that blocks, ends the rest at once; other errors are
+        counted, and too many raised."""
         running = [asyncio.create_task(work) for work in works]
         try:
             for ended in asyncio.as_completed(running):
                 try:
                     await ended
-                except PolicyFailed:
+                except (PolicyFailed, RewardHung):
                     raise
                 except Exception:
                     continue  # counted below
@@ -113,10 +114,16 @@ class Controller:
         return results
 
     async def _scored(self, episode: Episode) -> Episode:
-        async with asyncio.timeout(self.episode_timeout):
-            for turn in episode.turns:
-                if turn.verdict is None:
-                    turn.verdict = await self._judge(episode.task, turn)
+        try:
+            async with asyncio.timeout(self.episode_timeout):
+                for turn in episode.turns:
+                    if turn.verdict is None:
+                        turn.verdict = await self._judge(episode.task, turn)
+        except TimeoutError:
+            raise TimeoutError(
+                f"the reward function took longer than controller.episode_timeout_s={self.episode_timeout:g} for task "
+                f"{episode.task.id}, sample {episode.sample}; raise it, or give the function a deadline"
+            ) from None
         episode.verdict = team_verdict(episode)
         return episode
 

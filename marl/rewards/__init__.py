@@ -1,6 +1,6 @@
 """Verdicts on turns."""
 
 from marl.rewards.answers import extractor, final_answer, only_answer
-from marl.rewards.base import Reward, builtin_compute_score
+from marl.rewards.base import Reward, RewardFailed, RewardHung, builtin_compute_score
 
-__all__ = ["Reward", "builtin_compute_score", "extractor", "final_answer", "only_answer"]
+__all__ = ["Reward", "RewardFailed", "RewardHung", "builtin_compute_score", "extractor", "final_answer", "only_answer"]
