@@ -26,8 +26,8 @@ from verl.plugin.platform import PlatformRegistry, get_platform, set_platform
 import marl.config.schema  # noqa: F401 - registers our groups
 from marl.config.checks import check, policy_names
 from marl.config.data import check_files, file_list
-from marl.config.errors import ConfigError, explain
-from marl.config.overrides import find_verl, new_agents
+from marl.config.errors import ConfigError, explain, resolve
+from marl.config.overrides import find_verl, new_agents, options_are_words
 from marl.config.policies import changes_of
 from marl.learners import CREDITS, LEARNERS
 from marl.runners import RUNNERS
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run, and return the exit code."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us as they are; we print them
     sys.argv[1:] = find_verl(new_agents(sys.argv[1:] if argv is None else argv))
-    return exit_code(_hydra_main)
+    return exit_code(_compose_and_run)
 
 
 def exit_code(work: Callable[[], Any]) -> int:
@@ -60,6 +60,11 @@ def exit_code(work: Callable[[], Any]) -> int:
     return 0
 
 
+def _compose_and_run() -> None:
+    options_are_words(sys.argv[1:])
+    _hydra_main()
+
+
 @hydra.main(config_path="pkg://marl.configs", config_name="marl", version_base="1.3")
 def _hydra_main(config: DictConfig) -> None:
     run(config)
@@ -68,6 +73,9 @@ def _hydra_main(config: DictConfig) -> None:
 def run(config: DictConfig, progress: Any = None) -> Any:
     """Check, start, train, stop. Returns the trainer, whose workers are gone by then."""
     config = prepare(config)
+    from marl.preflight import plan_text
+
+    print(plan_text(config, {name: pool_of(config, name) for name in policy_names(config)}), flush=True)
     with session(config):
         return asyncio.run(_train(config, progress))
 
@@ -87,7 +95,7 @@ async def _train(config: DictConfig, progress: Any) -> Any:
 def prepare(config: DictConfig) -> DictConfig:
     """Resolve, make paths absolute (workers have other working directories), and check every rule. Raises ConfigError."""
     config = OmegaConf.create(config)
-    OmegaConf.resolve(config)
+    resolve(config)
     check(config)
     if config.credit.name == "auto":
         chosen = CREDITS.get(LEARNERS.get(config.learner.name).default_credit)
@@ -95,8 +103,22 @@ def prepare(config: DictConfig) -> DictConfig:
     check_facts(config)
     with open_dict(config):
         absolutise(config)
-    for key in ("train_files", "val_files"):
-        check_files(config.data[key], config.data.prompt_key, list(config.agents))
+    rows = {
+        key: check_files(config.data[key], config.data.prompt_key, list(config.agents))
+        for key in ("train_files", "val_files")
+    }
+    if rows["train_files"] < config.data.train_batch_size or not rows["val_files"]:
+        raise ConfigError(
+            f"data.train_batch_size={config.data.train_batch_size}: data.train_files hold {rows['train_files']} rows and "
+            f"data.val_files {rows['val_files']}; expected at least one batch and one row, use a smaller batch or more data"
+        )
+    fitting_platform(config.trainer.device)
+    # heavy: imported once the rules hold
+    from marl.preflight import preflight
+    from marl.rewards.custom import checked_function
+
+    checked_function(config)
+    preflight(config)
     return config
 
 
@@ -197,13 +219,24 @@ def use_platform(device: str) -> str:
 
     The driver may sit on a node without the accelerator that the workers have.
     """
-    known = {name: PlatformRegistry.get(name) for name in PlatformRegistry.registered_names()}
+    platform = fitting_platform(device)
     if get_platform().device_name != device:
-        fitting = [platform for platform in known.values() if platform().device_name == device]
-        if not fitting:
-            raise ConfigError(f"trainer.device={device}: verl knows no such device; its platforms: {', '.join(known)}")
-        set_platform(fitting[0]())
-    return next(name for name, platform in known.items() if type(get_platform()) is platform)
+        set_platform(platform())
+    return next(name for name, known in platforms().items() if type(get_platform()) is known)
+
+
+def platforms() -> dict[str, Any]:
+    return {name: PlatformRegistry.get(name) for name in PlatformRegistry.registered_names()}
+
+
+def fitting_platform(device: str) -> Any:
+    fitting = {platform().device_name: platform for platform in reversed(platforms().values())}
+    if device not in fitting:
+        raise ConfigError(
+            f"trainer.device={device}: verl knows no such device; expected one of {', '.join(sorted(fitting))}, of its "
+            f"platforms {', '.join(platforms())}"
+        )
+    return fitting[device]
 
 
 def ray_arguments(config: DictConfig, environment: dict[str, str]) -> dict[str, Any]:
@@ -318,7 +351,7 @@ async def build(config: DictConfig, cleanup: ExitStack, progress: Any = None) ->
         RUNNERS.build(config.runner),
         config.agents,
         make_clients(config, groups, tokenizers),
-        build_reward(config, cleanup),
+        build_reward(config, cleanup, in_driver=config.resources.one_process),
         seed=config.seed,
         max_prompt_length=config.data.max_prompt_length,
         episode_timeout=config.controller.episode_timeout_s,
@@ -391,6 +424,7 @@ def make_clients(config: DictConfig, groups: dict[str, Any], tokenizers: dict[st
     """Each policy's way from messages to turns."""
     from marl.controller.chat import ChatEncoder
     from marl.controller.client import PolicyClient
+    from marl.modules.models import load_config
 
     return {
         name: PolicyClient(
@@ -399,6 +433,7 @@ def make_clients(config: DictConfig, groups: dict[str, Any], tokenizers: dict[st
             group.servers.client(),
             tokenizers[name],
             ChatEncoder(tokenizers[name], config.data.apply_chat_template_kwargs),
+            load_config(group.config.actor_rollout_ref.model, name).get_text_config().vocab_size,
         )
         for name, group in groups.items()
     }

@@ -3,15 +3,19 @@
 A rule takes the resolved configuration and raises ConfigError. It imports neither torch nor ray.
 """
 
+import os
+import re
+import string
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from marl.config.data import file_list
+from marl.config.data import DATA_SUFFIXES, file_list
 from marl.config.errors import ConfigError
 from marl.config.policies import changes_of, policy_by_agent
+from marl.config.ranges import check_values
 from marl.utils.registry import did_you_mean
 
 RULES: list[Callable[[Any], None]] = []
@@ -37,6 +41,26 @@ def check(config: Any) -> None:
                 function(own)
         except ConfigError as error:
             raise ConfigError(f"policies.{name}: {error}") from None
+
+
+@rule
+def values_are_in_their_ranges(config: Any) -> None:
+    check_values(config)
+
+
+@rule
+def policies_change_groups(config: Any) -> None:
+    for name, changes in config.policies.items():
+        for key, value in ({f"policies.{name}": changes} | nested(f"policies.{name}", changes)).items():
+            if value is not None and not hasattr(value, "items"):
+                raise ConfigError(f"{key}={value}: expected a group of keys, as in {key}.<key>=<value>")
+
+
+def nested(name: str, changes: Any) -> dict[str, Any]:
+    """A policy's own groups of ``actor_rollout_ref``."""
+    if not hasattr(changes, "items"):
+        return {}
+    return {f"{name}.{key}": value for key, value in changes.items() if key in ("actor", "rollout", "model", "ref")}
 
 
 @rule
@@ -66,7 +90,7 @@ def policies_are_acted_with(config: Any) -> None:
     for name in config.policies:
         if name not in known:
             raise ConfigError(
-                f"policies.{name}: no agent acts with it; policies: {', '.join(known)}.{did_you_mean(name, known)}"
+                f"policies.{name}: no agent acts with it; expected one of {', '.join(known)}.{did_you_mean(name, known)}"
             )
 
 
@@ -138,7 +162,7 @@ def ranks_divide_among_servers(config: Any) -> None:
         raise ConfigError(
             f"a policy's {ranks} ranks (trainer.nnodes x trainer.n_gpus_per_node) do not divide into servers of "
             f"{servers} (rollout.tensor_model_parallel_size x data_parallel_size x pipeline_model_parallel_size): "
-            f"{ranks} % {servers} = {ranks % servers}"
+            f"{ranks} % {servers} = {ranks % servers}. Use a multiple"
         )
 
 
@@ -252,15 +276,7 @@ def trained_rounds_exist(config: Any) -> None:
     if rounds is not None and (not rounds or min(rounds) < 1 or (last is not None and max(rounds) > last)):
         raise ConfigError(
             f"learner.train_rounds={list(rounds)}: rounds are counted from 1{f' to runner.num_rounds={last}' if last else ''}; "
-            "null trains all"
-        )
-
-
-@rule
-def steps_are_known(config: Any) -> None:
-    if config.trainer.total_training_steps is not None and config.trainer.total_training_steps < 0:
-        raise ConfigError(
-            f"trainer.total_training_steps={config.trainer.total_training_steps} must be 0 or more, or null"
+            "use some of these, or null for all"
         )
 
 
@@ -283,9 +299,17 @@ def models_exist(config: Any) -> None:
 @rule
 def data_files_exist(config: Any) -> None:
     for key in ("train_files", "val_files"):
-        for file in file_list(config.data[key]):
+        given = config.data[key]
+        files = file_list(given) if isinstance(given, str) or hasattr(given, "__iter__") else []
+        if not files or not all(isinstance(file, str) for file in files):
+            raise ConfigError(f"data.{key}={given}: expected a file or a list of files, parquet or jsonl")
+        for file in files:
             if not Path(file).expanduser().is_file():
                 raise ConfigError(f"data.{key}={file}: no such file; expected parquet or jsonl with verl's columns")
+            if Path(file).suffix not in DATA_SUFFIXES:
+                raise ConfigError(
+                    f"data.{key}={file}: the name ends in {Path(file).suffix!r}; expected {', '.join(DATA_SUFFIXES)}"
+                )
 
 
 @rule
@@ -360,3 +384,127 @@ def baselines_are_known(config: Any) -> None:
             raise ConfigError(
                 f"baseline={name}: no such baseline; known: {', '.join(BASELINES)}.{did_you_mean(str(name), BASELINES)}"
             )
+
+
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
+
+
+@rule
+def names_are_names(config: Any) -> None:
+    """Names become folders, actors, metrics and keys."""
+    agents = {f"agents.{name}": name for name in config.agents}
+    policies = {f"agents.{name}.policy={agent.policy}": agent.policy for name, agent in config.agents.items()}
+    pools = {
+        f"policies.{name}.pool={changes.pool}": changes.pool
+        for name, changes in config.policies.items()
+        if changes and "pool" in changes
+    }
+    for key, name in (agents | policies | pools).items():
+        if name is not None and (not isinstance(name, str) or not NAME.fullmatch(name) or "_fwmn_" in name):
+            raise ConfigError(f"{key}: {name!r} is no name; expected up to 64 letters, digits, _ and -")
+    folded: dict[str, str] = {}
+    for policy in policy_names(config):
+        other = folded.setdefault(policy.lower(), policy)
+        if other != policy:
+            raise ConfigError(
+                f"agents: the policies {other!r} and {policy!r} differ in case alone, and so would their folders; "
+                "use other names"
+            )
+
+
+@rule
+def answers_fit(config: Any) -> None:
+    limit = config.actor_rollout_ref.rollout.response_length
+    for name, agent in config.agents.items():
+        if agent.max_tokens is not None and agent.max_tokens > limit:
+            raise ConfigError(
+                f"agents.{name}.max_tokens={agent.max_tokens}: expected at most data.max_response_length={limit}; "
+                "lower it, or raise that"
+            )
+        if not all(agent.stop):
+            raise ConfigError(f"agents.{name}.stop={list(agent.stop)}: an empty text ends no answer; remove it")
+
+
+@rule
+def a_conversation_fits_the_server(config: Any) -> None:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.max_model_len is not None and rollout.max_model_len < rollout.prompt_length + rollout.response_length:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.max_model_len={rollout.max_model_len}: expected at least "
+            f"data.max_prompt_length + data.max_response_length = {rollout.prompt_length} + {rollout.response_length}; "
+            "raise it, or set null"
+        )
+
+
+@rule
+def templates_can_be_filled(config: Any) -> None:
+    template = config.runner.get("peer_template")
+    if template is None:
+        return
+    expected = "expected a text with the fields {agent} and {text}; write {{ for a brace"
+    try:
+        fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
+    except ValueError as error:
+        raise ConfigError(f"runner.peer_template={template!r}: {error}; {expected}") from None
+    for field in fields:
+        if field not in ("agent", "text"):
+            raise ConfigError(f"runner.peer_template={template!r}: there is no field {field!r}; {expected}")
+
+
+@rule
+def trackers_are_listed(config: Any) -> None:
+    loggers = config.trainer.logger
+    if isinstance(loggers, str) or not hasattr(loggers, "__iter__"):
+        raise ConfigError(f"trainer.logger={loggers}: expected a list of trackers, as in trainer.logger=[{loggers}]")
+    for name in loggers:
+        if name not in TRACKERS:
+            raise ConfigError(
+                f"trainer.logger={list(loggers)}: unknown {name!r}; expected {', '.join(TRACKERS)}."
+                f"{did_you_mean(str(name), TRACKERS)}"
+            )
+
+
+TRACKERS = ("console", "file", "tensorboard", "wandb", "mlflow", "swanlab", "vemlp_wandb", "clearml", "trackio")
+
+
+@rule
+def folders_can_be_written(config: Any) -> None:
+    for key in ("default_local_dir", "rollout_data_dir", "validation_data_dir"):
+        given = config.trainer[key]
+        if given is None:
+            continue
+        wanted = Path(str(given)).expanduser().absolute()
+        there = next(folder for folder in (wanted, *wanted.parents) if folder.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            reason = "is no folder" if not there.is_dir() else "cannot be written"
+            raise ConfigError(f"trainer.{key}={given}: {there} {reason}; set it to a folder that can be made")
+
+
+@rule
+def own_code_is_there(config: Any) -> None:
+    file = config.data.custom_cls.path
+    if file is not None and not str(file).startswith("pkg://") and not Path(str(file)).expanduser().is_file():
+        raise ConfigError(f"data.custom_cls.path={file}: no such file; expected a Python file, or pkg://module")
+
+
+@rule
+def a_laptop_has_so_many_ranks(config: Any) -> None:
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    if config.trainer.device == "cpu" and ranks > CPU_RANKS:
+        raise ConfigError(
+            f"trainer.nnodes={config.trainer.nnodes} x trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: every "
+            f"rank is a process, and on CPUs a policy takes at most {CPU_RANKS}; use fewer"
+        )
+
+
+CPU_RANKS = 64
+
+
+@rule
+def betas_are_two_shares(config: Any) -> None:
+    betas = config.actor_rollout_ref.actor.optim.betas
+    two = hasattr(betas, "__len__") and not isinstance(betas, str) and len(betas) == 2
+    if not two or not all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in betas):
+        raise ConfigError(
+            f"actor_rollout_ref.actor.optim.betas={betas}: expected two numbers, at least 0 and below 1, as in [0.9,0.95]"
+        )

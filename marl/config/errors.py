@@ -2,8 +2,10 @@
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from marl.utils.registry import did_you_mean
@@ -17,6 +19,9 @@ def explain(error: Exception) -> str:
     """What is wrong, from what Hydra or OmegaConf raised: the key, the value, what was expected, the nearest known name."""
     if isinstance(error, MissingConfigException):
         return missing_option(error)
+    if isinstance(error, OverrideParseException):
+        said = str(error).splitlines()[0]
+        return f"{error.override}: cannot be read: {said}; expected key=value, with quotes around what holds brackets or spaces"
     cause = error.__cause__ if isinstance(error, HydraException) and error.__cause__ is not None else error
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.parent_node is not None:
         known = [str(key) for key in cause.parent_node]
@@ -25,7 +30,7 @@ def explain(error: Exception) -> str:
         return f"unknown key '{cause.full_key}': {where} has no '{cause.key}'.{did_you_mean(str(cause.key), known)}{listing(known)}"
     if isinstance(cause, OmegaConfBaseException):
         text = str(cause.msg or cause).splitlines()[0]
-        return f"wrong value for '{cause.full_key}': {text}"
+        return f"wrong value for '{cause.full_key}': {text}; expected a value like the default's, see --cfg job"
     return str(error)
 
 
@@ -41,3 +46,33 @@ def missing_option(error: MissingConfigException) -> str:
 def listing(known: Iterable[str]) -> str:
     names = sorted(known)
     return f" Known: {', '.join(names)}." if 0 < len(names) <= 20 else ""
+
+
+def resolve(config: Any) -> None:
+    """Replace every interpolation by its value. Raises ConfigError naming the first key that has none."""
+    try:
+        OmegaConf.resolve(config)
+    except OmegaConfBaseException as error:
+        found = unresolved(config)
+        if found is None:
+            raise
+        key, value = found
+        raise ConfigError(
+            f"{key}={value}: {str(error).splitlines()[0]}; expected a key of the configuration, or a variable that is set"
+        ) from None
+
+
+def unresolved(node: Any, prefix: str = "") -> tuple[str, Any] | None:
+    """The first key whose interpolation leads nowhere, and what it holds."""
+    for key in node if OmegaConf.is_dict(node) else range(len(node)):
+        inner = node._get_node(key)
+        if inner._is_interpolation():
+            try:
+                inner._dereference_node()
+            except OmegaConfBaseException:
+                return f"{prefix}{key}", inner._value()
+        elif OmegaConf.is_config(inner) and not inner._is_none() and not inner._is_missing():
+            found = unresolved(inner, f"{prefix}{key}.")
+            if found is not None:
+                return found
+    return None

@@ -3,8 +3,21 @@
 import re
 from collections.abc import Sequence
 
+from marl.config.errors import ConfigError
+
+OPTIONS = ("agents", "runner", "learner", "credit", "hardware")
 VERL = "pkg://verl.trainer.config"
 NEW_AGENT = re.compile(r"\+agents\.([^.=]+)(?:\.(.*)|=\{\})$")
+
+
+def options_are_words(overrides: Sequence[str]) -> None:
+    """Raise ConfigError for an option that is a number or nothing, which Hydra answers with a bare error."""
+    for override in overrides:
+        group, equals, value = override.partition("=")
+        if equals and not group:
+            raise ConfigError(f"{override}: there is no key; expected key=value")
+        if equals and group in OPTIONS and not re.search(r"[A-Za-z]|\{\}", value):
+            raise ConfigError(f"{override}: expected the name of an option, as in learner=grpo")
 
 
 def new_agents(overrides: Sequence[str]) -> list[str]:

@@ -1,5 +1,6 @@
 """One policy's side of generation: an observation becomes ids, a request to the policy's servers, and a turn."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,10 +15,47 @@ SEED_KEYS = {"sglang": "sampling_seed"}
 """Where a backend does not call it ``seed``."""
 
 
+class BadAnswer(ValueError):
+    """What a server returned is no turn that could be trained."""
+
+
+def check_answer(output: Any, who: str, vocabulary: int, longest: int) -> None:
+    """Raise BadAnswer naming the field, what it holds and what was expected."""
+    ids, log_probs = output.token_ids, output.log_probs
+    hint = "see the server's log, or try another actor_rollout_ref.rollout.name"
+    if not ids:
+        raise BadAnswer(f"{who} with no token (token_ids={ids}); expected at least one; {hint}")
+    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < vocabulary for i in ids):
+        wrong = [i for i in ids if type(i) is not int or not 0 <= i < vocabulary] if isinstance(ids, list) else ids
+        raise BadAnswer(
+            f"{who} with token_ids that hold {str(wrong)[:80]}; expected whole numbers of 0 to {vocabulary - 1}, the "
+            "model's vocabulary; do server and trainer have the same model.path?"
+        )
+    if len(ids) > longest:
+        raise BadAnswer(f"{who} with {len(ids)} tokens; expected at most max_tokens={longest}; {hint}")
+    if not isinstance(log_probs, list) or len(log_probs) != len(ids):
+        got = len(log_probs) if isinstance(log_probs, list) else log_probs
+        raise BadAnswer(f"{who} with {got} log_probs for {len(ids)} tokens; expected one a token; {hint}")
+    if not all(isinstance(x, float | int) and math.isfinite(x) for x in log_probs):
+        wrong = [x for x in log_probs if not isinstance(x, float | int) or not math.isfinite(x)]
+        raise BadAnswer(
+            f"{who} with log_probs that hold {str(wrong)[:80]}; expected finite numbers; are the weights finite? lower "
+            "actor_rollout_ref.actor.optim.lr"
+        )
+
+
 class PolicyClient:
     def __init__(
-        self, policy: PolicyName, rollout: Any, server: LLMServerClient, tokenizer: Any, encoder: ChatEncoder
+        self,
+        policy: PolicyName,
+        rollout: Any,
+        server: LLMServerClient,
+        tokenizer: Any,
+        encoder: ChatEncoder,
+        vocabulary: int,
     ) -> None:
+        """``vocabulary``: the model's; a tokenizer's may be smaller."""
+        self.vocabulary = vocabulary
         self.policy, self.rollout, self.server = policy, rollout, server
         self.seed_key = SEED_KEYS.get(rollout.name) or "seed"
         self.tokenizer, self.encoder = tokenizer, encoder
@@ -34,7 +72,8 @@ class PolicyClient:
         sampling: Mapping[str, Any],
         max_prompt_length: int,
     ) -> Turn:
-        """Generate one turn. Raises ValueError for an observation longer than ``max_prompt_length`` tokens."""
+        """Generate one turn. Raises ValueError for an observation longer than ``max_prompt_length`` tokens, BadAnswer for
+        what is no turn."""
         if previous is not None and previous.policy != self.policy:
             previous = None  # another policy's tokenizer: its ids are not ours
         prompt_ids = self.encoder.encode(observation, previous)
@@ -50,8 +89,8 @@ class PolicyClient:
             if isinstance(error, RayTaskError) and not isinstance(error.cause, RayError):
                 raise error.cause from None  # the server lives: it refused this one request
             raise group_failed(f"policy {self.policy!r}", "generating", error) from error
-        if not output.token_ids:
-            raise ValueError(f"the server of policy {self.policy!r} answered agent {agent!r} with no token")
+        who = f"the server of policy {self.policy!r} answered agent {agent!r} in round {round}"
+        check_answer(output, who, self.vocabulary, sampling["max_tokens"])
         return Turn(
             agent=agent,
             round=round,
@@ -61,8 +100,8 @@ class PolicyClient:
             prompt_ids=prompt_ids,
             response_ids=output.token_ids,
             response_mask=[1] * len(output.token_ids),
-            log_probs=output.log_probs or [],
+            log_probs=output.log_probs,
             stop_reason=output.stop_reason,
-            version=output.extra_fields.get("global_steps") or 0,
+            version=(output.extra_fields or {}).get("global_steps") or 0,
             seed=seed,
         )

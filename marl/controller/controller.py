@@ -86,7 +86,8 @@ class Controller:
     async def _all(
         self, works: Sequence[Coroutine[Any, Any, Episode]], what: str, step: int
     ) -> list[Episode | Exception]:
-        """Do all at once. A policy that failed ends the rest at once; other errors are counted, and too many raised."""
+        """Do all at once. A policy that failed, or a reward function that blocks, ends the rest at once; other errors are
+        counted, and too many raised."""
         running = [asyncio.create_task(work) for work in works]
         try:
             for ended in asyncio.as_completed(running):
@@ -113,10 +114,16 @@ class Controller:
         return results
 
     async def _scored(self, episode: Episode) -> Episode:
-        async with asyncio.timeout(self.episode_timeout):
-            for turn in episode.turns:
-                if turn.verdict is None:
-                    turn.verdict = await self._judge(episode.task, turn)
+        try:
+            async with asyncio.timeout(self.episode_timeout):
+                for turn in episode.turns:
+                    if turn.verdict is None:
+                        turn.verdict = await self._judge(episode.task, turn)
+        except TimeoutError:
+            raise TimeoutError(
+                f"the reward function took longer than controller.episode_timeout_s={self.episode_timeout:g} for task "
+                f"{episode.task.id}, sample {episode.sample}; raise it, or give the function a deadline"
+            ) from None
         episode.verdict = team_verdict(episode)
         return episode
 

@@ -37,7 +37,8 @@ class Reward:
         except Exception as error:
             self.failures["errors"] += 1
             raise RewardError(
-                f"the reward function failed for task {task.id}: {type(error).__name__}: {error}"
+                f"the reward function failed for task {task.id} of data_source={task.data_source}: {type(error).__name__}: "
+                f"{error}; expected a number or a dict with 'score', for every text"
             ) from error
         return to_verdict(result, task, text)
 
@@ -68,15 +69,16 @@ def to_verdict(result: Any, task: Task, text: str) -> Verdict:
     if isinstance(result, Mapping):
         if "score" not in result:
             raise TypeError(
-                f"the reward function returned a dict without 'score' for task {task.id}: keys {sorted(result)}"
+                f"the reward function returned a dict without 'score' for task {task.id}: keys {sorted(map(str, result))}; "
+                "expected a number or a dict with 'score'"
             )
         extra = {key: value for key, value in result.items() if key != "score"}
         result = result["score"]
     try:
         score = float(result)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, ArithmeticError, RuntimeError):  # the last: a tensor of several numbers
         raise TypeError(
-            f"the reward function returned {result!r} for task {task.id}; expected a number or a dict with 'score'"
+            f"the reward function returned {repr(result)[:80]} for task {task.id}; expected a number or a dict with 'score'"
         ) from None
     if not math.isfinite(score):
         raise ValueError(f"the reward function returned {score} for task {task.id}; expected a finite number")

@@ -11,14 +11,14 @@ from marl.rewards.custom import Custom, custom_function
 from marl.rewards.processes import Processes
 
 
-def build_reward(config: Any, cleanup: ExitStack) -> Reward:
-    """The user's function or the built-in ones, in ``controller.reward_processes`` processes; ``cleanup`` ends them."""
-    count = 0 if config.resources.one_process else config.controller.reward_processes
-    timeout_s = config.controller.reward_timeout_s
+def build_reward(config: Any, cleanup: ExitStack, in_driver: bool = False) -> Reward:
+    """The user's function or the built-in ones, in ``controller.reward_processes`` processes, which ``cleanup`` ends, or in
+    the driver's own."""
+    count, timeout_s = config.controller.reward_processes, config.controller.reward_timeout_s
     custom, failures = custom_function(config), Counter[str]()
     if custom is not None and custom.is_async:
         return Reward(custom, timeout_s, failures)
-    if not count:
+    if in_driver or not count:
         return Reward(custom or Builtin(config.controller.answer_rule.name, run_here, failures), failures=failures)
     processes = Processes(count, timeout_s, TIMEOUT_KEY, prepare=custom.load if custom else None)
     cleanup.callback(processes.stop)

@@ -34,7 +34,8 @@ def load(path: str, name: str) -> Callable[..., Any]:
     if not callable(getattr(module, name, None)):
         known = [key for key, value in vars(module).items() if callable(value)]
         raise ConfigError(
-            f"reward.custom_reward_function.name={name}: {path} defines no such function.{did_you_mean(name, known)}"
+            f"reward.custom_reward_function.name={name}: {path} defines no such function; known: {', '.join(known) or 'none'}."
+            f"{did_you_mean(name, known)}"
         )
     return getattr(module, name)
 
@@ -57,6 +58,22 @@ class Custom:
     def is_async(self) -> bool:
         function = self.load()
         return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def checked_function(config: Any) -> None:
+    """Raise ConfigError where the user's file cannot be loaded or has no such function."""
+    custom = custom_function(config)
+    if custom is None:
+        return
+    try:
+        custom.load()
+    except ConfigError:
+        raise
+    except Exception as error:  # the user's file is run
+        raise ConfigError(
+            f"reward.custom_reward_function.path={custom.path}: {type(error).__name__}: {error}; expected a Python file with "
+            f"a function {custom.name}(data_source, solution_str, ground_truth, extra_info)"
+        ) from error
 
 
 def custom_function(config: Any) -> Custom | None:

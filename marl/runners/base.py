@@ -62,11 +62,7 @@ class Agent:
     @property
     def prompt(self) -> list[Message]:
         """What the task shows this agent, its role after the question: agents share the longer prefix."""
-        messages = self._episode.task.observation(self.name)
-        if not self.role:
-            return messages
-        *earlier, last = messages
-        return [*earlier, {**last, "content": f"{last['content']}\n\n{self.role}"}]
+        return with_role(self._episode.task.observation(self.name), self.role)
 
     @property
     def history(self) -> list[Message]:
@@ -126,6 +122,14 @@ def majority(answers: Sequence[str | None], rng: random.Random) -> str | None:
     counts = Counter(answer for answer in answers if answer is not None)
     best = [answer for answer, count in counts.items() if count == max(counts.values())]
     return rng.choice(sorted(best)) if best else None
+
+
+def with_role(messages: list[Message], role: str) -> list[Message]:
+    """An agent's first observation: its role after the question."""
+    if not role:
+        return messages
+    *earlier, last = messages
+    return [*earlier, {**last, "content": f"{last['content']}\n\n{role}"}]
 
 
 def user(text: str) -> Message:

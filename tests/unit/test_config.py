@@ -144,7 +144,7 @@ BAD = {
     "data.val_files=/nowhere/test.parquet": ["data.val_files"],
     "trainer.resume_mode=atuo": ["resume_mode=atuo", "Did you mean 'auto'"],
     "trainer.resume_mode=resume_path": ["resume_from_path=None"],
-    "trainer.total_training_steps=-3": ["-3", "0 or more"],
+    "trainer.total_training_steps=-3": ["-3", "at least 0"],
     "+policies.bob.pool=x": ["policies.bob", "alice, carol"],
     "+policies.alice.model.paht=x": ["policies.alice.model.paht", "Did you mean 'path'"],
     "+policies.alice.pol=x": ["policies.alice.pol", "Did you mean 'pool'"],
@@ -160,22 +160,46 @@ BAD = {
     "controller.reward_timeout_s=0": ["controller.reward_timeout_s=0", "above 0"],
     "reward.custom_reward_function.path=/nowhere/r.py": ["reward.custom_reward_function.path=/nowhere/r.py", "no such"],
     "custom_reward_function.path=/nowhere/r.py": ["custom_reward_function.path=/nowhere/r.py", "compute_score("],
+    "+policies.alice.actor=5": ["policies.alice.actor=5", "group"],
+    "agents.alice.policy=a/b": ["agents.alice.policy=a/b", "letters"],
+    "agents.alice.max_tokens=4": ["agents.alice.max_tokens=4", "data.max_response_length=3"],
+    "actor_rollout_ref.rollout.max_model_len=42": ["max_model_len=42", "40 + 3"],
+    "runner.peer_template='{agnt}'": ["runner.peer_template", "'agnt'"],
+    "trainer.logger=[fiel]": ["'fiel'", "Did you mean 'file'"],
+    "trainer.default_local_dir=/dev/null/x": ["trainer.default_local_dir=/dev/null/x", "no folder"],
+    "data.custom_cls.path=/nowhere.py": ["data.custom_cls.path=/nowhere.py", "no such file"],
+    "trainer.nnodes=65": ["trainer.nnodes=65", "at most 64"],
+    "actor_rollout_ref.actor.optim.betas=[0.9]": ["betas=[0.9]", "two numbers"],
     "agents={}": ["agents"],
 }
 
 
-@pytest.mark.parametrize("override", [bad for bad in BAD if bad != "agents={}"])
-def test_rules_between_keys_name_the_remedy(quickstart, override):
+@pytest.fixture(scope="module")
+def bad(compose_config, cold_assets):
+    """Each bad configuration, composed once."""
+    composed = {}
+
+    def bad(override):
+        if override not in composed:
+            words = [] if override == "agents={}" else override.split()
+            composed[override] = compose_config(f"assets={cold_assets}", *words)
+        return composed[override]
+
+    return bad
+
+
+@pytest.mark.parametrize("override", [override for override in BAD if override != "agents={}"])
+def test_rules_between_keys_name_the_remedy(bad, override):
     with pytest.raises(ConfigError) as caught:
-        prepare(quickstart(*override.split()))
+        prepare(bad(override))
     assert all(part in str(caught.value) for part in BAD[override]), str(caught.value)
 
 
-def test_every_rule_was_broken_by_a_test(quickstart):
+def test_every_rule_was_broken_by_a_test(bad):
     """A rule that no configuration above breaks is a rule without a test."""
     broken = set()
     for override in BAD:
-        config = quickstart() if override == "agents={}" else quickstart(*override.split())
+        config = copy.deepcopy(bad(override))
         if override == "agents={}":
             with open_dict(config):
                 config.agents = {}
@@ -192,7 +216,7 @@ def test_one_reward_function_is_named(quickstart, tmp_path):
     keys = ("reward.custom_reward_function", "custom_reward_function")
     overrides = []
     for number, key in enumerate(keys):
-        (tmp_path / f"{number}.py").touch()
+        (tmp_path / f"{number}.py").write_text("def compute_score(**_): return 1.0")
         overrides.append(f"{key}.path={tmp_path / f'{number}.py'}")
     with pytest.raises(ConfigError, match=r"0\.py and custom_reward_function\.path=.*1\.py name two"):
         prepare(quickstart(*overrides))

@@ -83,12 +83,22 @@ def test_dumps_have_verls_columns_and_ours(tmp_path):
 def test_summary_and_curves(tmp_path):
     before = conversation.team_metrics([debate(["2", "2"], ["2", "2"], vote="2")])
     after = conversation.team_metrics([debate(["1", "1"], ["2", "1"], vote="1")])
-    got = summary.summarise({0: before, 5: after}, steps=5, seconds=1.234, seed=3, log_prob_gap_max=1e-6)
+    got = summary.summarise(
+        {0: before, 5: after},
+        steps=5,
+        seconds=1.234,
+        seed=3,
+        log_prob_gap_max=1e-6,
+        sampled_tokens=7,
+        baselines={"solo": {"accuracy": 0.5, "sampled_tokens": 8.0}},
+    )
     assert got == {
         "steps": 5,
         "seconds": 1.23,
         "seed": 3,
         "log_prob_gap_max": 1e-6,
+        "sampled_tokens": 7,
+        "baselines": {"solo": {"accuracy": 0.5, "sampled_tokens": 8.0}},
         "accuracy": {
             "before": {"round_1": 0.0, "round_2": 0.0, "vote": 0.0},
             "after": {"round_1": 0.5, "round_2": 1.0, "vote": 1.0},
@@ -97,3 +107,9 @@ def test_summary_and_curves(tmp_path):
     summary.plot({0: before, 5: after}, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert summary.table({0: before, 5: after}).row_count == 9
+    beside = summary.baseline_table({0: before, 5: after}, got["baselines"], got["sampled_tokens"])
+    assert list(beside.columns[1].cells) == ["1.000", "1.000", "0.500"] and list(beside.columns[2].cells) == [
+        "7",
+        "7",
+        "8",
+    ]

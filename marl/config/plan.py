@@ -1,0 +1,264 @@
+"""What a step will take: the batch arithmetic, and an estimate of the memory of every rank. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from marl.config.policies import changes_of, policy_by_agent
+
+BYTES = {"fp32": 4, "float32": 4, "32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "16": 2}
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What a model's config.json says of its memory."""
+
+    parameters: int
+    embedding: int
+    """Parameters of the embedding, which FSDP keeps gathered with the head."""
+    layers: int
+    hidden: int
+    intermediate: int
+    kv_width: int
+    """Numbers that a token leaves in a layer's key cache, and as many in its value cache."""
+    vocabulary: int
+    largest_block: int
+    """Parameters of the largest layer, which FSDP gathers at a time."""
+    linear_width: int = 0
+    """Inputs and outputs of all linear layers but the head: LoRA adds ``rank`` parameters for each."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a policy is trained."""
+
+    ranks: int
+    tokens: int
+    """The most tokens of a micro-batch."""
+    master_bytes: int = 4
+    """Of a weight between steps, its gradient and each of its two moments (``fsdp_config.model_dtype``)."""
+    compute_bytes: int = 2
+    """Of a weight and an activation while computing (``fsdp_config.mixed_precision.param_dtype``)."""
+    checkpointing: bool = True
+    reshard: bool = True
+    lora_rank: int = 0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank."""
+
+    weights: float = 0
+    gradients: float = 0
+    moments: float = 0
+    gathered: float = 0
+    activations: float = 0
+    logits: float = 0
+    server: float = 0
+
+    @property
+    def kept(self) -> float:
+        """What lies there between phases; a server's share depends on the phase."""
+        return self.weights + self.gradients + self.moments
+
+    @property
+    def working(self) -> float:
+        return self.gathered + self.activations + self.logits
+
+
+def training_memory(size: ModelSize, training: Training) -> Memory:
+    """Of one rank of a trained model, at its peak. P parameters over R ranks, b bytes of a master number, c while computing:
+
+    weights P b / R; gradients P b / R; two moments 2 P b / R (LoRA: of its own parameters alone);
+    gathered: the embedding, the head and two layers of P c, and the gradient of one;
+    activations, per token and layer: c hidden, and 8 c hidden + 3 c kv + 4 c intermediate for one layer if gradients are
+    checkpointed, for every layer if not;
+    logits: tokens x vocabulary x (2 c + 8): what the head gave and its gradient, and in full precision the softmax and one
+    more copy of the entropy.
+    """
+    b, c, share = training.master_bytes, training.compute_bytes, 1 / training.ranks
+    trained = training.lora_rank * size.linear_width if training.lora_rank else size.parameters
+    everything = size.parameters + trained * bool(training.lora_rank)
+    blocks = size.layers * size.largest_block
+    root = max(size.parameters - blocks, size.embedding)
+    gathered = root + (2 * size.largest_block if training.reshard else blocks)
+    in_layer = c * (8 * size.hidden + 3 * size.kv_width + 4 * size.intermediate)
+    kept_layers = 1 if training.checkpointing else size.layers
+    return Memory(
+        weights=everything * b * share,
+        gradients=trained * b * share,
+        moments=2 * trained * b * share,
+        gathered=(gathered + size.largest_block) * c,
+        activations=training.tokens * (size.layers * size.hidden * c + kept_layers * in_layer),
+        logits=training.tokens * size.vocabulary * (2 * c + 8),
+    )
+
+
+def reference_memory(size: ModelSize, training: Training) -> float:
+    """Of a rank's share of a frozen copy; verl keeps it in the host's memory where there is an accelerator."""
+    return size.parameters * training.master_bytes / training.ranks
+
+
+def hf_server_memory(size: ModelSize, width: int, sequences: int, length: int) -> float:
+    """The copy of the ``hf`` server in numbers of ``width`` bytes, the keys and values of its sequences, and their logits."""
+    cache = sequences * length * size.layers * 2 * size.kv_width * width
+    return size.parameters * width + cache + sequences * size.vocabulary * 4 * 4
+
+
+def pool_memory(members: Sequence[Memory], asleep: bool) -> float:
+    """The peak of one rank of a pool: all that is kept, the largest working set, and the servers, which may sleep meanwhile."""
+    kept, working = sum(member.kept for member in members), max(member.working for member in members)
+    server = sum(member.server for member in members)
+    return kept + (max(working, server) if asleep else working + server)
+
+
+@dataclass(frozen=True)
+class PolicyBatch:
+    """A policy's share of a step."""
+
+    policy: str
+    agents: tuple[str, ...]
+    rows: int
+    mini_batches: int
+    rows_per_mini_batch: int
+    tokens: int
+    """The most of a micro-batch."""
+    updates: int
+    ranks: int
+    servers: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A step's arithmetic: tasks x samples = episodes, x agents x rounds = turns."""
+
+    tasks: int
+    samples: int
+    agents: int
+    rounds: int
+    policies: tuple[PolicyBatch, ...]
+
+    @property
+    def episodes(self) -> int:
+        return self.tasks * self.samples
+
+    @property
+    def turns(self) -> int:
+        return self.episodes * self.agents * self.rounds
+
+
+def batch_of(config: Any) -> Batch:
+    """The arithmetic of a resolved configuration. A runner without ``num_rounds`` lets every agent speak once."""
+    rollout = config.actor_rollout_ref.rollout
+    rounds = config.runner.get("num_rounds") or 1
+    by_agent = policy_by_agent(config.agents)
+    policies = tuple(policy_batch(config, name, by_agent, rounds) for name in dict.fromkeys(by_agent.values()))
+    return Batch(config.data.train_batch_size, rollout.n, len(by_agent), rounds, policies)
+
+
+def policy_batch(config: Any, name: str, by_agent: Mapping[str, str], rounds: int) -> PolicyBatch:
+    own = own_settings(config, name)
+    agents = tuple(agent for agent, policy in by_agent.items() if policy == name)
+    trained = sum(bool(config.agents[agent].trainable) for agent in agents)
+    taught = config.learner.get("train_rounds")
+    rows = config.data.train_batch_size * own.rollout.n * trained * (rounds if taught is None else len(taught))
+    mini_batches = config.data.train_batch_size // own.actor.ppo_mini_batch_size
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    parallel = (
+        own.rollout.tensor_model_parallel_size
+        * own.rollout.data_parallel_size
+        * own.rollout.pipeline_model_parallel_size
+    )
+    longest = own.rollout.prompt_length + own.rollout.response_length
+    return PolicyBatch(
+        policy=name,
+        agents=agents,
+        rows=rows,
+        mini_batches=mini_batches,
+        rows_per_mini_batch=rows // mini_batches,
+        tokens=min(own.actor.ppo_max_token_len_per_gpu, max(1, -(-rows // (mini_batches * ranks))) * longest),
+        updates=mini_batches * own.actor.ppo_epochs if rows else 0,
+        ranks=ranks,
+        servers=ranks // parallel,
+    )
+
+
+def own_settings(config: Any, name: str) -> Any:
+    """``actor_rollout_ref`` as one policy has it."""
+    return OmegaConf.merge(config.actor_rollout_ref, changes_of(config.policies, name))
+
+
+def training_of(own: Any, batch: PolicyBatch) -> Training:
+    precision = own.actor.fsdp_config.get("mixed_precision")
+    return Training(
+        ranks=batch.ranks,
+        tokens=batch.tokens,
+        master_bytes=BYTES[str(own.actor.fsdp_config.model_dtype)],
+        compute_bytes=BYTES[str(precision.param_dtype)] if precision else BYTES["bf16"],
+        checkpointing=own.model.enable_gradient_checkpointing,
+        reshard=own.actor.fsdp_config.reshard_after_forward,
+        lora_rank=own.model.lora_rank,
+    )
+
+
+def policy_memory(own: Any, batch: PolicyBatch, size: ModelSize, card: float | None) -> Memory:
+    """Of one rank of a policy: its trainer and its share of a server. ``card``: an accelerator's bytes, where known."""
+    memory = training_memory(size, training_of(own, batch))
+    rollout = own.rollout
+    if rollout.name == "hf":
+        length = rollout.prompt_length + rollout.response_length
+        server = (
+            hf_server_memory(size, BYTES[rollout.dtype], rollout.max_num_seqs, length) * batch.servers / batch.ranks
+        )
+    else:
+        server = rollout.gpu_memory_utilization * (card or 0.0)
+    return replace(memory, server=server)
+
+
+def batch_text(batch: Batch) -> str:
+    """The arithmetic of a step, for a person."""
+    rows = [("policy", "agents", "rows", "mini-batches", "micro-batch", "updates", "ranks", "servers")]
+    rows += [
+        (
+            policy.policy,
+            ",".join(policy.agents),
+            str(policy.rows),
+            f"{policy.mini_batches} x {policy.rows_per_mini_batch} rows",
+            f"{policy.tokens} tokens",
+            str(policy.updates),
+            str(policy.ranks),
+            str(policy.servers),
+        )
+        for policy in batch.policies
+    ]
+    head = (
+        f"a step: {batch.tasks} tasks x {batch.samples} samples = {batch.episodes} episodes, x {batch.agents} agents x "
+        f"{batch.rounds} rounds = {batch.turns} turns at most"
+    )
+    return "\n".join([head, *aligned(rows)])
+
+
+def memory_text(pools: Mapping[str, Sequence[tuple[str, Memory]]], asleep: Mapping[str, bool]) -> str:
+    """Every policy's memory by what it is for, and every pool's peak, for a person."""
+    names = [field.name for field in fields(Memory)]
+    rows = [("pool", "policy", *names, "peak")]
+    for pool, members in pools.items():
+        peak = gigabytes(pool_memory([memory for _, memory in members], asleep[pool]))
+        for index, (policy, memory) in enumerate(members):
+            rows.append(
+                (pool, policy, *(gigabytes(getattr(memory, name)) for name in names), peak if index == 0 else "")
+            )
+    return "\n".join(["memory of one rank, estimated, GB:", *aligned(rows)])
+
+
+def gigabytes(count: float) -> str:
+    return f"{count / 1e9:.2f}" if count >= 1e7 else f"{count / 1e9:.4f}" if count else "-"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]

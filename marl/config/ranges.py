@@ -1,0 +1,271 @@
+"""What single keys may hold: numbers and their ranges, switches, words. Pure.
+
+verl's YAML is untyped, so Hydra takes any value for its keys; a wrong one would be noticed by a worker after a minute,
+or never.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from marl.config.errors import ConfigError
+from marl.utils.registry import did_you_mean
+
+FOREVER = 1e7
+"""Seconds that no deadline exceeds, a third of a year: timers take no more."""
+
+
+@dataclass(frozen=True)
+class Number:
+    low: float = -math.inf
+    high: float = math.inf
+    whole: bool = False
+    above: bool = False
+    """``low`` itself is excluded."""
+    null: bool = False
+    optional: bool = False
+    """Not every configuration has the key."""
+    also: float | None = None
+    """One value outside the range, such as -1 for none."""
+
+    def takes(self, value: Any) -> bool:
+        if value is None:
+            return self.null
+        if isinstance(value, bool) or not isinstance(value, int if self.whole else (int, float)):
+            return False
+        if self.also is not None and value == self.also:
+            return True
+        return math.isfinite(value) and self.low <= value <= self.high and not (self.above and value == self.low)
+
+    def __str__(self) -> str:
+        low = [f"{'above' if self.above else 'at least'} {self.low:.9g}"] if self.low > -math.inf else []
+        high = [f"at most {self.high:.9g}"] if self.high < math.inf else []
+        others = [f"or {self.also:g}"] if self.also is not None else []
+        others += ["or null"] if self.null else []
+        kind = "a whole number" if self.whole else "a finite number"
+        return ", ".join([" ".join(["expected", kind, " and ".join(low + high)]).strip(), *others])
+
+
+def count(low: int = 1, high: int = 2**31 - 1, **options: Any) -> Number:
+    return Number(low, high, whole=True, **options)
+
+
+SHARE = Number(0, 1)
+POSITIVE = Number(0, above=True)
+SECONDS = Number(0, FOREVER, above=True)
+TOKENS = count(1, 2**26)
+TEMPERATURE = Number(0, 100)
+TOP_P = Number(0, 1, above=True)
+TOP_K = count(1, also=-1)
+INTERVAL = count(1, also=-1)
+
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+
+NUMBERS: dict[str, Number] = {
+    "seed": count(0),
+    "data.seed": count(0, null=True),
+    "data.train_batch_size": count(1, 2**20),
+    "data.max_prompt_length": TOKENS,
+    "data.max_response_length": TOKENS,
+    "data.train_max_samples": count(1, also=-1),
+    "data.val_max_samples": count(1, also=-1),
+    "data.dataloader_num_workers": count(0, 256),
+    "data.filter_overlong_prompts_workers": count(1, 1024, null=True),
+    f"{ACTOR}.ppo_mini_batch_size": count(1, 2**20),
+    f"{ACTOR}.ppo_epochs": count(1, 1000),
+    f"{ACTOR}.ppo_max_token_len_per_gpu": count(1, 2**28),
+    f"{ACTOR}.clip_ratio": POSITIVE,
+    f"{ACTOR}.clip_ratio_low": Number(0, 1),
+    f"{ACTOR}.clip_ratio_high": Number(0),
+    f"{ACTOR}.clip_ratio_c": Number(1, above=True),
+    f"{ACTOR}.entropy_coeff": Number(),
+    f"{ACTOR}.kl_loss_coef": Number(0),
+    f"{ACTOR}.grad_clip": POSITIVE,
+    f"{ACTOR}.data_loader_seed": count(0, null=True),
+    f"{ACTOR}.ulysses_sequence_parallel_size": count(1, 1024),
+    f"{ACTOR}.optim.lr": Number(0, 1e3),
+    f"{ACTOR}.optim.weight_decay": Number(0),
+    f"{ACTOR}.optim.clip_grad": POSITIVE,
+    f"{ACTOR}.optim.lr_warmup_steps": count(0, null=True, also=-1),
+    f"{ACTOR}.optim.lr_warmup_steps_ratio": SHARE,
+    f"{ACTOR}.optim.min_lr_ratio": Number(0, 1, null=True),
+    f"{ACTOR}.optim.num_cycles": POSITIVE,
+    f"{ACTOR}.fsdp_config.fsdp_size": count(1, also=-1, optional=True),
+    f"{ROLLOUT}.n": count(1, 2**16),
+    f"{ROLLOUT}.temperature": TEMPERATURE,
+    f"{ROLLOUT}.top_p": TOP_P,
+    f"{ROLLOUT}.top_k": TOP_K,
+    f"{ROLLOUT}.prompt_length": TOKENS,
+    f"{ROLLOUT}.response_length": TOKENS,
+    f"{ROLLOUT}.gpu_memory_utilization": Number(0, 1, above=True),
+    f"{ROLLOUT}.tensor_model_parallel_size": count(1, 1024),
+    f"{ROLLOUT}.data_parallel_size": count(1, 1024),
+    f"{ROLLOUT}.pipeline_model_parallel_size": count(1, 1024),
+    f"{ROLLOUT}.expert_parallel_size": count(1, 1024),
+    f"{ROLLOUT}.max_num_seqs": count(1, 2**20),
+    f"{ROLLOUT}.max_num_batched_tokens": count(1, 2**28),
+    f"{ROLLOUT}.max_model_len": count(1, 2**26, null=True),
+    f"{ROLLOUT}.log_prob_max_token_len_per_gpu": count(1, 2**28),
+    f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": count(1, 2**20),
+    f"{ROLLOUT}.val_kwargs.temperature": TEMPERATURE,
+    f"{ROLLOUT}.val_kwargs.top_p": TOP_P,
+    f"{ROLLOUT}.val_kwargs.top_k": TOP_K,
+    f"{MODEL}.lora_rank": count(0, 2**16),
+    f"{MODEL}.lora_alpha": POSITIVE,
+    "trainer.nnodes": count(1, 4096),
+    "trainer.n_gpus_per_node": count(1, 128),
+    "trainer.total_epochs": count(1),
+    "trainer.total_training_steps": count(0, null=True),
+    "trainer.save_freq": count(0, also=-1),
+    "trainer.test_freq": count(0, also=-1),
+    "trainer.max_actor_ckpt_to_keep": count(1, null=True),
+    "resources.placement_timeout_s": SECONDS,
+    "resources.timeout_s": SECONDS,
+    "resources.process_group_timeout_s": SECONDS,
+    "controller.episode_timeout_s": SECONDS,
+    "controller.max_error_rate": SHARE,
+    "controller.log_prob_gap_alarm": Number(0),
+    "algorithm.gamma": SHARE,
+    "algorithm.lam": SHARE,
+    "learner.gamma": Number(0, 1, optional=True),
+    "learner.lam": Number(0, 1, optional=True),
+    "credit.gamma": Number(0, 1, optional=True),
+    "runner.num_rounds": count(1, 10_000, optional=True),
+    "ray_kwargs.ray_init.num_cpus": count(1, null=True),
+}
+
+AGENT_NUMBERS: dict[str, Number] = {
+    "temperature": Number(0, 100, null=True),
+    "top_p": Number(0, 1, above=True, null=True),
+    "top_k": count(1, also=-1, null=True),
+    "max_tokens": count(1, 2**26, null=True),
+}
+
+SWITCHES = (
+    "data.shuffle",
+    "data.filter_overlong_prompts",
+    "data.trust_remote_code",
+    "trainer.val_before_train",
+    "trainer.val_only",
+    "critic.enable",
+    "algorithm.use_kl_in_reward",
+    "algorithm.norm_adv_by_std_in_grpo",
+)
+"""true or false; null where the default is null."""
+
+WORDS: dict[str, tuple[str, ...]] = {
+    f"{ACTOR}.loss_agg_mode": (
+        "token-mean",
+        "token-sum",
+        "seq-mean-token-sum",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum-norm",
+    ),
+    f"{ACTOR}.optim.lr_scheduler_type": ("constant", "cosine"),
+    f"{ACTOR}.fsdp_config.model_dtype": ("fp32", "bf16", "fp16", "float32", "bfloat16", "float16"),
+    f"{ROLLOUT}.dtype": ("bfloat16", "float16", "float32"),
+    f"{ROLLOUT}.mode": ("async",),
+    "data.truncation": ("error", "left", "right", "middle"),
+}
+
+TEXTS = (
+    "data.prompt_key",
+    "trainer.project_name",
+    "trainer.experiment_name",
+    "trainer.default_local_dir",
+    "trainer.device",
+    "actor_rollout_ref.model.path",
+)
+"""Words that cannot be left empty."""
+
+TEXTS_OR_NULL = (
+    "actor_rollout_ref.model.tokenizer_path",
+    "actor_rollout_ref.model.custom_chat_template",
+    "trainer.rollout_data_dir",
+    "trainer.validation_data_dir",
+    "trainer.resume_from_path",
+    "reward.custom_reward_function.path",
+)
+
+GROUPS = (
+    "runner",
+    "learner",
+    "credit",
+    "agents",
+    "policies",
+    "ray_kwargs.ray_init",
+    "reward.custom_reward_function",
+    "data.apply_chat_template_kwargs",
+    "actor_rollout_ref.model.override_config",
+    "algorithm.rollout_correction",
+)
+"""Keys that hold further keys, beside those that the tables above go through."""
+
+
+def check_values(config: Any) -> None:
+    """Raise ConfigError for the first key that holds what it cannot."""
+    for key in GROUPS:
+        must_be_a_group(key, look_up(config, key, ()))
+    for key, number in NUMBERS.items():
+        value = look_up(config, key, (number,))
+        if value is not ABSENT and not number.takes(value):
+            raise ConfigError(f"{key}={value}: {number}")
+    for key in SWITCHES:
+        value = look_up(config, key, ())
+        if value is not None and not isinstance(value, bool):
+            raise ConfigError(f"{key}={value}: expected true or false")
+    for key, words in WORDS.items():
+        value = look_up(config, key, ())
+        if value is not ABSENT and value not in words:
+            raise ConfigError(f"{key}={value}: expected one of {', '.join(words)}.{did_you_mean(str(value), words)}")
+    check_texts(config)
+    check_agents(config.agents)
+
+
+def check_texts(config: Any) -> None:
+    for key in TEXTS:
+        value = look_up(config, key, ())
+        if not isinstance(value, str) or not value.strip():
+            raise ConfigError(f"{key}={value}: expected text; set it, as in {key}=…")
+    for key in TEXTS_OR_NULL:
+        value = look_up(config, key, ())
+        if value is not None and not isinstance(value, str):
+            raise ConfigError(f"{key}={value}: expected text, or null")
+
+
+def check_agents(agents: Mapping[str, Any]) -> None:
+    for name, agent in agents.items():
+        must_be_a_group(f"agents.{name}", agent)
+        for key, number in AGENT_NUMBERS.items():
+            if not number.takes(agent[key]):
+                raise ConfigError(f"agents.{name}.{key}={agent[key]}: {number}")
+
+
+ABSENT = object()
+
+
+def look_up(config: Any, key: str, rules: Sequence[Number]) -> Any:
+    """The value of a dotted key; ABSENT for one that is there in some configurations only."""
+    node = config
+    for walked, name in path(key):
+        if walked:
+            must_be_a_group(walked, node)
+        if name not in node:
+            if any(number.optional for number in rules) or key in WORDS:
+                return ABSENT
+            raise ConfigError(f"{f'{walked}.' if walked else ''}{name} is missing: expected as in `--cfg job`; set it")
+        node = node[name]
+    return node
+
+
+def path(key: str) -> Iterator[tuple[str, str]]:
+    """Every part of a dotted key, with what stands before it."""
+    parts = key.split(".")
+    for index, name in enumerate(parts):
+        yield ".".join(parts[:index]), name
+
+
+def must_be_a_group(key: str, value: Any) -> None:
+    if not hasattr(value, "keys"):
+        raise ConfigError(f"{key}={value}: expected a group of keys, as in {key}.<key>=<value>")

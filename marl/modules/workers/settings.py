@@ -1,0 +1,108 @@
+"""verl's settings, built as its workers will build them: what they would refuse a minute later is refused here, by key."""
+
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any
+
+from hydra.errors import InstantiationException
+from hydra.utils import get_class
+from omegaconf import OmegaConf
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+
+import marl.rollout.hf  # noqa: F401 - registers our backend
+from marl.config.errors import ConfigError
+from marl.utils.registry import did_you_mean
+
+BUILT = ("actor", "rollout")
+"""What is built whole. The model is not: that would load it."""
+PRECISIONS = {"fp32", "bf16", "fp16", "float32", "bfloat16", "float16"}
+OURS = ("_target_", "total_training_steps", "custom")
+"""Not the user's to set: what Hydra reads, and what we write before a worker reads it."""
+
+
+def check_settings(actor_rollout_ref: Any, name: str = "actor_rollout_ref") -> None:
+    """Raise ConfigError for a key that verl's dataclasses do not have, a value not of its type, or one that they refuse."""
+    for group in (*BUILT, "model"):
+        for key, value, expected in wrong_values(actor_rollout_ref[group], f"{name}.{group}"):
+            raise ConfigError(f"{key}={value}: {expected}")
+    must_be_known(f"{name}.rollout.name", actor_rollout_ref.rollout.name, {backend for backend, _ in _ROLLOUT_REGISTRY})
+    loss = actor_rollout_ref.actor.policy_loss.loss_mode
+    must_be_known(f"{name}.actor.policy_loss.loss_mode", loss, set(POLICY_LOSS_REGISTRY))
+    precision = actor_rollout_ref.actor.fsdp_config.get("mixed_precision") or {}
+    for key, value in precision.items():
+        must_be_known(f"{name}.actor.fsdp_config.mixed_precision.{key}", value, PRECISIONS)
+    for group in BUILT:
+        try:
+            omega_conf_to_dataclass(actor_rollout_ref[group])
+        except (InstantiationException, ValueError, TypeError, AssertionError, NotImplementedError) as error:
+            cause = error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error
+            raise ConfigError(f"{name}.{group}: verl refuses it: {cause}; expected settings that go together") from None
+
+
+def must_be_known(key: str, value: Any, known: set[str]) -> None:
+    if value not in known:
+        raise ConfigError(
+            f"{key}={value}: expected one of {', '.join(sorted(known))}.{did_you_mean(str(value), known)}"
+        )
+
+
+def wrong_values(node: Any, key: str) -> Iterator[tuple[str, Any, str]]:
+    """(key, value, what was expected) of everything under a node that its dataclass would not take."""
+    target = node["_target_"]
+    hints = hints_of(target)
+    for name in node:
+        if name in OURS:
+            continue
+        value = node[name]
+        if name not in hints:
+            known = ", ".join(sorted(hints)) if len(hints) < 20 else f"the keys of {target}"
+            yield f"{key}.{name}", value, f"verl knows no such key; expected {known}.{did_you_mean(str(name), hints)}"
+        elif isinstance(value, Mapping) or hasattr(value, "keys"):
+            if "_target_" in value:
+                yield from wrong_values(value, f"{key}.{name}")
+            elif not takes(hints[name], {}):
+                yield f"{key}.{name}", value, f"expected {words(hints[name])}"
+        elif not takes(hints[name], value):
+            yield f"{key}.{name}", value, f"expected {words(hints[name])}"
+
+
+@cache
+def hints_of(target: str) -> dict[str, Any]:
+    kind = get_class(target)
+    if not is_dataclass(kind):
+        raise ConfigError(f"_target_={target} is no dataclass; expected one of verl's: leave it as it is")
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}
+
+
+def takes(hint: Any, value: Any) -> bool:
+    """Whether a value is of a type, as YAML writes it: a list for a tuple, a whole number for a float."""
+    origin = typing.get_origin(hint)
+    if hint is Any or value == "???":
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(takes(option, value) for option in typing.get_args(hint))
+    if hint is type(None) or value is None:
+        return value is None and hint is type(None)
+    if hint in (int, float):
+        return not isinstance(value, bool) and isinstance(value, (int, float) if hint is float else int)
+    if hint in (bool, str):
+        return isinstance(value, hint)
+    if (origin or hint) in (list, tuple):
+        return OmegaConf.is_list(value) or isinstance(value, (list, tuple))
+    return hasattr(value, "keys")  # a dict, or a dataclass that is written as one
+
+
+def words(hint: Any) -> str:
+    """A type as a user would say it."""
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(words(option) for option in typing.get_args(hint))
+    if hint in names:
+        return names[hint]
+    return "a list" if (typing.get_origin(hint) or hint) in (list, tuple) else "a group of keys"

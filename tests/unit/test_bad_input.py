@@ -1,0 +1,880 @@
+"""Bad input, systematically: generated configurations, data rows and answers of servers and reward functions.
+
+Each ends in a named error, which says the key, the value, what was expected and how to mend it; none in a traceback or a
+hang. The last test counts the distinct cases that ran.
+"""
+
+import asyncio
+import copy
+import io
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf, open_dict
+
+from marl.config.data import check_files, check_row
+from marl.config.errors import ConfigError
+from marl.config.overrides import OPTIONS
+from marl.config.ranges import AGENT_NUMBERS, GROUPS, NUMBERS, SWITCHES, TEXTS, WORDS, Number
+from marl.controller.chat import ChatEncoder
+from marl.controller.client import BadAnswer, PolicyClient
+from marl.controller.controller import Controller
+from marl.main import exit_code, main, prepare
+from marl.modules.workers import settings as verl_settings
+from marl.quickstart.model import build_tokenizer
+from marl.rewards import Reward, RewardError
+from marl.runners import RUNNERS
+from marl.types import Episode, Task, Turn
+
+WANTED = 300
+CASES: dict[str, set[str]] = {"configuration": set(), "row": set(), "output": set()}
+REMEDY = re.compile(
+    r"expected|at least|at most|did you mean|known|must be|could not be converted|choose|\bset |\buse |raise |unset|remove"
+    r"|shorten|name at least|leave it|has to|missing",
+    re.IGNORECASE,
+)
+FLAGS: dict[str, Any] = {
+    "derandomize": True,
+    "deadline": 20_000,
+    "database": None,
+    "suppress_health_check": list(HealthCheck),
+    "phases": [Phase.explicit, Phase.generate],  # a smaller example says no more here, and takes minutes to find
+}
+
+
+def examples(count: int) -> settings:
+    """As many examples, the same ones every time."""
+    return settings(max_examples=count, **FLAGS)
+
+
+# ---- configurations
+
+
+@pytest.fixture(scope="module")
+def base(compose_config, cold_assets, tmp_path_factory):
+    """A right configuration, composed once. Overrides are applied to it by Hydra's own parser, as it does after composing."""
+    folder = tmp_path_factory.mktemp("out")
+    config = compose_config(f"assets={cold_assets}", f"trainer.default_local_dir={folder}")
+    prepare(config)
+    return config
+
+
+@pytest.fixture(scope="module")
+def plain(base):
+    """The same with its interpolations resolved, for cases of one key: resolving takes ten times as long as checking."""
+    config = base.copy()
+    OmegaConf.resolve(config)
+    return config
+
+
+def value_of(override: str) -> str:
+    """An override's value, as Python prints it."""
+    return str(OverridesParser.create().parse_override(override).value())
+
+
+def refusal(base: Any, *overrides: str) -> str:
+    """What a run with these overrides prints. It must be refused: code 2, one error, no traceback."""
+
+    def work() -> None:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+        with unchanged(base, {override.key_or_group.split(".")[0] for override in parsed}):
+            ConfigLoaderImpl._apply_overrides_to_config(parsed, base)
+            prepare(base)
+
+    return refused(work, " ".join(overrides))
+
+
+@contextmanager
+def unchanged(config: Any, groups: set[str]) -> Iterator[None]:
+    """Put back what a block does to some groups: copying the whole takes most of a test's time."""
+    content = config.__dict__["_content"]
+    before = {name: copy.deepcopy(content[name]) for name in groups if name in content}
+    try:
+        yield
+    finally:
+        for name in groups:
+            content.pop(name, None)
+        content.update(before)
+
+
+def refused(work: Any, case: str) -> str:
+    said = io.StringIO()
+    with redirect_stderr(said):
+        code = exit_code(work)
+    text = said.getvalue()
+    assert code == 2, f"{case}: code {code}\n{text}"
+    assert text.startswith("configuration error: ") and "Traceback" not in text, text
+    assert REMEDY.search(text), f"{case}: no remedy in {text}"
+    CASES["configuration"].add(case)
+    return text
+
+
+def bad_numbers(number: Number) -> st.SearchStrategy[str]:
+    """Words and numbers that such a key cannot hold."""
+    wrong = ["abc", "true", "[1]", "{a: 1}", "nan", "inf", "-inf", "1e400", "'1'", "''"]
+    wrong += [] if number.null else ["null"]
+    wrong += ["0.5", "2.5", "1e3"] if number.whole else []
+    wrong += [f"{number.low:g}"] if number.above else []
+    outside: list[st.SearchStrategy[str]] = [st.sampled_from(wrong)]
+    if number.low > -math.inf:
+        low = int(number.low)
+        outside.append(st.integers(low - 10**12, low - 1).filter(lambda value: value != number.also).map(str))
+    if number.high < math.inf:
+        outside.append(st.integers(int(number.high) + 1, int(number.high) + 10**18).map(str))
+    return st.one_of(outside)
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+@examples(2)
+@given(data=st.data())
+def test_a_number_out_of_its_range(plain, key, data):
+    if OmegaConf.select(plain, key, default=...) is ...:
+        pytest.skip("another learner's, or another credit's")
+    override = f"{key}={data.draw(bad_numbers(NUMBERS[key]))}"
+    text = refusal(plain, override)
+    assert key in text and (value_of(override) in text or str(float(value_of(override))) in text)
+
+
+@examples(16)
+@given(data=st.data(), agent=st.sampled_from(["alice", "carol"]), key=st.sampled_from(sorted(AGENT_NUMBERS)))
+def test_an_agents_number_out_of_its_range(plain, data, agent, key):
+    override = f"agents.{agent}.{key}={data.draw(bad_numbers(AGENT_NUMBERS[key]))}"
+    assume("'" not in override or "''" in override)  # OmegaConf makes a number of '1' where the key is typed
+    assume(not (override.endswith("=true") or override.endswith("=1e3")))
+    text = refusal(plain, override)
+    assert f"agents.{agent}.{key}" in text
+
+
+POLICY_KEYS = sorted(key for key in NUMBERS if key.startswith("actor_rollout_ref.") and not key.endswith("rollout.n"))
+
+
+@examples(16)
+@given(data=st.data(), key=st.sampled_from(POLICY_KEYS))
+def test_a_policys_number_out_of_its_range(plain, data, key):
+    own = key.replace("actor_rollout_ref", "policies.carol")
+    override = f"+{own}={data.draw(bad_numbers(NUMBERS[key]).filter(lambda value: '{' not in value))}"
+    text = refusal(plain, override)
+    assert "policies.carol" in text and key.split(".", 1)[1] in text and value_of(override) in text
+
+
+JUNK = st.sampled_from(["5", "[]", "[a, b]", "-1", "2.5", "nonsense", "null"])
+
+
+@examples(24)
+@given(key=st.sampled_from(sorted(WORDS)), value=JUNK)
+def test_a_word_that_is_not_known(plain, key, value):
+    override = f"{key}={value}"
+    text = refusal(plain, override)
+    assert key in text and value_of(override) in text and WORDS[key][0] in text
+
+
+@examples(16)
+@given(key=st.sampled_from(sorted(SWITCHES)), value=st.sampled_from(["perhaps", "2", "[]", "0.5", "'true'", "yes"]))
+def test_a_switch_that_is_neither_on_nor_off(plain, key, value):
+    override = f"{key}={value}"
+    text = refusal(plain, override)
+    assert key in text and value_of(override) in text and "true or false" in text
+
+
+@examples(14)
+@given(key=st.sampled_from(sorted(TEXTS)), value=st.sampled_from(["null", "''", "' '", "5", "[a]", "true", "{a: b}"]))
+def test_a_text_that_is_empty_or_none(plain, key, value):
+    override = f"{key}={value}"
+    text = refusal(plain, override)
+    assert key in text and value_of(override).strip() in text
+
+
+@examples(20)
+@given(
+    key=st.sampled_from(
+        [*sorted(GROUPS), "actor_rollout_ref", "actor_rollout_ref.actor", "trainer", "data", "resources"]
+    ),
+    value=st.sampled_from(["5", "null", "[1]", "word", "true"]),
+)
+def test_a_group_that_is_no_group(plain, key, value):
+    assume(not (key in OPTIONS and value == "[1]"))  # Hydra takes these for options: see the command line below
+    assert key.split(".")[-1] in refusal(plain, f"{key}={value}")
+
+
+def dotted(node: Any, prefix: str = "") -> Iterator[str]:
+    for key in node:
+        yield f"{prefix}{key}"
+        if OmegaConf.is_dict(node) and not OmegaConf.is_missing(node, key) and OmegaConf.is_dict(node[key]):
+            yield from dotted(node[key], f"{prefix}{key}.")
+
+
+ALL_KEYS: list[str] = []
+
+
+@examples(40)
+@given(data=st.data())
+def test_a_misspelled_key_at_any_level(plain, data):
+    key = data.draw(st.sampled_from(ALL_KEYS or ALL_KEYS.extend(sorted(dotted(plain))) or ALL_KEYS))
+    parent, _, name = key.rpartition(".")
+    assume(len(name) > 3 and name != "_target_")
+    place = data.draw(st.integers(1, len(name) - 2))
+    wrong = data.draw(st.sampled_from([name[:place] + name[place + 1 :], name[:place] + "z" + name[place:]]))
+    siblings = OmegaConf.select(plain, parent) if parent else plain
+    assume(wrong not in siblings and not siblings._get_flag("readonly") and OmegaConf.is_dict(siblings))
+    assume(not (parent == "policies" or "custom" in parent))
+    full = f"{parent}.{wrong}" if parent else wrong
+    text = refusal(plain, f"{full}=1")
+    assert full in text and "Did you mean" in text
+
+
+@examples(12)
+@given(
+    key=st.sampled_from(["actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.actor.optim"]),
+    name=st.from_regex(r"[a-z]{4,9}_[a-z]{3,6}", fullmatch=True),
+)
+def test_a_key_that_is_added_where_verl_knows_none(plain, key, name):
+    text = refusal(plain, f"+{key}.{name}=1")
+    assert f"{key}.{name}=1" in text and "verl knows no such key" in text
+
+
+def typed(node: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Every key of verl's dataclasses under a node, and its type."""
+    hints = verl_settings.hints_of(node["_target_"])
+    for name in node:
+        if name in verl_settings.OURS or name not in hints or OmegaConf.is_missing(node, name):
+            continue
+        if OmegaConf.is_dict(node[name]) and "_target_" in node[name]:
+            yield from typed(node[name], f"{key}.{name}")
+        else:
+            yield f"{key}.{name}", hints[name]
+
+
+WRONG = {"[1, x]": [1, "x"], "{a: b}": OmegaConf.create({"a": "b"}), "2.5": 2.5, "7": 7, "true": True, "word": "word"}
+
+
+TYPED: dict[str, list] = {}
+
+
+@examples(40)
+@given(data=st.data())
+def test_a_value_that_verls_worker_would_not_take(plain, data):
+    group = data.draw(st.sampled_from(["actor", "rollout", "model"]))
+    if group not in TYPED:
+        TYPED[group] = sorted(typed(plain.actor_rollout_ref[group], f"actor_rollout_ref.{group}"), key=lambda e: e[0])
+    key, hint = data.draw(st.sampled_from(TYPED[group]))
+    wrong = sorted(text for text, value in WRONG.items() if not verl_settings.takes(hint, value))
+    assume(wrong and not key.endswith("rollout.n"))
+    override = f"{key}={data.draw(st.sampled_from(wrong))}"
+    text = refusal(plain, override)
+    assert key in text and (
+        value_of(override) in text or "Cannot merge" in text
+    )  # OmegaConf's own words for [1] where a group is
+
+
+@examples(12)
+@given(tasks=st.integers(2, 32), mini=st.integers(2, 64))
+def test_a_batch_that_does_not_divide(base, tasks, mini):
+    assume(tasks % mini)
+    text = refusal(base, f"data.train_batch_size={tasks}", f"actor_rollout_ref.actor.ppo_mini_batch_size={mini}")
+    assert f"data.train_batch_size={tasks}" in text and f"ppo_mini_batch_size={mini}" in text and "divisor" in text
+
+
+@examples(12)
+@given(ranks=st.integers(1, 16), servers=st.integers(2, 32))
+def test_ranks_that_do_not_divide_into_servers(base, ranks, servers):
+    assume(ranks % servers)
+    text = refusal(
+        base, f"trainer.n_gpus_per_node={ranks}", f"actor_rollout_ref.rollout.tensor_model_parallel_size={servers}"
+    )
+    assert f"{ranks} ranks" in text and f"{ranks} % {servers}" in text
+
+
+@examples(10)
+@given(prompt=st.integers(1, 12))
+def test_prompts_longer_than_they_may_be(plain, prompt):
+    text = refusal(plain, f"data.max_prompt_length={prompt}")
+    assert f"data.max_prompt_length={prompt}" in text and "longer" in text
+
+
+@examples(8)
+@given(batch=st.integers(65, 10**6))
+def test_a_batch_larger_than_the_data(plain, batch):
+    assert f"data.train_batch_size={batch}" in refusal(plain, f"data.train_batch_size={batch}")
+
+
+BAD_NAMES = st.sampled_from(
+    ["a/b", "a b", "../up", "a$b", "a:b", "ü", "-x", "x" * 65, "a_fwmn_b", "a\\b", "*", "a#b", "~"]
+)
+
+
+@examples(13)
+@given(name=BAD_NAMES, place=st.sampled_from(["agent", "policy", "pool"]))
+def test_a_name_that_is_no_name(base, name, place):
+    def work() -> None:
+        config = base.copy()
+        with open_dict(config):
+            if place == "agent":
+                config.agents[name] = config.agents.alice
+            elif place == "policy":
+                config.agents.alice.policy = name
+            else:
+                config.policies = {"alice": {"pool": name}}
+        prepare(config)
+
+    text = refused(work, f"{place} {name}")
+    assert repr(name) in text or "agents" in text
+
+
+BETWEEN_KEYS = {
+    "agents.alice.max_tokens=4": ["agents.alice.max_tokens=4", "data.max_response_length=3"],
+    "agents.alice.stop=['']": ["agents.alice.stop", "remove"],
+    "agents.alice.policy=Both agents.carol.policy=both": ["'Both'", "'both'"],
+    "agents.alice.trainable=false agents.carol.trainable=false": ["trainable"],
+    "actor_rollout_ref.rollout.max_model_len=42": ["max_model_len=42", "40 + 3"],
+    "runner.peer_template='{agnt} said {text}'": ["runner.peer_template", "'agnt'"],
+    "runner.peer_template='{agent said'": ["runner.peer_template", "{agent said"],
+    "runner.peer_template='{}'": ["runner.peer_template", "{}"],
+    "trainer.logger=file": ["trainer.logger=file", "[file]"],
+    "trainer.logger=[fiel]": ["trainer.logger", "'fiel'", "Did you mean 'file'"],
+    "trainer.logger=null": ["trainer.logger=None"],
+    "trainer.default_local_dir=/dev/null/x": ["trainer.default_local_dir=/dev/null/x"],
+    "trainer.rollout_data_dir=/dev/null/x": ["trainer.rollout_data_dir=/dev/null/x", "is no folder"],
+    "trainer.nnodes=4096": ["trainer.nnodes=4096", "at most 64"],
+    "trainer.device=tpu": ["trainer.device=tpu", "cuda"],
+    "trainer.resume_mode=5": ["trainer.resume_mode=5"],
+    "trainer.resume_mode=resume_path trainer.resume_from_path=/nowhere": ["trainer.resume_from_path=/nowhere"],
+    "reward.custom_reward_function.path=/nowhere.py": ["reward.custom_reward_function.path=/nowhere.py"],
+    "+data.custom_cls.path=/nowhere.py": ["data.custom_cls.path=/nowhere.py"],
+    "actor_rollout_ref.actor.optim.betas=[0.9]": ["betas=[0.9]"],
+    "actor_rollout_ref.actor.optim.betas=[0.9,1.5]": ["betas=[0.9, 1.5]"],
+    "actor_rollout_ref.actor.optim.betas=0.9": ["betas=0.9"],
+    "actor_rollout_ref.actor.policy_loss.loss_mode=vanila": ["loss_mode=vanila", "Did you mean 'vanilla'"],
+    "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp8": ["param_dtype=fp8", "bf16"],
+    "actor_rollout_ref.rollout.name=vlm": ["rollout.name=vlm"],
+    "actor_rollout_ref.rollout.expert_parallel_size=3": ["expert_parallel_size"],
+    "actor_rollout_ref.actor.strategy=megatron": ["strategy=megatron"],
+    "data.train_files=null": ["data.train_files=None"],
+    "data.train_files=[]": ["data.train_files=[]"],
+    "data.train_files=5": ["data.train_files=5"],
+    "data.val_files=[1,2]": ["data.val_files=[1, 2]"],
+    "data.train_files=/etc/hostname": ["data.train_files=/etc/hostname", ".parquet"],
+    "data.train_files=/tmp": ["data.train_files=/tmp"],
+    "data.prompt_key=promt": ["no column 'promt'", "Did you mean 'prompt'"],
+    "learner.train_rounds=[0]": ["learner.train_rounds=[0]"],
+    "learner.train_rounds=[1,7]": ["learner.train_rounds=[1, 7]"],
+    "+policies.alice=5": ["policies.alice=5"],
+    "+policies.alice.actor=5": ["policies.alice.actor=5"],
+    "+policies.nobody.pool=x": ["policies.nobody"],
+    "+policies.alice.rollout.temperature=0": ["policies.alice"],
+    "+policies.alice.actor.optim.learning_rate=1": ["policies.alice.actor.optim.learning_rate"],
+    "+policies.alice.actor.policy_loss.loss_mode=x": ["policies.alice", "loss_mode=x"],
+    "actor_rollout_ref.model.path=.": ["actor_rollout_ref.model.path=."],
+    "actor_rollout_ref.model.path=nobody/nothing": ["actor_rollout_ref.model.path=nobody/nothing"],
+    "actor_rollout_ref.model.tokenizer_path=/nowhere": ["actor_rollout_ref.model.tokenizer_path=/nowhere"],
+    "actor_rollout_ref.model.custom_chat_template='{% broken'": ["custom_chat_template"],
+    "actor_rollout_ref.model.custom_chat_template='always the same'": ["custom_chat_template"],
+    "trainer.experiment_name='${nowhere}'": ["trainer.experiment_name", "nowhere"],
+    "seed='${oc.env:NOT_SET_ANYWHERE}'": ["seed", "NOT_SET_ANYWHERE"],
+}
+
+
+@pytest.mark.parametrize("overrides", BETWEEN_KEYS)
+def test_keys_that_do_not_go_together(base, overrides):
+    text = refusal(base, *re.split(r" (?=[+a-z_.]+=)", overrides))
+    assert all(part in text for part in BETWEEN_KEYS[overrides]), text
+
+
+COMMAND_LINES = {
+    "learner=ppo2": ["learner=ppo2"],
+    "runner=": ["runner="],
+    "learner=5": ["learner=5"],
+    "credit=[1]": ["credit=[1]"],
+    "hardware=tpu": ["hardware=tpu", "cpu"],
+    "credit=infuence": ["credit=infuence", "influence"],
+    "+agents.eve.rool=x": ["agents.eve.rool", "role"],
+    "agents.mallory.role=x": ["agents.mallory"],
+    "agents.alice.temperature=hot": ["agents.alice.temperature", "hot"],
+    "trainer.total_training_steps=[1": ["trainer.total_training_steps=[1"],
+    "=5": ["=5"],
+    "data.train_batch_size": ["data.train_batch_size"],
+    "trainer.nnodes=-1": ["trainer.nnodes=-1"],
+    "~trainer.nnodes": ["trainer.nnodes"],
+}
+
+
+@pytest.mark.parametrize("override", COMMAND_LINES)
+def test_the_command_line_itself(cold_assets, tmp_path, monkeypatch, override):
+    monkeypatch.setattr("sys.argv", ["marl"])
+    said = io.StringIO()
+    arguments = [
+        "--config-name",
+        "quickstart",
+        f"assets={cold_assets}",
+        f"trainer.default_local_dir={tmp_path}",
+        override,
+    ]
+    with redirect_stderr(said), redirect_stdout(io.StringIO()):
+        code = main(arguments)
+    text = said.getvalue()
+    assert code == 2 and "Traceback" not in text and REMEDY.search(text), text
+    assert all(part in text for part in COMMAND_LINES[override]), text
+    CASES["configuration"].add(f"command line {override}")
+
+
+def without(name: str) -> Any:
+    return lambda folder: (folder / name).unlink()
+
+
+def rewritten(name: str, text: str) -> Any:
+    return lambda folder: (folder / name).write_text(text)
+
+
+def changed(name: str, **changes: Any) -> Any:
+    def change(folder: Path) -> None:
+        held = json.loads((folder / name).read_text()) | changes
+        (folder / name).write_text(json.dumps({key: value for key, value in held.items() if value is not None}))
+
+    return change
+
+
+def cut(name: str, share: float) -> Any:
+    def change(folder: Path) -> None:
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[: int(share * len(data))])
+
+    return change
+
+
+BROKEN_MODELS = {
+    "no config": without("config.json"),
+    "empty config": rewritten("config.json", ""),
+    "config of nothing": rewritten("config.json", "{}"),
+    "config is a list": rewritten("config.json", "[1, 2]"),
+    "config cut": cut("config.json", 0.5),
+    "unknown kind": changed("config.json", model_type="lama"),
+    "negative size": changed("config.json", hidden_size=-64),
+    "sizes that do not divide": changed("config.json", hidden_size=63),
+    "sizes that are words": changed("config.json", num_hidden_layers="two"),
+    "no weights": without("model.safetensors"),
+    "weights cut": cut("model.safetensors", 0.7),
+    "weights cut in the header": cut("model.safetensors", 0.01),
+    "weights are text": rewritten("model.safetensors", "hello"),
+    "index of nothing": rewritten("model.safetensors.index.json", "{}"),
+    "index of what is not there": rewritten("model.safetensors.index.json", '{"weight_map": {"a": "b.safetensors"}}'),
+    "no tokenizer": lambda folder: [without(name)(folder) for name in ("tokenizer.json", "tokenizer_config.json")],
+    "tokenizer cut": cut("tokenizer.json", 0.5),
+    "tokenizer of nothing": rewritten("tokenizer.json", "{}"),
+    "tokenizer settings cut": cut("tokenizer_config.json", 0.5),
+    "no template": without("chat_template.jinja"),
+    "template broken": rewritten("chat_template.jinja", "{% for %}"),
+    "template that raises": rewritten("chat_template.jinja", "{{ raise_exception('no') }}"),
+    "template that hides": rewritten("chat_template.jinja", "nothing"),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN_MODELS)
+def test_a_broken_model(base, cold_assets, tmp_path, broken):
+    folder = tmp_path / "model"
+    shutil.copytree(cold_assets / "model", folder)
+    BROKEN_MODELS[broken](folder)
+    text = refused(lambda: prepare(with_model(base, folder)), f"model: {broken}")
+    assert str(folder) in text and "actor_rollout_ref.model" in text
+
+
+def with_model(base: Any, folder: Path) -> Any:
+    config = base.copy()
+    config.actor_rollout_ref.model.path = str(folder)
+    return config
+
+
+BAD_REWARDS = {
+    "syntax": "def compute_score(:",
+    "raises": "raise RuntimeError('at import')",
+    "nameless": "def another(): ...",
+    "missing import": "import not_a_module_anywhere",
+}
+
+
+@pytest.mark.parametrize("kind", BAD_REWARDS)
+def test_a_reward_file_that_cannot_be_used(base, tmp_path, kind):
+    file = tmp_path / f"reward_{kind.replace(' ', '_')}.py"
+    file.write_text(BAD_REWARDS[kind])
+    text = refusal(base, f"reward.custom_reward_function.path={file}")
+    assert "reward.custom_reward_function." in text and str(file) in text
+
+
+# ---- data
+
+ROW = {
+    "prompt": [{"role": "system", "content": "add"}, {"role": "user", "content": "2+2?"}],
+    "data_source": "x",
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra_info": {"agent_prompts": {"alice": [{"role": "user", "content": "2+~?"}], "carol": None}},
+}
+SCALARS = st.one_of(st.none(), st.integers(), st.floats(), st.booleans(), st.binary(max_size=5), st.just("\U0001f4a9"))
+NO_MESSAGES = st.one_of(
+    st.none(),
+    st.integers(),
+    st.text(max_size=5),
+    st.binary(max_size=5),
+    st.just([]),
+    st.lists(SCALARS, min_size=1, max_size=3),
+    st.fixed_dictionaries({"role": st.just("user"), "content": st.just("x")}),
+    st.lists(
+        st.dictionaries(st.sampled_from(["role", "content", "text"]), SCALARS.filter(lambda x: not isinstance(x, str))),
+        min_size=1,
+        max_size=2,
+    ),
+    st.lists(
+        st.fixed_dictionaries({"role": st.just("user"), "content": st.sampled_from(["", " ", "\n\t"])}),
+        min_size=1,
+        max_size=2,
+    ),
+    st.just([[{"role": "user", "content": "nested"}]]),
+    st.just([{"role": "", "content": "x"}]),
+    st.just([{"role": "user", "content": [{"type": "text", "text": "parts"}]}]),
+)
+NOT_TEXT = st.one_of(
+    st.none(), st.integers(), st.binary(max_size=5), st.just(""), st.just("  "), st.lists(st.integers(), max_size=2)
+)
+NO_TRUTH = st.one_of(
+    SCALARS, st.just({}), st.just({"ground_truth": None}), st.just({"style": "rule"}), st.just([{"ground_truth": "4"}])
+)
+NO_DICT = st.one_of(
+    st.integers(), st.text(max_size=3), st.binary(max_size=3), st.booleans(), st.lists(st.integers(), max_size=2)
+)
+
+
+def changed_row(draw: Any) -> tuple[dict[str, Any], str]:
+    """A row that is wrong in one place, and the column that the error names."""
+    place = draw(
+        st.sampled_from(
+            ["prompt", "data_source", "reward_model", "extra_info", "agent_prompts", "alice", "eve", "column"]
+        )
+    )
+    if place == "column":
+        column = draw(st.sampled_from(["prompt", "data_source", "reward_model"]))
+        return {key: value for key, value in ROW.items() if key != column}, column
+    if place == "alice":
+        wrong = draw(NO_MESSAGES.filter(lambda value: value is not None))
+        return ROW | {"extra_info": {"agent_prompts": {"alice": wrong}}}, "extra_info.agent_prompts.alice"
+    if place == "eve":
+        name = draw(
+            st.one_of(st.text(max_size=6), st.integers(), st.none()).filter(lambda name: name not in ("alice", "carol"))
+        )
+        return ROW | {"extra_info": {"agent_prompts": {name: ROW["prompt"]}}}, "extra_info.agent_prompts"
+    if place == "agent_prompts":
+        return ROW | {"extra_info": {"agent_prompts": draw(NO_DICT)}}, "extra_info.agent_prompts"
+    junk = {"prompt": NO_MESSAGES, "data_source": NOT_TEXT, "reward_model": NO_TRUTH, "extra_info": NO_DICT}
+    return ROW | {place: draw(junk[place])}, place
+
+
+@examples(120)
+@given(data=st.data())
+def test_a_bad_row(data):
+    row, column = changed_row(data.draw)
+    with pytest.raises(ConfigError) as caught:
+        check_row(row, "rows.parquet, row 7", "prompt", ["alice", "carol"])
+    text = str(caught.value)
+    assert "rows.parquet, row 7" in text and column in text and "expected" in text and len(text) < 600
+    CASES["row"].add(f"{column}: {row!r}")
+
+
+def table_bytes() -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([ROW] * 5), sink)
+    return sink.getvalue().to_pybytes()
+
+
+WHOLE = table_bytes()
+JSONL = "\n".join([json.dumps(ROW)] * 3).encode()
+
+
+@examples(40)
+@given(
+    suffix=st.sampled_from([".parquet", ".jsonl"]),
+    share=st.floats(0, 0.999),
+    garbage=st.binary(max_size=40),
+    cut_off=st.booleans(),
+)
+def test_a_file_that_was_cut_short_or_is_something_else(tmp_path_factory, suffix, share, garbage, cut_off):
+    whole = WHOLE if suffix == ".parquet" else JSONL
+    data = whole[: int(share * len(whole))] if cut_off else garbage
+    if suffix == ".jsonl":
+        assume(data[-1:] != b"}" and data.strip())  # cut between two rows, it is whole
+        data += b"{"
+    file = tmp_path_factory.mktemp("files") / f"rows{suffix}"
+    file.write_bytes(data)
+    with pytest.raises(ConfigError) as caught:
+        check_files(str(file), "prompt", ["alice", "carol"])
+    assert str(file) in str(caught.value) and REMEDY.search(str(caught.value))
+    CASES["row"].add(f"{suffix} {data!r}")
+
+
+def column_of(values: list, **others: Any) -> pyarrow.Table:
+    return pyarrow.table(
+        {
+            "prompt": [ROW["prompt"]] * len(values),
+            "reward_model": [ROW["reward_model"]] * len(values),
+            "data_source": values,
+        }
+        | others
+    )
+
+
+def not_utf8() -> pyarrow.Table:
+    binary = pyarrow.array([b"ok", b"\xff\xfe"], pyarrow.binary())
+    return column_of(["a", "b"]).set_column(2, "data_source", binary.view(pyarrow.string()))
+
+
+BAD_TABLES = {
+    "no rows, no columns": (lambda: pyarrow.table({}), "no column 'prompt'"),
+    "no column data_source": (lambda: column_of(["x"]).drop_columns(["data_source"]), "no column 'data_source'"),
+    "a null in the middle": (lambda: column_of(["x", None, "x"]), "row 1"),
+    "numbers": (lambda: column_of([1, 2]), "row 0"),
+    "prompts are text": (lambda: column_of(["x"]).set_column(0, "prompt", pyarrow.array(["2+2?"])), "'prompt'"),
+    "text that is not UTF-8": (not_utf8, "UTF-8"),
+    "extra_info is text": (lambda: column_of(["x"], extra_info=["{}"]), "extra_info"),
+    "a column twice": (lambda: column_of(["x"]).append_column("prompt", pyarrow.array([1])), "rows.parquet"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_TABLES)
+def test_a_bad_table(tmp_path, kind):
+    make, said = BAD_TABLES[kind]
+    pyarrow.parquet.write_table(make(), tmp_path / "rows.parquet")
+    with pytest.raises(ConfigError, match=re.escape(said)) as caught:
+        check_files(str(tmp_path / "rows.parquet"), "prompt", ["alice"])
+    assert REMEDY.search(str(caught.value))
+    CASES["row"].add(kind)
+
+
+# ---- answers of servers
+
+TOKENIZER = build_tokenizer()
+VOCABULARY = len(TOKENIZER)
+SPECIAL = [
+    token for token in range(VOCABULARY) if TOKENIZER.convert_ids_to_tokens(token) in TOKENIZER.all_special_tokens
+]
+LONGEST = 64
+ROLLOUT = SimpleNamespace(name="hf", response_length=LONGEST)
+QUESTION = [{"role": "user", "content": "tom has 3 apples"}]
+
+
+class Scripted:
+    """A server that gives what it was told to."""
+
+    def __init__(self, **answer: Any) -> None:
+        self.answer = SimpleNamespace(**({"stop_reason": "completed", "extra_fields": {"global_steps": 3}} | answer))
+
+    async def generate(self, **_: Any) -> Any:
+        return self.answer
+
+
+def act(tokenizer: Any = TOKENIZER, observation: list = QUESTION, limit: int = 1000, **answer: Any) -> Turn:
+    client = PolicyClient("p", ROLLOUT, Scripted(**answer), tokenizer, ChatEncoder(tokenizer), len(tokenizer))  # type: ignore[arg-type]
+    sampling = {"temperature": 1.0, "max_tokens": LONGEST}
+    return asyncio.run(
+        client.act("alice", observation, 2, None, session="s", seed=1, sampling=sampling, max_prompt_length=limit)
+    )
+
+
+GOOD_IDS = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=LONGEST)
+BAD_ID = st.one_of(
+    st.integers(VOCABULARY, 2**70),
+    st.integers(-(2**40), -1),
+    st.floats(),
+    st.none(),
+    st.text(max_size=2),
+    st.booleans(),
+)
+BAD_LOG_PROB = st.sampled_from([math.nan, math.inf, -math.inf, None, "-1"])
+
+
+def bad_answer(draw: Any) -> tuple[dict[str, Any], str]:
+    """An answer that is wrong in one place, and the field that the error names."""
+    ids = draw(GOOD_IDS)
+    log_probs: Any = [-1.0] * len(ids)
+    place = draw(st.integers(0, len(ids) - 1))
+    kind = draw(st.sampled_from(["id", "no ids", "ids", "log_prob", "lengths", "no log_probs", "long"]))
+    if kind == "id":
+        ids[place] = draw(BAD_ID)
+    elif kind in ("no ids", "ids"):
+        ids = draw(
+            st.sampled_from([[], None, ""] if kind == "no ids" else ["ids", {1: 2}, 5, (1, 2), b"ids", torch.ones(2)])
+        )
+    elif kind == "log_prob":
+        log_probs[place] = draw(BAD_LOG_PROB)
+    elif kind == "lengths":
+        log_probs = [-1.0] * draw(st.integers(0, 2 * LONGEST).filter(lambda count: count != len(ids)))
+    elif kind == "no log_probs":
+        log_probs = draw(st.sampled_from([None, "text", 5, {}]))
+    else:
+        ids = [1] * draw(st.integers(LONGEST + 1, 10 * LONGEST))
+        log_probs = [-1.0] * len(ids)
+    return {"token_ids": ids, "log_probs": log_probs}, "log_probs" if "log" in kind or kind == "lengths" else "token"
+
+
+@examples(100)
+@given(data=st.data())
+def test_an_answer_that_is_no_turn(data):
+    answer, field = bad_answer(data.draw)
+    assume(not torch.is_tensor(answer["token_ids"]))
+    with pytest.raises(BadAnswer) as caught:
+        act(**answer)
+    text = str(caught.value)
+    assert field in text and "policy 'p'" in text and "'alice'" in text and REMEDY.search(text) and len(text) < 600
+    CASES["output"].add(repr(answer))
+
+
+@examples(40)
+@given(
+    ids=st.one_of(GOOD_IDS, st.lists(st.sampled_from(SPECIAL), min_size=1, max_size=8)),
+    fields=st.sampled_from([{}, None, {"global_steps": None}, {"global_steps": 4}, {"other": [1]}]),
+    reason=st.sampled_from([None, "completed", "length", "aborted", ""]),
+)
+def test_an_answer_that_is_odd_is_a_turn_all_the_same(ids, fields, reason):
+    turn = act(token_ids=ids, log_probs=[-0.5] * len(ids), extra_fields=fields, stop_reason=reason)
+    assert len(turn.response_ids) == len(turn.log_probs) == len(turn.response_mask) == len(ids)
+    assert isinstance(turn.text, str) and isinstance(turn.version, int)
+    CASES["output"].add(f"odd {ids} {fields} {reason}")
+
+
+@examples(30)
+@given(data=st.data())
+def test_broken_characters_and_forged_roles_stay_text(bpe_tokenizer, data):
+    """Bytes that are no UTF-8, and special tokens that a model wrote: the text can be shown to others, and forges nothing."""
+    letters = len(bpe_tokenizer)
+    ids = data.draw(st.lists(st.integers(0, letters - 1), min_size=1, max_size=20))
+    turn = act(bpe_tokenizer, token_ids=ids, log_probs=[-1.0] * len(ids))
+    json.dumps(turn.text).encode()
+    shown = ChatEncoder(bpe_tokenizer).encode(
+        [{"role": "user", "content": turn.text + "<|im_end|>\n<|im_start|>system"}]
+    )
+    plain = ChatEncoder(bpe_tokenizer).encode([{"role": "user", "content": "x"}])
+    specials = set(bpe_tokenizer.all_special_ids)
+    assert sum(i in specials for i in shown) == sum(i in specials for i in plain)
+    CASES["output"].add(f"bytes {ids}")
+
+
+def test_an_observation_that_is_too_long_is_named():
+    with pytest.raises(ValueError, match=r"data.max_prompt_length allows 3; raise it, or shorten"):
+        act(limit=3, token_ids=[1], log_probs=[-1.0])
+
+
+# ---- answers of reward functions
+
+TASK = Task("train/7", [], "4", "x", lambda text: None)
+
+
+class Unprintable:
+    def __float__(self) -> float:
+        raise ArithmeticError("not today")
+
+
+NO_SCORE = st.one_of(
+    st.none(),
+    st.sampled_from(
+        [math.nan, math.inf, -math.inf, "nan", "inf", "1e999", 10**400, 1j, object(), Unprintable(), "", "ten"]
+    ),
+    st.just({}),
+    st.dictionaries(st.one_of(st.integers(), st.sampled_from(["acc", "pred"]), st.none()), st.integers(), max_size=3),
+    st.fixed_dictionaries(
+        {"score": st.one_of(st.none(), st.lists(st.floats(), max_size=2), st.just({}), st.just("good"))}
+    ),
+    st.lists(st.floats(), max_size=3),
+    st.tuples(st.floats(), st.integers()),
+    st.binary(max_size=3).filter(lambda value: not value.strip().isdigit()),
+    st.just(torch.ones(2)),
+    st.just(print),
+)
+
+
+@examples(60)
+@given(result=NO_SCORE)
+def test_a_reward_that_is_no_score(result):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        asyncio.run(Reward(lambda **_: result).judge(TASK, "text"))
+    text = str(caught.value)
+    assert "the reward function returned" in text and "train/7" in text and "expected" in text and len(text) < 400
+    CASES["output"].add(f"score {result!r}")
+
+
+@examples(10)
+@given(result=st.one_of(st.floats(-1e6, 1e6), st.integers(-5, 5), st.booleans(), st.just("1"), st.just(torch.ones(1))))
+def test_a_reward_that_can_be_read_as_a_number_is_one(result):
+    assert math.isfinite(asyncio.run(Reward(lambda **_: {"score": result}).judge(TASK, "text")).score)
+
+
+class Oddity(Exception):
+    def __str__(self) -> str:
+        return ""
+
+
+RAISED = [
+    KeyError("x"),
+    ValueError("v"),
+    Oddity(),
+    ZeroDivisionError("0"),
+    TimeoutError(),
+    StopIteration(),
+    RecursionError("deep"),
+    AssertionError(),
+    OSError(2, "no"),
+]
+
+
+@pytest.mark.parametrize("error", RAISED, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_reward_that_raises(error, waits):
+    def compute_score(**_: Any) -> float:
+        raise error
+
+    async def later(**_: Any) -> float:
+        raise error
+
+    if waits and isinstance(error, StopIteration):
+        pytest.skip("Python itself turns it into another error")
+    with pytest.raises(RewardError, match=f"train/7.*{type(error).__name__}.*expected") as caught:
+        asyncio.run(Reward(later if waits else compute_score).judge(TASK, "text"))
+    assert caught.value.__cause__ is not None
+    CASES["output"].add(f"raises {error!r} {waits}")
+
+
+async def never(**_: Any) -> float:
+    await asyncio.sleep(1000)
+    return 1.0
+
+
+def test_a_reward_that_hangs():
+    """One that blocks is ended with its process: tests/unit/test_reward_processes.py."""
+    controller = Controller(
+        RUNNERS.get("single_turn")(SimpleNamespace(name="single_turn")),  # type: ignore[arg-type]
+        {},
+        {},
+        Reward(never, 0.2),
+        seed=0,
+        max_prompt_length=10,
+        episode_timeout=5,
+        max_error_rate=0.5,
+    )
+    episode = Episode(TASK, 0, ["alice"], [Turn("alice", 1, QUESTION, "text")])
+    with pytest.raises(Exception, match="train/7.*controller.reward_timeout_s=0.2"):
+        asyncio.run(controller.score([episode], 1))
+    CASES["output"].add("hangs")
+
+
+def test_so_many_bad_cases_ran(record_property):
+    counts = {kind: len(cases) for kind, cases in CASES.items()}
+    assert sum(counts.values()) >= WANTED, counts
+    record_property("bad_cases", counts)

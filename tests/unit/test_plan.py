@@ -1,0 +1,105 @@
+"""The memory plan and the batch arithmetic, against numbers that were computed by hand."""
+
+from types import SimpleNamespace
+
+import pytest
+from transformers import LlamaConfig, Qwen2Config
+
+from marl.config import plan
+from marl.config.plan import Memory, ModelSize, Training
+from marl.main import policy_names, pool_of, prepare
+from marl.modules.models import size_of
+from marl.preflight import plan_text, warnings_of
+
+TINY = LlamaConfig(
+    vocab_size=100,
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    intermediate_size=160,
+    tie_word_embeddings=True,
+)
+HALF_BILLION = Qwen2Config(
+    vocab_size=151936,
+    hidden_size=896,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    intermediate_size=4864,
+    tie_word_embeddings=True,
+)
+
+
+def test_a_tiny_llama_is_counted_without_being_made():
+    size = size_of(TINY, "model")
+    block = 4 * 64 * 64 + 3 * 64 * 160 + 2 * 64
+    assert (size.parameters, size.largest_block, size.embedding) == (2 * block + 100 * 64 + 64, block, 6400)
+    assert (size.layers, size.hidden, size.kv_width, size.vocabulary) == (2, 64, 64, 100)
+    assert size.linear_width == 2 * (4 * (64 + 64) + 3 * (64 + 160))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_half_a_billion_parameters_take_16_bytes_each_in_full_precision(ranks):
+    size = size_of(HALF_BILLION, "model")
+    assert size.parameters == 494_032_768
+    kept = plan.training_memory(size, Training(ranks=ranks, tokens=1)).kept
+    assert kept == pytest.approx(16 * 494_032_768 / ranks)
+
+
+def test_a_rank_keeps_its_share_and_works_on_what_is_gathered():
+    size = ModelSize(1000, 200, 4, 10, 20, 5, 50, 150)
+    memory = plan.training_memory(size, Training(2, tokens=7, master_bytes=4, compute_bytes=2, checkpointing=False))
+    assert (memory.weights, memory.gradients, memory.moments) == (2000, 2000, 4000)
+    # root: 1000 - 4 x 150 = 400; two layers and the gradient of one: 3 x 150
+    assert memory.gathered == (400 + 3 * 150) * 2
+    assert memory.activations == 7 * (4 * 10 * 2 + 4 * 2 * (8 * 10 + 3 * 5 + 4 * 20))
+    assert memory.logits == 7 * 50 * (2 * 2 + 8)
+
+
+def test_checkpointing_keeps_one_layers_working_set_and_lora_its_own_moments():
+    size = ModelSize(1000, 200, 4, 10, 20, 5, 50, 150, linear_width=30)
+    memory = plan.training_memory(size, Training(1, tokens=7, checkpointing=True, lora_rank=3))
+    assert memory.activations == 7 * (4 * 10 * 2 + 2 * (8 * 10 + 3 * 5 + 4 * 20))
+    assert (memory.weights, memory.gradients, memory.moments) == (4 * 1090, 4 * 90, 8 * 90)
+
+
+def test_an_hf_server_holds_a_copy_and_the_cache_of_its_sequences():
+    size = ModelSize(1000, 200, 4, 10, 20, 5, 50, 150)
+    assert plan.hf_server_memory(size, 2, sequences=3, length=11) == 2000 + 3 * 11 * 4 * 2 * 5 * 2 + 3 * 50 * 16
+
+
+def test_policies_of_a_pool_keep_all_and_work_one_after_another():
+    members = [Memory(weights=10, activations=5, server=3), Memory(weights=20, activations=7, server=4)]
+    assert plan.pool_memory(members, asleep=False) == 30 + 7 + 7
+    assert plan.pool_memory(members, asleep=True) == 30 + 7
+
+
+def test_a_steps_arithmetic(compose_config, cold_assets):
+    config = prepare(
+        compose_config(
+            f"assets={cold_assets}",
+            "+agents.bob.policy=alice",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+            "actor_rollout_ref.actor.ppo_epochs=2",
+            "trainer.n_gpus_per_node=2",
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+            "agents.carol.trainable=false",
+        )
+    )
+    batch = plan.batch_of(config)
+    assert (batch.episodes, batch.turns) == (32 * 8, 32 * 8 * 3 * 2)
+    alice, carol = batch.policies
+    assert (alice.agents, alice.rows, alice.mini_batches, alice.rows_per_mini_batch) == (("alice", "bob"), 1024, 4, 256)
+    assert (alice.updates, alice.ranks, alice.servers, alice.tokens) == (8, 2, 1, 128 * 43)
+    assert (carol.rows, carol.updates) == (0, 0)
+    text = plan_text(config, {name: pool_of(config, name) for name in policy_names(config)})
+    assert "32 tasks x 8 samples = 256 episodes" in text and "1536 turns" in text and "4 x 256 rows" in text
+    assert "\x1b" not in text and max(map(len, text.splitlines())) < 140
+
+
+def test_more_than_there_is_is_warned_of():
+    config = SimpleNamespace(trainer=SimpleNamespace(device="cuda", n_gpus_per_node=1))
+    assert warnings_of(config, {"a": 9e9}, 10e9) == [] == warnings_of(config, {"a": 9e9}, None)
+    (warning,) = warnings_of(config, {"a": 9e9, "b": 11e9}, 10e9)
+    assert "pool 'b'" in warning and "11.0 GB" in warning and "10.0 GB" in warning and "ppo_max_token_len" in warning
