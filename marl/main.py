@@ -10,7 +10,6 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,11 @@ from marl.config.checks import check, policy_names
 from marl.config.data import check_files, file_list
 from marl.config.errors import ConfigError, explain, resolve
 from marl.config.overrides import find_verl, new_agents, options_are_words
-from marl.config.policies import changes_of
 from marl.learners import CREDITS, LEARNERS
+from marl.parts import Part, model_config, parts_of, policy_config, pool_of, pool_ranks
 from marl.runners import RUNNERS
 from marl.utils.memory import settle
 from marl.utils.registry import did_you_mean
-from marl.utils.seeding import derive_seed
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -254,33 +252,6 @@ def ray_arguments(config: DictConfig, environment: dict[str, str]) -> dict[str, 
     return arguments | ({"num_cpus": cpus} if cpus is not None else {})
 
 
-def pool_of(config: DictConfig, policy: str) -> str:
-    named = (config.policies.get(policy) or {}).get("pool")
-    return named or ("shared" if config.resources.placement.name == "colocated" else policy)
-
-
-def critic_names(config: DictConfig) -> list[str]:
-    """A local critic for every policy that is trained, of its name; one central critic for all."""
-    kind = LEARNERS.get(config.learner.name).critic
-    if kind == "none":
-        return []
-    trained = {config.agents[agent].policy or agent for agent in config.agents if config.agents[agent].trainable}
-    return ["central"] if kind == "central" else [name for name in policy_names(config) if name in trained]
-
-
-def critic_pool(config: DictConfig, critic: str) -> str:
-    """Beside the policies where they are colocated; else a pool of its own."""
-    named = config.resources.critic_pool
-    return named or ("shared" if config.resources.placement.name == "colocated" else f"{critic}_critic")
-
-
-def pool_ranks(config: DictConfig) -> dict[str, int]:
-    """Ranks of every pool."""
-    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    pools = [pool_of(config, name) for name in policy_names(config)]
-    return dict.fromkeys([*pools, *(critic_pool(config, name) for name in critic_names(config))], ranks)
-
-
 def check_cluster(config: DictConfig) -> None:
     """Raise ConfigError if the cluster could never give the pools what they ask for."""
     resource = get_platform().ray_resource_name()
@@ -302,37 +273,10 @@ def check_cluster(config: DictConfig) -> None:
         )
 
 
-def policy_config(config: DictConfig, name: str, index: int, run_id: str, total_steps: int) -> Any:
-    """The whole configuration with one policy's ``actor_rollout_ref``: a copy, since verl's workers change theirs."""
-    own = OmegaConf.create(OmegaConf.to_container(config, resolve=True, enum_to_str=True))
-    from marl.rollout.offsets import OFFSET
-
-    custom = {"policy": name, "run_id": run_id, "replica_offset": index * OFFSET}
-    with open_dict(own):
-        own.actor_rollout_ref = OmegaConf.merge(own.actor_rollout_ref, changes_of(own.policies, name))
-        own.actor_rollout_ref.rollout.custom = (own.actor_rollout_ref.rollout.get("custom") or {}) | custom
-        own.actor_rollout_ref.actor.optim.total_training_steps = total_steps
-        own.critic.optim.total_training_steps = total_steps
-        if own.algorithm.rollout_correction.bypass_mode:  # as verl's apply_bypass_mode does
-            own.actor_rollout_ref.actor.policy_loss.rollout_correction = own.algorithm.rollout_correction
-            own.actor_rollout_ref.actor.policy_loss.loss_mode = "bypass_mode"
-    return own
-
-
-def critic_config(config: DictConfig) -> DictConfig:
-    """verl's ``critic``, without our keys beside it."""
-    return OmegaConf.masked_copy(config.critic, [key for key in config.critic if key != "level"])
-
-
-def needs_reference(config: DictConfig) -> bool:
-    """Whether a policy's workers hold a reference: with adapters it is the policy without them."""
-    wanted = config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
-    return bool(wanted) and not config.actor_rollout_ref.model.lora_rank
-
-
 async def build(config: DictConfig, cleanup: ExitStack, progress: Any = None) -> Any:
     """Start every policy's pool, workers and servers, and put the trainer together; ``cleanup`` learns how to end them."""
     # heavy: imported once the configuration is known to be right
+    from marl.assembly import critic_reader, load_tasks, make_clients, tokenizer_of
     from marl.controller.controller import Controller
     from marl.controller.critics import Critics
     from marl.marl_trainer import MARLTrainer
@@ -364,43 +308,6 @@ async def build(config: DictConfig, cleanup: ExitStack, progress: Any = None) ->
     )
 
 
-def model_config(config: DictConfig, policy: str) -> Any:
-    return OmegaConf.merge(config.actor_rollout_ref.model, changes_of(config.policies, policy).get("model") or {})
-
-
-def tokenizer_of(model: DictConfig) -> Any:
-    from verl.utils import hf_tokenizer
-
-    tokenizer = hf_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
-    if model.custom_chat_template:
-        tokenizer.chat_template = model.custom_chat_template
-    return tokenizer
-
-
-def load_tasks(config: DictConfig, tokenizers: dict[str, Any]) -> tuple[Any, list[Any], int]:
-    """The loader of training tasks, the validation tasks, and how many steps there will be. Raises ConfigError where there
-    are too few rows, or where a tokenizer cannot carry them."""
-    from marl.controller.chat import check_round_trip
-    from marl.controller.tasks import train_loader, validation_tasks
-
-    first = next(iter(tokenizers.values()))
-    loader, validation = train_loader(config, first), validation_tasks(config, first)
-    if not len(loader):
-        raise ConfigError(f"data.train_files hold fewer rows than data.train_batch_size={config.data.train_batch_size}")
-    if not validation:
-        raise ConfigError(
-            f"data.val_files={list(config.data.val_files)} hold no row, or data.val_max_samples leaves none"
-        )
-    samples = {task.observation(agent)[-1]["content"] for task in validation[:20] for agent in config.agents}
-    for tokenizer in tokenizers.values():
-        try:
-            check_round_trip(tokenizer, sorted(samples))
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-    steps = config.trainer.total_training_steps
-    return loader, validation, config.trainer.total_epochs * len(loader) if steps is None else steps
-
-
 def make_groups(
     config: DictConfig, configs: dict[str, DictConfig], cleanup: ExitStack
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -420,25 +327,6 @@ def make_groups(
     return groups, critics
 
 
-def make_clients(config: DictConfig, groups: dict[str, Any], tokenizers: dict[str, Any]) -> dict[str, Any]:
-    """Each policy's way from messages to turns."""
-    from marl.controller.chat import ChatEncoder
-    from marl.controller.client import PolicyClient
-    from marl.modules.models import load_config
-
-    return {
-        name: PolicyClient(
-            name,
-            group.rollout,
-            group.servers.client(),
-            tokenizers[name],
-            ChatEncoder(tokenizers[name], config.data.apply_chat_template_kwargs),
-            load_config(group.config.actor_rollout_ref.model, name).get_text_config().vocab_size,
-        )
-        for name, group in groups.items()
-    }
-
-
 async def start_groups(groups: dict[str, Any], critics: dict[str, Any]) -> None:
     """Pools start at the same time; servers of one pool that share an accelerator one after another, each asleep before the
     next asks for memory."""
@@ -452,59 +340,6 @@ async def start_groups(groups: dict[str, Any], critics: dict[str, Any]) -> None:
     for group in groups.values():
         pools.setdefault(group.pool if group.rollout.free_cache_engine else group.name, []).append(group)
     await asyncio.gather(*(one_after_another(members) for members in pools.values()))
-
-
-def critic_reader(config: DictConfig, kind: str, policies: list[str]) -> Any:
-    """What the critics read, in the agents' tokenizer or in one of their own. Raises ConfigError for values of tokens of
-    another tokenizer."""
-    from marl.controller.chat import ChatEncoder
-    from marl.controller.critics import reader
-
-    def folder(model: DictConfig) -> str:
-        return str(model.tokenizer_path or model.path)
-
-    own = tokenizer_of(config.critic.model)
-    foreign = {folder(model_config(config, name)) for name in policies} - {folder(config.critic.model)}
-    if foreign and config.critic.level == "token":
-        raise ConfigError(
-            f"critic.level=token values the agents' tokens, and {', '.join(sorted(foreign))} may cut a text into others than "
-            f"the critic's {folder(config.critic.model)}. Set critic.level=turn, or critic.model.path to the agents' model"
-        )
-    encoder = ChatEncoder(own, config.data.apply_chat_template_kwargs) if foreign and kind == "local" else None
-    return reader(kind, config.critic.level, own, encoder)
-
-
-@dataclass(frozen=True)
-class Part:
-    """What runs as one worker group: a policy's workers or a critic's."""
-
-    name: str
-    pool: str
-    worker: type
-    arguments: dict[str, Any]
-    is_critic: bool = False
-
-    @property
-    def key(self) -> str:
-        return f"{self.name}_critic" if self.is_critic else self.name
-
-
-def parts_of(config: DictConfig, configs: dict[str, DictConfig]) -> list[Part]:
-    from marl.modules.workers.critic_worker import CriticWorker
-    from marl.modules.workers.policy_worker import PolicyWorker
-
-    parts = []
-    for name, own in configs.items():
-        role = "actor_rollout_ref" if needs_reference(own) else "actor_rollout"
-        arguments = {"config": own.actor_rollout_ref, "role": role}
-        parts.append(Part(name, pool_of(config, name), PolicyWorker, arguments))
-    for name in critic_names(config):
-        arguments = {
-            "config": critic_config(next(iter(configs.values()))),
-            "seed": derive_seed(config.seed, "critic", name),
-        }
-        parts.append(Part(name, critic_pool(config, name), CriticWorker, arguments, is_critic=True))
-    return parts
 
 
 def start_workers(config: DictConfig, parts: list[Part], cleanup: ExitStack) -> Iterator[tuple[Part, Any]]:

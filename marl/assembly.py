@@ -1,0 +1,75 @@
+"""What stands between the configuration and the controller: tokenizers, tasks, clients, and what critics read."""
+
+from typing import Any
+
+from omegaconf import DictConfig
+from verl.utils import hf_tokenizer
+
+from marl.config.errors import ConfigError
+from marl.controller.chat import ChatEncoder, check_round_trip
+from marl.controller.client import PolicyClient
+from marl.controller.critics import reader
+from marl.controller.tasks import train_loader, validation_tasks
+from marl.modules.models import load_config
+from marl.parts import model_config
+
+
+def tokenizer_of(model: DictConfig) -> Any:
+    tokenizer = hf_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
+    if model.custom_chat_template:
+        tokenizer.chat_template = model.custom_chat_template
+    return tokenizer
+
+
+def load_tasks(config: DictConfig, tokenizers: dict[str, Any]) -> tuple[Any, list[Any], int]:
+    """The loader of training tasks, the validation tasks, and how many steps there will be. Raises ConfigError where there
+    are too few rows, or where a tokenizer cannot carry them."""
+    first = next(iter(tokenizers.values()))
+    loader, validation = train_loader(config, first), validation_tasks(config, first)
+    if not len(loader):
+        raise ConfigError(f"data.train_files hold fewer rows than data.train_batch_size={config.data.train_batch_size}")
+    if not validation:
+        raise ConfigError(
+            f"data.val_files={list(config.data.val_files)} hold no row, or data.val_max_samples leaves none"
+        )
+    samples = {task.observation(agent)[-1]["content"] for task in validation[:20] for agent in config.agents}
+    for tokenizer in tokenizers.values():
+        try:
+            check_round_trip(tokenizer, sorted(samples))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+    steps = config.trainer.total_training_steps
+    return loader, validation, config.trainer.total_epochs * len(loader) if steps is None else steps
+
+
+def make_clients(config: DictConfig, groups: dict[str, Any], tokenizers: dict[str, Any]) -> dict[str, Any]:
+    """Each policy's way from messages to turns."""
+    return {
+        name: PolicyClient(
+            name,
+            group.rollout,
+            group.servers.client(),
+            tokenizers[name],
+            ChatEncoder(tokenizers[name], config.data.apply_chat_template_kwargs),
+            load_config(group.config.actor_rollout_ref.model, name).get_text_config().vocab_size,
+        )
+        for name, group in groups.items()
+    }
+
+
+def critic_reader(config: DictConfig, kind: str, policies: list[str]) -> Any:
+    """What the critics read, in the agents' tokenizer or in one of their own. Raises ConfigError for values of tokens of
+    another tokenizer."""
+
+    def folder(model: DictConfig) -> str:
+        return str(model.tokenizer_path or model.path)
+
+    own = tokenizer_of(config.critic.model)
+    foreign = {folder(model_config(config, name)) for name in policies} - {folder(config.critic.model)}
+    if foreign and config.critic.level == "token":
+        raise ConfigError(
+            f"critic.level=token values the agents' tokens, and {', '.join(sorted(foreign))} may cut a text into others than "
+            f"the critic's {folder(config.critic.model)}. Set critic.level=turn, or critic.model.path to the agents' model"
+        )
+    encoder = ChatEncoder(own, config.data.apply_chat_template_kwargs) if foreign and kind == "local" else None
+    return reader(kind, config.critic.level, own, encoder)
