@@ -10,7 +10,7 @@ bash "$(dirname "$0")/../marl/marl.sh" \
   data.train_files="$DATA/train.parquet" data.val_files="$DATA/test.parquet" \
   data.train_batch_size=256 data.max_prompt_length=2048 data.max_response_length=512 \
   actor_rollout_ref.model.path="$MODEL" \
-  agents.agent_0.role="Solve it step by step." agents.agent_1.role="Solve it in another way, and check every number." \
+  agents.agent_0.role="Solve it step by step." agents.agent_1.role="Solve it in another way and check every number." \
   runner=debate runner.num_rounds=2 \
   learner=ippo credit=own \
   actor_rollout_ref.rollout.n=4 \

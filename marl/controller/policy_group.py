@@ -100,7 +100,9 @@ class RayPolicyGroup(WorkerGroup):
 
     def stop(self) -> None:
         """End the servers and workers."""
-        for server in self.servers.server_handles if hasattr(self, "servers") else []:
+        for server in (
+            getattr(getattr(self, "servers", None), "server_handles", None) or []
+        ):  # it may have been starting
             ray.kill(server)
         super().stop()
 

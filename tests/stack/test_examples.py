@@ -1,0 +1,127 @@
+"""Every script of ``examples/``: composed down to the workers' settings for its GPUs, and run for two steps on a CPU."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+from verl.utils.config import omega_conf_to_dataclass
+
+from marl.main import prepare
+from marl.modules.workers.critic_worker import critic_settings
+from marl.parts import critic_names, parts_of, policy_config, pool_ranks
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted(path.name for path in (ROOT / "examples").glob("*.sh"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A local copy of a data set of GSM8K's form, through the script that prepares it."""
+    folder = tmp_path_factory.mktemp("gsm8k")
+    for split, count in (("train", 8), ("test", 4)):
+        rows = [
+            {
+                "question": f"Ann has {i} apples and buys {i + 2} more. How many?",
+                "answer": f"{i} + {i + 2}\n#### {2 * i + 2}",
+            }
+            for i in range(count)
+        ]
+        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    script = ROOT / "examples" / "data_preprocess" / "gsm8k.py"
+    arguments = ["--local_dataset_path", folder, "--local_save_dir", folder / "parquet"]
+    subprocess.run([sys.executable, script, *arguments], check=True, capture_output=True, timeout=60, cwd=ROOT)
+    return folder / "parquet"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, bpe_tokenizer):
+    folder = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(bpe_tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=2, intermediate_size=64, max_position_embeddings=1024,
+            eos_token_id=bpe_tokenizer.eos_token_id, pad_token_id=bpe_tokenizer.pad_token_id, bos_token_id=None,
+        )
+    ).save_pretrained(folder)  # fmt: skip
+    bpe_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def environment(data, model):
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return os.environ | {"DATA": str(data), "MODEL": str(model), "PATH": path, "PYTHONPATH": str(ROOT)}
+
+
+def overrides_of(script, environment, folder):
+    """What a script gives to ``python``, as one of ours on the path hears it."""
+    stand_in = folder / "python"
+    stand_in.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
+    stand_in.chmod(0o755)
+    environment = environment | {"PATH": f"{folder}{os.pathsep}{environment['PATH']}"}
+    told = subprocess.run(
+        ["bash", ROOT / "examples" / script], env=environment, capture_output=True, text=True, check=True
+    )
+    words = told.stdout.splitlines()
+    assert words[:2] == ["-m", "marl.main"]
+    return words[2:]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_is_composed_down_to_the_settings_of_its_workers(script, environment, compose_config, tmp_path):
+    overrides = overrides_of(script, environment, tmp_path)
+    # the tiny data has eight rows; everything else is as for eight GPUs
+    smaller = [
+        "data.train_batch_size=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "critic.ppo_mini_batch_size=2",
+    ]
+    config = prepare(compose_config(*overrides, *smaller, name="marl"))
+    assert config.trainer.device == "cuda" and config.actor_rollout_ref.rollout.name == "vllm"
+    assert pool_ranks(config) == {"shared": 8}
+    configs = {name: policy_config(config, name, i, "run", 10) for i, name in enumerate(("agent_0", "agent_1"))}
+    for own in configs.values():
+        actor = omega_conf_to_dataclass(own.actor_rollout_ref.actor)
+        rollout = omega_conf_to_dataclass(own.actor_rollout_ref.rollout)
+        assert (actor.strategy, actor.optim.lr, rollout.name) == ("fsdp2", 1e-6, "vllm")
+        assert actor.optim.total_training_steps == 10 and rollout.gpu_memory_utilization == 0.4
+    parts = parts_of(config, configs)
+    assert [part.is_critic for part in parts] == [False, False, *[True] * len(critic_names(config))]
+    for part in parts:
+        if part.is_critic:
+            settings = critic_settings(part.arguments["config"])
+            assert (settings.strategy, settings.engine.max_token_len_per_gpu) == ("fsdp2", 16384)
+        else:
+            assert part.arguments["role"] == "actor_rollout_ref", "each of these scripts has references"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_runs_two_steps_on_a_cpu(script, environment, tmp_path):
+    through_ray = script == "gsm8k_grpo_debate.sh"
+    where = "ray_kwargs.ray_init.num_cpus=4" if through_ray else "resources.one_process=true"
+    ran = subprocess.run(
+        [
+            "bash", ROOT / "examples" / script, "hardware=cpu", where, "trainer.n_gpus_per_node=1", "trainer.critic_warmup=0",
+            "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "critic.ppo_mini_batch_size=2",
+            "actor_rollout_ref.rollout.n=2", "data.max_prompt_length=400", "data.max_response_length=8",
+            "trainer.total_training_steps=2", "trainer.save_freq=-1", "trainer.logger=[console]",
+            f"trainer.default_local_dir={tmp_path}",
+        ],
+        env=environment, capture_output=True, text=True, timeout=200, cwd=tmp_path,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    second = next(line for line in ran.stdout.splitlines() if line.startswith("step:2"))
+    numbers = dict(re.findall(r"(\S+?):(-?[0-9.e+-]+|nan|inf)(?: - |$)", second.split(" - ", 1)[1] + " - "))
+    assert float(numbers["agent/agent_0/log_prob_gap_max"]) <= 1e-5
+    assert float(numbers["agent/agent_0/grad_norm"]) >= 0 and float(numbers["team/episodes"]) == 8
+    assert (tmp_path / "summary.json").is_file()
+
+
+def test_there_is_no_script_that_these_tests_do_not_know():
+    assert SCRIPTS == ["gsm8k_grpo_debate.sh", "gsm8k_ippo_debate.sh", "gsm8k_mappo_debate.sh"]
+    assert sorted(path.name for path in (ROOT / "examples").glob("**/*.py")) == ["check_gsm8k_rewards.py", "gsm8k.py"]
