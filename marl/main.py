@@ -28,7 +28,7 @@ from marl.config.data import check_files, file_list
 from marl.config.errors import ConfigError, explain, resolve
 from marl.config.overrides import find_verl, new_agents, options_are_words
 from marl.learners import CREDITS, LEARNERS
-from marl.parts import Part, model_config, parts_of, policy_config, pool_of, pool_ranks
+from marl.parts import Part, critic_names, critic_pool, model_config, parts_of, policy_config, pool_of, pool_ranks
 from marl.runners import RUNNERS
 from marl.utils.memory import settle
 from marl.utils.registry import did_you_mean
@@ -73,7 +73,9 @@ def run(config: DictConfig, progress: Any = None) -> Any:
     config = prepare(config)
     from marl.preflight import plan_text
 
-    print(plan_text(config, {name: pool_of(config, name) for name in policy_names(config)}), flush=True)
+    pools = {name: pool_of(config, name) for name in policy_names(config)}
+    critics = {name: critic_pool(config, name) for name in critic_names(config)}
+    print(plan_text(config, pools, critics), flush=True)
     with session(config):
         return asyncio.run(_train(config, progress))
 

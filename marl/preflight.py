@@ -79,7 +79,9 @@ def shown_to(row: Mapping[str, Any], agent: str, config: DictConfig) -> list[dic
     return with_role(list(private or row[config.data.prompt_key]), config.agents[agent].role)
 
 
-def plan_text(config: DictConfig, pool_by_policy: Mapping[str, str]) -> str:
+def plan_text(
+    config: DictConfig, pool_by_policy: Mapping[str, str], pool_by_critic: Mapping[str, str] | None = None
+) -> str:
     """The batch arithmetic and the memory of a checked configuration, and a warning where that is more than there is."""
     batch, card = plan.batch_of(config), card_bytes(config.trainer.device)
     pools: dict[str, list[tuple[str, plan.Memory]]] = {}
@@ -88,11 +90,23 @@ def plan_text(config: DictConfig, pool_by_policy: Mapping[str, str]) -> str:
         own, pool = plan.own_settings(config, policy.policy), pool_by_policy[policy.policy]
         key = key_of(config, policy.policy)
         size = models.size_of(models.load_config(own.model, key), f"{key}.path={own.model.path}")
-        pools.setdefault(pool, []).append((policy.policy, plan.policy_memory(own, policy, size, card)))
+        memory = plan.policy_memory(own, policy, size, card, has_reference_here(config, own))
+        pools.setdefault(pool, []).append((policy.policy, memory))
         asleep[pool] = own.rollout.free_cache_engine
+    for critic, pool in (pool_by_critic or {}).items():
+        size = models.size_of(models.load_config(config.critic.model, "critic.model"), "critic.model.path")
+        memory = plan.critic_memory(config.critic, config.trainer.nnodes * config.trainer.n_gpus_per_node, size)
+        pools.setdefault(pool, []).append((f"{critic} critic", memory))
+        asleep.setdefault(pool, False)
     peaks = {pool: plan.pool_memory([memory for _, memory in members], asleep[pool]) for pool, members in pools.items()}
     lines = [plan.batch_text(batch), plan.memory_text(pools, asleep)]
     return "\n".join([*lines, *warnings_of(config, peaks, card)])
+
+
+def has_reference_here(config: DictConfig, own: DictConfig) -> bool:
+    """verl keeps a reference in the host's memory where there is an accelerator; with adapters there is none."""
+    wanted = own.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+    return bool(wanted and not own.model.lora_rank and config.trainer.device == "cpu")
 
 
 def card_bytes(device: str) -> float | None:

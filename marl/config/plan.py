@@ -53,6 +53,7 @@ class Memory:
     weights: float = 0
     gradients: float = 0
     moments: float = 0
+    reference: float = 0
     gathered: float = 0
     activations: float = 0
     logits: float = 0
@@ -61,7 +62,7 @@ class Memory:
     @property
     def kept(self) -> float:
         """What lies there between phases; a server's share depends on the phase."""
-        return self.weights + self.gradients + self.moments
+        return self.weights + self.gradients + self.moments + self.reference
 
     @property
     def working(self) -> float:
@@ -203,10 +204,13 @@ def training_of(own: Any, batch: PolicyBatch) -> Training:
     )
 
 
-def policy_memory(own: Any, batch: PolicyBatch, size: ModelSize, card: float | None) -> Memory:
-    """Of one rank of a policy: its trainer and its share of a server. ``card``: an accelerator's bytes, where known."""
-    memory = training_memory(size, training_of(own, batch))
-    rollout = own.rollout
+def policy_memory(own: Any, batch: PolicyBatch, size: ModelSize, card: float | None, reference: bool = False) -> Memory:
+    """Of one rank of a policy: its trainer, its reference and its share of a server. ``card``: an accelerator's bytes, where
+    known."""
+    training, rollout = training_of(own, batch), own.rollout
+    memory = training_memory(size, training)
+    if reference:
+        memory = replace(memory, reference=reference_memory(size, training))
     if rollout.name == "hf":
         length = rollout.prompt_length + rollout.response_length
         server = (
@@ -215,6 +219,21 @@ def policy_memory(own: Any, batch: PolicyBatch, size: ModelSize, card: float | N
     else:
         server = rollout.gpu_memory_utilization * (card or 0.0)
     return replace(memory, server=server)
+
+
+def critic_memory(critic: Any, ranks: int, size: ModelSize) -> Memory:
+    """Of one rank of a critic: a value of every token in the place of its logits."""
+    precision = critic.fsdp.get("mixed_precision")
+    training = Training(
+        ranks=ranks,
+        tokens=critic.ppo_max_token_len_per_gpu,
+        master_bytes=BYTES[str(critic.fsdp.model_dtype)],
+        compute_bytes=BYTES[str(precision.param_dtype)] if precision else BYTES["bf16"],
+        checkpointing=critic.model.enable_gradient_checkpointing,
+        reshard=critic.fsdp.reshard_after_forward,
+        lora_rank=critic.model.lora_rank,
+    )
+    return replace(training_memory(size, training), logits=0.0)
 
 
 def batch_text(batch: Batch) -> str:

@@ -103,3 +103,21 @@ def test_more_than_there_is_is_warned_of():
     assert warnings_of(config, {"a": 9e9}, 10e9) == [] == warnings_of(config, {"a": 9e9}, None)
     (warning,) = warnings_of(config, {"a": 9e9, "b": 11e9}, 10e9)
     assert "pool 'b'" in warning and "11.0 GB" in warning and "10.0 GB" in warning and "ppo_max_token_len" in warning
+
+
+def test_a_critic_has_no_logits_and_a_reference_is_one_more_copy(compose_config, cold_assets):
+    config = prepare(
+        compose_config(
+            f"assets={cold_assets}", "learner=mappo", "algorithm.use_kl_in_reward=true", "trainer.n_gpus_per_node=2"
+        )
+    )
+    size = ModelSize(1000, 200, 4, 10, 20, 5, 50, 150)
+    critic = plan.critic_memory(config.critic, 2, size)
+    assert (critic.weights, critic.moments, critic.logits) == (2000, 4000, 0.0)  # 1000 numbers of 4 bytes over 2 ranks
+    own = plan.own_settings(config, "alice")
+    (alice, _) = plan.batch_of(config).policies
+    with_reference, without = (plan.policy_memory(own, alice, size, None, reference) for reference in (True, False))
+    assert (with_reference.reference, without.reference) == (2000, 0)
+    assert with_reference.kept - without.kept == 2000
+    text = plan_text(config, {"alice": "alice", "carol": "carol"}, {"central": "central_critic"})
+    assert "central critic" in text and "reference" in text
