@@ -6,7 +6,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from marl.config.checks import policy_names
-from marl.config.policies import changes_of
+from marl.config.policies import own_settings
 from marl.learners import LEARNERS
 from marl.utils.seeding import derive_seed
 
@@ -39,7 +39,7 @@ def pool_ranks(config: DictConfig) -> dict[str, int]:
 
 
 def model_config(config: DictConfig, policy: str) -> Any:
-    return OmegaConf.merge(config.actor_rollout_ref.model, changes_of(config.policies, policy).get("model") or {})
+    return own_settings(config, policy).model
 
 
 def policy_config(config: DictConfig, name: str, index: int, run_id: str, total_steps: int) -> Any:
@@ -49,7 +49,7 @@ def policy_config(config: DictConfig, name: str, index: int, run_id: str, total_
 
     custom = {"policy": name, "run_id": run_id, "replica_offset": index * OFFSET}
     with open_dict(own):
-        own.actor_rollout_ref = OmegaConf.merge(own.actor_rollout_ref, changes_of(own.policies, name))
+        own.actor_rollout_ref = own_settings(own, name)
         own.actor_rollout_ref.rollout.custom = (own.actor_rollout_ref.rollout.get("custom") or {}) | custom
         own.actor_rollout_ref.actor.optim.total_training_steps = total_steps
         own.critic.optim.total_training_steps = total_steps

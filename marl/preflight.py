@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from marl.config import plan
 from marl.config.data import file_list, rows_of
 from marl.config.errors import ConfigError
-from marl.config.policies import changes_of, policy_by_agent
+from marl.config.policies import changes_of, own_settings, policy_by_agent
 from marl.controller.chat import ChatEncoder
 from marl.modules import models
 from marl.modules.workers.settings import check_settings
@@ -28,7 +28,7 @@ def preflight(config: DictConfig) -> None:
     encoders = {}
     check_settings(config.actor_rollout_ref)
     for name in names:
-        own, key = plan.own_settings(config, name), key_of(config, name)
+        own, key = own_settings(config, name), key_of(config, name)
         if changes_of(config.policies, name):
             check_settings(own, f"policies.{name}")
         models.size_of(models.load_config(own.model, key), f"{key}.path={own.model.path}")
@@ -87,7 +87,7 @@ def plan_text(
     pools: dict[str, list[tuple[str, plan.Memory]]] = {}
     asleep: dict[str, bool] = {}
     for policy in batch.policies:
-        own, pool = plan.own_settings(config, policy.policy), pool_by_policy[policy.policy]
+        own, pool = own_settings(config, policy.policy), pool_by_policy[policy.policy]
         key = key_of(config, policy.policy)
         size = models.size_of(models.load_config(own.model, key), f"{key}.path={own.model.path}")
         memory = plan.policy_memory(own, policy, size, card, has_reference_here(config, own))

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from marl.config.data import DATA_SUFFIXES, file_list
 from marl.config.errors import ConfigError
-from marl.config.policies import changes_of, policy_by_agent
+from marl.config.policies import changes_of, own_settings, policy_by_agent
 from marl.config.ranges import check_values
 from marl.utils.registry import did_you_mean
 
@@ -30,12 +30,9 @@ def check(config: Any) -> None:
     """Raise ConfigError for the first rule that does not hold, for the whole or for one policy's changes to it."""
     for function in RULES:
         function(config)
-    whole = OmegaConf.create(config)
-    OmegaConf.set_struct(
-        whole, False
-    )  # what a policy adds to an open dict, such as override_config; its keys are checked
     for name in config.policies:
-        own = OmegaConf.merge(whole, {"actor_rollout_ref": changes_of(config.policies, name), "policies": {}})
+        own = OmegaConf.merge(config, {"policies": {}})
+        own.actor_rollout_ref = own_settings(config, name)
         try:
             for function in RULES:
                 function(own)

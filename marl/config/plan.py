@@ -4,9 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from marl.config.policies import changes_of, policy_by_agent
+from marl.config.policies import own_settings, policy_by_agent
 
 BYTES = {"fp32": 4, "float32": 4, "32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "16": 2}
 
@@ -184,11 +182,6 @@ def policy_batch(config: Any, name: str, by_agent: Mapping[str, str], rounds: in
         ranks=ranks,
         servers=ranks // parallel,
     )
-
-
-def own_settings(config: Any, name: str) -> Any:
-    """``actor_rollout_ref`` as one policy has it."""
-    return OmegaConf.merge(config.actor_rollout_ref, changes_of(config.policies, name))
 
 
 def training_of(own: Any, batch: PolicyBatch) -> Training:

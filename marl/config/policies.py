@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from omegaconf import OmegaConf
+
 
 def policy_by_agent(agents: Mapping[str, Any]) -> dict[str, str]:
     """An agent without a ``policy`` has one of its own, of its name."""
@@ -12,3 +14,10 @@ def policy_by_agent(agents: Mapping[str, Any]) -> dict[str, str]:
 def changes_of(policies: Mapping[str, Any], name: str) -> dict[str, Any]:
     """What ``policies.<name>`` changes in ``actor_rollout_ref``: all it says but its pool."""
     return {key: value for key, value in (policies.get(name) or {}).items() if key != "pool"}
+
+
+def own_settings(config: Any, name: str) -> Any:
+    """``actor_rollout_ref`` as one policy has it: its keys are checked, and it may add to open dicts (``override_config``)."""
+    shared = OmegaConf.create(config.actor_rollout_ref)
+    OmegaConf.set_struct(shared, False)
+    return OmegaConf.merge(shared, changes_of(config.policies, name))

@@ -7,6 +7,7 @@ from transformers import LlamaConfig, Qwen2Config
 
 from marl.config import plan
 from marl.config.plan import Memory, ModelSize, Training
+from marl.config.policies import own_settings
 from marl.main import policy_names, pool_of, prepare
 from marl.modules.models import size_of
 from marl.preflight import plan_text, warnings_of
@@ -114,7 +115,7 @@ def test_a_critic_has_no_logits_and_a_reference_is_one_more_copy(compose_config,
     size = ModelSize(1000, 200, 4, 10, 20, 5, 50, 150)
     critic = plan.critic_memory(config.critic, 2, size)
     assert (critic.weights, critic.moments, critic.logits) == (2000, 4000, 0.0)  # 1000 numbers of 4 bytes over 2 ranks
-    own = plan.own_settings(config, "alice")
+    own = own_settings(config, "alice")
     (alice, _) = plan.batch_of(config).policies
     with_reference, without = (plan.policy_memory(own, alice, size, None, reference) for reference in (True, False))
     assert (with_reference.reference, without.reference) == (2000, 0)
