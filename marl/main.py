@@ -321,10 +321,13 @@ def make_groups(
     policy_group = LocalPolicyGroup if config.resources.one_process else RayPolicyGroup
     groups: dict[str, Any] = {}
     critics: dict[str, Any] = {}
+    locks: dict[str, asyncio.Lock] = {}
     for part, workers in start_workers(config, parts_of(config, configs), cleanup):
         kind, members = (CriticGroup, critics) if part.is_critic else (policy_group, groups)
         own = next(iter(configs.values())) if part.is_critic else configs[part.name]
-        members[part.name] = group = kind(part.name, own, workers, part.pool, config.resources.timeout_s)
+        members[part.name] = group = kind(
+            part.name, own, workers, part.pool, config.resources.timeout_s, locks.setdefault(part.pool, asyncio.Lock())
+        )
         cleanup.callback(group.stop)
     return groups, critics
 

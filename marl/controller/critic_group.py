@@ -1,5 +1,6 @@
 """The workers of one critic, as the trainer and the learners see them."""
 
+import asyncio
 from typing import Any
 
 import torch
@@ -16,8 +17,16 @@ class CriticGroup(WorkerGroup):
 
     kind = "critic"
 
-    def __init__(self, name: CriticName, config: Any, workers: Any, pool: str, timeout: float) -> None:
-        super().__init__(name, workers, pool, timeout)
+    def __init__(
+        self,
+        name: CriticName,
+        config: Any,
+        workers: Any,
+        pool: str,
+        timeout: float,
+        lock: asyncio.Lock | None = None,
+    ) -> None:
+        super().__init__(name, workers, pool, timeout, lock)
         self.config, self.critic = config, config.critic
 
     FORWARD_KEYS = ("input_ids", "position_ids", "read_at")

@@ -20,8 +20,16 @@ class RayPolicyGroup(WorkerGroup):
 
     kind = "policy"
 
-    def __init__(self, name: PolicyName, config: Any, workers: Any, pool: str, timeout: float) -> None:
-        super().__init__(name, workers, pool, timeout)
+    def __init__(
+        self,
+        name: PolicyName,
+        config: Any,
+        workers: Any,
+        pool: str,
+        timeout: float,
+        lock: asyncio.Lock | None = None,
+    ) -> None:
+        super().__init__(name, workers, pool, timeout, lock)
         self.config, self.actor, self.rollout = (
             config,
             config.actor_rollout_ref.actor,
@@ -95,8 +103,9 @@ class RayPolicyGroup(WorkerGroup):
 
     async def sync_weights(self, step: int) -> None:
         """Ship the trainer's weights to every server; their turns carry ``step`` as version from then on."""
-        update = asyncio.to_thread(self.weight_sync.update_weights, global_steps=step)
-        await self._wait(f"syncing the weights of step {step}", update)
+        async with self.in_turn:
+            update = asyncio.to_thread(self.weight_sync.update_weights, global_steps=step)
+            await self._wait(f"syncing the weights of step {step}", update)
 
     def stop(self) -> None:
         """End the servers and workers."""

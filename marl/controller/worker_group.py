@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -26,8 +27,11 @@ class WorkerGroup:
 
     kind: ClassVar[str]
 
-    def __init__(self, name: str, workers: Any, pool: str, timeout: float) -> None:
+    def __init__(self, name: str, workers: Any, pool: str, timeout: float, lock: asyncio.Lock | None = None) -> None:
+        """``lock`` is that of the pool: groups of one pool share processes and their collectives, and Ray does not promise
+        that every rank takes two groups' calls in the same order."""
         self.name, self.workers, self.pool, self.timeout = name, workers, pool, timeout
+        self.in_turn: AbstractAsyncContextManager = lock if lock and workers.world_size > 1 else nullcontext()
         self.busy_seconds: dict[str, float] = {}
         """What the slowest rank, or the server, spent computing, by phase of the current step."""
 
@@ -70,12 +74,14 @@ class WorkerGroup:
 
     async def _all(self, what: str, method: Any, *arguments: Any) -> None:
         """Call a method of every rank and wait for all of them."""
-        await self._wait(what, asyncio.gather(*method(*arguments)))
+        async with self.in_turn:
+            await self._wait(what, asyncio.gather(*method(*arguments)))
 
     async def _call(self, phase: str, method: Any, rows: TensorDict) -> TensorDict:
         """Give every rank its part of the rows and wait for verl's future without blocking the loop."""
-        future = method(rows)
-        await self._wait(f"computing {phase}", asyncio.gather(*future.futures))
+        async with self.in_turn:
+            future = method(rows)
+            await self._wait(f"computing {phase}", asyncio.gather(*future.futures))
         output = future.get()
         self.busy_seconds[phase] = float(np.max(tu.get(output, "metrics")["worker_seconds"]))
         return output

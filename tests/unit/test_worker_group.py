@@ -1,0 +1,40 @@
+"""Calls to worker groups: in turn where processes and collectives are shared, together where they are not."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from marl.controller.worker_group import WorkerGroup
+
+
+class Slow:
+    """Two ranks that note when they begin and end a call."""
+
+    def __init__(self, name, ranks, seen):
+        self.name, self.world_size, self.workers, self.seen = name, ranks, [], seen
+
+    def save_checkpoint(self, *_):
+        async def rank():
+            self.seen.append(f"{self.name} begins")
+            await asyncio.sleep(0.01)
+            self.seen.append(f"{self.name} ends")
+
+        return [rank()]
+
+
+@pytest.mark.parametrize("ranks,overlap", [(2, False), (1, True)])
+def test_groups_of_one_pool_work_in_turn_where_they_share_collectives(ranks, overlap):
+    """Ray does not promise that two ranks take two groups' calls in the same order; a collective of one would meet the
+    other's."""
+
+    async def both():
+        seen, lock = [], asyncio.Lock()
+        groups = [WorkerGroup(name, Slow(name, ranks, seen), "pool", 5.0, lock) for name in ("alice", "carol")]
+        for group in groups:
+            group.kind = "policy"
+        await asyncio.gather(*(group.save(SimpleNamespace()) for group in groups))
+        return seen
+
+    seen = asyncio.run(both())
+    assert (seen[1] == "carol begins") is overlap and len(seen) == 4
