@@ -72,7 +72,8 @@ def run(overrides: list[str], config_name: str = "quickstart") -> Any:
         config = compose(config_name, overrides=find_verl(new_agents(overrides)))
     folder, warm = Path(config.assets), Bar("warming up the tiny model")
     ensure(folder, RECIPES[config.task], config.seed, lambda done, of: warm(done, of))
-    console.print("starting Ray, a worker and a server for each agent …")
+    where = "in this process" if config.resources.one_process else "in Ray"
+    console.print(f"starting a worker and a server for each agent, {where} …")
     bar = Bar("training")
     try:
         trainer = marl_main.run(config, show_step(bar))

@@ -1,0 +1,102 @@
+"""GRPO's numbers, its groups, and verl's estimators behind its key."""
+
+import pytest
+import torch
+
+from marl.learners.grpo import GRPO, GroupKey
+from tests.unit.test_learners import AGENTS, batch_of, build, episode, two_samples
+
+
+def test_grpo_compares_the_samples_of_one_task_agent_and_round():
+    batch = two_samples()
+    build("grpo", gamma=0.0).assign_credit(batch)
+    # rows: episode 0 round 1, round 2, episode 1 round 1, round 2; a round-2 answer has two tokens
+    a, b = batch.rows["a"]["advantages"], batch.rows["b"]["advantages"]
+    torch.testing.assert_close(a.values(), torch.tensor([0.7071, 0, 0, -0.7071, 0, 0]), atol=1e-4, rtol=0)
+    torch.testing.assert_close(b.values(), torch.tensor([0, 0.7071, 0.7071, 0, -0.7071, -0.7071]), atol=1e-4, rtol=0)
+
+
+def test_grpo_adds_an_agents_later_rounds_to_a_reward_and_not_to_a_return():
+    batch = two_samples()
+    build("grpo", "own", std=False).assign_credit(batch)
+    # agent b is right in round 2 alone: with credit of kind reward its round 1 is paid as well
+    assert batch.rows["b"]["advantages"].values()[0] == 0.5
+    build("grpo", "influence", {"gamma": 0.0}, std=False).assign_credit(batch)
+    assert batch.rows["b"]["advantages"].values()[0] == 0.0
+
+
+def test_grpo_grouping_by_task_alone_pools_agents_and_rounds():
+    batch = two_samples()
+    build("grpo", gamma=0.0, std=False, group_by=[GroupKey.task]).assign_credit(batch)
+    assert batch.rows["a"]["advantages"].values()[0] == pytest.approx(1 - 2 / 8)
+
+
+def test_offsets_between_rounds_and_agents_change_nothing_under_the_default_grouping():
+    plain, shifted = two_samples(), two_samples()
+    shifted.verdicts_ERA += torch.tensor([[10.0, 20.0], [30.0, 40.0]])
+    for batch in (plain, shifted):
+        build("grpo", gamma=0.0).assign_credit(batch)
+    for policy in AGENTS:
+        torch.testing.assert_close(
+            plain.rows[policy]["advantages"].values(), shifted.rows[policy]["advantages"].values(), atol=1e-3, rtol=0
+        )
+
+
+def test_grpo_reports_the_share_of_groups_that_teach_nothing():
+    metrics = build("grpo", gamma=0.0).assign_credit(two_samples())
+    assert metrics == {"agent/a/degenerate_groups": 0.5, "agent/b/degenerate_groups": 0.5}
+
+
+@pytest.mark.parametrize(
+    "estimator,expected",
+    [
+        ("rloo", [1, -1 / 3, -1 / 3, -1 / 3]),
+        ("grpo", [1.5, -0.5, -0.5, -0.5]),
+        ("rloo_vectorized", [1, -1 / 3, -1 / 3, -1 / 3]),
+    ],
+)
+def test_estimators_of_verl_by_their_key(estimator, expected):
+    """The oracles of RLOO and GRPO for R = [1, 0, 0, 0]."""
+    batch = batch_of(*(episode("t", i, [[float(i == 0)], [None]]) for i in range(4)))
+    build("grpo", estimator=estimator).assign_credit(batch)
+    assert batch.rows["a"]["advantages"].values().tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_reinforce_plus_plus_is_whitened_and_blind_to_a_constant():
+    batches = [
+        batch_of(*(episode(f"t{i}", 0, [[r + shift], [None]]) for i, r in enumerate((1, 0, 0.5, 0))))
+        for shift in (0, 10)
+    ]
+    for batch in batches:
+        build("grpo", estimator="reinforce_plus_plus").assign_credit(batch)
+    first, second = (batch.rows["a"]["advantages"].values() for batch in batches)
+    assert float(first.mean()) == pytest.approx(0, abs=1e-6) and float(first.std()) == pytest.approx(1, abs=1e-4)
+    torch.testing.assert_close(first, second, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("estimator", sorted(set(GRPO.estimators()) - {"reinforce_plus_plus"}))
+def test_a_group_of_one_teaches_nothing_whatever_the_estimator(estimator):
+    """verl's own give the raw reward. Every estimator that is offered runs."""
+    batch = batch_of(*(episode("t", i, [[float(i == 0)], [None]]) for i in range(3)), episode("u", 0, [[1.0], [None]]))
+    build("grpo", estimator=estimator).assign_credit(batch)
+    advantages = batch.rows["a"]["advantages"].values()
+    assert advantages[3] == 0.0 and advantages[0] > 0
+
+
+def test_a_later_round_counts_for_an_earlier_one_under_every_estimator():
+    batch = two_samples()
+    build("grpo", "own", estimator="rloo").assign_credit(batch)
+    # agent b is right in round 2 of sample 0 alone: returns (1, 1) against (0, 0)
+    assert batch.rows["b"]["advantages"].values().tolist() == [1, 1, 1, -1, -1, -1]
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus"])
+def test_divergence_in_the_reward_reaches_learners_without_a_critic(estimator):
+    batch = batch_of(*(episode("t", i, [[1.0], [None]]) for i in range(2)))
+    rows = batch.rows["a"]
+    rows["kl_penalty"] = torch.nested.nested_tensor_from_jagged(
+        torch.tensor([0.5, 0.0]), offsets=rows["responses"].offsets()
+    )
+    build("grpo", estimator=estimator, std=False).assign_credit(batch)
+    low, high = rows["advantages"].values().tolist()
+    assert low < 0 < high
