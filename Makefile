@@ -8,16 +8,19 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
 CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 || echo -c constraints-cpu.txt)
 RUN := OMP_NUM_THREADS=1 RAY_USAGE_STATS_ENABLED=0 $(VENV)/bin/python
 
+# all that needs Ray in one process and one session, the rest beside it: see tests/conftest.py
+TWO := -n 2 --dist loadgroup
+
 .PHONY: quickstart test test-all check format gpu-smoke clean
 
 quickstart: $(VENV)/installed
 	$(RUN) -m marl.quickstart seed=$(SEED) $(ARGS)
 
 test: $(VENV)/installed
-	$(RUN) -m pytest -m "not slow and not gpu" $(ARGS)
+	$(RUN) -m pytest $(TWO) -m "not slow and not gpu" $(ARGS)
 
 test-all: $(VENV)/installed
-	$(RUN) -m pytest -m "not gpu" $(ARGS)
+	$(RUN) -m pytest $(TWO) -m "not gpu" $(ARGS)
 
 gpu-smoke: $(VENV)/installed
 	$(RUN) -m pytest -m gpu $(ARGS)

@@ -12,6 +12,15 @@ import torch
 
 torch.set_num_threads(1)
 
+IN_PROCESSES_OF_THEIR_OWN = ("test_processes", "test_examples")
+
+
+def pytest_collection_modifyitems(items):
+    """Under pytest-xdist, one worker has all the tests that start Ray, and the only session of it."""
+    for item in items:
+        if "cluster" in item.fixturenames or item.path.stem in IN_PROCESSES_OF_THEIR_OWN:
+            item.add_marker(pytest.mark.xdist_group("ray"))
+
 
 @pytest.fixture(scope="session")
 def cold_assets(tmp_path_factory) -> Path:
