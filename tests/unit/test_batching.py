@@ -1,6 +1,8 @@
 import torch
+from tensordict import TensorDict
 
 from marl.controller.batching import joint_batch, pad_rows, to_rows
+from marl.controller.critic_group import with_loss_mask
 from marl.controller.worker_group import even_mini_batches
 from marl.modules.workers.policy_worker import of_responses
 from marl.types import Episode, Task, Turn, Verdict
@@ -105,3 +107,20 @@ def test_turns_that_extend_one_another_share_a_row():
     assert len(batch.rows["b"]) == len(batch.rows["other"]) == 1, "another policy's ids are not continued"
     apart = joint_batch([record], ["a", "b"], {"a": 1.0, "b": 1.0})
     assert len(apart.rows["a"]) == 3
+
+
+def test_padding_of_value_rows_has_nothing_to_learn_either():
+    """Nor does it count in what the loss is averaged over."""
+    rows = with_loss_mask(
+        TensorDict(
+            {
+                "input_ids": jagged([[1, 2, 3], [4, 5]], torch.long),
+                "read_at": jagged([[0, 2], [1]], torch.long),
+                "value_mask": jagged([[1, 1], [1]], torch.long),
+            },
+            batch_size=[2],
+        )
+    )
+    padded = pad_rows(rows, 4)
+    for key in ("value_mask", "loss_mask"):
+        assert [r.tolist() for r in padded[key].unbind()] == [[1, 1], [1], [0], [0]]

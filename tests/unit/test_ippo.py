@@ -161,3 +161,13 @@ def test_explained_variance():
     assert credit.explained_variance(returns, returns) == 1.0
     assert credit.explained_variance(torch.full((4,), 7.0), returns) == 0.0
     assert credit.explained_variance(-returns, returns) == -3.0
+
+
+@pytest.mark.parametrize("gamma,lam", [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
+def test_gae_is_verls_where_steps_are_masked_out_in_the_middle(gamma, lam):
+    """As between the answers of a packed row: what is masked out is stepped over, bit for bit."""
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 8, 12, generator=generator)
+    mask = (torch.rand(8, 12, generator=generator) > 0.4).float()
+    _, returns = compute_gae_advantage_return(rewards, values, mask, gamma, lam)
+    assert torch.equal(credit.gae(rewards, values, mask, gamma, lam) + values, returns)
