@@ -140,6 +140,12 @@ def check_facts(config: DictConfig) -> None:
             f"critic.enable={config.critic.enable}: whether there are critics is the learner's to say, and "
             f"learner={config.learner.name} has {learner.critic} ones; leave it null"
         )
+    warm_up = config.trainer.critic_warmup
+    if warm_up and learner.critic == "none":
+        raise ConfigError(
+            f"trainer.critic_warmup={warm_up}: learner={config.learner.name} has no critic to warm up, and would train nothing "
+            "until then; set it to 0"
+        )
     if learner.critic == "central" and config.critic.level == "token" and config.controller.pack_turns:
         raise ConfigError(
             f"controller.pack_turns=true: with critic.level=token the central critic of learner={config.learner.name} reads a "

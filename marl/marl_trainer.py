@@ -182,8 +182,8 @@ class MARLTrainer:
         return metrics
 
     async def update(self, batch: JointBatch) -> tuple[dict[PolicyName, Metrics], dict[CriticName, Metrics]]:
-        """Policies and critics at the same time; critics alone for the first ``trainer.critic_warmup`` steps."""
-        warm = self.step_number > self.config.trainer.critic_warmup
+        """Policies and critics at the same time; critics alone before step ``trainer.critic_warmup``, as in verl."""
+        warm = self.step_number >= self.config.trainer.critic_warmup
         updates, fits = await asyncio.gather(
             self.learner.update(batch, self.policies if warm else {}),
             self.learner.update_critics(batch, self.critics.groups),
@@ -216,7 +216,8 @@ class MARLTrainer:
                 self.references.save(folder),
             )
             torch.save(self.loader.state_dict(), folder / "data.pt")
-            state = {"sampled_tokens": self.sampled_tokens, "step": self.step_number, "policies": sorted(self.policies)}
+            state: dict[str, Any] = {"sampled_tokens": self.sampled_tokens, "turns_per_episode": self.turns_per_episode}
+            state |= {"step": self.step_number, "policies": sorted(self.policies)}
             state |= {"critics": sorted(self.critics.groups), "references": self.references.state_dict()}
             state |= {"log_prob_gap_max": self.log_prob_gap_max, "history": list(self.history.items())}
             checkpoint.write_state(folder, state)
@@ -244,7 +245,7 @@ class MARLTrainer:
         )
         self.loader.load_state_dict(torch.load(folder / "data.pt", weights_only=True))
         self.step_number, self.log_prob_gap_max = state["step"], state["log_prob_gap_max"]
-        self.sampled_tokens = state["sampled_tokens"]
+        self.sampled_tokens, self.turns_per_episode = state["sampled_tokens"], state["turns_per_episode"]
         self.history = dict(state["history"])
         logger.warning("resumed from %s", folder)
 

@@ -6,7 +6,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from marl.config.checks import policy_names
-from marl.config.policies import own_settings
+from marl.config.policies import own_settings, trained_policies
 from marl.learners import LEARNERS
 from marl.utils.seeding import derive_seed
 
@@ -21,8 +21,7 @@ def critic_names(config: DictConfig) -> list[str]:
     kind = LEARNERS.get(config.learner.name).critic
     if kind == "none":
         return []
-    trained = {config.agents[agent].policy or agent for agent in config.agents if config.agents[agent].trainable}
-    return ["central"] if kind == "central" else [name for name in policy_names(config) if name in trained]
+    return ["central"] if kind == "central" else trained_policies(config.agents)
 
 
 def critic_pool(config: DictConfig, critic: str) -> str:
@@ -91,7 +90,8 @@ def parts_of(config: DictConfig, configs: dict[str, DictConfig]) -> list[Part]:
 
     parts = []
     for name, own in configs.items():
-        role = "actor_rollout_ref" if needs_reference(own) else "actor_rollout"
+        held = name in trained_policies(config.agents) and needs_reference(own)
+        role = "actor_rollout_ref" if held else "actor_rollout"
         arguments = {"config": own.actor_rollout_ref, "role": role}
         parts.append(Part(name, pool_of(config, name), PolicyWorker, arguments))
     for name in critic_names(config):

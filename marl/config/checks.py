@@ -196,15 +196,17 @@ def one_process_is_one_rank(config: Any) -> None:
 
 
 @rule
-def critics_value_turns_or_tokens(config: Any) -> None:
-    if config.critic.level not in ("turn", "token"):
-        raise ConfigError(
-            f"critic.level={config.critic.level}; expected turn or token.{did_you_mean(str(config.critic.level), ('turn', 'token'))}"
-        )
+def names_are_free_for_critics(config: Any) -> None:
     if "central" in policy_names(config):
         raise ConfigError(
             "a policy may not be called 'central', which is the central critic's name; rename the agent or its agents.<name>.policy"
         )
+    for name in policy_names(config):
+        if name.endswith("_critic"):
+            raise ConfigError(
+                f"a policy may not be called {name!r}: names that end in _critic are those of critics' workers; rename the "
+                "agent or its agents.<name>.policy"
+            )
 
 
 @rule
@@ -224,8 +226,11 @@ def critic_batches_divide(config: Any) -> None:
 @rule
 def references_are_renewed_where_there_are_any(config: Any) -> None:
     freq = config.trainer.ref_update_freq
-    if freq < 0:
-        raise ConfigError(f"trainer.ref_update_freq={freq} must be 0 (never) or a number of steps")
+    if freq > 0 and config.actor_rollout_ref.actor.strategy != "fsdp2":
+        raise ConfigError(
+            f"trainer.ref_update_freq={freq} renews a reference shard by shard, which actor_rollout_ref.actor.strategy="
+            f"{config.actor_rollout_ref.actor.strategy} does not give; use fsdp2"
+        )
     if freq > 0 and not (config.algorithm.use_kl_in_reward or kl_in_any_loss(config)):
         raise ConfigError(
             f"trainer.ref_update_freq={freq}: there is no reference to renew; set actor_rollout_ref.actor.use_kl_loss=true or "
@@ -250,6 +255,17 @@ def corrections_are_whole(config: Any) -> None:
         raise ConfigError(
             f"algorithm.rollout_correction.rollout_rs={correction.rollout_rs} needs "
             "algorithm.rollout_correction.rollout_rs_threshold, such as 2.0 or '0.5_2.0'"
+        )
+    if correction.rollout_is not in (None, "token", "sequence"):
+        raise ConfigError(
+            f"algorithm.rollout_correction.rollout_is={correction.rollout_is}: expected token, sequence or null."
+            f"{did_you_mean(str(correction.rollout_is), ('token', 'sequence'))}"
+        )
+    sequences = [f"{key}={value}" for key in ("rollout_is", "rollout_rs") if "seq" in str(value := correction[key])]
+    if sequences and config.controller.pack_turns:
+        raise ConfigError(
+            f"controller.pack_turns=true with algorithm.rollout_correction.{sequences[0]}: a packed sequence holds several "
+            "answers; correct by token, or set controller.pack_turns=false"
         )
 
 
@@ -284,6 +300,8 @@ def models_exist(config: Any) -> None:
         model = (changes or {}).get("model") or {}
         if "path" in model:
             paths[f"policies.{name}.model.path"] = model["path"]
+    references = {"actor_rollout_ref.ref.model.path": config.actor_rollout_ref.ref.model.get("path")}
+    paths |= {key: path for key, path in references.items() if path is not None}
     for key, path in paths.items():
         expanded = Path(str(path)).expanduser()
         looks_local = str(path).startswith(("/", "~", ".")) or str(path).count("/") != 1
@@ -504,4 +522,32 @@ def betas_are_two_shares(config: Any) -> None:
     if not two or not all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in betas):
         raise ConfigError(
             f"actor_rollout_ref.actor.optim.betas={betas}: expected two numbers, at least 0 and below 1, as in [0.9,0.95]"
+        )
+
+
+@rule
+def what_is_not_there_yet_is_refused(config: Any) -> None:
+    """Keys of verl that change results and that this version does not read."""
+    for key in (
+        "algorithm.filter_groups.enable",
+        "algorithm.use_pf_ppo",
+        "reward.reward_model.enable",
+        "distillation.enabled",
+    ):
+        if OmegaConf.select(config, key):
+            raise ConfigError(f"{key}={OmegaConf.select(config, key)}: not part of this version; set it to false")
+    if config.reward.reward_manager.name != "naive":
+        raise ConfigError(
+            f"reward.reward_manager.name={config.reward.reward_manager.name}: verl's reward managers are not read; set naive, "
+            "and write what it does as reward.custom_reward_function"
+        )
+
+
+@rule
+def a_reference_of_another_model_needs_weights_of_its_own(config: Any) -> None:
+    model = config.actor_rollout_ref.model
+    if model.lora_rank and config.actor_rollout_ref.ref.model.get("path"):
+        raise ConfigError(
+            f"actor_rollout_ref.ref.model.path={config.actor_rollout_ref.ref.model.path}: with actor_rollout_ref.model.lora_rank="
+            f"{model.lora_rank} the reference is the policy without its adapters; unset it"
         )

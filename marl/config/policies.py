@@ -21,3 +21,8 @@ def own_settings(config: Any, name: str) -> Any:
     shared = OmegaConf.create(config.actor_rollout_ref)
     OmegaConf.set_struct(shared, False)
     return OmegaConf.merge(shared, changes_of(config.policies, name))
+
+
+def trained_policies(agents: Mapping[str, Any]) -> list[str]:
+    """The policies of the agents that are trained, in their order."""
+    return list(dict.fromkeys(policy for name, policy in policy_by_agent(agents).items() if agents[name].trainable))

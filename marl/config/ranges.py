@@ -63,6 +63,15 @@ INTERVAL = count(1, also=-1)
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 
 NUMBERS: dict[str, Number] = {
+    "critic.optim.lr": Number(0, 1e3),
+    "critic.cliprange_value": POSITIVE,
+    "critic.ppo_epochs": count(1, 10**4),
+    "critic.ppo_max_token_len_per_gpu": TOKENS,
+    "trainer.critic_warmup": count(0),
+    "trainer.ref_update_freq": count(0),
+    "algorithm.kl_ctrl.kl_coef": Number(0),
+    "algorithm.kl_ctrl.target_kl": POSITIVE,
+    "algorithm.kl_ctrl.horizon": count(1),
     "seed": count(0),
     "data.seed": count(0, null=True),
     "data.train_batch_size": count(1, 2**20),
@@ -162,6 +171,11 @@ WORDS: dict[str, tuple[str, ...]] = {
         "seq-mean-token-mean",
         "seq-mean-token-sum-norm",
     ),
+    "critic.loss_agg_mode": ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"),
+    "critic.strategy": ("fsdp", "fsdp2"),
+    "critic.level": ("turn", "token"),
+    "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
+    "algorithm.kl_penalty": ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"),
     f"{ACTOR}.optim.lr_scheduler_type": ("constant", "cosine"),
     f"{ACTOR}.fsdp_config.model_dtype": ("fp32", "bf16", "fp16", "float32", "bfloat16", "float16"),
     f"{ROLLOUT}.dtype": ("bfloat16", "float16", "float32"),

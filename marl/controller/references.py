@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from marl.config.policies import trained_policies
+from marl.controller.batching import drop_rejected
 from marl.controller.policy_group import RayPolicyGroup
 from marl.learners.reference import KLInReward, correct
 from marl.types import JointBatch, Metrics, PolicyName
@@ -16,10 +18,12 @@ class References:
     def __init__(self, config: Any, policies: Mapping[PolicyName, RayPolicyGroup]) -> None:
         self.algorithm, self.update_freq = config.algorithm, config.trainer.ref_update_freq
         in_reward = config.algorithm.use_kl_in_reward
-        self.groups = {name: group for name, group in policies.items() if in_reward or group.actor.use_kl_loss}
+        trained = trained_policies(config.agents)
+        self.groups = {name: policies[name] for name in trained if in_reward or policies[name].actor.use_kl_loss}
         self.penalties = {name: KLInReward(config.algorithm) for name in self.groups} if in_reward else {}
         correction = config.algorithm.rollout_correction
-        self.corrects = bool(correction.rollout_is or correction.rollout_rs)
+        # in bypass mode the loss itself corrects
+        self.corrects = bool((correction.rollout_is or correction.rollout_rs) and not correction.bypass_mode)
 
     async def compare(self, batch: JointBatch) -> dict[PolicyName, Metrics]:
         """Write ``ref_log_prob``, ``kl_penalty`` and ``rollout_is_weights`` into the rows, each where it is asked for."""
@@ -33,6 +37,7 @@ class References:
         if self.corrects:
             for name, rows in batch.rows.items():
                 metrics[name] |= correct(rows, self.algorithm.rollout_correction)
+            drop_rejected(batch)
         return metrics
 
     async def renew(self, step: int) -> None:
@@ -46,10 +51,10 @@ class References:
             await asyncio.gather(*(group.save_reference(folder / name / "ref") for name, group in self.groups.items()))
 
     async def load(self, folder: Path, state: Mapping[str, Any]) -> None:
-        if self.update_freq > 0:
-            await asyncio.gather(*(group.load_reference(folder / name / "ref") for name, group in self.groups.items()))
-        for name, penalty in self.penalties.items():
-            penalty.load_state_dict(state[name])
+        saved = [name for name in self.groups if (folder / name / "ref").is_dir()]
+        await asyncio.gather(*(self.groups[name].load_reference(folder / name / "ref") for name in saved))
+        for name in set(self.penalties) & set(state):
+            self.penalties[name].load_state_dict(state[name])
 
     def state_dict(self) -> dict[str, Any]:
         return {name: penalty.state_dict() for name, penalty in self.penalties.items()}

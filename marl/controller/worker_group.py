@@ -57,7 +57,7 @@ class WorkerGroup:
         rows = self._for_workers(rows, count)
         tu.assign_non_tensor(
             rows,
-            global_batch_size=max(1, size // count),
+            global_batch_size=size / count,  # of the real rows: what padding adds weighs nothing
             mini_batch_size=len(rows) // count,
             epochs=settings.ppo_epochs,
             seed=settings.data_loader_seed,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import torch
 from omegaconf import II
 from torch import Tensor
 from verl.utils.torch_functional import masked_whiten
@@ -43,7 +44,8 @@ class IPPO(Learner):
             advantages_NT = credit.gae(rewards_NT, values_NT, plan.mask_NT, self.config.gamma, self.config.lam)
             returns_NT = advantages_NT + values_NT
             if self.config.whiten:
-                advantages_NT = masked_whiten(advantages_NT, plan.mask_NT)
+                alone = len(decisions.cells_D) == 1  # compared with itself: verl's whitening would raise
+                advantages_NT = torch.zeros_like(advantages_NT) if alone else masked_whiten(advantages_NT, plan.mask_NT)
             returns_D = plan.take(returns_NT)
             decisions.write(batch, plan.take(advantages_NT), returns_D)
             metrics[f"value/{name}/explained_variance"] = credit.explained_variance(decisions.values_D, returns_D)

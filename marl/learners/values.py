@@ -48,7 +48,7 @@ def training_rows(batch: JointBatch, critic: CriticName) -> TensorDict:
         columns = {
             "values": torch.cat([part["values"].values() for part in read]),
             "returns": torch.cat([part["returns"].values() for part in read]),
-            "value_mask": torch.cat([(part["turn_index"].values() >= 0).long() for part in read]),
+            "value_mask": torch.cat([part["response_mask"].values() for part in read]),  # less what was rejected
         }
     for key, column in columns.items():
         rows[key] = torch.nested.nested_tensor_from_jagged(column, offsets=rows["read_at"].offsets())

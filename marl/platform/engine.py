@@ -1,4 +1,7 @@
-"""verl's FSDP2 engines, registered for the CPU. Each override names the line of verl that needs an accelerator."""
+"""verl's FSDP2 engines, registered for the CPU. Each override names the line of verl that needs an accelerator.
+
+The value head's is registered for GPUs as well: verl's own asks for flash attention whatever the configuration says.
+"""
 
 from typing import Any
 
@@ -68,8 +71,10 @@ class CPUEngineWithLMHead(_CPUEngine, FSDPEngineWithLMHead):
         }
 
 
-@EngineRegistry.register(model_type="value_model", backend=["fsdp", "fsdp2"], device=["cpu"])
-class CPUEngineWithValueHead(_CPUEngine, FSDPEngineWithValueHead):
+@EngineRegistry.register(model_type="value_model", backend=["fsdp", "fsdp2"], device=["cuda"], vendor=["nvidia"])
+class EngineWithValueHead(FSDPEngineWithValueHead):
+    """verl's, with the attention that ``critic.model.override_config.attn_implementation`` names, on any device."""
+
     def _build_module(self) -> torch.nn.Module:
         # verl's loader of value heads asks for flash attention; the same class comes by way of the language model's
         config = self.model_config.hf_config
@@ -80,3 +85,8 @@ class CPUEngineWithValueHead(_CPUEngine, FSDPEngineWithValueHead):
             return super()._build_module()
         finally:
             self.model_config.model_type = "value_model"
+
+
+@EngineRegistry.register(model_type="value_model", backend=["fsdp", "fsdp2"], device=["cpu"])
+class CPUEngineWithValueHead(_CPUEngine, EngineWithValueHead):
+    pass

@@ -126,7 +126,7 @@ def test_values_far_from_the_old_ones_are_clipped(alone):
 
 
 def test_the_critic_warms_up_alone(alone):
-    live = alone("learner=mappo", "trainer.critic_warmup=2", "actor_rollout_ref.actor.optim.lr_warmup_steps=0")
+    live = alone("learner=mappo", "trainer.critic_warmup=3", "actor_rollout_ref.actor.optim.lr_warmup_steps=0")
     actor = live.trainer.policies["alice"].workers.worker.actor.engine.module
     before = [p.to_local().clone() for p in actor.parameters()]
     for _ in range(2):

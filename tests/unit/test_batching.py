@@ -1,7 +1,7 @@
 import torch
 from tensordict import TensorDict
 
-from marl.controller.batching import joint_batch, pad_rows, to_rows
+from marl.controller.batching import drop_rejected, joint_batch, pad_rows, to_rows
 from marl.controller.critic_group import with_loss_mask
 from marl.controller.worker_group import even_mini_batches
 from marl.modules.workers.policy_worker import of_responses
@@ -124,3 +124,14 @@ def test_padding_of_value_rows_has_nothing_to_learn_either():
     padded = pad_rows(rows, 4)
     for key in ("value_mask", "loss_mask"):
         assert [r.tolist() for r in padded[key].unbind()] == [[1, 1], [1], [0], [0]]
+
+
+def test_rows_of_which_nothing_is_kept_are_left_out():
+    """A mini-batch of them alone would have a loss of 0 / 0; the critic and the estimate do not count them."""
+    record = episode(turn("a", 1, [1], [2, 2]), turn("a", 2, [3], [4]), turn("b", 1, [5], [6]))
+    batch = joint_batch([record], ["a", "b"], {"a": 1.0, "b": 1.0})
+    batch.rows["a"]["response_mask"] = jagged([[0, 1], [0]], torch.long)
+    batch.rows["b"]["response_mask"] = jagged([[0]], torch.long)
+    drop_rejected(batch)
+    assert list(batch.rows) == ["a"] and [r.tolist() for r in batch.rows["a"]["input_ids"].unbind()] == [[1, 2, 2]]
+    assert batch.trained_ERA.tolist() == [[[True, False], [False, False]]]

@@ -18,6 +18,8 @@ from marl.config.overrides import find_verl, new_agents
 from marl.main import ConfigError as MainConfigError
 from marl.main import policy_config, pool_ranks, prepare, use_platform
 
+pytestmark = pytest.mark.xdist_group("config")  # what is composed once is composed in one process
+
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
@@ -118,7 +120,7 @@ BAD = {
     "actor_rollout_ref.actor.strategy=fsdp": ["does not run on a CPU", "fsdp2"],
     "actor_rollout_ref.rollout.name=vllm": ["needs an accelerator", "hf"],
     "critic.enable=true": ["critic.enable=True", "leave it null"],
-    "critic.level=turns": ["critic.level=turns", "turn or token", "Did you mean 'turn'"],
+    "critic.level=turns": ["critic.level=turns", "turn, token", "Did you mean 'turn'"],
     "critic.ppo_mini_batch_size=5": ["critic.ppo_mini_batch_size=5", "divisor of 32"],
     "critic.use_dynamic_bsz=false": ["critic.use_dynamic_bsz", "ppo_max_token_len_per_gpu"],
     "agents.alice.policy=central": ["central"],
@@ -136,6 +138,23 @@ BAD = {
     "baseline=sole": ["baseline=sole", "Did you mean 'solo'"],
     "trainer.ref_update_freq=5": ["ref_update_freq=5", "use_kl_loss=true"],
     "trainer.ref_update_freq=-1": ["ref_update_freq=-1"],
+    "algorithm.filter_groups.enable=true": ["algorithm.filter_groups.enable=True", "false"],
+    "reward.reward_manager.name=dapo": ["reward_manager.name=dapo", "custom_reward_function"],
+    "actor_rollout_ref.ref.model.path=/nowhere/ref": ["actor_rollout_ref.ref.model.path=/nowhere/ref"],
+    "actor_rollout_ref.ref.model.path=org/name actor_rollout_ref.model.lora_rank=8": [
+        "ref.model.path=org/name",
+        "unset",
+    ],
+    "algorithm.rollout_correction.rollout_is=tokens": ["rollout_is=tokens", "Did you mean 'token'"],
+    "algorithm.rollout_correction.rollout_is=sequence controller.pack_turns=true": [
+        "rollout_is=sequence",
+        "pack_turns",
+    ],
+    "algorithm.kl_ctrl.type=foo": ["algorithm.kl_ctrl.type=foo", "adaptive"],
+    "critic.optim.lr=-1": ["critic.optim.lr=-1"],
+    "critic.ppo_epochs=-3": ["critic.ppo_epochs=-3"],
+    "trainer.critic_warmup=5": ["trainer.critic_warmup=5", "learner=grpo"],
+    "agents.alice.policy=a_critic": ["a_critic"],
     "algorithm.rollout_correction.rollout_rs=token_k1": ["rollout_rs=token_k1", "rollout_rs_threshold"],
     "resources.one_process=true trainer.n_gpus_per_node=2": ["one rank", "n_gpus_per_node=2"],
     "actor_rollout_ref.rollout.n=1": ["rollout.n=1", "at least 2"],

@@ -171,3 +171,23 @@ def test_gae_is_verls_where_steps_are_masked_out_in_the_middle(gamma, lam):
     mask = (torch.rand(8, 12, generator=generator) > 0.4).float()
     _, returns = compute_gae_advantage_return(rewards, values, mask, gamma, lam)
     assert torch.equal(credit.gae(rewards, values, mask, gamma, lam) + values, returns)
+
+
+def test_a_single_decision_is_compared_with_nothing():
+    batch = batch_of(episode("t", 0, [[1], [0]]), episode("u", 0, [[1], [None]]))
+    batch.values_ERA = torch.zeros(batch.mask_ERA.shape)
+    build("ippo").assign_credit(batch)
+    assert batch.rows["b"]["advantages"].values().tolist() == [0.0]
+    assert batch.rows["a"]["advantages"].values().isfinite().all()
+
+
+def test_value_heads_take_the_attention_of_the_configuration_on_gpus_too(monkeypatch):
+    """verl's loader would ask for flash attention; ours is found first for its device and vendor."""
+    from verl.workers.engine import EngineRegistry
+
+    from marl.platform.engine import CPUEngineWithValueHead, EngineWithValueHead
+
+    assert EngineRegistry.get_engine_cls("value_model", "fsdp2") is CPUEngineWithValueHead
+    monkeypatch.setenv("VERL_ENGINE_DEVICE", "cuda")
+    monkeypatch.setenv("VERL_ENGINE_VENDOR", "nvidia")
+    assert EngineRegistry.get_engine_cls("value_model", "fsdp2") is EngineWithValueHead

@@ -111,7 +111,7 @@ class JointObservation:
         def encode(text: str) -> tuple[int, ...]:
             return tuple(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
 
-        self.encode = lru_cache(maxsize=65536)(encode)
+        self.encode = lru_cache(maxsize=4096)(encode)
 
     def task(self, episode: Episode) -> list[int]:
         """What all are shown, then what single agents are."""

@@ -130,7 +130,7 @@ class PolicyWorker(ActorRolloutRefWorker):
 def reference_model(config: DictConfig) -> Any:
     """The policy's model, with what ``ref.model`` changes in it; verl's own dataclass knows no such key."""
     with open_dict(config.ref):
-        changes = config.ref.pop("model", None)
+        changes = {key: value for key, value in (config.ref.pop("model", None) or {}).items() if value is not None}
     return OmegaConf.merge(config.model, changes) if changes else config.model
 
 
