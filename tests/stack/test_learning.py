@@ -98,7 +98,7 @@ def test_with_one_agent_frozen_they_do_not_learn_it(learn):
 @pytest.mark.slow
 @pytest.mark.parametrize("learner", ["ippo", "mappo"])
 def test_learners_with_critics_learn_it_too(learn, learner):
-    before, after = learn(f"learner={learner}", "credit=own", "resources.one_process=true")
+    before, after = learn(f"learner={learner}", "resources.one_process=true")
     assert learned(before, after), f"{before:.3f} -> {after:.3f}"
 
 
