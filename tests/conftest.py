@@ -15,6 +15,7 @@ torch.set_num_threads(1)
 IN_PROCESSES_OF_THEIR_OWN = ("test_processes", "test_examples")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items):
     """Under pytest-xdist, one worker has all the tests that start Ray, and the only session of it."""
     for item in items:
