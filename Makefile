@@ -8,19 +8,23 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
 CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 || echo -c constraints-cpu.txt)
 RUN := OMP_NUM_THREADS=1 RAY_USAGE_STATS_ENABLED=0 $(VENV)/bin/python
 
-# all that needs Ray in one process and one session, the rest beside it: see tests/conftest.py
-TWO := -n 2 --dist loadgroup
-
 .PHONY: quickstart test test-all check format gpu-smoke clean
 
 quickstart: $(VENV)/installed
 	$(RUN) -m marl.quickstart seed=$(SEED) $(ARGS)
 
+# $(call both,MARKS): the tests that start Ray, and all others beside them, whose output follows
+define both
+@$(RUN) -m pytest -m "$(1) and not ray" $(ARGS) > .tests_beside.log 2>&1 & beside=$$!; \
+	$(RUN) -m pytest -m "$(1) and ray" $(ARGS); one=$$?; wait $$beside; other=$$?; cat .tests_beside.log; \
+	for code in $$one $$other; do [ $$code = 0 ] || [ $$code = 5 ] || exit $$code; done  # 5: ARGS left no test
+endef
+
 test: $(VENV)/installed
-	$(RUN) -m pytest $(TWO) -m "not slow and not gpu" $(ARGS)
+	$(call both,not slow and not gpu)
 
 test-all: $(VENV)/installed
-	$(RUN) -m pytest $(TWO) -m "not gpu" $(ARGS)
+	$(call both,not gpu)
 
 gpu-smoke: $(VENV)/installed
 	$(RUN) -m pytest -m gpu $(ARGS)

@@ -15,12 +15,12 @@ torch.set_num_threads(1)
 IN_PROCESSES_OF_THEIR_OWN = ("test_processes", "test_examples")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items):
-    """Under pytest-xdist, one worker has all the tests that start Ray, and the only session of it."""
+    """The tests that start Ray, all in one session of it; ``make test`` runs the others beside them."""
     for item in items:
         if "cluster" in item.fixturenames or item.path.stem in IN_PROCESSES_OF_THEIR_OWN:
-            item.add_marker(pytest.mark.xdist_group("ray"))
+            item.add_marker(pytest.mark.ray)
 
 
 @pytest.fixture(scope="session")

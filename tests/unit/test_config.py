@@ -18,8 +18,6 @@ from marl.config.overrides import find_verl, new_agents
 from marl.main import ConfigError as MainConfigError
 from marl.main import policy_config, pool_ranks, prepare, use_platform
 
-pytestmark = pytest.mark.xdist_group("config")  # what is composed once is composed in one process
-
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
