@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,23 +17,17 @@ from marl.controller.controller import Collection, Controller
 from marl.controller.critics import Critics
 from marl.controller.policy_group import RayPolicyGroup
 from marl.controller.references import References
-from marl.controller.worker_group import seconds_by_pool
+from marl.controller.worker_group import throughput
 from marl.learners import Learner
-from marl.report import conversation, dump, summary
+from marl.report import conversation, dump, summary, tokens
 from marl.types import CriticName, Episode, JointBatch, Metrics, PolicyName, Task
 from marl.utils import checkpoint
-from marl.utils.metrics import PhaseTimer, prefixed
+from marl.utils.metrics import PhaseTimer, must_be_finite, prefixed
 
 logger = logging.getLogger(__name__)
 
-BUSY_PHASES = ("log_probs", "ref_log_probs", "values", "update")
-
 Progress = Callable[[int, int, Metrics], None]
 """Told of every step: the step, the last step, its metrics."""
-
-
-class NotFinite(RuntimeError):
-    """A number that must be finite is not; nothing of this step is saved."""
 
 
 class MARLTrainer:
@@ -123,7 +116,9 @@ class MARLTrainer:
         seconds = time.perf_counter() - started
         metrics = credit_metrics | token_metrics | reference_metrics | self._team_metrics(episodes, collection)
         metrics |= self._policy_metrics(updates) | self._critic_metrics(fits)
-        metrics |= self.controller.reward.metrics() | phase.metrics() | self._throughput(batch, seconds)
+        metrics |= self.controller.reward.metrics() | phase.metrics()
+        turns, critics = float(batch.mask_ERA.sum()), list(self.critics.groups.values())
+        metrics |= throughput(list(self.policies.values()), critics, turns, seconds)
         if self.config.trainer.rollout_data_dir:
             dump.write(episodes, self.step_number, self.config.trainer.rollout_data_dir)
         return metrics
@@ -159,25 +154,14 @@ class MARLTrainer:
         for name, outputs in zip(names, results, strict=True):
             rows = batch.rows[name]
             rows["old_log_probs"] = outputs["log_probs"]
-            index = rows["turn_index"].values()
-            gap = (outputs["log_probs"].values() - rows["rollout_log_probs"].values())[index >= 0].abs()
-            column = index[index >= 0] % len(batch.agents)
-            entropy = outputs["entropy"].values()[index >= 0]
-            for a, agent in enumerate(batch.agents):
-                own = column == a
-                if own.any():
-                    numbers = {
-                        "log_prob_gap_max": gap[own].max(),
-                        "log_prob_gap_mean": gap[own].mean(),
-                        "entropy": entropy[own].mean(),
-                    }
-                    metrics |= prefixed(f"agent/{agent}", {key: float(value) for key, value in numbers.items()})
-            self.log_prob_gap_max = max(self.log_prob_gap_max, float(gap.max()))
-            if gap.max() > self.config.controller.log_prob_gap_alarm:
+            gap, numbers = tokens.token_metrics(rows, outputs, batch.agents)
+            metrics |= numbers
+            self.log_prob_gap_max = max(self.log_prob_gap_max, gap)
+            if gap > self.config.controller.log_prob_gap_alarm:
                 logger.warning(
                     "policy %r, step %d: log-probs of server and trainer differ by up to %.2g (alarm at %g): is a weight sync "
                     "missing, or does the server run in another precision?",
-                    name, self.step_number, gap.max(), self.config.controller.log_prob_gap_alarm,
+                    name, self.step_number, gap, self.config.controller.log_prob_gap_alarm,
                 )  # fmt: skip
         return metrics
 
@@ -188,8 +172,8 @@ class MARLTrainer:
             self.learner.update(batch, self.policies if warm else {}),
             self.learner.update_critics(batch, self.critics.groups),
         )
-        self._must_be_finite("policy", updates)
-        self._must_be_finite("critic", fits)
+        must_be_finite("policy", updates, self.step_number)
+        must_be_finite("critic", fits, self.step_number)
         return updates, fits
 
     async def sync_weights(self) -> None:
@@ -304,28 +288,6 @@ class MARLTrainer:
         agents = [agent for agent in self.controller.policy_map.agents(policy) if agent in self.temperatures]
         return {f"agent/{agent}/{key}": value for agent in agents for key, value in metrics.items()}
 
-    def _throughput(self, batch: JointBatch, seconds: float) -> Metrics:
-        """A step's length, and the share of it in which neither a server nor a worker computed."""
-        groups = [*self.policies.values(), *self.critics.groups.values()]
-        busy = sum(max(seconds_by_pool(groups, phase).values()) for phase in BUSY_PHASES)
-        busy += max(group.busy_seconds.get("collect", 0.0) for group in self.policies.values())  # a server each
-        turns = float(batch.mask_ERA.sum())
-        return {
-            "timing_s/step": seconds,
-            "perf/turns_per_second": turns / seconds,
-            "perf/busy_seconds": busy,
-            "perf/overhead_share": 1.0 - busy / seconds,
-        }
-
     async def _server_seconds(self) -> dict[PolicyName, float]:
         seconds = await asyncio.gather(*(group.server_seconds() for group in self.policies.values()))
         return dict(zip(self.policies, seconds, strict=True))
-
-    def _must_be_finite(self, kind: str, updates: Mapping[str, Metrics]) -> None:
-        for name, numbers in updates.items():
-            for key in ("grad_norm", "loss"):
-                if key in numbers and not math.isfinite(numbers[key]):
-                    raise NotFinite(
-                        f"{kind} {name!r}, step {self.step_number}: {key} is {numbers[key]}. Nothing of this step is saved; "
-                        "lower its optim.lr, or look at agent/*/log_prob_gap_max and the rewards of this step"
-                    )

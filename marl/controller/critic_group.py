@@ -1,6 +1,5 @@
 """The workers of one critic, as the trainer and the learners see them."""
 
-import asyncio
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
 from marl.controller.worker_group import WorkerGroup, first_rows, flatten_metrics
-from marl.types import CriticName, Metrics
+from marl.types import Metrics
 
 
 class CriticGroup(WorkerGroup):
@@ -17,17 +16,9 @@ class CriticGroup(WorkerGroup):
 
     kind = "critic"
 
-    def __init__(
-        self,
-        name: CriticName,
-        config: Any,
-        workers: Any,
-        pool: str,
-        timeout: float,
-        lock: asyncio.Lock | None = None,
-    ) -> None:
-        super().__init__(name, workers, pool, timeout, lock)
-        self.config, self.critic = config, config.critic
+    @property
+    def critic(self) -> Any:
+        return self.config.critic
 
     FORWARD_KEYS = ("input_ids", "position_ids", "read_at")
 

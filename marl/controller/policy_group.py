@@ -12,7 +12,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from marl.controller.worker_group import WorkerGroup, first_rows, flatten_metrics
 from marl.rollout.servers import PolicyServers
-from marl.types import Metrics, PolicyName
+from marl.types import Metrics
 
 
 class RayPolicyGroup(WorkerGroup):
@@ -20,21 +20,13 @@ class RayPolicyGroup(WorkerGroup):
 
     kind = "policy"
 
-    def __init__(
-        self,
-        name: PolicyName,
-        config: Any,
-        workers: Any,
-        pool: str,
-        timeout: float,
-        lock: asyncio.Lock | None = None,
-    ) -> None:
-        super().__init__(name, workers, pool, timeout, lock)
-        self.config, self.actor, self.rollout = (
-            config,
-            config.actor_rollout_ref.actor,
-            config.actor_rollout_ref.rollout,
-        )
+    @property
+    def actor(self) -> Any:
+        return self.config.actor_rollout_ref.actor
+
+    @property
+    def rollout(self) -> Any:
+        return self.config.actor_rollout_ref.rollout
 
     async def start_servers(self) -> None:
         """Start the servers; they have no weights before the first sync."""

@@ -1,7 +1,7 @@
 """What the groups of workers of a policy and of a critic have in common: awaitable calls with deadlines."""
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -20,6 +20,7 @@ from marl.types import Metrics
 from marl.utils.deadlines import within
 
 T = TypeVar("T")
+BUSY_PHASES = ("log_probs", "ref_log_probs", "values", "update")
 
 
 class WorkerGroup:
@@ -27,10 +28,12 @@ class WorkerGroup:
 
     kind: ClassVar[str]
 
-    def __init__(self, name: str, workers: Any, pool: str, timeout: float, lock: asyncio.Lock | None = None) -> None:
+    def __init__(
+        self, name: str, config: Any, workers: Any, pool: str, timeout: float, lock: asyncio.Lock | None = None
+    ) -> None:
         """``lock`` is that of the pool: groups of one pool share processes and their collectives, and Ray does not promise
         that every rank takes two groups' calls in the same order."""
-        self.name, self.workers, self.pool, self.timeout = name, workers, pool, timeout
+        self.name, self.config, self.workers, self.pool, self.timeout = name, config, workers, pool, timeout
         self.in_turn: AbstractAsyncContextManager = lock if lock and workers.world_size > 1 else nullcontext()
         self.busy_seconds: dict[str, float] = {}
         """What the slowest rank, or the server, spent computing, by phase of the current step."""
@@ -91,6 +94,21 @@ class WorkerGroup:
             return await within(self.timeout, f"{self.kind} {self.name!r}: {what}", work)
         except RayError as error:
             raise group_failed(f"{self.kind} {self.name!r}", what, error) from error
+
+
+def throughput(
+    policies: Sequence[WorkerGroup], critics: Sequence[WorkerGroup], turns: float, seconds: float
+) -> Metrics:
+    """A step's length, and the share of it in which neither a server nor a worker computed."""
+    groups = [*policies, *critics]
+    busy = sum(max(seconds_by_pool(groups, phase).values()) for phase in BUSY_PHASES)
+    busy += max(group.busy_seconds.get("collect", 0.0) for group in policies)  # a server each
+    return {
+        "timing_s/step": seconds,
+        "perf/turns_per_second": turns / seconds,
+        "perf/busy_seconds": busy,
+        "perf/overhead_share": 1.0 - busy / seconds,
+    }
 
 
 def seconds_by_pool(groups: Iterable[WorkerGroup], phase: str) -> dict[str, float]:

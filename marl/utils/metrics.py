@@ -1,7 +1,8 @@
 """Numbers of a step: named, timed phases."""
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from marl.types import Metrics
@@ -27,3 +28,18 @@ class PhaseTimer:
 
 def prefixed(prefix: str, metrics: Metrics) -> Metrics:
     return {f"{prefix}/{key}": value for key, value in metrics.items()}
+
+
+class NotFinite(RuntimeError):
+    """A number that must be finite is not; nothing of this step is saved."""
+
+
+def must_be_finite(kind: str, updates: Mapping[str, Metrics], step: int) -> None:
+    """Raise NotFinite for the first loss or gradient norm of these that is no number."""
+    for name, numbers in updates.items():
+        for key in ("grad_norm", "loss"):
+            if key in numbers and not math.isfinite(numbers[key]):
+                raise NotFinite(
+                    f"{kind} {name!r}, step {step}: {key} is {numbers[key]}. Nothing of this step is saved; "
+                    "lower its optim.lr, or look at agent/*/log_prob_gap_max and the rewards of this step"
+                )

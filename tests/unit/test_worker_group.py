@@ -30,7 +30,7 @@ def test_groups_of_one_pool_work_in_turn_where_they_share_collectives(ranks, ove
 
     async def both():
         seen, lock = [], asyncio.Lock()
-        groups = [WorkerGroup(name, Slow(name, ranks, seen), "pool", 5.0, lock) for name in ("alice", "carol")]
+        groups = [WorkerGroup(name, None, Slow(name, ranks, seen), "pool", 5.0, lock) for name in ("alice", "carol")]
         for group in groups:
             group.kind = "policy"
         await asyncio.gather(*(group.save(SimpleNamespace()) for group in groups))

@@ -1,0 +1,27 @@
+"""What the tokens of a step say: how far servers and trainer are apart, and how sure the agents are. Pure, over rows."""
+
+from collections.abc import Sequence
+
+from tensordict import TensorDict
+
+from marl.types import AgentId, Metrics
+from marl.utils.metrics import prefixed
+
+
+def token_metrics(rows: TensorDict, outputs: TensorDict, agents: Sequence[AgentId]) -> tuple[float, Metrics]:
+    """The largest gap between the trainer's log-probs (``outputs``) and the servers', and each agent's numbers."""
+    index = rows["turn_index"].values()
+    answered = index >= 0
+    gap = (outputs["log_probs"].values() - rows["rollout_log_probs"].values())[answered].abs()
+    column, entropy = index[answered] % len(agents), outputs["entropy"].values()[answered]
+    metrics: Metrics = {}
+    for a, agent in enumerate(agents):
+        own = column == a
+        if own.any():
+            numbers = {
+                "log_prob_gap_max": gap[own].max(),
+                "log_prob_gap_mean": gap[own].mean(),
+                "entropy": entropy[own].mean(),
+            }
+            metrics |= prefixed(f"agent/{agent}", {key: float(value) for key, value in numbers.items()})
+    return float(gap.max()), metrics
