@@ -12,6 +12,8 @@ from marl.main import run
 from marl.quickstart.assets import RECIPES, ensure
 from marl.report import conversation
 
+pytestmark = pytest.mark.timeout(900)  # a machine may have other work
+
 AFTER, LIFT = 0.85, 0.35
 """Right, it reaches .96; with answers shifted by one token still .77, for the numbers are learned all the same."""
 
