@@ -1,5 +1,6 @@
 """Resource pools that do not wait for ever."""
 
+import uuid
 from typing import Any
 
 import ray
@@ -34,7 +35,9 @@ class Pool(RayResourcePool):
             if self.use_gpu:
                 bundle[get_platform().ray_resource_name()] = 1
             groups = [
-                placement_group([bundle] * ranks, strategy=strategy, name=f"{self.name_prefix}:{node}")
+                placement_group(
+                    [bundle] * ranks, strategy=strategy, name=f"{self.name_prefix}:{node}:{uuid.uuid4().hex[:8]}"
+                )
                 for node, ranks in enumerate(self.store)
             ]
             self.pgs = groups  # so that a release finds them, placed or not
