@@ -366,7 +366,7 @@ def start_workers(config: DictConfig, parts: list[Part], cleanup: ExitStack) -> 
 
     from marl.controller.pools import Pool
 
-    device = config.trainer.device
+    device, start = config.trainer.device, uuid.uuid4().hex[:8]  # a baseline starts while the team's actors still end
     members: dict[str, list[Part]] = {}
     for part in parts:
         members.setdefault(part.pool, []).append(part)
@@ -382,10 +382,10 @@ def start_workers(config: DictConfig, parts: list[Part], cleanup: ExitStack) -> 
         classes = {part.key: RayClassWithInitArgs(ray.remote(part.worker), **part.arguments) for part in within}
         if len(within) == 1:
             (part,) = within
-            yield part, RayWorkerGroup(pool, classes[part.key], name_prefix=part.key, device_name=device)
+            yield part, RayWorkerGroup(pool, classes[part.key], name_prefix=f"{part.key}_{start}", device_name=device)
         else:
             together = RayWorkerGroup(
-                pool, create_colocated_worker_cls(classes), name_prefix=pool_name, device_name=device
+                pool, create_colocated_worker_cls(classes), name_prefix=f"{pool_name}_{start}", device_name=device
             )
             spawned = together.spawn(classes.keys())
             yield from ((part, spawned[part.key]) for part in within)
