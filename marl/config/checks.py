@@ -31,7 +31,7 @@ def check(config: Any) -> None:
     for function in RULES:
         function(config)
     for name in config.policies:
-        own = OmegaConf.merge(config, {"policies": {}})
+        own = OmegaConf.create(config)
         own.actor_rollout_ref = own_settings(config, name)
         try:
             for function in RULES:
