@@ -98,8 +98,8 @@ def prepare(config: DictConfig) -> DictConfig:
     resolve(config)
     check(config)
     if config.credit.name == "auto":
-        chosen = CREDITS.get(LEARNERS.get(config.learner.name).default_credit)
-        config.credit = OmegaConf.structured(chosen.Config(name=LEARNERS.get(config.learner.name).default_credit))
+        chosen = RUNNERS.get(config.runner.name).default_credit or LEARNERS.get(config.learner.name).default_credit
+        config.credit = OmegaConf.structured(CREDITS.get(chosen).Config(name=chosen))
     check_facts(config)
     with open_dict(config):
         absolutise(config)
@@ -123,7 +123,11 @@ def prepare(config: DictConfig) -> DictConfig:
 
 
 def check_facts(config: DictConfig) -> None:
-    """Raise ConfigError where the configuration asks of a learner what its class says that it does not do."""
+    """Raise ConfigError where the configuration asks of a runner or a learner what its class says that it does not do."""
+    try:
+        RUNNERS.build(config.runner).check(list(config.agents))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     learner, credit = LEARNERS.get(config.learner.name), CREDITS.get(config.credit.name)
     if learner.compares_samples and credit.kind != "advantage" and config.actor_rollout_ref.rollout.n < 2:
         raise ConfigError(
@@ -306,8 +310,7 @@ async def build(config: DictConfig, cleanup: ExitStack, progress: Any = None) ->
         build_reward(config, cleanup, in_driver=config.resources.one_process),
         seed=config.seed,
         max_prompt_length=config.data.max_prompt_length,
-        episode_timeout=config.controller.episode_timeout_s,
-        max_error_rate=config.controller.max_error_rate,
+        settings=config.controller,
     )
     learner = LEARNERS.build(config.learner, credit=CREDITS.build(config.credit))
     reading = critic_reader(config, learner.critic, names) if critics else None

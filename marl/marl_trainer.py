@@ -97,6 +97,7 @@ class MARLTrainer:
             collection = await self.collect(tasks)
         with phase("score"):
             episodes = await self.controller.score(collection.episodes, self.step_number)
+        self.controller.accuracy.update(episodes)
         self.sampled_tokens += sum(sum(turn.response_mask) for episode in episodes for turn in episode.turns)
         self.turns_per_episode = sum(len(episode.turns) for episode in episodes) / len(episodes)
         batch = self.batch_of(episodes)
@@ -203,6 +204,7 @@ class MARLTrainer:
             state: dict[str, Any] = {"sampled_tokens": self.sampled_tokens, "turns_per_episode": self.turns_per_episode}
             state |= {"step": self.step_number, "policies": sorted(self.policies)}
             state |= {"critics": sorted(self.critics.groups), "references": self.references.state_dict()}
+            state |= {"accuracy": self.controller.accuracy.state_dict()}
             state |= {"log_prob_gap_max": self.log_prob_gap_max, "history": list(self.history.items())}
             checkpoint.write_state(folder, state)
         checkpoint.prune(root, self.config.trainer.max_actor_ckpt_to_keep)
@@ -230,6 +232,7 @@ class MARLTrainer:
         self.loader.load_state_dict(torch.load(folder / "data.pt", weights_only=True))
         self.step_number, self.log_prob_gap_max = state["step"], state["log_prob_gap_max"]
         self.sampled_tokens, self.turns_per_episode = state["sampled_tokens"], state["turns_per_episode"]
+        self.controller.accuracy.load_state_dict(state["accuracy"])
         self.history = dict(state["history"])
         logger.warning("resumed from %s", folder)
 
@@ -268,7 +271,9 @@ class MARLTrainer:
 
     def _team_metrics(self, episodes: Sequence[Episode], collection: Collection) -> Metrics:
         metrics = prefixed("team", conversation.team_metrics(episodes))
+        metrics |= prefixed("team", conversation.count_metrics(episodes))
         metrics["team/episodes"] = float(len(episodes))
+        metrics["team/refused_contexts"] = float(collection.refused)
         metrics["team/failed_episodes"] = float(len(collection.failures) + len(collection.episodes) - len(episodes))
         for agent in self.config.agents:
             metrics |= prefixed(f"agent/{agent}", conversation.agent_metrics(episodes, agent))

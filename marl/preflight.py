@@ -12,11 +12,11 @@ from omegaconf import DictConfig
 from marl.config import plan
 from marl.config.data import file_list, rows_of
 from marl.config.errors import ConfigError
-from marl.config.policies import changes_of, own_settings, policy_by_agent
+from marl.config.policies import all_policies, changes_of, own_settings, policies_by_agent
 from marl.controller.chat import ChatEncoder
 from marl.modules import models
 from marl.modules.workers.settings import check_settings
-from marl.runners.base import with_role
+from marl.runners import RUNNERS, followed_by
 
 PROMPTS_READ = 100
 """Of every file; encoding all of a large one takes minutes."""
@@ -24,7 +24,7 @@ PROMPTS_READ = 100
 
 def preflight(config: DictConfig) -> None:
     """Raise ConfigError for what a worker, a server or the first episode would fail on."""
-    names = list(dict.fromkeys(policy_by_agent(config.agents).values()))
+    names = all_policies(config.agents)
     encoders = {}
     check_settings(config.actor_rollout_ref)
     for name in names:
@@ -58,11 +58,11 @@ def encoder_of(config: DictConfig, own: DictConfig, key: str) -> ChatEncoder:
 
 def check_prompts(config: DictConfig, encoders: Mapping[str, ChatEncoder]) -> None:
     """Raise ConfigError where the agents are shown more than ``data.max_prompt_length`` before anybody has spoken."""
-    limit, policies = config.data.max_prompt_length, policy_by_agent(config.agents)
+    limit, policies = config.data.max_prompt_length, policies_by_agent(config.agents)
     for key in ("train_files", "val_files"):
         for file in file_list(config.data[key]):
             lengths = [
-                max(len(encoders[policies[agent]].encode(shown_to(row, agent, config))) for agent in config.agents)
+                max(len(encoders[policies[agent][0]].encode(shown_to(row, agent, config))) for agent in config.agents)
                 for row in islice(rows_of(file, config.data.prompt_key), PROMPTS_READ)
             ]
             long = [length for length in lengths if length > limit]
@@ -76,14 +76,15 @@ def check_prompts(config: DictConfig, encoders: Mapping[str, ChatEncoder]) -> No
 def shown_to(row: Mapping[str, Any], agent: str, config: DictConfig) -> list[dict[str, Any]]:
     """An agent's first observation of a row."""
     private = ((row.get("extra_info") or {}).get("agent_prompts") or {}).get(agent)
-    return with_role(list(private or row[config.data.prompt_key]), config.agents[agent].role)
+    return followed_by(list(private or row[config.data.prompt_key]), config.agents[agent].role)
 
 
 def plan_text(
     config: DictConfig, pool_by_policy: Mapping[str, str], pool_by_critic: Mapping[str, str] | None = None
 ) -> str:
     """The batch arithmetic and the memory of a checked configuration, and a warning where that is more than there is."""
-    batch, card = plan.batch_of(config), card_bytes(config.trainer.device)
+    turns = RUNNERS.build(config.runner).most_turns(list(config.agents))
+    batch, card = plan.batch_of(config, turns), card_bytes(config.trainer.device)
     pools: dict[str, list[tuple[str, plan.Memory]]] = {}
     asleep: dict[str, bool] = {}
     for policy in batch.policies:

@@ -5,8 +5,9 @@ Tensor names carry their axes: E episodes, R rounds, A agents, B rows, T tokens.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ class Task:
     """The final answer that a text gives, or None where it gives none."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """verl's ``extra_info``; ``agent_prompts`` holds private observations, an agent's messages by its name."""
+    hide: Callable[[str], str] = str
+    """A text without the final answer that it gives."""
 
     def observation(self, agent: AgentId) -> list[Message]:
         """What this agent is shown of the task: its private messages where the row has them, else the prompt."""
@@ -76,7 +79,26 @@ class Turn:
     version: int = 0
     """The trainer's step whose weights generated this turn."""
     seed: int = 0
+    branch: int = 0
+    """Which of the agent's alternatives at this point, from 0; below 0 for a note that it wrote for itself."""
+    kept: bool = True
+    """False: the conversation did not go on from it."""
+    compared: bool = False
+    """Compared with its alternatives, the agent's other turns of the same episode and round, by their verdicts alone."""
+    answers: bool = True
+    """False: it is no answer to the task (a critique, a choice, a pass), and worth what the team's answer is worth."""
+    trained: bool = True
+    """False: it is played and never trained, whatever the configuration says."""
     verdict: Verdict | None = None
+
+    @property
+    def place(self) -> tuple[AgentId, int, int]:
+        """What tells it from the other turns of its episode."""
+        return self.agent, self.round, self.branch
+
+    @property
+    def truncated(self) -> bool:
+        return self.stop_reason == "length"
 
     @property
     def judged(self) -> Verdict:
@@ -101,9 +123,19 @@ class Episode:
     """The team's final answer, as the runner decided it."""
     verdict: Verdict | None = None
     """The verdict on the team's answer."""
+    seed: int = 0
+    """Of everything that the runner draws."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """How often something happened that is worth counting, by its name: a dropped round, a choice of nobody."""
+
+    @property
+    def path(self) -> list[Turn]:
+        """The turns that the conversation went through: all but the alternatives that were not kept."""
+        return [turn for turn in self.turns if turn.kept]
 
     def trajectory(self, agent: AgentId) -> list[Turn]:
-        return [turn for turn in self.turns if turn.agent == agent]
+        """One agent's turns on the path, by round."""
+        return sorted((turn for turn in self.path if turn.agent == agent), key=lambda turn: turn.round)
 
     @property
     def judged(self) -> Verdict:
@@ -112,12 +144,15 @@ class Episode:
 
     @property
     def num_rounds(self) -> int:
-        return max((turn.round for turn in self.turns), default=0)
+        return max((turn.round for turn in self.turns if turn.kept), default=0)
 
 
 @dataclass(slots=True)
 class JointBatch:
     """One step's experience of all agents: dense turn grids, and ragged rows for every policy.
+
+    Column R of a grid is a round. Where a conversation branched, the alternatives that it did not follow stand in further
+    columns behind the last round: the mathematics of conversations sees :meth:`path` alone.
 
     A row's ``turn_index`` [T] points every answer token into a flattened [E, R, A] grid and is -1 elsewhere, so that
     numbers of turns reach tokens whether a row holds one turn or many.
@@ -134,12 +169,26 @@ class JointBatch:
     """1 on the turns that are trained."""
     rows: dict[PolicyName, TensorDict]
     """Rows with verl's keys, as jagged nested tensors; trained turns only."""
+    cells: list[list[int]] = field(default_factory=list)
+    """Where every turn of every episode stands in a flattened grid; -1 for a turn that is in none."""
+    siblings_ERA: Tensor | None = None
+    """The number of the set of alternatives that a turn is compared with, -1 for the others; None where there is no set."""
+    num_rounds: int | None = None
+    """Columns that are rounds; None for all."""
     value_rows: dict[CriticName, TensorDict] = field(default_factory=dict)
     """What each critic reads: ``input_ids``, and where in a row its values are read (``read_at``, ``turn_index``)."""
     values_ERA: Tensor | None = None
     """A value of every trained turn, where critics value turns; values of tokens lie in the rows."""
     returns_ERA: Tensor | None = None
     """What the critics should have said, from the learner."""
+
+    def path(self) -> JointBatch:
+        """The same batch, as if the alternatives that no conversation followed had never been spoken."""
+        if self.num_rounds is None:
+            return self
+        mask_ERA = self.mask_ERA.clone()
+        mask_ERA[:, self.num_rounds :] = 0
+        return replace(self, mask_ERA=mask_ERA)
 
 
 class PolicyGroup(Protocol):

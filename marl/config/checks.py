@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from marl.config.data import DATA_SUFFIXES, file_list
 from marl.config.errors import ConfigError
-from marl.config.policies import changes_of, own_settings, policy_by_agent
+from marl.config.policies import all_policies, changes_of, own_settings, policies_by_agent
 from marl.config.ranges import check_values
 from marl.utils.registry import did_you_mean
 
@@ -70,7 +70,7 @@ def samples_are_the_teams(config: Any) -> None:
 
 
 def policy_names(config: Any) -> list[str]:
-    return list(dict.fromkeys(policy_by_agent(config.agents).values()))
+    return all_policies(config.agents)
 
 
 @rule
@@ -89,6 +89,26 @@ def policies_are_acted_with(config: Any) -> None:
             raise ConfigError(
                 f"policies.{name}: no agent acts with it; expected one of {', '.join(known)}.{did_you_mean(name, known)}"
             )
+
+
+@rule
+def policies_of_rounds_take_turns(config: Any) -> None:
+    for name, agent in config.agents.items():
+        rounds = list(agent.policy_by_round)
+        if rounds and agent.policy is not None:
+            raise ConfigError(
+                f"agents.{name}.policy={agent.policy} and agents.{name}.policy_by_round={rounds} both name its policy; unset one"
+            )
+        if agent.temperature is None:
+            heat = {
+                policy: own_settings(config, policy).rollout.temperature
+                for policy in policies_by_agent(config.agents)[name]
+            }
+            if len(set(heat.values())) > 1:
+                raise ConfigError(
+                    f"agents.{name}.policy_by_round={rounds}: its policies sample at the temperatures {heat}, and an agent has "
+                    f"one; set agents.{name}.temperature"
+                )
 
 
 @rule
@@ -286,6 +306,8 @@ def trained_agents_sample(config: Any) -> None:
 @rule
 def trained_rounds_exist(config: Any) -> None:
     rounds, last = config.learner.get("train_rounds"), config.runner.get("num_rounds")
+    if config.runner.get("order") is not None and config.runner.order.name == "sequential":
+        last = None  # every turn is a round of its own
     if rounds is not None and (not rounds or min(rounds) < 1 or (last is not None and max(rounds) > last)):
         raise ConfigError(
             f"learner.train_rounds={list(rounds)}: rounds are counted from 1{f' to runner.num_rounds={last}' if last else ''}; "
@@ -409,6 +431,11 @@ def names_are_names(config: Any) -> None:
     """Names become folders, actors, metrics and keys."""
     agents = {f"agents.{name}": name for name in config.agents}
     policies = {f"agents.{name}.policy={agent.policy}": agent.policy for name, agent in config.agents.items()}
+    policies |= {
+        f"agents.{name}.policy_by_round={list(agent.policy_by_round)}": policy
+        for name, agent in config.agents.items()
+        for policy in agent.policy_by_round
+    }
     pools = {
         f"policies.{name}.pool={changes.pool}": changes.pool
         for name, changes in config.policies.items()
@@ -453,17 +480,28 @@ def a_conversation_fits_the_server(config: Any) -> None:
 
 @rule
 def templates_can_be_filled(config: Any) -> None:
-    template = config.runner.get("peer_template")
-    if template is None:
-        return
-    expected = "expected a text with the fields {agent} and {text}; write {{ for a brace"
-    try:
-        fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
-    except ValueError as error:
-        raise ConfigError(f"runner.peer_template={template!r}: {error}; {expected}") from None
-    for field in fields:
-        if field not in ("agent", "text"):
-            raise ConfigError(f"runner.peer_template={template!r}: there is no field {field!r}; {expected}")
+    for key, known in TEMPLATES.items():
+        template = config.runner.get(key)
+        if template is None:
+            continue
+        expected = (
+            f"expected a text with the fields {', '.join(f'{{{field}}}' for field in known)}; write {{{{ for a brace"
+        )
+        try:
+            fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
+            template.format(**known)
+        except (KeyError, IndexError, AttributeError):
+            missing = next(field for field in fields if field not in known)
+            raise ConfigError(f"runner.{key}={template!r}: there is no field {missing!r}; {expected}") from None
+        except ValueError as error:
+            raise ConfigError(f"runner.{key}={template!r}: {error}; {expected}") from None
+
+
+TEMPLATES: dict[str, dict[str, Any]] = {
+    "peer_template": {"agent": "", "text": "", "answer": "", "score": 0.0},
+    "menu": {"workers": ""},
+}
+"""Templates of runners, with a value of each field."""
 
 
 @rule

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from marl.config.policies import own_settings, policy_by_agent
+from marl.config.policies import all_policies, own_settings, policies_by_agent
 
 BYTES = {"fp32": 4, "float32": 4, "32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "16": 2}
 
@@ -131,12 +131,11 @@ class PolicyBatch:
 
 @dataclass(frozen=True)
 class Batch:
-    """A step's arithmetic: tasks x samples = episodes, x agents x rounds = turns."""
+    """A step's arithmetic: tasks x samples = episodes, x turns of every agent."""
 
     tasks: int
     samples: int
-    agents: int
-    rounds: int
+    turns_by_agent: Mapping[str, int]
     policies: tuple[PolicyBatch, ...]
 
     @property
@@ -145,24 +144,30 @@ class Batch:
 
     @property
     def turns(self) -> int:
-        return self.episodes * self.agents * self.rounds
+        return self.episodes * sum(self.turns_by_agent.values())
 
 
-def batch_of(config: Any) -> Batch:
-    """The arithmetic of a resolved configuration. A runner without ``num_rounds`` lets every agent speak once."""
-    rollout = config.actor_rollout_ref.rollout
-    rounds = config.runner.get("num_rounds") or 1
-    by_agent = policy_by_agent(config.agents)
-    policies = tuple(policy_batch(config, name, by_agent, rounds) for name in dict.fromkeys(by_agent.values()))
-    return Batch(config.data.train_batch_size, rollout.n, len(by_agent), rounds, policies)
+def batch_of(config: Any, turns_by_agent: Mapping[str, int]) -> Batch:
+    """The arithmetic of a resolved configuration, whose runner lets every agent speak so often at most."""
+    policies = tuple(policy_batch(config, name, turns_by_agent) for name in all_policies(config.agents))
+    return Batch(config.data.train_batch_size, config.actor_rollout_ref.rollout.n, turns_by_agent, policies)
 
 
-def policy_batch(config: Any, name: str, by_agent: Mapping[str, str], rounds: int) -> PolicyBatch:
+def trained_turns(config: Any, policy: str, turns_by_agent: Mapping[str, int]) -> int:
+    """How many turns of an episode train a policy, at most."""
+    taught, count = config.learner.get("train_rounds"), 0
+    for agent, policies in policies_by_agent(config.agents).items():
+        if config.agents[agent].trainable:
+            rounds = range(1, turns_by_agent[agent] + 1)
+            own = sum(policies[min(r, len(policies)) - 1] == policy for r in rounds)
+            count += own if taught is None else min(own, len(taught))
+    return count
+
+
+def policy_batch(config: Any, name: str, turns_by_agent: Mapping[str, int]) -> PolicyBatch:
     own = own_settings(config, name)
-    agents = tuple(agent for agent, policy in by_agent.items() if policy == name)
-    trained = sum(bool(config.agents[agent].trainable) for agent in agents)
-    taught = config.learner.get("train_rounds")
-    rows = config.data.train_batch_size * own.rollout.n * trained * (rounds if taught is None else len(taught))
+    agents = tuple(agent for agent, policies in policies_by_agent(config.agents).items() if name in policies)
+    rows = config.data.train_batch_size * own.rollout.n * trained_turns(config, name, turns_by_agent)
     mini_batches = config.data.train_batch_size // own.actor.ppo_mini_batch_size
     ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
     parallel = (
@@ -245,9 +250,10 @@ def batch_text(batch: Batch) -> str:
         )
         for policy in batch.policies
     ]
+    speaking = " + ".join(f"{turns} of {agent}" for agent, turns in batch.turns_by_agent.items())
     head = (
-        f"a step: {batch.tasks} tasks x {batch.samples} samples = {batch.episodes} episodes, x {batch.agents} agents x "
-        f"{batch.rounds} rounds = {batch.turns} turns at most"
+        f"a step: {batch.tasks} tasks x {batch.samples} samples = {batch.episodes} episodes, x ({speaking}) = {batch.turns} turns "
+        "at most"
     )
     return "\n".join([head, *aligned(rows)])
 

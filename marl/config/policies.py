@@ -6,9 +6,15 @@ from typing import Any
 from omegaconf import OmegaConf
 
 
-def policy_by_agent(agents: Mapping[str, Any]) -> dict[str, str]:
-    """An agent without a ``policy`` has one of its own, of its name."""
-    return {name: agent.policy or name for name, agent in agents.items()}
+def policies_by_agent(agents: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Each agent's policies of rounds 1, 2, …; the last one is that of all later rounds. An agent that names none has one
+    of its own, of its name."""
+    return {name: list(agent.policy_by_round) or [agent.policy or name] for name, agent in agents.items()}
+
+
+def all_policies(agents: Mapping[str, Any]) -> list[str]:
+    """All policies, in the order of the agents."""
+    return list(dict.fromkeys(policy for policies in policies_by_agent(agents).values() for policy in policies))
 
 
 def changes_of(policies: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -25,4 +31,4 @@ def own_settings(config: Any, name: str) -> Any:
 
 def trained_policies(agents: Mapping[str, Any]) -> list[str]:
     """The policies of the agents that are trained, in their order."""
-    return list(dict.fromkeys(policy for name, policy in policy_by_agent(agents).items() if agents[name].trainable))
+    return all_policies({name: agent for name, agent in agents.items() if agent.trainable})

@@ -135,12 +135,19 @@ NUMBERS: dict[str, Number] = {
     "controller.episode_timeout_s": SECONDS,
     "controller.max_error_rate": SHARE,
     "controller.log_prob_gap_alarm": Number(0),
+    "controller.no_answer_score": Number(null=True),
+    "controller.truncated_score": Number(null=True),
     "algorithm.gamma": SHARE,
     "algorithm.lam": SHARE,
     "learner.gamma": Number(0, 1, optional=True),
     "learner.lam": Number(0, 1, optional=True),
     "credit.gamma": Number(0, 1, optional=True),
-    "runner.num_rounds": count(1, 10_000, optional=True),
+    **{
+        f"runner.{key}": count(1, 10_000, optional=True)
+        for key in ("num_rounds", "num_turns", "num_answers", "num_revisions", "num_picks", "num_peers", "laps")
+    },
+    "runner.num_levels": count(1, 100, optional=True),
+    "runner.num_branches": count(1, 1000, optional=True),
     "ray_kwargs.ray_init.num_cpus": count(1, null=True),
 }
 
@@ -158,6 +165,7 @@ SWITCHES = (
     "trainer.val_before_train",
     "trainer.val_only",
     "critic.enable",
+    "controller.train_truncated",
     "algorithm.use_kl_in_reward",
     "algorithm.norm_adv_by_std_in_grpo",
 )

@@ -13,6 +13,8 @@ class AgentConfig:
 
     policy: str | None = None
     """The policy it acts with; null for one of its own, of its name."""
+    policy_by_round: list[str] = field(default_factory=list)
+    """The policies of rounds 1, 2, …, the last one for all later rounds too; empty for ``policy`` in every round."""
     role: str = ""
     """Text after the question in its first observation."""
     trainable: bool = True
@@ -71,6 +73,13 @@ class ControllerConfig:
     """A larger difference between a server's and the trainer's log-prob of a token is warned of."""
     answer_rule: AnswerRule = AnswerRule.strict
     """Where a text gives its answer to a GSM8K question."""
+    no_answer_score: float | None = None
+    """The score of a turn that gives no answer where it should: an abstention that helps the team is otherwise learned as
+    a trick. null: what the reward function says."""
+    truncated_score: float | None = None
+    """The score of an answer that was cut off at its limit; null: what the reward function says."""
+    train_truncated: bool = True
+    """Whether answers that were cut off are trained."""
     reward_processes: int = 2
     """How many processes judge what may hang: mathematics, and custom reward functions that are not async. They start
     with the first text that needs one. 0 judges in the driver, without a deadline, where a breakpoint works."""

@@ -1,5 +1,6 @@
 """Episodes to the joint batch: dense turn grids, and ragged rows for every policy. Pure."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -22,25 +23,40 @@ def joint_batch(
 ) -> JointBatch:
     """Grids over all turns; rows of the turns that are trained: those of the agents in ``temperatures`` and of
     ``train_rounds`` (None for all). With ``pack_turns`` a turn whose prompt extends the agent's last one shares its row."""
-    shape = (len(episodes), max((episode.num_rounds for episode in episodes), default=0), len(agents))
+    num_rounds = max((episode.num_rounds for episode in episodes), default=0)
+    places = [columns_of(episode, num_rounds) for episode in episodes]
+    width = max((column + 1 for columns in places for column in columns), default=0)
+    shape = (len(episodes), max(num_rounds, width), len(agents))
     mask_ERA, trained_ERA = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
-    verdicts_ERA = np.zeros(shape, dtype=np.float32)
-    column = {agent: a for a, agent in enumerate(agents)}
+    verdicts_ERA, siblings_ERA = np.zeros(shape, dtype=np.float32), np.full(shape, -1)
+    seat = {agent: a for a, agent in enumerate(agents)}
+    sets: dict[tuple, int] = {}
     chains: dict[PolicyName, list[Chain]] = {}
+    cells: list[list[int]] = []
     for e, episode in enumerate(episodes):
         last: dict[AgentId, Chain] = {}
-        for turn in episode.turns:
-            cell = (e, turn.round - 1, column[turn.agent])
+        cells.append([-1] * len(episode.turns))
+        for i, (turn, column) in enumerate(zip(episode.turns, places[e], strict=True)):
+            if column < 0:
+                continue
+            cell = (e, column, seat[turn.agent])
+            cells[e][i] = int(np.ravel_multi_index(cell, shape))
             mask_ERA[cell], verdicts_ERA[cell] = True, turn.judged.score
-            if turn.agent in temperatures and (train_rounds is None or turn.round in train_rounds):
+            if turn.compared:
+                siblings_ERA[cell] = sets.setdefault((e, turn.agent, turn.round), len(sets))
+            rounds = train_rounds is None or turn.round in train_rounds
+            if turn.trained and rounds and turn.agent in temperatures:
                 trained_ERA[cell] = True
-                entry = (turn, int(np.ravel_multi_index(cell, shape)))
+                entry = (turn, cells[e][i])
                 if pack_turns and turn.agent in last and continues(turn, last[turn.agent][-1][0]):
                     last[turn.agent].append(entry)
                 else:
                     last[turn.agent] = [entry]
                     chains.setdefault(turn.policy, []).append(last[turn.agent])
     return JointBatch(
+        cells=cells,
+        siblings_ERA=torch.from_numpy(siblings_ERA) if sets else None,
+        num_rounds=num_rounds if shape[1] > num_rounds else None,
         agents=list(agents),
         tasks_E=[episode.task.id for episode in episodes],
         mask_ERA=torch.from_numpy(mask_ERA),
@@ -49,6 +65,22 @@ def joint_batch(
         team_verdict_E=torch.tensor([episode.judged.score if episode.verdict else 0.0 for episode in episodes]),
         rows={policy: to_rows(turns, temperatures) for policy, turns in chains.items()},
     )
+
+
+def columns_of(episode: Episode, num_rounds: int) -> list[int]:
+    """The column of each turn: of the path its round, of alternatives that are trained the next free one behind all rounds;
+    -1 for a turn that stands in no grid."""
+    behind: Counter[AgentId] = Counter()
+    columns = []
+    for turn in episode.turns:
+        if turn.kept:
+            columns.append(turn.round - 1)
+        elif turn.trained:
+            columns.append(num_rounds + behind[turn.agent])
+            behind[turn.agent] += 1
+        else:
+            columns.append(-1)
+    return columns
 
 
 def continues(turn: Turn, previous: Turn) -> bool:

@@ -9,6 +9,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 
 from marl.controller.chat import ChatEncoder
 from marl.controller.failures import group_failed
+from marl.runners import ContextOverflow
 from marl.types import AgentId, Message, PolicyName, Turn
 
 SEED_KEYS = {"sglang": "sampling_seed"}
@@ -72,15 +73,15 @@ class PolicyClient:
         sampling: Mapping[str, Any],
         max_prompt_length: int,
     ) -> Turn:
-        """Generate one turn. Raises ValueError for an observation longer than ``max_prompt_length`` tokens, BadAnswer for
+        """Generate one turn. Raises ContextOverflow for an observation longer than ``max_prompt_length`` tokens, BadAnswer for
         what is no turn."""
         if previous is not None and previous.policy != self.policy:
             previous = None  # another policy's tokenizer: its ids are not ours
         prompt_ids = self.encoder.encode(observation, previous)
         if len(prompt_ids) > max_prompt_length:
-            raise ValueError(
+            raise ContextOverflow(
                 f"agent {agent!r} was shown {len(prompt_ids)} tokens in round {round}, data.max_prompt_length allows "
-                f"{max_prompt_length}; raise it, or shorten the conversation"
+                f"{max_prompt_length}; raise it, or set runner.overflow to drop_oldest or summarise"
             )
         params = {**sampling, self.seed_key: seed, "logprobs": True}
         try:

@@ -3,15 +3,16 @@
 import asyncio
 import functools
 import logging
+from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from marl.controller.client import PolicyClient
 from marl.controller.failures import GroupFailed
 from marl.controller.policy_map import PolicyMap
 from marl.rewards import Reward
-from marl.runners import LiveEpisode, Runner
+from marl.runners import ContextOverflow, Generate, LiveEpisode, Replay, Runner
 from marl.types import AgentId, Episode, Message, PolicyName, Task, Turn, Verdict
 from marl.utils.seeding import derive_seed
 
@@ -29,6 +30,11 @@ class Collection:
     episodes: list[Episode]
     failures: list[Exception] = field(default_factory=list)
 
+    @property
+    def refused(self) -> int:
+        """Episodes that ended because a conversation grew too long."""
+        return sum(isinstance(error, ContextOverflow) for error in self.failures)
+
 
 def outcome(task: asyncio.Task[Episode]) -> Episode | Exception:
     error = task.exception()
@@ -42,9 +48,31 @@ def outcome(task: asyncio.Task[Episode]) -> Episode | Exception:
 def team_verdict(episode: Episode) -> Verdict:
     """The verdict on the last turn that gave the team's answer, since only texts can be judged; 0 for no answer."""
     for turn in reversed(episode.turns):
-        if episode.answer is not None and episode.task.extract(turn.text) == episode.answer:
+        if turn.answers and episode.answer is not None and episode.task.extract(turn.text) == episode.answer:
             return turn.judged
     return Verdict(score=0.0, answer=episode.answer)
+
+
+class Accuracy:
+    """Each agent's share of right answers in training so far; one half before it has given any."""
+
+    def __init__(self) -> None:
+        self.right: Counter[AgentId] = Counter()
+        self.given: Counter[AgentId] = Counter()
+
+    def update(self, episodes: Sequence[Episode]) -> None:
+        for turn in (turn for episode in episodes for turn in episode.turns if turn.answers):
+            self.right[turn.agent] += turn.correct
+            self.given[turn.agent] += 1
+
+    def shares(self) -> dict[AgentId, float]:
+        return {agent: (self.right[agent] + 1) / (given + 2) for agent, given in self.given.items()}
+
+    def state_dict(self) -> dict[str, dict[AgentId, int]]:
+        return {"right": dict(self.right), "given": dict(self.given)}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[AgentId, int]]) -> None:
+        self.right, self.given = Counter(state["right"]), Counter(state["given"])
 
 
 class Controller:
@@ -57,15 +85,17 @@ class Controller:
         *,
         seed: int,
         max_prompt_length: int,
-        episode_timeout: float,
-        max_error_rate: float,
+        settings: Any,
     ) -> None:
+        """``settings``: the group ``controller`` of the configuration."""
         self.runner, self.agents, self.clients, self.reward = runner, agents, clients, reward
         self.policy_map = PolicyMap(agents)
         self.roles = {name: agent.role for name, agent in agents.items()}
         self.sampling = functools.cache(self._sampling)  # reading a configuration costs more than the rest of a turn
         self.seed, self.max_prompt_length = seed, max_prompt_length
-        self.episode_timeout, self.max_error_rate = episode_timeout, max_error_rate
+        self.settings = settings
+        self.episode_timeout, self.max_error_rate = settings.episode_timeout_s, settings.max_error_rate
+        self.accuracy = Accuracy()
 
     async def collect(self, tasks: Sequence[Task], samples: int, step: int, validate: bool = False) -> Collection:
         """Play every task ``samples`` times, all episodes at once.
@@ -117,7 +147,7 @@ class Controller:
         try:
             async with asyncio.timeout(self.episode_timeout):
                 for turn in episode.turns:
-                    if turn.verdict is None:
+                    if turn.answers and turn.verdict is None:
                         turn.verdict = await self._judge(episode.task, turn)
         except TimeoutError:
             raise TimeoutError(
@@ -125,6 +155,11 @@ class Controller:
                 f"{episode.task.id}, sample {episode.sample}; raise it, or give the function a deadline"
             ) from None
         episode.verdict = team_verdict(episode)
+        for turn in episode.turns:
+            if not turn.answers:
+                turn.verdict = Verdict(episode.verdict.score, None)
+            if turn.truncated and not self.settings.train_truncated:
+                turn.trained = False
         return episode
 
     def _sampling(self, agent: AgentId, policy: PolicyName, validate: bool) -> Mapping[str, Any]:
@@ -144,7 +179,12 @@ class Controller:
         return sampling
 
     async def _judge(self, task: Task, turn: Turn) -> Verdict:
-        return await self.reward.judge(task, turn.text)
+        verdict = await self.reward.judge(task, turn.text)
+        if turn.truncated and self.settings.truncated_score is not None:
+            return replace(verdict, score=self.settings.truncated_score)
+        if verdict.answer is None and self.settings.no_answer_score is not None:
+            return replace(verdict, score=self.settings.no_answer_score)
+        return verdict
 
     async def _bounded(self, task: Task, sample: int, step: int, validate: bool) -> Episode:
         try:
@@ -158,21 +198,48 @@ class Controller:
     async def _play(self, task: Task, sample: int, step: int, validate: bool) -> Episode:
         # validation draws the same numbers every time: its curve moves with the weights alone
         key = (self.seed, "validate" if validate else step, task.id, sample)
-        record = Episode(task=task, sample=sample, agents=list(self.agents))
+        record = Episode(task=task, sample=sample, agents=list(self.agents), seed=derive_seed(*key))
+        return await self._run(record, self.generate(key, step, validate))
 
-        async def generate(agent: AgentId, observation: list[Message], round: int, previous: Turn | None) -> Turn:
+    async def _run(self, record: Episode, generate: Generate) -> Episode:
+        live = LiveEpisode(
+            record, generate, self._judge, self.roles, self.runner.config.overflow, accuracy=self.accuracy.shares()
+        )
+        record.answer = await self.runner.run(live)
+        return record
+
+    def generate(self, key: tuple, step: int, validate: bool = False) -> Generate:
+        """What turns observations into turns of one episode; ``key`` names the episode, and seeds what is sampled."""
+
+        async def generate(
+            agent: AgentId, observation: list[Message], round: int, previous: Turn | None, branch: int
+        ) -> Turn:
             policy = self.policy_map.policy(agent, round)
-            return await self.clients[policy].act(
+            turn = await self.clients[policy].act(
                 agent,
                 observation,
                 round,
                 previous,
-                session=f"{step}/{task.id}/{sample}/{agent}",
-                seed=derive_seed(*key, agent, round),
+                session=f"{'/'.join(map(str, key[1:]))}/{agent}",
+                seed=derive_seed(*key, agent, round, *([branch] if branch else [])),
                 sampling=self.sampling(agent, policy, validate),
                 max_prompt_length=self.max_prompt_length,
             )
+            turn.branch = branch
+            return turn
 
-        live = LiveEpisode(record, generate, self._judge, derive_seed(*key), self.roles)
-        record.answer = await self.runner.run(live)
-        return record
+        return generate
+
+    async def resume(
+        self, episode: Episode, at: Turn, step: int, alternative: int, answer: Turn | None = None
+    ) -> Episode:
+        """Play a recorded episode again up to a turn, put another answer in its place and play on with the servers.
+
+        Without ``answer`` the servers give one; ``alternative`` seeds it and what follows. Turns before it, and those
+        spoken at the same time, stay as they were. The result is not scored yet.
+        """
+        key = (self.seed, "resume", alternative, step, episode.task.id, episode.sample)
+        generate = Replay(episode, self.generate(key, step), {at.place: answer})
+        record = Episode(episode.task, episode.sample, list(episode.agents), seed=episode.seed)
+        async with asyncio.timeout(self.episode_timeout):
+            return await self._run(record, generate)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from marl.config.policies import policy_by_agent
+from marl.config.policies import policies_by_agent
 from marl.types import AgentId, PolicyName
 
 
@@ -11,10 +11,12 @@ class PolicyMap:
     """(agent, round) -> policy."""
 
     def __init__(self, agents: Mapping[AgentId, Any]) -> None:
-        self._policy = policy_by_agent(agents)
+        self._policies = policies_by_agent(agents)
 
     def policy(self, agent: AgentId, round: int) -> PolicyName:
-        return self._policy[agent]
+        policies = self._policies[agent]
+        return policies[min(round, len(policies)) - 1]
 
     def agents(self, policy: PolicyName) -> list[AgentId]:
-        return [agent for agent, name in self._policy.items() if name == policy]
+        """The agents that act with it in any round."""
+        return [agent for agent, policies in self._policies.items() if policy in policies]

@@ -7,7 +7,7 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from verl.trainer.ppo.utils import create_rl_dataset, create_rl_sampler
 
-from marl.rewards import extractor
+from marl.rewards import extractor, hider
 from marl.types import Task
 
 
@@ -32,6 +32,7 @@ def to_task(row: Mapping[str, Any], id: str, answer_rule: str) -> Task:
         data_source=row["data_source"],
         extract=extractor(row["data_source"], answer_rule),
         extra=row["extra_info"] or {},
+        hide=hider(row["data_source"], answer_rule),
     )
 
 

@@ -72,10 +72,16 @@ class Decisions:
 class Trajectories:
     """Lays decisions out in a matrix [N, T]: a trajectory a row, in the order in which they were taken."""
 
-    def __init__(self, cells_D: Tensor, shape: torch.Size, separate_turns: bool) -> None:
+    def __init__(
+        self, cells_D: Tensor, shape: torch.Size, separate_turns: bool, siblings_ERA: Tensor | None = None
+    ) -> None:
+        """Turns that are compared with their alternatives are trajectories of their own."""
         _, rounds, agents = shape
         episode_D, round_D, agent_D = torch.unravel_index(cells_D, shape)
         seat_D = cells_D if separate_turns else episode_D * agents + agent_D
+        if siblings_ERA is not None:
+            alone_D = siblings_ERA.flatten()[cells_D] >= 0
+            seat_D = torch.where(alone_D, int(torch.tensor(shape).prod()) + cells_D, seat_D)
         order_D = torch.argsort(seat_D * rounds + round_D, stable=True)
         _, self.row_D = seat_D.unique(return_inverse=True)
         lengths_N = torch.bincount(self.row_D)

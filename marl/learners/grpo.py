@@ -49,14 +49,16 @@ class GRPO(Learner):
     config: Config
 
     def assign_credit(self, batch: JointBatch) -> Metrics:
-        credit_ERA = self.credit.assign(batch)
+        credit_ERA = self.credit.of(batch)
         if self.credit.kind == "advantage":
             for rows in batch.rows.values():
                 rows["advantages"] = spread(credit_ERA, rows)
             return {}
         rewards_ERA = credit_ERA - penalties(batch)
         if self.credit.kind == "reward":
-            rewards_ERA = credit.returns_to_go(rewards_ERA, batch.mask_ERA, self.config.gamma)
+            returns_ERA = credit.returns_to_go(rewards_ERA, batch.path().mask_ERA, self.config.gamma)
+            alone = batch.siblings_ERA
+            rewards_ERA = returns_ERA if alone is None else torch.where(alone >= 0, rewards_ERA, returns_ERA)
         if self.config.estimator not in (None, "grpo"):
             self.estimate(batch, rewards_ERA)
         else:
@@ -104,7 +106,10 @@ class GRPO(Learner):
                 view = [1, 1, 1]
                 view[axis] = -1
                 keys_ERA = keys_ERA * (int(numbers.max()) + 1) + numbers.view(view)
-        return keys_ERA
+        if batch.siblings_ERA is None:
+            return keys_ERA
+        sets_ERA = keys_ERA.max() + 1 + batch.siblings_ERA
+        return torch.where(batch.siblings_ERA >= 0, sets_ERA, keys_ERA)
 
 
 def degenerate_share(batch: JointBatch, credit_ERA: Tensor, keys_ERA: Tensor) -> Metrics:

@@ -39,7 +39,7 @@ class IPPO(Learner):
         separate_turns = self.credit.kind == "return"
         for name, rows in batch.rows.items():
             decisions = Decisions.of(batch, rows)
-            plan = Trajectories(decisions.cells_D, batch.mask_ERA.shape, separate_turns)
+            plan = Trajectories(decisions.cells_D, batch.mask_ERA.shape, separate_turns, batch.siblings_ERA)
             rewards_NT, values_NT = plan.lay(decisions.rewards(rewards_ERA)), plan.lay(decisions.values_D)
             advantages_NT = credit.gae(rewards_NT, values_NT, plan.mask_NT, self.config.gamma, self.config.lam)
             returns_NT = advantages_NT + values_NT
@@ -59,7 +59,7 @@ class IPPO(Learner):
 
     def rewards(self, batch: JointBatch) -> Tensor:
         """Rewards [E, R, A] of the trained turns."""
-        credit_ERA = self.credit.assign(batch)
+        credit_ERA = self.credit.of(batch)
         if self.credit.kind == "return":
             return credit_ERA
         return credit.fold_untrained(credit_ERA, batch.mask_ERA, batch.trained_ERA, self.config.gamma)

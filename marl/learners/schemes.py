@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Literal
 
+import torch
 from hydra.core.config_store import ConfigStore
 from torch import Tensor
 
@@ -31,7 +32,15 @@ class Credit(ABC):
 
     @abstractmethod
     def assign(self, batch: JointBatch) -> Tensor:
-        """Credit [E, R, A] of every turn, zero where nobody spoke."""
+        """Credit [E, R, A] of every turn of the conversations, zero where nobody spoke."""
+
+    def of(self, batch: JointBatch) -> Tensor:
+        """Credit [E, R, A] of every turn. One that is compared with its alternatives is worth its own verdict: what came
+        after the kept one is not theirs to share."""
+        credit_ERA = self.assign(batch.path())
+        if batch.siblings_ERA is None or self.kind == "advantage":
+            return credit_ERA
+        return torch.where(batch.siblings_ERA >= 0, batch.verdicts_ERA, credit_ERA)
 
 
 CREDITS: Registry[Credit] = Registry("credit")
@@ -81,6 +90,24 @@ class Team(Credit):
         elif self.config.of is TeamOf.answer:
             team_ER = batch.team_verdict_E[:, None]
         return team_ER[:, :, None] * mask_ERA
+
+
+@register_credit("zero_sum")
+class ZeroSum(Credit):
+    """What one side wins the others lose: at an agent's last turn, its verdict less the mean of the others' last ones.
+
+    With two sides the rewards of an episode sum to 0 (SPIRAL, arXiv:2506.24119). 0 where nobody else spoke.
+    """
+
+    kind = "reward"
+
+    def assign(self, batch: JointBatch) -> Tensor:
+        mask_ERA = batch.mask_ERA.to(batch.verdicts_ERA.dtype)
+        last_ERA = mask_ERA * (mask_ERA.flip(1).cumsum(1).flip(1) == 1)
+        final_EA, spoke_EA = (batch.verdicts_ERA * last_ERA).sum(1), last_ERA.sum(1)
+        others_EA = spoke_EA.sum(-1, keepdim=True) - spoke_EA
+        lost_EA = (final_EA.sum(-1, keepdim=True) - final_EA) / others_EA.clamp(min=1)
+        return ((final_EA - lost_EA) * (others_EA > 0))[:, None, :] * last_ERA
 
 
 @register_credit("influence")

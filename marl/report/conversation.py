@@ -4,7 +4,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 
 from marl.types import AgentId, Episode, Metrics, Turn
 
@@ -15,25 +15,31 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
+def answers_of(episode: Episode) -> list[Turn]:
+    """The turns of the path that are meant to answer the task."""
+    return [turn for turn in episode.path if turn.answers]
+
+
 def turns_in(episodes: Sequence[Episode], round: int, agent: AgentId | None = None) -> list[Turn]:
+    """The answers of a round."""
     return [
         turn
         for episode in episodes
-        for turn in episode.turns
+        for turn in answers_of(episode)
         if turn.round == round and (agent is None or turn.agent == agent)
     ]
 
 
 def rounds_of(episodes: Sequence[Episode]) -> list[int]:
-    """The rounds in which anybody spoke."""
-    return sorted({turn.round for episode in episodes for turn in episode.turns})
+    """The rounds in which anybody answered."""
+    return sorted({turn.round for episode in episodes for turn in answers_of(episode)})
 
 
 def first_and_last(episodes: Sequence[Episode]) -> Iterator[tuple[Episode, Turn, Turn]]:
-    """Every agent's first and last turn of an episode in which it spoke more than once."""
+    """Every agent's first and last answer of an episode in which it answered more than once."""
     for episode in episodes:
         for agent in episode.agents:
-            turns = episode.trajectory(agent)
+            turns = [turn for turn in episode.trajectory(agent) if turn.answers]
             if len(turns) > 1:
                 yield episode, turns[0], turns[-1]
 
@@ -51,7 +57,9 @@ def swayed(episodes: Sequence[Episode]) -> Metrics:
     outcomes = []
     for episode, first, last in first_and_last(episodes):
         peers = {
-            turn.judged.answer for turn in episode.turns if turn.agent != first.agent and turn.round == first.round
+            turn.judged.answer
+            for turn in answers_of(episode)
+            if turn.agent != first.agent and turn.round == first.round
         }
         peers -= {first.judged.answer, None}
         if first.correct and peers:
@@ -99,17 +107,36 @@ def team_metrics(episodes: Sequence[Episode]) -> Metrics:
     return metrics
 
 
+def count_metrics(episodes: Sequence[Episode]) -> Metrics:
+    """What runners counted, a mean over episodes."""
+    total = sum((episode.counts for episode in episodes), Counter[str]())
+    return {name: count / len(episodes) for name, count in total.items()}
+
+
+def extends(turn: Turn, previous: Turn) -> bool:
+    """Whether a server that has read the previous turn has read the beginning of this one."""
+    ids = previous.prompt_ids + previous.response_ids
+    return turn.prompt_ids[: len(ids)] == ids
+
+
 def agent_metrics(episodes: Sequence[Episode], agent: AgentId) -> Metrics:
-    """One agent's mean verdict, accuracy by round, response length and share of answers that were cut off or missing."""
+    """One agent's turns an episode, mean verdict, accuracy by round, response length, the shares of answers that were cut
+    off or missing and of prompts that extend the last one and the answer to it in ids."""
     turns = [turn for episode in episodes for turn in episode.trajectory(agent)]
     if not turns:
         return {}
     metrics = {
+        "turns": len(turns) / len(episodes),
         "verdict": mean([turn.judged.score for turn in turns]),
         "response_length": mean([len(turn.response_ids) for turn in turns]),
-        "truncated": mean([turn.stop_reason == "length" for turn in turns]),
-        "no_answer": mean([turn.judged.answer is None for turn in turns]),
+        "truncated": mean([turn.truncated for turn in turns]),
     }
+    answers = [turn for turn in turns if turn.answers]
+    if answers:
+        metrics["no_answer"] = mean([turn.judged.answer is None for turn in answers])
+    extended = [extends(turn, last) for e in episodes for last, turn in pairwise(e.trajectory(agent))]
+    if extended:
+        metrics["extended_prompts"] = mean(extended)
     for r in rounds_of(episodes):
         spoken = turns_in(episodes, r, agent)
         if spoken:

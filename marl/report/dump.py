@@ -1,11 +1,31 @@
-"""Episodes as JSON lines: verl's rollout schema (``input output gts score step``), one line a turn, with our columns."""
+"""Episodes as JSON lines: verl's rollout schema (``input output gts score step``), one line a turn, with our columns.
+
+The first line of an episode also holds what is needed to play it again (:func:`read`).
+"""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from marl.types import Episode
+from marl.types import Episode, Task, Turn, Verdict
+
+TURN = (
+    "agent",
+    "round",
+    "policy",
+    "stop_reason",
+    "version",
+    "seed",
+    "branch",
+    "kept",
+    "compared",
+    "answers",
+    "trained",
+)
+"""Columns that are fields of a turn."""
+Extractor = Callable[[str], Callable[[str], str | None]]
+"""data_source -> how its texts give their final answers."""
 
 
 def lines(episodes: Sequence[Episode], step: int) -> list[dict[str, Any]]:
@@ -20,19 +40,21 @@ def lines(episodes: Sequence[Episode], step: int) -> list[dict[str, Any]]:
             "task": episode.task.id,
             "data_source": episode.task.data_source,
             "sample": episode.sample,
-            "agent": turn.agent,
-            "policy": turn.policy,
-            "round": turn.round,
+            **{name: getattr(turn, name) for name in TURN},
+            "messages": turn.observation,
             "answer": turn.judged.answer,
-            "stop_reason": turn.stop_reason,
-            "version": turn.version,
-            "seed": turn.seed,
             "team_answer": episode.answer,
             "team_score": episode.judged.score,
+            **({"episode": whole(episode)} if index == 0 else {}),
         }
         for episode in episodes
-        for turn in episode.turns
+        for index, turn in enumerate(episode.turns)
     ]
+
+
+def whole(episode: Episode) -> dict[str, Any]:
+    task = {"messages": episode.task.messages, "extra_info": dict(episode.task.extra)}
+    return {"agents": episode.agents, "seed": episode.seed, "counts": dict(episode.counts)} | task
 
 
 def write(episodes: Sequence[Episode], step: int, folder: str | Path) -> Path:
@@ -41,3 +63,38 @@ def write(episodes: Sequence[Episode], step: int, folder: str | Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines(episodes, step)))
     return path
+
+
+def read(path: str | Path, extractor: Extractor) -> Iterator[Episode]:
+    """The episodes of a dump, with the texts of their turns and without tokens. Raises ValueError for another file."""
+    record: Episode | None = None
+    for number, text in enumerate(Path(path).read_text().splitlines(), start=1):
+        try:
+            line = json.loads(text)
+            if "episode" in line:
+                if record is not None:
+                    yield record
+                record = begun(line, extractor)
+            if record is None:
+                raise KeyError("episode")
+            record.turns.append(turn_of(line))
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"{path}, line {number}: {error!r}; expected a line that trainer.rollout_data_dir or "
+                "trainer.validation_data_dir of this version wrote"
+            ) from None
+    if record is not None:
+        yield record
+
+
+def begun(line: dict[str, Any], extractor: Extractor) -> Episode:
+    known, source = line["episode"], line["data_source"]
+    task = Task(line["task"], known["messages"], line["gts"], source, extractor(source), known["extra_info"])
+    verdict = Verdict(line["team_score"], line["team_answer"])
+    return Episode(task, line["sample"], known["agents"], [], line["team_answer"], verdict, known["seed"])
+
+
+def turn_of(line: dict[str, Any]) -> Turn:
+    fields = {name: line[name] for name in TURN}
+    verdict = Verdict(line["score"], line["answer"])
+    return Turn(observation=line["messages"], text=line["output"], verdict=verdict, **fields)

@@ -1,6 +1,6 @@
 """Verdicts on turns."""
 
-from marl.rewards.answers import extractor, final_answer, only_answer
+from marl.rewards.answers import extractor, final_answer, hider, only_answer
 from marl.rewards.base import Reward
 from marl.rewards.build import build_reward
 from marl.rewards.builtin import Builtin, builtin_compute_score
@@ -14,5 +14,6 @@ __all__ = [
     "builtin_compute_score",
     "extractor",
     "final_answer",
+    "hider",
     "only_answer",
 ]

@@ -2,7 +2,7 @@
 
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 MINUS = "-\u2212"  # models write the typographic minus too
@@ -16,6 +16,8 @@ QUANTITY = re.compile(rf"\$?(?P<sign>[{MINUS}])?\$?(?P<digits>{DIGITS})\s*(?:\\?
 BRACES = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
 ANSWER_LINE = re.compile(r"\banswer\s*:\s*([^\s][^\n]*)", re.IGNORECASE)
 ONLY_HASHES = re.compile(r"\s*#### ([0-9]+)\s*")
+
+HIDDEN = "[hidden]"
 
 Extract = Callable[[str], str | None]
 DATA = {
@@ -82,19 +84,46 @@ def last_match(pattern: re.Pattern[str], text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """What the last closed ``\\boxed{…}`` holds; braces may be nested. One pass, however many boxes stay open."""
-    open_braces: list[int | None] = []
-    begin, end = -1, -1
+    """What the last closed ``\\boxed{…}`` holds; braces may be nested."""
+    _, begin, end = max(boxes(text), key=lambda box: box[1], default=(-1, -1, -1))
+    return text[begin:end] if begin >= 0 else None
+
+
+def boxes(text: str) -> Iterator[tuple[int, int, int]]:
+    """Every closed ``\\boxed{…}``: where it stands, where its content begins and ends. One pass, however many stay open."""
+    open_braces: list[tuple[int, int] | None] = []
     for brace in BRACES.finditer(text):
         if brace[0].startswith(r"\boxed"):
-            open_braces.append(brace.end())
+            open_braces.append(brace.span())
         elif brace[0] == "{":
             open_braces.append(None)
         elif brace[0] == "}" and open_braces:
-            start = open_braces.pop()
-            if start is not None and start > begin:
-                begin, end = start, brace.start()
-    return text[begin:end] if begin >= 0 else None
+            box = open_braces.pop()
+            if box is not None:
+                yield *box, brace.start()
+
+
+def hider(data_source: str, answer_rule: str = "strict") -> Callable[[str], str]:
+    """How a text of a data source is shown without its final answer."""
+    loose = kind_of(data_source) == "gsm8k" and answer_rule == "flexible"
+    return hide_last_number if loose else hide_answer
+
+
+def hide_answer(text: str) -> str:
+    """Without every ``#### …``, ``\\boxed{…}`` and ``Answer: …``."""
+    kept, end = [], 0
+    for start, _, closed in sorted(boxes(text)):
+        if start >= end:  # a box within a box goes with it
+            kept += [text[end:start], HIDDEN]
+            end = closed + 1
+    text = "".join([*kept, text[end:]])
+    return ANSWER_LINE.sub(f"answer: {HIDDEN}", HASHES.sub(HIDDEN, text))
+
+
+def hide_last_number(text: str) -> str:
+    """Without the last number, wherever else in the text it stands."""
+    answer = last_number(text)
+    return IN_TEXT.sub(lambda number: HIDDEN if plain_number(number) == answer else number[0], text)
 
 
 def plain(answer: str | None) -> str | None:

@@ -1,40 +1,98 @@
 """Debate: agents answer, read one another and answer again (Du et al., arXiv:2305.14325)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
-from marl.runners.base import Agent, LiveEpisode, Runner, majority, register_runner, together, user
-from marl.types import Message, Turn
+from marl.runners.base import Agent, LiveEpisode, Telling, register_runner, together
+from marl.runners.decisions import Decide, agreed, decide
+from marl.types import AgentId, Turn
+
+
+class Sees(Enum):
+    all = "all"
+    ring = "ring"
+    """The ``num_peers`` agents before it in the team's order, which is a circle."""
+    random = "random"
+    """``num_peers`` others, drawn anew for every turn."""
+
+
+class Order(Enum):
+    simultaneous = "simultaneous"
+    sequential = "sequential"
+    """One after another, each reading what was said just before; every turn is a round of its own."""
 
 
 @register_runner("debate")
-class Debate(Runner):
+class Debate(Telling):
     debates = True
 
     @dataclass
-    class Config(Runner.Config):
+    class Config(Telling.Config):
         num_rounds: int = 2
-        """All rounds, the first answers included."""
-        peer_template: str = "{agent} answered:\n{text}"
-        """How one peer's answer is shown. Fields: agent, text."""
-        separator: str = "\n\n"
-        """Between the parts of a peers' block."""
+        """How often every agent speaks, the first answers included."""
         instruction: str = "Consider the other answers, then give your updated answer."
-        """Ends every peers' block; empty for none."""
+        """Ends what is shown of the peers; empty for none."""
+        sees: Sees = Sees.all
+        num_peers: int = 1
+        order: Order = Order.simultaneous
+        stop_on_consensus: bool = False
+        """Ends after a turn with which all give the same answer."""
+        pass_word: str = ""
+        """Who says it keeps its answer and is not quoted; empty for no such word."""
+        leave_word: str = ""
+        """Who says it speaks no more; the rest of what it says counts."""
+        decide: Decide = Decide.majority
 
     config: Config
 
     async def run(self, episode: LiveEpisode) -> str | None:
-        agents = episode.agents
-        turns = await together(agent.act(agent.prompt) for agent in agents)
-        for _ in range(self.config.num_rounds - 1):
-            turns = await together(agent.act([*agent.history, self.peers(agent, turns)]) for agent in agents)
-        return majority([episode.answer(turn) for turn in turns], episode.rng)
+        standing: dict[AgentId, Turn] = {}
+        present = list(episode.agents)
+        for _ in range(self.config.num_rounds):
+            groups = [present] if self.config.order is Order.simultaneous else [[agent] for agent in present]
+            for group in groups:
+                observations = [await self.observation(agent, standing, episode) for agent in group]
+                acts = [agent.act(seen) for agent, seen in zip(group, observations, strict=True)]
+                for turn in await together(acts):
+                    self.take(turn, standing)
+                if self.over(standing, episode):
+                    break
+            present = [agent for agent in present if not self.has_left(agent)]
+            if not present or self.over(standing, episode):
+                break
+        turns = [standing[agent.name] for agent in episode.agents if agent.name in standing]
+        return await decide(self.config.decide, turns, episode)
 
-    def peers(self, agent: Agent, turns: list[Turn]) -> Message:
-        """The other agents' last answers, in the fixed order of the team."""
-        shown = [
-            self.config.peer_template.format(agent=turn.agent, text=turn.text)
-            for turn in turns
-            if turn.agent != agent.name
-        ]
-        return user(self.config.separator.join([*shown, *filter(None, [self.config.instruction])]))
+    async def observation(self, agent: Agent, standing: dict[AgentId, Turn], episode: LiveEpisode) -> list:
+        """The task at first; later what others stand by, in the fixed order of the team."""
+        seen = [standing[peer] for peer in self.peers(agent, episode) if peer in standing]
+        if not agent.turns and not seen:
+            return agent.prompt
+        return agent.told(await self.shown(episode, seen, self.config.instruction))
+
+    def peers(self, agent: Agent, episode: LiveEpisode) -> list[AgentId]:
+        names = [other.name for other in episode.agents]
+        seat = names.index(agent.name)
+        before = [*names[seat + 1 :], *names[:seat]]
+        chosen = set(before)
+        if self.config.sees is Sees.ring:
+            chosen = set(before[-self.config.num_peers :])
+        elif self.config.sees is Sees.random:
+            chosen = set(episode.rng.sample(before, min(self.config.num_peers, len(before))))
+        return [name for name in names if name in chosen]
+
+    def take(self, turn: Turn, standing: dict[AgentId, Turn]) -> None:
+        turn.answers = not self.config.pass_word or self.config.pass_word not in turn.text
+        if turn.answers:
+            standing[turn.agent] = turn
+
+    def has_left(self, agent: Agent) -> bool:
+        return bool(self.config.leave_word) and self.config.leave_word in agent.turns[-1].text
+
+    def over(self, standing: dict[AgentId, Turn], episode: LiveEpisode) -> bool:
+        answers = [episode.answer(turn) for turn in standing.values()]
+        return self.config.stop_on_consensus and len(answers) == len(episode.agents) and agreed(answers) is not None
+
+    def most_turns(self, agents: Sequence[AgentId]) -> dict[AgentId, int]:
+        return dict.fromkeys(agents, self.config.num_rounds)

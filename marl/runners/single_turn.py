@@ -1,10 +1,19 @@
-"""Single turn: every agent answers the task once, alone; the team's answer is the majority's."""
+"""Single turn: every agent answers the task once, alone."""
 
-from marl.runners.base import LiveEpisode, Runner, majority, register_runner, together
+from dataclasses import dataclass
+
+from marl.runners.base import LiveEpisode, Runner, register_runner, together
+from marl.runners.decisions import Decide, decide
 
 
 @register_runner("single_turn")
 class SingleTurn(Runner):
+    @dataclass
+    class Config(Runner.Config):
+        decide: Decide = Decide.majority
+
+    config: Config
+
     async def run(self, episode: LiveEpisode) -> str | None:
         turns = await together(agent.act(agent.prompt) for agent in episode.agents)
-        return majority([episode.answer(turn) for turn in turns], episode.rng)
+        return await decide(self.config.decide, turns, episode)

@@ -31,6 +31,7 @@ from marl.config.data import check_files, check_row
 from marl.config.errors import ConfigError
 from marl.config.overrides import OPTIONS
 from marl.config.ranges import AGENT_NUMBERS, GROUPS, NUMBERS, SWITCHES, TEXTS, WORDS, Number
+from marl.config.schema import ControllerConfig
 from marl.controller.chat import ChatEncoder
 from marl.controller.client import BadAnswer, PolicyClient
 from marl.controller.controller import Controller
@@ -859,14 +860,13 @@ async def never(**_: Any) -> float:
 def test_a_reward_that_hangs():
     """One that blocks is ended with its process: tests/unit/test_reward_processes.py."""
     controller = Controller(
-        RUNNERS.get("single_turn")(SimpleNamespace(name="single_turn")),  # type: ignore[arg-type]
+        RUNNERS.get("single_turn")(RUNNERS.get("single_turn").Config(name="single_turn")),
         {},
         {},
         Reward(never, 0.2),
         seed=0,
         max_prompt_length=10,
-        episode_timeout=5,
-        max_error_rate=0.5,
+        settings=ControllerConfig(episode_timeout_s=5),
     )
     episode = Episode(TASK, 0, ["alice"], [Turn("alice", 1, QUESTION, "text")])
     with pytest.raises(Exception, match="train/7.*controller.reward_timeout_s=0.2"):

@@ -122,6 +122,18 @@ BAD = {
     "critic.ppo_mini_batch_size=5": ["critic.ppo_mini_batch_size=5", "divisor of 32"],
     "critic.use_dynamic_bsz=false": ["critic.use_dynamic_bsz", "ppo_max_token_len_per_gpu"],
     "agents.alice.policy=central": ["central"],
+    "agents.alice.policy=a agents.alice.policy_by_round=[b]": ["agents.alice.policy=a", "both name its policy"],
+    "agents.alice.policy_by_round=[alice,later] +policies.later.rollout.temperature=0.5": [
+        "{'alice': 1.0, 'later': 0.5}",
+        "set agents.alice.temperature",
+    ],
+    "agents.alice.policy_by_round=[a/b]": ["agents.alice.policy_by_round=['a/b']", "letters"],
+    "runner=summary runner.summariser=alica": ["runner.summariser=alica", "Did you mean 'alice'"],
+    "runner=critique +agents.bob={} +agents.eve={}": ["runner=critique", "2 to 3 agents", "names 4"],
+    "runner=graph runner.start=begin": ["runner.start", "'begin'", "answer"],
+    "runner=router runner.menu='{workrs}'": ["runner.menu", "'workrs'"],
+    "runner=tree runner.num_branches=0": ["runner.num_branches=0", "at least 1"],
+    "controller.no_answer_score=.inf": ["controller.no_answer_score=inf", "finite"],
     "algorithm.adv_estimator=gae": ["adv_estimator=gae", "learner=grpo", "ippo"],
     "algorithm.adv_estimator=rlo": ["adv_estimator=rlo", "Did you mean 'rloo'"],
     "controller.pack_turns=true actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum": [

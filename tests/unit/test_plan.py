@@ -88,7 +88,7 @@ def test_a_steps_arithmetic(compose_config, cold_assets):
             "agents.carol.trainable=false",
         )
     )
-    batch = plan.batch_of(config)
+    batch = plan.batch_of(config, dict.fromkeys(config.agents, 2))
     assert (batch.episodes, batch.turns) == (32 * 8, 32 * 8 * 3 * 2)
     alice, carol = batch.policies
     assert (alice.agents, alice.rows, alice.mini_batches, alice.rows_per_mini_batch) == (("alice", "bob"), 1024, 4, 256)
@@ -116,7 +116,7 @@ def test_a_critic_has_no_logits_and_a_reference_is_one_more_copy(compose_config,
     critic = plan.critic_memory(config.critic, 2, size)
     assert (critic.weights, critic.moments, critic.logits) == (2000, 4000, 0.0)  # 1000 numbers of 4 bytes over 2 ranks
     own = own_settings(config, "alice")
-    (alice, _) = plan.batch_of(config).policies
+    (alice, _) = plan.batch_of(config, dict.fromkeys(config.agents, 2)).policies
     with_reference, without = (plan.policy_memory(own, alice, size, None, reference) for reference in (True, False))
     assert (with_reference.reference, without.reference) == (2000, 0)
     assert with_reference.kept - without.kept == 2000

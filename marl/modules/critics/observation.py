@@ -50,13 +50,11 @@ def to_value_rows(rows: Sequence[ValueRow]) -> TensorDict:
 def trained_turns(episodes: Sequence[Episode], batch: JointBatch) -> Iterator[tuple[int, Turn, int]]:
     """Episode, turn and cell of every turn that is trained, in the order of (episode, agent, round)."""
     column = {agent: a for a, agent in enumerate(batch.agents)}
-    _, rounds, agents = batch.mask_ERA.shape
     trained = batch.trained_ERA.flatten().tolist()
-    for e, episode in enumerate(episodes):
-        for turn in sorted(episode.turns, key=lambda turn: (column[turn.agent], turn.round)):
-            cell = (e * rounds + turn.round - 1) * agents + column[turn.agent]
-            if trained[cell]:
-                yield e, turn, cell
+    for e, (episode, cells) in enumerate(zip(episodes, batch.cells, strict=True)):
+        placed = [(turn, cell) for turn, cell in zip(episode.turns, cells, strict=True) if cell >= 0 and trained[cell]]
+        for turn, cell in sorted(placed, key=lambda pair: (column[pair[0].agent], pair[0].round, pair[0].branch)):
+            yield e, turn, cell
 
 
 class LocalTurns:
@@ -70,12 +68,13 @@ class LocalTurns:
 
     def rows(self, episodes: Sequence[Episode], batch: JointBatch) -> dict[CriticName, TensorDict]:
         found: dict[CriticName, list[ValueRow]] = {}
-        open_rows: dict[tuple[int, AgentId], ValueRow] = {}
+        open_rows: dict[tuple[int, AgentId, str], ValueRow] = {}
         for e, turn, cell in trained_turns(episodes, batch):
             ids = self.encode(turn.observation) if self.encode else turn.prompt_ids
-            row = open_rows.get((e, turn.agent))
+            key = (e, turn.agent, turn.policy)
+            row = open_rows.get(key)
             if row is None or ids[: len(row.ids)] != row.ids:
-                row = open_rows[e, turn.agent] = ValueRow([])
+                row = open_rows[key] = ValueRow([])
                 found.setdefault(turn.policy, []).append(row)
             row.ids = list(ids)
             row.read_at.append(len(ids) - 1)
@@ -166,7 +165,7 @@ def between(episode: Episode, trained: Sequence[tuple[Turn, int]], round: int) -
 def in_order(episode: Episode, first: int, last: int) -> list[Turn]:
     """The turns of rounds [first, last), by round and seat: never by who happened to answer first."""
     seats = {agent: a for a, agent in enumerate(episode.agents)}
-    turns = [turn for turn in episode.turns if first <= turn.round < last]
+    turns = [turn for turn in episode.path if first <= turn.round < last]
     return sorted(turns, key=lambda turn: (turn.round, seats[turn.agent]))
 
 

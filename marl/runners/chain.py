@@ -1,0 +1,33 @@
+"""Chain: every agent works on what the one before it handed over; the last one's answer is the team's."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from marl.runners.base import LiveEpisode, Telling, register_runner
+from marl.types import AgentId, Turn
+
+
+@register_runner("chain")
+class Chain(Telling):
+    @dataclass
+    class Config(Telling.Config):
+        laps: int = 1
+        """How often the list of agents is gone through."""
+        hands_over_all: bool = False
+        """Everybody reads all that was said since its last turn, not the one before it alone."""
+        instruction: str = "Go on from here."
+        """Ends what is handed over."""
+
+    config: Config
+
+    async def run(self, episode: LiveEpisode) -> str | None:
+        said: list[Turn] = []
+        for agent in [*episode.agents] * self.config.laps:
+            own = max((i + 1 for i, turn in enumerate(said) if turn.agent == agent.name), default=0)
+            handed = said[own:] if self.config.hands_over_all else said[-1:]
+            shown = await self.shown(episode, handed, self.config.instruction) if said else ""
+            said.append(await agent.act(agent.told(shown)))
+        return episode.answer(said[-1])
+
+    def most_turns(self, agents: Sequence[AgentId]) -> dict[AgentId, int]:
+        return dict.fromkeys(agents, self.config.laps)

@@ -1,0 +1,57 @@
+"""How a team's answer follows from its agents' answers."""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from enum import Enum
+
+from marl.runners.base import LiveEpisode
+from marl.types import Turn
+
+
+class Decide(Enum):
+    majority = "majority"
+    """The most frequent answer."""
+    verifier = "verifier"
+    """The answer with the largest sum of verdicts; fair where the reward function is a verifier that does not know the truth."""
+    accuracy = "accuracy"
+    """The answer with the largest sum of its agents' shares of right answers in training so far."""
+    unanimous = "unanimous"
+    """The answer that all give; none where they differ or somebody abstains."""
+    last = "last"
+    """The answer of the last turn."""
+
+
+async def decide(rule: Decide, turns: Sequence[Turn], episode: LiveEpisode) -> str | None:
+    """The team's answer, of one turn an agent or more. Abstentions do not count; the episode's seed breaks ties."""
+    answers = [episode.answer(turn) for turn in turns]
+    if rule is Decide.last:
+        return answers[-1] if answers else None
+    if rule is Decide.unanimous:
+        return agreed(answers)
+    weights = [1.0] * len(turns)
+    if rule is Decide.verifier:
+        weights = [(await episode.verdict(turn)).score for turn in turns]
+    elif rule is Decide.accuracy:
+        weights = [episode.accuracy.get(turn.agent, 0.5) for turn in turns]
+    return heaviest(answers, weights, episode.rng)
+
+
+def agreed(answers: Sequence[str | None]) -> str | None:
+    """The answer that all give, or None."""
+    return answers[0] if answers and len(set(answers)) == 1 else None
+
+
+def majority(answers: Sequence[str | None], rng: random.Random) -> str | None:
+    """The most frequent answer; abstentions (None) do not count, ties are broken by the episode's seed."""
+    return heaviest(answers, [1.0] * len(answers), rng)
+
+
+def heaviest(answers: Sequence[str | None], weights: Sequence[float], rng: random.Random) -> str | None:
+    """The answer with the largest sum of weights; ties are broken at random, whatever the order of the answers."""
+    sums: Counter[str] = Counter()
+    for answer, weight in zip(answers, weights, strict=True):
+        if answer is not None:
+            sums[answer] += weight  # type: ignore[assignment]
+    best = [answer for answer, weight in sums.items() if weight == max(sums.values())]
+    return rng.choice(sorted(best)) if best else None

@@ -1,0 +1,159 @@
+"""Graph: who speaks when as nodes and edges, from YAML and without code.
+
+A node is one or more agents that speak at the same time; an edge leads from a node to others once it has spoken, if its
+condition holds and it has not been gone through too often. The first edge that can be gone through is; without one the
+episode ends.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from marl.runners.base import Agent, LiveEpisode, Telling, register_runner, together
+from marl.runners.decisions import Decide, agreed, decide
+from marl.types import AgentId, Message, Turn
+
+
+class When(Enum):
+    """What an edge asks of the last turns of the node that it leaves."""
+
+    always = "always"
+    agreed = "agreed"
+    """All give the same answer."""
+    disagreed = "disagreed"
+    says = "says"
+    """One of them says ``word``."""
+    right = "right"
+    """All are right, by their verdicts."""
+    wrong = "wrong"
+
+
+@dataclass
+class Node:
+    agents: list[AgentId] = field(default_factory=list)
+    """Who speaks; empty for all."""
+    sees: list[str] = field(default_factory=list)
+    """Nodes whose agents' last turns are shown, an agent's own excepted."""
+    instruction: str = ""
+    """Ends what is shown."""
+    answers: bool = True
+    """False: what is said here is no answer to the task."""
+
+
+@dataclass
+class Edge:
+    source: str
+    to: list[str]
+    """Several nodes speak at the same time."""
+    when: When = When.always
+    word: str = ""
+    limit: int = 1
+    """How often it is gone through at most."""
+
+
+@register_runner("graph")
+class Graph(Telling):
+    @dataclass
+    class Config(Telling.Config):
+        start: str = "answer"
+        nodes: dict[str, Node] = field(default_factory=lambda: {"answer": Node()})
+        edges: list[Edge] = field(default_factory=list)
+        decided_by: list[str] = field(default_factory=list)
+        """Nodes whose agents' last answers make the team's; empty for the last that spoke."""
+        decide: Decide = Decide.majority
+
+    config: Config
+
+    async def run(self, episode: LiveEpisode) -> str | None:
+        last: dict[str, dict[AgentId, Turn]] = {}
+        gone: Counter[int] = Counter()
+        nodes: list[str] = [self.config.start]
+        while nodes:
+            spoken = nodes
+            await self.speak(nodes, last, episode)
+            nodes = await self.following(nodes, last, gone, episode)
+        return await decide(self.config.decide, latest(self.config.decided_by or spoken, last, episode), episode)
+
+    async def speak(self, nodes: Sequence[str], last: dict[str, dict[AgentId, Turn]], episode: LiveEpisode) -> None:
+        seats = [
+            (name, episode.agent(agent))
+            for name in nodes
+            for agent in self.config.nodes[name].agents or everybody(episode)
+        ]
+        observations = [await self.observation(self.config.nodes[name], agent, last, episode) for name, agent in seats]
+        turns = await together(
+            agent.act(seen, answers=self.config.nodes[name].answers)
+            for (name, agent), seen in zip(seats, observations, strict=True)
+        )
+        for (name, _), turn in zip(seats, turns, strict=True):
+            last.setdefault(name, {})[turn.agent] = turn
+
+    async def observation(
+        self, node: Node, agent: Agent, last: dict[str, dict[AgentId, Turn]], episode: LiveEpisode
+    ) -> list[Message]:
+        seen = [turn for turn in latest(node.sees, last, episode) if turn.agent != agent.name]
+        text = await self.shown(episode, seen, node.instruction)
+        return agent.told(text) if text or agent.turns else agent.prompt
+
+    async def following(
+        self, nodes: Sequence[str], last: dict[str, dict[AgentId, Turn]], gone: Counter[int], episode: LiveEpisode
+    ) -> list[str]:
+        for i, edge in enumerate(self.config.edges):
+            if edge.source in nodes and gone[i] < edge.limit and await self.holds(edge, last[edge.source], episode):
+                gone[i] += 1
+                return list(edge.to)
+        return []
+
+    async def holds(self, edge: Edge, turns: dict[AgentId, Turn], episode: LiveEpisode) -> bool:
+        match edge.when:
+            case When.agreed | When.disagreed:
+                alike = agreed([episode.answer(turn) for turn in turns.values()]) is not None
+                return alike is (edge.when is When.agreed)
+            case When.says:
+                return any(edge.word in turn.text for turn in turns.values())
+            case When.right | When.wrong:
+                right = [(await episode.verdict(turn)).score >= 1.0 for turn in turns.values()]
+                return all(right) is (edge.when is When.right)
+        return True
+
+    def most_turns(self, agents: Sequence[AgentId]) -> dict[AgentId, int]:
+        turns = dict.fromkeys(agents, 0)
+        for name, node in self.config.nodes.items():
+            visits = (name == self.config.start) + sum(edge.limit for edge in self.config.edges if name in edge.to)
+            for agent in node.agents or agents:
+                turns[agent] += visits
+        return turns
+
+    def check(self, agents: Sequence[AgentId]) -> None:
+        super().check(agents)
+        names = {"runner.start": [self.config.start], "runner.decided_by": self.config.decided_by}
+        for name, node in self.config.nodes.items():
+            self.must_be_agents(f"runner.nodes.{name}.agents", node.agents, agents)
+            names[f"runner.nodes.{name}.sees"] = node.sees
+        for i, edge in enumerate(self.config.edges):
+            names[f"runner.edges[{i}]"] = [edge.source, *edge.to]
+            if edge.limit < 1 or not edge.to or (edge.when is When.says) is not bool(edge.word):
+                raise ValueError(
+                    f"runner.edges[{i}]={edge}: expected at least one node in to, a limit of 1 or more, and a word with when=says alone"
+                )
+        for key, given in names.items():
+            for name in given:
+                if name not in self.config.nodes:
+                    raise ValueError(
+                        f"{key}: there is no node {name!r}; expected one of {', '.join(self.config.nodes)}"
+                    )
+
+
+def latest(nodes: Sequence[str], last: dict[str, dict[AgentId, Turn]], episode: LiveEpisode) -> list[Turn]:
+    """Every agent's last turn at any of these nodes, in the order of the team."""
+    found: dict[AgentId, Turn] = {}
+    for name in nodes:
+        for agent, turn in last.get(name, {}).items():
+            if agent not in found or found[agent].round < turn.round:
+                found[agent] = turn
+    return [found[agent] for agent in everybody(episode) if agent in found]
+
+
+def everybody(episode: LiveEpisode) -> list[AgentId]:
+    return [agent.name for agent in episode.agents]

@@ -1,0 +1,96 @@
+"""Multi-turn: one agent answers again and again, spoken to by itself, by a simulated user or by an environment."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from marl.runners.base import Agent, LiveEpisode, Telling, register_runner
+from marl.runners.decisions import agreed
+from marl.runners.environments import ENVIRONMENTS
+from marl.types import AgentId, Turn
+
+
+class Stop(Enum):
+    never = "never"
+    answered = "answered"
+    """After the first turn that gives an answer."""
+    repeated = "repeated"
+    """After a turn that gives the same answer as the one before."""
+    right = "right"
+    """After the first turn that the verdict calls right."""
+
+
+@register_runner("multi_turn")
+class MultiTurn(Telling):
+    num_agents = (1, 2)
+    seats = ("user",)
+
+    @dataclass
+    class Config(Telling.Config):
+        num_turns: int = 2
+        """How many turns the first agent has at most."""
+        user: AgentId | None = None
+        """The agent that plays the user; it reads what the other says as it is."""
+        environment: str | None = None
+        """A registered environment, such as ``verifier``, that replies to every turn."""
+        instruction: str = "Check your answer, then answer again."
+        """What the agent is told where there is neither user nor environment."""
+        stop: Stop = Stop.never
+        stop_words: list[str] = field(default_factory=list)
+        """Either side ends the conversation by saying one of them."""
+
+    config: Config
+
+    async def run(self, episode: LiveEpisode) -> str | None:
+        agent = next(agent for agent in episode.agents if agent.name != self.config.user)
+        environment = ENVIRONMENTS.get(self.config.environment)() if self.config.environment else None
+        turns = [await agent.act(agent.prompt)]
+        while len(turns) < self.config.num_turns and not await self.over(turns, episode):
+            if environment:
+                said = await environment.reply(episode, turns)
+            elif self.config.user:
+                said = await self.user_says(episode.agent(self.config.user), turns[-1], episode)
+            else:
+                said = self.config.instruction
+            if said is None:
+                break
+            turns.append(await agent.act(agent.told(said)))
+        return episode.answer(turns[-1])
+
+    async def user_says(self, user: Agent, turn: Turn, episode: LiveEpisode) -> str | None:
+        said = await user.act(user.told(await self.shown(episode, [turn])), answers=False)
+        return None if self.ends(said) else said.text
+
+    async def over(self, turns: list[Turn], episode: LiveEpisode) -> bool:
+        answers = [episode.answer(turn) for turn in turns[-2:]]
+        match self.config.stop:
+            case Stop.answered:
+                done = answers[-1] is not None
+            case Stop.repeated:
+                done = len(answers) == 2 and agreed(answers) is not None
+            case Stop.right:
+                done = (await episode.verdict(turns[-1])).score >= 1.0
+            case _:
+                done = False
+        return done or self.ends(turns[-1])
+
+    def ends(self, turn: Turn) -> bool:
+        return any(word in turn.text for word in self.config.stop_words)
+
+    def most_turns(self, agents: Sequence[AgentId]) -> dict[AgentId, int]:
+        return dict.fromkeys(agents, self.config.num_turns)
+
+    def check(self, agents: Sequence[AgentId]) -> None:
+        super().check(agents)
+        environment, user = self.config.environment, self.config.user
+        if environment:
+            ENVIRONMENTS.get(environment)
+        if len(agents) != (2 if user else 1):
+            raise ValueError(
+                f"runner.user={user}: runner={self.config.name} is played by one agent and, where this names one, a second; "
+                f"agents names {', '.join(agents)}"
+            )
+        if environment and user:
+            raise ValueError(
+                f"runner.environment={environment} and runner.user={user} would both reply; leave one null"
+            )

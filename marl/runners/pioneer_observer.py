@@ -1,0 +1,31 @@
+"""Pioneer and observer: one answers alone, the other answers having read it (CORY, arXiv:2410.06101)."""
+
+from dataclasses import dataclass
+
+from marl.runners.base import LiveEpisode, Telling, register_runner
+from marl.runners.decisions import Decide, decide
+from marl.types import AgentId
+
+
+@register_runner("pioneer_observer")
+class PioneerObserver(Telling):
+    num_agents = (2, 2)
+    seats = ("pioneer",)
+
+    @dataclass
+    class Config(Telling.Config):
+        pioneer: AgentId | None = None
+        """null: the first agent."""
+        instruction: str = ""
+        """Ends what the observer is shown."""
+        decide: Decide = Decide.last
+
+    config: Config
+
+    async def run(self, episode: LiveEpisode) -> str | None:
+        pioneer = episode.agent(self.config.pioneer or episode.agents[0].name)
+        (observer,) = [agent for agent in episode.agents if agent is not pioneer]
+        first = await pioneer.act(pioneer.prompt)
+        shown = await self.shown(episode, [first], self.config.instruction)
+        second = await observer.act(observer.told(shown))
+        return await decide(self.config.decide, [first, second], episode)

@@ -1,0 +1,56 @@
+"""Router: one agent picks who works, and picks again once that one has answered."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from marl.runners.base import Agent, LiveEpisode, Telling, register_runner
+from marl.types import AgentId, Turn
+
+
+@register_runner("router")
+class Router(Telling):
+    num_agents = (2, None)
+    seats = ("router",)
+
+    @dataclass
+    class Config(Telling.Config):
+        router: AgentId | None = None
+        """null: the first agent."""
+        num_picks: int = 1
+        """How many times it picks at most."""
+        stop_word: str = ""
+        """The router ends the work by saying it, after the first pick; empty for no such word."""
+        menu: str = "Who shall work on this: {workers}? Say the name."
+        """What the router is asked. Field: workers."""
+        instruction: str = ""
+        """Ends what a worker is shown of earlier answers."""
+
+    config: Config
+
+    async def run(self, episode: LiveEpisode) -> str | None:
+        router = episode.agent(self.config.router or episode.agents[0].name)
+        workers = [agent for agent in episode.agents if agent is not router]
+        menu = self.config.menu.format(workers=", ".join(worker.name for worker in workers))
+        work: list[Turn] = []
+        for _ in range(self.config.num_picks):
+            choice = await router.act(router.told(await self.shown(episode, work[-1:], menu)), answers=False)
+            if work and self.config.stop_word and self.config.stop_word in choice.text:
+                break
+            worker = self.pick(choice, workers, episode)
+            seen = [turn for turn in work if turn.agent != worker.name]
+            shown = await self.shown(episode, seen, self.config.instruction) if work else ""
+            work.append(await worker.act(worker.told(shown)))
+        return episode.answer(work[-1])
+
+    def pick(self, choice: Turn, workers: list[Agent], episode: LiveEpisode) -> Agent:
+        """The worker that is named first; one at random, which is counted, where none is."""
+        named = {worker.name: re.search(rf"(?<!\w){re.escape(worker.name)}(?!\w)", choice.text) for worker in workers}
+        places = {name: match.start() for name, match in named.items() if match}
+        if places:
+            return episode.agent(min(places, key=places.__getitem__))
+        episode.count("picked_at_random")
+        return episode.rng.choice(workers)
+
+    def most_turns(self, agents: Sequence[AgentId]) -> dict[AgentId, int]:
+        return dict.fromkeys(agents, self.config.num_picks)

@@ -1,0 +1,59 @@
+"""Play a runner without a model: the answers come from a function, or from a list. For tests, and to debug prompts."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from marl.runners.base import Generate, Judge, LiveEpisode, Runner
+from marl.types import AgentId, Episode, Message, Task, Turn, Verdict
+
+Script = Callable[[AgentId, int, list[Message]], str]
+"""Agent, round and observation -> what it says."""
+
+
+def scripted(script: Script) -> Generate:
+    """Turns with these texts and no tokens."""
+
+    async def generate(
+        agent: AgentId, observation: list[Message], round: int, previous: Turn | None, branch: int
+    ) -> Turn:
+        await asyncio.sleep(0)
+        return Turn(agent, round, list(observation), script(agent, round, observation), branch=branch)
+
+    return generate
+
+
+async def exact_match(task: Task, turn: Turn) -> Verdict:
+    """1 for the ground truth, else 0."""
+    answer = task.extract(turn.text)
+    return Verdict(float(answer == str(task.ground_truth)), answer)
+
+
+def listed(answers: Sequence[str]) -> Script:
+    """These texts one after another, from the first again when they are used up."""
+    told = 0
+
+    def script(agent: AgentId, round: int, observation: list[Message]) -> str:
+        nonlocal told
+        told += 1
+        return answers[(told - 1) % len(answers)]
+
+    return script
+
+
+async def play(
+    runner: Runner,
+    task: Task,
+    agents: Sequence[AgentId],
+    generate: Generate,
+    *,
+    judge: Judge = exact_match,
+    roles: Mapping[AgentId, str] | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> Episode:
+    """One episode, with the team's answer; nothing is scored."""
+    record = Episode(task, 0, list(agents), seed=seed)
+    live = LiveEpisode(record, generate, judge, roles, runner.config.overflow, **options)
+    record.answer = await runner.run(live)
+    return record

@@ -1,0 +1,42 @@
+"""Self-play: two sides answer each other in turn; what one wins the other loses (SPIRAL, arXiv:2506.24119)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from marl.runners.base import LiveEpisode, Telling, register_runner
+from marl.runners.decisions import Decide, decide
+from marl.types import AgentId, Turn
+
+
+@register_runner("self_play")
+class SelfPlay(Telling):
+    """Two agents of one policy (``agents.<second>.policy=<first>``), or of two."""
+
+    num_agents = (2, 2)
+    default_credit = "zero_sum"
+
+    @dataclass
+    class Config(Telling.Config):
+        num_rounds: int = 1
+        """How often each side speaks."""
+        swap: bool = True
+        """Who begins is drawn for every episode; else it is the first agent."""
+        instruction: str = ""
+        """Ends what a side is shown of the other."""
+        decide: Decide = Decide.majority
+        """How the team's answer follows from the two last answers."""
+
+    config: Config
+
+    async def run(self, episode: LiveEpisode) -> str | None:
+        sides = list(episode.agents)
+        if self.config.swap:
+            episode.rng.shuffle(sides)
+        said: list[Turn] = []
+        for side in sides * self.config.num_rounds:
+            shown = await self.shown(episode, said[-1:], self.config.instruction) if said else ""
+            said.append(await side.act(side.told(shown)))
+        return await decide(self.config.decide, said[-2:], episode)
+
+    def most_turns(self, agents: Sequence[AgentId]) -> dict[AgentId, int]:
+        return dict.fromkeys(agents, self.config.num_rounds)

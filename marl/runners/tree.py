@@ -1,0 +1,71 @@
+"""Tree: at every level agents try several continuations, and the conversation goes on from the best one."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from marl.runners.base import Agent, LiveEpisode, Telling, keep, register_runner, together
+from marl.types import AgentId, Message, Turn
+
+
+class Keep(Enum):
+    verdict = "verdict"
+    """The one with the best verdict."""
+    majority = "majority"
+    """One whose answer most of them give."""
+
+
+class Train(Enum):
+    path = "path"
+    """The turns of the kept path alone."""
+    siblings = "siblings"
+    """All turns, each compared with those that its agent gave beside it."""
+
+
+@register_runner("tree")
+class Tree(Telling):
+    append_only = False  # who was not kept begins anew from the one that was
+
+    @dataclass
+    class Config(Telling.Config):
+        num_levels: int = 2
+        num_branches: int = 4
+        """How many continuations every agent tries at a level."""
+        keep: Keep = Keep.verdict
+        train: Train = Train.siblings
+        instruction: str = "Improve on this."
+        """Ends what is shown of the kept answer."""
+
+    config: Config
+
+    async def run(self, episode: LiveEpisode) -> str | None:
+        best: Turn | None = None
+        for level in range(1, self.config.num_levels + 1):
+            observations = [await self.observation(agent, best, episode) for agent in episode.agents]
+            tried = await together(
+                agent.alternatives(seen, self.config.num_branches, level)
+                for agent, seen in zip(episode.agents, observations, strict=True)
+            )
+            turns = [turn for branches in tried for turn in branches]
+            best = keep(await self.best(turns, episode), turns, self.config.train is Train.siblings)
+        return episode.answer(best) if best else None
+
+    async def observation(self, agent: Agent, best: Turn | None, episode: LiveEpisode) -> list[Message]:
+        if best is None:
+            return agent.prompt
+        own = best.agent == agent.name
+        return agent.told(await self.shown(episode, [] if own else [best], self.config.instruction))
+
+    async def best(self, turns: list[Turn], episode: LiveEpisode) -> Turn:
+        """Ties are broken by the episode's seed."""
+        if self.config.keep is Keep.verdict:
+            worth = [(await episode.verdict(turn)).score for turn in turns]
+        else:
+            counts = Counter(answer for turn in turns if (answer := episode.answer(turn)) is not None)
+            worth = [float(counts[answer]) if (answer := episode.answer(turn)) else 0.0 for turn in turns]
+        return episode.rng.choice([turn for turn, value in zip(turns, worth, strict=True) if value == max(worth)])
+
+    def most_turns(self, agents: Sequence[AgentId]) -> dict[AgentId, int]:
+        branches = self.config.num_branches if self.config.train is Train.siblings else 1
+        return dict.fromkeys(agents, self.config.num_levels * branches)
