@@ -130,10 +130,10 @@ BAD = {
     "agents.alice.policy_by_round=[a/b]": ["agents.alice.policy_by_round=['a/b']", "letters"],
     "runner=summary runner.summariser=alica": ["runner.summariser=alica", "Did you mean 'alice'"],
     "runner=critique +agents.bob={} +agents.eve={}": ["runner=critique", "2 to 3 agents", "names 4"],
-    "runner=graph runner.start=begin": ["runner.start", "'begin'", "answer"],
+    "runner=debate_graph runner.start=begin": ["runner.start", "'begin'", "discuss"],
     "runner=router runner.menu='{workrs}'": ["runner.menu", "'workrs'"],
     "runner=tree runner.num_branches=0": ["runner.num_branches=0", "at least 1"],
-    "controller.no_answer_score=.inf": ["controller.no_answer_score=inf", "finite"],
+    "controller.no_answer_score=inf": ["controller.no_answer_score=inf", "finite"],
     "algorithm.adv_estimator=gae": ["adv_estimator=gae", "learner=grpo", "ippo"],
     "algorithm.adv_estimator=rlo": ["adv_estimator=rlo", "Did you mean 'rloo'"],
     "controller.pack_turns=true actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum": [
