@@ -148,7 +148,7 @@ class Controller:
             async with asyncio.timeout(self.episode_timeout):
                 for turn in episode.turns:
                     if turn.answers and turn.verdict is None:
-                        turn.verdict = await self._judge(episode.task, turn)
+                        turn.verdict = await self.judge(episode.task, turn)
         except TimeoutError:
             raise TimeoutError(
                 f"the reward function took longer than controller.episode_timeout_s={self.episode_timeout:g} for task "
@@ -178,7 +178,7 @@ class Controller:
             sampling["stop"] = list(own.stop)
         return sampling
 
-    async def _judge(self, task: Task, turn: Turn) -> Verdict:
+    async def judge(self, task: Task, turn: Turn) -> Verdict:
         verdict = await self.reward.judge(task, turn.text)
         if turn.truncated and self.settings.truncated_score is not None:
             return replace(verdict, score=self.settings.truncated_score)
@@ -203,7 +203,7 @@ class Controller:
 
     async def _run(self, record: Episode, generate: Generate) -> Episode:
         live = LiveEpisode(
-            record, generate, self._judge, self.roles, self.runner.config.overflow, accuracy=self.accuracy.shares()
+            record, generate, self.judge, self.roles, self.runner.config.overflow, accuracy=self.accuracy.shares()
         )
         record.answer = await self.runner.run(live)
         return record

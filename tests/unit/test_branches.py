@@ -69,7 +69,7 @@ def grid_of(batch, policy):
     return grid.view(batch.mask_ERA.shape)
 
 
-@pytest.mark.parametrize("name", [name for name in CREDITS.names()])
+@pytest.mark.parametrize("name", CREDITS.names())
 def test_credit_of_the_path_is_as_if_there_were_no_alternatives(name):
     scheme = CREDITS.get(name)(CREDITS.get(name).Config(name=name))
     plain = batch_of(episode("t", 0, TREE), episode("t", 1, TREE))
