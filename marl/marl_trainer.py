@@ -159,7 +159,8 @@ class MARLTrainer:
         for name, outputs in zip(names, results, strict=True):
             rows = batch.rows[name]
             rows["old_log_probs"] = outputs["log_probs"]
-            gap, numbers = tokens.token_metrics(rows, outputs, batch.agents)
+            labels = [self.controller.policy_map.label(agent, name) for agent in batch.agents]
+            gap, numbers = tokens.token_metrics(rows, outputs, labels)
             metrics |= numbers
             self.log_prob_gap_max = max(self.log_prob_gap_max, gap)
             if gap > self.config.controller.log_prob_gap_alarm:
@@ -287,7 +288,8 @@ class MARLTrainer:
     def _for_agents(self, policy: PolicyName, metrics: Metrics) -> Metrics:
         """A policy's numbers, under each agent that is trained with it."""
         agents = [agent for agent in self.controller.policy_map.agents(policy) if agent in self.temperatures]
-        return {f"agent/{agent}/{key}": value for agent in agents for key, value in metrics.items()}
+        labels = [self.controller.policy_map.label(agent, policy) for agent in agents]
+        return {f"agent/{label}/{key}": value for label in labels for key, value in metrics.items()}
 
     async def _server_seconds(self) -> dict[PolicyName, float]:
         seconds = await asyncio.gather(*(group.server_seconds() for group in self.policies.values()))

@@ -149,6 +149,8 @@ def test_policies_of_rounds_are_trained_on_their_rounds_alone(alone):
     assert {name: len(part) for name, part in rows.items()} == {"alice_first": 16, "talker": 64, "carol_first": 16}
     metrics = live.step()
     assert metrics["value/talker/explained_variance"] <= 1
+    for label in ("alice/alice_first", "alice/talker", "carol/talker"):
+        assert metrics[f"agent/{label}/grad_norm"] > 0 and metrics[f"agent/{label}/log_prob_gap_max"] <= 1e-5
     assert sorted(live.trainer.critics.groups) == ["alice_first", "carol_first", "talker"]
 
 
