@@ -9,7 +9,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 
 from marl.controller.chat import ChatEncoder
 from marl.controller.failures import group_failed
-from marl.types import AgentId, Message, PolicyName, Turn
+from marl.types import AgentId, Message, PolicyName, Task, Turn
 
 SEED_KEYS = {"sglang": "sampling_seed"}
 """Where a backend does not call it ``seed``."""
@@ -67,6 +67,7 @@ class PolicyClient:
         round: int,
         previous: Turn | None,
         *,
+        task: Task,
         session: str,
         seed: int,
         sampling: Mapping[str, Any],

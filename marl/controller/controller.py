@@ -167,6 +167,7 @@ class Controller:
                 observation,
                 round,
                 previous,
+                task=task,
                 session=f"{step}/{task.id}/{sample}/{agent}",
                 seed=derive_seed(*key, agent, round),
                 sampling=self.sampling(agent, policy, validate),
