@@ -114,8 +114,8 @@ async def stage(options: Options, config: DictConfig) -> AsyncIterator[tuple[Tas
         trainer = await marl_main.build(config, cleanup)
         await trainer.sync_weights()
         controller = trainer.controller
-        key = (config.seed, "run-one", options.row)
-        yield trainer.validation[options.row], controller.generate(key, 0, validate=True), controller.judge
+        task, key = trainer.validation[options.row], (config.seed, "run-one", options.row)
+        yield task, controller.generate(task, key, validate=True), controller.judge
 
 
 async def play(options: Options, config: DictConfig, task: Task, generate: Generate, judge: Judge) -> Episode:

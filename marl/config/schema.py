@@ -19,6 +19,8 @@ class AgentConfig:
     """Text after the question in its first observation."""
     trainable: bool = True
     """False: its turns are played and never trained."""
+    agent_loop: str | None = None
+    """verl's agent loop that makes its turns, by its registered name; null for one request a turn."""
     temperature: float | None = None
     """Sampling in training; null for the policy's ``rollout`` value, as below."""
     top_p: float | None = None

@@ -199,7 +199,7 @@ class Controller:
         # validation draws the same numbers every time: its curve moves with the weights alone
         key = (self.seed, "validate" if validate else step, task.id, sample)
         record = Episode(task=task, sample=sample, agents=list(self.agents), seed=derive_seed(*key))
-        return await self._run(record, self.generate(key, step, validate))
+        return await self._run(record, self.generate(task, key, validate))
 
     async def _run(self, record: Episode, generate: Generate) -> Episode:
         live = LiveEpisode(
@@ -208,7 +208,7 @@ class Controller:
         record.answer = await self.runner.run(live)
         return record
 
-    def generate(self, key: tuple, step: int, validate: bool = False) -> Generate:
+    def generate(self, task: Task, key: tuple, validate: bool = False) -> Generate:
         """What turns observations into turns of one episode; ``key`` names the episode, and seeds what is sampled."""
 
         async def generate(
@@ -220,6 +220,7 @@ class Controller:
                 observation,
                 round,
                 previous,
+                task=task,
                 session=f"{'/'.join(map(str, key[1:]))}/{agent}",
                 seed=derive_seed(*key, agent, round, *([branch] if branch else [])),
                 sampling=self.sampling(agent, policy, validate),
@@ -239,7 +240,7 @@ class Controller:
         spoken at the same time, stay as they were. The result is not scored yet.
         """
         key = (self.seed, "resume", alternative, step, episode.task.id, episode.sample)
-        generate = Replay(episode, self.generate(key, step), {at.place: answer})
+        generate = Replay(episode, self.generate(episode.task, key), {at.place: answer})
         record = Episode(episode.task, episode.sample, list(episode.agents), seed=episode.seed)
         async with asyncio.timeout(self.episode_timeout):
             return await self._run(record, generate)

@@ -8,6 +8,7 @@ import torch
 from marl.report import conversation, dump
 from marl.rewards import extractor
 from marl.runners import RUNNERS, Replay, ReplayDiverged, scripted
+from tests.unit.test_runners import BUILT_IN
 
 BRIEF = {"peer_template": "'{agent} said {text}'", "separator": "' '", "instruction": "''"}
 """The tiny model's words, and few of them."""
@@ -35,7 +36,7 @@ def started(alone, name, *overrides):
     return alone(*options(name), *long, "trainer.total_training_steps=1", *overrides)
 
 
-@pytest.mark.parametrize("name", RUNNERS.names())
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_it_plays_trains_and_plays_again(alone, tmp_path, name):
     live = started(alone, name)
     trainer = live.trainer

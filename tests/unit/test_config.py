@@ -199,6 +199,22 @@ BAD = {
     "data.custom_cls.path=/nowhere.py": ["data.custom_cls.path=/nowhere.py", "no such file"],
     "trainer.nnodes=65": ["trainer.nnodes=65", "at most 64"],
     "actor_rollout_ref.actor.optim.betas=[0.9]": ["betas=[0.9]", "two numbers"],
+    "agents.alice.agent_loop=tool_agnet": [
+        "agents.alice.agent_loop=tool_agnet",
+        "Did you mean 'tool_agent'",
+        "@register",
+    ],
+    "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent": ["agents.<name>.agent_loop=tool_agent"],
+    "actor_rollout_ref.rollout.multi_turn.function_tool_path=/nowhere.py": ["/nowhere.py", "agents.<name>.agent_loop"],
+    "agents.alice.agent_loop=tool_agent actor_rollout_ref.rollout.multi_turn.function_tool_path=/nowhere.py": [
+        "function_tool_path=/nowhere.py",
+        "@function_tool",
+    ],
+    "agents.alice.agent_loop=tool_agent actor_rollout_ref.rollout.agent.agent_loop_config_path=/nowhere.yaml": [
+        "agent_loop_config_path=/nowhere.yaml",
+        "name and _target_",
+    ],
+    "agents.alice.agent_loop=tool_agent actor_rollout_ref.rollout.multi_turn.format=hermse": ["Did you mean 'hermes'"],
     "agents={}": ["agents"],
 }
 

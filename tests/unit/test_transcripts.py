@@ -12,7 +12,7 @@ from marl.runners.debate import Order, Sees
 from marl.runners.graph import Edge, Node, When
 from marl.runners.multi_turn import Stop
 from marl.runners.tree import Keep, Train
-from tests.unit.test_runners import build, play
+from tests.unit.test_runners import BUILT_IN, build, play
 
 SHORT = {"peer_template": "{agent}:{text}", "separator": " "}
 BRIEF = {**SHORT, "instruction": ""}
@@ -31,7 +31,7 @@ def says(**texts):
 
 
 def test_every_runner_has_a_transcript():
-    for name in RUNNERS.names():
+    for name in BUILT_IN:
         assert f"test_{name}_transcript" in globals(), name
 
 
@@ -362,7 +362,7 @@ def test_a_team_that_cannot_play_is_told_so(name, options, agents, says_):
         build(name, **options).check(agents)
 
 
-@pytest.mark.parametrize("name", [name for name in RUNNERS.names() if RUNNERS.get(name).append_only])
+@pytest.mark.parametrize("name", [name for name in BUILT_IN if RUNNERS.get(name).append_only])
 def test_a_runner_that_promises_it_lets_contexts_grow_append_only(name):
     options = {"num_rounds": 3, "laps": 2, "num_turns": 3, "num_picks": 3, "num_revisions": 2}
     fields = RUNNERS.get(name).Config.__dataclass_fields__
@@ -377,7 +377,7 @@ def test_a_runner_that_promises_it_lets_contexts_grow_append_only(name):
 
 
 def test_most_turns_is_what_a_long_episode_takes():
-    for name in RUNNERS.names():
+    for name in BUILT_IN:
         agents = {"multi_turn": ("a",)}.get(name, ("a", "b", "c")[: RUNNERS.get(name).num_agents[1] or 3])
         options = DEBATE if name == "graph" else {"num_turns": 3} if name == "multi_turn" else {}
         runner = build(name, **options)
