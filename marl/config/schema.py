@@ -99,8 +99,8 @@ class EnsembleConfig:
     """Answers to each task; null for ``rollout.val_kwargs.n``."""
     tasks: int | None = None
     """How many validation tasks; null for all."""
-    weights: dict[str, float] = field(default_factory=dict)
-    """Of agents in a mean, by their names; 1 for those that are not named."""
+    weights: list[float] | None = None
+    """Of the agents in a mean, in their order; null for equal ones."""
     device: str | None = None
     """null for ``trainer.device``."""
 

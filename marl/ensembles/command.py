@@ -25,7 +25,6 @@ from marl.main import exit_code, prepare
 from marl.modules.models import line
 from marl.report import ensemble as report
 from marl.rewards import build_reward
-from marl.utils.registry import did_you_mean
 
 NUMBERS = {"samples": count(null=True), "tasks": count(null=True)}
 WEIGHT = Number(0)
@@ -79,15 +78,11 @@ def check_settings(config: DictConfig) -> None:
             raise ConfigError(f"ensemble.{key}={settings[key]}: {number}")
     if settings.modes is not None and not settings.modes:
         raise ConfigError(f"ensemble.modes=[]: expected some of {', '.join(MODES)}, or null for all that are possible")
-    for name, weight in settings.weights.items():
-        if name not in agents:
-            raise ConfigError(
-                f"ensemble.weights.{name}={weight}: no such agent; expected: {', '.join(agents)}.{did_you_mean(name, agents)}"
-            )
-        if not WEIGHT.takes(weight):
-            raise ConfigError(f"ensemble.weights.{name}={weight}: {WEIGHT}")
-    if not sum(weights_of(config)):
-        raise ConfigError(f"ensemble.weights={dict(settings.weights)}: expected at least one agent's above 0")
+    weights = weights_of(config)
+    if len(weights) != len(agents) or not all(WEIGHT.takes(weight) for weight in weights) or not sum(weights):
+        raise ConfigError(
+            f"ensemble.weights={weights}: expected one number for each of {', '.join(agents)}, at least 0 and one above it; or null"
+        )
     try:
         torch.empty(0, device=device_of(config))
     except (RuntimeError, AssertionError) as error:

@@ -85,7 +85,7 @@ class Ensemble:
         longest = len(ids) + self.sampling_together["max_tokens"]
         if longest > policy.longest:
             raise ConfigError(
-                f"data.max_response_length: with the {len(ids)} tokens of task {task.id} for agent {self.agents[k]!r} an answer "
+                f"data.max_response_length={self.config.data.max_response_length}: with the {len(ids)} tokens of task {task.id} for agent {self.agents[k]!r} an answer "
                 f"ends at {longest} tokens, and the model takes {policy.longest}; lower it, or raise rollout.max_model_len"
             )
         return ids
@@ -209,4 +209,5 @@ class Ensemble:
 
 
 def weights_of(config: DictConfig) -> list[float]:
-    return [config.ensemble.weights.get(agent, 1.0) for agent in config.agents]
+    given = config.ensemble.weights
+    return [1.0] * len(config.agents) if given is None else list(given)
