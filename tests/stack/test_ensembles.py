@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from marl.cli import main as cli
 from marl.config.errors import ConfigError
@@ -157,6 +157,20 @@ def test_another_tokenizer_leaves_the_vote(composed, other_model):
         for m in ("distribution", "hidden")
     )
     assert "accuracy" in of(result, "vote")
+
+
+def test_attention_that_is_not_masked_is_refused(composed, cold_assets, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(cold_assets / "model")
+    sliding = Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        intermediate_size=64, use_sliding_window=True, max_window_layers=0, sliding_window=8,
+    )  # fmt: skip
+    Qwen2ForCausalLM(sliding).save_pretrained(tmp_path / "sliding")
+    tokenizer.save_pretrained(tmp_path / "sliding")
+    with pytest.raises(
+        ConfigError, match="policy 'carol' cannot answer .* sliding_attention .* expected full attention"
+    ):
+        run(composed(f"+policies.carol.model.path={tmp_path / 'sliding'}"))
 
 
 @pytest.mark.parametrize(
