@@ -1,6 +1,7 @@
 """``marl ensemble``: the agents of a run alone and together, in one table."""
 
 import json
+import random
 import re
 import shlex
 import shutil
@@ -18,6 +19,10 @@ from marl.ensembles.load import saved_weights
 from marl.ensembles.play import Ensemble
 from marl.main import prepare
 from marl.quickstart.model import build_model
+from marl.report.ensemble import Way
+from marl.runners import majority
+from marl.types import Turn, Verdict
+from marl.utils.seeding import derive_seed
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 NAMES = ["alice", "carol", "mean of agents", "best", "vote", "distribution", "hidden"]
@@ -86,6 +91,21 @@ def test_the_agents_and_their_vote_are_what_validation_says_to_the_last_bit(trai
     right = [turn.correct for e in episodes for turn in e.turns]
     assert of(result, "mean of agents")["accuracy"] == pytest.approx(sum(right) / 48, abs=1e-12)
     assert result["samples"] == 3 and of(result, "alice")["standard_error"] is not None
+
+
+def test_a_vote_is_the_single_turns_and_its_ties_are_broken_alike(composed):
+    """alice is right, carol never: who is heard is the episode's seed to say, for each sample of each task."""
+    ensemble = Ensemble(prepare(composed("ensemble.samples=3")))
+    turns: dict = {"alice": [], "carol": []}
+    expected = [[0.0] * 3 for _ in range(8)]
+    for n, play in enumerate(ensemble.plays):
+        for name, answer in (("alice", play.task.ground_truth), ("carol", "99")):
+            turns[name].append(Turn(name, 1, [], f"#### {answer}", verdict=Verdict(float(name == "alice"), answer)))
+        drawn = random.Random(derive_seed(0, "validate", f"val/{n // 3}", n % 3))
+        expected[n // 3][n % 3] = float(majority([play.task.ground_truth, "99"], drawn) != "99")
+    way = ensemble._vote([Way("alice", tokens=3, seconds=1), Way("carol", tokens=4, seconds=2)], list(turns.values()))
+    assert way.correct_TS == expected and 0 < sum(map(sum, expected)) < 24
+    assert (way.tokens, way.seconds) == (7, 3), "it costs what all of them cost"
 
 
 def test_it_is_the_same_again_and_in_other_batches(composed):
