@@ -2,8 +2,8 @@
 
 import asyncio
 
-from marl.runners import Replay, ReplayDiverged, scripted
-from marl.types import Task
+from marl.runners import RUNNERS, Replay, ReplayDiverged, scripted
+from marl.types import Task, Verdict
 from recipe.peer_review import PeerReview
 
 TASK = Task("t", [{"role": "user", "content": "2+2?"}], "4", "x", lambda text: text if text.isdigit() else None)
@@ -48,6 +48,24 @@ def test_it_is_played_again_and_from_its_middle():
     resumed = asyncio.run(scripted.play(RUNNER, TASK, ["a", "b"], changed))
     assert resumed.trajectory("a")[2].observation[-1]["content"] == "b:it is 7 Again." and resumed.answer == "7"
     assert {turn.text for turn in resumed.turns if turn.round < 3} == {"4", "5", "a doubts it", "it is 7"}
+
+
+def test_what_comes_after_a_change_is_asked_anew_even_where_the_agent_is_shown_the_same():
+    runner = RUNNERS.get("voting")(RUNNERS.get("voting").Config("voting", num_answers=2))
+    record = asyncio.run(scripted.play(runner, TASK, ["a", "b"], scripted.scripted(scripted.listed(["4"]))))
+    changed = Replay(record, scripted.scripted(lambda agent, round, seen: "7"), {("a", 1, 0): None})
+    resumed = asyncio.run(scripted.play(runner, TASK, ["a", "b"], changed))
+    assert sorted((*turn.place, turn.text) for turn in resumed.turns) == [
+        ("a", 1, 0, "7"), ("a", 2, 0, "7"), ("b", 1, 0, "4"), ("b", 2, 0, "7"),
+    ]  # fmt: skip
+
+
+def test_a_recorded_answer_keeps_its_verdict_and_what_is_none_has_to_earn_it_again():
+    record = asyncio.run(scripted.play(RUNNER, TASK, ["a", "b"], scripted.scripted(script)))
+    for turn in record.turns:
+        turn.verdict = Verdict(1.0, None)
+    again = asyncio.run(scripted.play(RUNNER, TASK, ["a", "b"], Replay(record)))
+    assert [turn.verdict is None for turn in again.trajectory("a")] == [False, True, False]
 
 
 def test_a_record_of_another_runner_is_refused():
