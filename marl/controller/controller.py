@@ -8,6 +8,8 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from omegaconf import OmegaConf
+
 from marl.controller.client import PolicyClient
 from marl.controller.failures import GroupFailed
 from marl.controller.policy_map import PolicyMap
@@ -114,7 +116,8 @@ class Controller:
         self.roles = {name: agent.role for name, agent in agents.items()}
         self.sampling = functools.cache(self._sampling)  # reading a configuration costs more than the rest of a turn
         self.seed, self.max_prompt_length = seed, max_prompt_length
-        self.settings = settings
+        # reading a configuration node costs more than judging a short text
+        self.settings: Any = OmegaConf.to_object(settings) if OmegaConf.is_config(settings) else settings
         self.episode_timeout, self.max_error_rate = settings.episode_timeout_s, settings.max_error_rate
         self.accuracy = Accuracy()
 
