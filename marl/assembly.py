@@ -11,6 +11,8 @@ from verl.utils import hf_tokenizer
 from verl.workers.rollout.llm_server import LLMServerClient
 
 from marl.config.errors import ConfigError
+from marl.config.policies import loops_of
+from marl.controller.agent_loop import LoopClient, Loops
 from marl.controller.chat import ChatEncoder, check_round_trip
 from marl.controller.client import PolicyClient
 from marl.controller.controller import Controller
@@ -53,17 +55,17 @@ def load_tasks(config: DictConfig, tokenizers: dict[str, Any]) -> tuple[Any, lis
 
 def make_clients(config: DictConfig, groups: dict[str, Any], tokenizers: dict[str, Any]) -> dict[str, Any]:
     """Each policy's way from messages to turns."""
-    return {
-        name: PolicyClient(
-            name,
-            group.rollout,
-            group.client(),
-            tokenizers[name],
-            ChatEncoder(tokenizers[name], config.data.apply_chat_template_kwargs),
-            load_config(group.config.actor_rollout_ref.model, name).get_text_config().vocab_size,
-        )
-        for name, group in groups.items()
-    }
+    return {name: make_client(config, name, group, tokenizers[name]) for name, group in groups.items()}
+
+
+def make_client(config: DictConfig, name: str, group: Any, tokenizer: Any) -> PolicyClient:
+    model, loops = load_config(group.config.actor_rollout_ref.model, name), loops_of(config, name)
+    encoder = ChatEncoder(tokenizer, config.data.apply_chat_template_kwargs)
+    vocabulary = model.get_text_config().vocab_size
+    parts = (name, group.rollout, group.client(), tokenizer, encoder, vocabulary)
+    if not loops:
+        return PolicyClient(*parts)
+    return LoopClient(*parts, loops=Loops(group.config, loops, tokenizer, model.model_type))
 
 
 @dataclass(frozen=True)

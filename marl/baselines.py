@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from marl.config.policies import all_policies
 from marl.learners import CREDITS
 from marl.marl_trainer import MARLTrainer
 from marl.report import summary
@@ -49,10 +50,10 @@ def solo_config(config: DictConfig, answers: int) -> DictConfig:
     """The same run for the first agent that is trained, alone: single turns, ``answers`` times as many samples of a task."""
     solo = config.copy()
     name = next(name for name, agent in config.agents.items() if agent.trainable)
-    policy = config.agents[name].policy or name
+    policies = all_policies({name: config.agents[name]})
     with open_dict(solo):
         solo.agents = {name: config.agents[name]}
-        solo.policies = {key: value for key, value in config.policies.items() if key == policy}
+        solo.policies = {key: value for key, value in config.policies.items() if key in policies}
         solo.runner = OmegaConf.structured(RUNNERS.get("single_turn").Config(name="single_turn"))
         solo.credit = OmegaConf.structured(CREDITS.get("own").Config(name="own"))
         solo.learner.train_rounds = None
@@ -70,9 +71,11 @@ def solo_config(config: DictConfig, answers: int) -> DictConfig:
 
 
 def of_history(trainer: MARLTrainer) -> Metrics:
-    """Accuracy of the last round at the last validation, and the tokens that were trained on."""
+    """Accuracy of the last round at the last validation, the tokens that were trained on, and the share of groups that
+    taught nothing."""
     last = trainer.history[max(trainer.history)]
-    return {
+    degenerate = {} if trainer.degenerate.mean is None else {"degenerate_groups": trainer.degenerate.mean}
+    return degenerate | {
         "accuracy": last[f"accuracy/{summary.last_round(last)}"],
         "sampled_tokens": float(trainer.sampled_tokens),
         "steps": float(trainer.step_number),

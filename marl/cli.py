@@ -5,6 +5,8 @@ import sys
 COMMANDS = {
     "train": "train: the arguments of python -m marl.main",
     "quickstart": "train the two tiny agents on this machine",
+    "run-one": "play one conversation and print it: the keys of train, and question= answers= model= dump= …",
+    "ensemble": "measure the agents' vote and joint answers beside each of them",
 }
 
 
@@ -19,6 +21,18 @@ def main() -> int:
         from marl.quickstart.__main__ import main as quickstart
 
         return quickstart()
+    if word == "run-one":
+        from marl.run_one import main as run_one
+
+        return run_one(rest)
+    if word == "ensemble":
+        from marl.ensembles.command import main as ensemble
+
+        return ensemble(rest)
     lines = [f"  marl {command:<12} {text}" for command, text in COMMANDS.items()]
     sys.stderr.write("\n".join(["usage: marl COMMAND [key=value …]", *lines, ""]))
     return 0 if word in ("-h", "--help") else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -97,9 +97,7 @@ def prepare(config: DictConfig) -> DictConfig:
     config = OmegaConf.create(config)
     resolve(config)
     check(config)
-    if config.credit.name == "auto":
-        chosen = RUNNERS.get(config.runner.name).default_credit or LEARNERS.get(config.learner.name).default_credit
-        config.credit = OmegaConf.structured(CREDITS.get(chosen).Config(name=chosen))
+    choose_credit(config)
     check_facts(config)
     with open_dict(config):
         absolutise(config)
@@ -120,6 +118,13 @@ def prepare(config: DictConfig) -> DictConfig:
     checked_function(config)
     preflight(config)
     return config
+
+
+def choose_credit(config: DictConfig) -> None:
+    """What ``credit=auto`` stands for: the runner's choice, else the learner's."""
+    if config.credit.name == "auto":
+        chosen = RUNNERS.get(config.runner.name).default_credit or LEARNERS.get(config.learner.name).default_credit
+        config.credit = OmegaConf.structured(CREDITS.get(chosen).Config(name=chosen))
 
 
 def check_facts(config: DictConfig) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import psutil
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
-from verl.utils.tracking import Tracking
 
 from marl.controller.batching import joint_batch
 from marl.controller.controller import Collection, Controller
@@ -22,7 +21,8 @@ from marl.learners import Learner
 from marl.report import conversation, dump, summary, tokens
 from marl.types import CriticName, Episode, JointBatch, Metrics, PolicyName, Task
 from marl.utils import checkpoint
-from marl.utils.metrics import PhaseTimer, must_be_finite, prefixed
+from marl.utils.metrics import PhaseTimer, RunningMean, must_be_finite, prefixed
+from marl.utils.tracking import tracking_of
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,8 @@ class MARLTrainer:
         self.log_prob_gap_max = 0.0
         self.sampled_tokens = 0
         self.turns_per_episode = 0.0
+        self.degenerate = RunningMean()
+        """Share of groups that taught nothing, over all steps, where the learner compares groups."""
         self.token_budget: int | None = None
         """Training ends once it has sampled so many tokens; None for no such end."""
         self.baselines: dict[str, Metrics] = {}
@@ -69,7 +71,7 @@ class MARLTrainer:
         trainer = self.config.trainer
         await self.resume()
         await self.sync_weights()
-        self.tracking = self._tracking()
+        self.tracking = tracking_of(self.config)
         if trainer.val_before_train or trainer.val_only:
             self.tracking.log(await self.validate(), self.step_number)
         if trainer.val_only:
@@ -109,6 +111,8 @@ class MARLTrainer:
             await self.critics.value(episodes, batch)
         with phase("credit"):
             credit_metrics = self.learner.assign_credit(batch)
+            if "team/degenerate_groups" in credit_metrics:
+                self.degenerate.add(credit_metrics["team/degenerate_groups"])
         with phase("update"):
             updates, fits = await self.update(batch)
             await self.references.renew(self.step_number)
@@ -155,7 +159,8 @@ class MARLTrainer:
         for name, outputs in zip(names, results, strict=True):
             rows = batch.rows[name]
             rows["old_log_probs"] = outputs["log_probs"]
-            gap, numbers = tokens.token_metrics(rows, outputs, batch.agents)
+            labels = [self.controller.policy_map.label(agent, name) for agent in batch.agents]
+            gap, numbers = tokens.token_metrics(rows, outputs, labels)
             metrics |= numbers
             self.log_prob_gap_max = max(self.log_prob_gap_max, gap)
             if gap > self.config.controller.log_prob_gap_alarm:
@@ -204,6 +209,7 @@ class MARLTrainer:
             state: dict[str, Any] = {"sampled_tokens": self.sampled_tokens, "turns_per_episode": self.turns_per_episode}
             state |= {"step": self.step_number, "policies": sorted(self.policies)}
             state |= {"critics": sorted(self.critics.groups), "references": self.references.state_dict()}
+            state |= {"degenerate": [self.degenerate.total, self.degenerate.count]}
             state |= {"accuracy": self.controller.accuracy.state_dict()}
             state |= {"log_prob_gap_max": self.log_prob_gap_max, "history": list(self.history.items())}
             checkpoint.write_state(folder, state)
@@ -232,6 +238,7 @@ class MARLTrainer:
         self.loader.load_state_dict(torch.load(folder / "data.pt", weights_only=True))
         self.step_number, self.log_prob_gap_max = state["step"], state["log_prob_gap_max"]
         self.sampled_tokens, self.turns_per_episode = state["sampled_tokens"], state["turns_per_episode"]
+        self.degenerate = RunningMean(*state["degenerate"])
         self.controller.accuracy.load_state_dict(state["accuracy"])
         self.history = dict(state["history"])
         logger.warning("resumed from %s", folder)
@@ -248,6 +255,7 @@ class MARLTrainer:
             seed=self.config.seed,
             log_prob_gap_max=self.log_prob_gap_max,
             sampled_tokens=self.sampled_tokens,
+            degenerate_groups=self.degenerate.mean,
             baselines=self.baselines,
         )
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -257,17 +265,6 @@ class MARLTrainer:
     def _batches(self):
         while True:
             yield from self.loader
-
-    def _tracking(self) -> Tracking:
-        from omegaconf import OmegaConf
-
-        trainer = self.config.trainer
-        return Tracking(
-            project_name=trainer.project_name,
-            experiment_name=trainer.experiment_name,
-            default_backend=list(trainer.logger),
-            config=OmegaConf.to_container(self.config, resolve=True, enum_to_str=True),
-        )
 
     def _team_metrics(self, episodes: Sequence[Episode], collection: Collection) -> Metrics:
         metrics = prefixed("team", conversation.team_metrics(episodes))
@@ -291,7 +288,8 @@ class MARLTrainer:
     def _for_agents(self, policy: PolicyName, metrics: Metrics) -> Metrics:
         """A policy's numbers, under each agent that is trained with it."""
         agents = [agent for agent in self.controller.policy_map.agents(policy) if agent in self.temperatures]
-        return {f"agent/{agent}/{key}": value for agent in agents for key, value in metrics.items()}
+        labels = [self.controller.policy_map.label(agent, policy) for agent in agents]
+        return {f"agent/{label}/{key}": value for label in labels for key, value in metrics.items()}
 
     async def _server_seconds(self) -> dict[PolicyName, float]:
         seconds = await asyncio.gather(*(group.server_seconds() for group in self.policies.values()))

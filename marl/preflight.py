@@ -12,7 +12,8 @@ from omegaconf import DictConfig
 from marl.config import plan
 from marl.config.data import file_list, rows_of
 from marl.config.errors import ConfigError
-from marl.config.policies import all_policies, changes_of, own_settings, policies_by_agent
+from marl.config.policies import all_policies, changes_of, loops_of, own_settings, policies_by_agent
+from marl.controller.agent_loop import check_loops
 from marl.controller.chat import ChatEncoder
 from marl.modules import models
 from marl.modules.workers.settings import check_settings
@@ -34,6 +35,7 @@ def preflight(config: DictConfig) -> None:
         models.size_of(models.load_config(own.model, key), f"{key}.path={own.model.path}")
         models.check_weights(own.model, key)
         encoders[name] = encoder_of(config, own, key)
+        check_loops(own.rollout, loops_of(config, name))
     check_prompts(config, encoders)
 
 

@@ -477,6 +477,29 @@ def answers_fit(config: Any) -> None:
 
 
 @rule
+def agent_loops_are_the_agents(config: Any) -> None:
+    """verl's own key would be one loop for all; and what loops read has a reader."""
+    rollout = config.actor_rollout_ref.rollout
+    default = rollout.agent.default_agent_loop
+    if default not in (None, "single_turn_agent"):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.agent.default_agent_loop={default}: every agent says what makes its turns; set "
+            f"agents.<name>.agent_loop={default}, and leave this key single_turn_agent"
+        )
+    read = {
+        "agent.agent_loop_config_path": rollout.agent.agent_loop_config_path,
+        "multi_turn.tool_config_path": rollout.multi_turn.tool_config_path,
+        "multi_turn.function_tool_path": rollout.multi_turn.function_tool_path,
+    }
+    for key, path in read.items():
+        if path is not None and all(agent.agent_loop is None for agent in config.agents.values()):
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.{key}={path}: no agent acts by an agent loop, which would read it; set "
+                "agents.<name>.agent_loop, or unset it"
+            )
+
+
+@rule
 def a_conversation_fits_the_server(config: Any) -> None:
     rollout = config.actor_rollout_ref.rollout
     if rollout.max_model_len is not None and rollout.max_model_len < rollout.prompt_length + rollout.response_length:

@@ -29,6 +29,14 @@ def own_settings(config: Any, name: str) -> Any:
     return OmegaConf.merge(shared, changes_of(config.policies, name))
 
 
+def loops_of(config: Any, policy: str) -> dict[str, str]:
+    """The agent loops by which agents of a policy act, by agent."""
+    agents = {
+        name: config.agents[name].agent_loop for name, own in policies_by_agent(config.agents).items() if policy in own
+    }
+    return {name: loop for name, loop in agents.items() if loop is not None}
+
+
 def trained_policies(agents: Mapping[str, Any]) -> list[str]:
     """The policies of the agents that are trained, in their order."""
     return all_policies({name: agent for name, agent in agents.items() if agent.trainable})

@@ -19,6 +19,8 @@ class AgentConfig:
     """Text after the question in its first observation."""
     trainable: bool = True
     """False: its turns are played and never trained."""
+    agent_loop: str | None = None
+    """verl's agent loop that makes its turns, by its registered name; null for one request a turn."""
     temperature: float | None = None
     """Sampling in training; null for the policy's ``rollout`` value, as below."""
     top_p: float | None = None
@@ -91,6 +93,33 @@ class ControllerConfig:
     """Deadline of a reward function for one text."""
 
 
+class EnsembleMode(Enum):
+    vote = "vote"
+    """The majority of the agents' own answers."""
+    distribution = "distribution"
+    """One answer, of the mean of their next-token distributions."""
+    hidden = "hidden"
+    """One answer, of the mean of their last hidden states."""
+
+
+@dataclass
+class EnsembleConfig:
+    """What ``marl ensemble`` measures: agents that answer together, without a word between them."""
+
+    checkpoint: str | None = None
+    """The folder ``…/global_step_N`` whose weights answer; null for the configuration's models, the first weights."""
+    modes: list[EnsembleMode] | None = None
+    """null for all that these models allow."""
+    samples: int | None = None
+    """Answers to each task; null for ``rollout.val_kwargs.n``."""
+    tasks: int | None = None
+    """How many validation tasks; null for all."""
+    weights: list[float] | None = None
+    """Of the agents in a mean, in their order; null for equal ones."""
+    device: str | None = None
+    """null for ``trainer.device``."""
+
+
 def register() -> None:
     """Make every group a Hydra option ``<group>: schema``."""
     # a typed node holds the types of its children: agents that a YAML file or the command line adds are checked too
@@ -101,6 +130,7 @@ def register() -> None:
         "agent": AgentConfig,
         "resources": ResourcesConfig,
         "controller": ControllerConfig,
+        "ensemble": EnsembleConfig,
     }.items():
         ConfigStore.instance().store(group=group, name="schema", node=node)
 

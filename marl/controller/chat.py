@@ -5,6 +5,7 @@ the server took and gave, and only what is new is encoded. The template is encod
 message says without them, so that no text can forge a role.
 """
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -27,6 +28,7 @@ class ChatEncoder:
             )
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
+        self.special = special_tokens(tokenizer)
         self._pieces = lru_cache(maxsize=4096)(self._encode_pieces)
         self._content = lru_cache(maxsize=65536)(self._encode_content)
 
@@ -47,6 +49,14 @@ class ChatEncoder:
             ids.extend(pieces[index + 1])
         return ids
 
+    def defused(self, observation: Sequence[Message]) -> list[Message]:
+        """A copy, with a space in every special token that a text spells: others encode texts with special tokens enabled,
+        and a text must not forge a role there either."""
+        return [
+            {**copy.deepcopy(message), "content": self.special.sub(broken, content_of(message))}
+            for message in observation
+        ]
+
     def _encode_content(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
 
@@ -66,6 +76,17 @@ class ChatEncoder:
         return [tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
 
 
+def special_tokens(tokenizer: Any) -> re.Pattern[str]:
+    """Matches the special tokens that a text may not spell; the unknown token stands for no role."""
+    added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    names = sorted((added | set(tokenizer.all_special_tokens)) - {tokenizer.unk_token}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, names)) or r"(?!)")
+
+
+def broken(match: re.Match[str]) -> str:
+    return f"{match[0][:1]} {match[0][1:]}" if len(match[0]) > 1 else " "
+
+
 def content_of(message: Message) -> str:
     if not isinstance(message.get("content"), str):
         raise ValueError(
@@ -75,10 +96,11 @@ def content_of(message: Message) -> str:
 
 
 def extends(observation: Sequence[Message], previous: Turn) -> bool:
-    """Whether an observation begins with the previous one and the answer to it."""
+    """Whether an observation begins with the previous one and the answer to it, whose ids are nothing but that answer."""
     size = len(previous.observation)
     return (
         len(observation) > size
+        and 0 not in previous.response_mask  # what tools said within the turn is not in the observation
         and list(observation[:size]) == previous.observation
         and observation[size] == {"role": "assistant", "content": previous.text}
     )

@@ -10,7 +10,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from marl.controller.chat import ChatEncoder
 from marl.controller.failures import group_failed
 from marl.runners import ContextOverflow
-from marl.types import AgentId, Message, PolicyName, Turn
+from marl.types import AgentId, Message, PolicyName, Task, Turn
 
 SEED_KEYS = {"sglang": "sampling_seed"}
 """Where a backend does not call it ``seed``."""
@@ -70,6 +70,7 @@ class PolicyClient:
         round: int,
         previous: Turn | None,
         *,
+        task: Task,
         session: str,
         seed: int,
         sampling: Mapping[str, Any],
@@ -77,21 +78,8 @@ class PolicyClient:
     ) -> Turn:
         """Generate one turn. Raises ContextOverflow for an observation longer than ``max_prompt_length`` tokens, BadAnswer for
         what is no turn."""
-        if previous is not None and previous.policy != self.policy:
-            previous = None  # another policy's tokenizer: its ids are not ours
-        prompt_ids = self.encoder.encode(observation, previous)
-        if len(prompt_ids) > max_prompt_length:
-            raise ContextOverflow(
-                f"agent {agent!r} was shown {len(prompt_ids)} tokens in round {round}, data.max_prompt_length allows "
-                f"{max_prompt_length}; raise it, or set runner.overflow to drop_oldest or summarise"
-            )
-        params = {**sampling, self.seed_key: seed, "logprobs": True}
-        try:
-            output = await self.server.generate(request_id=session, prompt_ids=prompt_ids, sampling_params=params)
-        except RayError as error:
-            if isinstance(error, RayTaskError) and not isinstance(error.cause, RayError):
-                raise error.cause from None  # the server lives: it refused this one request
-            raise group_failed(f"policy {self.policy!r}", "generating", error) from error
+        prompt_ids = self.encode(agent, observation, round, previous, max_prompt_length)
+        output = await self.request(session, prompt_ids, sampling, seed)
         who = f"the server of policy {self.policy!r} answered agent {agent!r} in round {round}"
         check_answer(output, who, self.vocabulary, sampling["max_tokens"])
         return Turn(
@@ -105,6 +93,34 @@ class PolicyClient:
             response_mask=[1] * len(output.token_ids),
             log_probs=output.log_probs,
             stop_reason=output.stop_reason,
-            version=(output.extra_fields or {}).get("global_steps") or 0,
+            version=version_of(output),
             seed=seed,
         )
+
+    def encode(
+        self, agent: AgentId, observation: list[Message], round: int, previous: Turn | None, max_prompt_length: int
+    ) -> list[int]:
+        if previous is not None and previous.policy != self.policy:
+            previous = None  # another policy's tokenizer: its ids are not ours
+        prompt_ids = self.encoder.encode(observation, previous)
+        if len(prompt_ids) > max_prompt_length:
+            raise ContextOverflow(
+                f"agent {agent!r} was shown {len(prompt_ids)} tokens in round {round}, data.max_prompt_length allows "
+                f"{max_prompt_length}; raise it, or set runner.overflow to drop_oldest or summarise"
+            )
+        return prompt_ids
+
+    async def request(self, session: str, prompt_ids: list[int], sampling: Mapping[str, Any], seed: int) -> Any:
+        """Ask a server. Raises GroupFailed where it died."""
+        params = {**sampling, self.seed_key: seed, "logprobs": True}
+        try:
+            return await self.server.generate(request_id=session, prompt_ids=prompt_ids, sampling_params=params)
+        except RayError as error:
+            if isinstance(error, RayTaskError) and not isinstance(error.cause, RayError):
+                raise error.cause from None  # the server lives: it refused this one request
+            raise group_failed(f"policy {self.policy!r}", "generating", error) from error
+
+
+def version_of(output: Any) -> int:
+    """The trainer's step whose weights a server answered with."""
+    return (output.extra_fields or {}).get("global_steps") or 0

@@ -158,7 +158,7 @@ class Controller:
             async with asyncio.timeout(self.episode_timeout):
                 for turn in episode.turns:
                     if turn.answers and turn.verdict is None:
-                        turn.verdict = await self._judge(episode.task, turn)
+                        turn.verdict = await self.judge(episode.task, turn)
         except TimeoutError:
             raise TimeoutError(
                 f"the reward function took longer than controller.episode_timeout_s={self.episode_timeout:g} for task "
@@ -188,7 +188,7 @@ class Controller:
             sampling["stop"] = list(own.stop)
         return sampling
 
-    async def _judge(self, task: Task, turn: Turn) -> Verdict:
+    async def judge(self, task: Task, turn: Turn) -> Verdict:
         verdict = await self.reward.judge(task, turn.text)
         if turn.truncated and self.settings.truncated_score is not None:
             return replace(verdict, score=self.settings.truncated_score)
@@ -209,11 +209,11 @@ class Controller:
         # validation draws the same numbers every time: its curve moves with the weights alone
         key = (self.seed, "validate" if validate else step, task.id, sample)
         record = Episode(task=task, sample=sample, agents=list(self.agents), seed=derive_seed(*key))
-        return await self._run(record, self.generate(key, step, validate))
+        return await self._run(record, self.generate(task, key, validate))
 
     async def _run(self, record: Episode, generate: Generate) -> Episode:
         live = LiveEpisode(
-            record, generate, self._judge, self.roles, self.runner.config.overflow, accuracy=self.accuracy.shares()
+            record, generate, self.judge, self.roles, self.runner.config.overflow, accuracy=self.accuracy.shares()
         )
         record.answer = await self.runner.run(live)
         seats = {agent: seat for seat, agent in enumerate(record.agents)}
@@ -221,7 +221,7 @@ class Controller:
         record.turns.sort(key=lambda turn: (turn.round, seats[turn.agent], turn.branch))
         return record
 
-    def generate(self, key: tuple, step: int, validate: bool = False) -> Generate:
+    def generate(self, task: Task, key: tuple, validate: bool = False) -> Generate:
         """What turns observations into turns of one episode; ``key`` names the episode, and seeds what is sampled."""
 
         async def generate(
@@ -233,6 +233,7 @@ class Controller:
                 observation,
                 round,
                 previous,
+                task=task,
                 session=f"{'/'.join(map(str, key[1:]))}/{agent}",
                 seed=derive_seed(*key, agent, round, *([branch] if branch else [])),
                 sampling=self.sampling(agent, policy, validate),
@@ -252,7 +253,7 @@ class Controller:
         spoken at the same time, stay as they were. The result is not scored yet.
         """
         key = (self.seed, "resume", alternative, step, episode.task.id, episode.sample)
-        generate = Replay(episode, self.generate(key, step), {at.place: answer})
+        generate = Replay(episode, self.generate(episode.task, key), {at.place: answer})
         record = Episode(episode.task, episode.sample, list(episode.agents), seed=episode.seed)
         async with asyncio.timeout(self.episode_timeout):
             return await self._run(record, generate)

@@ -17,6 +17,10 @@ class PolicyMap:
         policies = self._policies[agent]
         return policies[min(round, len(policies)) - 1]
 
+    def label(self, agent: AgentId, policy: PolicyName) -> str:
+        """Under which name a policy's numbers stand: its agent's, and its own beside it where the agent has several."""
+        return agent if len(set(self._policies[agent])) == 1 else f"{agent}/{policy}"
+
     def agents(self, policy: PolicyName) -> list[AgentId]:
         """The agents that act with it in any round."""
         return [agent for agent, policies in self._policies.items() if policy in policies]

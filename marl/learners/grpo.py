@@ -113,14 +113,15 @@ class GRPO(Learner):
 
 
 def degenerate_share(batch: JointBatch, credit_ERA: Tensor, keys_ERA: Tensor) -> Metrics:
-    """Per agent, the share of its turns whose group is all alike and teaches nothing."""
+    """The share of groups that are all alike and teach nothing; per agent, the share of its turns in such groups."""
     spoke_ERA = batch.mask_ERA.bool()
     keys_B = keys_ERA[spoke_ERA]
     index_B, count_G = credit.group_index(keys_B)
     unequal_G = credit.unequal_groups(credit_ERA[spoke_ERA], index_B, len(count_G))
     degenerate_ERA = torch.zeros_like(spoke_ERA)
     degenerate_ERA[spoke_ERA] = ~unequal_G[index_B]
-    return {
+    shares = {"team/degenerate_groups": float((~unequal_G).float().mean())} if len(count_G) else {}
+    return shares | {
         f"agent/{agent}/degenerate_groups": float(degenerate_ERA[..., a][spoke_ERA[..., a]].float().mean())
         for a, agent in enumerate(batch.agents)
         if spoke_ERA[..., a].any()

@@ -82,7 +82,10 @@ def run(overrides: list[str], config_name: str = "quickstart") -> Any:
     if trainer.history:
         console.print(summary.table(trainer.history))
     if trainer.baselines:
-        console.print(summary.baseline_table(trainer.history, trainer.baselines, trainer.sampled_tokens))
+        table = summary.baseline_table(
+            trainer.history, trainer.baselines, trainer.sampled_tokens, trainer.degenerate.mean
+        )
+        console.print(table)
     console.print(f"curves: {trainer.folder / 'curves.png'}   numbers: {trainer.folder / 'summary.json'}")
     return trainer
 

@@ -27,6 +27,7 @@ def summarise(
     seed: int,
     log_prob_gap_max: float,
     sampled_tokens: int = 0,
+    degenerate_groups: float | None = None,
     baselines: Mapping[str, Metrics] | None = None,
 ) -> dict[str, Any]:
     """The content of ``summary.json``."""
@@ -38,6 +39,7 @@ def summarise(
         "accuracy": {"before": accuracy(first), "after": accuracy(last)},
         "log_prob_gap_max": log_prob_gap_max,
         "sampled_tokens": sampled_tokens,
+        "degenerate_groups": degenerate_groups,
         "baselines": dict(baselines or {}),
     }
 
@@ -65,17 +67,25 @@ def table(history: History) -> Table:
     return result
 
 
-def baseline_table(history: History, baselines: Mapping[str, Metrics], sampled_tokens: int) -> Table:
+def baseline_table(
+    history: History, baselines: Mapping[str, Metrics], sampled_tokens: int, degenerate_groups: float | None = None
+) -> Table:
     """The trained team beside what it has to beat."""
     last = history[max(history)]
     result = Table(title="the team and its baselines (validation problems)")
-    for heading in ("", "accuracy", "tokens trained on"):
+    for heading in ("", "accuracy", "tokens trained on", "groups that taught nothing"):
         result.add_column(heading, justify="left" if not heading else "right")
-    result.add_row("team, last round", f"{last[f'accuracy/{last_round(last)}']:.3f}", str(sampled_tokens))
-    result.add_row("team, vote", f"{last['vote']:.3f}", str(sampled_tokens))
+    degenerate = share(degenerate_groups)
+    result.add_row("team, last round", f"{last[f'accuracy/{last_round(last)}']:.3f}", str(sampled_tokens), degenerate)
+    result.add_row("team, vote", f"{last['vote']:.3f}", str(sampled_tokens), degenerate)
     for name, numbers in baselines.items():
-        result.add_row(name, f"{numbers['accuracy']:.3f}", str(int(numbers["sampled_tokens"])))
+        degenerate = share(numbers.get("degenerate_groups"))
+        result.add_row(name, f"{numbers['accuracy']:.3f}", str(int(numbers["sampled_tokens"])), degenerate)
     return result
+
+
+def share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def last_round(team: Metrics) -> str:

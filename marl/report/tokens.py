@@ -4,18 +4,19 @@ from collections.abc import Sequence
 
 from tensordict import TensorDict
 
-from marl.types import AgentId, Metrics
+from marl.types import Metrics
 from marl.utils.metrics import prefixed
 
 
-def token_metrics(rows: TensorDict, outputs: TensorDict, agents: Sequence[AgentId]) -> tuple[float, Metrics]:
-    """The largest gap between the trainer's log-probs (``outputs``) and the servers', and each agent's numbers."""
+def token_metrics(rows: TensorDict, outputs: TensorDict, labels: Sequence[str]) -> tuple[float, Metrics]:
+    """The largest gap between the trainer's log-probs (``outputs``) and the servers', and each agent's numbers, under the
+    labels of the team's agents."""
     index = rows["turn_index"].values()
     answered = index >= 0
     gap = (outputs["log_probs"].values() - rows["rollout_log_probs"].values())[answered].abs()
-    column, entropy = index[answered] % len(agents), outputs["entropy"].values()[answered]
+    column, entropy = index[answered] % len(labels), outputs["entropy"].values()[answered]
     metrics: Metrics = {}
-    for a, agent in enumerate(agents):
+    for a, label in enumerate(labels):
         own = column == a
         if own.any():
             numbers = {
@@ -23,5 +24,5 @@ def token_metrics(rows: TensorDict, outputs: TensorDict, agents: Sequence[AgentI
                 "log_prob_gap_mean": gap[own].mean(),
                 "entropy": entropy[own].mean(),
             }
-            metrics |= prefixed(f"agent/{agent}", {key: float(value) for key, value in numbers.items()})
+            metrics |= prefixed(f"agent/{label}", {key: float(value) for key, value in numbers.items()})
     return float(gap.max()), metrics

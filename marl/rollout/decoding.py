@@ -10,7 +10,7 @@ another kernel, whenever no row of a batch happens to be padded.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -67,6 +67,16 @@ def bucket(length: int) -> int:
     return -(-length // step) * step
 
 
+def end_tokens(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    """What ends an answer: the model's word for it, and the tokenizer's."""
+    eos = model.config.eos_token_id
+    return frozenset(eos if isinstance(eos, list) else [eos]) | {tokenizer.eos_token_id}
+
+
+def padding_token(tokenizer: Any) -> int:
+    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+
+
 class PreallocatedLayer(DynamicLayer):
     """Keys and values of one layer, written in place, each row at a position of its own: nothing is copied to grow."""
 
@@ -102,14 +112,39 @@ class PreallocatedLayer(DynamicLayer):
         self.keys, self.values = self._keys[:, :, :length], self._values[:, :, :length]
 
 
-@torch.inference_mode()
+class Reader(Protocol):
+    """What says how an answer goes on: it reads the prompts, then every token that was chosen."""
+
+    def start(self, rows: Sequence[int]) -> Tensor:
+        """Scores [B, V] of the first token; row b answers request ``rows[b]``."""
+        ...
+
+    def step(self, tokens_B: Tensor) -> Tensor:
+        """Scores [B, V] of the token after these."""
+        ...
+
+    def keep(self, rows_B: Tensor) -> None:
+        """Go on with these rows alone."""
+        ...
+
+
 def decode(
     model: PreTrainedModel, requests: Sequence[Request], pad_id: int, to_text: Callable[[list[int]], str]
 ) -> list[Answer]:
     """Answer requests whose prompts share one bucket. Equal prompts are prefilled once."""
-    batch = _Batch(model, requests, pad_id)
+    capacity = max(request.max_tokens for request in requests)
+    reader = ModelReader(model, [request.prompt_ids for request in requests], capacity, pad_id)
+    return answer(reader, requests, model.device, to_text)
+
+
+@torch.inference_mode()
+def answer(
+    reader: Reader, requests: Sequence[Request], device: torch.device, to_text: Callable[[list[int]], str]
+) -> list[Answer]:
+    """Sample what the reader's scores say, until every request has its answer."""
+    batch = _Batch(requests, device)
     answers = [Answer([], [], "length") for _ in requests]
-    logits = batch.prefill()
+    logits = reader.start([row or 0 for row in batch.rows])
     for position in range(max(request.max_tokens for request in requests)):
         tokens, log_probs = batch.sample(logits, position)
         finished = np.zeros(len(batch.rows), dtype=bool)
@@ -120,7 +155,11 @@ def decode(
                 finished[b] = batch.done[row] = _append(answers[row], requests[row], token, log_prob, to_text)
         if finished.all():
             break
-        logits = batch.step(tokens, finished)
+        if 2 * finished.sum() >= len(finished) > MIN_ROWS:
+            kept = batch.keep(np.flatnonzero(~finished))
+            reader.keep(kept)
+            tokens = tokens[kept]
+        logits = reader.step(tokens)
     return answers
 
 
@@ -147,34 +186,25 @@ def picked(head: torch.nn.Module, pick: Callable[[Tensor], Tensor]) -> Iterator[
         hook.remove()
 
 
-class _Batch:
-    """The tensors of one batch; rows that have ended leave it in halves."""
+class ModelReader:
+    """One model, and the keys and values of the rows that it reads."""
 
-    def __init__(self, model: PreTrainedModel, requests: Sequence[Request], pad_id: int) -> None:
-        self.model, self.device = model, model.device
-        prompts = list(dict.fromkeys(request.prompt_ids for request in requests))
-        index = {prompt: u for u, prompt in enumerate(prompts)}
-        self.rows: list[int | None] = [*range(len(requests)), *[None] * (MIN_ROWS - len(requests))]
-        """Which request a row decodes; None is padding, which decodes the first one once more."""
-        self.done = [False] * len(requests)
-        decoded = [requests[row or 0] for row in self.rows]
-        self.prompt_of_B = torch.tensor([index[request.prompt_ids] for request in decoded], device=self.device)
-        width = bucket(max(map(len, prompts)))
-        ids_UW = np.full((max(len(prompts), MIN_ROWS), width), pad_id, dtype=np.int64)
+    def __init__(self, model: PreTrainedModel, prompts: Sequence[tuple[int, ...]], capacity: int, pad_id: int) -> None:
+        """``prompts``: of each request; ``capacity``: how many tokens may follow them."""
+        self.model, self.device, self.capacity = model, model.device, capacity
+        distinct = list(dict.fromkeys(prompts))
+        index = {prompt: u for u, prompt in enumerate(distinct)}
+        self.prompt_of = [index[prompt] for prompt in prompts]
+        width = bucket(max(map(len, distinct)))
+        ids_UW = np.full((max(len(distinct), MIN_ROWS), width), pad_id, dtype=np.int64)
         mask_UW = np.zeros_like(ids_UW, dtype=bool)
         for u in range(len(ids_UW)):
-            prompt = prompts[min(u, len(prompts) - 1)]
+            prompt = distinct[min(u, len(distinct) - 1)]
             ids_UW[u, : len(prompt)] = prompt
             mask_UW[u, : len(prompt)] = True
         self.ids_UW, self.mask_UW = (torch.from_numpy(x).to(self.device) for x in (ids_UW, mask_UW))
-        self.capacity = max(request.max_tokens for request in requests)
-        self.uniforms_BT = torch.from_numpy(
-            np.stack([np.random.Generator(np.random.Philox(request.seed)).random(self.capacity) for request in decoded])
-        ).to(self.device)
-        self.sampling = _Sampling(decoded, self.device)
 
-    def prefill(self) -> Tensor:
-        """Logits [B, V] of the first token."""
+    def start(self, rows: Sequence[int]) -> Tensor:
         prompts, width = self.ids_UW.shape
         causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()
         mask_UWW = causal & self.mask_UW[:, None, :]
@@ -187,20 +217,15 @@ class _Batch:
                 position_ids=torch.arange(width, device=self.device).expand(prompts, -1),
                 use_cache=True,
             )
+        prompt_of_B = torch.tensor([self.prompt_of[row] for row in rows], device=self.device)
         layers = [PreallocatedLayer(self.capacity) for _ in output.past_key_values.layers]
         for layer, prefilled in zip(layers, output.past_key_values.layers, strict=True):
-            layer.fill(prefilled.keys, prefilled.values, self.prompt_of_B)
+            layer.fill(prefilled.keys, prefilled.values, prompt_of_B)
         self.cache = Cache(layers=layers)
-        self.position_B = last_U[self.prompt_of_B]
-        return output.logits[self.prompt_of_B, 0]
+        self.position_B = last_U[prompt_of_B]
+        return output.logits[prompt_of_B, 0]
 
-    def sample(self, logits_BV: Tensor, position: int) -> tuple[Tensor, Tensor]:
-        return self.sampling(logits_BV, self.uniforms_BT[:, position])
-
-    def step(self, tokens_B: Tensor, finished: np.ndarray) -> Tensor:
-        """Feed the sampled tokens; logits [B, V] of the next ones, for the rows that stay."""
-        if 2 * finished.sum() >= len(finished) > MIN_ROWS:
-            tokens_B = self._keep(tokens_B, np.flatnonzero(~finished))
+    def step(self, tokens_B: Tensor) -> Tensor:
         self.position_B = self.position_B + 1
         for layer in self.cache.layers:
             layer.write_at(self.position_B)
@@ -215,16 +240,37 @@ class _Batch:
         )
         return output.logits[:, 0]
 
-    def _keep(self, tokens_B: Tensor, kept: np.ndarray) -> Tensor:
+    def keep(self, rows_B: Tensor) -> None:
+        for layer in self.cache.layers:
+            layer.select(rows_B)
+        self.position_B = self.position_B[rows_B]
+
+
+class _Batch:
+    """How the rows of one batch are sampled; rows that have ended leave it in halves."""
+
+    def __init__(self, requests: Sequence[Request], device: torch.device) -> None:
+        self.rows: list[int | None] = [*range(len(requests)), *[None] * (MIN_ROWS - len(requests))]
+        """Which request a row decodes; None is padding, which decodes the first one once more."""
+        self.done = [False] * len(requests)
+        decoded = [requests[row or 0] for row in self.rows]
+        capacity = max(request.max_tokens for request in requests)
+        self.uniforms_BT = torch.from_numpy(
+            np.stack([np.random.Generator(np.random.Philox(request.seed)).random(capacity) for request in decoded])
+        ).to(device)
+        self.sampling = _Sampling(decoded, device)
+
+    def sample(self, logits_BV: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        return self.sampling(logits_BV, self.uniforms_BT[:, position])
+
+    def keep(self, kept: np.ndarray) -> Tensor:
+        """Keep these rows; says which ones the batch has now, padding included."""
         padding = max(0, MIN_ROWS - len(kept))
         self.rows = [*(self.rows[b] for b in kept), *[None] * padding]
-        rows = torch.from_numpy(np.concatenate([kept, np.repeat(kept[:1], padding)])).to(self.device)
-        for layer in self.cache.layers:
-            layer.select(rows)
-        self.position_B = self.position_B[rows]
+        rows = torch.from_numpy(np.concatenate([kept, np.repeat(kept[:1], padding)])).to(self.uniforms_BT.device)
         self.uniforms_BT = self.uniforms_BT[rows]
         self.sampling.select(rows)
-        return tokens_B[rows]
+        return rows
 
 
 class _Sampling:

@@ -17,7 +17,7 @@ from verl.utils.device import get_device_name
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
 
-from marl.rollout.decoding import ATTENTION, Answer, Request, bucket, decode
+from marl.rollout.decoding import ATTENTION, Answer, Request, bucket, decode, end_tokens, padding_token
 from marl.rollout.offsets import offset_rank, ranks_per_replica
 from marl.utils.memory import settle
 
@@ -44,9 +44,8 @@ class HFServer:
         self.tokenizer = AutoTokenizer.from_pretrained(
             model_config["tokenizer_path"] or model_config["path"], trust_remote_code=model_config["trust_remote_code"]
         )
-        eos = self.model.config.eos_token_id
-        self.eos_ids = frozenset(eos if isinstance(eos, list) else [eos]) | {self.tokenizer.eos_token_id}
-        self.pad_id = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
+        self.eos_ids = end_tokens(self.model, self.tokenizer)
+        self.pad_id = padding_token(self.tokenizer)
         self.global_steps: int | None = None
         self.received: set[str] = set()
         self.waiting: list[tuple[Request, asyncio.Future]] = []
@@ -192,17 +191,22 @@ class HFServer:
 
 
 def build_model(model_config: Any, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """The trainer's module, with weights yet to come. Raises ValueError for attention that the decoding loop does not mask."""
-    path, remote = model_config["path"], model_config["trust_remote_code"]
+    """The trainer's module, with weights yet to come."""
+    config = decodable_config(model_config, model_config["path"])
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=model_config["trust_remote_code"])
+    return model.to(device).eval()
+
+
+def decodable_config(model_config: Any, path: str) -> Any:
+    """The configuration at ``path``, with our attention. Raises ValueError for one that the decoding loop does not mask."""
     changes = dict(model_config["override_config"] or {}) | {"attn_implementation": ATTENTION}
-    config = AutoConfig.from_pretrained(path, trust_remote_code=remote, **changes)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=model_config["trust_remote_code"], **changes)
     windows = [kind for kind in getattr(config, "layer_types", None) or [] if kind != "full_attention"]
     if windows:
         raise ValueError(
             f"rollout.name=hf masks full attention only; {path} has {windows[0]} layers: use vllm or sglang"
         )
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=remote)
-    return model.to(device).eval()
+    return config
 
 
 def to_token_output(answer: tuple) -> TokenOutput:

@@ -172,8 +172,6 @@ def keep(turn: Turn, among: Sequence[Turn], train_all: bool = False) -> Turn:
 class Runner(ABC):
     """Override :meth:`run`. Facts about a runner are class attributes, so that nothing branches on its name."""
 
-    debates: ClassVar[bool] = False
-    """Agents read one another between rounds: transitions and persuasion are worth reporting."""
     append_only: ClassVar[bool] = True
     """Every observation of an agent begins with its last one and its answer to it, so that servers reuse what they read."""
     num_agents: ClassVar[tuple[int, int | None]] = (1, None)

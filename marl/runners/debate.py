@@ -25,8 +25,6 @@ class Order(Enum):
 
 @register_runner("debate")
 class Debate(Telling):
-    debates = True
-
     @dataclass
     class Config(Telling.Config):
         num_rounds: int = 2

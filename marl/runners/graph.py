@@ -6,13 +6,14 @@ episode ends.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from marl.runners.base import Agent, LiveEpisode, Telling, register_runner, together
 from marl.runners.decisions import Decide, agreed, decide
 from marl.types import AgentId, Message, Turn
+from marl.utils.registry import did_you_mean
 
 
 class When(Enum):
@@ -57,13 +58,18 @@ class Graph(Telling):
     @dataclass
     class Config(Telling.Config):
         start: str = "answer"
-        nodes: dict[str, Node] = field(default_factory=lambda: {"answer": Node()})
+        nodes: dict[str, Node] = field(default_factory=dict)
+        """Empty for ``start`` alone, where all agents speak."""
         edges: list[Edge] = field(default_factory=list)
         decided_by: list[str] = field(default_factory=list)
         """Nodes whose agents' last answers make the team's; empty for the last that spoke."""
         decide: Decide = Decide.majority
 
     config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.nodes = config.nodes or {config.start: Node()}
 
     async def run(self, episode: LiveEpisode) -> str | None:
         last: dict[str, dict[AgentId, Turn]] = {}
@@ -77,13 +83,11 @@ class Graph(Telling):
 
     async def speak(self, nodes: Sequence[str], last: dict[str, dict[AgentId, Turn]], episode: LiveEpisode) -> None:
         seats = [
-            (name, episode.agent(agent))
-            for name in nodes
-            for agent in self.config.nodes[name].agents or everybody(episode)
+            (name, episode.agent(agent)) for name in nodes for agent in self.nodes[name].agents or everybody(episode)
         ]
-        observations = [await self.observation(self.config.nodes[name], agent, last, episode) for name, agent in seats]
+        observations = [await self.observation(self.nodes[name], agent, last, episode) for name, agent in seats]
         turns = await together(
-            agent.act(seen, answers=self.config.nodes[name].answers)
+            agent.act(seen, answers=self.nodes[name].answers)
             for (name, agent), seen in zip(seats, observations, strict=True)
         )
         for (name, _), turn in zip(seats, turns, strict=True):
@@ -119,7 +123,7 @@ class Graph(Telling):
 
     def most_turns(self, agents: Sequence[AgentId]) -> dict[AgentId, int]:
         turns = dict.fromkeys(agents, 0)
-        for name, node in self.config.nodes.items():
+        for name, node in self.nodes.items():
             visits = (name == self.config.start) + sum(edge.limit for edge in self.config.edges if name in edge.to)
             for agent in node.agents or agents:
                 turns[agent] += visits
@@ -127,22 +131,34 @@ class Graph(Telling):
 
     def check(self, agents: Sequence[AgentId]) -> None:
         super().check(agents)
-        names = {"runner.start": [self.config.start], "runner.decided_by": self.config.decided_by}
-        for name, node in self.config.nodes.items():
+        named = {"runner.start": [self.config.start], "runner.decided_by": self.config.decided_by}
+        for name, node in self.nodes.items():
             self.must_be_agents(f"runner.nodes.{name}.agents", node.agents, agents)
-            names[f"runner.nodes.{name}.sees"] = node.sees
+            named[f"runner.nodes.{name}.sees"] = node.sees
         for i, edge in enumerate(self.config.edges):
-            names[f"runner.edges[{i}]"] = [edge.source, *edge.to]
+            named[f"runner.edges[{i}]"] = [edge.source, *edge.to]
             if edge.limit < 1 or not edge.to or (edge.when is When.says) is not bool(edge.word):
                 raise ValueError(
-                    f"runner.edges[{i}]={edge}: expected at least one node in to, a limit of 1 or more, and a word with when=says alone"
+                    f"runner.edges[{i}]={edge}: expected at least one node in to, a limit of 1 or more, and a word with "
+                    "when=says alone"
                 )
-        for key, given in names.items():
-            for name in given:
-                if name not in self.config.nodes:
+        self.check_nodes(named)
+
+    def check_nodes(self, named: Mapping[str, Sequence[str]]) -> None:
+        """Every node that a key names is there, and every node is reached."""
+        for key, names in named.items():
+            for name in names:
+                if name not in self.nodes:
+                    known = ", ".join(self.nodes)
                     raise ValueError(
-                        f"{key}: there is no node {name!r}; expected one of {', '.join(self.config.nodes)}"
+                        f"{key}: there is no node {name!r}; expected one of {known}.{did_you_mean(name, self.nodes)}"
                     )
+        reached = {self.config.start, *(name for edge in self.config.edges for name in edge.to)}
+        for name in self.nodes:
+            if name not in reached:
+                raise ValueError(
+                    f"runner.nodes.{name}: no edge leads there; add one to runner.edges, or remove the node"
+                )
 
 
 def latest(nodes: Sequence[str], last: dict[str, dict[AgentId, Turn]], episode: LiveEpisode) -> list[Turn]:

@@ -49,6 +49,7 @@ class Replay:
                 "compared": False,
                 "answers": True,
             }  # the runner's to set anew
+            marks |= {"agent": agent, "round": round, "branch": branch}
             return replace(turn, observation=list(observation), verdict=verdict, **marks)
         if self.generate is None:
             raise ReplayDiverged(

@@ -23,6 +23,11 @@ def scripted(script: Script) -> Generate:
     return generate
 
 
+def numbered(agent: AgentId, round: int, observation: list[Message]) -> str:
+    """A different text for every turn."""
+    return f"This is what {agent} says in round {round}. #### {round}"
+
+
 async def exact_match(task: Task, turn: Turn) -> Verdict:
     """1 for the ground truth, else 0."""
     answer = task.extract(turn.text)

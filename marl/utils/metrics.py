@@ -26,6 +26,20 @@ class PhaseTimer:
         return {f"timing_s/{phase}": seconds for phase, seconds in self.seconds.items()}
 
 
+class RunningMean:
+    """The mean of what it was told so far; None before that."""
+
+    def __init__(self, total: float = 0.0, count: int = 0) -> None:
+        self.total, self.count = total, count
+
+    def add(self, value: float) -> None:
+        self.total, self.count = self.total + value, self.count + 1
+
+    @property
+    def mean(self) -> float | None:
+        return self.total / self.count if self.count else None
+
+
 def prefixed(prefix: str, metrics: Metrics) -> Metrics:
     return {f"{prefix}/{key}": value for key, value in metrics.items()}
 

@@ -65,3 +65,17 @@ def test_the_vote_over_answers(answers, right):
         for i, answer in enumerate(answers)
     ]
     assert majority_is_right(episodes) is right
+
+
+def test_instruction_variants_against_a_single_instruction_at_equal_cost(small, tmp_path):
+    """Two instructions of one model answer beside one another and are one group; the share of groups that taught nothing
+    stands beside that of a single instruction with as many answers."""
+    variants = ("runner=single_turn", "agents.carol.policy=alice", "agents.alice.role=tom", "agents.carol.role=ann")
+    trainer = run(small(*variants, "learner.group_by=[task,round]", "credit=own", "baseline=[solo]"))
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert list(trainer.policies) == ["alice"]
+    for share in (found["degenerate_groups"], found["baselines"]["solo"]["degenerate_groups"]):
+        assert 0 <= share <= 1
+    assert trainer.degenerate.count == 2, "a share of every step"
+    solo = json.loads((tmp_path / "baseline_solo" / "summary.json").read_text())
+    assert solo["sampled_tokens"] >= found["sampled_tokens"] * 0.9

@@ -320,7 +320,7 @@ def test_a_cancelled_request_whose_answer_is_an_error_leaves_its_neighbours_alon
 def test_an_observation_that_is_too_long_says_by_how_much(live):
     client = live.trainer.controller.clients["alice"]
     task = Task("t", [{"role": "user", "content": "tom " * 50}], "1", "x", str)
-    act = client.act("alice", task.messages, 1, None, session="s", seed=0, sampling={}, max_prompt_length=40)
+    act = client.act("alice", task.messages, 1, None, task=task, session="s", seed=0, sampling={}, max_prompt_length=40)
     with pytest.raises(ValueError, match="shown 52 tokens in round 1, data.max_prompt_length allows 40"):
         live.wait(act)
 

@@ -686,7 +686,9 @@ def act(tokenizer: Any = TOKENIZER, observation: list = QUESTION, limit: int = 1
     client = PolicyClient("p", ROLLOUT, Scripted(**answer), tokenizer, ChatEncoder(tokenizer), len(tokenizer))  # type: ignore[arg-type]
     sampling = {"temperature": 1.0, "max_tokens": LONGEST}
     return asyncio.run(
-        client.act("alice", observation, 2, None, session="s", seed=1, sampling=sampling, max_prompt_length=limit)
+        client.act(
+            "alice", observation, 2, None, task=TASK, session="s", seed=1, sampling=sampling, max_prompt_length=limit
+        )
     )
 
 

@@ -130,10 +130,10 @@ BAD = {
     "agents.alice.policy_by_round=[a/b]": ["agents.alice.policy_by_round=['a/b']", "letters"],
     "runner=summary runner.summariser=alica": ["runner.summariser=alica", "Did you mean 'alice'"],
     "runner=critique +agents.bob={} +agents.eve={}": ["runner=critique", "2 to 3 agents", "names 4"],
-    "runner=graph runner.start=begin": ["runner.start", "'begin'", "answer"],
+    "runner=debate_graph runner.start=begin": ["runner.start", "'begin'", "discuss"],
     "runner=router runner.menu='{workrs}'": ["runner.menu", "'workrs'"],
     "runner=tree runner.num_branches=0": ["runner.num_branches=0", "at least 1"],
-    "controller.no_answer_score=.inf": ["controller.no_answer_score=inf", "finite"],
+    "controller.no_answer_score=inf": ["controller.no_answer_score=inf", "finite"],
     "algorithm.adv_estimator=gae": ["adv_estimator=gae", "learner=grpo", "ippo"],
     "algorithm.adv_estimator=rlo": ["adv_estimator=rlo", "Did you mean 'rloo'"],
     "controller.pack_turns=true actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum": [
@@ -201,6 +201,22 @@ BAD = {
     "data.custom_cls.path=/nowhere.py": ["data.custom_cls.path=/nowhere.py", "no such file"],
     "trainer.nnodes=65": ["trainer.nnodes=65", "at most 64"],
     "actor_rollout_ref.actor.optim.betas=[0.9]": ["betas=[0.9]", "two numbers"],
+    "agents.alice.agent_loop=tool_agnet": [
+        "agents.alice.agent_loop=tool_agnet",
+        "Did you mean 'tool_agent'",
+        "@register",
+    ],
+    "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent": ["agents.<name>.agent_loop=tool_agent"],
+    "actor_rollout_ref.rollout.multi_turn.function_tool_path=/nowhere.py": ["/nowhere.py", "agents.<name>.agent_loop"],
+    "agents.alice.agent_loop=tool_agent actor_rollout_ref.rollout.multi_turn.function_tool_path=/nowhere.py": [
+        "function_tool_path=/nowhere.py",
+        "@function_tool",
+    ],
+    "agents.alice.agent_loop=tool_agent actor_rollout_ref.rollout.agent.agent_loop_config_path=/nowhere.yaml": [
+        "agent_loop_config_path=/nowhere.yaml",
+        "name and _target_",
+    ],
+    "agents.alice.agent_loop=tool_agent actor_rollout_ref.rollout.multi_turn.format=hermse": ["Did you mean 'hermes'"],
     "agents={}": ["agents"],
 }
 

@@ -44,7 +44,11 @@ def test_offsets_between_rounds_and_agents_change_nothing_under_the_default_grou
 
 def test_grpo_reports_the_share_of_groups_that_teach_nothing():
     metrics = build("grpo", gamma=0.0).assign_credit(two_samples())
-    assert metrics == {"agent/a/degenerate_groups": 0.5, "agent/b/degenerate_groups": 0.5}
+    assert metrics == {
+        "team/degenerate_groups": 0.5,
+        "agent/a/degenerate_groups": 0.5,
+        "agent/b/degenerate_groups": 0.5,
+    }
 
 
 @pytest.mark.parametrize(

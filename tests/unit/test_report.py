@@ -63,6 +63,49 @@ def test_agent_metrics_by_hand():
     assert conversation.agent_metrics([debate(["1"])], "nobody") == {}
 
 
+def test_what_is_no_answer_or_was_not_kept_enters_no_accuracy():
+    """A critique in round 2, an alternative in round 1: the accuracies and changes are those of the answers."""
+    record, plain = debate(["1", "1", "1"], ["2", "2", "1"], vote="1"), debate(["1", "1"], ["2", "1"], vote="1")
+    for turn in record.turns:
+        turn.answers = turn.round != 2
+        turn.round = min(turn.round, 2) if turn.answers else 9
+    other = debate(["2"]).turns[0]
+    other.kept = other.trained = False
+    record.turns.append(other)
+    got = conversation.team_metrics([record])
+    assert got == conversation.team_metrics([plain])
+    agent = conversation.agent_metrics([record], "agent_0")
+    assert agent["turns"] == 3 and agent["no_answer"] == 0 and agent["accuracy/round_1"] == 1
+
+
+def test_prompts_that_extend_the_last_turn_are_counted():
+    record = debate(["1", "1", "1"])
+    first, second, third = record.turns
+    first.prompt_ids, first.response_ids = [1, 2], [3]
+    second.prompt_ids, second.response_ids = [1, 2, 3, 4], [5]
+    third.prompt_ids = [1, 2, 9, 4, 5]
+    assert conversation.agent_metrics([record], "agent_0")["extended_prompts"] == 0.5
+    record.counts["picked"] = 3
+    assert conversation.count_metrics([record, debate(["1"])]) == {"picked": 1.5}
+
+
+def test_a_dump_brings_back_the_episodes(tmp_path):
+    records = [debate(["1", "2"], ["2", "2"], vote="2"), debate(["1"], vote="1")]
+    records[0].turns[1].kept, records[0].seed = False, 77
+    path = dump.write(records, 7, tmp_path)
+    found = list(dump.read(path, lambda source: lambda text: text))
+    assert [(e.task.id, e.seed, e.answer, e.agents) for e in found] == [
+        (e.task.id, e.seed, e.answer, e.agents) for e in records
+    ]
+    for episode, was in zip(found, records, strict=True):
+        assert [(*t.place, t.text, t.kept, t.observation) for t in episode.turns] == [
+            (*t.place, t.text, t.kept, t.observation) for t in was.turns
+        ]
+    path.write_text(path.read_text() + '{"output": "x"}\n')
+    with pytest.raises(ValueError, match="line 6.*expected a line that"):
+        list(dump.read(path, lambda source: str))
+
+
 def test_a_verdict_that_is_not_there_is_named():
     episode = debate(["1", "1"])
     episode.turns[0].verdict = None
@@ -90,7 +133,8 @@ def test_summary_and_curves(tmp_path):
         seed=3,
         log_prob_gap_max=1e-6,
         sampled_tokens=7,
-        baselines={"solo": {"accuracy": 0.5, "sampled_tokens": 8.0}},
+        degenerate_groups=0.25,
+        baselines={"solo": {"accuracy": 0.5, "sampled_tokens": 8.0, "degenerate_groups": 0.75}},
     )
     assert got == {
         "steps": 5,
@@ -98,7 +142,8 @@ def test_summary_and_curves(tmp_path):
         "seed": 3,
         "log_prob_gap_max": 1e-6,
         "sampled_tokens": 7,
-        "baselines": {"solo": {"accuracy": 0.5, "sampled_tokens": 8.0}},
+        "degenerate_groups": 0.25,
+        "baselines": {"solo": {"accuracy": 0.5, "sampled_tokens": 8.0, "degenerate_groups": 0.75}},
         "accuracy": {
             "before": {"round_1": 0.0, "round_2": 0.0, "vote": 0.0},
             "after": {"round_1": 0.5, "round_2": 1.0, "vote": 1.0},
@@ -107,7 +152,8 @@ def test_summary_and_curves(tmp_path):
     summary.plot({0: before, 5: after}, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert summary.table({0: before, 5: after}).row_count == 9
-    beside = summary.baseline_table({0: before, 5: after}, got["baselines"], got["sampled_tokens"])
+    beside = summary.baseline_table({0: before, 5: after}, got["baselines"], got["sampled_tokens"], 0.25)
+    assert list(beside.columns[3].cells) == ["0.250", "0.250", "0.750"]
     assert list(beside.columns[1].cells) == ["1.000", "1.000", "0.500"] and list(beside.columns[2].cells) == [
         "7",
         "7",

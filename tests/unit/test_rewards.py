@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marl.rewards import Builtin, Reward, RewardError, builtin_compute_score, extractor, final_answer, only_answer
+from marl.rewards import (
+    Builtin,
+    Reward,
+    RewardError,
+    builtin_compute_score,
+    extractor,
+    final_answer,
+    hider,
+    only_answer,
+)
 from marl.rewards.answers import last_number, math_answer, strict_number
 from marl.rewards.mathematics import equal
 from marl.rewards.processes import Processes
@@ -323,3 +332,36 @@ def test_without_math_verify_a_run_is_told_how_to_install_it(monkeypatch):
 def test_a_ground_truth_that_is_no_mathematics_is_an_error_and_no_wrong_answer():
     (error,), _ = judge_math(Builtin().run, r"\boxed{3}", truth="}{")
     assert isinstance(error, RewardError) and "reward_model.ground_truth='}{' cannot be read" in str(error)
+
+
+@pytest.mark.parametrize(
+    "source,rule,text,shown",
+    [
+        ("marl/x", "strict", "#### 35", "[hidden]"),
+        ("openai/gsm8k", "strict", "3 and 4 make 7.\n#### 7", "3 and 4 make 7.\n[hidden]"),
+        ("openai/gsm8k", "flexible", "7 is 3 and 4, so 7", "[hidden] is 3 and 4, so [hidden]"),
+        ("openai/gsm8k", "flexible", "no number", "no number"),
+        ("math", "strict", r"so \boxed{\frac{1}{\boxed{2}}} it is", "so [hidden] it is"),
+        ("math", "strict", r"\boxed{1} or \boxed{2", r"[hidden] or \boxed{2"),
+        ("math", "strict", "Answer: 5\nbye", "answer: [hidden]\nbye"),
+        ("math", "strict", "plain words", "plain words"),
+    ],
+)
+def test_a_text_is_shown_without_its_answer(source, rule, text, shown):
+    assert hider(source, rule)(text) == shown
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from([r"\boxed{", "}", "{", "#### ", "Answer: ", "7", "-1,005.50", " so ", "\n", "x", "$", "####"]),
+        max_size=12,
+    ),
+    st.sampled_from(
+        [("openai/gsm8k", "strict"), ("openai/gsm8k", "flexible"), ("math", "strict"), ("marl/x", "strict")]
+    ),
+)
+def test_what_is_hidden_is_not_found_again(parts, kind):
+    text, extract, hide = "".join(parts), extractor(*kind), hider(*kind)
+    if extract(text) is not None:
+        assert extract(hide(text)) != extract(text)

@@ -12,7 +12,7 @@ from marl.runners.debate import Order, Sees
 from marl.runners.graph import Edge, Node, When
 from marl.runners.multi_turn import Stop
 from marl.runners.tree import Keep, Train
-from tests.unit.test_runners import build, play
+from tests.unit.test_runners import BUILT_IN, build, play
 
 SHORT = {"peer_template": "{agent}:{text}", "separator": " "}
 BRIEF = {**SHORT, "instruction": ""}
@@ -31,7 +31,7 @@ def says(**texts):
 
 
 def test_every_runner_has_a_transcript():
-    for name in RUNNERS.names():
+    for name in BUILT_IN:
         assert f"test_{name}_transcript" in globals(), name
 
 
@@ -350,8 +350,9 @@ def test_graph_speaks_at_several_nodes_at_once():
         ("multi_turn", {}, ("a", "b"), "runner.user=None.*played by one agent"),
         ("multi_turn", {"user": "b", "environment": "verifier"}, ("a", "b"), "would both reply"),
         ("multi_turn", {"environment": "verifer"}, ("a",), "Did you mean 'verifier'"),
-        ("graph", {"start": "x"}, ("a",), "runner.start: there is no node 'x'; expected one of answer"),
+        ("graph", {"start": "x", "nodes": {"answer": Node()}}, ("a",), "runner.start: there is no node 'x'; expected one of answer"),
         ("graph", {"nodes": {"answer": Node(agents=["bo"])}}, ("a",), r"runner.nodes.answer.agents=bo: no such agent"),
+        ("graph", {"nodes": {"answer": Node(), "x": Node()}}, ("a",), "runner.nodes.x: no edge leads there"),
         ("graph", {"edges": [Edge("answer", ["y"])]}, ("a",), r"runner.edges\[0\]: there is no node 'y'"),
         ("graph", {"edges": [Edge("answer", ["answer"], When.says)]}, ("a",), "a word with when=says alone"),
     ],
@@ -361,7 +362,7 @@ def test_a_team_that_cannot_play_is_told_so(name, options, agents, says_):
         build(name, **options).check(agents)
 
 
-@pytest.mark.parametrize("name", [name for name in RUNNERS.names() if RUNNERS.get(name).append_only])
+@pytest.mark.parametrize("name", [name for name in BUILT_IN if RUNNERS.get(name).append_only])
 def test_a_runner_that_promises_it_lets_contexts_grow_append_only(name):
     options = {"num_rounds": 3, "laps": 2, "num_turns": 3, "num_picks": 3, "num_revisions": 2}
     fields = RUNNERS.get(name).Config.__dataclass_fields__
@@ -376,7 +377,7 @@ def test_a_runner_that_promises_it_lets_contexts_grow_append_only(name):
 
 
 def test_most_turns_is_what_a_long_episode_takes():
-    for name in RUNNERS.names():
+    for name in BUILT_IN:
         agents = {"multi_turn": ("a",)}.get(name, ("a", "b", "c")[: RUNNERS.get(name).num_agents[1] or 3])
         options = DEBATE if name == "graph" else {"num_turns": 3} if name == "multi_turn" else {}
         runner = build(name, **options)

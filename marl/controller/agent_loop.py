@@ -1,0 +1,358 @@
+"""Turns that verl's agent loops make: tools are called inside a turn, and what they say is masked out.
+
+A loop is an ``AgentLoopBase`` of verl or of a user, made for every turn as verl's AgentLoopWorker makes it. It asks the
+policy's own servers, with seeds of the turn. What it returns is a turn only if every token that it wants to train was
+generated in this turn, with the log-prob that it says.
+"""
+
+import copy
+import functools
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+import numpy as np
+from omegaconf import DictConfig, OmegaConf
+from verl.experimental.agent_loop import AgentLoopBase, AgentLoopOutput
+from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap, _agent_loop_registry
+from verl.experimental.agent_loop.tool_parser import ToolParser
+from verl.tools.tool_registry import load_all_tools
+from verl.utils import normalize_token_ids
+from verl.utils.dataset.rl_dataset import get_dataset_class
+from verl.utils.import_utils import resolve_config_path
+from verl.utils.tokenizer import continuous_token_wiring
+
+from marl.config.errors import ConfigError
+from marl.controller.client import BadAnswer, PolicyClient, check_answer, version_of
+from marl.controller.failures import GroupFailed
+from marl.runners import ContextOverflow
+from marl.types import AgentId, Message, Task, Turn, Verdict
+from marl.utils.registry import did_you_mean
+from marl.utils.seeding import derive_seed
+
+ROLLOUT = "actor_rollout_ref.rollout"
+LIMITS = ("max_tokens", "max_new_tokens")
+"""How a loop may bound one request."""
+
+
+class LoopFailed(RuntimeError):
+    """A loop raised; its turn is lost, and the episode."""
+
+
+def check_loops(rollout: Any, loops: Mapping[AgentId, str]) -> None:
+    """Raise ConfigError for a loop that nobody registered, or that with its tools cannot be loaded."""
+    for agent, name in loops.items():
+        find_loop(rollout, name, f"agents.{agent}.agent_loop")
+    if not loops:
+        return
+    tools_of(rollout)
+    parser, known = rollout.multi_turn.format, ToolParser._registry
+    if parser not in known:
+        raise ConfigError(
+            f"{ROLLOUT}.multi_turn.format={parser}: no such tool parser; expected one of {', '.join(sorted(known))}."
+            f"{did_you_mean(str(parser), known)}"
+        )
+
+
+def find_loop(rollout: Any, name: str, key: str) -> Any:
+    """What hydra makes the loop of: verl's registry and ``agent_loop_config_path`` name it."""
+    known = dict(_agent_loop_registry) | listed_loops(rollout.agent.agent_loop_config_path)
+    if name not in known:
+        raise ConfigError(
+            f"{key}={name}: no such agent loop; expected one of {', '.join(sorted(known))}.{did_you_mean(name, known)} "
+            "Register your own by verl's @register in a module that VERL_USE_EXTERNAL_MODULES names, or list it in "
+            f"{ROLLOUT}.agent.agent_loop_config_path"
+        )
+    try:
+        found = hydra.utils.get_class(known[name]["_target_"])
+    except Exception as error:  # a user's module, imported
+        raise ConfigError(
+            f"{key}={name}: its class cannot be imported: {type(error).__name__}: {error}; expected _target_ to name one"
+        ) from None
+    if not issubclass(found, AgentLoopBase):
+        raise ConfigError(
+            f"{key}={name}: {found.__qualname__} is no agent loop; expected a subclass of verl's AgentLoopBase"
+        )
+    return known[name]
+
+
+def listed_loops(path: str | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    key = f"{ROLLOUT}.agent.agent_loop_config_path"
+    try:
+        entries: Any = OmegaConf.load(resolved(path))
+        return {entry["name"]: entry for entry in entries}
+    except Exception as error:  # YAML and OmegaConf raise what they like
+        raise ConfigError(
+            f"{key}={path}: cannot be read: {type(error).__name__}: {error}; expected a YAML list of loops, each with "
+            "name and _target_"
+        ) from None
+
+
+def tools_of(rollout: Any) -> list[Any]:
+    paths = (rollout.multi_turn.tool_config_path, rollout.multi_turn.function_tool_path)
+    try:
+        return load_tools(*paths)
+    except Exception as error:  # tools are a user's code
+        raise ConfigError(
+            f"{ROLLOUT}.multi_turn.tool_config_path={paths[0]} and function_tool_path={paths[1]}: the tools cannot be loaded: "
+            f"{type(error).__name__}: {error}; expected verl's YAML of tools, and a file of functions with @function_tool"
+        ) from None
+
+
+@functools.cache
+def load_tools(tool_config_path: str | None, function_tool_path: str | None) -> list[Any]:
+    """Once a process, as in verl: a tool may hold a connection."""
+    return load_all_tools(*(path and resolved(path) for path in (tool_config_path, function_tool_path)))
+
+
+def resolved(path: str) -> str:
+    return resolve_config_path(str(Path(path).expanduser()))
+
+
+class Loops:
+    """Makes the loops of a policy's agents, one a turn."""
+
+    def __init__(self, config: DictConfig, loops: Mapping[AgentId, str], tokenizer: Any, model_type: str) -> None:
+        """``config``: the whole configuration with this policy's ``actor_rollout_ref``."""
+        self.config, self.model_type = config, model_type
+        rollout = config.actor_rollout_ref.rollout
+        self.loops = {agent: find_loop(rollout, name, f"agents.{agent}.agent_loop") for agent, name in loops.items()}
+        # loops encode in threads; our chat encoder meanwhile turns special tokens off, which is a switch of the tokenizer
+        self.tokenizer = copy.deepcopy(tokenizer)
+        self.tools = tools_of(rollout)
+        self.dataset_cls = get_dataset_class(config.data)
+
+    def make(self, agent: AgentId, server: "LoopServer") -> AgentLoopBase:
+        loop = hydra.utils.instantiate(
+            config=self.loops[agent],
+            trainer_config=DictConfigWrap(config=self.config),
+            server_manager=server,
+            tokenizer=self.tokenizer,
+            processor=None,  # of images; rows hold text
+            hf_model_type=self.model_type,
+            dataset_cls=self.dataset_cls,
+            data_config=DictConfigWrap(self.config.data),
+            tools=ToolListWrap(self.tools),
+        )
+        # verl would cut off what exceeds the limit, from the front: the tools first
+        loop._cap_text_prompt_length = server.fitting
+        return loop
+
+
+class LoopServer:
+    """What a loop takes for verl's server manager. Requests go to the policy's servers, all of a turn to the same one; no
+    two have the same seed. The tokens that come back are remembered with their log-probs."""
+
+    def __init__(
+        self, client: PolicyClient, who: str, session: str, seed: int, max_tokens: int, plain: list[int], limit: int
+    ) -> None:
+        """``plain``: what the agent would be asked without a loop. ``limit``: ``data.max_prompt_length``."""
+        self.client, self.who, self.session, self.seed, self.max_tokens = client, who, session, seed, max_tokens
+        self.plain, self.limit = plain, limit
+        self.asked: Counter[tuple[int, ...]] = Counter()
+        self.sampled: Counter[tuple[int, Any]] = Counter()
+        self.versions: list[int] = []
+        self.stop_reason: str | None = None
+
+    async def generate(
+        self, request_id: str, *, prompt_ids: list[int], sampling_params: Mapping[str, Any], **further: Any
+    ) -> Any:
+        """verl's contract: tokens in, tokens out. Raises ValueError for what has no room left, or is not text."""
+        media = [key for key in ("image_data", "video_data", "audio_data") if further.get(key)]
+        if media:
+            raise ValueError(
+                f"the loop sends {media[0]}: images, video and audio are not part of this version; send text"
+            )
+        ids = normalize_token_ids(prompt_ids)
+        longest = self.limit + self.client.rollout.response_length
+        if len(ids) >= longest:
+            raise ValueError(
+                f"the loop asks with {len(ids)} tokens, data.max_prompt_length + data.max_response_length = {longest}; raise "
+                "them, or end the loop earlier"
+            )
+        params = {key: value for key, value in sampling_params.items() if key not in LIMITS}
+        given = [sampling_params[key] for key in LIMITS if key in sampling_params]
+        limit = min([*given, self.max_tokens, longest - len(ids)])
+        output = await self.client.request(self.session, ids, params | {"max_tokens": limit}, self._seed(tuple(ids)))
+        check_answer(output, f"the server answered {self.who}", self.client.vocabulary, limit)
+        self._remember(output)
+        return output
+
+    def fitting(self, prompt_ids: list[int]) -> list[int]:
+        """The prompt. Raises ContextOverflow where it is too long."""
+        if len(prompt_ids) > self.limit:
+            raise ContextOverflow(
+                f"the prompt of {self.who} has {len(prompt_ids)} tokens, its tools included; data.max_prompt_length allows "
+                f"{self.limit}; raise it, or set runner.overflow to drop_oldest or summarise"
+            )
+        return prompt_ids
+
+    def _seed(self, prompt: tuple[int, ...]) -> int:
+        """A request's own, whatever the order in which a loop asks; the turn's for what would be asked without a loop."""
+        times = self.asked[prompt]
+        self.asked[prompt] += 1
+        return self.seed if list(prompt) == self.plain and not times else derive_seed(self.seed, prompt, times)
+
+    def _remember(self, output: Any) -> None:
+        self.sampled.update(zip(output.token_ids, map(np.float32, output.log_probs), strict=True))
+        self.versions.append(version_of(output))
+        self.stop_reason = output.stop_reason
+
+
+class LoopClient(PolicyClient):
+    """A policy's client, some of whose agents act by a loop; the others act as ever."""
+
+    def __init__(self, *parts: Any, loops: Loops) -> None:
+        super().__init__(*parts)
+        self.loops = loops
+
+    async def act(
+        self,
+        agent: AgentId,
+        observation: list[Message],
+        round: int,
+        previous: Turn | None,
+        *,
+        task: Task,
+        session: str,
+        seed: int,
+        sampling: Mapping[str, Any],
+        max_prompt_length: int,
+    ) -> Turn:
+        """Let the loop make one turn. Raises LoopFailed where it raises, and what PolicyClient raises.
+
+        The loop encodes the whole observation anew: of earlier turns it holds what the agent finally said, without tools.
+        """
+        if agent not in self.loops.loops:
+            shared: dict[str, Any] = {"task": task, "session": session, "seed": seed, "sampling": sampling}
+            return await super().act(agent, observation, round, previous, max_prompt_length=max_prompt_length, **shared)
+        who = f"the agent loop of agent {agent!r} in round {round}"
+        plain = self.encode(agent, observation, round, None, max_prompt_length)
+        server = LoopServer(self, who, session, seed, sampling["max_tokens"], plain, max_prompt_length)
+        params = {key: value for key, value in sampling.items() if key != "max_tokens"}
+        try:
+            loop = self.loops.make(agent, server)
+            output = await loop.run(
+                params | {"repetition_penalty": 1.0, "logprobs": True},
+                **row_of(task, self.encoder.defused(observation)),
+            )
+        except (GroupFailed, ContextOverflow):
+            raise
+        except Exception as error:
+            raise LoopFailed(f"{who} failed: {type(error).__name__}: {error}") from error
+        check_output(output, f"{who} returned", self.vocabulary, max_prompt_length, self.rollout.response_length)
+        check_sampled(output, f"{who} returned", server.sampled)
+        return self._turn(output, server, Turn(agent, round, list(observation), "", self.policy, seed=seed), task)
+
+    def _turn(self, output: AgentLoopOutput, server: LoopServer, turn: Turn, task: Task) -> Turn:
+        turn.prompt_ids, turn.response_ids = output.prompt_ids, output.response_ids
+        turn.response_mask = output.response_mask
+        turn.log_probs = [p if on else 0.0 for p, on in zip(output.response_logprobs, turn.response_mask, strict=True)]
+        said = last_said(turn.response_ids, turn.response_mask)
+        turn.text = self.tokenizer.decode(said, skip_special_tokens=True)
+        full = len(turn.response_ids) == self.rollout.response_length
+        cut = full and sum(turn.response_mask) < server.sampled.total()  # by the loop, as verl's do
+        turn.stop_reason = "length" if cut else server.stop_reason
+        turn.version = min(server.versions)
+        if output.reward_score is not None:  # as in verl, instead of the reward function's
+            turn.verdict = Verdict(score=output.reward_score, answer=task.extract(turn.text))
+        return turn
+
+
+def row_of(task: Task, observation: list[Message]) -> dict[str, Any]:
+    """What verl's dataset gives a loop of a row. Copies: a tool may write into them, and other episodes share the task."""
+    extra = copy.deepcopy(dict(task.extra))
+    own = {"index": 0, "tools_kwargs": {}, "interaction_kwargs": {}}
+    return {
+        "raw_prompt": observation,
+        "data_source": task.data_source,
+        "reward_model": {"ground_truth": copy.deepcopy(task.ground_truth)},
+        "extra_info": extra,
+        "uid": task.id,
+        **{key: default if extra.get(key) is None else extra[key] for key, default in own.items()},
+    }
+
+
+def last_said(ids: Sequence[int], mask: Sequence[int]) -> list[int]:
+    """The last unbroken stretch of the agent's own tokens: its final words, after whatever tools said."""
+    end = max(i for i, on in enumerate(mask) if on) + 1
+    start = max((i for i in range(end) if not mask[i]), default=-1) + 1
+    return list(ids[start:end])
+
+
+def check_output(output: Any, who: str, vocabulary: int, longest_prompt: int, longest: int) -> None:
+    """Raise BadAnswer naming the field, what it holds and what was expected."""
+    if not isinstance(output, AgentLoopOutput):
+        raise BadAnswer(f"{who} a {type(output).__name__}; expected one AgentLoopOutput, for one turn")
+    if output.multi_modal_data and any(output.multi_modal_data.values()):
+        raise BadAnswer(f"{who} multi_modal_data, which is not part of this version; expected text alone")
+    limits = {"prompt_ids": ("prompt", longest_prompt), "response_ids": ("response", longest)}
+    for name, (kind, limit) in limits.items():
+        ids = getattr(output, name)
+        if not 1 <= len(ids) <= limit:
+            raise BadAnswer(
+                f"{who} {len(ids)} {name}; expected at least one, and at most data.max_{kind}_length={limit}"
+            )
+        wrong = [i for i in ids if type(i) is not int or not 0 <= i < vocabulary]
+        if wrong:
+            raise BadAnswer(f"{who} {name} that hold {str(wrong)[:80]}; expected numbers of 0 to {vocabulary - 1}")
+    check_tokens(output, who)
+    if output.reward_score is not None and not math.isfinite(output.reward_score):
+        raise BadAnswer(f"{who} reward_score={output.reward_score}; expected a finite number, or None")
+
+
+def check_tokens(output: AgentLoopOutput, who: str) -> None:
+    size, mask, log_probs = len(output.response_ids), output.response_mask, output.response_logprobs
+    if log_probs is None:
+        raise BadAnswer(
+            f"{who} no response_logprobs; expected one a token: give AgentLoopOutput the log_probs of what "
+            "server_manager.generate returned, and 0.0 for what tools said"
+        )
+    for name, values in {"response_mask": mask, "response_logprobs": log_probs}.items():
+        if len(values) != size:
+            raise BadAnswer(f"{who} {len(values)} {name} for {size} response_ids; expected one a token")
+    if not set(mask) <= {0, 1} or 1 not in mask:
+        raise BadAnswer(
+            f"{who} response_mask={str(mask)[:80]}; expected 1 on tokens that the agent generated, at least one, and 0 on "
+            "all others"
+        )
+    wrong = [p for p, on in zip(log_probs, mask, strict=True) if on and not math.isfinite(p)]
+    if wrong:
+        raise BadAnswer(
+            f"{who} response_logprobs that hold {str(wrong)[:80]}; expected finite numbers where the mask is 1"
+        )
+
+
+def check_sampled(output: AgentLoopOutput, who: str, sampled: Counter[tuple[int, Any]]) -> None:
+    """Raise BadAnswer where a token to be trained is none that the servers gave in this turn, with this log-prob."""
+    tokens = zip(output.response_ids, output.response_mask, map(np.float32, output.response_logprobs), strict=True)
+    missing = Counter((token, p) for token, on, p in tokens if on) - sampled
+    if missing:
+        (token, p), count = next(iter(missing)), missing.total()
+        raise BadAnswer(
+            f"{who} {count} tokens with response_mask=1 that its requests did not give, such as id {token} with log-prob {p:g}; "
+            "expected response_mask=0 on what tools and templates add, and ids and log-probs as server_manager.generate "
+            "returned them"
+        )
+
+
+def once() -> Callable[[logging.LogRecord], bool]:
+    """Lets every message pass once."""
+    seen: set[str] = set()
+
+    def passes(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        new = message not in seen
+        seen.add(message)
+        return new
+
+    return passes
+
+
+continuous_token_wiring.logger.addFilter(once())  # it warns of a model type for every loop that is made

@@ -1,0 +1,178 @@
+"""``marl run-one``: play one conversation and print it, so that a runner and its prompts can be debugged in seconds.
+
+marl run-one runner=summary +agents.editor.role="Merge." question="What is 2+2?" answers='[4,5,"so: 4"]'
+"""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.text import Text
+
+from marl import main as marl_main
+from marl.config.checks import templates_can_be_filled
+from marl.config.errors import ConfigError, resolve
+from marl.config.overrides import find_verl, new_agents
+from marl.report import dump
+from marl.rewards import extractor, hider
+from marl.runners import RUNNERS, Generate, Replay, scripted
+from marl.runners.base import Judge
+from marl.types import Episode, Task, Turn
+
+
+class Model(Enum):
+    scripted = "scripted"
+    """No model: what agents say is ``answers``, one after another, or names the agent and the round."""
+    tiny = "tiny"
+    """The quick start's model, on its problems."""
+    own = "own"
+    """The configuration's models and data, in this process."""
+
+
+@dataclass
+class Options:
+    """The words of the command that are no keys of the configuration."""
+
+    model: Model = Model.scripted
+    question: str = "What is 2 + 2?"
+    """With a scripted model."""
+    truth: str = "4"
+    """The right answer to the question."""
+    answers: list[str] = field(default_factory=list)
+    row: int = 0
+    """With another model: which validation task."""
+    dump: str | None = None
+    """A file of trainer.rollout_data_dir or trainer.validation_data_dir, whose episode is played again from its answers."""
+    episode: int = 0
+    """Which of its episodes."""
+    instead: list[str] = field(default_factory=list)
+    """Other answers in the places of recorded ones, ``agent/round=text``; what comes after is asked of the model."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    return marl_main.exit_code(lambda: asyncio.run(run(arguments, Console())))
+
+
+async def run(arguments: Sequence[str], console: Console) -> Episode:
+    """Raises ConfigError for what cannot be played."""
+    options, name, overrides = parsed(arguments)
+    with initialize_config_module("marl.configs", version_base="1.3"):
+        config = compose(name, overrides=find_verl(new_agents(overrides)))
+    async with stage(options, config) as (task, generate, judge):
+        episode = await play(options, config, task, generate, judge)
+        for turn in episode.turns:
+            if turn.verdict is None and turn.answers:
+                turn.verdict = await judge(episode.task, turn)
+    show(episode, console)
+    return episode
+
+
+def parsed(arguments: Sequence[str]) -> tuple[Options, str, list[str]]:
+    """Our own words, the name of the configuration, and its overrides."""
+    words = Options.__dataclass_fields__
+    own = [argument for argument in arguments if argument.partition("=")[0] in words]
+    rest = [argument for argument in arguments if argument not in own]
+    given: Any = OmegaConf.merge(OmegaConf.structured(Options), OmegaConf.from_dotlist(own))
+    options: Options = OmegaConf.to_object(given)  # type: ignore[assignment]
+    name = "quickstart" if options.model is Model.tiny else "marl"
+    if "--config-name" in rest:
+        at = rest.index("--config-name")
+        name, rest = rest[at + 1], [*rest[:at], *rest[at + 2 :]]
+    if options.model is not Model.scripted:
+        rest.append("resources.one_process=true")
+    return options, name, rest
+
+
+@asynccontextmanager
+async def stage(options: Options, config: DictConfig) -> AsyncIterator[tuple[Task, Generate, Judge]]:
+    """The task, what answers, and what judges."""
+    if options.model is Model.scripted:
+        resolve(config.runner)
+        templates_can_be_filled(config)
+        rule, source = config.controller.answer_rule.name, "question"
+        question = [{"role": "user", "content": options.question}]
+        task = Task("question", question, options.truth, source, extractor(source, rule), {}, hider(source, rule))
+        script = scripted.listed(options.answers) if options.answers else scripted.numbered
+        yield task, scripted.scripted(script), scripted.exact_match
+        return
+    if options.model is Model.tiny:
+        from marl.quickstart.assets import RECIPES, ensure
+
+        ensure(Path(config.assets), RECIPES[config.task], config.seed)
+    config.trainer.logger = []
+    config = marl_main.prepare(config)
+    with marl_main.session(config), ExitStack() as cleanup:
+        trainer = await marl_main.build(config, cleanup)
+        await trainer.sync_weights()
+        controller = trainer.controller
+        task, key = trainer.validation[options.row], (config.seed, "run-one", options.row)
+        yield task, controller.generate(task, key, validate=True), controller.judge
+
+
+async def play(options: Options, config: DictConfig, task: Task, generate: Generate, judge: Judge) -> Episode:
+    agents, seed = list(config.agents), config.seed
+    if options.dump:
+        if not Path(options.dump).is_file():
+            raise ConfigError(f"dump={options.dump}: no such file; expected <step>.jsonl of trainer.rollout_data_dir")
+        rule = config.controller.answer_rule.name
+        episodes = dump.read(options.dump, lambda source: extractor(source, rule))
+        record = next(islice(episodes, options.episode, None), None)
+        if record is None:
+            raise ConfigError(f"episode={options.episode}: {options.dump} holds fewer episodes, counted from 0")
+        task, agents, seed = record.task, record.agents, record.seed
+        generate = Replay(record, generate if options.instead else None, instead(options, record))
+    roles = {name: config.agents[name].role for name in agents if name in config.agents}
+    try:
+        runner = RUNNERS.build(config.runner)
+        runner.check(agents)
+        return await scripted.play(runner, task, agents, generate, judge=judge, roles=roles, seed=seed)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def instead(options: Options, record: Episode) -> dict[tuple[str, int, int], Turn | None]:
+    turns = {f"{turn.agent}/{turn.round}": turn for turn in record.path}
+    changed: dict[tuple[str, int, int], Turn | None] = {}
+    for word in options.instead:
+        where, _, text = word.partition("=")
+        if where not in turns:
+            raise ConfigError(f"instead={word}: expected agent/round=text, with one of {', '.join(turns)}")
+        was = turns[where]
+        changed[was.place] = Turn(was.agent, was.round, was.observation, text)
+    return changed
+
+
+def show(episode: Episode, console: Console) -> None:
+    """Every turn: what the agent was shown, what it said; dim what it had been shown before."""
+    for turn in sorted(episode.turns, key=lambda turn: (turn.round, episode.agents.index(turn.agent), turn.branch)):
+        marks = (
+            [f"branch {turn.branch}"] * bool(turn.branch)
+            + ["not kept"] * (not turn.kept)
+            + ["no answer"] * (not turn.answers)
+        )
+        console.rule(Text(" · ".join([f"round {turn.round}", turn.agent, *marks]), style="bold"), align="left")
+        before = max(
+            (len(t.observation) + 1 for t in episode.trajectory(turn.agent) if t.round < turn.round), default=0
+        )
+        for index, message in enumerate(turn.observation):
+            console.print(Text(f"{message['role']}: {message['content']}", style="dim" if index < before else ""))
+        score = f"   [{turn.verdict.score:g}]" if turn.verdict else ""
+        console.print(Text(f"{turn.agent} ⟶ {turn.text}{score}", style="green"))
+    console.rule()
+    counts = "".join(f"  {name}: {count}" for name, count in episode.counts.items())
+    console.print(
+        Text(f"the team's answer: {episode.answer}   right: {episode.task.ground_truth}{counts}", style="bold")
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,77 @@
+"""``marl run-one``: a conversation on the screen, with a script, a model, or a record."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from marl import cli, run_one
+
+
+@pytest.fixture
+def marl(capsys, monkeypatch):
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["marl", "run-one", *arguments])
+        code = cli.main()
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    return run
+
+
+def test_it_prints_what_each_agent_was_shown_and_said(marl):
+    code, out, _ = marl(
+        "runner=summary", "+agents.editor.role=Merge.", "question=2+2?", "answers=['#### 4','#### 5','so #### 4']"
+    )
+    assert code == 0
+    assert "round 2 · editor" in out and "agent_1 answered:\n#### 5" in out and "editor ⟶ so #### 4   [1]" in out
+    assert "the team's answer: 4   right: 4" in out
+
+
+@pytest.mark.parametrize(
+    "arguments,said",
+    [
+        (["runner=summary", "runner.summariser=x"], "runner.summariser=x: no such agent"),
+        (["runner=debate", "runner.peer_template='{agnt}'"], "'agnt'"),
+        (["model=tin"], "expected one of [scripted, tiny, own]"),
+        (["dump=/nowhere.jsonl"], "/nowhere.jsonl"),
+        (["runer=debate"], "Did you mean 'runner'"),
+    ],
+)
+def test_what_cannot_be_played_is_told(marl, arguments, said):
+    code, _, err = marl(*arguments)
+    assert code == 2 and said in err
+
+
+def test_a_real_model_plays_and_its_record_is_played_again(marl, cold_assets, tmp_path, alone):
+    here = [f"assets={cold_assets}", f"trainer.default_local_dir={tmp_path}", "--config-name", "quickstart"]
+    code, out, err = marl("model=own", "row=3", *here)
+    assert code == 0, err
+    assert out.count("carol ⟶") == 2 and "the team's answer" in out
+    live = alone()
+    live.wait(live.trainer.validate())
+    dump = f"dump={tmp_path / 'validation' / '0.jsonl'}"
+    code, out, _ = marl(dump, "episode=2", "--config-name", "quickstart")
+    assert code == 0 and out.count("⟶") == 4
+    code, out, _ = marl(
+        dump, "episode=2", "--config-name", "quickstart", "instead=[alice/1=#### 7]", "answers=['#### 9']"
+    )
+    assert code == 0 and "alice ⟶ #### 7" in out and "alice said #### 7" in out and out.count("⟶ #### 9") == 2
+    code, _, err = marl(dump, "episode=2", "--config-name", "quickstart", "runner.peer_template='{text}'")
+    assert code == 2 and "is shown another message" in err
+    code, _, err = marl(dump, "episode=99", "--config-name", "quickstart")
+    assert code == 2 and "episode=99" in err
+    code, _, err = marl(dump, "--config-name", "quickstart", "instead=[alice/7=x]")
+    assert code == 2 and "alice/1" in err
+
+
+def test_a_runner_of_ones_own_is_found_and_seconds_are_enough():
+    started = time.monotonic()
+    env = os.environ | {"VERL_USE_EXTERNAL_MODULES": "recipe.peer_review", "PYTHONPATH": "."}
+    command = [sys.executable, "-m", "marl.cli", "run-one", "runner=peer_review", "runner.revise=Now"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    assert ran.returncode == 0, ran.stderr
+    assert "agent_0 answered:\nThis is what agent_0 says in round 1. #### 1\n\nSay in a sentence" in ran.stdout
+    assert time.monotonic() - started < 60 and run_one.Model.tiny.value == "tiny"

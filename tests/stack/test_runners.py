@@ -1,0 +1,238 @@
+"""Every runner through the real stack: played, scored, trained, dumped and played again."""
+
+import asyncio
+
+import pytest
+import torch
+
+from marl.report import conversation, dump
+from marl.rewards import extractor
+from marl.runners import RUNNERS, Replay, ReplayDiverged, scripted
+from tests.unit.test_runners import BUILT_IN
+
+BRIEF = {"peer_template": "'{agent} said {text}'", "separator": "' '", "instruction": "''"}
+"""The tiny model's words, and few of them."""
+MORE = {
+    "multi_turn": ["runner.user=carol", "runner.num_turns=3"],
+    "router": ["+agents.bob={}", "runner.num_picks=2", "runner.menu='{workers} ?'"],
+    "critique": ["runner.critic_instruction='?'", "runner.reviser_instruction='?'", "+agents.bob={}"],
+    "graph": ["runner=debate_graph", "runner.nodes.discuss.instruction=''"],
+    "debate": ["runner.num_rounds=3", "runner.stop_on_consensus=true"],
+    "chain": ["runner.laps=2"],
+    "self_play": ["runner.num_rounds=2", "credit=auto"],
+    "summary": ["+agents.bob={}"],
+    "voting": ["runner.ballot=true"],
+    "tree": ["runner.num_branches=3"],
+}
+
+
+def options(name):
+    fields = RUNNERS.get(name).Config.__dataclass_fields__
+    return [f"runner={name}", *(f"runner.{k}={v}" for k, v in BRIEF.items() if k in fields), *MORE.get(name, [])]
+
+
+def started(alone, name, *overrides):
+    long = ("data.max_prompt_length=120", "learner=ippo")  # whose critic tells answers apart that are all wrong
+    return alone(*options(name), *long, "trainer.total_training_steps=1", *overrides)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_it_plays_trains_and_plays_again(alone, tmp_path, name):
+    live = started(alone, name)
+    trainer = live.trainer
+    seen = []
+    batch_of = trainer.batch_of
+
+    def look(episodes):
+        seen.append((episodes, batch_of(episodes)))
+        return seen[-1][1]
+
+    trainer.batch_of = look
+    metrics = live.step()
+    ((episodes, batch),) = seen
+    assert len(episodes) == 16 and all(torch.isfinite(torch.tensor(v)) for v in metrics.values())
+    rows_are_what_was_said(trainer, episodes, batch)
+    for policy in batch.rows:
+        assert metrics[f"agent/{policy}/grad_norm"] > 0
+    if RUNNERS.get(name).append_only:
+        shares = [value for key, value in metrics.items() if key.endswith("extended_prompts")]
+        assert shares == [1.0] * len(shares)
+    assert metrics["agent/alice/log_prob_gap_max"] <= 1e-5
+    plays_again(trainer, episodes, tmp_path)
+
+
+def rows_are_what_was_said(trainer, episodes, batch):
+    """Each trained turn is in one row, with its ids and log-probs where its cell says; nothing else is trained."""
+    told = {}
+    for rows in batch.rows.values():
+        for ids, index, probs in zip(
+            *(rows[key].unbind() for key in ("responses", "turn_index", "rollout_log_probs")), strict=True
+        ):
+            for cell in index[index >= 0].unique().tolist():
+                assert cell not in told
+                told[cell] = (ids[index == cell].tolist(), probs[index == cell].tolist())
+    spoken = {
+        cell: (turn.response_ids, turn.log_probs)
+        for episode, cells in zip(episodes, batch.cells, strict=True)
+        for turn, cell in zip(episode.turns, cells, strict=True)
+        if turn.trained
+    }
+    assert told.keys() == spoken.keys() and spoken
+    for cell, (ids, probs) in spoken.items():
+        assert told[cell][0] == ids and told[cell][1] == pytest.approx(probs)
+
+
+def plays_again(trainer, episodes, folder):
+    """A dump brings the episodes back, and the runner plays them from their answers to the same end."""
+    path = dump.write(episodes, 1, folder)
+    for episode, was in zip(dump.read(path, lambda source: extractor(source)), episodes, strict=True):
+        again = replayed(trainer, episode)
+        assert places(again) == places(episode) == places(was)
+        assert again.answer == was.answer and again.counts == was.counts
+
+
+def places(episode):
+    return sorted(
+        (*turn.place, turn.text, turn.kept, turn.trained, turn.compared, turn.answers, str(turn.observation))
+        for turn in episode.turns
+    )
+
+
+def replayed(trainer, episode, **options):
+    record = trainer.controller
+    return asyncio.run(
+        scripted.play(
+            record.runner, episode.task, episode.agents, Replay(episode, **options), roles=record.roles, seed=episode.seed
+        )
+    )  # fmt: skip
+
+
+def test_a_conversation_goes_on_with_another_answer(alone):
+    """What came before a changed turn, and what was said beside it, stays; what comes after is asked of the servers."""
+    live = started(alone, "debate", "runner.stop_on_consensus=false")
+    controller = live.trainer.controller
+    episode = next(e for e in live.episodes() if len({t.text for t in e.turns if t.round == 1}) == 2)
+    first = {turn.agent: turn for turn in episode.turns if turn.round == 1}
+    alternatives = [live.wait(controller.resume(episode, first["alice"], 0, number)) for number in range(6)]
+    for other in alternatives:
+        assert other.trajectory("carol")[0].text == first["carol"].text and len(other.turns) == 6
+        said = other.trajectory("alice")[0]
+        assert said.observation == first["alice"].observation
+        assert other.trajectory("carol")[1].observation[-1]["content"] == f"alice said {said.text}"
+        assert other.turns[0].log_probs and not other.verdict
+    assert len({episode.trajectory("alice")[0].text for episode in alternatives}) > 1
+    given = live.wait(controller.resume(episode, first["alice"], 0, 0, answer=first["carol"]))
+    assert given.trajectory("alice")[0].text == first["carol"].text
+    again = live.wait(controller.resume(episode, first["alice"], 0, 3))
+    assert places(again) == places(alternatives[3]), "the number of the alternative seeds it"
+    scored = live.wait(controller.score(alternatives, 0))
+    assert len(scored) == 6 and all(e.verdict is not None for e in scored)
+
+
+def test_a_replay_with_another_runner_says_where_it_left_the_record(alone):
+    live = started(alone, "debate", "runner.stop_on_consensus=false")
+    episode = live.episodes()[0]
+    live.trainer.controller.runner.config.peer_template = "{agent}: {text}"
+    with pytest.raises(ReplayDiverged, match=r"(alice|carol)' is shown another message 2 in round 2.*said"):
+        replayed(live.trainer, episode)
+
+
+def test_policies_of_rounds_are_trained_on_their_rounds_alone(alone):
+    """MAPoRL's collaboration separation: one policy answers, another one discusses."""
+    rounds = [f"agents.{name}.policy_by_round=[{name}_first,talker]" for name in ("alice", "carol")]
+    live = started(alone, "debate", "runner.stop_on_consensus=false", "learner=ippo", "critic.level=turn", *rounds)
+    assert list(live.trainer.policies) == ["alice_first", "talker", "carol_first"]
+    episodes = live.episodes()
+    assert {(t.round, t.policy) for e in episodes for t in e.trajectory("alice")} == {
+        (1, "alice_first"), (2, "talker"), (3, "talker"),
+    }  # fmt: skip
+    rows = live.trainer.batch_of(episodes).rows
+    assert {name: len(part) for name, part in rows.items()} == {"alice_first": 16, "talker": 64, "carol_first": 16}
+    metrics = live.step()
+    assert metrics["value/talker/explained_variance"] <= 1
+    for label in ("alice/alice_first", "alice/talker", "carol/talker"):
+        assert metrics[f"agent/{label}/grad_norm"] > 0 and metrics[f"agent/{label}/log_prob_gap_max"] <= 1e-5
+    assert sorted(live.trainer.critics.groups) == ["alice_first", "carol_first", "talker"]
+
+
+@pytest.mark.parametrize("overflow,count", [("drop_oldest", "dropped_rounds"), ("summarise", "summaries")])
+def test_long_conversations_are_made_to_fit(alone, monkeypatch, overflow, count):
+    monkeypatch.setattr("marl.runners.context.SUMMARISE", "{conversation} ?")
+    monkeypatch.setattr("marl.runners.context.SUMMARY", "{summary}")
+    live = started(
+        alone, "debate", "runner.num_rounds=5", "runner.stop_on_consensus=false", f"runner.overflow={overflow}",
+        f"data.max_prompt_length={32 if overflow == 'drop_oldest' else 40}",
+    )  # fmt: skip
+    longest = live.trainer.config.data.max_prompt_length
+    metrics = live.step()
+    assert metrics[f"team/{count}"] > 0 and metrics["team/failed_episodes"] == 0
+    episodes = live.episodes()
+    assert max(len(turn.prompt_ids) for e in episodes for turn in e.turns) <= longest
+    assert all(e.num_rounds == 5 for e in episodes)
+    notes = [turn for e in episodes for turn in e.turns if not turn.kept]
+    assert bool(notes) is (overflow == "summarise") and not any(turn.trained or turn.answers for turn in notes)
+    batch = live.trainer.batch_of(episodes)
+    assert int(batch.trained_ERA.sum()) == 16 * 2 * 5
+    after = [e.trajectory(turn.agent)[turn.round - 1] for e in episodes for turn in e.turns if not turn.kept]
+    for note, turn in zip(notes, after, strict=True):
+        assert turn.observation[0]["content"].endswith(note.text), "the note stands after the task"
+        assert len(turn.observation) == 3, "the last exchange stays"
+
+
+def test_long_conversations_are_refused_and_counted(alone):
+    live = started(
+        alone, "debate", "runner.num_rounds=5", "runner.stop_on_consensus=false", "data.max_prompt_length=46"
+    )
+    live.trainer.controller.max_error_rate = 1.0
+    collection = live.wait(live.trainer.controller.collect(live.trainer.validation, 4, 0))
+    assert 0 < collection.refused == len(collection.failures) < 32
+
+
+def test_what_an_answer_that_is_none_or_was_cut_off_is_worth(alone):
+    live = started(
+        alone, "debate", "runner.stop_on_consensus=false", "controller.no_answer_score=-2", "controller.truncated_score=-1",
+        "controller.train_truncated=false", "agents.alice.max_tokens=1",
+    )  # fmt: skip
+    episodes = live.episodes()
+    turns = [turn for e in episodes for turn in e.turns]
+    assert all(t.judged.score == -1 and not t.trained for t in turns if t.truncated)
+    assert all(t.judged.score == -2 for t in turns if not t.truncated and t.judged.answer is None)
+    batch = live.trainer.batch_of(episodes)
+    for agent, rows in batch.rows.items():
+        assert len(rows) == sum(not t.truncated for t in turns if t.agent == agent) < 16 * 3
+    metrics = conversation.agent_metrics(episodes, "alice")
+    assert metrics["truncated"] > 0.5 and metrics["verdict"] == pytest.approx(-2 + metrics["truncated"])
+    plain = started(alone, "debate", "agents.alice.max_tokens=1")
+    assert {t.judged.score for e in plain.episodes() for t in e.trajectory("alice")} == {0.0}
+
+
+def test_passing_agents_and_those_that_left_reach_every_learner(alone, monkeypatch):
+    """Agents that speak a different number of times: each learner trains exactly the turns that were spoken."""
+    for learner, level in (
+        ("grpo", "turn"),
+        ("ippo", "turn"),
+        ("ippo", "token"),
+        ("mappo", "turn"),
+        ("mappo", "token"),
+    ):
+        live = started(
+            alone, "debate", "runner.num_rounds=3", "runner.leave_word=1", "runner.pass_word='#### 2'", f"learner={learner}",
+            f"critic.level={level}",
+        )  # fmt: skip
+        seen = []
+        original = live.trainer.learner.assign_credit
+        live.trainer.learner.assign_credit = lambda batch, seen=seen, original=original: (
+            original(batch),
+            seen.append(batch),
+        )[0]
+        live.step()
+        (batch,) = seen
+        lengths = batch.mask_ERA.sum(1)
+        assert lengths.unique().numel() > 1, "a variable number of turns"
+        for rows in batch.rows.values():
+            outside = rows["turn_index"].values() < 0
+            assert (rows["advantages"].values()[outside] == 0).all()
+            assert torch.isfinite(rows["advantages"].values()).all()
+        if batch.values_ERA is not None:
+            silent = ~batch.mask_ERA.bool()
+            assert (batch.values_ERA[silent] == 0).all() and (batch.returns_ERA[silent] == 0).all()

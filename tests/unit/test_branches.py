@@ -1,0 +1,123 @@
+"""Conversations that branched: where alternatives stand, what they are compared with, and that nothing else sees them."""
+
+import pytest
+import torch
+
+from marl.learners import CREDITS
+from marl.modules.critics.observation import CentralTurns, LocalTurns
+from tests.unit.test_learners import AGENTS, batch_of, build, episode
+
+TREE = [[1.0, 0.0], [None, 1.0]]
+"""a speaks in rounds 1 and 2, b in round 2 alone."""
+
+
+def branch(record, agent, round, scores, kept_at=0, trained=True):
+    """Give a turn alternatives with these scores, beside the one that is there."""
+    (kept,) = [turn for turn in record.turns if (turn.agent, turn.round) == (agent, round)]
+    kept.compared, kept.branch = trained, kept_at
+    others = [number for number in range(len(scores) + 1) if number != kept_at]
+    for number, score in zip(others, scores, strict=True):
+        other = episode(record.task.id, record.sample, [[score], []]).turns[0]
+        other.agent = other.policy = agent
+        other.round, other.branch, other.kept, other.compared, other.trained = round, number, False, trained, trained
+        other.text = f"not kept {number}"
+        record.turns.append(other)
+    return record
+
+
+def test_alternatives_stand_behind_the_rounds():
+    batch = batch_of(branch(episode("t", 0, TREE), "a", 1, [0.5, 0.0]), episode("t", 1, TREE))
+    assert batch.num_rounds == 2 and batch.mask_ERA.shape == (2, 4, 2)
+    assert batch.mask_ERA[0].tolist() == [[True, False], [True, True], [True, False], [True, False]]
+    assert batch.verdicts_ERA[0, :, 0].tolist() == [1.0, 0.0, 0.5, 0.0]
+    assert (
+        batch.siblings_ERA[0].tolist() == [[0, -1], [-1, -1], [0, -1], [0, -1]] and batch.siblings_ERA[1].eq(-1).all()
+    )
+    assert batch.path().mask_ERA[0].tolist() == [[True, False], [True, True], [False, False], [False, False]]
+    assert len(batch.rows["a"]) == 4 + 2
+
+
+def test_alternatives_that_are_not_trained_stand_nowhere():
+    batch = batch_of(branch(episode("t", 0, TREE), "a", 1, [0.5, 0.0], trained=False))
+    assert batch.num_rounds is None and batch.siblings_ERA is None and batch.mask_ERA.shape == (1, 2, 2)
+    assert batch.cells == [[0, 2, 3, -1, -1]] and len(batch.rows["a"]) == 2
+
+
+def test_each_set_is_compared_within_itself():
+    """GRPO: 1, .5, 0 of one set: (1 - .5) / .5 = 1, 0, -1, whatever another sample's set got; rounds without alternatives
+    stay in groups of their own."""
+    one, two = (
+        branch(episode("t", 0, TREE), "a", 1, [0.5, 0.0]),
+        branch(episode("t", 1, TREE), "a", 1, [1.0, 1.0], kept_at=2),
+    )
+    batch = batch_of(one, two, episode("t", 2, [[0.0, 1.0], [None, 0.0]]))
+    build("grpo").assign_credit(batch)
+    grid = grid_of(batch, "a")
+    assert grid[0, [0, 2, 3], 0].tolist() == pytest.approx([1, 0, -1], abs=1e-4)
+    assert grid[1, [0, 2, 3], 0].tolist() == [0, 0, 0]
+    spread = (1 / 3) ** 0.5  # of 0, 0, 1
+    assert grid[:, 1, 0].tolist() == pytest.approx([-1 / 3 / spread, -1 / 3 / spread, 2 / 3 / spread], abs=1e-4)
+    assert grid[2, 0, 0] == 0, "a group of one"
+
+
+def grid_of(batch, policy):
+    """A policy's advantages, turn by turn."""
+    grid = torch.zeros(batch.mask_ERA.numel())
+    rows = batch.rows[policy]
+    index = rows["turn_index"].values()
+    grid[index[index >= 0]] = rows["advantages"].values()[index >= 0]
+    return grid.view(batch.mask_ERA.shape)
+
+
+@pytest.mark.parametrize("name", CREDITS.names())
+def test_credit_of_the_path_is_as_if_there_were_no_alternatives(name):
+    scheme = CREDITS.get(name)(CREDITS.get(name).Config(name=name))
+    plain = batch_of(episode("t", 0, TREE), episode("t", 1, TREE))
+    with_them = batch_of(branch(episode("t", 0, TREE), "a", 1, [0.5, 0.0]), episode("t", 1, TREE))
+    expected, got = scheme.of(plain), scheme.of(with_them)
+    alone = with_them.siblings_ERA >= 0
+    assert got[alone].tolist() == with_them.verdicts_ERA[alone].tolist()
+    path = ~alone[:, :2]
+    assert torch.equal(got[:, :2][path], expected[path])
+    assert (got[:, 2:][~alone[:, 2:]] == 0).all()
+
+
+def test_critics_see_every_alternative_alone():
+    """IPPO with lambda 1: an alternative's advantage is its verdict less its value; nothing chains through it."""
+    batch = batch_of(branch(episode("t", 0, [[1.0, 0.25], [None, 1.0]]), "a", 1, [0.5, 0.0]))
+    batch.values_ERA = torch.full(batch.mask_ERA.shape, 0.1)
+    build("ippo", whiten=False).assign_credit(batch)
+    assert grid_of(batch, "a")[0, :, 0].tolist() == pytest.approx([0.9, 0.15, 0.4, -0.1])
+
+
+class Words:
+    """A tokenizer of whole texts, each an id of its own."""
+
+    bos_token_id = None
+
+    def __init__(self):
+        self.texts = []
+
+    def encode(self, text, **_):
+        self.texts.append(text)
+        return [len(self.texts)]
+
+
+def test_no_critic_reads_what_was_not_kept():
+    record = branch(episode("t", 0, TREE), "a", 1, [0.5, 0.0])
+    batch = batch_of(record)
+    words = Words()
+    rows = CentralTurns(words).rows([record], batch)["central"]
+    assert not any("not kept" in text for text in words.texts)
+    assert sorted(rows["turn_index"].values().tolist()) == sorted(cell for cell in batch.cells[0])
+    local = LocalTurns().rows([record], batch)
+    assert sorted(i for part in local.values() for i in part["turn_index"].values().tolist()) == sorted(batch.cells[0])
+
+
+def test_zero_sum():
+    """The last verdicts of two sides, 1 and .25: +.75 and -.75 at their last turns; a side alone gets nothing."""
+    scheme = CREDITS.get("zero_sum")(CREDITS.get("zero_sum").Config(name="zero_sum"))
+    batch = batch_of(episode("t", 0, [[0.5, None, 1.0], [None, 0.25]]), episode("t", 1, [[1.0], []]))
+    credit = scheme.assign(batch)
+    assert credit[0].tolist() == [[0, 0], [0, -0.75], [0.75, 0]] and (credit[1] == 0).all()
+    assert AGENTS == ("a", "b") and scheme.kind == "reward"

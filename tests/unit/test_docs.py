@@ -1,0 +1,51 @@
+"""What the documents show is run."""
+
+import asyncio
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from marl.config.overrides import find_verl
+from marl.main import check_facts, choose_credit
+from marl.runners import RUNNERS, scripted
+from marl.types import Task
+from tests.unit.test_runners import BUILT_IN
+
+RUNNERS_DOC = Path("docs/runners.md").read_text()
+HEAD = "defaults: [marl, override agents: [schema], override runner: {name}, _self_]\n"
+BLOCKS = re.findall(r"```yaml\n(.*?)```", RUNNERS_DOC, re.DOTALL)
+COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", RUNNERS_DOC, re.DOTALL) for line in block.splitlines()]
+
+
+def test_every_runner_has_its_section():
+    sections = re.findall(r"^## (\w+)$", RUNNERS_DOC, re.MULTILINE)
+    assert sorted(sections) == BUILT_IN
+    assert HEAD.format(name="<name>") in RUNNERS_DOC
+    for name in BUILT_IN:
+        assert any(re.search(rf"name: {name}\b", block) for block in BLOCKS), name
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_every_yaml_is_composed_and_played(tmp_path, block):
+    name = re.search(r"name: (\w+)", block)[1]
+    (tmp_path / "experiment.yaml").write_text(HEAD.format(name=name) + block)
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        overrides = ["hydra.searchpath=[pkg://marl.configs]", "hardware=cpu"]
+        config = compose("experiment", overrides=find_verl(overrides))
+    choose_credit(config)
+    check_facts(config)
+    runner, agents = RUNNERS.build(config.runner), list(config.agents)
+    task = Task("t", [{"role": "user", "content": "2+2?"}], "4", "x", lambda text: text if text.isdigit() else None)
+    record = asyncio.run(
+        scripted.play(runner, task, agents, scripted.scripted(scripted.listed(["4", "5", "AGAIN", "7"])))
+    )
+    assert {turn.agent for turn in record.turns} <= set(agents) and len(record.turns) >= len(agents) - 1
+
+
+def test_its_commands_are_those_that_tests_run():
+    """tests/stack/test_run_one.py runs each kind: with a script, with a model, from a record, a runner of one's own."""
+    words = [shlex.split(line, comments=True) for line in COMMANDS]
+    assert len(words) == 5 and all("run-one" in command for command in words)

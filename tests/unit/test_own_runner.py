@@ -1,0 +1,61 @@
+"""A runner of one's own, tested without a model."""
+
+import asyncio
+
+from marl.runners import Replay, ReplayDiverged, scripted
+from marl.types import Task
+from recipe.peer_review import PeerReview
+
+TASK = Task("t", [{"role": "user", "content": "2+2?"}], "4", "x", lambda text: text if text.isdigit() else None)
+RUNNER = PeerReview(PeerReview.Config("peer_review", peer_template="{agent}:{text}", separator=" ", revise="Again."))
+
+
+def script(agent, round, observation):
+    return {1: {"a": "4", "b": "5"}[agent], 2: f"{agent} doubts it", 3: "4"}[round]
+
+
+def test_every_draft_is_reviewed_by_the_next_and_revised_by_its_author():
+    record = asyncio.run(scripted.play(RUNNER, TASK, ["a", "b"], scripted.scripted(script)))
+    assert [m["content"] for m in record.trajectory("a")[2].observation] == [
+        "2+2?",
+        "4",
+        "b:5 Say in a sentence whether this is right.",
+        "a doubts it",
+        "b:b doubts it Again.",
+    ]
+    assert record.answer == "4" and [turn.answers for turn in record.trajectory("b")] == [True, False, True]
+    assert dict.fromkeys("ab", 3) == RUNNER.most_turns(["a", "b"])
+
+
+def test_answers_from_a_list_and_texts_that_tell_turns_apart():
+    listed = asyncio.run(scripted.play(RUNNER, TASK, ["a", "b"], scripted.scripted(scripted.listed(["4", "5"]))))
+    assert [turn.text for turn in listed.turns] == ["4", "5"] * 3
+    numbered = asyncio.run(scripted.play(RUNNER, TASK, ["a", "b"], scripted.scripted(scripted.numbered)))
+    assert len({turn.text for turn in numbered.turns}) == 6
+
+
+def test_it_is_played_again_and_from_its_middle():
+    record = asyncio.run(scripted.play(RUNNER, TASK, ["a", "b"], scripted.scripted(script)))
+    again = asyncio.run(scripted.play(RUNNER, TASK, ["a", "b"], Replay(record)))
+    assert again.turns == record.turns and again.answer == record.answer
+    review = next(turn for turn in record.turns if turn.place == ("b", 2, 0))
+
+    def other(agent, round, observation):
+        assert round == 3, "all before, and what was said at the same time, is as it was"
+        return "7"
+
+    changed = Replay(record, scripted.scripted(other), {review.place: type(review)("b", 2, [], "it is 7")})
+    resumed = asyncio.run(scripted.play(RUNNER, TASK, ["a", "b"], changed))
+    assert resumed.trajectory("a")[2].observation[-1]["content"] == "b:it is 7 Again." and resumed.answer == "7"
+    assert {turn.text for turn in resumed.turns if turn.round < 3} == {"4", "5", "a doubts it", "it is 7"}
+
+
+def test_a_record_of_another_runner_is_refused():
+    record = asyncio.run(scripted.play(RUNNER, TASK, ["a", "b"], scripted.scripted(script)))
+    record.turns = [turn for turn in record.turns if turn.round < 3]
+    try:
+        asyncio.run(scripted.play(RUNNER, TASK, ["a", "b"], Replay(record)))
+    except ReplayDiverged as error:
+        assert "holds no turn of 'a' in round 3" in str(error)
+    else:
+        raise AssertionError("the record ends after round 2")
