@@ -46,13 +46,6 @@ class InstantServer:
         return [self.answer] * len(requests)
 
 
-class InstantPolicy(ServedPolicy):
-    """Served by an actor of the bench."""
-
-    def __init__(self, config: DictConfig, actor: Any) -> None:
-        super().__init__(config, TickClient(config, None, servers=[actor]))
-
-
 def configured(folder: Path, tokens: int, *overrides: str) -> DictConfig:
     """The quick start's debate with other numbers, of agents that share one policy."""
     words = [
@@ -65,27 +58,24 @@ def configured(folder: Path, tokens: int, *overrides: str) -> DictConfig:
 
 
 @contextmanager
-def controller_of(
-    config: DictConfig, seconds: float, loop: asyncio.AbstractEventLoop
-) -> Iterator[tuple[Any, list[Task]]]:
+def controller_of(config: DictConfig, server: Any, loop: asyncio.AbstractEventLoop) -> Iterator[tuple[Any, list[Task]]]:
     """A run's controller before the bench's server, and its tasks."""
     tokenizer = tokenizer_of(config.actor_rollout_ref.model)
     own = policy_config(config, "both", 0, "bench", 1)
-    answer = tokenizer.encode("4") * config.data.max_response_length
-    server = ray.remote(InstantServer).options(num_cpus=0).remote(answer, seconds)
+    groups = {"both": ServedPolicy(own, TickClient(own, None, servers=[server]))}
     with ExitStack() as cleanup:
-        cleanup.callback(ray.kill, server)
-        groups = {"both": InstantPolicy(own, server)}
         start = start_controller(config, groups, {"both": tokenizer}, uuid.uuid4().hex[:8], cleanup)
         controller, tasks = loop.run_until_complete(start), validation_tasks(config, tokenizer)
         settle()  # as a run does
         yield controller, tasks
 
 
-def turns_a_second(config: DictConfig, tasks: int, samples: int, repeats: int, loop: Any) -> dict[str, float]:
+def turns_a_second(
+    config: DictConfig, server: Any, tasks: int, samples: int, repeats: int, loop: Any
+) -> dict[str, float]:
     """The best of several collections: turns a second, and the driver's CPU time of a turn."""
     best: dict[str, float] = {"turns_per_second": 0.0}
-    with controller_of(config, 0.0, loop) as (controller, rows):
+    with controller_of(config, server, loop) as (controller, rows):
         rows = (rows * (1 + tasks // len(rows)))[:tasks]
         for step in range(repeats + 1):  # the first one fills the encoders' caches
             started, cpu = time.perf_counter(), time.process_time()
@@ -102,10 +92,10 @@ def turns_a_second(config: DictConfig, tasks: int, samples: int, repeats: int, l
     return {"workers": config.controller.num_workers, **best}
 
 
-def at_the_same_time(config: DictConfig, answer_s: float, repeats: int, loop: Any) -> dict[str, float]:
+def at_the_same_time(config: DictConfig, server: Any, repeats: int, loop: Any) -> dict[str, float]:
     """The best of several episodes, one at a time: its length, beside the sum of the lengths of its turns."""
     best: dict[str, float] = {}
-    with controller_of(config, answer_s, loop) as (controller, rows):
+    with controller_of(config, server, loop) as (controller, rows):
         for step in range(repeats + 1):
             seconds = timed_turns(controller)
             started = time.perf_counter()
@@ -132,7 +122,11 @@ def timed_turns(controller: Any) -> list[float]:
     return seconds
 
 
-def main() -> None:
+def show(numbers: dict[str, float]) -> None:
+    print(json.dumps(numbers), flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--agents", type=int, nargs="*", default=[2, 4, 8])
@@ -141,25 +135,26 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=8, help="of an answer")
     parser.add_argument("--answer-s", type=float, default=0.02)
-    given = parser.parse_args()
+    given = parser.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
     loop = asyncio.new_event_loop()
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root)
         ensure(folder, Recipe("smudged_note", steps=1, batch=4, train_problems=64, test_problems=given.tasks), seed=0)
-        with ray_session(configured(folder, given.tokens)):
+        config = configured(folder, given.tokens)
+        with ray_session(config):
+            answer = tokenizer_of(config.actor_rollout_ref.model).encode("4") * given.tokens
+            actor = ray.remote(InstantServer).options(num_cpus=0)
+            instant, slow = actor.remote(answer, 0.0), actor.remote(answer, given.answer_s)
             for workers in given.workers:
                 config = configured(folder, given.tokens, f"controller.num_workers={workers}")
-                print(json.dumps(turns_a_second(config, given.tasks, given.samples, given.repeats, loop)), flush=True)
+                show(turns_a_second(config, instant, given.tasks, given.samples, given.repeats, loop))
             for agents in given.agents:
                 more = [f"+agents.agent_{index}.policy=both" for index in range(2, agents)]
-                print(
-                    json.dumps(
-                        at_the_same_time(configured(folder, given.tokens, *more), given.answer_s, given.repeats, loop)
-                    ),
-                    flush=True,
-                )
+                show(at_the_same_time(configured(folder, given.tokens, *more), slow, given.repeats, loop))
+            for server in (instant, slow):
+                ray.kill(server)
     loop.close()
 
 

@@ -1,6 +1,7 @@
 """Episodes in processes of their own: the same episodes, counted by the driver, and ends that name who failed."""
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -13,6 +14,7 @@ import pytest
 import ray
 from omegaconf import OmegaConf, open_dict
 
+from examples import bench_controller
 from marl.assembly import start_controller
 from marl.controller.controller import EpisodesFailed
 from marl.controller.failures import GroupFailed
@@ -303,3 +305,30 @@ def test_what_was_played_by_workers_can_be_resumed_here(live, spread):
         resumed = live.wait(controller.resume(episode, episode.turns[0], live.trainer.step_number, 1))
         (scored,) = live.wait(controller.score([resumed], live.trainer.step_number))
     assert scored.verdict is not None and len(scored.turns) == len(episode.turns)
+
+
+def test_settings_of_a_policy_and_of_an_agent_reach_the_workers(live, spread):
+    """Only the likeliest token for carol's policy, one token for alice."""
+    rollout = live.trainer.policies["carol"].rollout
+    before, rollout.top_k = rollout.top_k, 1
+    try:
+        with spread(1, "agents.alice.max_tokens=1"):
+            episodes, _ = played(live)
+    finally:
+        rollout.top_k = before
+    turns = [turn for episode in episodes for turn in episode.turns]
+    assert all(set(turn.log_probs) == {0.0} for turn in turns if turn.agent == "carol")
+    assert all(len(turn.response_ids) == 1 for turn in turns if turn.agent == "alice")
+
+
+def test_the_bench_of_the_controller(cluster, capsys):
+    """Agents speak at the same time: an episode of two rounds takes two turns' time, however many they are."""
+    bench_controller.main(
+        ["--workers", "0", "1", "--agents", "2", "4", "--tasks", "4", "--samples", "2", "--repeats", "2"]
+    )
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    driver, worker, two, four = lines
+    assert [driver["workers"], worker["workers"], two["agents"], four["agents"]] == [0, 1, 2, 4]
+    assert driver["turns"] == worker["turns"] == 4 * 2 * 2 * 2 and driver["turns_per_second"] > 50
+    assert (two["turns"], four["turns"]) == (4, 8)
+    assert 0.4 < two["ratio"] < 0.75 and 0.2 < four["ratio"] < 0.5
