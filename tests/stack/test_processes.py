@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-START_SECONDS, END_SECONDS = 120, 30
+START_SECONDS, END_SECONDS = 180, 30
 
 
 def command(*overrides):
