@@ -66,8 +66,8 @@ class ControllerConfig:
     """How episodes are played."""
 
     num_workers: int = 0
-    """How many processes play and judge the episodes, half a gigabyte each; 0: the driver, which needs about 1 ms a turn. The
-    episodes are the same."""
+    """How many processes play and judge the episodes, half a gigabyte each; 0: the driver, whose thread needs 0.1 to 0.2 ms a
+    turn for that. The episodes are the same."""
     episode_timeout_s: float = 600.0
     """Ends an episode that is stuck."""
     max_error_rate: float = 0.5
