@@ -1,19 +1,28 @@
-"""What stands between the configuration and the controller: tokenizers, tasks, clients, and what critics read."""
+"""What stands between the configuration and the trainer: tokenizers, tasks, clients, the controller, and what critics read."""
 
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig
 from verl.utils import hf_tokenizer
+from verl.workers.rollout.llm_server import LLMServerClient
 
 from marl.config.errors import ConfigError
 from marl.config.policies import loops_of
 from marl.controller.agent_loop import LoopClient, Loops
 from marl.controller.chat import ChatEncoder, check_round_trip
 from marl.controller.client import PolicyClient
+from marl.controller.controller import Controller
 from marl.controller.critics import reader
 from marl.controller.tasks import train_loader, validation_tasks
+from marl.controller.workers import EpisodeWorkers, SpreadController, spawn
 from marl.modules.models import load_config
 from marl.parts import model_config
+from marl.rewards import build_reward
+from marl.runners import RUNNERS, Runner, register_runner
 
 
 def tokenizer_of(model: DictConfig) -> Any:
@@ -53,10 +62,66 @@ def make_client(config: DictConfig, name: str, group: Any, tokenizer: Any) -> Po
     model, loops = load_config(group.config.actor_rollout_ref.model, name), loops_of(config, name)
     encoder = ChatEncoder(tokenizer, config.data.apply_chat_template_kwargs)
     vocabulary = model.get_text_config().vocab_size
-    parts = (name, group.rollout, group.servers.client(), tokenizer, encoder, vocabulary)
+    parts = (name, group.rollout, group.client(), tokenizer, encoder, vocabulary)
     if not loops:
         return PolicyClient(*parts)
     return LoopClient(*parts, loops=Loops(group.config, loops, tokenizer, model.model_type))
+
+
+@dataclass(frozen=True)
+class ServedPolicy:
+    """What a client needs of a policy's group, and can be sent to another process."""
+
+    config: DictConfig
+    server: LLMServerClient
+
+    @property
+    def rollout(self) -> DictConfig:
+        return self.config.actor_rollout_ref.rollout
+
+    def client(self) -> LLMServerClient:
+        return self.server
+
+
+async def start_controller(
+    config: DictConfig, groups: dict[str, Any], tokenizers: dict[str, Any], run_id: str, cleanup: ExitStack
+) -> Controller:
+    """The driver's controller, which plays itself or has ``controller.num_workers`` processes play."""
+    count = config.controller.num_workers
+    if not count:
+        return make_controller(config, groups, tokenizers, cleanup)
+    served = {name: ServedPolicy(group.config, group.client()) for name, group in groups.items()}
+    make = partial(controller_of_worker, config, RUNNERS.get(config.runner.name), served)
+    workers = EpisodeWorkers(spawn(count, run_id), config.controller.episode_timeout_s)
+    cleanup.callback(workers.stop)
+    await workers.start(make, config.resources.timeout_s)
+    return make_controller(config, groups, tokenizers, cleanup, partial(SpreadController, workers))
+
+
+def controller_of_worker(
+    config: DictConfig, runner: type[Runner], policies: dict[str, ServedPolicy], cleanup: ExitStack
+) -> Controller:
+    register_runner(config.runner.name)(runner)  # it may be known to the driver's main module alone
+    tokenizers = {name: tokenizer_of(policy.config.actor_rollout_ref.model) for name, policy in policies.items()}
+    return make_controller(config, policies, tokenizers, cleanup)
+
+
+def make_controller(
+    config: DictConfig,
+    groups: dict[str, Any],
+    tokenizers: dict[str, Any],
+    cleanup: ExitStack,
+    kind: Callable[..., Controller] = Controller,
+) -> Controller:
+    return kind(
+        RUNNERS.build(config.runner),
+        config.agents,
+        make_clients(config, groups, tokenizers),
+        build_reward(config, cleanup, in_driver=config.resources.one_process),
+        seed=config.seed,
+        max_prompt_length=config.data.max_prompt_length,
+        settings=config.controller,
+    )
 
 
 def critic_reader(config: DictConfig, kind: str, policies: list[str]) -> Any:

@@ -293,11 +293,9 @@ def check_cluster(config: DictConfig) -> None:
 async def build(config: DictConfig, cleanup: ExitStack, progress: Any = None) -> Any:
     """Start every policy's pool, workers and servers, and put the trainer together; ``cleanup`` learns how to end them."""
     # heavy: imported once the configuration is known to be right
-    from marl.assembly import critic_reader, load_tasks, make_clients, tokenizer_of
-    from marl.controller.controller import Controller
+    from marl.assembly import critic_reader, load_tasks, start_controller, tokenizer_of
     from marl.controller.critics import Critics
     from marl.marl_trainer import MARLTrainer
-    from marl.rewards import build_reward
 
     if not config.resources.one_process:
         check_cluster(config)
@@ -308,15 +306,7 @@ async def build(config: DictConfig, cleanup: ExitStack, progress: Any = None) ->
     configs = {name: policy_config(config, name, index, run_id, total_steps) for index, name in enumerate(names)}
     groups, critics = make_groups(config, configs, cleanup)
     await start_groups(groups, critics)
-    controller = Controller(
-        RUNNERS.build(config.runner),
-        config.agents,
-        make_clients(config, groups, tokenizers),
-        build_reward(config, cleanup, in_driver=config.resources.one_process),
-        seed=config.seed,
-        max_prompt_length=config.data.max_prompt_length,
-        settings=config.controller,
-    )
+    controller = await start_controller(config, groups, tokenizers, run_id, cleanup)
     learner = LEARNERS.build(config.learner, credit=CREDITS.build(config.credit))
     reading = critic_reader(config, learner.critic, names) if critics else None
     return MARLTrainer(

@@ -112,7 +112,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Episode:
-    """All agents' turns on one sample of one task, in the order in which they ended."""
+    """All agents' turns on one sample of one task: in the order in which they ended, and once all have, by round and seat."""
 
     task: Task
     sample: int

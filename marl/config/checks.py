@@ -216,6 +216,15 @@ def one_process_is_one_rank(config: Any) -> None:
 
 
 @rule
+def one_process_has_no_workers(config: Any) -> None:
+    if config.resources.one_process and config.controller.num_workers:
+        raise ConfigError(
+            f"controller.num_workers={config.controller.num_workers}: with resources.one_process=true the driver plays the "
+            "episodes itself; set it to 0, or resources.one_process=false"
+        )
+
+
+@rule
 def names_are_free_for_critics(config: Any) -> None:
     if "central" in policy_names(config):
         raise ConfigError(

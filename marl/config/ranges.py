@@ -132,6 +132,7 @@ NUMBERS: dict[str, Number] = {
     "resources.placement_timeout_s": SECONDS,
     "resources.timeout_s": SECONDS,
     "resources.process_group_timeout_s": SECONDS,
+    "controller.num_workers": count(0, 1024),
     "controller.episode_timeout_s": SECONDS,
     "controller.max_error_rate": SHARE,
     "controller.log_prob_gap_alarm": Number(0),

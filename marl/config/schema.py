@@ -65,6 +65,9 @@ class AnswerRule(Enum):
 class ControllerConfig:
     """How episodes are played."""
 
+    num_workers: int = 0
+    """How many processes play and judge the episodes, half a gigabyte each; 0: the driver, whose thread needs 0.1 to 0.2 ms a
+    turn for that. The episodes are the same."""
     episode_timeout_s: float = 600.0
     """Ends an episode that is stuck."""
     max_error_rate: float = 0.5
@@ -84,7 +87,8 @@ class ControllerConfig:
     """Whether answers that were cut off are trained."""
     reward_processes: int = 2
     """How many processes judge what may hang: mathematics, and custom reward functions that are not async. They start
-    with the first text that needs one. 0 judges in the driver, without a deadline, where a breakpoint works."""
+    with the first text that needs one; every worker has its own. 0 judges in the driver (or the workers), without a
+    deadline, where a breakpoint works."""
     reward_timeout_s: float = 30.0
     """Deadline of a reward function for one text."""
 

@@ -6,7 +6,9 @@ import logging
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
+
+from omegaconf import OmegaConf
 
 from marl.controller.client import PolicyClient
 from marl.controller.failures import GroupFailed
@@ -17,6 +19,10 @@ from marl.types import AgentId, Episode, Message, PolicyName, Task, Turn, Verdic
 from marl.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Play = tuple[Task, int]
+"""A task, and which of its samples."""
 
 
 class EpisodesFailed(RuntimeError):
@@ -36,7 +42,24 @@ class Collection:
         return sum(isinstance(error, ContextOverflow) for error in self.failures)
 
 
-def outcome(task: asyncio.Task[Episode]) -> Episode | Exception:
+async def outcomes(works: Sequence[Coroutine[Any, Any, T]]) -> list[T | Exception]:
+    """Do all at once, and give each one's result or error. A policy that failed ends the rest at once, and is raised."""
+    running = [asyncio.create_task(work) for work in works]
+    try:
+        for ended in asyncio.as_completed(running):
+            try:
+                await ended
+            except GroupFailed:
+                raise
+            except Exception:
+                continue  # given below
+    finally:
+        for task in running:
+            task.cancel()
+    return [outcome(task) for task in running]
+
+
+def outcome(task: asyncio.Task[T]) -> T | Exception:
     error = task.exception()
     if error is None:
         return task.result()
@@ -93,7 +116,8 @@ class Controller:
         self.roles = {name: agent.role for name, agent in agents.items()}
         self.sampling = functools.cache(self._sampling)  # reading a configuration costs more than the rest of a turn
         self.seed, self.max_prompt_length = seed, max_prompt_length
-        self.settings = settings
+        # reading a configuration node costs more than judging a short text
+        self.settings: Any = OmegaConf.to_object(settings) if OmegaConf.is_config(settings) else settings
         self.episode_timeout, self.max_error_rate = settings.episode_timeout_s, settings.max_error_rate
         self.accuracy = Accuracy()
 
@@ -103,34 +127,20 @@ class Controller:
         An error ends its own episode and is counted. Raises EpisodesFailed, with the first error as its cause, where
         more than ``max_error_rate`` of the episodes failed; a policy that failed is raised at once.
         """
-        plays = [self._bounded(task, sample, step, validate) for task in tasks for sample in range(samples)]
-        results = await self._all(plays, "playing episodes", step)
-        failures = [result for result in results if isinstance(result, Exception)]
-        return Collection([result for result in results if isinstance(result, Episode)], failures)
+        plays = [(task, sample) for task in tasks for sample in range(samples)]
+        return self._counted(await self.outcomes_of(plays, step, validate), "playing episodes", step)
+
+    async def outcomes_of(self, plays: Sequence[Play], step: int, validate: bool) -> list[Episode | Exception]:
+        """Each play's episode, or what ended it."""
+        return await outcomes([self.bounded(task, sample, step, validate) for task, sample in plays])
 
     async def score(self, episodes: Sequence[Episode], step: int) -> list[Episode]:
         """Put a verdict on every turn and every team's answer. An episode whose verdict fails is dropped and logged."""
-        results = await self._all([self._scored(episode) for episode in episodes], "the reward function", step)
-        return [result for result in results if isinstance(result, Episode)]
+        results = await outcomes([self.scored(episode) for episode in episodes])
+        return self._counted(results, "the reward function", step).episodes
 
-    async def _all(
-        self, works: Sequence[Coroutine[Any, Any, Episode]], what: str, step: int
-    ) -> list[Episode | Exception]:
-        """Do all at once. A policy that failed, or a reward function that blocks, ends the rest at once; other errors are
-        counted, and too many raised."""
-        running = [asyncio.create_task(work) for work in works]
-        try:
-            for ended in asyncio.as_completed(running):
-                try:
-                    await ended
-                except GroupFailed:
-                    raise
-                except Exception:
-                    continue  # counted below
-        finally:
-            for task in running:
-                task.cancel()
-        results = [outcome(task) for task in running]
+    def _counted(self, results: Sequence[Episode | Exception], what: str, step: int) -> Collection:
+        """Log the first errors, and raise EpisodesFailed for too many."""
         failures = [result for result in results if isinstance(result, Exception)]
         for error in failures[:3]:
             logger.warning("%s failed in step %d: %s: %s", what, step, type(error).__name__, error)
@@ -141,9 +151,9 @@ class Controller:
             ) from failures[0]
         if failures and len(failures) == len(results):
             raise EpisodesFailed(f"{what} failed for every episode of step {step}") from failures[0]
-        return results
+        return Collection([result for result in results if isinstance(result, Episode)], failures)
 
-    async def _scored(self, episode: Episode) -> Episode:
+    async def scored(self, episode: Episode) -> Episode:
         try:
             async with asyncio.timeout(self.episode_timeout):
                 for turn in episode.turns:
@@ -186,7 +196,7 @@ class Controller:
             return replace(verdict, score=self.settings.no_answer_score)
         return verdict
 
-    async def _bounded(self, task: Task, sample: int, step: int, validate: bool) -> Episode:
+    async def bounded(self, task: Task, sample: int, step: int, validate: bool) -> Episode:
         try:
             async with asyncio.timeout(self.episode_timeout):
                 return await self._play(task, sample, step, validate)
@@ -206,6 +216,9 @@ class Controller:
             record, generate, self.judge, self.roles, self.runner.config.overflow, accuracy=self.accuracy.shares()
         )
         record.answer = await self.runner.run(live)
+        seats = {agent: seat for seat, agent in enumerate(record.agents)}
+        # those that were spoken at the same time: not by whose server happened to answer first
+        record.turns.sort(key=lambda turn: (turn.round, seats[turn.agent], turn.branch))
         return record
 
     def generate(self, task: Task, key: tuple, validate: bool = False) -> Generate:

@@ -27,10 +27,7 @@ def group_failed(whose: str, what: str, error: RayError) -> GroupFailed:
     who = f"process {name[1] if name else '?'} (pid {pid[1] if pid else '?'})"
     kind = "died" if isinstance(error, RayActorError) else f"failed ({type(error).__name__})"
     here = f"ip: {ray.util.get_node_ip_address()}" in text
-    lines = last_lines(int(pid[1])) if pid and here else []
-    said = "".join(f"\n    {line}" for line in lines) or (
-        " nothing" if here else " on another node: see Ray's logs there"
-    )
+    said = said_last(int(pid[1])) if pid and here else " nothing" if here else " on another node: see Ray's logs there"
     return GroupFailed(f"{whose} while {what}: {who} {kind}: {summary(text)}\n  its last lines:{said}")
 
 
@@ -41,6 +38,10 @@ def summary(text: str) -> str:
         if line.strip() and not re.match(r"\s*(class_name|actor_id|namespace|ip|pid|name):", line)
     ]
     return " ".join(lines)[:400]
+
+
+def said_last(pid: int) -> str:
+    return "".join(f"\n    {line}" for line in last_lines(pid)) or " nothing"
 
 
 def last_lines(pid: int) -> list[str]:

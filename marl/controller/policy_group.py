@@ -9,6 +9,7 @@ from tensordict import TensorDict
 from verl.checkpoint_engine import CheckpointEngineManager
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.rollout.llm_server import LLMServerClient
 
 from marl.controller.worker_group import WorkerGroup, first_rows, flatten_metrics
 from marl.rollout.servers import PolicyServers
@@ -27,6 +28,9 @@ class RayPolicyGroup(WorkerGroup):
     @property
     def rollout(self) -> Any:
         return self.config.actor_rollout_ref.rollout
+
+    def client(self) -> LLMServerClient:
+        return self.servers.client()
 
     async def start_servers(self) -> None:
         """Start the servers; they have no weights before the first sync."""

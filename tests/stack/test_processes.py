@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-START_SECONDS, END_SECONDS = 120, 30
+START_SECONDS, END_SECONDS = 180, 30
 
 
 def command(*overrides):
@@ -69,6 +69,7 @@ def running(cold_assets, tmp_path):
     overrides = (
         f"assets={cold_assets}", f"trainer.default_local_dir={tmp_path}", "trainer.total_training_steps=100000",
         "trainer.val_before_train=false", "trainer.test_freq=-1", "data.train_batch_size=4", "trainer.logger=[console]",
+        "controller.num_workers=1",
     )  # fmt: skip
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(command(*overrides), stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
@@ -95,7 +96,7 @@ def of_class(family, name):
     return found[0]
 
 
-@pytest.mark.parametrize("victim", ["PolicyWorker", "HFServer"])
+@pytest.mark.parametrize("victim", ["PolicyWorker", "HFServer", "EpisodeWorker"])
 def test_a_process_that_dies_is_named_and_ends_the_run_within_seconds(running, victim):
     process, family, output = running
     of_class(family, victim).kill()
@@ -103,7 +104,8 @@ def test_a_process_that_dies_is_named_and_ends_the_run_within_seconds(running, v
     assert process.wait(timeout=END_SECONDS) == 1
     assert time.monotonic() - killed < END_SECONDS
     said = output()
-    assert re.search(r"run failed: GroupFailed: policy '(alice|carol)' while .* died", said), said[-2000:]
+    whose = r"episode worker 0 \(pid \d+\)" if victim == "EpisodeWorker" else "policy '(alice|carol)'"
+    assert re.search(rf"run failed: GroupFailed: {whose} while .* died", said), said[-2000:]
     assert "its last lines:" in said
     wait_until_gone(family)
 

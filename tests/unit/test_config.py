@@ -167,6 +167,8 @@ BAD = {
     "agents.alice.policy=a_critic": ["a_critic"],
     "algorithm.rollout_correction.rollout_rs=token_k1": ["rollout_rs=token_k1", "rollout_rs_threshold"],
     "resources.one_process=true trainer.n_gpus_per_node=2": ["one rank", "n_gpus_per_node=2"],
+    "resources.one_process=true controller.num_workers=2": ["controller.num_workers=2", "one_process=false"],
+    "controller.num_workers=-1": ["controller.num_workers=-1", "at least 0"],
     "actor_rollout_ref.rollout.n=1": ["rollout.n=1", "at least 2"],
     "actor_rollout_ref.model.path=/nowhere/model": ["/nowhere/model", "config.json"],
     "data.train_files=/nowhere/train.parquet": ["data.train_files=/nowhere/train.parquet", "no such file"],
