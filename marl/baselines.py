@@ -76,7 +76,7 @@ def of_history(trainer: MARLTrainer) -> Metrics:
     last = trainer.history[max(trainer.history)]
     degenerate = {} if trainer.degenerate.mean is None else {"degenerate_groups": trainer.degenerate.mean}
     return degenerate | {
-        "accuracy": last[f"accuracy/{summary.last_round(last)}"],
+        "accuracy": summary.last_accuracy(last),
         "sampled_tokens": float(trainer.sampled_tokens),
         "steps": float(trainer.step_number),
     }
@@ -95,7 +95,7 @@ async def untrained(config: DictConfig, team: MARLTrainer, build: Build) -> Metr
             trainer = await build(before, cleanup)
             await trainer.fit()
         first = trainer.history[0]
-    return {"accuracy": first[f"accuracy/{summary.last_round(first)}"], "vote": first["vote"], "sampled_tokens": 0.0}
+    return {"accuracy": summary.last_accuracy(first), "vote": first["vote"], "sampled_tokens": 0.0}
 
 
 async def vote(solo: MARLTrainer, answers: int) -> Metrics:

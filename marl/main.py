@@ -129,12 +129,20 @@ def choose_credit(config: DictConfig) -> None:
 
 def check_facts(config: DictConfig) -> None:
     """Raise ConfigError where the configuration asks of a runner or a learner what its class says that it does not do."""
+    runner = RUNNERS.build(config.runner)
     try:
-        RUNNERS.build(config.runner).check(list(config.agents))
+        runner.check(list(config.agents))
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    rounds, last = config.learner.train_rounds, runner.last_round(list(config.agents))
+    if rounds and last is not None and max(rounds) > last:
+        raise ConfigError(
+            f"learner.train_rounds={list(rounds)}: with these agents runner={config.runner.name} ends in round {last}; use "
+            f"rounds of 1 to {last}, or null for all"
+        )
     learner, credit = LEARNERS.get(config.learner.name), CREDITS.get(config.credit.name)
-    if learner.compares_samples and credit.kind != "advantage" and config.actor_rollout_ref.rollout.n < 2:
+    alone = config.actor_rollout_ref.rollout.n < 2 and not runner.compares_alternatives
+    if alone and learner.compares_samples and credit.kind != "advantage":
         raise ConfigError(
             f"actor_rollout_ref.rollout.n={config.actor_rollout_ref.rollout.n}: learner={config.learner.name} compares a "
             "task's samples, and a group of one teaches nothing; set it to at least 2"

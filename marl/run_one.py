@@ -3,6 +3,7 @@
 marl run-one runner=summary +agents.editor.role="Merge." question="What is 2+2?" answers='[4,5,"so: 4"]'
 """
 
+import argparse
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -13,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_module
+from hydra import compose, initialize_config_dir, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.text import Text
@@ -22,6 +23,7 @@ from marl import main as marl_main
 from marl.config.checks import templates_can_be_filled
 from marl.config.errors import ConfigError, resolve
 from marl.config.overrides import find_verl, new_agents
+from marl.config.ranges import check_values
 from marl.report import dump
 from marl.rewards import extractor, hider
 from marl.runners import RUNNERS, Generate, Replay, scripted
@@ -64,9 +66,8 @@ def main(arguments: Sequence[str]) -> int:
 
 async def run(arguments: Sequence[str], console: Console) -> Episode:
     """Raises ConfigError for what cannot be played."""
-    options, name, overrides = parsed(arguments)
-    with initialize_config_module("marl.configs", version_base="1.3"):
-        config = compose(name, overrides=find_verl(new_agents(overrides)))
+    options, where, overrides = parsed(arguments)
+    config = composed(where, overrides)
     async with stage(options, config) as (task, generate, judge):
         episode = await play(options, config, task, generate, judge)
         for turn in episode.turns:
@@ -76,27 +77,41 @@ async def run(arguments: Sequence[str], console: Console) -> Episode:
     return episode
 
 
-def parsed(arguments: Sequence[str]) -> tuple[Options, str, list[str]]:
-    """Our own words, the name of the configuration, and its overrides."""
-    words = Options.__dataclass_fields__
-    own = [argument for argument in arguments if argument.partition("=")[0] in words]
-    rest = [argument for argument in arguments if argument not in own]
+def parsed(arguments: Sequence[str]) -> tuple[Options, argparse.Namespace, list[str]]:
+    """Our own words, where the configuration is, and its overrides."""
+    parser = argparse.ArgumentParser(prog="marl run-one", allow_abbrev=False)
+    parser.add_argument("--config-name", "-cn")
+    parser.add_argument("--config-dir", "-cd")
+    where, words = parser.parse_known_args(list(arguments))
+    own = [word for word in words if word.partition("=")[0] in Options.__dataclass_fields__]
+    rest = [word for word in words if word not in own]
     given: Any = OmegaConf.merge(OmegaConf.structured(Options), OmegaConf.from_dotlist(own))
     options: Options = OmegaConf.to_object(given)  # type: ignore[assignment]
-    name = "quickstart" if options.model is Model.tiny else "marl"
-    if "--config-name" in rest:
-        at = rest.index("--config-name")
-        name, rest = rest[at + 1], [*rest[:at], *rest[at + 2 :]]
+    for key in ("row", "episode"):
+        if getattr(options, key) < 0:
+            raise ConfigError(f"{key}={getattr(options, key)}: expected a number from 0 on")
+    where.config_name = where.config_name or ("quickstart" if options.model is Model.tiny else "marl")
     if options.model is not Model.scripted:
         rest.append("resources.one_process=true")
-    return options, name, rest
+    return options, where, rest
+
+
+def composed(where: argparse.Namespace, overrides: list[str]) -> DictConfig:
+    """A configuration of ours, or of the user's folder, which may build on ours."""
+    if where.config_dir is None:
+        with initialize_config_module("marl.configs", version_base="1.3"):
+            return compose(where.config_name, overrides=find_verl(new_agents(overrides)))
+    ours = "hydra.searchpath=[pkg://marl.configs]"
+    with initialize_config_dir(str(Path(where.config_dir).resolve()), version_base="1.3"):
+        return compose(where.config_name, overrides=find_verl(new_agents([ours, *overrides])))
 
 
 @asynccontextmanager
 async def stage(options: Options, config: DictConfig) -> AsyncIterator[tuple[Task, Generate, Judge]]:
     """The task, what answers, and what judges."""
     if options.model is Model.scripted:
-        resolve(config.runner)
+        resolve(config)
+        check_values(config)
         templates_can_be_filled(config)
         rule, source = config.controller.answer_rule.name, "question"
         question = [{"role": "user", "content": options.question}]
@@ -114,27 +129,31 @@ async def stage(options: Options, config: DictConfig) -> AsyncIterator[tuple[Tas
         trainer = await marl_main.build(config, cleanup)
         await trainer.sync_weights()
         controller = trainer.controller
+        if options.row >= len(trainer.validation):
+            raise ConfigError(f"row={options.row}: data.val_files hold {len(trainer.validation)} rows, counted from 0")
         task, key = trainer.validation[options.row], (config.seed, "run-one", options.row)
         yield task, controller.generate(task, key, validate=True), controller.judge
 
 
 async def play(options: Options, config: DictConfig, task: Task, generate: Generate, judge: Judge) -> Episode:
-    agents, seed = list(config.agents), config.seed
+    agents, seed, accuracy = list(config.agents), config.seed, {}
     if options.dump:
         if not Path(options.dump).is_file():
             raise ConfigError(f"dump={options.dump}: no such file; expected <step>.jsonl of trainer.rollout_data_dir")
         rule = config.controller.answer_rule.name
-        episodes = dump.read(options.dump, lambda source: extractor(source, rule))
+        episodes = dump.read(options.dump, lambda source: extractor(source, rule), lambda source: hider(source, rule))
         record = next(islice(episodes, options.episode, None), None)
         if record is None:
             raise ConfigError(f"episode={options.episode}: {options.dump} holds fewer episodes, counted from 0")
-        task, agents, seed = record.task, record.agents, record.seed
+        task, agents, seed, accuracy = record.task, record.agents, record.seed, record.accuracy
         generate = Replay(record, generate if options.instead else None, instead(options, record))
     roles = {name: config.agents[name].role for name in agents if name in config.agents}
     try:
         runner = RUNNERS.build(config.runner)
         runner.check(agents)
-        return await scripted.play(runner, task, agents, generate, judge=judge, roles=roles, seed=seed)
+        return await scripted.play(
+            runner, task, agents, generate, judge=judge, roles=roles, seed=seed, accuracy=accuracy
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
@@ -153,7 +172,7 @@ def instead(options: Options, record: Episode) -> dict[tuple[str, int, int], Tur
 
 def show(episode: Episode, console: Console) -> None:
     """Every turn: what the agent was shown, what it said; dim what it had been shown before."""
-    for turn in sorted(episode.turns, key=lambda turn: (turn.round, episode.agents.index(turn.agent), turn.branch)):
+    for turn in episode.turns:
         marks = (
             [f"branch {turn.branch}"] * bool(turn.branch)
             + ["not kept"] * (not turn.kept)

@@ -112,7 +112,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Episode:
-    """All agents' turns on one sample of one task: in the order in which they ended, and once all have, by round and seat."""
+    """All agents' turns on one sample of one task; once it has ended, in the order of rounds, seats and branches."""
 
     task: Task
     sample: int
@@ -125,8 +125,14 @@ class Episode:
     """The verdict on the team's answer."""
     seed: int = 0
     """Of everything that the runner draws."""
+    accuracy: dict[AgentId, float] = field(default_factory=dict)
+    """Each agent's share of right answers in training before this episode, of which runners may make weights."""
     counts: Counter[str] = field(default_factory=Counter)
     """How often something happened that is worth counting, by its name: a dropped round, a choice of nobody."""
+
+    def sort(self) -> None:
+        """Put the turns into an order that does not depend on who happened to answer first."""
+        self.turns.sort(key=lambda turn: (turn.round, self.agents.index(turn.agent), turn.branch))
 
     @property
     def path(self) -> list[Turn]:

@@ -35,7 +35,8 @@ def check(config: Any) -> None:
         own.actor_rollout_ref = own_settings(config, name)
         try:
             for function in RULES:
-                function(own)
+                if function not in OF_ALL_POLICIES:
+                    function(own)
         except ConfigError as error:
             raise ConfigError(f"policies.{name}: {error}") from None
 
@@ -109,6 +110,10 @@ def policies_of_rounds_take_turns(config: Any) -> None:
                     f"agents.{name}.policy_by_round={rounds}: its policies sample at the temperatures {heat}, and an agent has "
                     f"one; set agents.{name}.temperature"
                 )
+
+
+OF_ALL_POLICIES = [policies_of_rounds_take_turns]
+"""Rules that look at every policy's settings themselves."""
 
 
 @rule
@@ -314,13 +319,10 @@ def trained_agents_sample(config: Any) -> None:
 
 @rule
 def trained_rounds_exist(config: Any) -> None:
-    rounds, last = config.learner.get("train_rounds"), config.runner.get("num_rounds")
-    if config.runner.get("order") is not None and config.runner.order.name == "sequential":
-        last = None  # every turn is a round of its own
-    if rounds is not None and (not rounds or min(rounds) < 1 or (last is not None and max(rounds) > last)):
+    rounds = config.learner.get("train_rounds")
+    if rounds is not None and (not rounds or min(rounds) < 1):
         raise ConfigError(
-            f"learner.train_rounds={list(rounds)}: rounds are counted from 1{f' to runner.num_rounds={last}' if last else ''}; "
-            "use some of these, or null for all"
+            f"learner.train_rounds={list(rounds)}: rounds are counted from 1; use some of them, or null for all"
         )
 
 

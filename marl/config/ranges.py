@@ -145,7 +145,7 @@ NUMBERS: dict[str, Number] = {
     "credit.gamma": Number(0, 1, optional=True),
     **{
         f"runner.{key}": count(1, 10_000, optional=True)
-        for key in ("num_rounds", "num_turns", "num_answers", "num_revisions", "num_picks", "num_peers", "laps")
+        for key in ("num_rounds", "num_turns", "num_revisions", "num_picks", "num_peers", "laps")
     },
     "runner.num_levels": count(1, 100, optional=True),
     "runner.num_branches": count(1, 1000, optional=True),

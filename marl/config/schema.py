@@ -79,8 +79,8 @@ class ControllerConfig:
     answer_rule: AnswerRule = AnswerRule.strict
     """Where a text gives its answer to a GSM8K question."""
     no_answer_score: float | None = None
-    """The score of a turn that gives no answer where it should: an abstention that helps the team is otherwise learned as
-    a trick. null: what the reward function says."""
+    """The score of a turn that gives no answer where it should, and of a team without one: an abstention that helps the team
+    is otherwise learned as a trick. null: what the reward function says. What that calls right stays right."""
     truncated_score: float | None = None
     """The score of an answer that was cut off at its limit; null: what the reward function says."""
     train_truncated: bool = True

@@ -189,7 +189,7 @@ class LoopServer:
         if len(prompt_ids) > self.limit:
             raise ContextOverflow(
                 f"the prompt of {self.who} has {len(prompt_ids)} tokens, its tools included; data.max_prompt_length allows "
-                f"{self.limit}; raise it, or set runner.overflow to drop_oldest or summarise"
+                f"{self.limit}; raise it; runner.overflow shortens conversations, down to the task and the last exchange"
             )
         return prompt_ids
 

@@ -106,7 +106,7 @@ class PolicyClient:
         if len(prompt_ids) > max_prompt_length:
             raise ContextOverflow(
                 f"agent {agent!r} was shown {len(prompt_ids)} tokens in round {round}, data.max_prompt_length allows "
-                f"{max_prompt_length}; raise it, or set runner.overflow to drop_oldest or summarise"
+                f"{max_prompt_length}; raise it; runner.overflow shortens conversations, down to the task and the last exchange"
             )
         return prompt_ids
 

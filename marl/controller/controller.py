@@ -14,7 +14,7 @@ from marl.controller.client import PolicyClient
 from marl.controller.failures import GroupFailed
 from marl.controller.policy_map import PolicyMap
 from marl.rewards import Reward
-from marl.runners import ContextOverflow, Generate, LiveEpisode, Replay, Runner
+from marl.runners import ContextOverflow, Generate, LiveEpisode, Replay, Runner, played
 from marl.types import AgentId, Episode, Message, PolicyName, Task, Turn, Verdict
 from marl.utils.seeding import derive_seed
 
@@ -68,12 +68,12 @@ def outcome(task: asyncio.Task[T]) -> T | Exception:
     return error
 
 
-def team_verdict(episode: Episode) -> Verdict:
-    """The verdict on the last turn that gave the team's answer, since only texts can be judged; 0 for no answer."""
-    for turn in reversed(episode.turns):
+def team_verdict(episode: Episode, no_answer_score: float = 0.0) -> Verdict:
+    """The verdict on the last turn that gave the team's answer, since only texts can be judged."""
+    for turn in reversed(episode.path):
         if turn.answers and episode.answer is not None and episode.task.extract(turn.text) == episode.answer:
             return turn.judged
-    return Verdict(score=0.0, answer=episode.answer)
+    return Verdict(no_answer_score if episode.answer is None else 0.0, episode.answer)
 
 
 class Accuracy:
@@ -164,7 +164,7 @@ class Controller:
                 f"the reward function took longer than controller.episode_timeout_s={self.episode_timeout:g} for task "
                 f"{episode.task.id}, sample {episode.sample}; raise it, or give the function a deadline"
             ) from None
-        episode.verdict = team_verdict(episode)
+        episode.verdict = team_verdict(episode, self.settings.no_answer_score or 0.0)
         for turn in episode.turns:
             if not turn.answers:
                 turn.verdict = Verdict(episode.verdict.score, None)
@@ -189,10 +189,13 @@ class Controller:
         return sampling
 
     async def judge(self, task: Task, turn: Turn) -> Verdict:
-        verdict = await self.reward.judge(task, turn.text)
+        return self.priced(turn, await self.reward.judge(task, turn.text))
+
+    def priced(self, turn: Turn, verdict: Verdict) -> Verdict:
+        """A verdict with what truncation and abstention cost. What the reward function calls right is an answer."""
         if turn.truncated and self.settings.truncated_score is not None:
             return replace(verdict, score=self.settings.truncated_score)
-        if verdict.answer is None and self.settings.no_answer_score is not None:
+        if verdict.answer is None and verdict.score < 1.0 and self.settings.no_answer_score is not None:
             return replace(verdict, score=self.settings.no_answer_score)
         return verdict
 
@@ -201,25 +204,23 @@ class Controller:
             async with asyncio.timeout(self.episode_timeout):
                 return await self._play(task, sample, step, validate)
         except TimeoutError:
-            raise TimeoutError(
-                f"task {task.id}, sample {sample} took longer than controller.episode_timeout_s={self.episode_timeout:g}"
-            ) from None
+            raise self._late(task, sample) from None
+
+    def _late(self, task: Task, sample: int) -> TimeoutError:
+        return TimeoutError(
+            f"task {task.id}, sample {sample} took longer than controller.episode_timeout_s={self.episode_timeout:g}"
+        )
 
     async def _play(self, task: Task, sample: int, step: int, validate: bool) -> Episode:
         # validation draws the same numbers every time: its curve moves with the weights alone
         key = (self.seed, "validate" if validate else step, task.id, sample)
-        record = Episode(task=task, sample=sample, agents=list(self.agents), seed=derive_seed(*key))
+        record = Episode(task, sample, list(self.agents), seed=derive_seed(*key), accuracy=self.accuracy.shares())
         return await self._run(record, self.generate(task, key, validate))
 
     async def _run(self, record: Episode, generate: Generate) -> Episode:
-        live = LiveEpisode(
-            record, generate, self.judge, self.roles, self.runner.config.overflow, accuracy=self.accuracy.shares()
+        return await played(
+            self.runner, LiveEpisode(record, generate, self.judge, self.roles, self.runner.config.overflow)
         )
-        record.answer = await self.runner.run(live)
-        seats = {agent: seat for seat, agent in enumerate(record.agents)}
-        # those that were spoken at the same time: not by whose server happened to answer first
-        record.turns.sort(key=lambda turn: (turn.round, seats[turn.agent], turn.branch))
-        return record
 
     def generate(self, task: Task, key: tuple, validate: bool = False) -> Generate:
         """What turns observations into turns of one episode; ``key`` names the episode, and seeds what is sampled."""
@@ -240,6 +241,8 @@ class Controller:
                 max_prompt_length=self.max_prompt_length,
             )
             turn.branch = branch
+            if turn.verdict is not None:  # an agent loop's own
+                turn.verdict = self.priced(turn, turn.verdict)
             return turn
 
         return generate
@@ -249,11 +252,17 @@ class Controller:
     ) -> Episode:
         """Play a recorded episode again up to a turn, put another answer in its place and play on with the servers.
 
-        Without ``answer`` the servers give one; ``alternative`` seeds it and what follows. Turns before it, and those
-        spoken at the same time, stay as they were. The result is not scored yet.
+        Without ``answer`` the servers give one; ``alternative`` seeds it and what follows. Turns of earlier rounds stay as
+        they were, and of its own round those whose agents are shown the same. The result is not scored yet. Raises
+        TimeoutError after ``controller.episode_timeout_s``.
         """
         key = (self.seed, "resume", alternative, step, episode.task.id, episode.sample)
         generate = Replay(episode, self.generate(episode.task, key), {at.place: answer})
-        record = Episode(episode.task, episode.sample, list(episode.agents), seed=episode.seed)
-        async with asyncio.timeout(self.episode_timeout):
-            return await self._run(record, generate)
+        record = Episode(
+            episode.task, episode.sample, list(episode.agents), seed=episode.seed, accuracy=episode.accuracy
+        )
+        try:
+            async with asyncio.timeout(self.episode_timeout):
+                return await self._run(record, generate)
+        except TimeoutError:
+            raise self._late(episode.task, episode.sample) from None

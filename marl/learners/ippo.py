@@ -62,4 +62,10 @@ class IPPO(Learner):
         credit_ERA = self.credit.of(batch)
         if self.credit.kind == "return":
             return credit_ERA
-        return credit.fold_untrained(credit_ERA, batch.mask_ERA, batch.trained_ERA, self.config.gamma)
+        mask_ERA = batch.path().mask_ERA
+        if batch.siblings_ERA is None:
+            return credit.fold_untrained(credit_ERA, mask_ERA, batch.trained_ERA, self.config.gamma)
+        alone_ERA = batch.siblings_ERA >= 0  # worth their own verdicts, whatever comes after
+        chained_ERA = batch.trained_ERA & mask_ERA & ~alone_ERA
+        folded_ERA = credit.fold_untrained(credit_ERA, mask_ERA & ~alone_ERA, chained_ERA, self.config.gamma)
+        return torch.where(alone_ERA, credit_ERA, folded_ERA)

@@ -52,6 +52,14 @@ def transitions(episodes: Sequence[Episode]) -> Metrics:
     return {name: counts[name] / total for name in TRANSITIONS} if total else {}
 
 
+def gain(episodes: Sequence[Episode]) -> float:
+    """Accuracy of all agents' last answers less that of their first ones: whoever stopped early stands by its answer."""
+    answered = [
+        [turn for turn in episode.trajectory(agent) if turn.answers] for episode in episodes for agent in episode.agents
+    ]
+    return mean([float(turns[-1].correct) - float(turns[0].correct) for turns in answered if turns])
+
+
 def swayed(episodes: Sequence[Episode]) -> Metrics:
     """Of right agents that met another answer, the share that took one of those over."""
     outcomes = []
@@ -100,9 +108,10 @@ def team_metrics(episodes: Sequence[Episode]) -> Metrics:
         if spread:
             metrics[f"entropy_of_answers/round_{r}"] = mean([entropy for entropy, _ in spread])
             metrics[f"disagreement/round_{r}"] = mean([disagree for _, disagree in spread])
-    if len(rounds) > 1:
-        metrics["gain"] = metrics[f"accuracy/round_{rounds[-1]}"] - metrics[f"accuracy/round_{rounds[0]}"]
-        metrics |= {f"transitions/{name}": share for name, share in transitions(episodes).items()}
+    changes = transitions(episodes)
+    if changes:
+        metrics["gain"] = gain(episodes)
+        metrics |= {f"transitions/{name}": share for name, share in changes.items()}
         metrics |= swayed(episodes)
     return metrics
 

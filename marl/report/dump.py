@@ -4,6 +4,7 @@ The first line of an episode also holds what is needed to play it again (:func:`
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,17 @@ TURN = (
     "trained",
 )
 """Columns that are fields of a turn."""
+PLAIN = (str, int, float, bool)
 Extractor = Callable[[str], Callable[[str], str | None]]
 """data_source -> how its texts give their final answers."""
+Hider = Callable[[str], Callable[[str], str]]
+"""data_source -> how its texts are shown without them."""
 
 
 def lines(episodes: Sequence[Episode], step: int) -> list[dict[str, Any]]:
     return [
         {
-            **{key: value for key, value in turn.judged.extra.items() if isinstance(value, str | int | float | bool)},
+            **{key: value for key, value in turn.judged.extra.items() if isinstance(value, PLAIN) and key != "episode"},
             "input": "\n".join(f"{message['role']}: {message['content']}" for message in turn.observation),
             "output": turn.text,
             "gts": episode.task.ground_truth,
@@ -54,7 +58,8 @@ def lines(episodes: Sequence[Episode], step: int) -> list[dict[str, Any]]:
 
 def whole(episode: Episode) -> dict[str, Any]:
     task = {"messages": episode.task.messages, "extra_info": dict(episode.task.extra)}
-    return {"agents": episode.agents, "seed": episode.seed, "counts": dict(episode.counts)} | task
+    known = {"agents": episode.agents, "seed": episode.seed, "counts": dict(episode.counts)}
+    return known | {"accuracy": episode.accuracy} | task
 
 
 def write(episodes: Sequence[Episode], step: int, folder: str | Path) -> Path:
@@ -65,16 +70,16 @@ def write(episodes: Sequence[Episode], step: int, folder: str | Path) -> Path:
     return path
 
 
-def read(path: str | Path, extractor: Extractor) -> Iterator[Episode]:
+def read(path: str | Path, extractor: Extractor, hider: Hider) -> Iterator[Episode]:
     """The episodes of a dump, with the texts of their turns and without tokens. Raises ValueError for another file."""
     record: Episode | None = None
-    for number, text in enumerate(Path(path).read_text().splitlines(), start=1):
+    for number, text in enumerate(Path(path).read_text().rstrip("\n").split("\n"), start=1):
         try:
             line = json.loads(text)
             if "episode" in line:
                 if record is not None:
                     yield record
-                record = begun(line, extractor)
+                record = begun(line, extractor, hider)
             if record is None:
                 raise KeyError("episode")
             record.turns.append(turn_of(line))
@@ -87,11 +92,13 @@ def read(path: str | Path, extractor: Extractor) -> Iterator[Episode]:
         yield record
 
 
-def begun(line: dict[str, Any], extractor: Extractor) -> Episode:
-    known, source = line["episode"], line["data_source"]
-    task = Task(line["task"], known["messages"], line["gts"], source, extractor(source), known["extra_info"])
-    verdict = Verdict(line["team_score"], line["team_answer"])
-    return Episode(task, line["sample"], known["agents"], [], line["team_answer"], verdict, known["seed"])
+def begun(line: dict[str, Any], extractor: Extractor, hider: Hider) -> Episode:
+    known, source, extra = line["episode"], line["data_source"], line["episode"]["extra_info"]
+    task = Task(line["task"], known["messages"], line["gts"], source, extractor(source), extra, hider(source))
+    record = Episode(task, line["sample"], known["agents"], seed=known["seed"], accuracy=known["accuracy"])
+    record.answer, record.verdict = line["team_answer"], Verdict(line["team_score"], line["team_answer"])
+    record.counts = Counter(known["counts"])
+    return record
 
 
 def turn_of(line: dict[str, Any]) -> Turn:

@@ -6,6 +6,7 @@ draws, it draws from ``episode.rng``.
 
 import asyncio
 import random
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,12 +39,9 @@ class LiveEpisode:
         judge: Judge,
         roles: Mapping[AgentId, str] | None = None,
         overflow: Overflow = Overflow.refuse,
-        accuracy: Mapping[AgentId, float] | None = None,
     ) -> None:
-        """``accuracy``: each agent's share of right answers so far, of which runners may make weights."""
         self.record, self.task, self.rng = record, record.task, random.Random(record.seed)
         self.agents = [Agent(name, self, generate, (roles or {}).get(name, ""), overflow) for name in record.agents]
-        self.accuracy = accuracy or {}
         self._judge = judge
 
     def agent(self, name: AgentId) -> "Agent":
@@ -142,15 +140,20 @@ class Agent:
                 shorter = None if self._overflow is Overflow.refuse else drop_oldest(observation, head)
                 if shorter is None:
                     raise
+                noted = None
                 if self._overflow is Overflow.summarise and not summarised:
-                    observation, summarised = await self._summarised(observation, head, round, branch), True
-                else:
-                    observation = shorter
+                    noted, summarised = await self._summarised(observation, head, round, branch), True
+                if noted is None:
                     self._episode.count("dropped_rounds")
+                observation = noted or shorter
 
-    async def _summarised(self, observation: list[Message], head: int, round: int, branch: int) -> list[Message]:
-        """The conversation with its older part as a note, which the agent writes for itself and which is not trained."""
-        note = await self._generate(self.name, to_summarise(observation, head), round, None, -1 - branch)
+    async def _summarised(self, observation: list[Message], head: int, round: int, branch: int) -> list[Message] | None:
+        """The conversation with its older part as a note, which the agent writes for itself and which is not trained; None
+        where that part alone is too long to be read."""
+        try:
+            note = await self._generate(self.name, to_summarise(observation, head), round, None, -1 - branch)
+        except ContextOverflow:
+            return None
         note.kept = note.trained = note.answers = False
         self._episode.record.turns.append(note)
         self._episode.count("summaries")
@@ -180,6 +183,15 @@ class Runner(ABC):
     """Keys of the configuration that name an agent; null leaves it to the runner."""
     default_credit: ClassVar[str | None] = None
     """What ``credit=auto`` stands for; None leaves it to the learner."""
+
+    @property
+    def compares_alternatives(self) -> bool:
+        """Whether an episode alone holds turns that are compared with one another."""
+        return False
+
+    def last_round(self, agents: Sequence[AgentId]) -> int | None:
+        """The last round that there can be; None where it is not known before."""
+        return None
 
     @dataclass
     class Config:
@@ -229,6 +241,14 @@ class Telling(Runner):
 
     config: Config
 
+    def check(self, agents: Sequence[AgentId]) -> None:
+        super().check(agents)
+        template = self.config.peer_template
+        if self.config.hide_answers and "{answer" in template:
+            raise ValueError(
+                f"runner.hide_answers=true, and runner.peer_template={template!r} shows the answer; leave out {{answer}}, or hide nothing"
+            )
+
     async def shown(self, episode: LiveEpisode, turns: Iterable[Turn], instruction: str = "") -> str:
         """What is shown of these turns, and an instruction."""
         parts = [await self._shown(episode, turn) for turn in turns]
@@ -241,6 +261,13 @@ class Telling(Runner):
         return template.format(agent=turn.agent, text=text, answer=episode.answer(turn), score=score)
 
 
+async def played(runner: Runner, episode: LiveEpisode) -> Episode:
+    """Play to the end: the record, its turns in order, with the team's answer."""
+    episode.record.answer = await runner.run(episode)
+    episode.record.sort()
+    return episode.record
+
+
 async def together(turns: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Agents act at the same time; the first failure cancels the rest and is raised as it is."""
     try:
@@ -249,6 +276,11 @@ async def together(turns: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+def says(text: str, word: str) -> bool:
+    """Whether a text says a word, not within another one; the empty word is never said."""
+    return bool(word) and re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text) is not None
 
 
 def followed_by(messages: list[Message], text: str) -> list[Message]:

@@ -15,6 +15,8 @@ class Chain(Telling):
         """How often the list of agents is gone through."""
         hands_over_all: bool = False
         """Everybody reads all that was said since its last turn, not the one before it alone."""
+        all_answer: bool = False
+        """Every turn is an answer to the task; else the last one is, and what is handed over is worth what comes of it."""
         instruction: str = "Go on from here."
         """Ends what is handed over."""
 
@@ -22,12 +24,17 @@ class Chain(Telling):
 
     async def run(self, episode: LiveEpisode) -> str | None:
         said: list[Turn] = []
-        for agent in [*episode.agents] * self.config.laps:
+        seats = [*episode.agents] * self.config.laps
+        for place, agent in enumerate(seats, start=1):
             own = max((i + 1 for i, turn in enumerate(said) if turn.agent == agent.name), default=0)
             handed = said[own:] if self.config.hands_over_all else said[-1:]
             shown = await self.shown(episode, handed, self.config.instruction) if said else ""
-            said.append(await agent.act(agent.told(shown)))
+            answers = self.config.all_answer or place == len(seats)
+            said.append(await agent.act(agent.told(shown), answers=answers))
         return episode.answer(said[-1])
 
     def most_turns(self, agents: Sequence[AgentId]) -> dict[AgentId, int]:
         return dict.fromkeys(agents, self.config.laps)
+
+    def last_round(self, agents: Sequence[AgentId]) -> int | None:
+        return len(agents) * self.config.laps

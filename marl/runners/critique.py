@@ -36,3 +36,6 @@ class Critique(Telling):
         turns = dict.fromkeys(agents, self.config.num_revisions)
         turns[agents[0]] = 1 if len(agents) == 3 else 1 + self.config.num_revisions
         return turns
+
+    def last_round(self, agents: Sequence[AgentId]) -> int | None:
+        return 1 + 2 * self.config.num_revisions

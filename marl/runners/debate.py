@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from marl.runners.base import Agent, LiveEpisode, Telling, register_runner, together
+from marl.runners.base import Agent, LiveEpisode, Telling, register_runner, says, together
 from marl.runners.decisions import Decide, agreed, decide
 from marl.types import AgentId, Turn
 
@@ -37,7 +37,7 @@ class Debate(Telling):
         stop_on_consensus: bool = False
         """Ends after a turn with which all give the same answer."""
         pass_word: str = ""
-        """Who says it keeps its answer and is not quoted; empty for no such word."""
+        """Who says it and gives no answer keeps the one before and is not quoted; empty for no such word."""
         leave_word: str = ""
         """Who says it speaks no more; the rest of what it says counts."""
         decide: Decide = Decide.majority
@@ -53,13 +53,13 @@ class Debate(Telling):
                 observations = [await self.observation(agent, standing, episode) for agent in group]
                 acts = [agent.act(seen) for agent, seen in zip(group, observations, strict=True)]
                 for turn in await together(acts):
-                    self.take(turn, standing)
+                    self.take(turn, standing, episode)
                 if self.over(standing, episode):
                     break
             present = [agent for agent in present if not self.has_left(agent)]
             if not present or self.over(standing, episode):
                 break
-        turns = [standing[agent.name] for agent in episode.agents if agent.name in standing]
+        turns = [standing.get(agent.name) or agent.turns[-1] for agent in episode.agents if agent.turns]
         return await decide(self.config.decide, turns, episode)
 
     async def observation(self, agent: Agent, standing: dict[AgentId, Turn], episode: LiveEpisode) -> list:
@@ -80,13 +80,13 @@ class Debate(Telling):
             chosen = set(episode.rng.sample(before, min(self.config.num_peers, len(before))))
         return [name for name in names if name in chosen]
 
-    def take(self, turn: Turn, standing: dict[AgentId, Turn]) -> None:
-        turn.answers = not self.config.pass_word or self.config.pass_word not in turn.text
+    def take(self, turn: Turn, standing: dict[AgentId, Turn], episode: LiveEpisode) -> None:
+        turn.answers = not says(turn.text, self.config.pass_word) or episode.answer(turn) is not None
         if turn.answers:
             standing[turn.agent] = turn
 
     def has_left(self, agent: Agent) -> bool:
-        return bool(self.config.leave_word) and self.config.leave_word in agent.turns[-1].text
+        return says(agent.turns[-1].text, self.config.leave_word)
 
     def over(self, standing: dict[AgentId, Turn], episode: LiveEpisode) -> bool:
         answers = [episode.answer(turn) for turn in standing.values()]
@@ -94,3 +94,6 @@ class Debate(Telling):
 
     def most_turns(self, agents: Sequence[AgentId]) -> dict[AgentId, int]:
         return dict.fromkeys(agents, self.config.num_rounds)
+
+    def last_round(self, agents: Sequence[AgentId]) -> int | None:
+        return self.config.num_rounds * (len(agents) if self.config.order is Order.sequential else 1)

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum
 
 from marl.runners.base import LiveEpisode
@@ -22,9 +22,14 @@ class Decide(Enum):
     """The answer of the last turn."""
 
 
-async def decide(rule: Decide, turns: Sequence[Turn], episode: LiveEpisode) -> str | None:
-    """The team's answer, of one turn an agent or more. Abstentions do not count; the episode's seed breaks ties."""
+async def decide(
+    rule: Decide, turns: Sequence[Turn], episode: LiveEpisode, among: Collection[str | None] | None = None
+) -> str | None:
+    """The team's answer, of one turn an agent or more. Abstentions do not count, nor what is not ``among`` the candidates;
+    the episode's seed breaks ties."""
     answers = [episode.answer(turn) for turn in turns]
+    if among is not None:
+        answers = [answer if answer in among else None for answer in answers]
     if rule is Decide.last:
         return answers[-1] if answers else None
     if rule is Decide.unanimous:
@@ -33,7 +38,7 @@ async def decide(rule: Decide, turns: Sequence[Turn], episode: LiveEpisode) -> s
     if rule is Decide.verifier:
         weights = [(await episode.verdict(turn)).score for turn in turns]
     elif rule is Decide.accuracy:
-        weights = [episode.accuracy.get(turn.agent, 0.5) for turn in turns]
+        weights = [episode.record.accuracy.get(turn.agent, 0.5) for turn in turns]
     return heaviest(answers, weights, episode.rng)
 
 

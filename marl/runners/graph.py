@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from marl.runners.base import Agent, LiveEpisode, Telling, register_runner, together
+from marl.runners.base import Agent, LiveEpisode, Telling, register_runner, says, together
 from marl.runners.decisions import Decide, agreed, decide
 from marl.types import AgentId, Message, Turn
 from marl.utils.registry import did_you_mean
@@ -115,7 +115,7 @@ class Graph(Telling):
                 alike = agreed([episode.answer(turn) for turn in turns.values()]) is not None
                 return alike is (edge.when is When.agreed)
             case When.says:
-                return any(edge.word in turn.text for turn in turns.values())
+                return any(says(turn.text, edge.word) for turn in turns.values())
             case When.right | When.wrong:
                 right = [(await episode.verdict(turn)).score >= 1.0 for turn in turns.values()]
                 return all(right) is (edge.when is When.right)
@@ -134,9 +134,11 @@ class Graph(Telling):
         named = {"runner.start": [self.config.start], "runner.decided_by": self.config.decided_by}
         for name, node in self.nodes.items():
             self.must_be_agents(f"runner.nodes.{name}.agents", node.agents, agents)
+            self.check_seats(f"runner.nodes.{name}.agents={node.agents}", [name], agents)
             named[f"runner.nodes.{name}.sees"] = node.sees
         for i, edge in enumerate(self.config.edges):
             named[f"runner.edges[{i}]"] = [edge.source, *edge.to]
+            self.check_seats(f"runner.edges[{i}].to={edge.to}", edge.to, agents)
             if edge.limit < 1 or not edge.to or (edge.when is When.says) is not bool(edge.word):
                 raise ValueError(
                     f"runner.edges[{i}]={edge}: expected at least one node in to, a limit of 1 or more, and a word with "
@@ -153,12 +155,25 @@ class Graph(Telling):
                     raise ValueError(
                         f"{key}: there is no node {name!r}; expected one of {known}.{did_you_mean(name, self.nodes)}"
                     )
-        reached = {self.config.start, *(name for edge in self.config.edges for name in edge.to)}
+        reached, edges = {self.config.start}, list(self.config.edges)
+        while found := [edge for edge in edges if edge.source in reached]:
+            reached |= {name for edge in found for name in edge.to}
+            edges = [edge for edge in edges if edge not in found]
         for name in self.nodes:
             if name not in reached:
                 raise ValueError(
-                    f"runner.nodes.{name}: no edge leads there; add one to runner.edges, or remove the node"
+                    f"runner.nodes.{name}: no way leads there from runner.start={self.config.start}; add an edge, or remove "
+                    "the node"
                 )
+        if not any(node.answers for node in self.nodes.values()):
+            raise ValueError("runner.nodes: no node has answers=true, and the team would never answer; set one")
+
+    def check_seats(self, key: str, nodes: Sequence[str], agents: Sequence[AgentId]) -> None:
+        """Nobody speaks twice at the same time."""
+        spoken = Counter(agent for name in nodes if name in self.nodes for agent in self.nodes[name].agents or agents)
+        for agent, count in spoken.items():
+            if count > 1:
+                raise ValueError(f"{key}: {agent!r} would speak {count} times at once; give it one node of them")
 
 
 def latest(nodes: Sequence[str], last: dict[str, dict[AgentId, Turn]], episode: LiveEpisode) -> list[Turn]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from marl.runners.base import Agent, LiveEpisode, Telling, register_runner
+from marl.runners.base import Agent, LiveEpisode, Telling, register_runner, says
 from marl.runners.decisions import agreed
 from marl.runners.environments import ENVIRONMENTS
 from marl.types import AgentId, Turn
@@ -27,6 +27,7 @@ class MultiTurn(Telling):
 
     @dataclass
     class Config(Telling.Config):
+        peer_template: str = "{text}"
         num_turns: int = 2
         """How many turns the first agent has at most."""
         user: AgentId | None = None
@@ -75,13 +76,17 @@ class MultiTurn(Telling):
         return done or self.ends(turns[-1])
 
     def ends(self, turn: Turn) -> bool:
-        return any(word in turn.text for word in self.config.stop_words)
+        return any(says(turn.text, word) for word in self.config.stop_words)
 
     def most_turns(self, agents: Sequence[AgentId]) -> dict[AgentId, int]:
         return dict.fromkeys(agents, self.config.num_turns)
 
     def check(self, agents: Sequence[AgentId]) -> None:
         super().check(agents)
+        if not all(self.config.stop_words):
+            raise ValueError(
+                f"runner.stop_words={self.config.stop_words}: an empty word ends no conversation; remove it"
+            )
         environment, user = self.config.environment, self.config.user
         if environment:
             ENVIRONMENTS.get(environment)
@@ -94,3 +99,6 @@ class MultiTurn(Telling):
             raise ValueError(
                 f"runner.environment={environment} and runner.user={user} would both reply; leave one null"
             )
+
+    def last_round(self, agents: Sequence[AgentId]) -> int | None:
+        return self.config.num_turns * (2 if self.config.user else 1)

@@ -1,5 +1,6 @@
 """Pioneer and observer: one answers alone, the other answers having read it (CORY, arXiv:2410.06101)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from marl.runners.base import LiveEpisode, Telling, register_runner
@@ -29,3 +30,6 @@ class PioneerObserver(Telling):
         shown = await self.shown(episode, [first], self.config.instruction)
         second = await observer.act(observer.told(shown))
         return await decide(self.config.decide, [first, second], episode)
+
+    def last_round(self, agents: Sequence[AgentId]) -> int | None:
+        return 2

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from marl.runners.base import Generate
+from marl.runners.context import ContextOverflow
 from marl.types import AgentId, Episode, Message, Turn
 
 Place = tuple[AgentId, int, int]
@@ -18,7 +19,8 @@ class ReplayDiverged(ValueError):
 class Replay:
     """A ``generate`` that gives recorded answers.
 
-    ``instead`` puts other turns in the places of recorded ones. What comes after a change is not known: a recorded answer
+    ``instead`` puts other turns in the places of recorded ones; one that was said to another observation lends its text and is
+    not trained. What comes after a change is not known: a recorded answer
     is given up to the round of the first change, and where the agent is shown what it was shown then; every other one is
     asked of ``generate``, or raises ReplayDiverged where there is none.
     """
@@ -35,6 +37,8 @@ class Replay:
         self, agent: AgentId, observation: list[Message], round: int, previous: Turn | None, branch: int
     ) -> Turn:
         place = (agent, round, branch)
+        if self._was_shortened(place, observation):
+            raise ContextOverflow(f"{agent!r} was shown less in round {round}, as the record has it")
         if place in self.instead:
             turn = self.instead[place]
         else:
@@ -50,12 +54,20 @@ class Replay:
                 "answers": True,
             }  # the runner's to set anew
             marks |= {"agent": agent, "round": round, "branch": branch}
+            if turn.observation != observation:  # another's answer: its tokens belong to another prompt
+                unsaid: dict[str, list] = {"prompt_ids": [], "response_ids": [], "response_mask": [], "log_probs": []}
+                marks |= {"policy": "", "trained": False, **unsaid}
             return replace(turn, observation=list(observation), verdict=verdict, **marks)
         if self.generate is None:
             raise ReplayDiverged(
                 f"task {self.episode.task.id}, sample {self.episode.sample}: {self._why(place, observation)}"
             )
         return await self.generate(agent, observation, round, previous, branch)
+
+    def _was_shortened(self, place: Place, observation: Sequence[Message]) -> bool:
+        """Whether this was too long for the agent when it was recorded."""
+        shortened = self.episode.counts["dropped_rounds"] or self.episode.counts["summaries"]
+        return bool(shortened) and place in self.turns and len(observation) > len(self.turns[place].observation)
 
     def _why(self, place: Place, observation: Sequence[Message]) -> str:
         agent, round, branch = place

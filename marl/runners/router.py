@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from marl.runners.base import Agent, LiveEpisode, Telling, register_runner
+from marl.runners.base import Agent, LiveEpisode, Telling, register_runner, says
 from marl.types import AgentId, Turn
 
 
@@ -23,8 +23,8 @@ class Router(Telling):
         """The router ends the work by saying it, after the first pick; empty for no such word."""
         menu: str = "Who shall work on this: {workers}? Say the name."
         """What the router is asked. Field: workers."""
-        instruction: str = ""
-        """Ends what a worker is shown of earlier answers."""
+        instruction: str = "Go on from here."
+        """Ends what a worker is shown of the answers since its last one, if there are any before."""
 
     config: Config
 
@@ -35,17 +35,21 @@ class Router(Telling):
         work: list[Turn] = []
         for _ in range(self.config.num_picks):
             choice = await router.act(router.told(await self.shown(episode, work[-1:], menu)), answers=False)
-            if work and self.config.stop_word and self.config.stop_word in choice.text:
+            if work and says(choice.text, self.config.stop_word):
                 break
             worker = self.pick(choice, workers, episode)
-            seen = [turn for turn in work if turn.agent != worker.name]
+            own = max((i + 1 for i, turn in enumerate(work) if turn.agent == worker.name), default=0)
+            seen = work[own:]
             shown = await self.shown(episode, seen, self.config.instruction) if work else ""
             work.append(await worker.act(worker.told(shown)))
         return episode.answer(work[-1])
 
     def pick(self, choice: Turn, workers: list[Agent], episode: LiveEpisode) -> Agent:
         """The worker that is named first; one at random, which is counted, where none is."""
-        named = {worker.name: re.search(rf"(?<!\w){re.escape(worker.name)}(?!\w)", choice.text) for worker in workers}
+        named = {
+            worker.name: re.search(rf"(?<!\w){re.escape(worker.name)}(?!\w)", choice.text, re.IGNORECASE)
+            for worker in workers
+        }
         places = {name: match.start() for name, match in named.items() if match}
         if places:
             return episode.agent(min(places, key=places.__getitem__))
@@ -54,3 +58,6 @@ class Router(Telling):
 
     def most_turns(self, agents: Sequence[AgentId]) -> dict[AgentId, int]:
         return dict.fromkeys(agents, self.config.num_picks)
+
+    def last_round(self, agents: Sequence[AgentId]) -> int | None:
+        return 2 * self.config.num_picks

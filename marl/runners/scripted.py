@@ -2,9 +2,8 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
-from marl.runners.base import Generate, Judge, LiveEpisode, Runner
+from marl.runners.base import Generate, Judge, LiveEpisode, Runner, played
 from marl.types import AgentId, Episode, Message, Task, Turn, Verdict
 
 Script = Callable[[AgentId, int, list[Message]], str]
@@ -55,10 +54,8 @@ async def play(
     judge: Judge = exact_match,
     roles: Mapping[AgentId, str] | None = None,
     seed: int = 0,
-    **options: Any,
+    accuracy: Mapping[AgentId, float] | None = None,
 ) -> Episode:
     """One episode, with the team's answer; nothing is scored."""
-    record = Episode(task, 0, list(agents), seed=seed)
-    live = LiveEpisode(record, generate, judge, roles, runner.config.overflow, **options)
-    record.answer = await runner.run(live)
-    return record
+    record = Episode(task, 0, list(agents), seed=seed, accuracy=dict(accuracy or {}))
+    return await played(runner, LiveEpisode(record, generate, judge, roles, runner.config.overflow))

@@ -40,3 +40,6 @@ class SelfPlay(Telling):
 
     def most_turns(self, agents: Sequence[AgentId]) -> dict[AgentId, int]:
         return dict.fromkeys(agents, self.config.num_rounds)
+
+    def last_round(self, agents: Sequence[AgentId]) -> int | None:
+        return 2 * self.config.num_rounds

@@ -1,9 +1,11 @@
 """Single turn: every agent answers the task once, alone."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from marl.runners.base import LiveEpisode, Runner, register_runner, together
 from marl.runners.decisions import Decide, decide
+from marl.types import AgentId
 
 
 @register_runner("single_turn")
@@ -17,3 +19,6 @@ class SingleTurn(Runner):
     async def run(self, episode: LiveEpisode) -> str | None:
         turns = await together(agent.act(agent.prompt) for agent in episode.agents)
         return await decide(self.config.decide, turns, episode)
+
+    def last_round(self, agents: Sequence[AgentId]) -> int | None:
+        return 1

@@ -1,5 +1,6 @@
 """Summary: workers answer alone, a summariser reads them all and gives the team's answer. All are trained."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from marl.runners.base import LiveEpisode, Telling, register_runner, together
@@ -26,3 +27,6 @@ class Summary(Telling):
         turns = await together(agent.act(agent.prompt) for agent in workers)
         merged = await summariser.act(summariser.told(await self.shown(episode, turns, self.config.instruction)))
         return episode.answer(merged)
+
+    def last_round(self, agents: Sequence[AgentId]) -> int | None:
+        return 2

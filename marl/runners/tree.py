@@ -69,3 +69,10 @@ class Tree(Telling):
     def most_turns(self, agents: Sequence[AgentId]) -> dict[AgentId, int]:
         branches = self.config.num_branches if self.config.train is Train.siblings else 1
         return dict.fromkeys(agents, self.config.num_levels * branches)
+
+    def last_round(self, agents: Sequence[AgentId]) -> int | None:
+        return self.config.num_levels
+
+    @property
+    def compares_alternatives(self) -> bool:
+        return self.config.train is Train.siblings and self.config.num_branches > 1

@@ -37,12 +37,25 @@ def test_it_prints_what_each_agent_was_shown_and_said(marl):
         (["runner=debate", "runner.peer_template='{agnt}'"], "'agnt'"),
         (["model=tin"], "expected one of [scripted, tiny, own]"),
         (["dump=/nowhere.jsonl"], "/nowhere.jsonl"),
+        (["episode=-1"], "episode=-1: expected a number from 0 on"),
+        (["runner.num_rounds=0"], "runner.num_rounds=0"),
         (["runer=debate"], "Did you mean 'runner'"),
     ],
 )
 def test_what_cannot_be_played_is_told(marl, arguments, said):
     code, _, err = marl(*arguments)
     assert code == 2 and said in err
+
+
+def test_a_configuration_of_ones_own_folder_is_played(marl, tmp_path):
+    (tmp_path / "experiment.yaml").write_text(
+        "defaults: [marl, override agents: [schema], override runner: graph, _self_]\n"
+        "runner: {start: solve, nodes: {solve: {agents: [al]}, judge: {agents: [bo], sees: [solve]}},"
+        " edges: [{source: solve, to: [judge]}]}\nagents: {al: {}, bo: {}}\n"
+    )
+    code, out, err = marl("--config-dir", str(tmp_path), "--config-name=experiment", "answers=['#### 4']")
+    assert code == 0, err
+    assert "round 2 · bo" in out and "al answered:\n#### 4" in out
 
 
 def test_a_real_model_plays_and_its_record_is_played_again(marl, cold_assets, tmp_path, alone):

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from marl.report import conversation, dump
-from marl.rewards import extractor
+from marl.rewards import extractor, hider
 from marl.runners import RUNNERS, Replay, ReplayDiverged, scripted
+from marl.types import Turn, Verdict
 from tests.unit.test_runners import BUILT_IN
 
 BRIEF = {"peer_template": "'{agent} said {text}'", "separator": "' '", "instruction": "''"}
@@ -85,7 +86,7 @@ def rows_are_what_was_said(trainer, episodes, batch):
 def plays_again(trainer, episodes, folder):
     """A dump brings the episodes back, and the runner plays them from their answers to the same end."""
     path = dump.write(episodes, 1, folder)
-    for episode, was in zip(dump.read(path, lambda source: extractor(source)), episodes, strict=True):
+    for episode, was in zip(dump.read(path, extractor, hider), episodes, strict=True):
         again = replayed(trainer, episode)
         assert places(again) == places(episode) == places(was)
         assert again.answer == was.answer and again.counts == was.counts
@@ -102,9 +103,71 @@ def replayed(trainer, episode, **options):
     record = trainer.controller
     return asyncio.run(
         scripted.play(
-            record.runner, episode.task, episode.agents, Replay(episode, **options), roles=record.roles, seed=episode.seed
+            record.runner, episode.task, episode.agents, Replay(episode, **options), roles=record.roles, seed=episode.seed,
+            accuracy=episode.accuracy,
         )
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("runner.hide_answers=true",),
+        ("runner.decide=accuracy",),
+        ("runner.num_rounds=5", "runner.overflow=drop_oldest", "data.max_prompt_length=32"),
+    ],
+    ids=["hidden", "weights", "shortened"],
+)
+def test_what_was_hidden_weighed_or_shortened_is_played_again_alike(alone, tmp_path, options):
+    live = started(alone, "debate", "runner.stop_on_consensus=false", *options)
+    live.trainer.controller.accuracy.right.update(alice=3, carol=90)
+    live.trainer.controller.accuracy.given.update(alice=98, carol=98)
+    episodes = live.episodes()
+    live.trainer.controller.accuracy.right.clear()
+    assert episodes[0].accuracy == {"alice": 0.04, "carol": 0.91}
+    if "runner.decide=accuracy" in options:
+        assert all(
+            e.answer == e.trajectory("carol")[-1].judged.answer
+            for e in episodes
+            if e.trajectory("carol")[-1].judged.answer
+        )
+    plays_again(live.trainer, episodes, tmp_path)
+
+
+def test_shares_of_right_answers_are_counted_and_saved(alone):
+    live = started(alone, "debate")
+    live.step()
+    accuracy = live.trainer.controller.accuracy
+    assert sum(accuracy.given.values()) > 0 and 0 < accuracy.shares()["alice"] < 1
+    live.wait(live.trainer.save())
+    saved = accuracy.state_dict()
+    accuracy.given.clear()
+    live.trainer.config.trainer.resume_mode = "auto"
+    live.wait(live.trainer.resume())
+    assert live.trainer.controller.accuracy.state_dict() == saved
+
+
+def test_alternatives_are_drawn_apart(alone):
+    live = started(alone, "tree", "runner.num_branches=4")
+    episodes = live.episodes()
+    seeds = [turn.seed for e in episodes for turn in e.turns]
+    assert len(set(seeds)) == len(seeds)
+    sets = [{t.text for t in e.turns if (t.agent, t.round) == ("alice", 1)} for e in episodes]
+    assert max(map(len, sets)) > 1
+
+
+def test_a_peers_answer_lends_its_text_and_never_its_prompt(alone):
+    """Agents of one policy, of whom one must not see what the other was shown."""
+    live = started(alone, "debate", "runner.stop_on_consensus=false", "agents.carol.policy=alice")
+    controller = live.trainer.controller
+    episode = next(e for e in live.episodes() if e.turns[0].observation != e.turns[1].observation)
+    mine, others = episode.turns[:2]
+    given = live.wait(controller.resume(episode, mine, 0, 0, answer=others))
+    lent, after = given.trajectory("alice")[:2]
+    assert lent.text == others.text and not lent.trained and not lent.prompt_ids
+    assert after.prompt_ids[: len(mine.prompt_ids)] == mine.prompt_ids
+    (scored,) = live.wait(controller.score([given], 0))
+    live.trainer.batch_of([scored])
 
 
 def test_a_conversation_goes_on_with_another_answer(alone):
@@ -197,6 +260,9 @@ def test_what_an_answer_that_is_none_or_was_cut_off_is_worth(alone):
     turns = [turn for e in episodes for turn in e.turns]
     assert all(t.judged.score == -1 and not t.trained for t in turns if t.truncated)
     assert all(t.judged.score == -2 for t in turns if not t.truncated and t.judged.answer is None)
+    assert {e.judged.score for e in episodes if e.answer is None} == {-2}, "a team that abstains pays as well"
+    right = Verdict(1.0, None)
+    assert live.trainer.controller.priced(Turn("alice", 1, [], ""), right) is right, "what is called right is right"
     batch = live.trainer.batch_of(episodes)
     for agent, rows in batch.rows.items():
         assert len(rows) == sum(not t.truncated for t in turns if t.agent == agent) < 16 * 3

@@ -771,7 +771,7 @@ def test_broken_characters_and_forged_roles_stay_text(bpe_tokenizer, data):
 
 
 def test_an_observation_that_is_too_long_is_named():
-    with pytest.raises(ValueError, match=r"data.max_prompt_length allows 3; raise it, or shorten"):
+    with pytest.raises(ValueError, match=r"data.max_prompt_length allows 3; raise it; runner.overflow"):
         act(limit=3, token_ids=[1], log_probs=[-1.0])
 
 

@@ -60,6 +60,24 @@ def test_each_set_is_compared_within_itself():
     assert grid[2, 0, 0] == 0, "a group of one"
 
 
+def test_a_kept_turn_is_not_paid_for_what_came_after_it():
+    """Kept: 0, and right in round 2; its alternatives: 1 and .5. What came after is nobody's in the comparison."""
+    batch = batch_of(branch(episode("t", 0, [[0.0, 1.0], []]), "a", 1, [1.0, 0.5]))
+    build("grpo", std=False).assign_credit(batch)
+    assert grid_of(batch, "a")[0, [0, 2, 3], 0].tolist() == [-0.5, 0.5, 0.0]
+
+
+def test_untrained_turns_pay_no_alternative():
+    """Rounds after 1 are not trained: what they earn goes to the path before them, never to a set of alternatives."""
+    record = branch(episode("t", 0, [[1.0, 0.5], [0.0, 0.25]]), "a", 1, [0.5, 0.0])
+    record = branch(record, "a", 2, [0.75], trained=True)
+    batch = batch_of(record, train_rounds=[1])
+    batch.values_ERA = torch.zeros(batch.mask_ERA.shape)
+    build("ippo", whiten=False).assign_credit(batch)
+    assert grid_of(batch, "a")[0, [0, 2, 3], 0].tolist() == [1.0, 0.5, 0.0]
+    assert grid_of(batch, "b")[0, 0, 1] == 0.25, "b has no alternatives in round 1"
+
+
 def grid_of(batch, policy):
     """A policy's advantages, turn by turn."""
     grid = torch.zeros(batch.mask_ERA.numel())

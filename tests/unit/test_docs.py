@@ -48,4 +48,4 @@ def test_every_yaml_is_composed_and_played(tmp_path, block):
 def test_its_commands_are_those_that_tests_run():
     """tests/stack/test_run_one.py runs each kind: with a script, with a model, from a record, a runner of one's own."""
     words = [shlex.split(line, comments=True) for line in COMMANDS]
-    assert len(words) == 5 and all("run-one" in command for command in words)
+    assert len(words) == 6 and all("run-one" in command for command in words)

@@ -92,8 +92,11 @@ def test_prompts_that_extend_the_last_turn_are_counted():
 def test_a_dump_brings_back_the_episodes(tmp_path):
     records = [debate(["1", "2"], ["2", "2"], vote="2"), debate(["1"], vote="1")]
     records[0].turns[1].kept, records[0].seed = False, 77
+    records[0].turns[0].text, records[0].accuracy = "two\u2028lines\x85", {"agent_0": 0.25}
+    records[1].turns[0].verdict = Verdict(1.0, "1", {"episode": "of a series"})
     path = dump.write(records, 7, tmp_path)
-    found = list(dump.read(path, lambda source: lambda text: text))
+    found = list(dump.read(path, lambda source: lambda text: text, lambda source: lambda text: "hidden"))
+    assert found[0].task.hide("x") == "hidden"
     assert [(e.task.id, e.seed, e.answer, e.agents) for e in found] == [
         (e.task.id, e.seed, e.answer, e.agents) for e in records
     ]
@@ -103,7 +106,7 @@ def test_a_dump_brings_back_the_episodes(tmp_path):
         ]
     path.write_text(path.read_text() + '{"output": "x"}\n')
     with pytest.raises(ValueError, match="line 6.*expected a line that"):
-        list(dump.read(path, lambda source: str))
+        list(dump.read(path, lambda source: str, lambda source: str))
 
 
 def test_a_verdict_that_is_not_there_is_named():

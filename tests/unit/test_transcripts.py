@@ -103,14 +103,16 @@ def test_debate_pass_and_leave():
         ("a", 3, ["2+2?", "4", "b:7", "pass", "b:8 bye"], "5"), ("c", 3, ["2+2?", "pass", "a:4 b:7", "pass", "a:4 b:8 bye"], "pass"),
     ]  # fmt: skip
     assert [turn.answers for turn in record.trajectory("a")] == [True, False, True]
+    unsure = build("debate", pass_word="pass", decide=Decide.unanimous)
+    assert play(unsure, says(a=["4"], b=["pass"]), agents=("a", "b")).answer is None, "who only passes abstains"
+    bold = play(build("debate", pass_word="4"), says(a=["4"], b=["4"]), agents=("a", "b"))
+    assert all(turn.answers for turn in bold.turns) and bold.answer == "4", "an answer is no pass"
     assert record.answer == "5", "b's last text gives none, and c never answered"
 
 
 def test_voting_transcript():
-    record = play(build("voting", num_answers=2), says(alice=["4", "5"], carol=["4", "4"]))
-    assert [entry[:3] for entry in transcript(record)] == [
-        (agent, round, ["2+2?"]) for round in (1, 2) for agent in ("alice", "carol")
-    ]
+    record = play(build("voting"), says(a=["4"], b=["5"], c=["4"]), agents=("a", "b", "c"))
+    assert [entry[:3] for entry in transcript(record)] == [(agent, 1, ["2+2?"]) for agent in "abc"]
     assert record.answer == "4"
     runner = build("voting", ballot=True, **{**BRIEF, "instruction": "Which?"})
     record = play(runner, says(a=["4", "4"], b=["5", "9"], c=["6", "6"]), agents=("a", "b", "c"))
@@ -118,6 +120,8 @@ def test_voting_transcript():
     for seed in range(9):
         record = play(runner, says(a=["4", "4"], b=["5", "9"], c=["6", "6"]), agents=("a", "b", "c"), seed=seed)
         assert record.answer in ("4", "6"), "9 was never proposed"
+    invalid = build("voting", ballot=True, decide=Decide.unanimous, **BRIEF)
+    assert play(invalid, says(alice=["4", "4"], carol=["5", "9"])).answer is None, "an invalid vote is an abstention"
 
 
 def test_summary_transcript():
@@ -144,6 +148,8 @@ def test_chain_transcript():
         ("b", 5, ["2+2?\n\na:a1 Go on.", "b2", "a:a4 Go on."], "b5"),
         ("c", 6, ["2+2?\n\nb:b2 Go on.", "c3", "b:b5 Go on."], "c6"),
     ]
+    assert [turn.answers for turn in record.turns] == [False] * 5 + [True]
+    assert all(turn.answers for turn in play(build("chain", all_answer=True), lambda agent, round: "4").turns)
     runner = build("chain", laps=2, hands_over_all=True, **BRIEF)
     record = play(runner, lambda agent, round: f"{agent}{round}", agents=("a", "b", "c"))
     assert [entry[2][-1] for entry in transcript(record)[2:]] == [
@@ -201,6 +207,16 @@ def test_router_transcript():
         ),
     ]
     assert record.answer == "4" and not record.counts
+    again = play(
+        build("router", num_picks=3, menu="?", **BRIEF),
+        says(r=["al", "bo", "Al!"], al=["4"], bo=["5"]),
+        agents=("r", "al", "bo"),
+    )
+    assert transcript(again)[5] == ("al", 6, ["2+2?", "4", "bo:5"], "4"), (
+        "what was said since its last turn; names in any case"
+    )
+    twice = play(build("router", num_picks=2), says(r=["al"], al=["4"], bo=["5"]), agents=("r", "al", "bo"))
+    assert transcript(twice)[3][2][-1] == "Go on from here."
     nobody = play(build("router"), says(r=["alfred"], al=["4"], bo=["4"]), agents=("r", "al", "bo"))
     assert nobody.counts == {"picked_at_random": 1} and nobody.answer == "4", "alfred is not al"
 
@@ -247,7 +263,7 @@ def test_multi_turn_transcript():
 
 
 def test_multi_turn_with_a_simulated_user():
-    runner = build("multi_turn", num_turns=4, user="u", stop_words=["thanks"], peer_template="{text}")
+    runner = build("multi_turn", num_turns=4, user="u", stop_words=["thanks"])
     roles = {"u": "You are the user."}
     record = play(runner, says(a=["5", "4"], u=["no", "thanks"]), agents=("a", "u"), roles=roles)
     assert transcript(record) == [
@@ -351,10 +367,16 @@ def test_graph_speaks_at_several_nodes_at_once():
         ("summary", {"summariser": "aa"}, ("a", "b"), "runner.summariser=aa: no such agent; expected one of a, b. Did you mean 'a'?"),
         ("multi_turn", {}, ("a", "b"), "runner.user=None.*played by one agent"),
         ("multi_turn", {"user": "b", "environment": "verifier"}, ("a", "b"), "would both reply"),
+        ("multi_turn", {"stop_words": ["bye", ""]}, ("a",), "runner.stop_words=.*an empty word"),
+        ("debate", {"hide_answers": True, "peer_template": "{answer}"}, ("a",), "runner.hide_answers=true"),
+        ("graph", {"nodes": {"answer": Node(agents=["a", "a"])}}, ("a",), "'a' would speak 2 times at once"),
+        ("graph", {"nodes": {"answer": Node(), "x": Node(), "y": Node()}, "edges": [Edge("answer", ["x", "y"])]}, ("a",), r"edges\[0\].to=.*2 times at once"),
+        ("graph", {"nodes": {"answer": Node(answers=False)}}, ("a",), "the team would never answer"),
+        ("graph", {"nodes": {"answer": Node(), "x": Node()}, "edges": [Edge("x", ["x"])]}, ("a",), "runner.nodes.x: no way leads there"),
         ("multi_turn", {"environment": "verifer"}, ("a",), "Did you mean 'verifier'"),
         ("graph", {"start": "x", "nodes": {"answer": Node()}}, ("a",), "runner.start: there is no node 'x'; expected one of answer"),
         ("graph", {"nodes": {"answer": Node(agents=["bo"])}}, ("a",), r"runner.nodes.answer.agents=bo: no such agent"),
-        ("graph", {"nodes": {"answer": Node(), "x": Node()}}, ("a",), "runner.nodes.x: no edge leads there"),
+        ("graph", {"nodes": {"answer": Node(), "x": Node()}}, ("a",), "runner.nodes.x: no way leads there"),
         ("graph", {"edges": [Edge("answer", ["y"])]}, ("a",), r"runner.edges\[0\]: there is no node 'y'"),
         ("graph", {"edges": [Edge("answer", ["answer"], When.says)]}, ("a",), "a word with when=says alone"),
     ],
@@ -366,7 +388,7 @@ def test_a_team_that_cannot_play_is_told_so(name, options, agents, says_):
 
 @pytest.mark.parametrize("name", [name for name in BUILT_IN if RUNNERS.get(name).append_only])
 def test_a_runner_that_promises_it_lets_contexts_grow_append_only(name):
-    options = {"num_rounds": 3, "laps": 2, "num_turns": 3, "num_picks": 3, "num_revisions": 2}
+    options = {"num_rounds": 3, "laps": 2, "num_turns": 3, "num_picks": 3, "num_revisions": 2, "ballot": True}
     fields = RUNNERS.get(name).Config.__dataclass_fields__
     given = {key: value for key, value in options.items() if key in fields} | (DEBATE if name == "graph" else {})
     agents = {"multi_turn": ("a",)}.get(name, ("a", "b", "c")[: RUNNERS.get(name).num_agents[1] or 3])
