@@ -140,6 +140,10 @@ def bad_numbers(number: Number) -> st.SearchStrategy[str]:
     return st.one_of(outside)
 
 
+TYPED = ("controller.", "resources.", "runner.", "learner.", "credit.")
+"""OmegaConf makes a number of '1' and true there."""
+
+
 @pytest.mark.parametrize("key", NUMBERS)
 @examples(2)
 @given(data=st.data())
@@ -147,6 +151,7 @@ def test_a_number_out_of_its_range(plain, key, data):
     if OmegaConf.select(plain, key, default=...) is ...:
         pytest.skip("another learner's, or another credit's")
     override = f"{key}={data.draw(bad_numbers(NUMBERS[key]))}"
+    assume(not override.endswith(("='1'", "=true")) or not key.startswith(TYPED))
     text = refusal(plain, override)
     assert key in text and (value_of(override) in text or str(float(value_of(override))) in text)
 

@@ -122,3 +122,11 @@ def test_a_critic_has_no_logits_and_a_reference_is_one_more_copy(compose_config,
     assert with_reference.kept - without.kept == 2000
     text = plan_text(config, {"alice": "alice", "carol": "carol"}, {"central": "central_critic"})
     assert "central critic" in text and "reference" in text
+
+
+def test_policies_of_rounds_have_rows_of_their_rounds(compose_config, cold_assets):
+    rounds = [f"agents.{name}.policy_by_round=[{name},later]" for name in ("alice", "carol")]
+    config = prepare(compose_config(f"assets={cold_assets}", "runner.num_rounds=3", *rounds))
+    batch = plan.batch_of(config, dict.fromkeys(config.agents, 3))
+    assert {policy.policy: policy.rows for policy in batch.policies} == {"alice": 256, "later": 1024, "carol": 256}
+    assert {policy.policy: policy.agents for policy in batch.policies}["later"] == ("alice", "carol")
