@@ -63,16 +63,23 @@ def alive(pids):
     return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
 
 
+def hear_ctrl_c():
+    """A shell starts what runs behind with SIGINT ignored, and its children inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture
-def running(cold_assets, tmp_path):
+def running(request, cold_assets, tmp_path):
     """A run that would go on for long, once it has trained for a step; ended by its process group if need be."""
     overrides = (
         f"assets={cold_assets}", f"trainer.default_local_dir={tmp_path}", "trainer.total_training_steps=100000",
         "trainer.val_before_train=false", "trainer.test_freq=-1", "data.train_batch_size=4", "trainer.logger=[console]",
-        "controller.num_workers=1",
+        f"controller.num_workers={getattr(request, 'param', 0)}",
     )  # fmt: skip
     with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen(command(*overrides), stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command(*overrides), stdout=log, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=hear_ctrl_c
+        )
 
     def output():
         return (tmp_path / "log").read_text()
@@ -96,7 +103,11 @@ def of_class(family, name):
     return found[0]
 
 
-@pytest.mark.parametrize("victim", ["PolicyWorker", "HFServer", "EpisodeWorker"])
+@pytest.mark.parametrize(
+    "running,victim",
+    [(0, "PolicyWorker"), (0, "HFServer"), pytest.param(1, "EpisodeWorker", marks=pytest.mark.slow)],
+    indirect=["running"],
+)
 def test_a_process_that_dies_is_named_and_ends_the_run_within_seconds(running, victim):
     process, family, output = running
     of_class(family, victim).kill()
@@ -110,6 +121,7 @@ def test_a_process_that_dies_is_named_and_ends_the_run_within_seconds(running, v
     wait_until_gone(family)
 
 
+@pytest.mark.parametrize("running", [0, pytest.param(1, marks=pytest.mark.slow)], indirect=True)
 def test_ctrl_c_is_a_clean_end(running):
     process, family, output = running
     os.kill(process.pid, signal.SIGINT)
