@@ -446,7 +446,7 @@ class FromAModule(SingleTurnAgentLoop):
 """
 
 
-@pytest.mark.parametrize("way", ["module", "file", "nowhere"])
+@pytest.mark.parametrize("way", [pytest.param("module", marks=pytest.mark.slow), "file", "nowhere"])
 def test_a_loop_of_ones_own_is_found_by_name(tmp_path, cold_assets, way):
     (tmp_path / "my_loops.py").write_text(FROM_ELSEWHERE)
     (tmp_path / "loops.yaml").write_text("- {name: from_a_file, _target_: my_loops.FromAModule, greeting: hello}")

@@ -105,7 +105,10 @@ def of_class(family, name):
 
 @pytest.mark.parametrize(
     "running,victim",
-    [(0, "PolicyWorker"), (0, "HFServer"), pytest.param(1, "EpisodeWorker", marks=pytest.mark.slow)],
+    [
+        (0, "PolicyWorker"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0, "HFServer"), (1, "EpisodeWorker"))),
+    ],
     indirect=["running"],
 )
 def test_a_process_that_dies_is_named_and_ends_the_run_within_seconds(running, victim):
