@@ -186,13 +186,15 @@ def gradient_by_hand(module: Any, rows: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["algorithm.rollout_correction.rollout_is=token"],
-        ["algorithm.rollout_correction.bypass_mode=true"],
+        pytest.param(["algorithm.rollout_correction.rollout_is=token"], marks=pytest.mark.slow),
+        pytest.param(["algorithm.rollout_correction.bypass_mode=true"], marks=pytest.mark.slow),
         ["controller.pack_turns=true", "actor_rollout_ref.model.use_remove_padding=true"],
         ["learner=ippo", "critic.level=token"],
-        ["learner=ippo", "critic.level=turn", "actor_rollout_ref.actor.use_kl_loss=true"],
+        pytest.param(
+            ["learner=ippo", "critic.level=turn", "actor_rollout_ref.actor.use_kl_loss=true"], marks=pytest.mark.slow
+        ),
         ["learner=mappo", "critic.level=token", "algorithm.use_kl_in_reward=true"],
-        ["learner=mappo", "critic.level=turn"],
+        pytest.param(["learner=mappo", "critic.level=turn"], marks=pytest.mark.slow),
     ],
 )
 def test_log_probs_of_tool_output_change_nothing_downstream(alone, monkeypatch, overrides):
@@ -446,7 +448,7 @@ class FromAModule(SingleTurnAgentLoop):
 """
 
 
-@pytest.mark.parametrize("way", [pytest.param("module", marks=pytest.mark.slow), "file", "nowhere"])
+@pytest.mark.parametrize("way", ["file", *(pytest.param(way, marks=pytest.mark.slow) for way in ("module", "nowhere"))])
 def test_a_loop_of_ones_own_is_found_by_name(tmp_path, cold_assets, way):
     (tmp_path / "my_loops.py").write_text(FROM_ELSEWHERE)
     (tmp_path / "loops.yaml").write_text("- {name: from_a_file, _target_: my_loops.FromAModule, greeting: hello}")

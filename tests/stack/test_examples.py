@@ -101,7 +101,7 @@ def test_a_script_is_composed_down_to_the_settings_of_its_workers(script, enviro
 
 
 @pytest.mark.parametrize(
-    "script", [pytest.param(name, marks=[pytest.mark.slow] * ("ippo" in name)) for name in SCRIPTS]
+    "script", [pytest.param(name, marks=[pytest.mark.slow] * ("mappo" not in name)) for name in SCRIPTS]
 )
 def test_a_script_runs_two_steps_on_a_cpu(script, environment, tmp_path):
     through_ray = script == "gsm8k_grpo_debate.sh"

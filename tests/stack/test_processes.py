@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 START_SECONDS, END_SECONDS = 180, 30
+ALONE, WORKER = ("resources.one_process=true",), ("controller.num_workers=1",)
 
 
 def command(*overrides):
@@ -74,7 +75,7 @@ def running(request, cold_assets, tmp_path):
     overrides = (
         f"assets={cold_assets}", f"trainer.default_local_dir={tmp_path}", "trainer.total_training_steps=100000",
         "trainer.val_before_train=false", "trainer.test_freq=-1", "data.train_batch_size=4", "trainer.logger=[console]",
-        f"controller.num_workers={getattr(request, 'param', 0)}",
+        *getattr(request, "param", ()),
     )  # fmt: skip
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(
@@ -106,8 +107,9 @@ def of_class(family, name):
 @pytest.mark.parametrize(
     "running,victim",
     [
-        (0, "PolicyWorker"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0, "HFServer"), (1, "EpisodeWorker"))),
+        ((), "PolicyWorker"),
+        pytest.param((), "HFServer", marks=pytest.mark.slow),
+        pytest.param(WORKER, "EpisodeWorker", marks=pytest.mark.slow),
     ],
     indirect=["running"],
 )
@@ -124,7 +126,9 @@ def test_a_process_that_dies_is_named_and_ends_the_run_within_seconds(running, v
     wait_until_gone(family)
 
 
-@pytest.mark.parametrize("running", [0, pytest.param(1, marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize(
+    "running", [ALONE, *(pytest.param(where, marks=pytest.mark.slow) for where in ((), WORKER))], indirect=True
+)
 def test_ctrl_c_is_a_clean_end(running):
     process, family, output = running
     os.kill(process.pid, signal.SIGINT)

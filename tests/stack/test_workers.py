@@ -226,6 +226,7 @@ def test_rewards_in_workers_have_their_processes_and_their_failures_are_summed(l
             played(live)
 
 
+@pytest.mark.slow
 def test_a_reward_that_hangs_costs_its_own_episodes_and_ends_with_its_worker(live, spread, tmp_path):
     bad = (min(task.extra["index"] for task in live.tasks()),)
     rewards = rewards_that(tmp_path, "time.sleep(1000)", bad)
@@ -267,6 +268,7 @@ def test_a_policy_or_a_worker_that_fails_ends_all_at_once(live, spread, mood, sa
         gone(controller.workers.pids)
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_answer_has_a_deadline(live, spread):
     with spread(1, fresh=True) as controller:
         controller.workers.deadline = 3.0
@@ -307,6 +309,7 @@ def test_what_was_played_by_workers_can_be_resumed_here(live, spread):
     assert scored.verdict is not None and len(scored.turns) == len(episode.turns)
 
 
+@pytest.mark.slow
 def test_settings_of_a_policy_and_of_an_agent_reach_the_workers(live, spread):
     """Only the likeliest token for carol's policy, one token for alice."""
     rollout = live.trainer.policies["carol"].rollout
@@ -321,6 +324,7 @@ def test_settings_of_a_policy_and_of_an_agent_reach_the_workers(live, spread):
     assert all(len(turn.response_ids) == 1 for turn in turns if turn.agent == "alice")
 
 
+@pytest.mark.slow
 def test_the_bench_of_the_controller(cluster, capsys):
     """Agents speak at the same time: an episode of two rounds takes two turns' time, however many they are."""
     bench_controller.main(
