@@ -299,13 +299,13 @@ def judge_math(run, *texts, truth="14"):
 
 
 def test_math_verify_is_ended_where_it_hangs_and_its_failures_are_no_wrong_answers(monkeypatch):
-    monkeypatch.setattr("marl.rewards.builtin.MATH_TIMEOUT_S", 2.0)
+    monkeypatch.setattr("marl.rewards.builtin.MATH_TIMEOUT_S", 6.0)
     processes, started = Processes(2, timeout_s=1000.0), time.monotonic()
     deep = r"\boxed{" + "(" * 5000 + "1" + ")" * 5000 + "}"
     texts = [r"\boxed{10^{10^{10}}}", r"\boxed{\frac{28}{2}}", r"\boxed{13}", "no idea", deep, r"\boxed{14}"]
     verdicts, metrics = judge_math(processes.run, *texts)
     processes.stop()
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 90
     assert [verdict.score for verdict in verdicts] == [0, 1, 0, 0, 0, 1]
     outcomes = [verdict.extra["math_verify"] for verdict in verdicts]
     assert outcomes[:4] == ["timeouts", "right", "wrong", "wrong"] and outcomes[4] in ("errors", "deaths", "timeouts")
