@@ -96,6 +96,11 @@ class Turn:
         """What tells it from the other turns of its episode."""
         return self.agent, self.round, self.branch
 
+    def extends(self, previous: Turn) -> bool:
+        """Whether its prompt begins with the ids of that turn's prompt and answer."""
+        ids = previous.prompt_ids + previous.response_ids
+        return self.prompt_ids[: len(ids)] == ids
+
     @property
     def truncated(self) -> bool:
         return self.stop_reason == "length"

@@ -85,8 +85,7 @@ def columns_of(episode: Episode, num_rounds: int) -> list[int]:
 
 def continues(turn: Turn, previous: Turn) -> bool:
     """Whether a turn's prompt begins with the ids of the previous turn of the same policy."""
-    ids = previous.prompt_ids + previous.response_ids
-    return turn.policy == previous.policy and turn.prompt_ids[: len(ids)] == ids
+    return turn.policy == previous.policy and turn.extends(previous)
 
 
 def to_rows(chains: Sequence[Chain], temperatures: Mapping[AgentId, float]) -> TensorDict:

@@ -122,12 +122,6 @@ def count_metrics(episodes: Sequence[Episode]) -> Metrics:
     return {name: count / len(episodes) for name, count in total.items()}
 
 
-def extends(turn: Turn, previous: Turn) -> bool:
-    """Whether a server that has read the previous turn has read the beginning of this one."""
-    ids = previous.prompt_ids + previous.response_ids
-    return turn.prompt_ids[: len(ids)] == ids
-
-
 def agent_metrics(episodes: Sequence[Episode], agent: AgentId) -> Metrics:
     """One agent's turns an episode, mean verdict, accuracy by round, response length, the shares of answers that were cut
     off or missing and of prompts that extend the last one and the answer to it in ids."""
@@ -143,7 +137,7 @@ def agent_metrics(episodes: Sequence[Episode], agent: AgentId) -> Metrics:
     answers = [turn for turn in turns if turn.answers]
     if answers:
         metrics["no_answer"] = mean([turn.judged.answer is None for turn in answers])
-    extended = [extends(turn, last) for e in episodes for last, turn in pairwise(e.trajectory(agent))]
+    extended = [turn.extends(last) for e in episodes for last, turn in pairwise(e.trajectory(agent))]
     if extended:
         metrics["extended_prompts"] = mean(extended)
     for r in rounds_of(episodes):
