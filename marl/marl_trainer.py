@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from marl import saving
 from marl.controller.batching import joint_batch
 from marl.controller.controller import Collection, Controller
 from marl.controller.critics import Critics
@@ -20,7 +20,6 @@ from marl.controller.worker_group import throughput
 from marl.learners import Learner
 from marl.report import conversation, dump, summary, tokens
 from marl.types import CriticName, Episode, JointBatch, Metrics, PolicyName, Task
-from marl.utils import checkpoint
 from marl.utils.metrics import PhaseTimer, RunningMean, must_be_finite, prefixed
 from marl.utils.tracking import tracking_of
 
@@ -197,51 +196,10 @@ class MARLTrainer:
         return prefixed("val/team", self.history[self.step_number])
 
     async def save(self) -> None:
-        """All policies, the data order and the step, as one unit."""
-        root = self.folder
-        with checkpoint.writing(root, self.step_number) as folder:
-            await asyncio.gather(
-                *(group.save(folder / name / "actor") for name, group in self.policies.items()),
-                *(group.save(folder / name / "critic") for name, group in self.critics.groups.items()),
-                self.references.save(folder),
-            )
-            torch.save(self.loader.state_dict(), folder / "data.pt")
-            state: dict[str, Any] = {"sampled_tokens": self.sampled_tokens, "turns_per_episode": self.turns_per_episode}
-            state |= {"step": self.step_number, "policies": sorted(self.policies)}
-            state |= {"critics": sorted(self.critics.groups), "references": self.references.state_dict()}
-            state |= {"degenerate": [self.degenerate.total, self.degenerate.count]}
-            state |= {"accuracy": self.controller.accuracy.state_dict()}
-            state |= {"log_prob_gap_max": self.log_prob_gap_max, "history": list(self.history.items())}
-            checkpoint.write_state(folder, state)
-        checkpoint.prune(root, self.config.trainer.max_actor_ckpt_to_keep)
+        await saving.save(self)
 
     async def resume(self) -> None:
-        """Continue from the newest checkpoint, or the one that is named. Raises ValueError if its policies are others."""
-        trainer = self.config.trainer
-        if trainer.resume_mode == "disable":
-            return
-        found = checkpoint.complete(self.folder)
-        folder = (
-            Path(trainer.resume_from_path) if trainer.resume_mode == "resume_path" else found[-1] if found else None
-        )
-        if folder is None:
-            return
-        state = checkpoint.read_state(folder)
-        for kind, groups in {"policies": self.policies, "critics": self.critics.groups}.items():
-            if state[kind] != sorted(groups):
-                raise ValueError(f"{folder} holds the {kind} {state[kind]}, this run has {sorted(groups)}")
-        await asyncio.gather(
-            *(group.load(folder / name / "actor") for name, group in self.policies.items()),
-            *(group.load(folder / name / "critic") for name, group in self.critics.groups.items()),
-            self.references.load(folder, state["references"]),
-        )
-        self.loader.load_state_dict(torch.load(folder / "data.pt", weights_only=True))
-        self.step_number, self.log_prob_gap_max = state["step"], state["log_prob_gap_max"]
-        self.sampled_tokens, self.turns_per_episode = state["sampled_tokens"], state["turns_per_episode"]
-        self.degenerate = RunningMean(*state["degenerate"])
-        self.controller.accuracy.load_state_dict(state["accuracy"])
-        self.history = dict(state["history"])
-        logger.warning("resumed from %s", folder)
+        await saving.resume(self)
 
     def summarise(self) -> None:
         """Leave ``summary.json`` and ``curves.png``."""

@@ -1,0 +1,66 @@
+"""A trainer's state on disk: all policies and critics, the learner, the data order and the step, as one unit."""
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from marl.utils import checkpoint
+from marl.utils.metrics import RunningMean
+
+logger = logging.getLogger(__name__)
+
+
+async def save(trainer: Any) -> None:
+    """Write ``global_step_N``, whole or not at all, and drop the oldest of too many."""
+    with checkpoint.writing(trainer.folder, trainer.step_number) as folder:
+        await asyncio.gather(
+            *(group.save(folder / name / "actor") for name, group in trainer.policies.items()),
+            *(group.save(folder / name / "critic") for name, group in trainer.critics.groups.items()),
+            trainer.references.save(folder),
+        )
+        torch.save(trainer.loader.state_dict(), folder / "data.pt")
+        state: dict[str, Any] = {
+            "sampled_tokens": trainer.sampled_tokens,
+            "turns_per_episode": trainer.turns_per_episode,
+            "step": trainer.step_number,
+            "policies": sorted(trainer.policies),
+            "critics": sorted(trainer.critics.groups),
+            "references": trainer.references.state_dict(),
+            "degenerate": [trainer.degenerate.total, trainer.degenerate.count],
+            "accuracy": trainer.controller.accuracy.state_dict(),
+            "log_prob_gap_max": trainer.log_prob_gap_max,
+            "history": list(trainer.history.items()),
+        }
+        checkpoint.write_state(folder, state)
+    checkpoint.prune(trainer.folder, trainer.config.trainer.max_actor_ckpt_to_keep)
+
+
+async def resume(trainer: Any) -> None:
+    """Continue from the newest checkpoint, or the one that is named. Raises ValueError if its policies are others."""
+    settings = trainer.config.trainer
+    if settings.resume_mode == "disable":
+        return
+    found = checkpoint.complete(trainer.folder)
+    named = settings.resume_mode == "resume_path"
+    folder = Path(settings.resume_from_path) if named else found[-1] if found else None
+    if folder is None:
+        return
+    state = checkpoint.read_state(folder)
+    for kind, groups in {"policies": trainer.policies, "critics": trainer.critics.groups}.items():
+        if state[kind] != sorted(groups):
+            raise ValueError(f"{folder} holds the {kind} {state[kind]}, this run has {sorted(groups)}")
+    await asyncio.gather(
+        *(group.load(folder / name / "actor") for name, group in trainer.policies.items()),
+        *(group.load(folder / name / "critic") for name, group in trainer.critics.groups.items()),
+        trainer.references.load(folder, state["references"]),
+    )
+    trainer.loader.load_state_dict(torch.load(folder / "data.pt", weights_only=True))
+    trainer.step_number, trainer.log_prob_gap_max = state["step"], state["log_prob_gap_max"]
+    trainer.sampled_tokens, trainer.turns_per_episode = state["sampled_tokens"], state["turns_per_episode"]
+    trainer.degenerate = RunningMean(*state["degenerate"])
+    trainer.controller.accuracy.load_state_dict(state["accuracy"])
+    trainer.history = dict(state["history"])
+    logger.warning("resumed from %s", folder)
