@@ -27,11 +27,9 @@ from marl.config.checks import check, policy_names
 from marl.config.data import check_files, file_list
 from marl.config.errors import ConfigError, explain, resolve
 from marl.config.overrides import find_verl, new_agents, options_are_words
-from marl.learners import CREDITS, LEARNERS
+from marl.facts import check_facts, choose_credit, make_learner
 from marl.parts import Part, critic_names, critic_pool, model_config, parts_of, policy_config, pool_of, pool_ranks
-from marl.runners import RUNNERS
 from marl.utils.memory import settle
-from marl.utils.registry import did_you_mean
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -118,62 +116,6 @@ def prepare(config: DictConfig) -> DictConfig:
     checked_function(config)
     preflight(config)
     return config
-
-
-def choose_credit(config: DictConfig) -> None:
-    """What ``credit=auto`` stands for: the runner's choice, else the learner's."""
-    if config.credit.name == "auto":
-        chosen = RUNNERS.get(config.runner.name).default_credit or LEARNERS.get(config.learner.name).default_credit
-        config.credit = OmegaConf.structured(CREDITS.get(chosen).Config(name=chosen))
-
-
-def check_facts(config: DictConfig) -> None:
-    """Raise ConfigError where the configuration asks of a runner or a learner what its class says that it does not do."""
-    runner = RUNNERS.build(config.runner)
-    try:
-        runner.check(list(config.agents))
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    rounds, last = config.learner.train_rounds, runner.last_round(list(config.agents))
-    if rounds and last is not None and max(rounds) > last:
-        raise ConfigError(
-            f"learner.train_rounds={list(rounds)}: with these agents runner={config.runner.name} ends in round {last}; use "
-            f"rounds of 1 to {last}, or null for all"
-        )
-    learner, credit = LEARNERS.get(config.learner.name), CREDITS.get(config.credit.name)
-    alone = config.actor_rollout_ref.rollout.n < 2 and not runner.compares_alternatives
-    if alone and learner.compares_samples and credit.kind != "advantage":
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.n={config.actor_rollout_ref.rollout.n}: learner={config.learner.name} compares a "
-            "task's samples, and a group of one teaches nothing; set it to at least 2"
-        )
-    if learner.critic != "none" and credit.kind == "advantage":
-        raise ConfigError(
-            f"credit={config.credit.name} gives advantages, and learner={config.learner.name} would fit a critic that nobody "
-            "reads; use learner=grpo"
-        )
-    if config.critic.enable not in (None, learner.critic != "none"):
-        raise ConfigError(
-            f"critic.enable={config.critic.enable}: whether there are critics is the learner's to say, and "
-            f"learner={config.learner.name} has {learner.critic} ones; leave it null"
-        )
-    warm_up = config.trainer.critic_warmup
-    if warm_up and learner.critic == "none":
-        raise ConfigError(
-            f"trainer.critic_warmup={warm_up}: learner={config.learner.name} has no critic to warm up, and would train nothing "
-            "until then; set it to 0"
-        )
-    if learner.critic == "central" and config.critic.level == "token" and config.controller.pack_turns:
-        raise ConfigError(
-            f"controller.pack_turns=true: with critic.level=token the central critic of learner={config.learner.name} reads a "
-            "row a turn, each after its own joint observation; set controller.pack_turns=false or critic.level=turn"
-        )
-    wanted, known = config.algorithm.adv_estimator, learner.estimators()
-    if wanted is not None and wanted not in known:
-        raise ConfigError(
-            f"algorithm.adv_estimator={wanted}: learner={config.learner.name} knows {', '.join(known) or 'none'}; null is its "
-            f"own. 'gae' belongs to learner=ippo and mappo, what needs no critic to learner=grpo.{did_you_mean(str(wanted), known)}"
-        )
 
 
 def absolutise(config: DictConfig) -> None:
@@ -315,7 +257,7 @@ async def build(config: DictConfig, cleanup: ExitStack, progress: Any = None) ->
     groups, critics = make_groups(config, configs, cleanup)
     await start_groups(groups, critics)
     controller = await start_controller(config, groups, tokenizers, run_id, cleanup)
-    learner = LEARNERS.build(config.learner, credit=CREDITS.build(config.credit))
+    learner = make_learner(config)
     reading = critic_reader(config, learner.critic, names) if critics else None
     return MARLTrainer(
         config, groups, controller, learner, Critics(critics, reading), loader, validation, total_steps, progress

@@ -22,6 +22,7 @@ async def save(trainer: Any) -> None:
             trainer.references.save(folder),
         )
         torch.save(trainer.loader.state_dict(), folder / "data.pt")
+        torch.save(trainer.learner.state_dict(), folder / "learner.pt")
         state: dict[str, Any] = {
             "sampled_tokens": trainer.sampled_tokens,
             "turns_per_episode": trainer.turns_per_episode,
@@ -58,6 +59,7 @@ async def resume(trainer: Any) -> None:
         trainer.references.load(folder, state["references"]),
     )
     trainer.loader.load_state_dict(torch.load(folder / "data.pt", weights_only=True))
+    trainer.learner.load_state_dict(torch.load(folder / "learner.pt", weights_only=True))
     trainer.step_number, trainer.log_prob_gap_max = state["step"], state["log_prob_gap_max"]
     trainer.sampled_tokens, trainer.turns_per_episode = state["sampled_tokens"], state["turns_per_episode"]
     trainer.degenerate = RunningMean(*state["degenerate"])

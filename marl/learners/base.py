@@ -5,9 +5,9 @@ It sees turn grids, ragged rows and a small protocol of worker groups; never Ray
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from tensordict import TensorDict
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from marl.learners.schemes import Credit
 from marl.learners.values import training_rows
-from marl.types import CriticGroup, CriticName, JointBatch, Metrics, PolicyGroup, PolicyName
+from marl.types import AgentId, CriticGroup, CriticName, JointBatch, Metrics, PolicyGroup, PolicyName
 from marl.utils.registry import Registry
 
 
@@ -28,6 +28,8 @@ class Learner(ABC):
     critic: ClassVar[Literal["none", "local", "central"]] = "none"
     default_credit: ClassVar[str] = "own"
     """What ``credit=auto`` stands for."""
+    credits: ClassVar[tuple[str, ...]] = ()
+    """The credit schemes that it is defined for; empty for all."""
     compares_samples: ClassVar[bool] = False
     """Learns from differences between a task's samples, and therefore needs more than one of them."""
 
@@ -44,6 +46,10 @@ class Learner(ABC):
     def estimators(cls) -> list[str]:
         """What ``algorithm.adv_estimator`` may be; null is the learner's own."""
         return []
+
+    def check(self, policies: Mapping[AgentId, Sequence[PolicyName]]) -> None:
+        """Raise ValueError where it cannot train these agents, each with its policies of rounds 1, 2, …"""
+        return None
 
     @abstractmethod
     def assign_credit(self, batch: JointBatch) -> Metrics:
@@ -62,6 +68,14 @@ class Learner(ABC):
         names = [name for name in batch.value_rows if name in critics]
         results = await asyncio.gather(*(critics[name].update_critic(training_rows(batch, name)) for name in names))
         return dict(zip(names, results, strict=True))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it remembers from step to step, for checkpoints: tensors, numbers and texts, and dicts and lists of them."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what :meth:`state_dict` gave."""
+        return None
 
 
 def spread(x_ERA: Tensor, rows: TensorDict) -> Tensor:

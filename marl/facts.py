@@ -1,0 +1,93 @@
+"""What classes say of themselves, and whether the configuration asks it of them: pure, without a model or a worker."""
+
+from omegaconf import DictConfig, OmegaConf
+
+from marl.config.errors import ConfigError
+from marl.config.policies import policies_by_agent
+from marl.learners import CREDITS, LEARNERS, Learner
+from marl.runners import RUNNERS
+from marl.utils.registry import did_you_mean
+
+
+def choose_credit(config: DictConfig) -> None:
+    """What ``credit=auto`` stands for: the runner's choice where the learner takes it, else the learner's."""
+    if config.credit.name == "auto":
+        learner, wanted = LEARNERS.get(config.learner.name), RUNNERS.get(config.runner.name).default_credit
+        chosen = wanted if wanted and wanted in (learner.credits or [wanted]) else learner.default_credit
+        config.credit = OmegaConf.structured(CREDITS.get(chosen).Config(name=chosen))
+
+
+def check_facts(config: DictConfig) -> None:
+    """Raise ConfigError where the configuration asks of a runner or a learner what its class says that it does not do."""
+    check_runner(config)
+    check_learner(config)
+    check_critics(config)
+
+
+def check_runner(config: DictConfig) -> None:
+    runner = RUNNERS.build(config.runner)
+    try:
+        runner.check(list(config.agents))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    rounds, last = config.learner.train_rounds, runner.last_round(list(config.agents))
+    if rounds and last is not None and max(rounds) > last:
+        raise ConfigError(
+            f"learner.train_rounds={list(rounds)}: with these agents runner={config.runner.name} ends in round {last}; use "
+            f"rounds of 1 to {last}, or null for all"
+        )
+
+
+def check_learner(config: DictConfig) -> None:
+    learner, credit = LEARNERS.get(config.learner.name), CREDITS.get(config.credit.name)
+    if learner.credits and config.credit.name not in learner.credits:
+        raise ConfigError(
+            f"credit={config.credit.name}: learner={config.learner.name} is defined for credit={' and '.join(learner.credits)} "
+            "alone; use that, or credit=auto"
+        )
+    try:
+        make_learner(config).check(policies_by_agent(config.agents))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    compares = RUNNERS.build(config.runner).compares_alternatives
+    alone = config.actor_rollout_ref.rollout.n < 2 and not compares
+    if alone and learner.compares_samples and credit.kind != "advantage":
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.n={config.actor_rollout_ref.rollout.n}: learner={config.learner.name} compares a "
+            "task's samples, and a group of one teaches nothing; set it to at least 2"
+        )
+    if learner.critic != "none" and credit.kind == "advantage":
+        raise ConfigError(
+            f"credit={config.credit.name} gives advantages, and learner={config.learner.name} would fit a critic that nobody "
+            "reads; use learner=grpo"
+        )
+    wanted, known = config.algorithm.adv_estimator, learner.estimators()
+    if wanted is not None and wanted not in known:
+        raise ConfigError(
+            f"algorithm.adv_estimator={wanted}: learner={config.learner.name} knows {', '.join(known) or 'none'}; null is its "
+            f"own. 'gae' belongs to learner=ippo and mappo, what needs no critic to learner=grpo.{did_you_mean(str(wanted), known)}"
+        )
+
+
+def check_critics(config: DictConfig) -> None:
+    learner = LEARNERS.get(config.learner.name)
+    if config.critic.enable not in (None, learner.critic != "none"):
+        raise ConfigError(
+            f"critic.enable={config.critic.enable}: whether there are critics is the learner's to say, and "
+            f"learner={config.learner.name} has {learner.critic} ones; leave it null"
+        )
+    warm_up = config.trainer.critic_warmup
+    if warm_up and learner.critic == "none":
+        raise ConfigError(
+            f"trainer.critic_warmup={warm_up}: learner={config.learner.name} has no critic to warm up, and would train nothing "
+            "until then; set it to 0"
+        )
+    if learner.critic == "central" and config.critic.level == "token" and config.controller.pack_turns:
+        raise ConfigError(
+            f"controller.pack_turns=true: with critic.level=token the central critic of learner={config.learner.name} reads a "
+            "row a turn, each after its own joint observation; set controller.pack_turns=false or critic.level=turn"
+        )
+
+
+def make_learner(config: DictConfig) -> Learner:
+    return LEARNERS.build(config.learner, credit=CREDITS.build(config.credit))
