@@ -19,6 +19,7 @@ from marl.controller.controller import Controller
 from marl.controller.critics import reader
 from marl.controller.tasks import train_loader, validation_tasks
 from marl.controller.workers import EpisodeWorkers, SpreadController, spawn
+from marl.facts import make_learner
 from marl.modules.models import load_config
 from marl.parts import model_config
 from marl.rewards import build_reward
@@ -121,6 +122,7 @@ def make_controller(
         seed=config.seed,
         max_prompt_length=config.data.max_prompt_length,
         settings=config.controller,
+        exchange_every=make_learner(config).exchange_every,
     )
 
 

@@ -15,11 +15,12 @@ from marl.controller.batching import joint_batch
 from marl.controller.controller import Collection, Controller
 from marl.controller.critics import Critics
 from marl.controller.policy_group import RayPolicyGroup
+from marl.controller.policy_map import PolicyMap
 from marl.controller.references import References
 from marl.controller.worker_group import throughput
 from marl.learners import Learner
 from marl.report import conversation, dump, summary, tokens
-from marl.types import CriticName, Episode, JointBatch, Metrics, PolicyName, Task
+from marl.types import AgentId, CriticName, Episode, JointBatch, Metrics, PolicyName, Task
 from marl.utils.metrics import PhaseTimer, RunningMean, must_be_finite, prefixed
 from marl.utils.tracking import tracking_of
 
@@ -58,12 +59,17 @@ class MARLTrainer:
         """Training ends once it has sampled so many tokens; None for no such end."""
         self.baselines: dict[str, Metrics] = {}
         self.history: dict[int, Metrics] = {}
-        trainable = {name: agent for name, agent in config.agents.items() if agent.trainable}
-        self.temperatures = {name: self._temperature(name) for name in trainable}
+        self.trained_agents = [name for name, agent in config.agents.items() if agent.trainable]
 
-    def _temperature(self, agent: str) -> float:
-        policy = self.controller.policy_map.policy(agent, 1)
-        return self.controller.sampling(agent, policy, False)["temperature"]
+    @property
+    def policy_map(self) -> PolicyMap:
+        return self.controller.policy_map.at(self.step_number)
+
+    @property
+    def temperatures(self) -> dict[AgentId, float]:
+        """At which every trained agent samples."""
+        policies = {agent: self.policy_map.policy(agent, 1) for agent in self.trained_agents}
+        return {agent: self.controller.sampling(agent, own, False)["temperature"] for agent, own in policies.items()}
 
     async def fit(self) -> None:
         """Train to the last step; validate before the first, every ``trainer.test_freq`` and after the last."""
@@ -158,7 +164,7 @@ class MARLTrainer:
         for name, outputs in zip(names, results, strict=True):
             rows = batch.rows[name]
             rows["old_log_probs"] = outputs["log_probs"]
-            labels = [self.controller.policy_map.label(agent, name) for agent in batch.agents]
+            labels = [self.policy_map.label(agent, name) for agent in batch.agents]
             gap, numbers = tokens.token_metrics(rows, outputs, labels)
             metrics |= numbers
             self.log_prob_gap_max = max(self.log_prob_gap_max, gap)
@@ -245,8 +251,8 @@ class MARLTrainer:
 
     def _for_agents(self, policy: PolicyName, metrics: Metrics) -> Metrics:
         """A policy's numbers, under each agent that is trained with it."""
-        agents = [agent for agent in self.controller.policy_map.agents(policy) if agent in self.temperatures]
-        labels = [self.controller.policy_map.label(agent, policy) for agent in agents]
+        agents = [agent for agent in self.policy_map.agents(policy) if agent in self.trained_agents]
+        labels = [self.policy_map.label(agent, policy) for agent in agents]
         return {f"agent/{label}/{key}": value for label in labels for key, value in metrics.items()}
 
     async def _server_seconds(self) -> dict[PolicyName, float]:

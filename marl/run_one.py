@@ -132,7 +132,7 @@ async def stage(options: Options, config: DictConfig) -> AsyncIterator[tuple[Tas
         if options.row >= len(trainer.validation):
             raise ConfigError(f"row={options.row}: data.val_files hold {len(trainer.validation)} rows, counted from 0")
         task, key = trainer.validation[options.row], (config.seed, "run-one", options.row)
-        yield task, controller.generate(task, key, validate=True), controller.judge
+        yield task, controller.generate(task, key, step=0, validate=True), controller.judge
 
 
 async def play(options: Options, config: DictConfig, task: Task, generate: Generate, judge: Judge) -> Episode:

@@ -109,10 +109,11 @@ class Controller:
         seed: int,
         max_prompt_length: int,
         settings: Any,
+        exchange_every: int = 0,
     ) -> None:
-        """``settings``: the group ``controller`` of the configuration."""
+        """``settings``: the group ``controller`` of the configuration. ``exchange_every``: see :meth:`PolicyMap.at`."""
         self.runner, self.agents, self.clients, self.reward = runner, agents, clients, reward
-        self.policy_map = PolicyMap(agents)
+        self.policy_map = PolicyMap(agents, exchange_every)
         self.roles = {name: agent.role for name, agent in agents.items()}
         self.sampling = functools.cache(self._sampling)  # reading a configuration costs more than the rest of a turn
         self.seed, self.max_prompt_length = seed, max_prompt_length
@@ -215,20 +216,21 @@ class Controller:
         # validation draws the same numbers every time: its curve moves with the weights alone
         key = (self.seed, "validate" if validate else step, task.id, sample)
         record = Episode(task, sample, list(self.agents), seed=derive_seed(*key), accuracy=self.accuracy.shares())
-        return await self._run(record, self.generate(task, key, validate))
+        return await self._run(record, self.generate(task, key, step, validate))
 
     async def _run(self, record: Episode, generate: Generate) -> Episode:
         return await played(
             self.runner, LiveEpisode(record, generate, self.judge, self.roles, self.runner.config.overflow)
         )
 
-    def generate(self, task: Task, key: tuple, validate: bool = False) -> Generate:
+    def generate(self, task: Task, key: tuple, step: int, validate: bool = False) -> Generate:
         """What turns observations into turns of one episode; ``key`` names the episode, and seeds what is sampled."""
+        policy_map = self.policy_map.at(step)
 
         async def generate(
             agent: AgentId, observation: list[Message], round: int, previous: Turn | None, branch: int
         ) -> Turn:
-            policy = self.policy_map.policy(agent, round)
+            policy = policy_map.policy(agent, round)
             turn = await self.clients[policy].act(
                 agent,
                 observation,
@@ -257,7 +259,7 @@ class Controller:
         TimeoutError after ``controller.episode_timeout_s``.
         """
         key = (self.seed, "resume", alternative, step, episode.task.id, episode.sample)
-        generate = Replay(episode, self.generate(episode.task, key), {at.place: answer})
+        generate = Replay(episode, self.generate(episode.task, key, step), {at.place: answer})
         record = Episode(
             episode.task, episode.sample, list(episode.agents), seed=episode.seed, accuracy=episode.accuracy
         )

@@ -1,5 +1,7 @@
 """Which policy an agent acts with. Pure."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,10 +10,28 @@ from marl.types import AgentId, PolicyName
 
 
 class PolicyMap:
-    """(agent, round) -> policy."""
+    """(agent, round) -> policy, which may change from step to step: see :meth:`at`."""
 
-    def __init__(self, agents: Mapping[AgentId, Any]) -> None:
-        self._policies = policies_by_agent(agents)
+    def __init__(self, agents: Mapping[AgentId, Any], exchange_every: int = 0, exchanges: int = 0) -> None:
+        """``exchanges``: how often every agent has handed its policies on to the agent before it."""
+        self.agents_of_all, self.exchange_every = agents, exchange_every
+        given = policies_by_agent(agents)
+        names = list(given)
+        self._policies = {name: given[names[(i + exchanges) % len(names)]] for i, name in enumerate(names)}
+        self._exchanged: dict[int, PolicyMap] = {}
+
+    def at(self, step: int) -> PolicyMap:
+        """The map of a trainer's step: every ``exchange_every`` steps the agents exchange their policies, in turn.
+
+        Of two agents the entries are swapped, and after two exchanges all is as it was. What belongs to a policy goes
+        along: weights, moments, its critic and the coefficient of its divergence.
+        """
+        if not self.exchange_every:
+            return self
+        exchanges = (max(step, 1) - 1) // self.exchange_every % len(self._policies)
+        if exchanges not in self._exchanged:
+            self._exchanged[exchanges] = PolicyMap(self.agents_of_all, exchanges=exchanges)
+        return self._exchanged[exchanges]
 
     def policy(self, agent: AgentId, round: int) -> PolicyName:
         policies = self._policies[agent]

@@ -42,6 +42,11 @@ class Learner(ABC):
     def __init__(self, config: Config, credit: Credit) -> None:
         self.config, self.credit = config, credit
 
+    @property
+    def exchange_every(self) -> int:
+        """After how many steps the agents exchange their policies; 0 for never."""
+        return 0
+
     @classmethod
     def estimators(cls) -> list[str]:
         """What ``algorithm.adv_estimator`` may be; null is the learner's own."""

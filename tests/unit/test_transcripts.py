@@ -443,3 +443,14 @@ def test_policies_of_rounds():
     assert [known.policy("a", r) for r in (1, 2, 3)] == ["first", "later", "later"]
     assert [known.policy("b", 1), known.policy("c", 5)] == ["later", "c"]
     assert known.agents("later") == ["a", "b"] and policies_by_agent(agents)["c"] == ["c"]
+
+
+def test_agents_exchange_their_policies_every_few_steps():
+    """Two exchanges are none: of two agents. The validation before the first step sees what the first step does."""
+    two = PolicyMap({"a": AgentConfig(policy="p"), "b": AgentConfig(policy="q")}, exchange_every=3)
+    held = ["".join(two.at(step).policy(agent, 1) for agent in "ab") for step in range(11)]
+    assert held == ["pq"] * 4 + ["qp"] * 3 + ["pq"] * 3 + ["qp"]
+    assert two.at(4).agents("q") == ["a"] and two.at(4).label("a", "q") == "a"
+    three = PolicyMap(dict.fromkeys("abc", AgentConfig()), exchange_every=1)
+    assert [three.at(step).policy("a", 1) for step in (1, 2, 3, 4)] == ["a", "b", "c", "a"]
+    assert PolicyMap({"a": AgentConfig(), "b": AgentConfig()}).at(100).policy("a", 1) == "a"
