@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from marl.learners.rows import rows_of
 from marl.types import AgentId, Episode, JointBatch, PolicyName, Turn
 from marl.utils.ragged import jagged
 
@@ -123,32 +124,3 @@ def pad_rows(rows: TensorDict, multiple: int) -> TensorDict:
     if missing == 0:
         return rows
     return rows_of(rows, [*range(len(rows)), *[len(rows) - 1] * missing], silent=missing)
-
-
-def rows_of(rows: TensorDict, index: Sequence[int], silent: int = 0) -> TensorDict:
-    """These rows in this order; the last ``silent`` of them with empty masks."""
-    picked = {}
-    for key, value in rows.items():
-        parts = list(value.unbind())
-        chosen = [parts[i] for i in index]
-        if silent and key in ("response_mask", "loss_mask", "value_mask"):
-            chosen[-silent:] = [torch.zeros_like(part) for part in chosen[-silent:]]
-        picked[key] = (
-            torch.nested.as_nested_tensor(chosen, layout=torch.jagged) if value.is_nested else torch.stack(chosen)
-        )
-    return TensorDict(picked, batch_size=[len(index)])
-
-
-def drop_rejected(batch: JointBatch) -> None:
-    """Leave out the rows of which a rollout correction kept no token; their turns count as untrained."""
-    kept_ERA = torch.zeros_like(batch.trained_ERA)
-    for name, rows in list(batch.rows.items()):
-        kept = [i for i, mask in enumerate(rows["response_mask"].unbind()) if mask.any()]
-        if not kept:
-            del batch.rows[name]
-            continue
-        if len(kept) < len(rows):
-            rows = batch.rows[name] = rows_of(rows, kept)
-        index = rows["turn_index"].values()
-        kept_ERA.view(-1)[index[index >= 0]] = True
-    batch.trained_ERA = kept_ERA

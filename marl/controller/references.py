@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from marl.config.policies import trained_policies
-from marl.controller.batching import drop_rejected
 from marl.controller.policy_group import RayPolicyGroup
 from marl.learners.reference import KLInReward, correct
+from marl.learners.rows import drop_rejected
 from marl.types import JointBatch, Metrics, PolicyName
 
 

@@ -5,7 +5,6 @@ rounds have rewards of their own level, and a pooled baseline would be biased.
 """
 
 from dataclasses import dataclass, field
-from enum import Enum
 
 import torch
 from omegaconf import II
@@ -16,17 +15,12 @@ from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, get_adv_estimato
 from marl.learners import credit
 from marl.learners.base import Learner, register_learner, spread
 from marl.learners.decisions import Decisions, Trajectories, penalties
+from marl.learners.groups import GroupKey, degenerate_share, group_keys
 from marl.types import JointBatch, Metrics
 
 NEED_MORE = {"gae", "remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"}
 """verl's estimators that need a critic, greedy answers, or gradients, which this learner has not."""
 UNGROUPED = {"reinforce_plus_plus"}
-
-
-class GroupKey(Enum):
-    task = 0
-    round = 1
-    agent = 2
 
 
 @register_learner("grpo")
@@ -64,17 +58,17 @@ class GRPO(Learner):
         else:
             advantages_ERA = torch.zeros_like(rewards_ERA)
             spoke_ERA = batch.mask_ERA.bool()
-            keys_B = self.keys(batch)[spoke_ERA]
+            keys_B = group_keys(batch, self.config.group_by)[spoke_ERA]
             advantages_ERA[spoke_ERA] = credit.group_advantages(rewards_ERA[spoke_ERA], keys_B, self.config.std)
             for rows in batch.rows.values():
                 rows["advantages"] = spread(advantages_ERA, rows)
-        return degenerate_share(batch, rewards_ERA, self.keys(batch))
+        return degenerate_share(batch, rewards_ERA, group_keys(batch, self.config.group_by))
 
     def estimate(self, batch: JointBatch, rewards_ERA: Tensor) -> None:
         """Advantages by one of verl's estimators, of one policy's turns at a time; a group of one gets 0."""
         function = get_adv_estimator_fn(self.config.estimator)
         settings = AlgoConfig(gamma=self.config.token_gamma, norm_adv_by_std_in_grpo=self.config.std)
-        keys_ERA, own_ERA = self.keys(batch).flatten(), rewards_ERA + penalties(batch)
+        keys_ERA, own_ERA = group_keys(batch, self.config.group_by).flatten(), rewards_ERA + penalties(batch)
         for rows in batch.rows.values():
             decisions = Decisions.of(batch, rows)
             plan = Trajectories(decisions.cells_D, batch.mask_ERA.shape, separate_turns=True)
@@ -94,35 +88,3 @@ class GRPO(Learner):
     @classmethod
     def estimators(cls) -> list[str]:
         return sorted(set(ADV_ESTIMATOR_REGISTRY) - NEED_MORE)
-
-    def keys(self, batch: JointBatch) -> Tensor:
-        """The group number [E, R, A] of every turn."""
-        tasks_E, _ = credit.group_index(batch.tasks_E)
-        shape = batch.mask_ERA.shape
-        axes = [tasks_E, torch.arange(shape[1]), torch.arange(shape[2])]
-        keys_ERA = torch.zeros(shape, dtype=torch.long)
-        for axis, numbers in enumerate(axes):
-            if GroupKey(axis) in self.config.group_by:
-                view = [1, 1, 1]
-                view[axis] = -1
-                keys_ERA = keys_ERA * (int(numbers.max()) + 1) + numbers.view(view)
-        if batch.siblings_ERA is None:
-            return keys_ERA
-        sets_ERA = keys_ERA.max() + 1 + batch.siblings_ERA
-        return torch.where(batch.siblings_ERA >= 0, sets_ERA, keys_ERA)
-
-
-def degenerate_share(batch: JointBatch, credit_ERA: Tensor, keys_ERA: Tensor) -> Metrics:
-    """The share of groups that are all alike and teach nothing; per agent, the share of its turns in such groups."""
-    spoke_ERA = batch.mask_ERA.bool()
-    keys_B = keys_ERA[spoke_ERA]
-    index_B, count_G = credit.group_index(keys_B)
-    unequal_G = credit.unequal_groups(credit_ERA[spoke_ERA], index_B, len(count_G))
-    degenerate_ERA = torch.zeros_like(spoke_ERA)
-    degenerate_ERA[spoke_ERA] = ~unequal_G[index_B]
-    shares = {"team/degenerate_groups": float((~unequal_G).float().mean())} if len(count_G) else {}
-    return shares | {
-        f"agent/{agent}/degenerate_groups": float(degenerate_ERA[..., a][spoke_ERA[..., a]].float().mean())
-        for a, agent in enumerate(batch.agents)
-        if spoke_ERA[..., a].any()
-    }

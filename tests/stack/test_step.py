@@ -8,10 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from marl.controller.batching import joint_batch, pad_rows, rows_of
+from marl.controller.batching import joint_batch, pad_rows
 from marl.controller.controller import EpisodesFailed
 from marl.controller.failures import GroupFailed
 from marl.learners import spread
+from marl.learners.rows import rows_of
 from marl.runners.base import Runner
 from marl.types import Task
 

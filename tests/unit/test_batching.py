@@ -1,9 +1,10 @@
 import torch
 from tensordict import TensorDict
 
-from marl.controller.batching import drop_rejected, joint_batch, pad_rows, to_rows
+from marl.controller.batching import joint_batch, pad_rows, to_rows
 from marl.controller.critic_group import with_loss_mask
 from marl.controller.worker_group import even_mini_batches
+from marl.learners.rows import drop_rejected
 from marl.modules.workers.policy_worker import of_responses
 from marl.types import Episode, Task, Turn, Verdict
 from marl.utils.ragged import jagged

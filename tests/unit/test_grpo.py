@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from marl.learners.grpo import GRPO, GroupKey
+from marl.learners.groups import GroupKey
+from marl.learners.grpo import GRPO
 from tests.unit.test_learners import AGENTS, batch_of, build, episode, two_samples
 
 

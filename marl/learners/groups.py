@@ -1,0 +1,50 @@
+"""Groups: which turns are compared with one another, and how many of them teach nothing."""
+
+from collections.abc import Collection
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from marl.learners import credit
+from marl.types import JointBatch, Metrics
+
+
+class GroupKey(Enum):
+    task = 0
+    round = 1
+    agent = 2
+
+
+def group_keys(batch: JointBatch, group_by: Collection[GroupKey]) -> Tensor:
+    """The group number [E, R, A] of every turn: turns that agree in all of ``group_by`` share one, alternatives of one turn
+    have their own."""
+    tasks_E, _ = credit.group_index(batch.tasks_E)
+    shape = batch.mask_ERA.shape
+    axes = [tasks_E, torch.arange(shape[1]), torch.arange(shape[2])]
+    keys_ERA = torch.zeros(shape, dtype=torch.long)
+    for axis, numbers in enumerate(axes):
+        if GroupKey(axis) in group_by:
+            view = [1, 1, 1]
+            view[axis] = -1
+            keys_ERA = keys_ERA * (int(numbers.max()) + 1) + numbers.view(view)
+    if batch.siblings_ERA is None:
+        return keys_ERA
+    sets_ERA = keys_ERA.max() + 1 + batch.siblings_ERA
+    return torch.where(batch.siblings_ERA >= 0, sets_ERA, keys_ERA)
+
+
+def degenerate_share(batch: JointBatch, credit_ERA: Tensor, keys_ERA: Tensor) -> Metrics:
+    """The share of groups that are all alike and teach nothing; per agent, the share of its turns in such groups."""
+    spoke_ERA = batch.mask_ERA.bool()
+    keys_B = keys_ERA[spoke_ERA]
+    index_B, count_G = credit.group_index(keys_B)
+    unequal_G = credit.unequal_groups(credit_ERA[spoke_ERA], index_B, len(count_G))
+    degenerate_ERA = torch.zeros_like(spoke_ERA)
+    degenerate_ERA[spoke_ERA] = ~unequal_G[index_B]
+    shares = {"team/degenerate_groups": float((~unequal_G).float().mean())} if len(count_G) else {}
+    return shares | {
+        f"agent/{agent}/degenerate_groups": float(degenerate_ERA[..., a][spoke_ERA[..., a]].float().mean())
+        for a, agent in enumerate(batch.agents)
+        if spoke_ERA[..., a].any()
+    }
