@@ -34,17 +34,25 @@ def group_keys(batch: JointBatch, group_by: Collection[GroupKey]) -> Tensor:
     return torch.where(batch.siblings_ERA >= 0, sets_ERA, keys_ERA)
 
 
-def degenerate_share(batch: JointBatch, credit_ERA: Tensor, keys_ERA: Tensor) -> Metrics:
+def unequal_turns(batch: JointBatch, returns_ERA: Tensor, keys_ERA: Tensor) -> Tensor:
+    """The turns [E, R, A] whose group holds two different returns: the others teach nothing."""
+    spoke_ERA = batch.mask_ERA.bool()
+    index_B, count_G = credit.group_index(keys_ERA[spoke_ERA])
+    unequal_ERA = torch.zeros_like(spoke_ERA)
+    unequal_ERA[spoke_ERA] = credit.unequal_groups(returns_ERA[spoke_ERA], index_B, len(count_G))[index_B]
+    return unequal_ERA
+
+
+def degenerate_share(batch: JointBatch, returns_ERA: Tensor, keys_ERA: Tensor) -> Metrics:
     """The share of groups that are all alike and teach nothing; per agent, the share of its turns in such groups."""
     spoke_ERA = batch.mask_ERA.bool()
-    keys_B = keys_ERA[spoke_ERA]
-    index_B, count_G = credit.group_index(keys_B)
-    unequal_G = credit.unequal_groups(credit_ERA[spoke_ERA], index_B, len(count_G))
-    degenerate_ERA = torch.zeros_like(spoke_ERA)
-    degenerate_ERA[spoke_ERA] = ~unequal_G[index_B]
-    shares = {"team/degenerate_groups": float((~unequal_G).float().mean())} if len(count_G) else {}
+    unequal_ERA = unequal_turns(batch, returns_ERA, keys_ERA)
+    groups = keys_ERA[spoke_ERA].unique()
+    shares = {}
+    if len(groups):
+        shares["team/degenerate_groups"] = float(1 - len(keys_ERA[unequal_ERA].unique()) / len(groups))
     return shares | {
-        f"agent/{agent}/degenerate_groups": float(degenerate_ERA[..., a][spoke_ERA[..., a]].float().mean())
+        f"agent/{agent}/degenerate_groups": float((~unequal_ERA[..., a])[spoke_ERA[..., a]].float().mean())
         for a, agent in enumerate(batch.agents)
         if spoke_ERA[..., a].any()
     }

@@ -10,17 +10,14 @@ import torch
 from omegaconf import II
 from torch import Tensor
 from verl.trainer.config import AlgoConfig
-from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, get_adv_estimator_fn
 
 from marl.learners import credit
 from marl.learners.base import Learner, register_learner, spread
-from marl.learners.decisions import Decisions, Trajectories, penalties
-from marl.learners.groups import GroupKey, degenerate_share, group_keys
+from marl.learners.decisions import penalties
+from marl.learners.estimators import estimate, known_estimators
+from marl.learners.groups import GroupKey, degenerate_share, group_keys, unequal_turns
+from marl.learners.rows import drop_turns
 from marl.types import JointBatch, Metrics
-
-NEED_MORE = {"gae", "remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"}
-"""verl's estimators that need a critic, greedy answers, or gradients, which this learner has not."""
-UNGROUPED = {"reinforce_plus_plus"}
 
 
 @register_learner("grpo")
@@ -39,6 +36,8 @@ class GRPO(Learner):
         """``grpo``, the default, is ours; else one of verl's: rloo, opo, gpg, reinforce_plus_plus …"""
         token_gamma: float = 1.0
         """Discount of a turn's later tokens, for ``reinforce_plus_plus``."""
+        drop_equal: bool = False
+        """Turns whose group is all alike are left out of the update, where they would weigh in its mean (arXiv:2503.14476)."""
 
     config: Config
 
@@ -48,43 +47,30 @@ class GRPO(Learner):
             for rows in batch.rows.values():
                 rows["advantages"] = spread(credit_ERA, rows)
             return {}
-        rewards_ERA = credit_ERA - penalties(batch)
-        if self.credit.kind == "reward":
-            returns_ERA = credit.returns_to_go(rewards_ERA, batch.path().mask_ERA, self.config.gamma)
-            alone = batch.siblings_ERA
-            rewards_ERA = returns_ERA if alone is None else torch.where(alone >= 0, rewards_ERA, returns_ERA)
-        if self.config.estimator not in (None, "grpo"):
-            self.estimate(batch, rewards_ERA)
-        else:
-            advantages_ERA = torch.zeros_like(rewards_ERA)
-            spoke_ERA = batch.mask_ERA.bool()
-            keys_B = group_keys(batch, self.config.group_by)[spoke_ERA]
-            advantages_ERA[spoke_ERA] = credit.group_advantages(rewards_ERA[spoke_ERA], keys_B, self.config.std)
+        returns_ERA, keys_ERA = self.returns(batch, credit_ERA), group_keys(batch, self.config.group_by)
+        if self.config.estimator in (None, "grpo"):
+            advantages_ERA, spoke_ERA = torch.zeros_like(returns_ERA), batch.mask_ERA.bool()
+            groups = returns_ERA[spoke_ERA], keys_ERA[spoke_ERA]
+            advantages_ERA[spoke_ERA] = credit.group_advantages(*groups, self.config.std)
             for rows in batch.rows.values():
                 rows["advantages"] = spread(advantages_ERA, rows)
-        return degenerate_share(batch, rewards_ERA, group_keys(batch, self.config.group_by))
+        else:
+            settings = AlgoConfig(gamma=self.config.token_gamma, norm_adv_by_std_in_grpo=self.config.std)
+            estimate(self.config.estimator, settings, batch, returns_ERA, keys_ERA)
+        metrics = degenerate_share(batch, returns_ERA, keys_ERA)
+        if self.config.drop_equal:
+            drop_turns(batch, ~unequal_turns(batch, returns_ERA, keys_ERA))
+        return metrics
 
-    def estimate(self, batch: JointBatch, rewards_ERA: Tensor) -> None:
-        """Advantages by one of verl's estimators, of one policy's turns at a time; a group of one gets 0."""
-        function = get_adv_estimator_fn(self.config.estimator)
-        settings = AlgoConfig(gamma=self.config.token_gamma, norm_adv_by_std_in_grpo=self.config.std)
-        keys_ERA, own_ERA = group_keys(batch, self.config.group_by).flatten(), rewards_ERA + penalties(batch)
-        for rows in batch.rows.values():
-            decisions = Decisions.of(batch, rows)
-            plan = Trajectories(decisions.cells_D, batch.mask_ERA.shape, separate_turns=True)
-            keys_N = keys_ERA[decisions.cells_D[plan.first_D]]
-            index_N, count_G = credit.group_index(keys_N)
-            compared_N = (count_G[index_N] > 1) | (self.config.estimator in UNGROUPED)
-            advantages_NT = torch.zeros(plan.shape)
-            if compared_N.any():
-                advantages_NT[compared_N], _ = function(
-                    token_level_rewards=plan.lay(decisions.rewards(own_ERA))[compared_N],
-                    response_mask=plan.mask_NT[compared_N],
-                    index=keys_N[compared_N].numpy(),
-                    config=settings,
-                )
-            decisions.write(batch, plan.take(advantages_NT))
+    def returns(self, batch: JointBatch, credit_ERA: Tensor) -> Tensor:
+        """What a turn is compared by [E, R, A]: its credit and, where that is a reward, the agent's later ones."""
+        rewards_ERA = credit_ERA - penalties(batch)
+        if self.credit.kind == "return":
+            return rewards_ERA
+        returns_ERA = credit.returns_to_go(rewards_ERA, batch.path().mask_ERA, self.config.gamma)
+        alone = batch.siblings_ERA
+        return returns_ERA if alone is None else torch.where(alone >= 0, rewards_ERA, returns_ERA)
 
     @classmethod
     def estimators(cls) -> list[str]:
-        return sorted(set(ADV_ESTIMATOR_REGISTRY) - NEED_MORE)
+        return known_estimators()

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 from marl.types import JointBatch
 
@@ -35,3 +36,13 @@ def drop_rejected(batch: JointBatch) -> None:
         index = rows["turn_index"].values()
         kept_ERA.view(-1)[index[index >= 0]] = True
     batch.trained_ERA = kept_ERA
+
+
+def drop_turns(batch: JointBatch, dropped_ERA: Tensor) -> None:
+    """Take turns out of the update: out of the rows that they share with others, and with rows of their own."""
+    for rows in batch.rows.values():
+        index = rows["turn_index"]
+        kept_T = (index.values() >= 0) & ~dropped_ERA.flatten()[index.values().clamp(min=0)]
+        mask_T = rows["response_mask"].values() * kept_T
+        rows["response_mask"] = rows["loss_mask"] = torch.nested.nested_tensor_from_jagged(mask_T, index.offsets())
+    drop_rejected(batch)
