@@ -45,10 +45,18 @@ def check_learner(config: DictConfig) -> None:
             f"credit={config.credit.name}: learner={config.learner.name} is defined for credit={' and '.join(learner.credits)} "
             "alone; use that, or credit=auto"
         )
+    made = make_learner(config)
     try:
-        make_learner(config).check(policies_by_agent(config.agents))
+        made.check(policies_by_agent(config.agents))
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    for name, agent in config.agents.items() if made.exchange_every else ():
+        if not agent.trainable or agent.agent_loop:
+            key = "agent_loop" if agent.trainable else "trainable"
+            raise ConfigError(
+                f"agents.{name}.{key}={agent[key]}: with learner={config.learner.name} agents exchange their policies every "
+                f"{made.exchange_every} steps, and all must be trained and answer in the same way; leave it out"
+            )
     compares = RUNNERS.build(config.runner).compares_alternatives
     alone = config.actor_rollout_ref.rollout.n < 2 and not compares
     if alone and learner.compares_samples and credit.kind != "advantage":
@@ -61,12 +69,20 @@ def check_learner(config: DictConfig) -> None:
             f"credit={config.credit.name} gives advantages, and learner={config.learner.name} would fit a critic that nobody "
             "reads; use learner=grpo"
         )
-    wanted, known = config.algorithm.adv_estimator, learner.estimators()
-    if wanted is not None and wanted not in known:
-        raise ConfigError(
-            f"algorithm.adv_estimator={wanted}: learner={config.learner.name} knows {', '.join(known) or 'none'}; null is its "
-            f"own. 'gae' belongs to learner=ippo and mappo, what needs no critic to learner=grpo.{did_you_mean(str(wanted), known)}"
-        )
+    check_estimators(config)
+
+
+def check_estimators(config: DictConfig) -> None:
+    known = LEARNERS.get(config.learner.name).estimators()
+    named = {"algorithm.adv_estimator": config.algorithm.adv_estimator}
+    if "estimator" in config.learner:
+        named["learner.estimator"] = config.learner.estimator
+    for key, wanted in named.items():
+        if wanted is not None and wanted not in known:
+            raise ConfigError(
+                f"{key}={wanted}: learner={config.learner.name} knows {', '.join(known) or 'none'}; null is its own. "
+                f"'gae' belongs to learner=ippo and mappo, what needs no critic to learner=grpo.{did_you_mean(str(wanted), known)}"
+            )
 
 
 def check_critics(config: DictConfig) -> None:

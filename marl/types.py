@@ -51,6 +51,8 @@ class Verdict:
     answer: str | None
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of a reward function that returns a dict; they become columns of the rollout dump."""
+    penalty: float = 0.0
+    """What training takes off the score for the answer's form; nothing that is reported knows of it."""
 
 
 def given(verdict: Verdict | None, of: str) -> Verdict:
@@ -171,6 +173,8 @@ class JointBatch:
 
     agents: list[AgentId]
     tasks_E: list[str]
+    sources_E: list[str]
+    """The data source of every episode's task."""
     mask_ERA: Tensor
     """1 where the agent spoke."""
     verdicts_ERA: Tensor

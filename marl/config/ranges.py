@@ -138,10 +138,14 @@ NUMBERS: dict[str, Number] = {
     "controller.log_prob_gap_alarm": Number(0),
     "controller.no_answer_score": Number(null=True),
     "controller.truncated_score": Number(null=True),
+    "controller.overlong_buffer": count(0),
+    "controller.overlong_penalty": Number(0),
     "algorithm.gamma": SHARE,
     "algorithm.lam": SHARE,
     "learner.gamma": Number(0, 1, optional=True),
     "learner.lam": Number(0, 1, optional=True),
+    "learner.decay": Number(0, 0.9999, optional=True),
+    "learner.exchange_every": count(0, optional=True),
     "credit.gamma": Number(0, 1, optional=True),
     **{
         f"runner.{key}": count(1, 10_000, optional=True)

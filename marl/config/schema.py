@@ -83,6 +83,10 @@ class ControllerConfig:
     is otherwise learned as a trick. null: what the reward function says. What that calls right stays right."""
     truncated_score: float | None = None
     """The score of an answer that was cut off at its limit; null: what the reward function says."""
+    overlong_buffer: int = 0
+    """The last tokens before an answer's limit, in which its length begins to cost (DAPO's overlong shaping); 0 for none."""
+    overlong_penalty: float = 1.0
+    """What an answer at its limit is charged in training."""
     train_truncated: bool = True
     """Whether answers that were cut off are trained."""
     reward_processes: int = 2

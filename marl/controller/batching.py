@@ -42,7 +42,7 @@ def joint_batch(
                 continue
             cell = (e, column, seat[turn.agent])
             cells[e][i] = int(np.ravel_multi_index(cell, shape))
-            mask_ERA[cell], verdicts_ERA[cell] = True, turn.judged.score
+            mask_ERA[cell], verdicts_ERA[cell] = True, turn.judged.score - turn.judged.penalty
             if turn.compared:
                 siblings_ERA[cell] = sets.setdefault((e, turn.agent, turn.round), len(sets))
             rounds = train_rounds is None or turn.round in train_rounds
@@ -60,6 +60,7 @@ def joint_batch(
         num_rounds=num_rounds if shape[1] > num_rounds else None,
         agents=list(agents),
         tasks_E=[episode.task.id for episode in episodes],
+        sources_E=[episode.task.data_source for episode in episodes],
         mask_ERA=torch.from_numpy(mask_ERA),
         verdicts_ERA=torch.from_numpy(verdicts_ERA),
         trained_ERA=torch.from_numpy(trained_ERA),

@@ -76,6 +76,11 @@ def team_verdict(episode: Episode, no_answer_score: float = 0.0) -> Verdict:
     return Verdict(no_answer_score if episode.answer is None else 0.0, episode.answer)
 
 
+def overlong(length: int, limit: int, buffer: int) -> float:
+    """How far an answer reaches into the last ``buffer`` tokens before its limit, from 0 to 1 (DAPO, arXiv:2503.14476)."""
+    return min(1.0, max(0.0, (length - (limit - buffer)) / buffer))
+
+
 class Accuracy:
     """Each agent's share of right answers in training so far; one half before it has given any."""
 
@@ -193,7 +198,11 @@ class Controller:
         return self.priced(turn, await self.reward.judge(task, turn.text))
 
     def priced(self, turn: Turn, verdict: Verdict) -> Verdict:
-        """A verdict with what truncation and abstention cost. What the reward function calls right is an answer."""
+        """A verdict with what length, truncation and abstention cost. What the reward function calls right is an answer."""
+        if self.settings.overlong_buffer:
+            limit = self.sampling(turn.agent, turn.policy, False)["max_tokens"]
+            share = overlong(len(turn.response_ids), limit, self.settings.overlong_buffer)
+            verdict = replace(verdict, penalty=self.settings.overlong_penalty * share)
         if turn.truncated and self.settings.truncated_score is not None:
             return replace(verdict, score=self.settings.truncated_score)
         if verdict.answer is None and verdict.score < 1.0 and self.settings.no_answer_score is not None:

@@ -1,6 +1,6 @@
 """Importing this package registers the built-in learners and credit schemes."""
 
-from marl.learners import grpo, ippo, mappo
+from marl.learners import at_grpo, cory, grpo, ippo, magrpo, mappo, rae
 from marl.learners.base import LEARNERS, Learner, register_learner, spread
 from marl.learners.schemes import CREDITS, Credit, register_credit
 
@@ -9,9 +9,13 @@ __all__ = [
     "LEARNERS",
     "Credit",
     "Learner",
+    "at_grpo",
+    "cory",
     "grpo",
     "ippo",
+    "magrpo",
     "mappo",
+    "rae",
     "register_credit",
     "register_learner",
     "spread",

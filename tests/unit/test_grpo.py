@@ -105,3 +105,26 @@ def test_divergence_in_the_reward_reaches_learners_without_a_critic(estimator):
     build("grpo", estimator=estimator, std=False).assign_credit(batch)
     low, high = rows["advantages"].values().tolist()
     assert low < 0 < high
+
+
+def test_dapo_drops_groups_that_are_all_alike():
+    """Of the groups [1, 1, 1, 1] and [1, 0, 0, 1] the first has no part in the update, nor in the mean over its tokens."""
+    scores = [1, 1, 1, 1, 1, 0, 0, 1]
+    records = [episode(f"t{i // 4}", i % 4, [[score], [0]]) for i, score in enumerate(scores)]
+    batch, kept = batch_of(*records), batch_of(*records)
+    metrics = build("grpo", drop_equal=True).assign_credit(batch)
+    build("grpo").assign_credit(kept)
+    assert len(batch.rows["a"]) == 4 and len(kept.rows["a"]) == 8 and "b" not in batch.rows
+    assert torch.equal(batch.rows["a"]["advantages"].values(), kept.rows["a"]["advantages"].values()[4:])
+    assert batch.trained_ERA.sum() == 4 and metrics["agent/a/degenerate_groups"] == 0.5
+
+
+def test_dapo_drops_turns_out_of_rows_that_they_share():
+    """In a packed row the equal round is masked out, and its tokens do not count."""
+    records = [episode("t", i, [[1, i], [None, None]]) for i in range(2)]
+    for record in records:
+        record.turns[1].prompt_ids = [1, 2, 3, 9]
+    batch = batch_of(*records, pack_turns=True)
+    assert len(batch.rows["a"]) == 2
+    build("grpo", gamma=0.0, drop_equal=True).assign_credit(batch)
+    assert [row.tolist() for row in batch.rows["a"]["response_mask"].unbind()] == [[0, 0, 1, 1]] * 2

@@ -10,6 +10,7 @@ from marl.controller.batching import joint_batch, to_rows
 from marl.learners import CREDITS, LEARNERS, spread
 from marl.learners.grpo import GRPO
 from marl.learners.ippo import IPPO
+from marl.learners.rae import RAE
 from marl.learners.schemes import TeamOf
 from marl.types import Episode, Task, Turn, Verdict
 from recipe import leave_one_out  # noqa: F401 - registers a learner from outside
@@ -65,8 +66,10 @@ def two_samples():
 
 def build(name, credit="own", credit_options=None, **options):
     cls = LEARNERS.get(name)
-    defaults = {"std": True, "gamma": 1.0, "estimator": None} if issubclass(cls, GRPO) else {}
+    defaults = {"gamma": 1.0, "estimator": None} if issubclass(cls, GRPO) else {}
+    defaults |= {"std": True} if cls is GRPO or cls.__name__ == "ATGRPO" else {}
     defaults |= {"gamma": 1.0, "lam": 1.0} if issubclass(cls, IPPO) else {}
+    defaults |= {"gamma": 1.0} if issubclass(cls, RAE) else {}
     scheme = CREDITS.get(credit)
     return cls(  # what the configuration interpolates is given here
         cls.Config(name=name, **(defaults | options)), scheme(scheme.Config(name=credit, **(credit_options or {})))

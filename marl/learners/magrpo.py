@@ -1,0 +1,37 @@
+"""MAGRPO: the team's return relative to the task's other samples, the same for all agents (arXiv:2508.04652)."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from marl.learners import credit
+from marl.learners.base import register_learner
+from marl.learners.groups import GroupKey
+from marl.learners.grpo import GRPO
+from marl.types import JointBatch
+
+
+@register_learner("magrpo")
+class MAGRPO(GRPO):
+    """With one agent it is Dr. GRPO (arXiv:2503.20783)."""
+
+    default_credit = "team"
+    credits = ("team",)
+
+    @dataclass
+    class Config(GRPO.Config):
+        group_by: list[GroupKey] = field(default_factory=lambda: [GroupKey.task, GroupKey.round])
+        std: bool = False
+
+    config: Config
+
+    def returns(self, batch: JointBatch, credit_ERA: Tensor) -> Tensor:
+        """The team's rewards from a round on [E, R, A], in which an agent's silence costs it nothing."""
+        mask_ERA = batch.path().mask_ERA
+        team_ER1 = credit.team_mean(credit_ERA, mask_ERA)[..., None]
+        later_ERA = credit.returns_to_go(team_ER1, mask_ERA.any(-1, keepdim=True), self.config.gamma) * mask_ERA
+        own_ERA = super().returns(batch, torch.zeros_like(credit_ERA))  # what each turn's divergence takes off
+        if batch.siblings_ERA is not None:
+            later_ERA = torch.where(batch.siblings_ERA >= 0, credit_ERA, later_ERA)
+        return later_ERA + own_ERA
