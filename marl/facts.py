@@ -14,13 +14,15 @@ def choose_credit(config: DictConfig) -> None:
     if config.credit.name == "auto":
         learner, wanted = LEARNERS.get(config.learner.name), RUNNERS.get(config.runner.name).default_credit
         chosen = wanted if wanted and wanted in (learner.credits or [wanted]) else learner.default_credit
-        config.credit = OmegaConf.structured(CREDITS.get(chosen).Config(name=chosen))
+        incentives = {str(key): value for key, value in config.credit.items() if key != "name"}
+        config.credit = OmegaConf.structured(CREDITS.get(chosen).Config(name=chosen, **incentives))
 
 
 def check_facts(config: DictConfig) -> None:
     """Raise ConfigError where the configuration asks of a runner or a learner what its class says that it does not do."""
     check_runner(config)
     check_learner(config)
+    check_credit(config)
     check_critics(config)
 
 
@@ -64,11 +66,6 @@ def check_learner(config: DictConfig) -> None:
             f"actor_rollout_ref.rollout.n={config.actor_rollout_ref.rollout.n}: learner={config.learner.name} compares a "
             "task's samples, and a group of one teaches nothing; set it to at least 2"
         )
-    if learner.critic != "none" and credit.kind == "advantage":
-        raise ConfigError(
-            f"credit={config.credit.name} gives advantages, and learner={config.learner.name} would fit a critic that nobody "
-            "reads; use learner=grpo"
-        )
     check_estimators(config)
 
 
@@ -83,6 +80,33 @@ def check_estimators(config: DictConfig) -> None:
                 f"{key}={wanted}: learner={config.learner.name} knows {', '.join(known) or 'none'}; null is its own. "
                 f"'gae' belongs to learner=ippo and mappo, what needs no critic to learner=grpo.{did_you_mean(str(wanted), known)}"
             )
+
+
+def check_credit(config: DictConfig) -> None:
+    learner, credit, name = LEARNERS.get(config.learner.name), CREDITS.get(config.credit.name), config.credit.name
+    if credit.votes and not RUNNERS.build(config.runner).votes:
+        raise ConfigError(
+            f"credit={name} shares out what a team's vote decided, and runner={config.runner.name} takes none; use a runner "
+            "with runner.decide, such as debate or voting, or credit=team credit.of=answer"
+        )
+    if credit.compares_samples and config.actor_rollout_ref.rollout.n < 2:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.n={config.actor_rollout_ref.rollout.n}: credit={name} compares a task's samples, and a "
+            "single one teaches nothing; set it to at least 2"
+        )
+    if credit.kind != "advantage":
+        return
+    if learner.critic != "none":
+        raise ConfigError(
+            f"credit={name} gives advantages, and learner={config.learner.name} would fit a critic that nobody "
+            "reads; use learner=grpo"
+        )
+    if config.algorithm.adv_estimator is not None or config.algorithm.use_kl_in_reward:
+        raise ConfigError(
+            f"credit={name} gives advantages, which go to the loss as they are: algorithm.adv_estimator="
+            f"{config.algorithm.adv_estimator} and algorithm.use_kl_in_reward={config.algorithm.use_kl_in_reward} would "
+            "change nothing; use null and false, and actor.use_kl_loss for a reference"
+        )
 
 
 def check_critics(config: DictConfig) -> None:

@@ -3,14 +3,16 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from marl import saving
+from marl.controller import replays
+from marl.controller.ballots import ballots_of
 from marl.controller.batching import joint_batch
 from marl.controller.controller import Collection, Controller
 from marl.controller.critics import Critics
@@ -20,12 +22,14 @@ from marl.controller.references import References
 from marl.controller.worker_group import throughput
 from marl.learners import Learner
 from marl.report import conversation, dump, summary, tokens
-from marl.types import AgentId, CriticName, Episode, JointBatch, Metrics, PolicyName, Task
+from marl.report.credit_shares import LazyAgents, credit_shares
+from marl.types import AgentId, CriticName, Episode, JointBatch, Metrics, PolicyName, Task, Turn
 from marl.utils.metrics import PhaseTimer, RunningMean, must_be_finite, prefixed
 from marl.utils.tracking import tracking_of
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Progress = Callable[[int, int, Metrics], None]
 """Told of every step: the step, the last step, its metrics."""
 
@@ -55,6 +59,7 @@ class MARLTrainer:
         self.turns_per_episode = 0.0
         self.degenerate = RunningMean()
         """Share of groups that taught nothing, over all steps, where the learner compares groups."""
+        self.lazy_agents = LazyAgents(config.controller.lazy_agent_share)
         self.token_budget: int | None = None
         """Training ends once it has sampled so many tokens; None for no such end."""
         self.baselines: dict[str, Metrics] = {}
@@ -107,6 +112,11 @@ class MARLTrainer:
         self.controller.accuracy.update(episodes)
         self.sampled_tokens += sum(sum(turn.response_mask) for episode in episodes for turn in episode.turns)
         self.turns_per_episode = sum(len(episode.turns) for episode in episodes) / len(episodes)
+        replay_metrics: Metrics = {}
+        if self.learner.credit.replays:
+            with phase("replay"):
+                replay_metrics = await self.replay(episodes)
+        await asyncio.gather(*(group.free_servers() for group in self.policies.values()))
         batch = self.batch_of(episodes)
         with phase("log_probs"):
             token_metrics = await self.log_probs(batch)
@@ -118,6 +128,7 @@ class MARLTrainer:
             credit_metrics = self.learner.assign_credit(batch)
             if "team/degenerate_groups" in credit_metrics:
                 self.degenerate.add(credit_metrics["team/degenerate_groups"])
+            credit_metrics |= self._credit_shares(batch)
         with phase("update"):
             updates, fits = await self.update(batch)
             await self.references.renew(self.step_number)
@@ -125,7 +136,7 @@ class MARLTrainer:
             await self.sync_weights()
         seconds = time.perf_counter() - started
         metrics = credit_metrics | token_metrics | reference_metrics | self._team_metrics(episodes, collection)
-        metrics |= self._policy_metrics(updates) | self._critic_metrics(fits)
+        metrics |= self._policy_metrics(updates) | self._critic_metrics(fits) | replay_metrics
         metrics |= self.controller.reward.metrics() | phase.metrics()
         turns, critics = float(batch.mask_ERA.sum()), list(self.critics.groups.values())
         metrics |= throughput(list(self.policies.values()), critics, turns, seconds)
@@ -135,19 +146,40 @@ class MARLTrainer:
 
     async def collect(self, tasks: Sequence[Task]) -> Collection:
         """Play every task ``rollout.n`` times with the current weights."""
+        for group in [*self.policies.values(), *self.critics.groups.values()]:
+            group.busy_seconds = {}
+        samples = self.config.actor_rollout_ref.rollout.n
+        return await self._served("collect", self.controller.collect(tasks, samples, self.step_number))
+
+    async def replay(self, episodes: Sequence[Episode]) -> Metrics:
+        """Try other answers in the place of trained turns, and play on from them with the same weights."""
+        rounds = self.learner.config.train_rounds
+
+        def trained(turn: Turn) -> bool:
+            return turn.agent in self.temperatures and (rounds is None or turn.round in rounds)
+
+        plan: Any = self.learner.credit.config
+        metrics = await self._served(
+            "replay", replays.replay(self.controller, episodes, plan, self.step_number, trained)
+        )
+        self.sampled_tokens += int(metrics["replay/tokens"])
+        return metrics
+
+    async def _served(self, phase: str, work: Awaitable[T]) -> T:
+        """Await what asks the servers, and note how long each computed for it."""
         before = await self._server_seconds()
-        collection = await self.controller.collect(tasks, self.config.actor_rollout_ref.rollout.n, self.step_number)
+        result = await work
         after = await self._server_seconds()
         for name, group in self.policies.items():
-            group.busy_seconds = {"collect": after[name] - before[name]}
-        for critic in self.critics.groups.values():
-            critic.busy_seconds = {}
-        await asyncio.gather(*(group.free_servers() for group in self.policies.values()))
-        return collection
+            group.busy_seconds[phase] = after[name] - before[name]
+        return result
 
     def batch_of(self, episodes: Sequence[Episode]) -> JointBatch:
-        rounds, pack = self.learner.config.train_rounds, self.config.controller.pack_turns
-        return joint_batch(episodes, list(self.config.agents), self.temperatures, rounds, pack)
+        rounds, settings = self.learner.config.train_rounds, self.config.controller
+        batch = joint_batch(episodes, list(self.config.agents), self.temperatures, rounds, settings.pack_turns)
+        if self.learner.credit.votes:
+            batch.ballots = [ballots_of(episode, settings.no_answer_score or 0.0) for episode in episodes]
+        return batch
 
     async def log_probs(self, batch: JointBatch) -> Metrics:
         """``old_log_probs`` of every row by the trainer's own forward pass; its gap to the servers' is measured.
@@ -239,6 +271,11 @@ class MARLTrainer:
         for agent in self.config.agents:
             metrics |= prefixed(f"agent/{agent}", conversation.agent_metrics(episodes, agent))
         return metrics
+
+    def _credit_shares(self, batch: JointBatch) -> Metrics:
+        shares = credit_shares(batch, list(self.temperatures))
+        self.lazy_agents.look(shares, self.step_number)
+        return {f"agent/{agent}/credit_share": share for agent, share in shares.items()}
 
     def _policy_metrics(self, updates: Mapping[PolicyName, Metrics]) -> Metrics:
         metrics: Metrics = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ class Turn:
     trained: bool = True
     """False: it is played and never trained, whatever the configuration says."""
     verdict: Verdict | None = None
+    outcomes: list[float] = field(default_factory=list)
+    """What the team's return was with this answer, then with each other one that was tried in its place."""
 
     @property
     def place(self) -> tuple[AgentId, int, int]:
@@ -117,6 +120,42 @@ class Turn:
         return self.judged.score >= 1.0
 
 
+class Rule(Enum):
+    """How a team's answer follows from votes."""
+
+    heaviest = "heaviest"
+    """The answer with the largest sum of weights."""
+    agreed = "agreed"
+    """The answer that all give."""
+    last = "last"
+    """The last one's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """An agent's answer, as far as it decides what the team answers."""
+
+    agent: AgentId
+    round: int
+    """Of the turn that gave it."""
+    answer: str | None
+    weight: float = 1.0
+    score: float = 0.0
+    """The verdict on that turn, once it is judged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ballot:
+    """What a team decides on."""
+
+    rule: Rule
+    votes: tuple[Vote, ...]
+    by_verdict: bool = False
+    """A vote weighs what the verdict on it says."""
+    no_answer: float = 0.0
+    """What no answer is worth."""
+
+
 @dataclass(slots=True)
 class Episode:
     """All agents' turns on one sample of one task; once it has ended, in the order of rounds, seats and branches."""
@@ -128,6 +167,8 @@ class Episode:
     turns: list[Turn] = field(default_factory=list)
     answer: str | None = None
     """The team's final answer, as the runner decided it."""
+    ballot: Ballot | None = None
+    """What that was decided on; None where no rule decided."""
     verdict: Verdict | None = None
     """The verdict on the team's answer."""
     seed: int = 0
@@ -190,6 +231,12 @@ class JointBatch:
     """The number of the set of alternatives that a turn is compared with, -1 for the others; None where there is no set."""
     num_rounds: int | None = None
     """Columns that are rounds; None for all."""
+    ballots: list[list[Ballot]] = field(default_factory=list)
+    """For a credit that asks for votes, of each episode: what it would have decided on, had it ended after an earlier round,
+    and at last what it did decide on. Empty for an episode in which no rule decided."""
+    outcomes_ERAK: Tensor | None = None
+    """The team's returns with a turn's answer and with K - 1 others in its place, its own first; NaN where fewer are known.
+    None where no turn was tried again."""
     value_rows: dict[CriticName, TensorDict] = field(default_factory=dict)
     """What each critic reads: ``input_ids``, and where in a row its values are read (``read_at``, ``turn_index``)."""
     values_ERA: Tensor | None = None

@@ -136,6 +136,7 @@ NUMBERS: dict[str, Number] = {
     "controller.episode_timeout_s": SECONDS,
     "controller.max_error_rate": SHARE,
     "controller.log_prob_gap_alarm": Number(0),
+    "controller.lazy_agent_share": Number(0, 1, null=True),
     "controller.no_answer_score": Number(null=True),
     "controller.truncated_score": Number(null=True),
     "controller.overlong_buffer": count(0),
@@ -147,6 +148,10 @@ NUMBERS: dict[str, Number] = {
     "learner.decay": Number(0, 0.9999, optional=True),
     "learner.exchange_every": count(0, optional=True),
     "credit.gamma": Number(0, 1, optional=True),
+    **{f"credit.{key}": Number(optional=True) for key in ("alpha0", "alpha1", "beta0", "beta1", "weight")},
+    "credit.alternatives": count(2, 1000, optional=True),
+    "credit.finishes": count(1, 1000, optional=True),
+    "credit.share": Number(0, 1, above=True, optional=True),
     **{
         f"runner.{key}": count(1, 10_000, optional=True)
         for key in ("num_rounds", "num_turns", "num_revisions", "num_picks", "num_peers", "laps")

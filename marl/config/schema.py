@@ -76,6 +76,8 @@ class ControllerConfig:
     """Turns of an agent whose observations extend one another are trained as one sequence: fewer tokens, the same gradient."""
     log_prob_gap_alarm: float = 1.0
     """A larger difference between a server's and the trainer's log-prob of a token is warned of."""
+    lazy_agent_share: float | None = 0.2
+    """An agent whose share of the credit, over twenty steps, is below so much of an equal one is warned of, once; null for never."""
     answer_rule: AnswerRule = AnswerRule.strict
     """Where a text gives its answer to a GSM8K question."""
     no_answer_score: float | None = None

@@ -146,6 +146,10 @@ class Controller:
         return self._counted(results, "the reward function", step).episodes
 
     def _counted(self, results: Sequence[Episode | Exception], what: str, step: int) -> Collection:
+        failures = self.failures_of(results, what, step)
+        return Collection([result for result in results if isinstance(result, Episode)], failures)
+
+    def failures_of(self, results: Sequence[Any], what: str, step: int) -> list[Exception]:
         """Log the first errors, and raise EpisodesFailed for too many."""
         failures = [result for result in results if isinstance(result, Exception)]
         for error in failures[:3]:
@@ -157,7 +161,7 @@ class Controller:
             ) from failures[0]
         if failures and len(failures) == len(results):
             raise EpisodesFailed(f"{what} failed for every episode of step {step}") from failures[0]
-        return Collection([result for result in results if isinstance(result, Episode)], failures)
+        return failures
 
     async def scored(self, episode: Episode) -> Episode:
         try:
@@ -263,11 +267,11 @@ class Controller:
     ) -> Episode:
         """Play a recorded episode again up to a turn, put another answer in its place and play on with the servers.
 
-        Without ``answer`` the servers give one; ``alternative`` seeds it and what follows. Turns of earlier rounds stay as
+        Without ``answer`` the servers give one; ``alternative``, of this turn, seeds it and what follows. Turns of earlier rounds stay as
         they were, and of its own round those whose agents are shown the same. The result is not scored yet. Raises
         TimeoutError after ``controller.episode_timeout_s``.
         """
-        key = (self.seed, "resume", alternative, step, episode.task.id, episode.sample)
+        key = (self.seed, "resume", *at.place, alternative, step, episode.task.id, episode.sample)
         generate = Replay(episode, self.generate(episode.task, key, step), {at.place: answer})
         record = Episode(
             episode.task, episode.sample, list(episode.agents), seed=episode.seed, accuracy=episode.accuracy

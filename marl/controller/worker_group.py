@@ -21,6 +21,7 @@ from marl.utils.deadlines import within
 
 T = TypeVar("T")
 BUSY_PHASES = ("log_probs", "ref_log_probs", "values", "update")
+SERVER_PHASES = ("collect", "replay")
 
 
 class WorkerGroup:
@@ -102,7 +103,8 @@ def throughput(
     """A step's length, and the share of it in which neither a server nor a worker computed."""
     groups = [*policies, *critics]
     busy = sum(max(seconds_by_pool(groups, phase).values()) for phase in BUSY_PHASES)
-    busy += max(group.busy_seconds.get("collect", 0.0) for group in policies)  # a server each
+    for phase in SERVER_PHASES:
+        busy += max(group.busy_seconds.get(phase, 0.0) for group in policies)  # a server each
     return {
         "timing_s/step": seconds,
         "perf/turns_per_second": turns / seconds,

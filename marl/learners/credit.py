@@ -8,6 +8,10 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
+from marl.learners.contributions import counterfactual as counterfactual
+from marl.learners.contributions import replay_advantages as replay_advantages
+from marl.learners.contributions import shapley as shapley
+
 
 def team_mean(verdicts_ERA: Tensor, mask_ERA: Tensor) -> Tensor:
     """Mean verdict [E, R] over the agents that spoke in a round; 0 where nobody did."""
@@ -39,6 +43,31 @@ def influence(verdicts_ERA: Tensor, mask_ERA: Tensor, gamma: float) -> Tensor:
         later_E = gamma * (later_E + team_ER[:, r])
         weight_E = gamma * (weight_E + spoke_ER[:, r])
     return rewards_ERA * mask_ERA
+
+
+def incentives(verdicts_ERA: Tensor, mask_ERA: Tensor, alpha: tuple[float, float], beta: tuple[float, float]) -> Tensor:
+    """The incentives of MAPoRL (arXiv:2502.18439), by the meaning that the paper gives them; its release has another one.
+
+        R(r + 1, i) += alpha_{m(r, i)} (V(r + 1, i) - V(r, i))        R(r, i) += beta_{V(r, i)} (m(r + 1, i) - m(r, i))
+
+    m(r, i) is the verdict of the majority of i's peers in round r, 0 or 1 (right is above .5). So alpha_0 pays for a right
+    answer drawn out of wrong peers, alpha_1 for being persuaded by right ones; beta_0 for a wrong answer that still helps
+    the peers, beta_1 for persuading them while right. Nothing is paid where the peers are tied or silent in a round that is
+    asked for, or where i itself is. Rewards [E, R, A].
+    """
+    spoke_ERA, right_ERA = mask_ERA.bool(), verdicts_ERA > 0.5
+    sides_ERA = torch.where(right_ERA, 1.0, -1.0) * spoke_ERA
+    peers_ERA = sides_ERA.sum(-1, keepdim=True) - sides_ERA
+    decided_ERA, majority_ERA = peers_ERA != 0, peers_ERA > 0
+    now, later = slice(None, -1), slice(1, None)
+    alpha_ERA = torch.where(majority_ERA, alpha[1], alpha[0]) * (decided_ERA & spoke_ERA)
+    beta_ERA = torch.where(right_ERA, beta[1], beta[0]) * (decided_ERA & spoke_ERA)
+    gained = (verdicts_ERA[:, later] - verdicts_ERA[:, now]) * spoke_ERA[:, later]
+    turned = (majority_ERA[:, later].float() - majority_ERA[:, now].float()) * decided_ERA[:, later]
+    rewards_ERA = torch.zeros_like(verdicts_ERA)
+    rewards_ERA[:, later] += alpha_ERA[:, now] * gained
+    rewards_ERA[:, now] += beta_ERA[:, now] * turned
+    return rewards_ERA
 
 
 def returns_to_go(rewards_ERA: Tensor, mask_ERA: Tensor, gamma: float) -> Tensor:

@@ -22,10 +22,24 @@ class Credit(ABC):
     kind: ClassVar[CreditKind]
     """``reward``: the learner adds an agent's later rounds. ``return``: the future is inside already.
     ``advantage``: goes to the loss as it is."""
+    votes: ClassVar[bool] = False
+    """Asks for what the teams decided on (``JointBatch.ballots``)."""
+    replays: ClassVar[bool] = False
+    """Asks for what would have become of other answers (``JointBatch.outcomes_ERAK``)."""
+    compares_samples: ClassVar[bool] = False
+    """Compares a task's samples, and therefore needs more than one of them."""
 
     @dataclass
     class Config:
         name: str
+        alpha0: float = 0.0
+        """Incentive to draw a right answer out of wrong peers. Paid on top of the credit, as the three below; may be negative."""
+        alpha1: float = 0.0
+        """Incentive to be persuaded by right peers."""
+        beta0: float = 0.0
+        """Incentive to help the peers with a wrong answer."""
+        beta1: float = 0.0
+        """Incentive to persuade the peers of a right answer."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -37,7 +51,11 @@ class Credit(ABC):
     def of(self, batch: JointBatch) -> Tensor:
         """Credit [E, R, A] of every turn. One that is compared with its alternatives is worth its own verdict: what came
         after the kept one is not theirs to share."""
-        credit_ERA = self.assign(batch.path())
+        path, config = batch.path(), self.config
+        credit_ERA = self.assign(path)
+        alpha, beta = (config.alpha0, config.alpha1), (config.beta0, config.beta1)
+        if any(alpha + beta):
+            credit_ERA = credit_ERA + credit.incentives(path.verdicts_ERA, path.mask_ERA, alpha, beta)
         if batch.siblings_ERA is None or self.kind == "advantage":
             return credit_ERA
         return torch.where(batch.siblings_ERA >= 0, batch.verdicts_ERA, credit_ERA)
@@ -90,6 +108,32 @@ class Team(Credit):
         elif self.config.of is TeamOf.answer:
             team_ER = batch.team_verdict_E[:, None]
         return team_ER[:, :, None] * mask_ERA
+
+
+@register_credit("mixed")
+class Mixed(Team):
+    """A turn's own verdict and, with a weight, the team's reward (AT-GRPO, arXiv:2510.11062)."""
+
+    @dataclass
+    class Config(Team.Config):
+        weight: float = 1.0
+        """Of the team's part."""
+
+    config: Config
+
+    def assign(self, batch: JointBatch) -> Tensor:
+        return batch.verdicts_ERA * batch.mask_ERA + self.config.weight * super().assign(batch)
+
+
+@register_credit("joint")
+class Joint(Credit):
+    """Every turn of an episode gets the sum of the verdicts on all of them (CORY, arXiv:2410.06101)."""
+
+    kind = "return"
+
+    def assign(self, batch: JointBatch) -> Tensor:
+        mask_ERA = batch.mask_ERA.to(batch.verdicts_ERA.dtype)
+        return (batch.verdicts_ERA * mask_ERA).sum((1, 2), keepdim=True) * mask_ERA
 
 
 @register_credit("zero_sum")

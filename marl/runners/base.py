@@ -189,6 +189,11 @@ class Runner(ABC):
         """Whether an episode alone holds turns that are compared with one another."""
         return False
 
+    @property
+    def votes(self) -> bool:
+        """Whether the team's answer is decided by :func:`marl.runners.decide`: here, where ``runner.decide`` says how."""
+        return hasattr(self.config, "decide")
+
     def last_round(self, agents: Sequence[AgentId]) -> int | None:
         """The last round that there can be; None where it is not known before."""
         return None

@@ -1,12 +1,12 @@
 """How a team's answer follows from its agents' answers."""
 
 import random
-from collections import Counter
 from collections.abc import Collection, Sequence
 from enum import Enum
 
 from marl.runners.base import LiveEpisode
-from marl.types import Turn
+from marl.types import Ballot, Rule, Turn, Vote
+from marl.utils import votes
 
 
 class Decide(Enum):
@@ -22,24 +22,34 @@ class Decide(Enum):
     """The answer of the last turn."""
 
 
+RULES = {
+    Decide.majority: Rule.heaviest,
+    Decide.verifier: Rule.heaviest,
+    Decide.accuracy: Rule.heaviest,
+    Decide.unanimous: Rule.agreed,
+    Decide.last: Rule.last,
+}
+
+
 async def decide(
     rule: Decide, turns: Sequence[Turn], episode: LiveEpisode, among: Collection[str | None] | None = None
 ) -> str | None:
     """The team's answer, of one turn an agent or more. Abstentions do not count, nor what is not ``among`` the candidates;
-    the episode's seed breaks ties."""
+    the episode's seed breaks ties. What was decided on is recorded (``Episode.ballot``)."""
     answers = [episode.answer(turn) for turn in turns]
     if among is not None:
         answers = [answer if answer in among else None for answer in answers]
-    if rule is Decide.last:
-        return answers[-1] if answers else None
-    if rule is Decide.unanimous:
-        return agreed(answers)
     weights = [1.0] * len(turns)
     if rule is Decide.verifier:
         weights = [(await episode.verdict(turn)).score for turn in turns]
     elif rule is Decide.accuracy:
         weights = [episode.record.accuracy.get(turn.agent, 0.5) for turn in turns]
-    return heaviest(answers, weights, episode.rng)
+    cast = zip(turns, answers, weights, strict=True)
+    recorded = tuple(Vote(turn.agent, turn.round, answer, weight) for turn, answer, weight in cast)
+    episode.record.ballot = Ballot(RULES[rule], recorded, by_verdict=rule is Decide.verifier)
+    if RULES[rule] is Rule.heaviest:
+        return heaviest(answers, weights, episode.rng)
+    return next(iter(votes.winners(RULES[rule], answers, weights)), None)
 
 
 def agreed(answers: Sequence[str | None]) -> str | None:
@@ -54,9 +64,5 @@ def majority(answers: Sequence[str | None], rng: random.Random) -> str | None:
 
 def heaviest(answers: Sequence[str | None], weights: Sequence[float], rng: random.Random) -> str | None:
     """The answer with the largest sum of weights; ties are broken at random, whatever the order of the answers."""
-    sums: Counter[str] = Counter()
-    for answer, weight in zip(answers, weights, strict=True):
-        if answer is not None:
-            sums[answer] += weight  # type: ignore[assignment]
-    best = [answer for answer, weight in sums.items() if weight == max(sums.values())]
+    best = votes.heaviest(answers, weights)
     return rng.choice(sorted(best)) if best else None

@@ -52,6 +52,7 @@ class Replay:
                 "trained": True,
                 "compared": False,
                 "answers": True,
+                "outcomes": [],
             }  # the runner's to set anew
             marks |= {"agent": agent, "round": round, "branch": branch}
             if turn.observation != observation:  # another's answer: its tokens belong to another prompt

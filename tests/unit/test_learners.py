@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from marl.controller.ballots import ballots_of
 from marl.controller.batching import joint_batch, to_rows
 from marl.learners import CREDITS, LEARNERS, spread
 from marl.learners.grpo import GRPO
 from marl.learners.ippo import IPPO
 from marl.learners.rae import RAE
 from marl.learners.schemes import TeamOf
-from marl.types import Episode, Task, Turn, Verdict
+from marl.types import Ballot, Episode, Rule, Task, Turn, Verdict, Vote
 from recipe import leave_one_out  # noqa: F401 - registers a learner from outside
 
 AGENTS = ("a", "b")
@@ -33,7 +34,8 @@ class FakeGroup:
 
 
 def episode(task, sample, verdicts):
-    """``verdicts``: one list an agent, a score a round; None is silence."""
+    """``verdicts``: one list an agent, a score a round; None is silence. Everybody answers its score; the last answers are
+    voted on, and another answer to any turn would have scored .5."""
     record = Episode(Task(task, [], "1", "marl/x", lambda text: text), sample, list(AGENTS))
     for agent, scores in zip(AGENTS, verdicts, strict=True):
         for round, score in enumerate(scores, start=1):
@@ -43,21 +45,26 @@ def episode(task, sample, verdicts):
                         agent,
                         round,
                         [],
-                        "1",
+                        str(score),
                         policy=agent,
                         prompt_ids=[1, 2],
                         response_ids=[3] * round,
                         response_mask=[1] * round,
                         log_probs=[-1.0] * round,
                         verdict=Verdict(score, "1"),
+                        outcomes=[score, 0.5],
                     )
                 )
     record.verdict = Verdict(1.0, "1")
+    last = [turns[-1] for agent in AGENTS if (turns := record.trajectory(agent))]
+    record.ballot = Ballot(Rule.heaviest, tuple(Vote(turn.agent, turn.round, turn.text) for turn in last))
     return record
 
 
 def batch_of(*episodes, **options):
-    return joint_batch(episodes, AGENTS, dict.fromkeys(AGENTS, 1.0), **options)
+    batch = joint_batch(episodes, AGENTS, dict.fromkeys(AGENTS, 1.0), **options)
+    batch.ballots = [ballots_of(record) for record in episodes]
+    return batch
 
 
 def two_samples():

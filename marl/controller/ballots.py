@@ -1,0 +1,38 @@
+"""What teams decided on, and what they would have decided on earlier: judged episodes to ballots with scores. Pure."""
+
+from dataclasses import replace
+
+from marl.types import Ballot, Episode, Turn, Vote
+
+
+def ballots_of(episode: Episode, no_answer: float = 0.0) -> list[Ballot]:
+    """The ballot of the team's decision last, and before it one for every earlier round in which a voter gave an answer that
+    had no vote: the voters' last answers so far, by the same rule. None where no rule decided."""
+    decided = episode.ballot
+    if decided is None:
+        return []
+    turns = {(turn.agent, turn.round): turn for turn in sorted(episode.turns, key=lambda turn: turn.kept)}
+    votes = tuple(replace(vote, score=turns[vote.agent, vote.round].judged.score) for vote in decided.votes)
+    decided = replace(decided, votes=votes, no_answer=no_answer)
+    weights = {vote.agent: vote.weight for vote in votes}
+    voted = {(vote.agent, vote.round) for vote in votes}
+    answers = [turn for turn in episode.path if turn.answers and turn.agent in weights]
+    rounds = sorted({turn.round for turn in answers if (turn.agent, turn.round) not in voted})
+    return [*(earlier(decided, weights, answers, r, episode) for r in rounds), decided]
+
+
+def earlier(decided: Ballot, weights: dict[str, float], answers: list[Turn], round: int, episode: Episode) -> Ballot:
+    """What would have been decided on after this round."""
+    standing = {turn.agent: turn for turn in sorted(answers, key=lambda turn: turn.round) if turn.round <= round}
+    votes = [
+        Vote(
+            agent,
+            turn.round,
+            episode.task.extract(turn.text),
+            turn.judged.score if decided.by_verdict else weight,
+            turn.judged.score,
+        )
+        for agent, weight in weights.items()
+        if (turn := standing.get(agent)) is not None
+    ]
+    return replace(decided, votes=tuple(votes))
