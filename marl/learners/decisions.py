@@ -1,8 +1,8 @@
 """What a critic values and an estimator credits: turns, or the tokens of turns. Pure.
 
 A *decision* is a turn where the critic values turns (``critic.level=turn``), a token where it values tokens. A *trajectory*
-is the decisions of one agent in one episode in the order in which they were taken, or those of one turn where the credit
-holds the future already.
+is the decisions of one agent in one episode in the order in which they were taken; those of one turn where the credit
+holds the future already; or, in a chain, those of all agents, one after another inside a round.
 """
 
 from __future__ import annotations
@@ -74,12 +74,17 @@ class Trajectories:
     """Lays decisions out in a matrix [N, T]: a trajectory a row, in the order in which they were taken."""
 
     def __init__(
-        self, cells_D: Tensor, shape: torch.Size, separate_turns: bool, siblings_ERA: Tensor | None = None
+        self,
+        cells_D: Tensor,
+        shape: torch.Size,
+        separate_turns: bool,
+        siblings_ERA: Tensor | None = None,
+        chain: bool = False,
     ) -> None:
         """Turns that are compared with their alternatives are trajectories of their own."""
         size, agents = shape.numel(), shape[-1]
         episode_D, _, agent_D = torch.unravel_index(cells_D, shape)
-        seat_D = cells_D if separate_turns else episode_D * agents + agent_D
+        seat_D = episode_D if chain else cells_D if separate_turns else episode_D * agents + agent_D
         if siblings_ERA is not None:
             alone_D = siblings_ERA.flatten()[cells_D] >= 0
             seat_D = torch.where(alone_D, size + cells_D, seat_D)
