@@ -142,6 +142,8 @@ NUMBERS: dict[str, Number] = {
     "algorithm.lam": SHARE,
     "learner.gamma": Number(0, 1, optional=True),
     "learner.lam": Number(0, 1, optional=True),
+    "learner.clip": Number(1, null=True, optional=True),
+    "learner.seed": count(0, optional=True),
     "credit.gamma": Number(0, 1, optional=True),
     **{
         f"runner.{key}": count(1, 10_000, optional=True)

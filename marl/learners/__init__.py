@@ -1,6 +1,6 @@
 """Importing this package registers the built-in learners and credit schemes."""
 
-from marl.learners import grpo, ippo, mappo
+from marl.learners import grpo, happo, ippo, mappo
 from marl.learners.base import LEARNERS, Learner, register_learner, spread
 from marl.learners.schemes import CREDITS, Credit, register_credit
 
@@ -10,6 +10,7 @@ __all__ = [
     "Credit",
     "Learner",
     "grpo",
+    "happo",
     "ippo",
     "mappo",
     "register_credit",
