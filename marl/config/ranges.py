@@ -147,6 +147,8 @@ NUMBERS: dict[str, Number] = {
     "learner.lam": Number(0, 1, optional=True),
     "learner.decay": Number(0, 0.9999, optional=True),
     "learner.exchange_every": count(0, optional=True),
+    "learner.clip": Number(1, null=True, optional=True),
+    "learner.seed": count(0, optional=True),
     "credit.gamma": Number(0, 1, optional=True),
     **{f"credit.{key}": Number(optional=True) for key in ("alpha0", "alpha1", "beta0", "beta1", "weight")},
     "credit.alternatives": count(2, 1000, optional=True),

@@ -1,6 +1,6 @@
 """Importing this package registers the built-in learners and credit schemes."""
 
-from marl.learners import at_grpo, cory, grpo, ippo, magrpo, mappo, otherwise, rae
+from marl.learners import at_grpo, cory, grpo, happo, ippo, magrpo, mappo, otherwise, rae
 from marl.learners.base import LEARNERS, Learner, register_learner, spread
 from marl.learners.schemes import CREDITS, Credit, register_credit
 
@@ -12,6 +12,7 @@ __all__ = [
     "at_grpo",
     "cory",
     "grpo",
+    "happo",
     "ippo",
     "magrpo",
     "mappo",

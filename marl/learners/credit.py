@@ -18,6 +18,16 @@ def team_mean(verdicts_ERA: Tensor, mask_ERA: Tensor) -> Tensor:
     return (verdicts_ERA * mask_ERA).sum(-1) / mask_ERA.sum(-1).clamp(min=1)
 
 
+def round_rewards(rewards_ERA: Tensor, mask_ERA: Tensor) -> Tensor:
+    """Mean reward [E, R, A] of a round's speakers, at its last speaker in the agents' order; 0 elsewhere.
+
+    Where agents are one chain of decisions, a round has paid once it is over, and it pays once.
+    """
+    mask_ERA = mask_ERA.to(rewards_ERA.dtype)
+    last_ERA = mask_ERA * (mask_ERA.flip(-1).cumsum(-1).flip(-1) == 1)
+    return team_mean(rewards_ERA, mask_ERA)[..., None] * last_ERA
+
+
 def last_round(x_ER: Tensor, mask_ERA: Tensor) -> Tensor:
     """The value [E] in the last round in which anybody spoke."""
     rounds_R = torch.arange(1, x_ER.shape[1] + 1)

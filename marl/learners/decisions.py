@@ -1,8 +1,8 @@
 """What a critic values and an estimator credits: turns, or the tokens of turns. Pure.
 
 A *decision* is a turn where the critic values turns (``critic.level=turn``), a token where it values tokens. A *trajectory*
-is the decisions of one agent in one episode in the order in which they were taken, or those of one turn where the credit
-holds the future already.
+is the decisions of one agent in one episode in the order in which they were taken; those of one turn where the credit
+holds the future already; or, in a chain, those of all agents, one after another inside a round.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from verl.utils.torch_functional import masked_whiten
 
 from marl.learners.base import spread
 from marl.types import JointBatch
@@ -73,16 +74,21 @@ class Trajectories:
     """Lays decisions out in a matrix [N, T]: a trajectory a row, in the order in which they were taken."""
 
     def __init__(
-        self, cells_D: Tensor, shape: torch.Size, separate_turns: bool, siblings_ERA: Tensor | None = None
+        self,
+        cells_D: Tensor,
+        shape: torch.Size,
+        separate_turns: bool,
+        siblings_ERA: Tensor | None = None,
+        chain: bool = False,
     ) -> None:
         """Turns that are compared with their alternatives are trajectories of their own."""
-        _, rounds, agents = shape
-        episode_D, round_D, agent_D = torch.unravel_index(cells_D, shape)
-        seat_D = cells_D if separate_turns else episode_D * agents + agent_D
+        size, agents = shape.numel(), shape[-1]
+        episode_D, _, agent_D = torch.unravel_index(cells_D, shape)
+        seat_D = episode_D if chain else cells_D if separate_turns else episode_D * agents + agent_D
         if siblings_ERA is not None:
             alone_D = siblings_ERA.flatten()[cells_D] >= 0
-            seat_D = torch.where(alone_D, int(torch.tensor(shape).prod()) + cells_D, seat_D)
-        order_D = torch.argsort(seat_D * rounds + round_D, stable=True)
+            seat_D = torch.where(alone_D, size + cells_D, seat_D)
+        order_D = torch.argsort(seat_D * size + cells_D, stable=True)  # cells rise with rounds, then with agents
         _, self.row_D = seat_D.unique(return_inverse=True)
         lengths_N = torch.bincount(self.row_D)
         starts_N = lengths_N.cumsum(0) - lengths_N
@@ -98,6 +104,12 @@ class Trajectories:
 
     def take(self, x_NT: Tensor) -> Tensor:
         return x_NT[self.row_D, self.column_D]
+
+    def whitened(self, x_D: Tensor) -> Tensor:
+        """With mean 0 and deviation 1, by verl's function; a single decision, compared with itself, gets 0."""
+        if len(x_D) == 1:  # verl's would raise
+            return torch.zeros_like(x_D)
+        return self.take(masked_whiten(self.lay(x_D), self.mask_NT))
 
 
 def penalties(batch: JointBatch) -> Tensor:

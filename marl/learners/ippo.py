@@ -1,17 +1,17 @@
 """IPPO: every agent runs PPO on its own reward with a critic of its own observation (arXiv:2011.09533)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from omegaconf import II
 from torch import Tensor
-from verl.utils.torch_functional import masked_whiten
 
 from marl.learners import credit
 from marl.learners.base import Learner, register_learner
 from marl.learners.decisions import Decisions, Trajectories
-from marl.types import JointBatch, Metrics
+from marl.types import JointBatch, Metrics, PolicyName
 
 
 @register_learner("ippo")
@@ -36,22 +36,36 @@ class IPPO(Learner):
     def assign_credit(self, batch: JointBatch) -> Metrics:
         rewards_ERA = self.rewards(batch)
         metrics: Metrics = {}
-        separate_turns = self.credit.kind == "return"
-        for name, rows in batch.rows.items():
-            decisions = Decisions.of(batch, rows)
-            plan = Trajectories(decisions.cells_D, batch.mask_ERA.shape, separate_turns, batch.siblings_ERA)
-            rewards_NT, values_NT = plan.lay(decisions.rewards(rewards_ERA)), plan.lay(decisions.values_D)
-            advantages_NT = credit.gae(rewards_NT, values_NT, plan.mask_NT, self.config.gamma, self.config.lam)
-            returns_NT = advantages_NT + values_NT
+        decisions = {name: Decisions.of(batch, rows) for name, rows in batch.rows.items()}
+        plans = {name: self.plan(batch, own.cells_D) for name, own in decisions.items()}
+        for name, advantages_D in self.estimate(batch, decisions, plans, rewards_ERA).items():
+            own = decisions[name]
+            returns_D = advantages_D + own.values_D
             if self.config.whiten:
-                alone = len(decisions.cells_D) == 1  # compared with itself: verl's whitening would raise
-                advantages_NT = torch.zeros_like(advantages_NT) if alone else masked_whiten(advantages_NT, plan.mask_NT)
-            returns_D = plan.take(returns_NT)
-            decisions.write(batch, plan.take(advantages_NT), returns_D)
-            metrics[f"value/{name}/explained_variance"] = credit.explained_variance(decisions.values_D, returns_D)
-            metrics[f"value/{name}/value"] = float(decisions.values_D.mean())
+                advantages_D = plans[name].whitened(advantages_D)
+            own.write(batch, advantages_D, returns_D)
+            metrics[f"value/{name}/explained_variance"] = credit.explained_variance(own.values_D, returns_D)
+            metrics[f"value/{name}/value"] = float(own.values_D.mean())
             metrics[f"value/{name}/return"] = float(returns_D.mean())
         return metrics
+
+    def plan(self, batch: JointBatch, cells_D: Tensor) -> Trajectories:
+        separate_turns = self.credit.kind == "return"
+        return Trajectories(cells_D, batch.mask_ERA.shape, separate_turns, batch.siblings_ERA)
+
+    def estimate(
+        self,
+        batch: JointBatch,
+        decisions: Mapping[PolicyName, Decisions],
+        plans: Mapping[PolicyName, Trajectories],
+        rewards_ERA: Tensor,
+    ) -> dict[PolicyName, Tensor]:
+        """Advantages [D] of each policy's decisions."""
+        return {name: self.gae(plans[name], own.rewards(rewards_ERA), own.values_D) for name, own in decisions.items()}
+
+    def gae(self, plan: Trajectories, rewards_D: Tensor, values_D: Tensor) -> Tensor:
+        rewards_NT, values_NT = plan.lay(rewards_D), plan.lay(values_D)
+        return plan.take(credit.gae(rewards_NT, values_NT, plan.mask_NT, self.config.gamma, self.config.lam))
 
     @classmethod
     def estimators(cls) -> list[str]:
@@ -64,8 +78,11 @@ class IPPO(Learner):
             return credit_ERA
         mask_ERA = batch.path().mask_ERA
         if batch.siblings_ERA is None:
-            return credit.fold_untrained(credit_ERA, mask_ERA, batch.trained_ERA, self.config.gamma)
+            return self.fold(credit_ERA, mask_ERA, batch.trained_ERA)
         alone_ERA = batch.siblings_ERA >= 0  # worth their own verdicts, whatever comes after
         chained_ERA = batch.trained_ERA & mask_ERA & ~alone_ERA
-        folded_ERA = credit.fold_untrained(credit_ERA, mask_ERA & ~alone_ERA, chained_ERA, self.config.gamma)
-        return torch.where(alone_ERA, credit_ERA, folded_ERA)
+        return torch.where(alone_ERA, credit_ERA, self.fold(credit_ERA, mask_ERA & ~alone_ERA, chained_ERA))
+
+    def fold(self, credit_ERA: Tensor, mask_ERA: Tensor, trained_ERA: Tensor) -> Tensor:
+        """Rewards of trained turns, with what the untrained ones after them earn."""
+        return credit.fold_untrained(credit_ERA, mask_ERA, trained_ERA, self.config.gamma)

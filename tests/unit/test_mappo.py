@@ -1,9 +1,13 @@
-"""MAPPO is IPPO with another critic and another default credit, and nothing else."""
+"""MAPPO is IPPO with another critic and another default credit; and the chain of all agents' decisions, where it is asked for."""
 
+import pytest
 import torch
+from tensordict import TensorDict
 
-from marl.learners import LEARNERS
-from tests.unit.test_learners import build, two_samples
+from marl.controller.batching import joint_batch
+from marl.learners import LEARNERS, credit
+from tests.unit.test_branches import branch, grid_of
+from tests.unit.test_learners import AGENTS, batch_of, build, episode, two_samples
 
 
 def test_with_the_same_values_and_credit_it_is_ippo():
@@ -27,6 +31,152 @@ def test_what_is_different():
 def test_auto_credit_is_the_learners_default(compose_config, cold_assets):
     from marl.main import prepare
 
-    for learner, credit in {"ippo": "own", "mappo": "team", "grpo": "own"}.items():
+    for learner, expected in {"ippo": "own", "mappo": "team", "grpo": "own"}.items():
         config = prepare(compose_config(f"assets={cold_assets}", f"learner={learner}", "credit=auto"))
-        assert config.credit.name == credit
+        assert config.credit.name == expected
+
+
+CHAIN = {"gamma": 1.0, "lam": 1.0}, (0.6, 0.4)
+DISCOUNTED = {"gamma": 0.99, "lam": 0.95}, (0.5702, 0.4)
+
+
+def chained(batch, credit="team", **options):
+    learner = build("mappo", credit, whiten=False, chain=True, **options)
+    learner.check({})
+    learner.assign_credit(batch)
+    return batch
+
+
+@pytest.mark.parametrize("options,expected", [CHAIN, DISCOUNTED])
+@pytest.mark.parametrize("round", [1, 2])
+def test_the_oracle_of_the_chain(options, expected, round):
+    """Rewards 0 and 1, values .4 and .6: b speaks beside a, whose round pays its mean to b once, or in the round after a's."""
+    verdicts = [[0], [2]] if round == 1 else [[0, None], [None, 1]]
+    batch = batch_of(episode("t", 0, verdicts))
+    batch.values_ERA = torch.full(batch.mask_ERA.shape, 9.0)
+    batch.values_ERA[0, 0, 0], batch.values_ERA[0, round - 1, 1] = 0.4, 0.6
+    chained(batch, **options)
+    assert batch.rows["a"]["advantages"].values().tolist() == pytest.approx([expected[0]])
+    assert batch.rows["b"]["advantages"].values().tolist() == pytest.approx([expected[1]] * round), "a token a round"
+    returns = batch.returns_ERA[0, 0, 0], batch.returns_ERA[0, round - 1, 1]
+    assert [float(value) for value in returns] == pytest.approx([0.4 + expected[0], 1.0])
+
+
+def test_a_chain_goes_through_all_agents_of_all_rounds():
+    """Two rounds of two, gamma .5, lambda .5; by hand, from the end: values .1 .2 .3 .4, rewards 0, 1/2, 0, 1."""
+    batch = batch_of(episode("t", 0, [[1, 1], [0, 1]]), episode("u", 0, [[0, 0], [0, 0]]))
+    batch.values_ERA = torch.tensor([[[0.1, 0.2], [0.3, 0.4]], [[0.0, 0.0], [0.0, 0.0]]])
+    chained(batch, gamma=0.5, lam=0.5)
+    fourth = 1 - 0.4
+    third = 0.5 * 0.4 - 0.3 + 0.25 * fourth
+    second = 0.5 + 0.5 * 0.3 - 0.2 + 0.25 * third
+    first = 0.5 * 0.2 - 0.1 + 0.25 * second
+    # a row a turn, of one token in round 1 and two in round 2
+    assert batch.rows["a"]["advantages"].values().tolist() == pytest.approx([first, third, third, 0, 0, 0])
+    assert batch.rows["b"]["advantages"].values().tolist() == pytest.approx([second, fourth, fourth, 0, 0, 0])
+
+
+def test_tokens_are_links_of_the_chain_and_keep_their_penalties():
+    """Round 1: a, one token. Round 2: a and b, two tokens each, whose round pays 1. All five stand in one sequence."""
+    batch = batch_of(episode("t", 0, [[0, 1], [None, 1]]))
+    values, penalties = [0.1, 0.2, 0.3, 0.4, 0.5], [0.01, 0.02, 0.03, 0.04, 0.05]
+    for rows, own in ((batch.rows["a"], slice(0, 3)), (batch.rows["b"], slice(3, 5))):
+        rows["values"], rows["kl_penalty"] = (ragged_like(rows, numbers[own]) for numbers in (values, penalties))
+    chained(batch, gamma=0.9, lam=0.8)
+    rewards = torch.tensor([[-0.01, -0.02, -0.03, -0.04, 0.95]])
+    expected = credit.gae(rewards, torch.tensor([values]), torch.ones(1, 5), 0.9, 0.8)[0]
+    got = torch.cat([batch.rows[name]["advantages"].values() for name in ("a", "b")])
+    torch.testing.assert_close(got, expected)
+    returns = torch.cat([batch.rows[name]["returns"].values() for name in ("a", "b")])
+    torch.testing.assert_close(returns, expected + torch.tensor(values))
+
+
+def ragged_like(rows, values):
+    return torch.nested.nested_tensor_from_jagged(torch.tensor(values), offsets=rows["responses"].offsets())
+
+
+def test_a_round_pays_once_at_its_last_speaker():
+    rewards = torch.tensor([[[1.0, 0.0, 0.5], [4.0, 2.0, 9.0], [7.0, 7.0, 7.0]]])
+    mask = torch.tensor([[[1, 1, 1], [1, 1, 0], [0, 0, 0]]])
+    assert credit.round_rewards(rewards, mask).tolist() == [[[0, 0, 0.5], [0, 3, 0], [0, 0, 0]]]
+
+
+def test_what_untrained_turns_earn_goes_to_the_last_trained_one_of_the_chain():
+    """Round 1 alone is trained: round 2's reward 1 comes to b, over two untrained turns, at gamma squared."""
+    batch = batch_of(episode("t", 0, [[0, 1], [1, 1]]), train_rounds=[1])
+    batch.values_ERA = torch.zeros(batch.mask_ERA.shape)
+    chained(batch, gamma=0.5, lam=1.0)
+    at_the_end = 0.5 + 0.5**2 * 1
+    assert batch.rows["b"]["advantages"].values().tolist() == [at_the_end]
+    assert batch.rows["a"]["advantages"].values().tolist() == [0.5 * at_the_end]
+
+
+def test_a_frozen_last_speaker_hands_the_rounds_reward_back():
+    batch = joint_batch([episode("t", 0, [[0], [1]])], AGENTS, {"a": 1.0})
+    batch.values_ERA = torch.zeros(batch.mask_ERA.shape)
+    chained(batch, gamma=0.5, lam=1.0)
+    assert list(batch.rows) == ["a"] and batch.rows["a"]["advantages"].values().tolist() == [0.5 * 0.5]
+
+
+def test_alternatives_are_no_links_of_the_chain():
+    """a's compared turn is worth its own verdict, less its value; what is left of the conversation is b, then a, then b."""
+    batch = batch_of(branch(episode("t", 0, [[1.0, 0.0], [0.0, 1.0]]), "a", 1, [0.5]))
+    batch.values_ERA = torch.full(batch.mask_ERA.shape, 0.1)
+    chained(batch, gamma=0.5, lam=1.0)  # each round pays 1/2, to b: returns 1/2, 1/4, and 1/2 + 1/8
+    assert grid_of(batch, "a")[0, :, 0].tolist() == pytest.approx([0.9, 0.15, 0.4])
+    assert grid_of(batch, "b")[0, :2, 1].tolist() == pytest.approx([0.525, 0.4])
+
+
+def test_agents_of_one_policy_are_links_too():
+    separate, shared = (batch_of(episode("t", 0, [[0], [1]]), episode("u", 0, [[1], [1]])) for _ in range(2))
+    for batch in (separate, shared):
+        batch.values_ERA = torch.tensor([[[0.4, 0.6]], [[0.1, 0.7]]])
+    rows = [separate.rows["a"], separate.rows["b"]]
+    shared.rows = {"both": rows_after_one_another(rows)}
+    chained(separate, lam=0.5), chained(shared, lam=0.5)
+    for a, name in enumerate(AGENTS):
+        assert torch.equal(grid_of(separate, name)[..., a], grid_of(shared, "both")[..., a])
+
+
+def rows_after_one_another(parts):
+    joined = {
+        key: torch.nested.as_nested_tensor([row for part in parts for row in part[key].unbind()], layout=torch.jagged)
+        for key in ("responses", "response_mask", "turn_index")
+    }
+    return TensorDict(joined, batch_size=[sum(map(len, parts))])
+
+
+def test_a_chain_is_whitened_by_policy():
+    batch = batch_of(*(episode(f"t{i}", 0, [[i % 2], [i % 3]]) for i in range(12)))
+    batch.values_ERA = torch.linspace(-1, 1, batch.mask_ERA.numel()).view(batch.mask_ERA.shape)
+    build("mappo", "team", chain=True).assign_credit(batch)
+    for name in AGENTS:
+        advantages = batch.rows[name]["advantages"].values()
+        assert float(advantages.mean()) == pytest.approx(0, abs=1e-6)
+        assert float(advantages.std()) == pytest.approx(1, abs=1e-5)
+
+
+def test_a_chain_of_one_agent_is_none():
+    """One agent's rounds are one chain anyway."""
+    results = []
+    for chain in (False, True):
+        batch = batch_of(episode("t", 0, [[0, 1], []]), episode("u", 0, [[1, 1], []]))
+        batch.values_ERA = torch.tensor([[[0.4, 0.0], [0.6, 0.0]], [[0.3, 0.0], [0.1, 0.0]]])
+        build("mappo", "team", chain=chain, gamma=0.9, lam=0.8).assign_credit(batch)
+        results.append(batch)
+    assert torch.equal(*(batch.rows["a"]["advantages"].values() for batch in results))
+    assert torch.equal(*(batch.returns_ERA for batch in results))
+
+
+def test_a_chain_takes_no_credit_that_holds_the_future():
+    with pytest.raises(ValueError, match=r"learner.chain=true with credit=influence.*use credit=team"):
+        build("mappo", "influence", chain=True).check({})
+    build("mappo", "influence").check({})
+
+
+def test_the_command_line_refuses_it_too(compose_config, cold_assets):
+    from marl.config.errors import ConfigError
+    from marl.main import prepare
+
+    with pytest.raises(ConfigError, match="learner.chain=true with credit=influence"):
+        prepare(compose_config(f"assets={cold_assets}", "learner=mappo", "learner.chain=true"))
