@@ -20,6 +20,7 @@ from marl.controller.critics import reader
 from marl.controller.tasks import train_loader, validation_tasks
 from marl.controller.workers import EpisodeWorkers, SpreadController, spawn
 from marl.facts import make_learner
+from marl.modules.critics.utilities import JointStates
 from marl.modules.models import load_config
 from marl.parts import model_config
 from marl.rewards import build_reward
@@ -128,7 +129,7 @@ def make_controller(
 
 def critic_reader(config: DictConfig, kind: str, policies: list[str]) -> Any:
     """What the critics read, in the agents' tokenizer or in one of their own. Raises ConfigError for values of tokens of
-    another tokenizer."""
+    another tokenizer, and for a tokenizer that cannot end an answer."""
 
     def folder(model: DictConfig) -> str:
         return str(model.tokenizer_path or model.path)
@@ -140,5 +141,15 @@ def critic_reader(config: DictConfig, kind: str, policies: list[str]) -> Any:
             f"critic.level=token values the agents' tokens, and {', '.join(sorted(foreign))} may cut a text into others than "
             f"the critic's {folder(config.critic.model)}. Set critic.level=turn, or critic.model.path to the agents' model"
         )
-    encoder = ChatEncoder(own, config.data.apply_chat_template_kwargs) if foreign and kind == "local" else None
-    return reader(kind, config.critic.level, own, encoder)
+    if foreign and kind == "utility" and own.eos_token_id is None:
+        raise ConfigError(
+            f"critic.model.path={config.critic.model.path}: its tokenizer has no end-of-text token, where an answer would be "
+            "valued; use another model, or the agents'"
+        )
+    encoder = ChatEncoder(own, config.data.apply_chat_template_kwargs) if foreign and kind != "central" else None
+    return reader(kind, config.critic.level, own, encoder, kind == "utility" and config.learner.share_utilities)
+
+
+def joint_states(config: DictConfig) -> JointStates:
+    """The joint observation for a learner that reads it, in the critics' tokenizer."""
+    return JointStates(tokenizer_of(config.critic.model))

@@ -41,23 +41,23 @@ def check_runner(config: DictConfig) -> None:
 
 
 def check_learner(config: DictConfig) -> None:
-    learner, credit = LEARNERS.get(config.learner.name), CREDITS.get(config.credit.name)
+    credit = CREDITS.get(config.credit.name)
+    learner = make_learner(config)
     if learner.credits and config.credit.name not in learner.credits:
         raise ConfigError(
             f"credit={config.credit.name}: learner={config.learner.name} is defined for credit={' and '.join(learner.credits)} "
             "alone; use that, or credit=auto"
         )
-    made = make_learner(config)
     try:
-        made.check(policies_by_agent(config.agents))
+        learner.check(policies_by_agent(config.agents))
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    for name, agent in config.agents.items() if made.exchange_every else ():
+    for name, agent in config.agents.items() if learner.exchange_every else ():
         if not agent.trainable or agent.agent_loop:
             key = "agent_loop" if agent.trainable else "trainable"
             raise ConfigError(
                 f"agents.{name}.{key}={agent[key]}: with learner={config.learner.name} agents exchange their policies every "
-                f"{made.exchange_every} steps, and all must be trained and answer in the same way; leave it out"
+                f"{learner.exchange_every} steps, and all must be trained and answer in the same way; leave it out"
             )
     compares = RUNNERS.build(config.runner).compares_alternatives
     alone = config.actor_rollout_ref.rollout.n < 2 and not compares
@@ -116,6 +116,8 @@ def check_critics(config: DictConfig) -> None:
             f"critic.enable={config.critic.enable}: whether there are critics is the learner's to say, and "
             f"learner={config.learner.name} has {learner.critic} ones; leave it null"
         )
+    if learner.critic == "utility":
+        check_utilities(config)
     warm_up = config.trainer.critic_warmup
     if warm_up and learner.critic == "none":
         raise ConfigError(
@@ -126,6 +128,24 @@ def check_critics(config: DictConfig) -> None:
         raise ConfigError(
             f"controller.pack_turns=true: with critic.level=token the central critic of learner={config.learner.name} reads a "
             "row a turn, each after its own joint observation; set controller.pack_turns=false or critic.level=turn"
+        )
+
+
+def check_utilities(config: DictConfig) -> None:
+    """What learners with a mixer ask beside that."""
+    learner, tasks = f"learner={config.learner.name}", config.data.train_batch_size
+    if config.critic.level == "token":
+        raise ConfigError(f"critic.level=token: {learner} mixes utilities of turns; set critic.level=turn")
+    if config.critic.ppo_epochs != 1 or config.critic.ppo_mini_batch_size != tasks:
+        raise ConfigError(
+            f"critic.ppo_epochs={config.critic.ppo_epochs}, critic.ppo_mini_batch_size={config.critic.ppo_mini_batch_size}: "
+            f"{learner} takes the derivatives of all utilities together, anew for every pass; set critic.ppo_epochs=1 and "
+            f"critic.ppo_mini_batch_size={tasks}, and the passes by learner.mixer_epochs"
+        )
+    if RUNNERS.build(config.runner).compares_alternatives:
+        raise ConfigError(
+            f"runner={config.runner.name} compares alternatives of one agent, and they are part of no joint action that "
+            f"{learner} could mix; use another runner, or learner=grpo"
         )
 
 

@@ -243,7 +243,7 @@ def check_cluster(config: DictConfig) -> None:
 async def build(config: DictConfig, cleanup: ExitStack, progress: Any = None) -> Any:
     """Start every policy's pool, workers and servers, and put the trainer together; ``cleanup`` learns how to end them."""
     # heavy: imported once the configuration is known to be right
-    from marl.assembly import critic_reader, load_tasks, start_controller, tokenizer_of
+    from marl.assembly import critic_reader, joint_states, load_tasks, start_controller, tokenizer_of
     from marl.controller.critics import Critics
     from marl.marl_trainer import MARLTrainer
 
@@ -259,9 +259,9 @@ async def build(config: DictConfig, cleanup: ExitStack, progress: Any = None) ->
     controller = await start_controller(config, groups, tokenizers, run_id, cleanup)
     learner = make_learner(config)
     reading = critic_reader(config, learner.critic, names) if critics else None
-    return MARLTrainer(
-        config, groups, controller, learner, Critics(critics, reading), loader, validation, total_steps, progress
-    )
+    states = joint_states(config) if learner.reads_joint else None
+    values = Critics(critics, reading, states)
+    return MARLTrainer(config, groups, controller, learner, values, loader, validation, total_steps, progress)
 
 
 def make_groups(

@@ -124,19 +124,20 @@ class MARLTrainer:
             reference_metrics = self._policy_metrics(await self.references.compare(batch))
         with phase("values"):
             await self.critics.value(episodes, batch)
+            fits = await self.fit_critics(batch) if self.learner.fits_first else {}
         with phase("credit"):
             credit_metrics = self.learner.assign_credit(batch)
             if "team/degenerate_groups" in credit_metrics:
                 self.degenerate.add(credit_metrics["team/degenerate_groups"])
             credit_metrics |= self._credit_shares(batch)
         with phase("update"):
-            updates, fits = await self.update(batch)
+            updates, later_fits = await self.update(batch)
             await self.references.renew(self.step_number)
         with phase("sync_weights"):
             await self.sync_weights()
         seconds = time.perf_counter() - started
         metrics = credit_metrics | token_metrics | reference_metrics | self._team_metrics(episodes, collection)
-        metrics |= self._policy_metrics(updates) | self._critic_metrics(fits) | replay_metrics
+        metrics |= self._policy_metrics(updates) | self._critic_metrics(fits | later_fits) | replay_metrics
         metrics |= self.controller.reward.metrics() | phase.metrics()
         turns, critics = float(batch.mask_ERA.sum()), list(self.critics.groups.values())
         metrics |= throughput(list(self.policies.values()), critics, turns, seconds)
@@ -211,13 +212,16 @@ class MARLTrainer:
     async def update(self, batch: JointBatch) -> tuple[dict[PolicyName, Metrics], dict[CriticName, Metrics]]:
         """Policies and critics at the same time; critics alone before step ``trainer.critic_warmup``, as in verl."""
         warm = self.step_number >= self.config.trainer.critic_warmup
-        updates, fits = await asyncio.gather(
-            self.learner.update(batch, self.policies if warm else {}),
-            self.learner.update_critics(batch, self.critics.groups),
-        )
+        work = [self.learner.update(batch, self.policies if warm else {})]
+        work += [] if self.learner.fits_first else [self.fit_critics(batch)]
+        updates, *fits = await asyncio.gather(*work)
         must_be_finite("policy", updates, self.step_number)
+        return updates, fits[0] if fits else {}
+
+    async def fit_critics(self, batch: JointBatch) -> dict[CriticName, Metrics]:
+        fits = await self.learner.update_critics(batch, self.critics.groups)
         must_be_finite("critic", fits, self.step_number)
-        return updates, fits
+        return fits
 
     async def sync_weights(self) -> None:
         """Give every policy's weights to its servers, all at once."""

@@ -8,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from marl.config.checks import policy_names
 from marl.config.policies import own_settings, trained_policies
 from marl.learners import LEARNERS
+from marl.modules.critics.utilities import SHARED
 from marl.utils.seeding import derive_seed
 
 
@@ -17,10 +18,12 @@ def pool_of(config: DictConfig, policy: str) -> str:
 
 
 def critic_names(config: DictConfig) -> list[str]:
-    """A local critic for every policy that is trained, of its name; one central critic for all."""
+    """A local critic for every policy that is trained, of its name; one central critic, or shared utility, for all."""
     kind = LEARNERS.get(config.learner.name).critic
     if kind == "none":
         return []
+    if kind == "utility" and config.learner.share_utilities:
+        return [SHARED]
     return ["central"] if kind == "central" else trained_policies(config.agents)
 
 

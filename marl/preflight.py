@@ -15,6 +15,7 @@ from marl.config.errors import ConfigError
 from marl.config.policies import all_policies, changes_of, loops_of, own_settings, policies_by_agent
 from marl.controller.agent_loop import check_loops
 from marl.controller.chat import ChatEncoder
+from marl.learners import LEARNERS
 from marl.modules import models
 from marl.modules.workers.settings import check_settings
 from marl.runners import RUNNERS, followed_by
@@ -98,7 +99,9 @@ def plan_text(
         asleep[pool] = own.rollout.free_cache_engine
     for critic, pool in (pool_by_critic or {}).items():
         size = models.size_of(models.load_config(config.critic.model, "critic.model"), "critic.model.path")
-        memory = plan.critic_memory(config.critic, config.trainer.nnodes * config.trainer.n_gpus_per_node, size)
+        ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+        has_target = LEARNERS.get(config.learner.name).critic == "utility"
+        memory = plan.critic_memory(config.critic, ranks, size, has_target)
         pools.setdefault(pool, []).append((f"{critic} critic", memory))
         asleep.setdefault(pool, False)
     peaks = {pool: plan.pool_memory([memory for _, memory in members], asleep[pool]) for pool, members in pools.items()}

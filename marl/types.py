@@ -241,6 +241,10 @@ class JointBatch:
     """What each critic reads: ``input_ids``, and where in a row its values are read (``read_at``, ``turn_index``)."""
     values_ERA: Tensor | None = None
     """A value of every trained turn, where critics value turns; values of tokens lie in the rows."""
+    utilities_ERA: Tensor | None = None
+    """What a critic gives for a turn once it was taken, where critics give that: q(h, y) beside v(h), the value."""
+    joint_ids: Tensor | None = None
+    """The joint observation of every round, as ids ragged over [E * R]: the state of a learner that reads one."""
     returns_ERA: Tensor | None = None
     """What the critics should have said, from the learner."""
 
@@ -268,6 +272,25 @@ class PolicyGroup(Protocol):
 class CriticGroup(Protocol):
     """The only view a learner has of the workers of one critic."""
 
+    async def compute_values(self, rows: TensorDict) -> Tensor:
+        """Values under the current weights, ragged like ``read_at``."""
+        ...
+
     async def update_critic(self, rows: TensorDict) -> Metrics:
         """One pass of optimisation over value rows with ``values``, ``returns`` and ``value_mask``, ragged like ``read_at``."""
+        ...
+
+    async def descend(self, rows: TensorDict, last: bool) -> Metrics:
+        """One step of optimisation down ``gradients``, the derivatives of a loss by every value, ragged like ``read_at``.
+
+        ``last`` of this training step: the learning rate moves on.
+        """
+        ...
+
+    async def compute_targets(self, rows: TensorDict) -> Tensor:
+        """Values under the weights that :meth:`renew_target` kept, ragged like ``read_at``."""
+        ...
+
+    async def renew_target(self) -> None:
+        """Keep a copy of the current weights as the target."""
         ...

@@ -219,8 +219,8 @@ def policy_memory(own: Any, batch: PolicyBatch, size: ModelSize, card: float | N
     return replace(memory, server=server)
 
 
-def critic_memory(critic: Any, ranks: int, size: ModelSize) -> Memory:
-    """Of one rank of a critic: a value of every token in the place of its logits."""
+def critic_memory(critic: Any, ranks: int, size: ModelSize, target: bool = False) -> Memory:
+    """Of one rank of a critic: a value of every token in the place of its logits; ``target``: beside a copy of its weights."""
     precision = critic.fsdp.get("mixed_precision")
     training = Training(
         ranks=ranks,
@@ -231,7 +231,8 @@ def critic_memory(critic: Any, ranks: int, size: ModelSize) -> Memory:
         reshard=critic.fsdp.reshard_after_forward,
         lora_rank=critic.model.lora_rank,
     )
-    return replace(training_memory(size, training), logits=0.0)
+    copy = reference_memory(size, training) if target else 0.0
+    return replace(training_memory(size, training), logits=0.0, reference=copy)
 
 
 def batch_text(batch: Batch) -> str:

@@ -154,6 +154,10 @@ NUMBERS: dict[str, Number] = {
     "credit.alternatives": count(2, 1000, optional=True),
     "credit.finishes": count(1, 1000, optional=True),
     "credit.share": Number(0, 1, above=True, optional=True),
+    "learner.mixer_lr": Number(0, 1e3, optional=True),
+    "learner.mixer_epochs": count(1, 10**4, optional=True),
+    "learner.target_update_every": count(1, optional=True),
+    **{f"learner.{key}": count(1, 2**20, optional=True) for key in ("state_dim", "state_buckets", "embed_dim")},
     **{
         f"runner.{key}": count(1, 10_000, optional=True)
         for key in ("num_rounds", "num_turns", "num_revisions", "num_picks", "num_peers", "laps")

@@ -49,6 +49,10 @@ class ChatEncoder:
             ids.extend(pieces[index + 1])
         return ids
 
+    def answer(self, text: str) -> list[int]:
+        """Ids of an answer's text and its end: what a model of this tokenizer would have said."""
+        return [*self._content(text), self.tokenizer.eos_token_id]
+
     def defused(self, observation: Sequence[Message]) -> list[Message]:
         """A copy, with a space in every special token that a text spells: others encode texts with special tokens enabled,
         and a text must not forge a role there either."""

@@ -24,18 +24,36 @@ class CriticGroup(WorkerGroup):
 
     async def compute_values(self, rows: TensorDict) -> Tensor:
         """Values under the current weights, ragged like ``read_at``. Raises ValueError for a row that is too long."""
+        return await self._values(self.workers.compute_values, rows)
+
+    async def compute_targets(self, rows: TensorDict) -> Tensor:
+        """The same under the weights of the last renewal."""
+        return await self._values(self.workers.compute_targets, rows)
+
+    async def _values(self, method: Any, rows: TensorDict) -> Tensor:
         size = len(rows)
         self._must_fit(rows)
         rows = rows.select(*self.FORWARD_KEYS)
         rows["value_mask"] = ones_like(rows["read_at"])
         rows = self._for_workers(with_loss_mask(rows), compute_loss=False, temperature=1.0)
-        values = (await self._call("values", self.workers.compute_values, rows))["values"]
+        values = (await self._call("values", method, rows))["values"]
         return first_rows(values, size) if len(rows) > size else values
+
+    async def renew_target(self) -> None:
+        await self._all("renewing its target", self.workers.renew_target)
 
     async def update_critic(self, rows: TensorDict) -> Metrics:
         wanted = self.config.data.train_batch_size // self.critic.ppo_mini_batch_size
         rows = rows.select(*self.FORWARD_KEYS, "values", "returns", "value_mask")
-        rows = self.mini_batches(with_loss_mask(rows), wanted, self.critic)
+        return await self._update(self.mini_batches(with_loss_mask(rows), wanted, self.critic))
+
+    async def descend(self, rows: TensorDict, last: bool) -> Metrics:
+        rows = rows.select(*self.FORWARD_KEYS, "gradients", "value_mask")
+        rows = self.mini_batches(with_loss_mask(rows), 1, self.critic)
+        tu.assign_non_tensor(rows, epochs=1, last_pass=last)  # derivatives hold at the weights they were taken at
+        return await self._update(rows)
+
+    async def _update(self, rows: TensorDict) -> Metrics:
         tu.assign_non_tensor(rows, temperature=1.0)
         output = await self._call("update", self.workers.update_critic, rows)
         return flatten_metrics(tu.get(output, "metrics"))

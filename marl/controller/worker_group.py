@@ -87,7 +87,8 @@ class WorkerGroup:
             future = method(rows)
             await self._wait(f"computing {phase}", asyncio.gather(*future.futures))
         output = future.get()
-        self.busy_seconds[phase] = float(np.max(tu.get(output, "metrics")["worker_seconds"]))
+        seconds = float(np.max(tu.get(output, "metrics")["worker_seconds"]))
+        self.busy_seconds[phase] = self.busy_seconds.get(phase, 0.0) + seconds
         return output
 
     async def _wait(self, what: str, work: Awaitable[T]) -> T:

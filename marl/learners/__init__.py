@@ -1,6 +1,6 @@
 """Importing this package registers the built-in learners and credit schemes."""
 
-from marl.learners import at_grpo, cory, grpo, happo, ippo, magrpo, mappo, otherwise, rae
+from marl.learners import at_grpo, cory, grpo, happo, ippo, magrpo, mappo, otherwise, qmix, rae, vdn
 from marl.learners.base import LEARNERS, Learner, register_learner, spread
 from marl.learners.schemes import CREDITS, Credit, register_credit
 
@@ -17,8 +17,10 @@ __all__ = [
     "magrpo",
     "mappo",
     "otherwise",
+    "qmix",
     "rae",
     "register_credit",
     "register_learner",
     "spread",
+    "vdn",
 ]

@@ -25,12 +25,17 @@ class Learner(ABC):
     Facts about a learner are class attributes, so that nothing branches on its name.
     """
 
-    critic: ClassVar[Literal["none", "local", "central"]] = "none"
+    critic: ClassVar[Literal["none", "local", "central", "utility"]] = "none"
+    """What values its turns; ``utility``: local critics that read a turn before and after the answer."""
+    fits_first: ClassVar[bool] = False
+    """Its critics are fitted before they credit a step's turns; else while the policies are updated."""
+    reads_joint: ClassVar[bool] = False
+    """Wants ``JointBatch.joint_ids``."""
     default_credit: ClassVar[str] = "own"
     """What ``credit=auto`` stands for."""
     credits: ClassVar[tuple[str, ...]] = ()
     """The credit schemes that it is defined for; empty for all."""
-    compares_samples: ClassVar[bool] = False
+    compares_samples: bool = False
     """Learns from differences between a task's samples, and therefore needs more than one of them."""
 
     @dataclass

@@ -13,6 +13,11 @@ def place_values(batch: JointBatch, critic: CriticName, values: Tensor) -> None:
     Values of turns go to the grid, values of tokens into the rows of the policies whose rows the critic reads.
     """
     rows = batch.value_rows[critic]
+    if "answered" in rows:
+        if batch.values_ERA is None or batch.utilities_ERA is None:
+            batch.values_ERA, batch.utilities_ERA = torch.zeros(2, *batch.mask_ERA.shape).unbind()
+        lay_utilities(rows, values, batch.values_ERA, batch.utilities_ERA)
+        return
     if "turn_index" in rows:
         if batch.values_ERA is None:
             batch.values_ERA = torch.zeros(batch.mask_ERA.shape)
@@ -24,6 +29,23 @@ def place_values(batch: JointBatch, critic: CriticName, values: Tensor) -> None:
         own = values.values()[start : start + int(offsets[-1])]
         batch.rows[name]["values"] = torch.nested.nested_tensor_from_jagged(own.float(), offsets=offsets)
         start += int(offsets[-1])
+
+
+def lay_utilities(rows: TensorDict, values: Tensor, v_ERA: Tensor, q_ERA: Tensor) -> None:
+    """Write what was read before answers into one grid, what was read after them into the other."""
+    cells, answered = rows["turn_index"].values(), rows["answered"].values().bool()
+    v_ERA.view(-1)[cells[~answered]] = values.values()[~answered].float()
+    q_ERA.view(-1)[cells[answered]] = values.values()[answered].float()
+
+
+def gradient_rows(rows: TensorDict, dv_ERA: Tensor, dq_ERA: Tensor) -> TensorDict:
+    """A critic's rows with ``gradients`` and ``value_mask``, ragged like ``read_at``: the way back of :func:`lay_utilities`."""
+    cells, answered = rows["turn_index"].values(), rows["answered"].values().bool()
+    gradients = torch.where(answered, dq_ERA.flatten()[cells], dv_ERA.flatten()[cells])
+    rows, offsets = rows.copy(), rows["read_at"].offsets()
+    rows["gradients"] = torch.nested.nested_tensor_from_jagged(gradients, offsets=offsets)
+    rows["value_mask"] = torch.nested.nested_tensor_from_jagged(torch.ones_like(cells), offsets=offsets)
+    return rows
 
 
 def policies_read(batch: JointBatch, critic: CriticName) -> list[PolicyName]:

@@ -1,11 +1,19 @@
 """One Ray session for all, and one small run that tests can hold in their hands."""
 
 import asyncio
+import json
+import os
+import subprocess
+import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass
@@ -74,3 +82,54 @@ def alone(compose_config, cold_assets, tmp_path):
             return Live(trainer, loop)
 
         yield start
+
+
+@pytest.fixture(scope="session")
+def gsm8k_like(tmp_path_factory):
+    """A local copy of a data set of GSM8K's form, through the script that prepares it."""
+    folder = tmp_path_factory.mktemp("gsm8k")
+    for split, count in (("train", 8), ("test", 4)):
+        rows = [
+            {
+                "question": f"Ann has {i} apples and buys {i + 2} more. How many?",
+                "answer": f"{i} + {i + 2}\n#### {2 * i + 2}",
+            }
+            for i in range(count)
+        ]
+        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    script = ROOT / "examples" / "data_preprocess" / "gsm8k.py"
+    arguments = ["--local_dataset_path", folder, "--local_save_dir", folder / "parquet"]
+    subprocess.run([sys.executable, script, *arguments], check=True, capture_output=True, timeout=60, cwd=ROOT)
+    return folder / "parquet"
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory, bpe_tokenizer):
+    folder = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(bpe_tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=2, intermediate_size=64, max_position_embeddings=1024,
+            eos_token_id=bpe_tokenizer.eos_token_id, pad_token_id=bpe_tokenizer.pad_token_id, bos_token_id=None,
+        )
+    ).save_pretrained(folder)  # fmt: skip
+    bpe_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def environment(gsm8k_like, tiny_model):
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return os.environ | {"DATA": str(gsm8k_like), "MODEL": str(tiny_model), "PATH": path, "PYTHONPATH": str(ROOT)}
+
+
+def overrides_of(script, environment, folder):
+    """What a script gives to ``python``, as one of ours on the path hears it."""
+    stand_in = folder / "python"
+    stand_in.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
+    stand_in.chmod(0o755)
+    environment = environment | {"PATH": f"{folder}{os.pathsep}{environment['PATH']}"}
+    told = subprocess.run(["bash", script], env=environment, capture_output=True, text=True, check=True)
+    words = told.stdout.splitlines()
+    assert words[:2] == ["-m", "marl.main"]
+    return words[2:]

@@ -1,4 +1,4 @@
-"""The clipped value loss of PPO, at the positions where values are read."""
+"""What critics minimise, at the positions where values are read: the clipped loss of PPO, or a loss of somebody else's."""
 
 from typing import Any
 
@@ -19,6 +19,24 @@ def read_values(values: torch.Tensor, rows: TensorDict) -> torch.Tensor:
     return torch.nested.nested_tensor_from_jagged(
         values.values()[starts + read_at.values()].float(), offsets=read_at.offsets()
     )
+
+
+def critic_loss(config: Any, model_output: dict[str, torch.Tensor], data: TensorDict, dp_group: Any = None):
+    """Of rows with ``gradients`` the linear loss, of others PPO's."""
+    if "gradients" in data:
+        return linear_loss(model_output, data)
+    return value_loss(config, model_output, data, dp_group)
+
+
+def linear_loss(model_output: dict[str, torch.Tensor], data: TensorDict):
+    """sum_t g_t V_t, where g_t are the derivatives of a loss by the values: its gradient is that loss's, at these weights.
+
+    A sum over the whole batch, however ranks and micro-batches cut it: verl takes the mean over ``dp_size`` ranks.
+    """
+    values = read_values(model_output["values"], data).values()
+    mask = data["value_mask"].values()
+    loss = (data["gradients"].values() * values * mask).sum() * data["dp_size"]
+    return loss, {}
 
 
 def value_loss(config: Any, model_output: dict[str, torch.Tensor], data: TensorDict, dp_group: Any = None):

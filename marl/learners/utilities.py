@@ -1,0 +1,107 @@
+"""The fit of utilities and mixer together. The mixer stays here: its derivatives by the utilities go to the critics' workers
+as coefficients of a linear loss, whose gradient at the same weights is that of one graph from the mixer to the value heads.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from marl.learners.credit import explained_variance
+from marl.learners.mixing import JointActions, Mixing, baseline_loss
+from marl.learners.values import gradient_rows, lay_utilities
+from marl.types import CriticGroup, CriticName, JointBatch, Metrics
+
+Critics = Mapping[CriticName, CriticGroup]
+
+
+class MixerFit:
+    """A mixer that is being fitted, with its target copy and its optimiser; ``steps`` counts the training steps of the fit."""
+
+    def __init__(self, make: Callable[[int], Mixing], num_agents: int, lr: float, seed: int) -> None:
+        """The first weights are drawn from ``seed``, whatever else is drawn in this process."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.mixing = make(num_agents)
+        self.target, self.num_agents, self.steps = deepcopy(self.mixing), num_agents, 0
+        parameters = list(self.mixing.parameters())
+        self.optimizer = torch.optim.Adam(parameters, lr=lr) if parameters else None  # a sum has none
+
+    async def renew_targets(self, critics: Critics) -> None:
+        """The present weights of mixer and critics are what later turns are valued by, until the next renewal."""
+        self.target.load_state_dict(self.mixing.state_dict())
+        await asyncio.gather(*(critic.renew_target() for critic in critics.values()))
+
+    async def targets(self, batch: JointBatch, critics: Critics, joint: JointActions, gamma: float) -> Tensor:
+        """y [B], from the target copies of the utilities and of the mixer; they are asked where a round has a next one."""
+        if gamma == 0 or not (joint.next_B >= 0).any():
+            return joint.rewards_B
+        _, q_ERA = await read(batch, critics, target=True)
+        with torch.no_grad():
+            q_tot_B = self.target(joint.take(q_ERA), self.target.states(joint))
+        return joint.targets(q_tot_B, gamma)
+
+    async def one_pass(
+        self, batch: JointBatch, critics: Critics, joint: JointActions, targets_B: Tensor, last: bool
+    ) -> dict[CriticName, Metrics]:
+        """One optimiser step of the mixer and of every critic, from the batch's values, which are of the present weights."""
+        v_BA, q_BA = joint.take(batch.values_ERA), joint.take(batch.utilities_ERA)
+        q_tot_B, dq_BA, loss = self.descend(joint, q_BA, targets_B)
+        v_loss, dv_BA = baseline_loss(v_BA, q_BA, joint.mask_BA)
+        metrics = await descend(batch, critics, joint.lay(dv_BA), joint.lay(dq_BA), last)
+        fitted = {
+            "q_tot_loss": loss,
+            "v_loss": float(v_loss),
+            "q_tot_explained_variance": explained_variance(q_tot_B, targets_B),
+        }
+        return {name: numbers | fitted for name, numbers in metrics.items()}
+
+    def descend(self, joint: JointActions, q_BA: Tensor, targets_B: Tensor) -> tuple[Tensor, Tensor, float]:
+        """One step of the mixer on the mean of (Q_tot - y)^2: Q_tot before it, the loss's derivatives [B, A] by the utilities,
+        and the loss."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        q_BA = q_BA.detach().requires_grad_()
+        q_tot_B = self.mixing(q_BA, self.mixing.states(joint))
+        loss = (q_tot_B - targets_B).square().mean()
+        loss.backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
+        dq_BA = torch.zeros_like(q_BA) if q_BA.grad is None else q_BA.grad
+        return q_tot_B.detach(), dq_BA, float(loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"num_agents": self.num_agents, "steps": self.steps}
+        state |= {"mixing": self.mixing.state_dict(), "target": self.target.state_dict()}
+        return state | ({"optimizer": self.optimizer.state_dict()} if self.optimizer else {})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps = state["steps"]
+        self.mixing.load_state_dict(state["mixing"])
+        self.target.load_state_dict(state["target"])
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(state["optimizer"])
+
+
+async def read(batch: JointBatch, critics: Critics, target: bool = False) -> tuple[Tensor, Tensor]:
+    """v and q [E, R, A] of the trained turns, under the critics' current weights or their target's."""
+    names = list(batch.value_rows)
+    calls = [critics[name].compute_targets if target else critics[name].compute_values for name in names]
+    results = await asyncio.gather(*(call(batch.value_rows[name]) for call, name in zip(calls, names, strict=True)))
+    v_ERA, q_ERA = torch.zeros(2, *batch.mask_ERA.shape).unbind()
+    for name, values in zip(names, results, strict=True):
+        lay_utilities(batch.value_rows[name], values, v_ERA, q_ERA)
+    return v_ERA, q_ERA
+
+
+async def descend(
+    batch: JointBatch, critics: Critics, dv_ERA: Tensor, dq_ERA: Tensor, last: bool
+) -> dict[CriticName, Metrics]:
+    """One optimiser step of every critic, all at the same time."""
+    names = list(batch.value_rows)
+    rows = [gradient_rows(batch.value_rows[name], dv_ERA, dq_ERA) for name in names]
+    results = await asyncio.gather(*(critics[name].descend(part, last) for name, part in zip(names, rows, strict=True)))
+    return dict(zip(names, results, strict=True))

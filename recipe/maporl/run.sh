@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# MAPoRL: three rounds of debate, influence-aware reward, multi-agent PPO with a central critic (arXiv:2502.18439).
+# One node of 8 GPUs. First: python examples/data_preprocess/gsm8k.py --local_save_dir "$HOME/data/gsm8k"
+# Anything can be changed behind the script's name: bash recipe/maporl/run.sh trainer.n_gpus_per_node=1
+set -euo pipefail
+ROOT=$(cd "$(dirname "$0")/../.." && pwd)
+DATA=${DATA:-$HOME/data/gsm8k}
+MODEL=${MODEL:-Qwen/Qwen2.5-3B-Instruct}
+
+bash "$ROOT/marl/marl.sh" \
+  "hydra.searchpath=[file://$ROOT/recipe]" +maporl=maporl \
+  data.train_files="$DATA/train.parquet" data.val_files="$DATA/test.parquet" \
+  data.train_batch_size=64 data.max_prompt_length=3072 data.max_response_length=300 \
+  actor_rollout_ref.model.path="$MODEL" \
+  agents.agent_0.role="Reason step by step. End with the answer as #### number." \
+  agents.agent_1.role="Reason step by step. End with the answer as #### number." \
+  actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.model.lora_alpha=16 \
+  actor_rollout_ref.actor.optim.lr=1e-5 actor_rollout_ref.actor.ppo_epochs=4 actor_rollout_ref.actor.clip_ratio=0.2 \
+  critic.optim.lr=1e-5 critic.ppo_mini_batch_size=64 trainer.critic_warmup=10 \
+  algorithm.use_kl_in_reward=true algorithm.kl_ctrl.kl_coef=0.002 \
+  actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.temperature=0.7 \
+  actor_rollout_ref.actor.ppo_mini_batch_size=64 \
+  actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384 \
+  actor_rollout_ref.rollout.gpu_memory_utilization=0.4 \
+  resources.placement=colocated \
+  trainer.n_gpus_per_node=8 trainer.nnodes=1 \
+  trainer.total_epochs=3 trainer.test_freq=5 trainer.save_freq=20 \
+  trainer.experiment_name=maporl "trainer.logger=[console,file]" \
+  "$@"

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# QMIX for language models: two agents debate, one team reward, monotone mixing of their utilities (arXiv:1803.11485).
+# One node of 8 GPUs. First: python examples/data_preprocess/gsm8k.py --local_save_dir "$HOME/data/gsm8k"
+# Anything can be changed behind the script's name: bash recipe/qmix/run.sh trainer.n_gpus_per_node=1
+set -euo pipefail
+ROOT=$(cd "$(dirname "$0")/../.." && pwd)
+DATA=${DATA:-$HOME/data/gsm8k}
+MODEL=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
+
+bash "$ROOT/marl/marl.sh" \
+  "hydra.searchpath=[file://$ROOT/recipe]" +qmix=qmix \
+  data.train_files="$DATA/train.parquet" data.val_files="$DATA/test.parquet" \
+  data.train_batch_size=128 data.max_prompt_length=2048 data.max_response_length=512 \
+  actor_rollout_ref.model.path="$MODEL" \
+  runner=debate runner.num_rounds=2 credit.of=answer \
+  agents.agent_0.role="Solve it step by step." agents.agent_1.role="Solve it in another way and check every number." \
+  actor_rollout_ref.actor.optim.lr=1e-6 critic.optim.lr=1e-5 critic.ppo_mini_batch_size=128 trainer.critic_warmup=20 \
+  actor_rollout_ref.rollout.n=4 \
+  actor_rollout_ref.actor.ppo_mini_batch_size=128 \
+  actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384 \
+  actor_rollout_ref.rollout.gpu_memory_utilization=0.4 \
+  resources.placement=colocated \
+  trainer.n_gpus_per_node=8 trainer.nnodes=1 \
+  trainer.total_epochs=5 trainer.test_freq=5 trainer.save_freq=20 \
+  trainer.experiment_name=qmix "trainer.logger=[console,file]" \
+  "$@"

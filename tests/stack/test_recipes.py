@@ -1,0 +1,100 @@
+"""Every recipe: its files, its script down to the workers' settings, and two steps on a CPU."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from marl.main import prepare, run
+from marl.preflight import plan_text
+from tests.stack.conftest import ROOT, overrides_of
+
+RECIPES = ["at_grpo", "cory", "maporl", "marft", "multi_agent_grpo", "qmix"]
+SMALLER = (
+    "hardware=cpu",
+    "resources.one_process=true",
+    "trainer.n_gpus_per_node=1",
+    "trainer.critic_warmup=0",
+    "data.train_batch_size=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "critic.ppo_mini_batch_size=2",
+    "data.max_prompt_length=600",
+    "data.max_response_length=8",
+    "trainer.total_training_steps=2",
+    "trainer.save_freq=-1",
+    "trainer.logger=[file]",
+)
+
+
+def test_every_recipe_is_complete():
+    assert sorted(path.parent.name for path in (ROOT / "recipe").glob("*/run.sh")) == RECIPES
+    for name in RECIPES:
+        folder = ROOT / "recipe" / name
+        assert (folder / f"{name}.yaml").read_text().startswith("# @package _global_")
+        assert (folder / "REQUIRED_VERL.txt").read_text().strip() == "verl>=0.9.1,<0.10"
+        readme = (folder / "README.md").read_text()
+        for part in ("bash recipe/", "Hardware", "Settings", "Expected curve", "Known failure", "arXiv"):
+            assert part in readme or (part == "arXiv" and name == "multi_agent_grpo"), (name, part)
+
+
+@pytest.fixture(params=RECIPES)
+def overrides(request, environment, tmp_path):
+    return request.param, overrides_of(ROOT / "recipe" / request.param / "run.sh", environment, tmp_path)
+
+
+def test_a_recipe_is_composed_for_its_gpus(overrides, compose_config):
+    name, given = overrides
+    smaller = [
+        "data.train_batch_size=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "critic.ppo_mini_batch_size=2",
+    ]
+    config = prepare(compose_config(*given, *smaller, name="marl"))
+    assert config.actor_rollout_ref.rollout.name == "vllm" and config.trainer.n_gpus_per_node == 8
+    shipped = OmegaConf.load(ROOT / "recipe" / name / f"{name}.yaml")
+    chosen = {group.removeprefix("override /"): option for entry in shipped.defaults for group, option in entry.items()}
+    assert {group: config[group].name for group in chosen} == chosen
+    assert plan_text(config, {}, {})
+
+
+def test_a_recipe_runs_two_steps_on_a_cpu(overrides, compose_config, tmp_path):
+    name, given = overrides
+    samples = [] if name == "at_grpo" else ["actor_rollout_ref.rollout.n=2"]
+    config = compose_config(*given, *SMALLER, *samples, f"trainer.default_local_dir={tmp_path}/run", name="marl")
+    trainer = run(config)
+    assert trainer.step_number == 2 and (tmp_path / "run" / "summary.json").is_file()
+    steps = [json.loads(line)["data"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    last = [step for step in steps if "timing_s/step" in step][-1]
+    assert last["team/episodes"] == 4 * config.actor_rollout_ref.rollout.n
+    assert all(last[f"agent/{agent}/log_prob_gap_max"] <= 1e-5 for agent in config.agents)
+
+
+def test_rewards_of_the_instruction_variants():
+    from recipe.multi_agent_grpo.rewards import compute_score, exact_number, likeness, variety, well_formed
+
+    assert [exact_number(text, "1,234") for text in ("it is 1234", "1,234.0", "1233", "none")] == [1, 1, 0, 0]
+    assert likeness("abcd", "abcd") == 1 and likeness("abcd", "bcde") == pytest.approx(0.75) and likeness("", "a") == 0
+    assert variety("aabb") == 0.5 and variety("") == 0
+    assert well_formed("<response> 4") == well_formed("<response>4</response>") == 1 and well_formed("4") == 0
+    scored = compute_score("x", "<response>4", "4", None, exact=2.0, format=0.5)
+    assert scored["score"] == 2.5 and scored["exact"] == 1 and scored["format"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_command_of_its_curve_is_one_that_runs(name, cold_assets, tmp_path):
+    """The README's command for the tiny task, cut to two steps."""
+    readme = (Path(ROOT) / "recipe" / name / "README.md").read_text()
+    (arguments,) = re.findall(r'^make quickstart ARGS="(.*)"$', readme, re.MULTILINE)
+    here = [
+        f"assets={cold_assets}", f"trainer.default_local_dir={tmp_path}", "trainer.total_training_steps=2",
+        "resources.one_process=true", "data.train_batch_size=4", "trainer.save_freq=-1",
+    ]  # fmt: skip
+    words = re.findall(r"(?:[^\s']|'[^']*')+", arguments)
+    command = [sys.executable, "-m", "marl.quickstart", *[word.replace("'", "") for word in words], *here]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
