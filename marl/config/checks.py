@@ -221,6 +221,16 @@ def one_process_is_one_rank(config: Any) -> None:
 
 
 @rule
+def hf_serves_whole_models(config: Any) -> None:
+    own = config.actor_rollout_ref
+    if own.rollout.name == "hf" and own.model.lora_rank and not own.model.lora.merge:
+        raise ConfigError(
+            f"actor_rollout_ref.model.lora_rank={own.model.lora_rank}: rollout.name=hf serves whole models, and is sent "
+            "adapters alone; set actor_rollout_ref.model.lora.merge=true, or lora_rank=0"
+        )
+
+
+@rule
 def one_process_has_no_workers(config: Any) -> None:
     if config.resources.one_process and config.controller.num_workers:
         raise ConfigError(

@@ -12,8 +12,8 @@ bash "$ROOT/marl/marl.sh" \
   data.train_files="$DATA/train.parquet" data.val_files="$DATA/test.parquet" \
   data.train_batch_size=128 data.max_prompt_length=2048 data.max_response_length=1024 \
   actor_rollout_ref.model.path="$MODEL" \
-  agents.agent_0.role="Solve it step by step. End with the answer as #### number." \
-  agents.agent_1.role="Look for mistakes, then solve it. End with the answer as #### number." \
+  agents.agent_0.role="Solve it step by step." \
+  agents.agent_1.role="Look for mistakes and solve it." \
   actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.actor.kl_loss_coef=0.001 \
   actor_rollout_ref.rollout.n=1 \
   actor_rollout_ref.actor.ppo_mini_batch_size=128 \

@@ -12,8 +12,8 @@ bash "$ROOT/marl/marl.sh" \
   data.train_files="$DATA/train.parquet" data.val_files="$DATA/test.parquet" \
   data.train_batch_size=64 data.max_prompt_length=2048 data.max_response_length=512 \
   actor_rollout_ref.model.path="$MODEL" \
-  agents.agent_0.role="You are the reasoner: plan the solution, and do not state the answer." \
-  agents.agent_1.role="You are the actor: carry the plan out. End with the answer as #### number." \
+  agents.agent_0.role="You are the reasoner: plan the solution and do not state the answer." \
+  agents.agent_1.role="You are the actor: carry the plan out." \
   actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.model.lora_alpha=16 \
   actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.ppo_epochs=2 \
   critic.optim.lr=1e-5 critic.ppo_mini_batch_size=64 trainer.critic_warmup=10 \

@@ -10,19 +10,19 @@ import pytest
 from omegaconf import OmegaConf
 
 from marl.main import prepare, run
-from marl.preflight import plan_text
 from tests.stack.conftest import ROOT, overrides_of
 
 RECIPES = ["at_grpo", "cory", "maporl", "marft", "multi_agent_grpo", "qmix"]
+MINI_BATCHES = ("actor_rollout_ref.actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size")
 SMALLER = (
     "hardware=cpu",
     "resources.one_process=true",
     "trainer.n_gpus_per_node=1",
     "trainer.critic_warmup=0",
     "data.train_batch_size=4",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-    "critic.ppo_mini_batch_size=2",
+    *(f"{key}=4" for key in MINI_BATCHES),
     "data.max_prompt_length=600",
+    "actor_rollout_ref.model.lora_rank=0",
     "data.max_response_length=8",
     "trainer.total_training_steps=2",
     "trainer.save_freq=-1",
@@ -48,17 +48,12 @@ def overrides(request, environment, tmp_path):
 
 def test_a_recipe_is_composed_for_its_gpus(overrides, compose_config):
     name, given = overrides
-    smaller = [
-        "data.train_batch_size=8",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-        "critic.ppo_mini_batch_size=2",
-    ]
+    smaller = [f"{key}=8" for key in ("data.train_batch_size", *MINI_BATCHES)]
     config = prepare(compose_config(*given, *smaller, name="marl"))
     assert config.actor_rollout_ref.rollout.name == "vllm" and config.trainer.n_gpus_per_node == 8
     shipped = OmegaConf.load(ROOT / "recipe" / name / f"{name}.yaml")
     chosen = {group.removeprefix("override /"): option for entry in shipped.defaults for group, option in entry.items()}
     assert {group: config[group].name for group in chosen} == chosen
-    assert plan_text(config, {}, {})
 
 
 def test_a_recipe_runs_two_steps_on_a_cpu(overrides, compose_config, tmp_path):
