@@ -128,6 +128,8 @@ class Episode:
     """The team's final answer, as the runner decided it."""
     verdict: Verdict | None = None
     """The verdict on the team's answer."""
+    settled: Verdict | None = None
+    """What the runner says of the team's answer; None leaves it to the verdicts on its turns."""
     seed: int = 0
     """Of everything that the runner draws."""
     accuracy: dict[AgentId, float] = field(default_factory=dict)
