@@ -319,7 +319,7 @@ class TwoStep(Game):
     def pays(self, joint: Joint, earlier: Sequence[Joint]) -> list[float]:
         if not earlier:
             return [0.0, 0.0]
-        entry = self.config.payoffs
+        entry: Any = self.config.payoffs
         for action in (earlier[0][0], *joint):
             entry = entry[action]
-        return [float(entry)] * 2  # type: ignore[arg-type]
+        return [float(entry)] * 2
