@@ -3,6 +3,8 @@
 import asyncio
 import itertools
 import random
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -178,6 +180,15 @@ def test_who_names_no_action_ends_the_game_and_pays_for_what_is_left_of_it():
 def test_what_is_no_game_is_told(options, num_agents, said):
     with pytest.raises(ValueError, match=said):
         make_game(options, num_agents)
+
+
+def test_the_game_of_the_document_is_one(monkeypatch):
+    monkeypatch.setattr(GAMES, "_entries", dict(GAMES._entries))
+    (source,) = re.findall(r"```python\n(.*?)```", Path("docs/runners.md").read_text(), re.DOTALL)
+    exec(source, {"__name__": "own"})
+    game = make_game({"name": "volunteer"}, 3)
+    assert pays(game, (0, 0, 1)) == [1, 1, 0.5] and pays(game, (0, 0, 0)) == [0, 0, 0]
+    assert equilibria(game) == [(0, 0, 1), (0, 1, 0), (1, 0, 0)]
 
 
 # what can be learned: exact expectations
