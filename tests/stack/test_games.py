@@ -1,5 +1,6 @@
 """Games whose agents are tiny language models that act in one token, through the real stack."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from marl.envs import TABLES
 from marl.main import run
+from marl.quickstart import __main__ as quickstart
 from marl.quickstart.assets import RECIPES, Recipe, ensure
 
 PRISONERS = [[[3, 3], [0, 4]], [[4, 0], [1, 1]]]
@@ -124,6 +126,15 @@ def test_who_names_no_action_is_paid_the_worst_and_counted(alone, cold_assets):
     nameless = [episode for episode in episodes if episode.counts["no_action"]]
     assert nameless and all(e.answer is None and e.judged.score == -3 for e in nameless)
     assert {turn.judged.score for e in nameless for turn in e.turns} == {-3}
+
+
+def test_the_quick_starts_command_takes_another_configuration(monkeypatch):
+    ran = []
+    monkeypatch.setattr(quickstart, "run", lambda *arguments: ran.append(arguments))
+    for words in (["--config-name", "game", "seed=3", "+runner.game={name: two_step}"], ["credit=own"]):
+        monkeypatch.setattr(sys, "argv", ["quickstart", *words])
+        assert quickstart.main() == 0
+    assert ran == [(["seed=3", "+runner.game={name: two_step}"], "game"), (["credit=own"], "quickstart")]
 
 
 @pytest.fixture
