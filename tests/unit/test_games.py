@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from marl.controller.controller import team_verdict
-from marl.envs import GAMES, TABLES, make_game
+from marl.envs import GAMES, TABLES, Game, make_game, register_game
 from marl.learners import CREDITS
 from marl.learners.credit import returns_to_go
 from marl.runners import RUNNERS, Replay, scripted
@@ -373,6 +373,25 @@ def test_the_second_agent_of_the_two_step_game_is_told_what_the_first_one_chose(
     assert contents(record.trajectory("carol")[0]) == ["how many ?\n\nalice said 1 how many ?"]
     assert [turn.judged.score for turn in record.turns] == [0, 8, 8] and record.settled == Verdict(8.0, "1 1")
     assert runner.most_turns(["alice", "carol"]) == {"alice": 2, "carol": 1} and runner.last_round(["a", "b"]) == 2
+
+
+def test_a_game_is_told_of_earlier_stages_in_their_order(monkeypatch):
+    """A game of one's own, which pays at the end for saying what was said first."""
+    monkeypatch.setattr(GAMES, "_entries", dict(GAMES._entries))
+
+    @register_game("echo")
+    class Echo(Game):
+        num_stages, worst = 3, 0.0
+
+        def pays(self, joint, earlier):
+            return [float(len(earlier) == 2 and action == earlier[0][seat]) for seat, action in enumerate(joint)]
+
+    said = {"alice": "011", "carol": "100"}
+    _, record = play(lambda agent, round, seen: said[agent][round - 1], name="echo")
+    assert [turn.judged.score for turn in record.turns] == [0] * 6
+    said |= {"alice": "010", "carol": "101"}
+    _, record = play(lambda agent, round, seen: said[agent][round - 1], name="echo")
+    assert [turn.judged.score for turn in record.turns] == [0, 0, 0, 0, 1, 1] and record.settled == Verdict(1.0, "0 1")
 
 
 def test_who_names_no_action_is_counted():
