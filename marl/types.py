@@ -171,6 +171,8 @@ class Episode:
     """What that was decided on; None where no rule decided."""
     verdict: Verdict | None = None
     """The verdict on the team's answer."""
+    settled: Verdict | None = None
+    """What the runner says of the team's answer; None leaves it to the verdicts on its turns."""
     seed: int = 0
     """Of everything that the runner draws."""
     accuracy: dict[AgentId, float] = field(default_factory=dict)

@@ -69,7 +69,9 @@ def outcome(task: asyncio.Task[T]) -> T | Exception:
 
 
 def team_verdict(episode: Episode, no_answer_score: float = 0.0) -> Verdict:
-    """The verdict on the last turn that gave the team's answer, since only texts can be judged."""
+    """What the runner settled; else the verdict on the last turn that gave the team's answer, since only texts can be judged."""
+    if episode.settled is not None:
+        return episode.settled
     for turn in reversed(episode.path):
         if turn.answers and episode.answer is not None and episode.task.extract(turn.text) == episode.answer:
             return turn.judged

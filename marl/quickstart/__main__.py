@@ -1,5 +1,7 @@
-"""``python -m marl.quickstart [seed=3] [key=value …]``: make the tiny model, train the two agents, show what they learned."""
+"""``python -m marl.quickstart [--config-name game] [seed=3] [key=value …]``: make the tiny model, train the agents, show what
+they learned."""
 
+import argparse
 import os
 import sys
 import warnings
@@ -21,6 +23,7 @@ from marl.report import summary
 from marl.types import Metrics
 
 console = Console()
+CONFIGS = ("quickstart", "split_information", "game")
 EVERY = 10
 """Without a terminal, a line is printed every so many steps."""
 
@@ -93,7 +96,10 @@ def run(overrides: list[str], config_name: str = "quickstart") -> Any:
 def main() -> int:
     transformers_logging.disable_progress_bar()
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    return marl_main.exit_code(lambda: run(sys.argv[1:]))
+    parser = argparse.ArgumentParser(prog="python -m marl.quickstart", allow_abbrev=False)
+    parser.add_argument("--config-name", "-cn", default="quickstart", choices=CONFIGS)
+    options, overrides = parser.parse_known_args()
+    return marl_main.exit_code(lambda: run(overrides, options.config_name))
 
 
 if __name__ == "__main__":

@@ -35,6 +35,11 @@ class Recipe:
 RECIPES = {
     "smudged_note": Recipe("smudged_note", steps=700, batch=64),
     "split_information": Recipe("split_information", steps=600, batch=64, lr=2e-3, test_problems=300),
+    **{
+        task: Recipe(task, steps=150, batch=64, lr=2e-3, train_problems=256)
+        for task in TASKS
+        if task.startswith("game")
+    },
 }
 
 

@@ -1,13 +1,16 @@
-"""Two tasks that two agents solve only together. Pure Python: sentences and answers, no tokens.
+"""Two tasks that two agents solve only together, and games. Pure Python: sentences and answers, no tokens.
 
 *Smudged note*: both read one word problem, but in the copy of one of them a number is a smudge (``~``); nobody is told
 whose. Alone they can reach .50 between them. *Split information*: each holds one number; the answer is their sum mod 10.
+
+*Game*: an action in one token, 0 or 1, for games of ``runner=game``, whose payoffs are the verdicts.
 """
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 AGENTS = ("alice", "carol")
@@ -27,6 +30,7 @@ TEMPLATES = {
         "there are {b} bags with {a} {objects} . how many ?",
     ),
 }
+QUESTION = "how many ?"
 SMUDGE = "~"
 PEER_TEMPLATE = "{agent} said {text}"
 """How a peer's answer is shown; the runner's ``peer_template`` must be the same."""
@@ -112,7 +116,7 @@ class SplitInformation:
     def problem(self, rng: random.Random, split: Split) -> Problem:
         numbers = [rng.randrange(10) for _ in AGENTS]
         answer = sum(numbers) % 10
-        return Problem("how many ?", tuple(f"you have {number}" for number in numbers), answer, (answer + 1) % 10)
+        return Problem(QUESTION, tuple(f"you have {number}" for number in numbers), answer, (answer + 1) % 10)
 
     def warm_example(self, rng: random.Random) -> WarmExample:
         problem, agent = self.problem(rng, "train"), rng.randrange(len(AGENTS))
@@ -128,10 +132,42 @@ class SplitInformation:
         return WarmExample((*first, peers_text(agent, answers), answer_text(final)))
 
 
-TinyTask = SmudgedNote | SplitInformation
-TASKS: dict[str, type[SmudgedNote] | type[SplitInformation]] = {
+class Game:
+    """``first``: how often the warm start chooses the action 0, whatever it was shown."""
+
+    data_source = "marl/game"
+
+    def __init__(self, first: float = 0.5) -> None:
+        self.first = first
+
+    def problem(self, rng: random.Random, split: Split) -> Problem:
+        """All rows are alike, and what is right the payoffs say."""
+        return Problem(QUESTION, (QUESTION,) * len(AGENTS), answer=0, wrong=1)
+
+    def action(self, rng: random.Random) -> str:
+        return "0" if rng.random() < self.first else "1"
+
+    def warm_example(self, rng: random.Random) -> WarmExample:
+        """One to three stages; who did not act at the first one is shown it with the question."""
+        peers = rng.sample((*AGENTS, *NAMES), rng.randint(0, 2))
+
+        def shown() -> str:
+            said = [PEER_TEMPLATE.format(agent=peer, text=rng.choice("01")) for peer in peers]
+            return " ".join([*said, QUESTION])
+
+        messages = [QUESTION if rng.random() < 0.8 else f"{QUESTION} {shown()}", self.action(rng)]
+        for _ in range(rng.randint(0, 2)):
+            messages += [shown(), self.action(rng)]
+        return WarmExample(tuple(messages))
+
+
+TinyTask = SmudgedNote | SplitInformation | Game
+TASKS: dict[str, Callable[[], TinyTask]] = {
     "smudged_note": SmudgedNote,
     "split_information": SplitInformation,
+    "game": Game,
+    "game_70": partial(Game, first=0.70),
+    "game_02": partial(Game, first=0.02),
 }
 
 
@@ -180,6 +216,6 @@ def words() -> list[str]:
     """Every word that a task, a template or an answer uses."""
     fields = dict.fromkeys(("name", "objects", "a", "b", "agent", "text"), "")
     sentences = [template.format(**fields) for templates in TEMPLATES.values() for template in templates]
-    sentences += [PEER_TEMPLATE.format(**fields), "you have how many ?", "####", SMUDGE]
+    sentences += [PEER_TEMPLATE.format(**fields), f"you have {QUESTION}", "####", SMUDGE]
     found = {word for sentence in sentences for word in sentence.split()} | {*NAMES, *OBJECTS, *AGENTS}
     return [*map(str, range(100)), *sorted(found)]

@@ -96,8 +96,12 @@ def plurality_accuracy(episodes: Sequence[Episode], round: int) -> float:
 
 
 def team_metrics(episodes: Sequence[Episode]) -> Metrics:
-    """Accuracy of the team's answer and by round, gain of the last round over the first, and what changed in between."""
-    metrics: Metrics = {"vote": mean([episode.judged.score >= 1.0 for episode in episodes])}
+    """Accuracy and mean verdict of the team's answer, accuracy by round, gain of the last round over the first, and what
+    changed in between."""
+    metrics: Metrics = {
+        "vote": mean([episode.judged.score >= 1.0 for episode in episodes]),
+        "verdict": mean([episode.judged.score for episode in episodes]),
+    }
     rounds = rounds_of(episodes)
     for r in rounds:
         metrics[f"accuracy/round_{r}"] = mean([turn.correct for turn in turns_in(episodes, r)])

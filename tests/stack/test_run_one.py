@@ -30,9 +30,16 @@ def test_it_prints_what_each_agent_was_shown_and_said(marl):
     assert "the team's answer: 4   right: 4" in out
 
 
+def test_a_game_is_played(marl):
+    code, out, _ = marl("runner=game", "+runner.game={name: two_step, scale: 8}", "answers=[I say 1,1,1]")
+    assert code == 0 and "agent_0 answered:\nI say 1\n\nChoose again." in out.replace("user: ", "")
+    assert "agent_0 ⟶ I say 1   [0]" in out and "agent_1 ⟶ 1   [1]" in out and "the team's answer: 1 1" in out
+
+
 @pytest.mark.parametrize(
     "arguments,said",
     [
+        (["runner=game", "+runner.game.round=2"], "Did you mean 'rounds'"),
         (["runner=summary", "runner.summariser=x"], "runner.summariser=x: no such agent"),
         (["runner=debate", "runner.peer_template='{agnt}'"], "'agnt'"),
         (["model=tin"], "expected one of [scripted, tiny, own]"),

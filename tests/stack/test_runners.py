@@ -24,6 +24,7 @@ MORE = {
     "summary": ["+agents.bob={}"],
     "voting": ["runner.ballot=true"],
     "tree": ["runner.num_branches=3"],
+    "game": ["+runner.game={rounds: 2, invalid: -1}", "runner.instruction='?'"],
 }
 
 

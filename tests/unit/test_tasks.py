@@ -1,3 +1,4 @@
+import hashlib
 import random
 
 import pytest
@@ -54,8 +55,11 @@ def test_every_word_has_a_token_and_every_warm_answer_is_valid(name):
         example = task.warm_example(rng)
         prompt, answer = encode(tokenizer, example)
         assert tokenizer.unk_token_id not in prompt + answer
-        assert len(answer) == 3 and only_answer(example.messages[-1]) is not None
         assert len(prompt) + len(answer) <= 43
+        if name.startswith("game"):
+            assert len(answer) == 2 and example.messages[-1] in ("0", "1"), "an action, and what ends it"
+        else:
+            assert len(answer) == 3 and only_answer(example.messages[-1]) is not None
 
 
 @pytest.mark.parametrize("name", tasks.TASKS)
@@ -79,8 +83,22 @@ def test_the_warm_up_sees_the_ids_that_the_debate_shows(name):
     assert encoder.encode(observation, turn) == encode(tokenizer, example)[0]
 
 
-def test_the_quick_starts_peer_template_is_the_warm_ups(compose_config):
-    assert compose_config().runner.peer_template == tasks.PEER_TEMPLATE
+@pytest.mark.parametrize("name,first", [("game", 0.5), ("game_70", 0.7), ("game_02", 0.02)])
+def test_a_game_begins_with_the_action_0_so_often(name, first):
+    rng, task = random.Random(0), tasks.TASKS[name]()
+    answers = [task.warm_example(rng).messages[-1] for _ in range(2000)]
+    assert answers.count("0") / len(answers) == pytest.approx(first, abs=0.03)
+
+
+def test_the_tokenizer_of_all_tasks_is_what_it_was():
+    """A word more would change every model and every number of the quick start."""
+    words = tasks.words()
+    assert len(words) == 139 and hashlib.md5(" ".join(words).encode()).hexdigest() == "84446d46fe0617dac6737a92eed92fb8"
+
+
+@pytest.mark.parametrize("name", ["quickstart", "game"])
+def test_the_quick_starts_peer_template_is_the_warm_ups(compose_config, name):
+    assert compose_config(name=name).runner.peer_template == tasks.PEER_TEMPLATE
     assert list(compose_config().agents) == list(tasks.AGENTS)
 
 

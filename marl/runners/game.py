@@ -1,0 +1,64 @@
+"""Game: at every stage agents act at the same time, and what they are paid are the verdicts on their turns."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from marl.envs import Joint, games
+from marl.runners.base import LiveEpisode, Telling, register_runner, together
+from marl.types import AgentId, Message, Turn, Verdict
+
+
+@register_runner("game")
+class Game(Telling):
+    """The team's answer is what was done at the last stage, and worth the mean of what the agents were paid in all."""
+
+    @dataclass
+    class Config(Telling.Config):
+        game: dict[str, Any] = field(default_factory=lambda: {"name": "halves"})
+        """A registered game by its ``name``, and its keys; see ``marl/envs/games.py``."""
+        instruction: str = "Choose again."
+        """Ends what an agent is shown of the stage before."""
+
+    config: Config
+
+    async def run(self, episode: LiveEpisode) -> str | None:
+        game, agents = games.make_game(self.config.game, len(episode.agents)), episode.agents
+        earlier: list[Joint] = []
+        said: dict[int, Turn] = {}
+        paid, named = 0.0, True
+        while named and len(earlier) < game.num_stages:
+            observations = {seat: await self.seen(game, seat, earlier, said, episode) for seat in game.actors(earlier)}
+            turns = await together(agents[seat].act(shown) for seat, shown in observations.items())
+            said = dict(zip(observations, turns, strict=True))
+            joint, payoffs = game.outcome({seat: turn.text for seat, turn in said.items()}, earlier)
+            earlier.append(joint)
+            for seat, turn in said.items():
+                turn.verdict = Verdict(payoffs[seat], game.word(joint[seat]))
+                if joint[seat] is None:
+                    named = False
+                    episode.count("no_action")
+            paid += sum(payoffs) / len(agents)
+        answer = " ".join(str(turn.judged.answer) for turn in said.values()) if named else None
+        episode.record.settled = Verdict(paid, answer)
+        return answer
+
+    async def seen(
+        self, game: games.Game, seat: int, earlier: list[Joint], said: dict[int, Turn], episode: LiveEpisode
+    ) -> list[Message]:
+        """The task at first; later what the game lets this seat see of the stage before."""
+        if not earlier:
+            return episode.agents[seat].prompt
+        shown = await self.shown(episode, [said[other] for other in game.seen(seat, earlier)], self.config.instruction)
+        return episode.agents[seat].told(shown)
+
+    def most_turns(self, agents: Sequence[AgentId]) -> dict[AgentId, int]:
+        game = games.make_game(self.config.game, len(agents))
+        return {agent: game.turns(seat) for seat, agent in enumerate(agents)}
+
+    def last_round(self, agents: Sequence[AgentId]) -> int | None:
+        return games.make_game(self.config.game, len(agents)).num_stages
+
+    def check(self, agents: Sequence[AgentId]) -> None:
+        super().check(agents)
+        games.make_game(self.config.game, len(agents))
