@@ -245,6 +245,14 @@ def test_a_kept_turn_gives_its_ratio_to_those_who_are_compared_with_nothing():
     assert factors_ERA[0, :, 1].tolist() == pytest.approx([2.0, 3.0, 1.0, 1.0])
 
 
+def test_trained_alternatives_that_are_compared_with_nothing_are_left_alone_too():
+    record = branch(branch(episode("t", 0, [[1.0], [0.0]]), "a", 1, [0.5]), "b", 1, [0.5])
+    for turn in record.turns:
+        turn.compared = False
+    factors_ERA = log_factors(torch.full((1, 2, 2), 2.0).log(), batch_of(record)).exp()
+    assert factors_ERA[0].tolist() == [[pytest.approx(4.0)] * 2, [1.0, 1.0]]
+
+
 def test_orders_are_fresh_and_follow_from_the_seed():
     def orders(learner, count):
         found = []
