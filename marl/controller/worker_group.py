@@ -86,7 +86,10 @@ class WorkerGroup:
             future = method(rows)
             await self._wait(f"computing {phase}", asyncio.gather(*future.futures))
         output = future.get()
-        self.busy_seconds[phase] = float(np.max(tu.get(output, "metrics")["worker_seconds"]))
+        seconds = float(np.max(tu.get(output, "metrics")["worker_seconds"]))
+        self.busy_seconds[phase] = (
+            self.busy_seconds.get(phase, 0.0) + seconds
+        )  # a learner may ask again in the same step
         return output
 
     async def _wait(self, what: str, work: Awaitable[T]) -> T:
