@@ -41,13 +41,13 @@ def log_ratios(log_probs: Tensor, rows: TensorDict, shape: torch.Size, ratio: Ra
 def log_factors(log_ratios_ERA: Tensor, batch: JointBatch) -> Tensor:
     """log M [E, R, A]: M is the product of the ratios of a round's turns; 0 where it does not apply.
 
-    An alternative that the conversation did not follow is no part of the joint action and gives no ratio. A turn that is
-    compared with its alternatives is worth its own verdict, whatever the others did.
+    An alternative that the conversation did not follow stands in a column behind the rounds, and is no part of their joint
+    actions. A turn that is compared with its alternatives is worth its own verdict, whatever the others did.
     """
-    path_ERA = batch.path().mask_ERA.bool()
-    joint_ER = torch.where(path_ERA, log_ratios_ERA, 0.0).sum(-1)
-    applies_ERA = path_ERA if batch.siblings_ERA is None else path_ERA & (batch.siblings_ERA < 0)
-    return torch.where(applies_ERA, joint_ER[..., None], 0.0)
+    applies_ERA = batch.path().mask_ERA.bool()
+    if batch.siblings_ERA is not None:
+        applies_ERA = applies_ERA & (batch.siblings_ERA < 0)
+    return torch.where(applies_ERA, log_ratios_ERA.sum(-1, keepdim=True), 0.0)
 
 
 def factors(log_factors_ERA: Tensor, clip: float | None) -> Tensor:

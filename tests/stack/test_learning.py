@@ -102,7 +102,7 @@ def test_with_one_agent_frozen_they_do_not_learn_it(learn):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("learner", ["ippo", "mappo"])
+@pytest.mark.parametrize("learner", ["ippo", "mappo", "happo"])
 def test_learners_with_critics_learn_it_too(learn, learner):
     before, after = learn(f"learner={learner}")
     assert learned(before, after), f"{before:.3f} -> {after:.3f}"

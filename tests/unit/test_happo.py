@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from hydra.errors import ConfigCompositionException
 from tensordict import TensorDict
 
 from marl.controller.batching import joint_batch
@@ -245,6 +246,14 @@ def test_a_kept_turn_gives_its_ratio_to_those_who_are_compared_with_nothing():
     assert factors_ERA[0, :, 1].tolist() == pytest.approx([2.0, 3.0, 1.0, 1.0])
 
 
+def test_trained_alternatives_that_are_compared_with_nothing_are_left_alone_too():
+    record = branch(branch(episode("t", 0, [[1.0], [0.0]]), "a", 1, [0.5]), "b", 1, [0.5])
+    for turn in record.turns:
+        turn.compared = False
+    factors_ERA = log_factors(torch.full((1, 2, 2), 2.0).log(), batch_of(record)).exp()
+    assert factors_ERA[0].tolist() == [[pytest.approx(4.0)] * 2, [1.0, 1.0]]
+
+
 def test_orders_are_fresh_and_follow_from_the_seed():
     def orders(learner, count):
         found = []
@@ -375,3 +384,32 @@ def test_what_is_different():
     happo, mappo = LEARNERS.get("happo"), LEARNERS.get("mappo")
     assert issubclass(happo, mappo) and (happo.critic, happo.default_credit) == ("central", "team")
     assert happo.estimators() == mappo.estimators() and happo.assign_credit is mappo.assign_credit
+
+
+@pytest.mark.parametrize(
+    "override,words",
+    [
+        ("learner.clip=0.5", ["learner.clip=0.5", "at least 1", "or null"]),
+        ("learner.ratio=geo", ["learner.ratio", "geo", "geometric"]),
+        ("learner.seed=-1", ["learner.seed=-1", "at least 0"]),
+    ],
+)
+def test_keys_that_it_cannot_take_are_named(compose_config, cold_assets, override, words):
+    from marl.config.errors import ConfigError, explain
+    from marl.main import prepare
+
+    with pytest.raises((ConfigError, ConfigCompositionException)) as caught:
+        prepare(compose_config(f"assets={cold_assets}", "learner=happo", override))
+    assert all(word in explain(caught.value) for word in words), explain(caught.value)
+
+
+def test_its_order_follows_the_runs_seed(compose_config, cold_assets):
+    from marl.main import make_learner, prepare
+
+    config = prepare(compose_config(f"assets={cold_assets}", "learner=happo", "seed=7"))
+    learner = make_learner(config)
+    assert (learner.config.seed, learner.config.ratio, learner.config.clip) == (7, Ratio.geometric, 2.0)
+    assert (
+        make_learner(prepare(compose_config(f"assets={cold_assets}", "learner=happo", "learner.clip=null"))).config.clip
+        is None
+    )

@@ -4,7 +4,10 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
 
+from marl.controller.local import Done
 from marl.controller.worker_group import WorkerGroup
 
 
@@ -38,3 +41,18 @@ def test_groups_of_one_pool_work_in_turn_where_they_share_collectives(ranks, ove
 
     seen = asyncio.run(both())
     assert (seen[1] == "carol begins") is overlap and len(seen) == 4
+
+
+def test_what_is_asked_for_twice_in_a_step_is_counted_twice():
+    """HAPPO asks for log-probs again after an update."""
+
+    def answer(rows):
+        output = TensorDict({}, batch_size=[])
+        tu.assign_non_tensor(output, metrics={"worker_seconds": [0.25, 0.5]})
+        return Done(output)
+
+    group = WorkerGroup("alice", None, SimpleNamespace(world_size=1), "pool", 5.0)
+    group.kind = "policy"
+    for _ in range(2):
+        asyncio.run(group._call("log_probs", answer, TensorDict({}, batch_size=[])))
+    assert group.busy_seconds == {"log_probs": 1.0}
