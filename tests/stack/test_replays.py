@@ -19,12 +19,26 @@ THREE = (
 )  # fmt: skip
 
 
+REWARD = """
+async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(sum(solution_str.encode()) % 2)
+"""
+
+
 @pytest.fixture
-def played(alone, monkeypatch):
+def judged(alone, tmp_path):
+    """Start a run in which every other text is right: a model that was hardly warmed up hardly ever is."""
+    path = tmp_path / "reward.py"
+    path.write_text(REWARD)
+    return lambda *overrides: alone(*overrides, f"reward.custom_reward_function.path={path}")
+
+
+@pytest.fixture
+def played(judged):
     """A run, its scored episodes, and every episode that is taken up at a turn: (recorded, at, alternative, answer, end)."""
 
     def play(*overrides):
-        live = alone(*THREE, *overrides)
+        live = judged(*THREE, *overrides)
         controller, resumed = live.trainer.controller, []
         resume = controller.resume
 
@@ -75,8 +89,7 @@ def test_what_came_before_is_the_record_and_what_is_tried_is_new(played):
     assert sum(len(texts) > 1 for texts in tried.values()) > 48, "alternatives differ by seed"
 
 
-@pytest.mark.parametrize("finishes", [1, 2])
-@pytest.mark.parametrize("of", ReturnOf)
+@pytest.mark.parametrize("finishes,of", [(2, ReturnOf.final), (1, ReturnOf.answer)])
 def test_the_credit_is_each_outcome_less_the_mean_of_the_others(played, of, finishes):
     live, episodes, resumed = played()
     turns = {id(episode): list(episode.turns) for episode in episodes}
@@ -102,7 +115,7 @@ def test_the_credit_is_each_outcome_less_the_mean_of_the_others(played, of, fini
             means = [sum(values) / finishes for values in (first, own[1], own[2])]
             assert got[cell] == pytest.approx(means[0] - (means[1] + means[2]) / 2, abs=1e-6)
             unequal += means != [means[0]] * 3
-    assert unequal > 5
+    assert unequal > 30
 
 
 def advantages_of(batch):
@@ -151,10 +164,10 @@ def test_other_answers_are_trained_beside_what_was_said(played):
     assert any(advantages.values())
 
 
-def test_it_is_the_same_in_every_run_and_another_one_in_every_step(alone):
+def test_it_is_the_same_in_every_run_and_another_one_in_every_step(judged):
     results = []
     for step in (1, 1, 2):
-        live = alone(*THREE)
+        live = judged(*THREE)
         episodes = live.episodes()
         replay(live, episodes, step=step, share=0.5)
         results.append(
@@ -177,10 +190,10 @@ def test_a_share_of_the_turns_is_tried_and_trained(played):
 
 
 @pytest.mark.parametrize("train", ["true", "false"])
-def test_a_step_tries_trains_counts_and_dumps(alone, tmp_path, train):
-    live = alone(
+def test_a_step_tries_trains_counts_and_dumps(judged, tmp_path, train):
+    live = judged(
         *THREE, "credit.alternatives=3", f"credit.train_alternatives={train}", f"trainer.rollout_data_dir={tmp_path}",
-        "actor_rollout_ref.rollout.n=1", "agents.carol.trainable=false", "learner.train_rounds=[1,3]",
+        "agents.carol.trainable=false", "learner.train_rounds=[1,3]",
     )  # fmt: skip
     order, trainer = [], live.trainer
     for name in ("replay", "log_probs"):
@@ -192,17 +205,15 @@ def test_a_step_tries_trains_counts_and_dumps(alone, tmp_path, train):
     trainer.policies["alice"].compute_log_prob = lambda part: (counts.append(len(part)), rows(part))[1]
     metrics = live.step()
     assert order == ["replay", "free_servers", "free_servers", "log_probs"], "servers sleep once they are not needed"
-    assert counts == [4 * 2 * (3 if train == "true" else 1)]
-    assert metrics["replay/turns"] == 4 * 2 * (5 + 1) and metrics["replay/failed"] == 0
-    played = sum(len(turn.response_ids) for e in dumped(trainer, tmp_path) for turn in e.turns)
-    assert played == 0, "dumps hold no tokens"
+    assert counts == [16 * 2 * (3 if train == "true" else 1)]
+    assert metrics["replay/turns"] == 16 * 2 * (5 + 1) and metrics["replay/failed"] == 0
     assert metrics["timing_s/replay"] > 0 and metrics["agent/alice/credit_share"] == 1.0
     assert "agent/carol/credit_share" not in metrics and "agent/carol/grad_norm" not in metrics
     assert metrics["agent/alice/grad_norm"] > 0 and metrics["agent/alice/turns"] == 3
     assert 0 < metrics["replay/unequal"] <= 1
-    assert metrics["replay/tokens"] < trainer.sampled_tokens <= metrics["replay/tokens"] + 4 * 6 * 3
+    assert metrics["replay/tokens"] < trainer.sampled_tokens <= metrics["replay/tokens"] + 16 * 6 * 3
     episodes = dumped(trainer, tmp_path)
-    assert len(episodes) == 4 and {len(e.turns) for e in episodes} == {10 if train == "true" else 6}
+    assert len(episodes) == 16 and {len(e.turns) for e in episodes} == {10 if train == "true" else 6}
 
 
 def note(owner, name, order):
@@ -251,8 +262,8 @@ def test_what_fails_is_left_out_and_counted(played, caplog):
 
 
 @pytest.mark.parametrize("credit", ["shapley", "counterfactual", "mixed", "joint"])
-def test_a_step_with_every_other_credit(alone, credit):
-    live = alone("runner=debate", *THREE[1:6], f"credit={credit}", "runner.decide=verifier")
+def test_a_step_with_every_other_credit(judged, credit):
+    live = judged("runner=debate", *THREE[1:6], f"credit={credit}")
     metrics = live.step()
     assert metrics["agent/alice/credit_share"] + metrics["agent/carol/credit_share"] == pytest.approx(1.0)
     assert metrics["agent/alice/grad_norm"] > 0
