@@ -160,7 +160,7 @@ def test_a_tie_of_the_peers_pays_nothing():
 
 def test_silence_earns_no_incentive():
     both = {"alpha": (2.0, 5.0), "beta": (3.0, 7.0)}
-    assert paid([WRONG, None], [[RIGHT, RIGHT]], **both) == [0.0, 0.0], "silent in the next round: no alpha"
+    assert paid([RIGHT, None], [[RIGHT, RIGHT]], **both) == [0.0, 0.0], "silent in the next round: no alpha"
     assert paid([None, RIGHT], [[WRONG, RIGHT]], **both) == [0.0, 0.0], "silent before: neither"
     assert paid([WRONG, RIGHT], [[None, RIGHT]], **both) == [0.0, 0.0], "no peer before: neither"
     assert paid([WRONG, RIGHT], [[WRONG, None]], **both) == [0.0, 2.0], "no peer after: no beta"
