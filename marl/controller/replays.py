@@ -45,13 +45,14 @@ async def replay(
     tried = [result for result in results if isinstance(result, Tried)]
     judged = {id(end) for end in await controller.score([end for entry in tried for end in entry.fresh()], step)}
     known = [entry for entry in tried if all(id(end) in judged for end in entry.fresh())]
+    metrics = sampled(tried)  # before the episodes hold what was tried
     by_turn: dict[int, list[Tried]] = {}
     for entry in known:
         by_turn.setdefault(id(entry.at), []).append(entry)
     for group in by_turn.values():
         compare(group, plan)
     unequal = sum(len(set(turn.outcomes)) > 1 for _, turn in chosen)
-    return sampled(tried) | {
+    return metrics | {
         "replay/failed": float(len(failed) + len(tried) - len(known)),
         "replay/unequal": unequal / max(1, len(chosen)),
     }

@@ -68,5 +68,5 @@ def test_a_script_runs_two_steps_on_a_cpu(script, environment, tmp_path):
 
 def test_there_is_no_script_that_these_tests_do_not_know():
     assert SCRIPTS == ["gsm8k_grpo_debate.sh", "gsm8k_ippo_debate.sh", "gsm8k_mappo_debate.sh"]
-    programs = ["bench_controller.py", "check_gsm8k_rewards.py", "gsm8k.py"]
+    programs = ["bench_controller.py", "check_gsm8k_rewards.py", "credit_agreement.py", "gsm8k.py"]
     assert sorted(path.name for path in (ROOT / "examples").glob("**/*.py")) == programs

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marl.learners import credit
@@ -64,11 +64,13 @@ def test_a_group_of_one_gives_zero_and_not_the_raw_reward():
     assert got.tolist() == [0.0, 0.0, 0.0]
 
 
+@settings(deadline=None)  # a machine may have other work
 @given(st.floats(-1e3, 1e3, width=32), st.integers(1, 9))
 def test_equal_rewards_give_exactly_zero(reward, size):
     assert credit.group_advantages(torch.full((size,), reward), [0] * size, std=True).abs().max() == 0
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=4, max_size=4), st.integers(-50, 50))
 def test_an_offset_of_a_group_changes_nothing(rewards, offset):
     rewards = torch.tensor(rewards, dtype=torch.float32)
@@ -102,3 +104,143 @@ def test_last_round_is_the_last_in_which_anybody_spoke(last, expected):
     mask = torch.zeros(1, 3, 2)
     mask[0, : last + 1, 0] = 1
     assert credit.last_round(torch.tensor([[0.1, 0.2, 0.3]]), mask).item() == pytest.approx(expected)
+
+
+WRONG, RIGHT = 0.0, 1.0
+
+
+def paid(me, peers, alpha=(0.0, 0.0), beta=(0.0, 0.0)):
+    """Incentives of the first agent, by round; ``me``: its verdicts by round, ``peers``: each peer's. None is silence."""
+    scores = [me, *peers]
+    verdicts = torch.tensor([[[agent[r] or 0.0 for agent in scores] for r in range(len(me))]])
+    mask = torch.tensor([[[agent[r] is not None for agent in scores] for r in range(len(me))]])
+    return credit.incentives(verdicts, mask, alpha, beta)[0, :, 0].tolist()
+
+
+# me now, the peer now, me next -> what round 2 gets of (alpha0, alpha1) = (2, 5)
+ALPHA = [
+    (WRONG, WRONG, WRONG, 0), (WRONG, WRONG, RIGHT, 2), (WRONG, RIGHT, WRONG, 0), (WRONG, RIGHT, RIGHT, 5),
+    (RIGHT, WRONG, WRONG, -2), (RIGHT, WRONG, RIGHT, 0), (RIGHT, RIGHT, WRONG, -5), (RIGHT, RIGHT, RIGHT, 0),
+]  # fmt: skip
+# me now, the peer now, the peer next -> what round 1 gets of (beta0, beta1) = (2, 5)
+BETA = [
+    (WRONG, WRONG, WRONG, 0), (WRONG, WRONG, RIGHT, 2), (WRONG, RIGHT, WRONG, -2), (WRONG, RIGHT, RIGHT, 0),
+    (RIGHT, WRONG, WRONG, 0), (RIGHT, WRONG, RIGHT, 5), (RIGHT, RIGHT, WRONG, -5), (RIGHT, RIGHT, RIGHT, 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("next_of_the_other", [WRONG, RIGHT])
+@pytest.mark.parametrize("me,peer,following,expected", ALPHA)
+def test_alpha_pays_for_what_an_agent_makes_of_its_peers(me, peer, following, next_of_the_other, expected, sign):
+    got = paid([me, following], [[peer, next_of_the_other]], alpha=(2.0 * sign, 5.0 * sign))
+    assert got == [0.0, expected * sign], "in round 2, whatever the peer says there"
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("next_of_mine", [WRONG, RIGHT, None])
+@pytest.mark.parametrize("me,peer,following,expected", BETA)
+def test_beta_pays_for_what_the_peers_make_of_an_agent(me, peer, following, next_of_mine, expected, sign):
+    got = paid([me, next_of_mine], [[peer, following]], beta=(2.0 * sign, 5.0 * sign))
+    assert got == [expected * sign, 0.0], "in round 1, the first included, whatever it says next itself"
+
+
+def test_incentives_ask_the_majority_of_the_peers():
+    """Two of three peers right, then one: alpha1 in round 2; beta0 in round 1 for turning them to wrong."""
+    peers = [[RIGHT, WRONG], [RIGHT, WRONG], [WRONG, RIGHT]]
+    assert paid([WRONG, RIGHT], peers, (2.0, 5.0), (3.0, 7.0)) == [-3.0, 5.0]
+    assert paid([RIGHT, RIGHT], peers, (2.0, 5.0), (3.0, 7.0)) == [-7.0, 0.0]
+
+
+def test_a_tie_of_the_peers_pays_nothing():
+    tied, right = [[RIGHT, RIGHT], [WRONG, RIGHT]], [[RIGHT, RIGHT], [RIGHT, WRONG]]
+    assert paid([WRONG, RIGHT], tied, (2.0, 5.0), (3.0, 7.0)) == [0.0, 0.0], "tied before: neither alpha nor beta"
+    assert paid([WRONG, RIGHT], right, (2.0, 5.0), (3.0, 7.0)) == [0.0, 5.0], "tied after: no beta"
+
+
+def test_silence_earns_no_incentive():
+    both = {"alpha": (2.0, 5.0), "beta": (3.0, 7.0)}
+    assert paid([RIGHT, None], [[RIGHT, RIGHT]], **both) == [0.0, 0.0], "silent in the next round: no alpha"
+    assert paid([None, RIGHT], [[WRONG, RIGHT]], **both) == [0.0, 0.0], "silent before: neither"
+    assert paid([WRONG, RIGHT], [[None, RIGHT]], **both) == [0.0, 0.0], "no peer before: neither"
+    assert paid([WRONG, RIGHT], [[WRONG, None]], **both) == [0.0, 2.0], "no peer after: no beta"
+    assert paid([WRONG, RIGHT], [], **both) == [0.0, 0.0], "alone"
+    assert paid([WRONG, RIGHT], [[WRONG, None], [None, RIGHT]], **both) == [3.0, 2.0], "another peer speaks for them"
+
+
+def test_incentives_chain_over_rounds():
+    """Wrong, right, wrong beside a peer who is right, right, wrong: alpha1, -alpha1; round 2 persuades to wrong: -beta1."""
+    got = paid([WRONG, RIGHT, WRONG], [[RIGHT, RIGHT, WRONG]], (2.0, 5.0), (3.0, 7.0))
+    assert got == [0.0, 5.0 - 7.0, -5.0]
+
+
+def test_a_verdict_above_one_half_is_right_and_its_change_is_paid():
+    assert paid([0.25, 0.75], [[0.5, 1.0]], alpha=(2.0, 5.0)) == [0.0, 1.0]
+    assert paid([0.25, 0.75], [[0.51, 1.0]], alpha=(2.0, 5.0)) == [0.0, 2.5]
+
+
+GAME = torch.tensor([[0.0, 2.0], [2.0, -1.0]])
+
+
+def test_counterfactual_on_the_game_of_happo():
+    policies = [torch.tensor([0.7, 0.3])] * 2
+    torch.testing.assert_close(credit.counterfactual(GAME, policies, (1, 0)), torch.tensor([1.4, 0.9]))
+    torch.testing.assert_close(credit.counterfactual(GAME, policies, (0, 0)), torch.tensor([-0.6, -0.6]))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(-8, 8), min_size=12, max_size=12), st.integers(0, 1), st.integers(0, 1))
+def test_the_mean_of_counterfactuals_under_the_policy_is_zero(payoffs, first, last):
+    q, policies = torch.tensor(payoffs).view(2, 3, 2).float(), ([0.25, 0.75], [0.5, 0.25, 0.25], [1.0, 0.0])
+    got = [credit.counterfactual(q, policies, (first, middle, last))[1] for middle in range(3)]
+    assert sum(p * advantage for p, advantage in zip(policies[1], got, strict=True)).item() == 0
+    assert credit.counterfactual(q, policies, (0, 1, 0))[2] == 0, "a policy that does nothing else"
+
+
+def test_replay_advantages_leave_one_out():
+    assert credit.replay_advantages(torch.tensor([1.0, 0.0])).tolist() == [1.0, -1.0]
+    assert credit.replay_advantages(torch.tensor([3.0, 0.0, 1.5])).tolist() == [2.25, -2.25, 0.0]
+    assert credit.replay_advantages(torch.tensor([1.0])).tolist() == [0.0], "one alternative"
+    shifted = credit.replay_advantages(torch.tensor([3.0, 0.0, 1.5]) + 64)
+    assert shifted.tolist() == [2.25, -2.25, 0.0], "what the context adds to all"
+
+
+def test_alternatives_that_were_not_tried_enter_no_mean():
+    missing = float("nan")
+    got = credit.replay_advantages(torch.tensor([[1.0, 0.0, missing], [5.0, missing, missing], [missing] * 3]))
+    assert got.tolist() == [[1.0, -1.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+
+
+def test_shapley_of_a_veto_player():
+    """v = 1 iff 1 and one of 2 and 3 are in."""
+    got = credit.shapley(lambda s: float(0 in s and (1 in s or 2 in s)), 3)
+    torch.testing.assert_close(got, torch.tensor([2 / 3, 1 / 6, 1 / 6]))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(-4, 4), min_size=16, max_size=16))
+def test_shapley_values_sum_to_what_all_gain(worth):
+    def value(s):
+        return float(worth[sum(1 << i for i in s)])
+
+    assert credit.shapley(value, 4).sum().item() == pytest.approx(worth[15] - worth[0], abs=1e-5)
+
+
+def test_a_dummy_gets_nothing_and_twins_the_same():
+    got = credit.shapley(lambda s: 3.0 * (0 in s) * (1 in s) + (2 in s), 4).tolist()
+    assert got[3] == 0 and got[0] == got[1] == pytest.approx(1.5) and got[2] == pytest.approx(1.0)
+
+
+def test_sampled_shapley_values_are_near_the_exact_ones_and_sum_exactly():
+    """A majority of nine, where agent 0 has three votes; by the same rule, exact: its share is the chance to be decisive."""
+
+    def value(s):
+        return float(len(s) + 2 * (0 in s) >= 6)  # 11 votes
+
+    got = credit.shapley(value, 9)
+    # agent 0 turns the vote where 3, 4 or 5 joined before it: 3 of 9 places
+    exact = torch.tensor([3 / 9] + [(1 - 3 / 9) / 8] * 8)
+    assert got.sum().item() == pytest.approx(1.0, abs=1e-6)
+    torch.testing.assert_close(got, exact, atol=0.03, rtol=0)
+    assert torch.equal(got, credit.shapley(value, 9)), "the same orders at every call"
+    assert credit.shapley(lambda s: float(0 in s), 9).tolist() == [1.0] + [0.0] * 8

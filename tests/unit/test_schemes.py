@@ -1,0 +1,303 @@
+"""Credit schemes on episodes made by hand: what they pay, and for what they ask."""
+
+import math
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from marl.config.errors import ConfigError
+from marl.config.ranges import check_values
+from marl.controller.ballots import ballots_of
+from marl.controller.batching import joint_batch
+from marl.controller.replays import team_return
+from marl.facts import check_facts
+from marl.learners import CREDITS, LEARNERS
+from marl.learners.otherwise import ReturnOf, worth
+from marl.learners.schemes import TeamOf
+from marl.main import prepare
+from marl.runners import RUNNERS, Decide
+from marl.types import Ballot, Rule, Verdict, Vote
+from tests.unit.test_learners import batch_of, build, episode
+from tests.unit.test_runners import play
+
+
+def scheme(name, **options):
+    return CREDITS.get(name)(CREDITS.get(name).Config(name=name, **options))
+
+
+DEBATE = [[1.0, 0.0], [0.0, 1.0]]
+
+
+def test_mixed_is_own_and_a_weight_of_the_teams():
+    batch = batch_of(episode("t", 0, DEBATE))
+    assert scheme("mixed", weight=0.5).assign(batch)[0].tolist() == [[1.25, 0.25], [0.25, 1.25]]
+    assert scheme("mixed", weight=2.0, of=TeamOf.answer).assign(batch)[0].tolist() == [[3.0, 2.0], [2.0, 3.0]]
+    assert torch.equal(scheme("mixed", weight=0).assign(batch), scheme("own").assign(batch))
+
+
+def test_joint_pays_every_turn_the_sum_of_all():
+    pioneer, observer = episode("t", 0, [[0.25, None], [None, 1.0]]), episode("t", 1, [[1.0, None], [None, 0.5]])
+    got = scheme("joint").assign(batch_of(pioneer, observer))
+    assert got.tolist() == [[[1.25, 0], [0, 1.25]], [[1.5, 0], [0, 1.5]]]
+    batch = batch_of(pioneer, observer)
+    build("grpo", "joint", std=False).assign_credit(batch)
+    assert batch.rows["a"]["advantages"].values().tolist() == [-0.125, 0.125], (
+        "a turn's return, and nothing is added to it"
+    )
+
+
+@pytest.mark.parametrize("name", CREDITS.names())
+def test_incentives_come_on_top_of_any_credit(name):
+    """a goes from right to wrong beside a wrong peer, b from wrong to right beside a right one."""
+    batch = batch_of(episode("t", 0, DEBATE), episode("t", 1, [[1.0, None], [None, 1.0]]))
+    plain = scheme(name).of(batch)
+    paid = scheme(name, alpha0=2.0, alpha1=4.0, beta0=8.0, beta1=16.0).of(batch) - plain
+    expected = torch.tensor([[[16.0, -8.0], [-2.0, 4.0]], [[0, 0], [0, 0]]])
+    torch.testing.assert_close(paid, expected, atol=1e-5, rtol=0)
+    assert torch.equal(scheme(name, alpha0=0.0).of(batch), plain)
+
+
+def test_incentives_are_paid_before_the_kind_applies():
+    """``reward``: what round 2 is paid is part of round 1's return. ``return``: it is not."""
+    batch = [batch_of(episode("t", 0, DEBATE), episode("t", 1, [[0.0, 0.0], [0.0, 0.0]])) for _ in range(2)]
+    for one, name in zip(batch, ("own", "influence"), strict=True):
+        build(
+            "grpo", name, {"alpha1": 4.0, **({"gamma": 0.0} if name == "influence" else {})}, std=False
+        ).assign_credit(one)
+    reward, ended = (one.rows["b"]["advantages"].values().tolist() for one in batch)
+    assert reward[0] == 2.5 and ended[0] == 0.0, "b: verdict 0, then 1 + 4; the other sample got nothing"
+    assert reward[1] == ended[1] == 2.5
+
+
+def test_what_auto_becomes_keeps_the_incentives(compose_config, cold_assets):
+    words = ("learner=mappo", "credit=auto", "credit.alpha1=2", "credit.beta0=-1")
+    config = prepare(compose_config(f"assets={cold_assets}", *words))
+    assert (config.credit.name, config.credit.alpha1, config.credit.beta0) == ("team", 2.0, -1.0)
+
+
+def vote(agent, answer, score=0.0, weight=1.0, round=1):
+    return Vote(agent, round, answer, weight, score)
+
+
+@pytest.mark.parametrize(
+    "rule,votes,expected",
+    [
+        (Rule.heaviest, [], -1.0),
+        (Rule.heaviest, [("4", 1.0, 1), ("5", 0.0, 1)], 0.5),
+        (Rule.heaviest, [("4", 1.0, 1), ("5", 0.0, 1), ("5", 0.0, 1)], 0.0),
+        (Rule.heaviest, [("4", 1.0, 3), ("5", 0.0, 1), ("5", 0.0, 1)], 1.0),
+        (Rule.heaviest, [(None, 0.25, 1), ("4", 1.0, 1)], 1.0),
+        (Rule.heaviest, [(None, 0.25, 1)], -1.0),
+        (Rule.heaviest, [("4", 1.0, 1), ("4", 0.5, 1), ("5", 0.0, 1)], 0.75),
+        (Rule.agreed, [("4", 1.0, 1), ("4", 1.0, 1)], 1.0),
+        (Rule.agreed, [("4", 1.0, 1), ("5", 0.0, 1)], -1.0),
+        (Rule.agreed, [(None, 1.0, 1), (None, 1.0, 1)], -1.0),
+        (Rule.last, [("5", 0.0, 9), ("4", 1.0, 1)], 1.0),
+        (Rule.last, [("4", 1.0, 1), (None, 0.0, 1)], -1.0),
+    ],
+)
+def test_what_a_vote_is_worth(rule, votes, expected):
+    cast = tuple(vote(str(i), answer, score, weight) for i, (answer, score, weight) in enumerate(votes))
+    assert worth(Ballot(rule, cast, no_answer=-1.0), cast) == expected
+
+
+def decided(rule, *answers, accuracy=None, **options):
+    """A single-turn episode in which agents a, b, c give these answers to a question whose answer is 4."""
+    names = "abcdefgh"[: len(answers)]
+    runner = RUNNERS.get("single_turn")
+    runner = runner(runner.Config(name="single_turn", decide=rule))
+    record = play(
+        runner, lambda agent, round: answers[names.index(agent)], agents=tuple(names), accuracy=accuracy, **options
+    )
+    for turn in record.turns:
+        turn.verdict = Verdict(float(turn.text == "4"), turn.text)
+        turn.policy, turn.prompt_ids, turn.response_ids, turn.response_mask, turn.log_probs = (
+            turn.agent,
+            [1],
+            [2],
+            [1],
+            [0.0],
+        )
+    record.verdict = Verdict(float(record.answer == "4"), record.answer)
+    return record
+
+
+@pytest.mark.parametrize("rule", Decide)
+@pytest.mark.parametrize(
+    "answers", [("4", "5", "5"), ("4", "4", "5"), ("none", "4", "5"), ("4", "4", "4"), ("none",) * 3]
+)
+def test_a_ballot_holds_what_was_decided_on(rule, answers):
+    """The rule on the recorded votes gives the team's answer again; the verdicts are those of the turns."""
+    record = decided(rule, *answers, accuracy={"a": 0.9, "b": 0.3, "c": 0.3})
+    (ballot,) = ballots_of(record, no_answer=-1.0)
+    assert [(v.agent, v.round, v.answer) for v in ballot.votes] == [
+        (agent, 1, None if answer == "none" else answer) for agent, answer in zip("abc", answers, strict=True)
+    ]
+    assert [v.score for v in ballot.votes] == [float(answer == "4") for answer in answers]
+    known = {v.answer for v in ballot.votes if v.score == worth(ballot, ballot.votes)}
+    if record.answer is None:
+        assert worth(ballot, ballot.votes) == -1.0
+    elif worth(ballot, ballot.votes) in (0.0, 1.0):
+        assert record.answer in known
+    else:
+        assert len(set(answers)) > 1, "a tie"
+
+
+def voted(rule, *samples):
+    """The batch of single-turn episodes on one task, with these answers each."""
+    records = [decided(rule, *answers) for answers in samples]
+    names = records[0].agents
+    batch = joint_batch(records, names, dict.fromkeys(names, 1.0))
+    batch.ballots = [ballots_of(record) for record in records]
+    return batch
+
+
+def shares(rule, *answers):
+    return scheme("shapley").assign(voted(rule, answers))[0, 0].tolist()
+
+
+def test_shapley_shares_out_a_decision():
+    """4 4 5 by majority: v(a) = v(b) = v(ab) = v(abc) = 1, v(ac) = v(bc) = .5, v(c) = 0."""
+    got = shares(Decide.majority, "4", "4", "5")
+    assert got == pytest.approx([7 / 12, 7 / 12, -1 / 6]) and sum(got) == pytest.approx(1.0)
+    assert shares(Decide.majority, "4", "4", "none") == [0.5, 0.5, 0.0], "who abstains is a dummy"
+    assert shares(Decide.last, "4", "5", "4") == pytest.approx([1 / 3, -1 / 6, 5 / 6])
+    assert shares(Decide.unanimous, "4", "4", "5") == pytest.approx([1 / 3, 1 / 3, -2 / 3]), "c alone stops them"
+    assert shares(Decide.majority, *["4"] * 8) == pytest.approx([1 / 8] * 8, abs=0.04), "in a sample of orders"
+
+
+def test_shapley_is_paid_at_the_last_vote_and_sums_to_the_decision():
+    batch = batch_of(episode("t", 0, [[0.0, 1.0], [1.0, None]]), episode("t", 1, [[1.0, 0.0], [None, 0.0]]))
+    got = scheme("shapley").assign(batch)
+    assert got.tolist() == [[[0, 0.5], [0.5, 0]], [[0, 0], [0, 0]]]
+    for credit, ballots in zip(got, batch.ballots, strict=True):
+        assert float(credit.sum()) == worth(ballots[-1], ballots[-1].votes)
+
+
+def test_counterfactual_by_hand():
+    """Samples of one task: a says 4, 4, 5 and b 5, 4, 5; the sole 4 ties with a 5: .5.
+
+    a in sample 0, beside b's 5: Q = .5 for 4, 0 for 5; mean 1/3. In sample 1, beside 4: 1 and .5. In sample 2, beside 5.
+    """
+    got = scheme("counterfactual").assign(voted(Decide.majority, ("4", "5"), ("4", "4"), ("5", "5")))[:, 0]
+    a = [0.5 - 1 / 3, 1 - 2.5 / 3, 0 - 1 / 3]
+    b = [0.5 - 2 / 3, 1 - 2 / 3, 0 - 0.5 / 3]
+    torch.testing.assert_close(got, torch.tensor([a, b]).T)
+
+
+def test_counterfactual_of_a_vote_that_changes_nothing_is_exactly_zero():
+    got = scheme("counterfactual").assign(voted(Decide.last, ("4", "5"), ("5", "5"), ("7", "5")))
+    assert (got == 0).all(), "only the last one decides, and it always says the same"
+    got = scheme("counterfactual").assign(voted(Decide.last, ("4", "4"), ("5", "5"), ("7", "5")))
+    torch.testing.assert_close(got[:, 0], torch.tensor([[0, 2 / 3], [0, -1 / 3], [0, -1 / 3]]))
+
+
+def test_an_alternative_brings_its_own_weight():
+    """By verdict, a right answer outweighs two wrong ones: b's 4 would have decided beside 5 and 6."""
+    got = scheme("counterfactual").assign(voted(Decide.verifier, ("5", "4", "6"), ("5", "5", "6")))[:, 0]
+    torch.testing.assert_close(got[:, 1], torch.tensor([0.5, -0.5]))
+
+
+def test_earlier_rounds_vote_on_what_they_would_have_decided():
+    """a says 1 then 0, b says 0 then 1. Round 1 is a ballot of its own: a's 1 beside b's 0 is worth .5, its 0 nothing."""
+    one, two = episode("t", 0, DEBATE), episode("t", 1, [[0.0, 0.0], [0.0, 0.0]])
+    batch = batch_of(one, two)
+    assert [[vote.round for vote in ballot.votes] for ballot in batch.ballots[0]] == [[1, 1], [2, 2]]
+    got = scheme("counterfactual").assign(batch)
+    assert got[0].tolist() == [[0.25, 0.0], [0.0, 0.25]]
+    assert got[1].tolist() == [[-0.25, 0.0], [0.0, -0.25]]
+    late = scheme("counterfactual", earlier_rounds=False).assign(batch)
+    assert late[0].tolist() == [[0.0, 0.0], [0.0, 0.25]]
+
+
+def test_who_stopped_early_stands_by_its_answer():
+    """b speaks in round 1 alone, and votes with that; a's first answer meets it in a ballot after round 1."""
+    record = episode("t", 0, [[0.0, 1.0, 0.5], [1.0]])
+    ballots = ballots_of(record, no_answer=-3.0)
+    assert [[(v.agent, v.round, v.score) for v in ballot.votes] for ballot in ballots] == [
+        [("a", 1, 0.0), ("b", 1, 1.0)], [("a", 2, 1.0), ("b", 1, 1.0)], [("a", 3, 0.5), ("b", 1, 1.0)],
+    ]  # fmt: skip
+    assert {ballot.no_answer for ballot in ballots} == {-3.0}
+    record.turns[0].answers = False
+    assert len(ballots_of(record)) == 2, "what is no answer has no vote"
+    record.ballot = Ballot(Rule.last, (vote("b", "1.0"),))
+    assert len(ballots_of(record)) == 1, "nor has who does not vote"
+
+
+@pytest.fixture(scope="module")
+def checked(compose_config):
+    """Check what the classes say of the quick start with another credit and other values."""
+    plain = compose_config("learner.std=true", "learner.gamma=1", "learner.estimator=null")
+
+    def checked(credit, **changes):
+        config = OmegaConf.create(plain)
+        config.credit = OmegaConf.structured(CREDITS.get(credit).Config(name=credit))
+        for key, value in changes.items():
+            OmegaConf.update(config, key.replace("__", "."), value)
+        check_values(config)
+        check_facts(config)
+
+    return checked
+
+
+@pytest.mark.parametrize("name", ["shapley", "counterfactual"])
+def test_without_a_vote_the_error_says_what_to_use(name, checked):
+    batch = batch_of(episode("t", 0, DEBATE))
+    batch.ballots = [[]]
+    with pytest.raises(ValueError, match=rf"credit={name}.*task t.*marl\.runners\.decide.*credit\.of=answer"):
+        scheme(name).assign(batch)
+    chain = RUNNERS.get("chain").Config(name="chain")
+    with pytest.raises(ConfigError, match=rf"credit={name}.*runner=chain takes none.*debate or voting"):
+        checked(name, runner=chain)
+    checked(name)
+
+
+@pytest.mark.parametrize(
+    "credit,changes,said",
+    [
+        (
+            "replay",
+            {"learner": LEARNERS.get("mappo").Config("mappo", gamma=1.0, lam=1.0)},
+            "learner=mappo.*learner=grpo",
+        ),
+        ("replay", {"algorithm__adv_estimator": "rloo"}, "credit=replay.*adv_estimator=rloo.*use null and false"),
+        ("counterfactual", {"algorithm__use_kl_in_reward": True}, "use_kl_in_reward=True.*use null and false"),
+        ("counterfactual", {"actor_rollout_ref__rollout__n": 1}, "rollout.n=1: credit=counterfactual.*at least 2"),
+        ("replay", {"credit__alternatives": 1}, "credit.alternatives=1.*at least 2"),
+        ("replay", {"credit__share": 0.0}, "credit.share=0.*above 0"),
+    ],
+)
+def test_what_a_credit_needs_is_asked_for(checked, credit, changes, said):
+    with pytest.raises(ConfigError, match=said):
+        checked(credit, **changes)
+
+
+def test_replay_compares_within_an_episode_and_takes_a_single_sample(checked):
+    checked("replay", actor_rollout_ref__rollout__n=1)
+
+
+def test_replay_credits_a_turn_by_its_own_outcome():
+    record = episode("t", 0, DEBATE)
+    record.turns[0].outcomes, record.turns[1].outcomes = [1.0, 0.0, 0.5], [0.25]
+    record.turns[2].outcomes, record.turns[3].outcomes = [0.0, 1.0], []
+    batch = batch_of(record)
+    assert batch.outcomes_ERAK.shape == (1, 2, 2, 3) and math.isnan(batch.outcomes_ERAK[0, 1, 1, 0])
+    got = scheme("replay").assign(batch)
+    assert got[0].tolist() == [[0.75, -1.0], [0.0, 0.0]]
+    build("grpo", "replay").assign_credit(batch)
+    assert batch.rows["a"]["advantages"].values().tolist() == [0.75, 0.0, 0.0], "as it is"
+    for turn in record.turns:
+        turn.outcomes = []
+    with pytest.raises(ValueError, match="credit=replay needs other answers' returns"):
+        scheme("replay").assign(batch_of(record))
+
+
+def test_the_return_of_an_episode_is_that_of_the_team_credit():
+    for verdicts in (DEBATE, [[1.0, 0.25], [0.0, None]]):
+        record = episode("t", 0, verdicts)
+        record.verdict = Verdict(0.75, "x")
+        batch = batch_of(record)
+        for of in ("final", "answer"):
+            paid = scheme("team", of=TeamOf[of]).assign(batch)[0, 0, 0]
+            assert team_return(record, ReturnOf[of]) == float(paid)
