@@ -14,6 +14,7 @@ from marl.controller.batching import joint_batch, to_rows
 from marl.learners import CREDITS, LEARNERS, spread
 from marl.learners.schemes import TeamOf
 from marl.types import Ballot, Episode, Rule, Task, Turn, Verdict, Vote
+from marl.utils.ragged import jagged
 from recipe import leave_one_out  # noqa: F401 - registers a learner from outside
 
 AGENTS = ("a", "b")
@@ -100,6 +101,8 @@ def test_every_learner_fills_advantages_and_updates_every_policy_once(name, cred
         pytest.skip("not defined for it, and refused")
     if learner.critic != "none":
         batch.values_ERA = torch.full(batch.mask_ERA.shape, 0.25)
+        batch.utilities_ERA = torch.linspace(0, 1, batch.mask_ERA.numel()).view(batch.mask_ERA.shape)
+        batch.joint_ids = jagged([[1, 2, 3]] * 4, torch.long)  # of two episodes with two rounds
     metrics = learner.assign_credit(batch)
     groups = {policy: FakeGroup() for policy in batch.rows}
     results = asyncio.run(learner.update(batch, groups))
