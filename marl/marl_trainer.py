@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from marl import saving
@@ -21,7 +20,7 @@ from marl.controller.policy_map import PolicyMap
 from marl.controller.references import References
 from marl.controller.worker_group import throughput
 from marl.learners import Learner
-from marl.report import conversation, dump, summary, tokens
+from marl.report import conversation, dump, tokens
 from marl.report.credit_shares import LazyAgents, credit_shares
 from marl.types import AgentId, CriticName, Episode, JointBatch, Metrics, PolicyName, Task, Turn
 from marl.utils.metrics import PhaseTimer, RunningMean, must_be_finite, prefixed
@@ -245,22 +244,7 @@ class MARLTrainer:
 
     def summarise(self) -> None:
         """Leave ``summary.json`` and ``curves.png``."""
-        if not self.history:
-            return
-        seconds = time.time() - psutil.Process().create_time()  # of the driver, its start-up included
-        result = summary.summarise(
-            self.history,
-            steps=self.step_number,
-            seconds=seconds,
-            seed=self.config.seed,
-            log_prob_gap_max=self.log_prob_gap_max,
-            sampled_tokens=self.sampled_tokens,
-            degenerate_groups=self.degenerate.mean,
-            baselines=self.baselines,
-        )
-        self.folder.mkdir(parents=True, exist_ok=True)
-        summary.write_json(result, self.folder / "summary.json")
-        summary.plot(self.history, self.folder / "curves.png")
+        saving.summarise(self)
 
     def _batches(self):
         while True:

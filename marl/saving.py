@@ -1,12 +1,16 @@
-"""A trainer's state on disk: all policies and critics, the learner, the data order and the step, as one unit."""
+"""What a run leaves on disk: checkpoints (all policies and critics, the learner, the data order and the step, as one unit), and
+its summary."""
 
 import asyncio
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
+from marl.report import summary
 from marl.utils import checkpoint
 from marl.utils.metrics import RunningMean
 
@@ -66,3 +70,23 @@ async def resume(trainer: Any) -> None:
     trainer.controller.accuracy.load_state_dict(state["accuracy"])
     trainer.history = dict(state["history"])
     logger.warning("resumed from %s", folder)
+
+
+def summarise(trainer: Any) -> None:
+    """Write ``summary.json`` and ``curves.png``, where anything was validated."""
+    if not trainer.history:
+        return
+    seconds = time.time() - psutil.Process().create_time()  # of the driver, its start-up included
+    result = summary.summarise(
+        trainer.history,
+        steps=trainer.step_number,
+        seconds=seconds,
+        seed=trainer.config.seed,
+        log_prob_gap_max=trainer.log_prob_gap_max,
+        sampled_tokens=trainer.sampled_tokens,
+        degenerate_groups=trainer.degenerate.mean,
+        baselines=trainer.baselines,
+    )
+    trainer.folder.mkdir(parents=True, exist_ok=True)
+    summary.write_json(result, trainer.folder / "summary.json")
+    summary.plot(trainer.history, trainer.folder / "curves.png")
