@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 from omegaconf import II
-from tensordict import TensorDict
-from torch import Tensor
 
 from marl.learners import ratios
-from marl.learners.base import register_learner, spread
+from marl.learners.base import register_learner
 from marl.learners.mappo import MAPPO
 from marl.learners.ratios import Ratio
 from marl.learners.schemes import Credit
@@ -56,9 +54,11 @@ class HAPPO(MAPPO):
             rows, later = batch.rows[name], [batch.rows[other] for other in order[position:]]
             log_factors_ERA = ratios.log_factors(log_ratios_ERA, batch)
             factors_ERA = ratios.factors(log_factors_ERA, self.config.clip)
-            numbers = await policies[name].update_actor(corrected(rows, factors_ERA))
+            numbers = await policies[name].update_actor(ratios.corrected(rows, factors_ERA))
             metrics[name] = (
-                numbers | factor_metrics(log_factors_ERA, factors_ERA, rows) | {"update_position": float(position)}
+                numbers
+                | ratios.factor_metrics(log_factors_ERA, factors_ERA, rows)
+                | {"update_position": float(position)}
             )
             if any(ratios.share_rounds(rows, others, len(batch.agents)) for others in later):
                 output = await policies[name].compute_log_prob(rows)
@@ -76,19 +76,3 @@ class HAPPO(MAPPO):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.num_updates = state["num_updates"]
-
-
-def corrected(rows: TensorDict, factors_ERA: Tensor) -> TensorDict:
-    """The rows with M times their advantages."""
-    rows, advantages = rows.copy(), rows["advantages"]
-    products_T = advantages.values() * spread(factors_ERA, rows).values()
-    rows["advantages"] = torch.nested.nested_tensor_from_jagged(products_T, offsets=advantages.offsets())
-    return rows
-
-
-def factor_metrics(log_factors_ERA: Tensor, factors_ERA: Tensor, rows: TensorDict) -> Metrics:
-    """Over the turns in these rows: the maximum of M before it was clipped, and its mean after that."""
-    index_T = rows["turn_index"].values()
-    cells_D = index_T[index_T >= 0].unique()
-    highest = log_factors_ERA.flatten()[cells_D].max().double().exp()
-    return {"factor_max": float(highest), "factor_mean": float(factors_ERA.flatten()[cells_D].mean())}

@@ -26,7 +26,8 @@ class MAPPO(IPPO):
     class Config(IPPO.Config):
         chain: bool = False
         """GAE runs along the agents' order inside a round, then across rounds, over the decisions of all of them: every step
-        of the chain is discounted. A round's reward, its speakers' mean credit, is paid at the last of them."""
+        of the chain is discounted. A round's reward, its speakers' mean credit, is paid at the last of them. Values bootstrap
+        one another inside a round too, though the critic reads no turn of the same round."""
 
     config: Config
 

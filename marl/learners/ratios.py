@@ -7,7 +7,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from marl.types import JointBatch
+from marl.learners.base import spread
+from marl.types import JointBatch, Metrics
 
 
 class Ratio(Enum):
@@ -54,6 +55,22 @@ def factors(log_factors_ERA: Tensor, clip: float | None) -> Tensor:
     """M, kept within [1 / clip, clip]; as it is where clip is None."""
     limit = math.inf if clip is None else math.log(clip)
     return log_factors_ERA.clamp(-limit, limit).exp()
+
+
+def corrected(rows: TensorDict, factors_ERA: Tensor) -> TensorDict:
+    """The rows with M times their advantages."""
+    rows, advantages = rows.copy(), rows["advantages"]
+    products_T = advantages.values() * spread(factors_ERA, rows).values()
+    rows["advantages"] = torch.nested.nested_tensor_from_jagged(products_T, offsets=advantages.offsets())
+    return rows
+
+
+def factor_metrics(log_factors_ERA: Tensor, factors_ERA: Tensor, rows: TensorDict) -> Metrics:
+    """Over the turns in these rows: the maximum of M before it was clipped, and its mean after that."""
+    index_T = rows["turn_index"].values()
+    cells_D = index_T[index_T >= 0].unique()
+    highest = log_factors_ERA.flatten()[cells_D].max().double().exp()
+    return {"factor_max": float(highest), "factor_mean": float(factors_ERA.flatten()[cells_D].mean())}
 
 
 def share_rounds(rows: TensorDict, others: TensorDict, num_agents: int) -> bool:
