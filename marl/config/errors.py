@@ -30,6 +30,8 @@ def explain(error: Exception) -> str:
         return f"unknown key '{cause.full_key}': {where} has no '{cause.key}'.{did_you_mean(str(cause.key), known)}{listing(known)}"
     if isinstance(cause, OmegaConfBaseException):
         text = str(cause.msg or cause).splitlines()[0]
+        if text.endswith("is not Optional"):
+            text = "it cannot be None"
         return f"wrong value for '{cause.full_key}': {text}; expected a value like the default's, see --cfg job"
     return str(error)
 

@@ -174,6 +174,8 @@ def test_it_is_the_same_in_every_run_and_another_one_in_every_step(judged):
             [(turn.place, turn.text, turn.seed, turn.outcomes, turn.trained) for e in episodes for turn in e.turns]
         )
     assert results[0] == results[1] != results[2]
+    drawn = [{seed for (_, _, branch), _, seed, *_ in result if branch} for result in results]
+    assert drawn[0] and not drawn[0] & drawn[2], "a turn that both steps try is answered anew"
 
 
 def test_a_share_of_the_turns_is_tried_and_trained(played):

@@ -140,7 +140,7 @@ def bad_numbers(number: Number) -> st.SearchStrategy[str]:
     return st.one_of(outside)
 
 
-TYPED = ("controller.", "resources.", "runner.", "learner.", "credit.")
+TYPED_GROUPS = ("controller.", "resources.", "runner.", "learner.", "credit.")
 """OmegaConf makes a number of '1' and true there."""
 
 
@@ -151,7 +151,7 @@ def test_a_number_out_of_its_range(plain, key, data):
     if OmegaConf.select(plain, key, default=...) is ...:
         pytest.skip("another learner's, or another credit's")
     override = f"{key}={data.draw(bad_numbers(NUMBERS[key]))}"
-    assume(not override.endswith(("='1'", "=true")) or not key.startswith(TYPED))
+    assume(not override.endswith(("='1'", "=true")) or not key.startswith(TYPED_GROUPS))
     text = refusal(plain, override)
     assert key in text and (value_of(override) in text or str(float(value_of(override))) in text)
 
