@@ -7,13 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor, nn
+from verl.utils.torch_functional import masked_whiten
 
 from marl.learners import credit
 from marl.modules.mixers import StateEncoder
 from marl.types import JointBatch
+
+
+class Advantage(Enum):
+    gradient = "gradient"
+    """w_i (q_i - v_i) with w_i = dQ_tot / dq_i (DOP, arXiv:2007.12322)."""
+    group = "group"
+    """Q_tot less its mean with the agent's answers in the task's other samples instead of its own."""
+
 
 Mix = Callable[[Tensor, Tensor], Tensor]
 """Utilities [B, A] and states [B, S] to Q_tot [B]."""
@@ -33,6 +43,13 @@ class Mixing(nn.Module):
         if joint.ids is None:
             raise ValueError("the mixer reads the joint observation, and the batch holds no joint_ids")
         return self.encoder(joint.ids)[joint.index_B]
+
+    def advantages(self, how: Advantage, joint: JointActions, q_BA: Tensor, v_BA: Tensor) -> Tensor:
+        """What actors are paid [B, A]."""
+        state_BS = self.states(joint).detach()
+        if how is Advantage.group:
+            return by_group(self, q_BA, joint.mask_BA, state_BS, joint.keys_B)
+        return by_gradient(self, q_BA, v_BA, state_BS)
 
     def forward(self, q_BA: Tensor, state_BS: Tensor) -> Tensor:
         return self.mixer(q_BA, state_BS)
@@ -134,3 +151,8 @@ def baseline_loss(v_BA: Tensor, q_BA: Tensor, mask_BA: Tensor) -> tuple[Tensor, 
     error_BA = (v_BA - q_BA) * mask_BA
     turns = mask_BA.sum().clamp(min=1)
     return error_BA.square().sum() / turns, 2 * error_BA / turns
+
+
+def whitened(x_D: Tensor) -> Tensor:
+    """Mean 0 and deviation 1; a single number is compared with nothing, and 0."""
+    return masked_whiten(x_D, torch.ones_like(x_D)) if len(x_D) > 1 else torch.zeros_like(x_D)

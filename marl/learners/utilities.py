@@ -30,13 +30,14 @@ class MixerFit:
         parameters = list(self.mixing.parameters())
         self.optimizer = torch.optim.Adam(parameters, lr=lr) if parameters else None  # a sum has none
 
-    async def renew_targets(self, critics: Critics) -> None:
-        """The present weights of mixer and critics are what later turns are valued by, until the next renewal."""
-        self.target.load_state_dict(self.mixing.state_dict())
-        await asyncio.gather(*(critic.renew_target() for critic in critics.values()))
-
-    async def targets(self, batch: JointBatch, critics: Critics, joint: JointActions, gamma: float) -> Tensor:
-        """y [B], from the target copies of the utilities and of the mixer; they are asked where a round has a next one."""
+    async def begin(
+        self, batch: JointBatch, critics: Critics, joint: JointActions, gamma: float, target_update_every: int
+    ) -> Tensor:
+        """Begin a training step: renew the targets if it is time, and return what Q_tot is fitted to, y [B]."""
+        if self.steps % target_update_every == 0:
+            self.target.load_state_dict(self.mixing.state_dict())
+            await asyncio.gather(*(critic.renew_target() for critic in critics.values()))
+        self.steps += 1
         if gamma == 0 or not (joint.next_B >= 0).any():
             return joint.rewards_B
         _, q_ERA = await read(batch, critics, target=True)
@@ -44,34 +45,38 @@ class MixerFit:
             q_tot_B = self.target(joint.take(q_ERA), self.target.states(joint))
         return joint.targets(q_tot_B, gamma)
 
-    async def one_pass(
+    async def descend(
         self, batch: JointBatch, critics: Critics, joint: JointActions, targets_B: Tensor, last: bool
     ) -> dict[CriticName, Metrics]:
-        """One optimiser step of the mixer and of every critic, from the batch's values, which are of the present weights."""
+        """One optimiser step of the mixer and of every critic, from the batch's values, which are of the present weights;
+        then the batch has those of the new ones."""
         v_BA, q_BA = joint.take(batch.values_ERA), joint.take(batch.utilities_ERA)
-        q_tot_B, dq_BA, loss = self.descend(joint, q_BA, targets_B)
+        q_tot_B, dq_BA = self._descend(joint, q_BA, targets_B)
         v_loss, dv_BA = baseline_loss(v_BA, q_BA, joint.mask_BA)
-        metrics = await descend(batch, critics, joint.lay(dv_BA), joint.lay(dq_BA), last)
         fitted = {
-            "q_tot_loss": loss,
-            "v_loss": float(v_loss),
+            "q_tot_loss": float((q_tot_B - targets_B).square().mean()),
             "q_tot_explained_variance": explained_variance(q_tot_B, targets_B),
+            "v_loss": float(v_loss),
         }
+        names, dv_ERA, dq_ERA = list(batch.value_rows), joint.lay(dv_BA), joint.lay(dq_BA)
+        rows = [gradient_rows(batch.value_rows[name], dv_ERA, dq_ERA) for name in names]
+        steps = (critics[name].descend(part, last) for name, part in zip(names, rows, strict=True))
+        metrics = dict(zip(names, await asyncio.gather(*steps), strict=True))
+        batch.values_ERA, batch.utilities_ERA = await read(batch, critics)
         return {name: numbers | fitted for name, numbers in metrics.items()}
 
-    def descend(self, joint: JointActions, q_BA: Tensor, targets_B: Tensor) -> tuple[Tensor, Tensor, float]:
-        """One step of the mixer on the mean of (Q_tot - y)^2: Q_tot before it, the loss's derivatives [B, A] by the utilities,
-        and the loss."""
-        if self.optimizer is not None:
-            self.optimizer.zero_grad()
+    def _descend(self, joint: JointActions, q_BA: Tensor, targets_B: Tensor) -> tuple[Tensor, Tensor]:
+        """One step of the mixer on the mean of (Q_tot - y)^2: Q_tot before it, and the loss's derivatives [B, A] by the
+        utilities."""
         q_BA = q_BA.detach().requires_grad_()
         q_tot_B = self.mixing(q_BA, self.mixing.states(joint))
         loss = (q_tot_B - targets_B).square().mean()
-        loss.backward()
+        dq_BA, *gradients = torch.autograd.grad(loss, [q_BA, *self.mixing.parameters()])
         if self.optimizer is not None:
+            for parameter, gradient in zip(self.mixing.parameters(), gradients, strict=True):
+                parameter.grad = gradient
             self.optimizer.step()
-        dq_BA = torch.zeros_like(q_BA) if q_BA.grad is None else q_BA.grad
-        return q_tot_B.detach(), dq_BA, float(loss)
+        return q_tot_B.detach(), dq_BA
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"num_agents": self.num_agents, "steps": self.steps}
@@ -95,13 +100,3 @@ async def read(batch: JointBatch, critics: Critics, target: bool = False) -> tup
     for name, values in zip(names, results, strict=True):
         lay_utilities(batch.value_rows[name], values, v_ERA, q_ERA)
     return v_ERA, q_ERA
-
-
-async def descend(
-    batch: JointBatch, critics: Critics, dv_ERA: Tensor, dq_ERA: Tensor, last: bool
-) -> dict[CriticName, Metrics]:
-    """One optimiser step of every critic, all at the same time."""
-    names = list(batch.value_rows)
-    rows = [gradient_rows(batch.value_rows[name], dv_ERA, dq_ERA) for name in names]
-    results = await asyncio.gather(*(critics[name].descend(part, last) for name, part in zip(names, rows, strict=True)))
-    return dict(zip(names, results, strict=True))

@@ -6,29 +6,18 @@ Actors are paid by what an answer is worth to the team beyond that. On-policy: t
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
-import torch
 from omegaconf import II
-from torch import Tensor
-from verl.utils.torch_functional import masked_whiten
 
 from marl.learners.base import Learner, register_learner
 from marl.learners.credit import team_mean
 from marl.learners.decisions import Decisions, penalties
-from marl.learners.mixing import JointActions, Mixing, by_gradient, by_group
+from marl.learners.mixing import Advantage, JointActions, Mixing, whitened
 from marl.learners.schemes import Credit
-from marl.learners.utilities import MixerFit, read
+from marl.learners.utilities import MixerFit
 from marl.modules.mixers import VDNMixer
 from marl.types import CriticGroup, CriticName, JointBatch, Metrics
-
-
-class Advantage(Enum):
-    gradient = "gradient"
-    """w_i (q_i - v_i) with w_i = dQ_tot / dq_i (DOP, arXiv:2007.12322)."""
-    group = "group"
-    """Q_tot less its mean with the agent's answers in the task's other samples instead of its own."""
 
 
 @register_learner("vdn")
@@ -37,7 +26,7 @@ class VDN(Learner):
     default_credit = "team"
     credits = ("team",)
     fits_first = True
-    """A utility that has not met an answer credits it with noise, which would be whitened up to the size of a signal."""
+    """What a utility says of answers that it has not met is noise at first, which whitening makes as large as a signal."""
 
     @dataclass
     class Config(Learner.Config):
@@ -49,8 +38,9 @@ class VDN(Learner):
         """Advantages of a policy's batch get mean 0 and deviation 1."""
         share_utilities: bool = False
         """One utility network for all agents, told apart by what they are shown; false: one for every trained policy."""
-        mixer_epochs: int = 4
-        """Passes over a step's turns, each one optimiser step after a forward of its own."""
+        mixer_epochs: int = 8
+        """Passes over a step's turns, each one optimiser step after a forward of its own. What the fit knows of the step's
+        own answers is most of the signal while utilities say little about answers they have not met."""
         mixer_lr: float = 1e-3
         """Of Adam, for the mixer and the encoder of its state."""
         target_update_every: int = 10
@@ -79,12 +69,7 @@ class VDN(Learner):
     def assign_credit(self, batch: JointBatch) -> Metrics:
         joint, mixing = self.joint(batch), self.fit(len(batch.agents)).mixing
         v_BA, q_BA = joint.take(batch.values_ERA), joint.take(batch.utilities_ERA)
-        state_BS = mixing.states(joint).detach()
-        if self.config.advantage is Advantage.group:
-            credit_BA = by_group(mixing, q_BA, joint.mask_BA, state_BS, joint.keys_B)
-        else:
-            credit_BA = by_gradient(mixing, q_BA, v_BA, state_BS)
-        credit_ERA = joint.lay(credit_BA)
+        credit_ERA = joint.lay(mixing.advantages(self.config.advantage, joint, q_BA, v_BA))
         for rows in batch.rows.values():
             decisions = Decisions.of(batch, rows)
             credit_D = credit_ERA.flatten()[decisions.cells_D]
@@ -98,13 +83,9 @@ class VDN(Learner):
         if not batch.value_rows:
             return {}
         config, fit, joint = self.config, self.fit(len(batch.agents)), self.joint(batch)
-        if fit.steps % config.target_update_every == 0:
-            await fit.renew_targets(critics)
-        fit.steps += 1
-        targets_B = await fit.targets(batch, critics, joint, config.gamma)
+        targets_B = await fit.begin(batch, critics, joint, config.gamma, config.target_update_every)
         for left in reversed(range(config.mixer_epochs)):
-            metrics = await fit.one_pass(batch, critics, joint, targets_B, last=left == 0)
-            batch.values_ERA, batch.utilities_ERA = await read(batch, critics)
+            metrics = await fit.descend(batch, critics, joint, targets_B, last=left == 0)
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
@@ -113,8 +94,3 @@ class VDN(Learner):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state:
             self.fit(state["num_agents"]).load_state_dict(state)
-
-
-def whitened(x_D: Tensor) -> Tensor:
-    """Mean 0 and deviation 1; a single number is compared with nothing, and 0."""
-    return masked_whiten(x_D, torch.ones_like(x_D)) if len(x_D) > 1 else torch.zeros_like(x_D)

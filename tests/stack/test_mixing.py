@@ -128,8 +128,7 @@ def test_the_gradient_is_that_of_one_graph_from_the_mixer_to_the_value_heads(mix
     learner, found = trainer.learner, gradients_of(live, monkeypatch)
     batch = valued(live, episodes)
     fit, joint = learner.fit(2), learner.joint(batch)
-    live.wait(fit.renew_targets(trainer.critics.groups))
-    targets_B = live.wait(fit.targets(batch, trainer.critics.groups, joint, 1.0))
+    targets_B = live.wait(fit.begin(batch, trainer.critics.groups, joint, 1.0, target_update_every=1))
     mixing = copy.deepcopy(fit.mixing)
     live.wait(learner.update_critics(batch, trainer.critics.groups))
 

@@ -115,6 +115,7 @@ def test_a_critic_has_no_logits_and_a_reference_is_one_more_copy(compose_config,
     size = ModelSize(1000, 200, 4, 10, 20, 5, 50, 150)
     critic = plan.critic_memory(config.critic, 2, size)
     assert (critic.weights, critic.moments, critic.logits) == (2000, 4000, 0.0)  # 1000 numbers of 4 bytes over 2 ranks
+    assert plan.critic_memory(config.critic, 2, size, target=True).kept - critic.kept == 2000
     own = own_settings(config, "alice")
     (alice, _) = plan.batch_of(config, dict.fromkeys(config.agents, 2)).policies
     with_reference, without = (plan.policy_memory(own, alice, size, None, reference) for reference in (True, False))

@@ -5,10 +5,11 @@ import asyncio
 import pytest
 import torch
 
+from marl.controller.batching import pad_rows, rows_of
 from marl.learners import LEARNERS
-from marl.learners.mixing import JointActions, pairs_within
+from marl.learners.mixing import Advantage, JointActions, pairs_within, whitened
 from marl.learners.values import gradient_rows, lay_utilities, place_values
-from marl.learners.vdn import Advantage, whitened
+from marl.modules.critics.loss import critic_loss
 from marl.modules.critics.utilities import SHARED, JointStates, UtilityTurns
 from marl.utils.ragged import jagged
 from tests.unit.test_learners import AGENTS, batch_of, build, episode
@@ -111,6 +112,42 @@ def test_values_go_to_one_grid_and_utilities_to_the_other_and_derivatives_back()
     assert v_ERA[..., 1].tolist() == [[1, 3], [5, 7]] and q_ERA[..., 1].tolist() == [[2, 4], [6, 8]]
     assert not v_ERA[..., 0].any() and not q_ERA[..., 0].any()
     assert torch.equal(gradient_rows(rows, v_ERA, q_ERA)["gradients"].values(), numbers)
+
+
+def test_ranks_and_padding_do_not_change_the_gradient():
+    """verl gives each rank a part of the rows, and takes the mean of their gradients; rows that fill up are masked out."""
+    records = [episode("t", i, [[1], [None]]) for i in range(3)]
+    batch = batch_of(*records)
+    rows = gradient_rows(UtilityTurns(False).rows(records, batch)["a"], *torch.randn(2, 3, 1, 2).unbind())
+    values = torch.randn(len(rows["input_ids"].values()))
+
+    def gradient(parts, ranks):
+        total = torch.zeros(())
+        scale = torch.ones((), requires_grad=True)
+        for part, own in parts:
+            part = part.copy()
+            part["dp_size"] = torch.tensor(ranks)
+            ragged = torch.nested.nested_tensor_from_jagged(scale * own, offsets=part["input_ids"].offsets())
+            loss, _ = critic_loss(None, {"values": ragged}, part)
+            total = total + torch.autograd.grad(loss, scale)[0]
+        return float(total) / ranks
+
+    class Part(dict):
+        copy = dict.copy
+
+    def part_of(table):
+        return Part({key: table[key] for key in ("input_ids", "read_at", "gradients", "value_mask")})
+
+    whole = gradient([(part_of(rows), values)], ranks=1)
+    padded = pad_rows(rows, 4)
+    padded_values = torch.cat([values, values[-len(rows["input_ids"].unbind()[-1]) :]])
+    halves, start = [], 0
+    for index in ([0, 1], [2, 3]):
+        part = rows_of(padded, index)
+        end = start + len(part["input_ids"].values())
+        halves.append((part_of(part), padded_values[start:end]))
+        start = end
+    assert gradient(halves, ranks=2) == pytest.approx(whole, abs=1e-6) and abs(whole) > 1e-3
 
 
 def test_states_hold_the_joint_observation_before_each_round():
