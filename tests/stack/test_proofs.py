@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from marl.learners import LEARNERS
 from marl.main import run
 from marl.quickstart.assets import RECIPES, ensure
 
