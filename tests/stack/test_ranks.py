@@ -23,7 +23,8 @@ def train(cluster, compose_config, cold_assets, tmp_path_factory):
             config = compose_config(
                 f"assets={cold_assets}", f"trainer.default_local_dir={folder}", *SMALL, "data.train_batch_size=3",
                 "actor_rollout_ref.rollout.n=3", f"trainer.total_training_steps={STEPS}", f"trainer.save_freq={STEPS}",
-                "actor_rollout_ref.actor.optim.lr_warmup_steps=0", "resources.timeout_s=200", "learner=mappo", *overrides,
+                "actor_rollout_ref.actor.optim.lr_warmup_steps=0", "resources.timeout_s=200",
+                *([] if any(key.startswith("learner=") for key in overrides) else ["learner=mappo"]), *overrides,
             )  # fmt: skip
             run(config, lambda step, total, metrics: steps.append(metrics))
             saved = [f"{policy}/actor/huggingface/model.safetensors" for policy in ("alice", "carol")]
@@ -33,9 +34,12 @@ def train(cluster, compose_config, cold_assets, tmp_path_factory):
     return train
 
 
-def compare(first, second, tokens=0.0):
+OF_POLICIES = ("agent/alice/grad_norm", "agent/carol/grad_norm")
+
+
+def compare(first, second, of_critics=("critic/central/grad_norm", "critic/central/vf_loss")):
     (steps, weights), (others, other_weights) = first, second
-    for key in ("agent/alice/grad_norm", "agent/carol/grad_norm", "critic/central/grad_norm", "critic/central/vf_loss"):
+    for key in (*OF_POLICIES, *of_critics):
         for mine, theirs in zip(steps, others, strict=True):
             assert theirs[key] == pytest.approx(mine[key], rel=1e-5, abs=1e-5), key
     for mine, theirs in zip(weights, other_weights, strict=True):
@@ -51,6 +55,25 @@ def test_two_ranks_are_one(train):
     compare(one, train(*COLOCATED, "trainer.n_gpus_per_node=2"))
     # and they have trained
     assert one[0][-1]["agent/alice/grad_norm"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_ranks_fit_utilities_as_one_does(train):
+    """The mixer's derivatives, the linear loss and the target's shards. Unwhitened: that would blow rounding up."""
+    options = (
+        "learner=qmix",
+        "credit=team",
+        "learner.mixer_epochs=2",
+        "learner.target_update_every=2",
+        "learner.whiten=false",
+    )
+    one, two = train("resources.one_process=true", *options), train(*COLOCATED, "trainer.n_gpus_per_node=2", *options)
+    compare(
+        one,
+        two,
+        [f"critic/{name}/{key}" for name in ("alice", "carol") for key in ("grad_norm", "q_tot_loss", "v_loss")],
+    )
 
 
 @pytest.mark.slow
