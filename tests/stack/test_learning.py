@@ -102,13 +102,6 @@ def test_with_one_agent_frozen_they_do_not_learn_it(learn):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("learner", ["ippo", "mappo", "happo"])
-def test_learners_with_critics_learn_it_too(learn, learner):
-    before, after = learn(f"learner={learner}")
-    assert learned(before, after), f"{before:.3f} -> {after:.3f}"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_quick_start_learns_to_debate(cluster, compose_config, tmp_path, seed):
     config = compose_config(f"seed={seed}", f"trainer.default_local_dir={tmp_path}")
