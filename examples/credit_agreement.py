@@ -3,7 +3,8 @@
     python examples/credit_agreement.py --steps 30 --alternatives 16 --finishes 2 learner.std=false
 
 Replay credit says what a turn did to the team's return, as far as its alternatives show it; every other credit is a cheaper
-guess at that. Each is what the learner makes of it (group-relative advantages). Words with ``=`` are keys of the run.
+guess at that. Each is what the run's learner makes of it: a learner without a critic of all credits, one with critics of its own
+alone. Words with ``=`` are keys of the run.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from marl.learners import CREDITS
 from marl.learners.otherwise import Replay, ReturnOf
 from marl.main import build, make_learner, prepare, session
 from marl.quickstart.assets import RECIPES, ensure
-from marl.types import Episode
+from marl.types import Episode, JointBatch
 
 CREDITS_COMPARED: dict[str, dict[str, Any]] = {
     "own": {},
@@ -74,6 +75,20 @@ def advantages(trainer: Any, episodes: Sequence[Episode], credit: str, options: 
     batch = trainer.batch_of(episodes)
     batch.ballots = [ballots_of(episode) for episode in episodes]
     make_learner(config).assign_credit(batch)
+    return of_turns(batch)
+
+
+def own_advantages(trainer: Any, loop: Any, episodes: Sequence[Episode]) -> list[float]:
+    """Of every turn, as the run's learner and credit make them, with what its critics say."""
+    batch = trainer.batch_of(episodes)
+    loop.run_until_complete(trainer.critics.value(episodes, batch))
+    if trainer.learner.fits_first:
+        loop.run_until_complete(trainer.fit_critics(batch))
+    trainer.learner.assign_credit(batch)
+    return of_turns(batch)
+
+
+def of_turns(batch: JointBatch) -> list[float]:
     found: dict[int, float] = {}
     for rows in batch.rows.values():
         for index, own in zip(rows["turn_index"].unbind(), rows["advantages"].unbind(), strict=True):
@@ -86,7 +101,9 @@ def measure(trainer: Any, loop: Any, given: argparse.Namespace) -> tuple[list[tu
     controller, step = trainer.controller, trainer.step_number + 1
     collection = loop.run_until_complete(controller.collect(trainer.validation[: given.tasks], given.samples, step))
     episodes = loop.run_until_complete(controller.score(collection.episodes, step))
-    told = {name: advantages(trainer, episodes, name.split()[0], own) for name, own in CREDITS_COMPARED.items()}
+    compared = CREDITS_COMPARED if trainer.learner.critic == "none" else {}
+    told = {name: advantages(trainer, episodes, name.split()[0], own) for name, own in compared.items()}
+    told[f"{trainer.config.learner.name}, {trainer.config.credit.name}"] = own_advantages(trainer, loop, episodes)
     replayed = [episode for episode in episodes if episode.sample < given.replayed]
     plan = Replay.Config(
         "replay",

@@ -78,7 +78,7 @@ def check_estimators(config: DictConfig) -> None:
         if wanted is not None and wanted not in known:
             raise ConfigError(
                 f"{key}={wanted}: learner={config.learner.name} knows {', '.join(known) or 'none'}; null is its own. "
-                f"'gae' belongs to learner=ippo and mappo, what needs no critic to learner=grpo.{did_you_mean(str(wanted), known)}"
+                f"'gae' belongs to learner=ippo, mappo and happo, what needs no critic to learner=grpo.{did_you_mean(str(wanted), known)}"
             )
 
 

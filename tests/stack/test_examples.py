@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 
 import pytest
 from verl.utils.config import omega_conf_to_dataclass
@@ -70,3 +71,23 @@ def test_there_is_no_script_that_these_tests_do_not_know():
     assert SCRIPTS == ["gsm8k_grpo_debate.sh", "gsm8k_ippo_debate.sh", "gsm8k_mappo_debate.sh"]
     programs = ["bench_controller.py", "check_gsm8k_rewards.py", "credit_agreement.py", "gsm8k.py"]
     assert sorted(path.name for path in (ROOT / "examples").glob("**/*.py")) == programs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("learner", ["grpo", "mappo", "vdn"])
+def test_credits_are_compared_with_replay_credit(learner, cold_assets, tmp_path):
+    words = [
+        "--steps=1",
+        "--tasks=4",
+        "--samples=2",
+        "--alternatives=2",
+        "--finishes=1",
+        f"learner={learner}",
+        "credit=team",
+    ]
+    here = [f"assets={cold_assets}", f"trainer.default_local_dir={tmp_path}", "data.train_batch_size=4"]
+    command = [sys.executable, ROOT / "examples" / "credit_agreement.py", *words, *here]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    rows = [line.split("  ") for line in ran.stdout.splitlines() if re.match(r"(own|turns|\w+, team) ", line)]
+    assert len(rows) == (3 if learner == "grpo" else 2)
