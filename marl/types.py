@@ -167,18 +167,18 @@ class Episode:
     turns: list[Turn] = field(default_factory=list)
     answer: str | None = None
     """The team's final answer, as the runner decided it."""
-    ballot: Ballot | None = None
-    """What that was decided on; None where no rule decided."""
     verdict: Verdict | None = None
     """The verdict on the team's answer."""
-    settled: Verdict | None = None
-    """What the runner says of the team's answer; None leaves it to the verdicts on its turns."""
     seed: int = 0
     """Of everything that the runner draws."""
     accuracy: dict[AgentId, float] = field(default_factory=dict)
     """Each agent's share of right answers in training before this episode, of which runners may make weights."""
     counts: Counter[str] = field(default_factory=Counter)
     """How often something happened that is worth counting, by its name: a dropped round, a choice of nobody."""
+    ballot: Ballot | None = None
+    """What that was decided on; None where no rule decided."""
+    settled: Verdict | None = None
+    """What the runner says of the team's answer; None leaves it to the verdicts on its turns."""
 
     def sort(self) -> None:
         """Put the turns into an order that does not depend on who happened to answer first."""
