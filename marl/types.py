@@ -216,8 +216,6 @@ class JointBatch:
 
     agents: list[AgentId]
     tasks_E: list[str]
-    sources_E: list[str]
-    """The data source of every episode's task."""
     mask_ERA: Tensor
     """1 where the agent spoke."""
     verdicts_ERA: Tensor
@@ -229,6 +227,8 @@ class JointBatch:
     """Rows with verl's keys, as jagged nested tensors; trained turns only."""
     cells: list[list[int]] = field(default_factory=list)
     """Where every turn of every episode stands in a flattened grid; -1 for a turn that is in none."""
+    sources_E: list[str] = field(default_factory=list)
+    """The data source of every episode's task."""
     siblings_ERA: Tensor | None = None
     """The number of the set of alternatives that a turn is compared with, -1 for the others; None where there is no set."""
     num_rounds: int | None = None

@@ -41,6 +41,18 @@ def test_single_turn_transcript():
     assert record.answer in ("4", "5")
 
 
+def test_game_transcript():
+    runner = build("game", **BRIEF, game={"name": "halves", "rounds": 2})
+    record = play(runner, says(alice=["0", "0"], carol=["1", "0"]), roles={"carol": "Differ."})
+    assert transcript(record) == [
+        ("alice", 1, ["2+2?"], "0"),
+        ("carol", 1, ["2+2?\n\nDiffer."], "1"),
+        ("alice", 2, ["2+2?", "0", "carol:1"], "0"),
+        ("carol", 2, ["2+2?\n\nDiffer.", "1", "alice:0"], "0"),
+    ]
+    assert [turn.judged.score for turn in record.turns] == [1, 1, 0, 0] and record.answer == "0 0"
+
+
 def test_debate_transcript():
     record = play(build("debate"), says(alice=["4"], carol=["5", "4"]))
     shown = "carol answered:\n5\n\nConsider the other answers, then give your updated answer."
@@ -386,13 +398,18 @@ def test_a_team_that_cannot_play_is_told_so(name, options, agents, says_):
         build(name, **options).check(agents)
 
 
+OF_RUNNER = {"graph": DEBATE, "game": {"game": {"name": "halves", "rounds": 3}}}
+
+
 @pytest.mark.parametrize("name", [name for name in BUILT_IN if RUNNERS.get(name).append_only])
 def test_a_runner_that_promises_it_lets_contexts_grow_append_only(name):
     options = {"num_rounds": 3, "laps": 2, "num_turns": 3, "num_picks": 3, "num_revisions": 2, "ballot": True}
     fields = RUNNERS.get(name).Config.__dataclass_fields__
-    given = {key: value for key, value in options.items() if key in fields} | (DEBATE if name == "graph" else {})
-    agents = {"multi_turn": ("a",)}.get(name, ("a", "b", "c")[: RUNNERS.get(name).num_agents[1] or 3])
-    record = play(build(name, **given), lambda agent, round: f"{agent}{round}", agents=agents)
+    given = {key: value for key, value in options.items() if key in fields} | OF_RUNNER.get(name, {})
+    agents = {"multi_turn": ("a",), "game": ("a", "b")}.get(
+        name, ("a", "b", "c")[: RUNNERS.get(name).num_agents[1] or 3]
+    )
+    record = play(build(name, **given), lambda agent, round: f"{agent}{round} 1", agents=agents)
     pairs = [pair for agent in agents for pair in itertools.pairwise(record.trajectory(agent))]
     assert pairs or name in ("single_turn", "summary", "pioneer_observer")
     for before, after in pairs:
