@@ -230,6 +230,7 @@ def test_a_critic_with_a_tokenizer_of_its_own(mixed, tmp_path, bpe_tokenizer):
     turn = next(turn for turn in episode.turns if turn.agent == "alice")
     assert turn.observation[0]["content"] in text and f"assistant\n{turn.text}<|im_end|>" in text
     assert live.step()["critic/alice/grad_norm"] > 0
+    bpe_tokenizer = copy.deepcopy(bpe_tokenizer)  # the others' has one
     bpe_tokenizer.eos_token = None
     bpe_tokenizer.save_pretrained(folder)
     with pytest.raises(ConfigError, match="no end-of-text token"):
