@@ -136,3 +136,11 @@ def test_rows_of_which_nothing_is_kept_are_left_out():
     drop_rejected(batch)
     assert list(batch.rows) == ["a"] and [r.tolist() for r in batch.rows["a"]["input_ids"].unbind()] == [[1, 2, 2]]
     assert batch.trained_ERA.tolist() == [[[True, False], [False, False]]]
+
+
+def test_what_an_answers_form_costs_is_taken_off_in_training_alone():
+    said = turn("a", 1, [1], [2])
+    said.verdict = Verdict(1.0, "1", penalty=0.25)
+    record = Episode(Task("t", [], "1", "x", str), 0, ["a"], [said])
+    assert joint_batch([record], ["a"], {"a": 1.0}).verdicts_ERA.item() == 0.75
+    assert said.correct, "what is reported knows nothing of it"
