@@ -156,7 +156,7 @@ class MARLTrainer:
         rounds = self.learner.config.train_rounds
 
         def trained(turn: Turn) -> bool:
-            return turn.agent in self.temperatures and (rounds is None or turn.round in rounds)
+            return turn.agent in self.trained_agents and (rounds is None or turn.round in rounds)
 
         plan: Any = self.learner.credit.config
         metrics = await self._served(
@@ -261,7 +261,7 @@ class MARLTrainer:
         return metrics
 
     def _credit_shares(self, batch: JointBatch) -> Metrics:
-        shares = credit_shares(batch, list(self.temperatures))
+        shares = credit_shares(batch, self.trained_agents)
         self.lazy_agents.look(shares, self.step_number)
         return {f"agent/{agent}/credit_share": share for agent, share in shares.items()}
 

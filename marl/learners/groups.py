@@ -43,10 +43,9 @@ def unequal_turns(batch: JointBatch, returns_ERA: Tensor, keys_ERA: Tensor) -> T
     return unequal_ERA
 
 
-def degenerate_share(batch: JointBatch, returns_ERA: Tensor, keys_ERA: Tensor) -> Metrics:
+def degenerate_share(batch: JointBatch, unequal_ERA: Tensor, keys_ERA: Tensor) -> Metrics:
     """The share of groups that are all alike and teach nothing; per agent, the share of its turns in such groups."""
     spoke_ERA = batch.mask_ERA.bool()
-    unequal_ERA = unequal_turns(batch, returns_ERA, keys_ERA)
     groups = keys_ERA[spoke_ERA].unique()
     shares = {}
     if len(groups):

@@ -57,10 +57,10 @@ class GRPO(Learner):
         else:
             settings = AlgoConfig(gamma=self.config.token_gamma, norm_adv_by_std_in_grpo=self.config.std)
             estimate(self.config.estimator, settings, batch, returns_ERA, keys_ERA)
-        metrics = degenerate_share(batch, returns_ERA, keys_ERA)
+        unequal_ERA = unequal_turns(batch, returns_ERA, keys_ERA)
         if self.config.drop_equal:
-            drop_turns(batch, ~unequal_turns(batch, returns_ERA, keys_ERA))
-        return metrics
+            drop_turns(batch, ~unequal_ERA)
+        return degenerate_share(batch, unequal_ERA, keys_ERA)
 
     def returns(self, batch: JointBatch, credit_ERA: Tensor) -> Tensor:
         """What a turn is compared by [E, R, A]: its credit and, where that is a reward, the agent's later ones."""
