@@ -15,6 +15,8 @@ from torch import Tensor
 from verl.utils.torch_functional import masked_whiten
 
 from marl.learners.base import spread
+from marl.learners.credit import returns_to_go
+from marl.learners.schemes import CreditKind
 from marl.types import JointBatch
 
 
@@ -120,3 +122,14 @@ def penalties(batch: JointBatch) -> Tensor:
             index_T = rows["turn_index"].values()
             penalties_ERA.view(-1).index_add_(0, index_T[index_T >= 0], rows["kl_penalty"].values()[index_T >= 0])
     return penalties_ERA
+
+
+def returns(batch: JointBatch, credit_ERA: Tensor, kind: CreditKind, gamma: float) -> Tensor:
+    """What a turn is compared by [E, R, A], less its divergence: its credit and, where that is a reward, the agent's later
+    ones. A turn that is compared with its alternatives stands for itself."""
+    rewards_ERA = credit_ERA - penalties(batch)
+    if kind == "return":
+        return rewards_ERA
+    returns_ERA = returns_to_go(rewards_ERA, batch.path().mask_ERA, gamma)
+    alone = batch.siblings_ERA
+    return returns_ERA if alone is None else torch.where(alone >= 0, rewards_ERA, returns_ERA)

@@ -13,7 +13,7 @@ from verl.trainer.config import AlgoConfig
 
 from marl.learners import credit
 from marl.learners.base import Learner, register_learner, spread
-from marl.learners.decisions import penalties
+from marl.learners.decisions import returns
 from marl.learners.estimators import estimate, known_estimators
 from marl.learners.groups import GroupKey, degenerate_share, group_keys, unequal_turns
 from marl.learners.rows import drop_turns
@@ -64,12 +64,7 @@ class GRPO(Learner):
 
     def returns(self, batch: JointBatch, credit_ERA: Tensor) -> Tensor:
         """What a turn is compared by [E, R, A]: its credit and, where that is a reward, the agent's later ones."""
-        rewards_ERA = credit_ERA - penalties(batch)
-        if self.credit.kind == "return":
-            return rewards_ERA
-        returns_ERA = credit.returns_to_go(rewards_ERA, batch.path().mask_ERA, self.config.gamma)
-        alone = batch.siblings_ERA
-        return returns_ERA if alone is None else torch.where(alone >= 0, rewards_ERA, returns_ERA)
+        return returns(batch, credit_ERA, self.credit.kind, self.config.gamma)
 
     @classmethod
     def estimators(cls) -> list[str]:

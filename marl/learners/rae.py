@@ -9,9 +9,8 @@ import torch
 from omegaconf import II
 from torch import Tensor
 
-from marl.learners import credit
 from marl.learners.base import Learner, register_learner, spread
-from marl.learners.decisions import penalties
+from marl.learners.decisions import returns
 from marl.types import JointBatch, Metrics
 
 
@@ -49,10 +48,7 @@ class RAE(Learner):
 
     def relative(self, batch: JointBatch, credit_ERA: Tensor) -> Tensor:
         """Returns [E, R, A] less the mean of their role, which hears of them first."""
-        mask_ERA, returns_ERA = batch.path().mask_ERA, credit_ERA - penalties(batch)
-        if self.credit.kind == "reward":
-            later_ERA = credit.returns_to_go(returns_ERA, mask_ERA, self.config.gamma)
-            returns_ERA = torch.where(mask_ERA, later_ERA, returns_ERA)
+        mask_ERA, returns_ERA = batch.path().mask_ERA, returns(batch, credit_ERA, self.credit.kind, self.config.gamma)
         advantages_ERA = torch.zeros_like(returns_ERA)
         for source in sorted(set(batch.sources_E)):
             of_game_E = torch.tensor([name == source for name in batch.sources_E])

@@ -61,3 +61,11 @@ def test_divergence_and_later_rounds_count():
     learner.assign_credit(batch)
     # round 2: 1 - .5; round 1: 0 - .25 + .5 * .5; the mean .25
     assert batch.rows["a"]["advantages"].values().tolist() == [-0.25, 0.25, 0.25]
+
+
+def test_a_kept_alternative_stands_for_itself():
+    """What came after it is not its own, as under every learner: 0 in round 1 and 1 in round 2, and not 1 and 1."""
+    batch = batch_of(episode("t", 0, [[0, 1], [None, None]]))
+    batch.siblings_ERA = torch.where(batch.mask_ERA, torch.tensor([[[0], [1]]]), -1)
+    build("rae", "own").assign_credit(batch)
+    assert batch.rows["a"]["advantages"].values().tolist() == [-0.5, 0.5, 0.5]
