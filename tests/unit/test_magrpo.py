@@ -70,3 +70,10 @@ def test_what_it_is_defined_for(compose_config, cold_assets):
     with pytest.raises(ConfigError, match="credit=own: learner=magrpo is defined for credit=team alone"):
         prepare(compose_config(f"assets={cold_assets}", "learner=magrpo", "credit=own"))
     assert AGENTS == ("a", "b")
+
+
+def test_alternatives_stand_for_themselves():
+    """Two of one set, worth 0 and 1: what the team earns after the kept one is not theirs."""
+    batch = batch_of(episode("t", 0, [[0, 1], [None, None]]))
+    batch.siblings_ERA = torch.where(batch.mask_ERA, 0, -1)
+    assert assigned(batch)["a"] == [[-0.5], [0.5, 0.5]]
