@@ -10,6 +10,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import pytest
 import torch
 
+pytest.register_assert_rewrite("tests.stack.builders")  # before a test imports it: its asserts explain themselves
 torch.set_num_threads(1)
 
 IN_PROCESSES_OF_THEIR_OWN = ("test_processes", "test_examples")

@@ -8,9 +8,11 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from marl.learners.contributions import counterfactual as counterfactual
-from marl.learners.contributions import replay_advantages as replay_advantages
-from marl.learners.contributions import shapley as shapley
+from marl.learners.contributions import (
+    counterfactual as counterfactual,
+    replay_advantages as replay_advantages,
+    shapley as shapley,
+)
 
 
 def team_mean(verdicts_ERA: Tensor, mask_ERA: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from verl.experimental.agent_loop.agent_loop import register
 from marl.controller.chat import ChatEncoder
 from marl.controller.controller import EpisodesFailed
 from marl.controller.failures import GroupFailed
-from tests.stack.test_one_process import gradient, numbers
+from tests.stack.builders import gradient, numbers
 
 TOOL_SAYS = "buys 3 more ."
 ROOM = (

@@ -11,13 +11,7 @@ from verl.workers.utils.losses import value_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 from marl.controller.batching import joint_batch
-
-
-def valued(live, episodes):
-    """A batch whose values are there."""
-    batch = live.trainer.batch_of(episodes)
-    live.wait(live.trainer.critics.value(episodes, batch))
-    return batch
+from tests.stack.builders import parameters, valued, with_another_answer
 
 
 def values_of(live, episodes):
@@ -30,16 +24,6 @@ def values_of(live, episodes):
         for index, values in zip(rows["turn_index"].unbind(), rows["values"].unbind(), strict=True):
             grid.view(-1)[index[0]] = values[0]
     return grid
-
-
-def with_another_answer(episodes, agent="carol", round=1):
-    """The same episodes, in which one agent said something else and nobody heard it."""
-    changed = copy.deepcopy(episodes)
-    for episode in changed:
-        turn = next(turn for turn in episode.turns if (turn.agent, turn.round) == (agent, round))
-        turn.text = "#### 99 #### 99"
-        turn.response_ids = list(reversed(turn.response_ids))
-    return changed
 
 
 @pytest.mark.parametrize("level", ["turn", "token"])
@@ -236,11 +220,3 @@ def test_ippo_with_one_agent_is_ppo_put_together_from_verls_functions(alone):
     assert not torch.equal(parameters(ours, "policies")[2], parameters(alone(*options), "policies")[2]), (
         "it has trained"
     )
-
-
-def parameters(live, part):
-    if part == "policies":
-        engine = live.trainer.policies["alice"].workers.worker.actor.engine
-    else:
-        engine = live.trainer.critics.groups["alice"].workers.worker.engine
-    return [p.to_local().detach().clone() for p in engine.module.parameters()]

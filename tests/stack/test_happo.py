@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.stack.test_critics import parameters
+from tests.stack.builders import parameters
 
 NO_WARM_UP = "actor_rollout_ref.actor.optim.lr_warmup_steps=0"
 FAST = ("actor_rollout_ref.actor.optim.lr=0.003", NO_WARM_UP, "credit=team")

@@ -7,8 +7,7 @@ import torch
 
 from marl.config.errors import ConfigError
 from marl.learners.utilities import read
-
-from .test_critics import valued, with_another_answer
+from tests.stack.builders import valued, with_another_answer
 
 
 @pytest.fixture

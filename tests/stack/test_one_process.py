@@ -11,13 +11,8 @@ from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from marl.controller.batching import joint_batch
 from marl.learners import spread
 from marl.main import run
+from tests.stack.builders import gradient, numbers
 from tests.stack.conftest import SMALL
-
-SAME = ("grad_norm", "loss", "ppo_kl", "entropy", "verdict", "explained_variance", "vf_loss", "accuracy")
-
-
-def numbers(steps):
-    return [{k: v for k, v in metrics.items() if k.split("/")[-1] in SAME} for metrics in steps]
 
 
 @pytest.mark.parametrize("learner", ["mappo"])
@@ -71,24 +66,6 @@ def prepared(live, pack=False, policy="alice"):
     rows["advantages"] = spread(torch.linspace(-1, 1, batch.mask_ERA.numel()).view(batch.mask_ERA.shape), rows)
     rows["old_log_probs"] = live.wait(trainer.policies[policy].compute_log_prob(rows))["log_probs"]
     return rows
-
-
-def gradient(live, rows, policy="alice"):
-    """The gradient that the engine is about to apply, and the metrics of the update."""
-    group = live.trainer.policies[policy]
-    engine, kept = group.workers.worker.actor.engine, []
-    step = engine.optimizer_step
-
-    def look():
-        kept.append(torch.cat([p.grad.to_local().flatten().clone() for p in engine.module.parameters()]))
-        return 0.0
-
-    engine.optimizer_step = look
-    try:
-        metrics = live.wait(group.update_actor(rows))
-    finally:
-        engine.optimizer_step = step
-    return kept[0], metrics
 
 
 @pytest.mark.parametrize("padding", ["false", "true"])

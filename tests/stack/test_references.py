@@ -7,7 +7,7 @@ import torch
 
 from marl.learners.reference import KLInReward, correct
 from marl.utils.ragged import dense
-from tests.stack.test_critics import parameters
+from tests.stack.builders import parameters
 
 NO_WARM_UP = "actor_rollout_ref.actor.optim.lr_warmup_steps=0"
 KL_LOSS = ("actor_rollout_ref.actor.use_kl_loss=true", NO_WARM_UP)

@@ -11,7 +11,7 @@ from marl.controller import replays
 from marl.learners.otherwise import Replay, ReturnOf
 from marl.report import dump
 from marl.rewards import extractor, hider
-from tests.stack.test_runners import plays_again
+from tests.stack.builders import plays_again
 
 THREE = (
     "runner=debate", "runner.num_rounds=3", "runner.peer_template='{agent} said {text}'", "runner.separator=' '",

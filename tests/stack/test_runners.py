@@ -1,15 +1,13 @@
 """Every runner through the real stack: played, scored, trained, dumped and played again."""
 
-import asyncio
-
 import pytest
 import torch
 
-from marl.report import conversation, dump
-from marl.rewards import extractor, hider
-from marl.runners import RUNNERS, Replay, ReplayDiverged, scripted
+from marl.report import conversation
+from marl.runners import RUNNERS, ReplayDiverged
 from marl.types import Turn, Verdict
-from tests.unit.test_runners import BUILT_IN
+from tests.builders import BUILT_IN
+from tests.stack.builders import places, plays_again, replayed
 
 BRIEF = {"peer_template": "'{agent} said {text}'", "separator": "' '", "instruction": "''"}
 """The tiny model's words, and few of them."""
@@ -82,32 +80,6 @@ def rows_are_what_was_said(trainer, episodes, batch):
     assert told.keys() == spoken.keys() and spoken
     for cell, (ids, probs) in spoken.items():
         assert told[cell][0] == ids and told[cell][1] == pytest.approx(probs)
-
-
-def plays_again(trainer, episodes, folder):
-    """A dump brings the episodes back, and the runner plays them from their answers to the same end."""
-    path = dump.write(episodes, 1, folder)
-    for episode, was in zip(dump.read(path, extractor, hider), episodes, strict=True):
-        again = replayed(trainer, episode)
-        assert places(again) == places(episode) == places(was)
-        assert again.answer == was.answer and again.counts == was.counts
-
-
-def places(episode):
-    return sorted(
-        (*turn.place, turn.text, turn.kept, turn.trained, turn.compared, turn.answers, str(turn.observation))
-        for turn in episode.turns
-    )
-
-
-def replayed(trainer, episode, **options):
-    record = trainer.controller
-    return asyncio.run(
-        scripted.play(
-            record.runner, episode.task, episode.agents, Replay(episode, **options), roles=record.roles, seed=episode.seed,
-            accuracy=episode.accuracy,
-        )
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

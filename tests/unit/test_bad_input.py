@@ -23,8 +23,7 @@ import pytest
 import torch
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hypothesis import HealthCheck, Phase, assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, assume, given, settings, strategies as st
 from omegaconf import OmegaConf, open_dict
 
 from marl.config.data import check_files, check_row

@@ -5,24 +5,10 @@ import torch
 
 from marl.learners import CREDITS
 from marl.modules.critics.observation import CentralTurns, LocalTurns
-from tests.unit.test_learners import AGENTS, batch_of, build, episode
+from tests.builders import AGENTS, batch_of, branch, build_learner as build, episode, grid_of
 
 TREE = [[1.0, 0.0], [None, 1.0]]
 """a speaks in rounds 1 and 2, b in round 2 alone."""
-
-
-def branch(record, agent, round, scores, kept_at=0, trained=True):
-    """Give a turn alternatives with these scores, beside the one that is there."""
-    (kept,) = [turn for turn in record.turns if (turn.agent, turn.round) == (agent, round)]
-    kept.compared, kept.branch = trained, kept_at
-    others = [number for number in range(len(scores) + 1) if number != kept_at]
-    for number, score in zip(others, scores, strict=True):
-        other = episode(record.task.id, record.sample, [[score], []]).turns[0]
-        other.agent = other.policy = agent
-        other.round, other.branch, other.kept, other.compared, other.trained = round, number, False, trained, trained
-        other.text = f"not kept {number}"
-        record.turns.append(other)
-    return record
 
 
 def test_alternatives_stand_behind_the_rounds():
@@ -76,15 +62,6 @@ def test_untrained_turns_pay_no_alternative():
     build("ippo", whiten=False).assign_credit(batch)
     assert grid_of(batch, "a")[0, [0, 2, 3], 0].tolist() == [1.0, 0.5, 0.0]
     assert grid_of(batch, "b")[0, 0, 1] == 0.25, "b has no alternatives in round 1"
-
-
-def grid_of(batch, policy):
-    """A policy's advantages, turn by turn."""
-    grid = torch.zeros(batch.mask_ERA.numel())
-    rows = batch.rows[policy]
-    index = rows["turn_index"].values()
-    grid[index[index >= 0]] = rows["advantages"].values()[index >= 0]
-    return grid.view(batch.mask_ERA.shape)
 
 
 @pytest.mark.parametrize("name", CREDITS.names())

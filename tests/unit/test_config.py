@@ -15,8 +15,7 @@ from marl.config.checks import RULES, check
 from marl.config.data import check_files, check_row
 from marl.config.errors import ConfigError, explain
 from marl.config.overrides import find_verl, new_agents
-from marl.main import ConfigError as MainConfigError
-from marl.main import policy_config, pool_ranks, prepare, use_platform
+from marl.main import ConfigError as MainConfigError, policy_config, pool_ranks, prepare, use_platform
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.yaml"))

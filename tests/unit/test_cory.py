@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from marl.learners import LEARNERS
-from tests.unit.test_learners import batch_of, build, episode
+from tests.builders import batch_of, build_learner as build, episode
 
 
 def spoken(pioneer, observer, sample=0):

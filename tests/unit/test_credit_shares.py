@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from marl.report.credit_shares import WINDOW, LazyAgents, credit_shares
-from tests.unit.test_learners import batch_of, build, episode
+from tests.builders import batch_of, build_learner as build, episode
 
 
 def credited(*of_tokens, **options):

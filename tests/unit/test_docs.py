@@ -12,7 +12,7 @@ from marl.config.overrides import find_verl
 from marl.main import check_facts, choose_credit
 from marl.runners import RUNNERS, scripted
 from marl.types import Task
-from tests.unit.test_runners import BUILT_IN
+from tests.builders import BUILT_IN
 
 RUNNERS_DOC = Path("docs/runners.md").read_text()
 HEAD = "defaults: [marl, override agents: [schema], override runner: {name}, _self_]\n"

@@ -5,7 +5,7 @@ import torch
 
 from marl.learners.groups import GroupKey
 from marl.learners.grpo import GRPO
-from tests.unit.test_learners import AGENTS, batch_of, build, episode, two_samples
+from tests.builders import AGENTS, batch_of, build_learner as build, episode, two_samples
 
 
 def test_grpo_compares_the_samples_of_one_task_agent_and_round():

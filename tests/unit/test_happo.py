@@ -13,8 +13,7 @@ from marl.learners import LEARNERS
 from marl.learners.ratios import Ratio, factors, log_factors, log_ratios, share_rounds
 from marl.types import Episode, Task, Turn, Verdict
 from marl.utils.ragged import jagged
-from tests.unit.test_branches import branch, grid_of
-from tests.unit.test_learners import AGENTS, FakeGroup, batch_of, build, episode, two_samples
+from tests.builders import AGENTS, FakeGroup, batch_of, branch, build_learner as build, episode, grid_of, two_samples
 
 EXACT = {"ratio": Ratio.sequence, "clip": None}
 

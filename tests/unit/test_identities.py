@@ -8,7 +8,7 @@ import torch
 from marl.controller.batching import joint_batch
 from marl.learners import CREDITS, LEARNERS
 from marl.learners.groups import GroupKey
-from tests.unit.test_learners import FakeGroup, batch_of, build, episode
+from tests.builders import FakeGroup, batch_of, build_learner as build, episode
 
 CREDIT_FREE = [name for name in LEARNERS.names() if LEARNERS.get(name).compares_samples]
 GAE = ("ippo", "mappo", "happo")

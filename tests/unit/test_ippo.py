@@ -10,7 +10,7 @@ from marl.learners.decisions import Trajectories
 from marl.learners.values import place_values, training_rows
 from marl.modules.critics.observation import LocalTokens, LocalTurns
 from marl.utils.ragged import dense, jagged
-from tests.unit.test_learners import AGENTS, batch_of, build, episode
+from tests.builders import AGENTS, batch_of, build_learner as build, episode
 
 
 def nested(values, rows):

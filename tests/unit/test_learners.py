@@ -1,96 +1,18 @@
 """Every registered learner and credit scheme, on batches made by hand."""
 
 import asyncio
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import II
-from tensordict import TensorDict
 
-from marl.controller.ballots import ballots_of
-from marl.controller.batching import joint_batch, to_rows
+from marl.controller.batching import to_rows
 from marl.learners import CREDITS, LEARNERS, spread
 from marl.learners.schemes import TeamOf
-from marl.types import Ballot, Episode, Rule, Task, Turn, Verdict, Vote
+from marl.types import Turn
 from marl.utils.ragged import jagged
 from recipe import leave_one_out  # noqa: F401 - registers a learner from outside
-
-AGENTS = ("a", "b")
-
-
-class FakeGroup:
-    """Stands for one policy's workers."""
-
-    def __init__(self):
-        self.rows = []
-
-    async def update_actor(self, rows):
-        self.rows.append(rows)
-        return {"grad_norm": 1.0}
-
-    async def compute_log_prob(self, rows):
-        return TensorDict({"log_probs": rows["old_log_probs"]}, batch_size=[len(rows)])
-
-
-def episode(task, sample, verdicts):
-    """``verdicts``: one list an agent, a score a round; None is silence. Everybody answers its score; the last answers are
-    voted on, and another answer to any turn would have scored .5."""
-    record = Episode(Task(task, [], "1", "marl/x", lambda text: text), sample, list(AGENTS))
-    for agent, scores in zip(AGENTS, verdicts, strict=True):
-        for round, score in enumerate(scores, start=1):
-            if score is not None:
-                record.turns.append(
-                    Turn(
-                        agent,
-                        round,
-                        [],
-                        str(score),
-                        policy=agent,
-                        prompt_ids=[1, 2],
-                        response_ids=[3] * round,
-                        response_mask=[1] * round,
-                        log_probs=[-1.0] * round,
-                        verdict=Verdict(score, "1"),
-                        outcomes=[score, 0.5],
-                    )
-                )
-    record.verdict = Verdict(1.0, "1")
-    last = [turns[-1] for agent in AGENTS if (turns := record.trajectory(agent))]
-    record.ballot = Ballot(Rule.heaviest, tuple(Vote(turn.agent, turn.round, turn.text) for turn in last))
-    return record
-
-
-def batch_of(*episodes, **options):
-    batch = joint_batch(episodes, AGENTS, dict.fromkeys(AGENTS, 1.0), **options)
-    batch.ballots = [ballots_of(record) for record in episodes]
-    for rows in batch.rows.values():
-        rows["old_log_probs"] = rows["rollout_log_probs"]
-    return batch
-
-
-def two_samples():
-    return batch_of(episode("t", 0, [[1, 0], [0, 1]]), episode("t", 1, [[0, 0], [0, 0]]))
-
-
-COMPOSED = {
-    II("algorithm.gamma"): 1.0,
-    II("algorithm.lam"): 1.0,
-    II("algorithm.norm_adv_by_std_in_grpo"): True,
-    II("algorithm.adv_estimator"): None,
-    II("seed"): 0,
-}
-"""What the configuration puts in, where a learner refers to other keys."""
-
-
-def build(name, credit="own", credit_options=None, **options):
-    cls = LEARNERS.get(name)
-    defaults = {option.name: COMPOSED[option.default] for option in fields(cls.Config) if option.default in COMPOSED}
-    scheme = CREDITS.get(credit)
-    return cls(
-        cls.Config(name=name, **(defaults | options)), scheme(scheme.Config(name=credit, **(credit_options or {})))
-    )
+from tests.builders import FakeGroup, batch_of, build_learner as build, episode, two_samples
 
 
 @pytest.mark.parametrize("credit", CREDITS.names())

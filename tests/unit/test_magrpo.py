@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from marl.utils.ragged import jagged
-from tests.unit.test_learners import AGENTS, batch_of, build, episode
+from tests.builders import AGENTS, batch_of, build_learner as build, episode
 
 
 def assigned(batch, **options):

@@ -6,8 +6,7 @@ from tensordict import TensorDict
 
 from marl.controller.batching import joint_batch
 from marl.learners import LEARNERS, credit
-from tests.unit.test_branches import branch, grid_of
-from tests.unit.test_learners import AGENTS, batch_of, build, episode, two_samples
+from tests.builders import AGENTS, batch_of, branch, build_learner as build, episode, grid_of, two_samples
 
 
 def test_with_the_same_values_and_credit_it_is_ippo():

@@ -9,7 +9,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from marl.controller.controller import overlong
 from marl.main import prepare
-from tests.unit.test_learners import batch_of, build, episode
+from tests.builders import batch_of, build_learner as build, episode
 
 SHIPPED = sorted(path.stem for path in (Path(__file__).parents[2] / "configs" / "learner").glob("*.yaml"))
 SETS = {

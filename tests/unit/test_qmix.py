@@ -7,8 +7,7 @@ from marl.learners import LEARNERS
 from marl.learners.mixing import Advantage, Mixing
 from marl.learners.qmix import QMIX
 from marl.modules.mixers import VDNMixer
-from tests.unit.test_learners import batch_of, build, episode
-from tests.unit.test_vdn import fit, read, two_rounds
+from tests.builders import batch_of, build_learner as build, episode, fit, read, two_rounds
 
 
 class Summing(QMIX):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from marl.utils.ragged import jagged
-from tests.unit.test_learners import batch_of, build, episode
+from tests.builders import batch_of, build_learner as build, episode
 
 
 def step(learner, *verdicts, sources=None, **options):

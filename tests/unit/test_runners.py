@@ -1,35 +1,12 @@
 """Runners by transcript: literal messages from scripted agents."""
 
-import asyncio
 import itertools
 import random
 
 import pytest
 
-from marl.runners import RUNNERS, majority, scripted
-from marl.types import Task, Turn
-
-BUILT_IN = [name for name in RUNNERS.names() if RUNNERS.get(name).__module__.startswith("marl.")]
-"""Without those of recipes, which other tests register."""
-QUESTION = [{"role": "user", "content": "2+2?"}]
-
-
-def play(runner, script, agents=("alice", "carol"), roles=None, seed=0, private=None, **options):
-    """Run one episode; ``script(agent, round) -> text``."""
-    extra = {"agent_prompts": private or {}}
-    task = Task("t", QUESTION, "4", "x", lambda text: text if text.isdigit() else None, extra, lambda text: "?")
-
-    async def generate(agent, observation, round, previous, branch):
-        await asyncio.sleep(random.random() / 1000)  # agents end in any order
-        said = script(agent, round, branch) if branch else script(agent, round)
-        return Turn(agent, round, list(observation), said, branch=branch)
-
-    return asyncio.run(scripted.play(runner, task, agents, generate, roles=roles, seed=seed, **options))
-
-
-def build(name, **options):
-    cls = RUNNERS.get(name)
-    return cls(cls.Config(name=name, **options))
+from marl.runners import RUNNERS, majority
+from tests.builders import BUILT_IN, QUESTION, build_runner as build, play
 
 
 def test_debate_transcript():

@@ -18,8 +18,7 @@ from marl.learners.schemes import TeamOf
 from marl.main import prepare
 from marl.runners import RUNNERS, Decide
 from marl.types import Ballot, Rule, Verdict, Vote
-from tests.unit.test_learners import batch_of, build, episode
-from tests.unit.test_runners import play
+from tests.builders import batch_of, build_learner as build, episode, play
 
 
 def scheme(name, **options):

@@ -12,7 +12,7 @@ from marl.runners.debate import Order, Sees
 from marl.runners.graph import Edge, Node, When
 from marl.runners.multi_turn import Stop
 from marl.runners.tree import Keep, Train
-from tests.unit.test_runners import BUILT_IN, build, play
+from tests.builders import BUILT_IN, build_runner as build, play
 
 SHORT = {"peer_template": "{agent}:{text}", "separator": " "}
 BRIEF = {**SHORT, "instruction": ""}

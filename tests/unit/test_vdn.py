@@ -1,7 +1,5 @@
 """VDN on batches made by hand: what is mixed, what it is fitted to, and what actors are paid."""
 
-import asyncio
-
 import pytest
 import torch
 
@@ -12,59 +10,7 @@ from marl.learners.values import gradient_rows, lay_utilities, place_values
 from marl.modules.critics.loss import critic_loss
 from marl.modules.critics.utilities import SHARED, JointStates, UtilityTurns
 from marl.utils.ragged import jagged
-from tests.unit.test_learners import AGENTS, batch_of, build, episode
-
-
-class TableCritic:
-    """Stands for one critic's workers: a number for every position that is read, and plain gradient descent."""
-
-    def __init__(self, rows, numbers, lr=0.5):
-        self.rows, self.lr, self.calls = rows, lr, []
-        self.numbers = torch.as_tensor(numbers, dtype=torch.float32)
-        self.target = None
-
-    def _ragged(self, numbers):
-        return torch.nested.nested_tensor_from_jagged(numbers.clone(), offsets=self.rows["read_at"].offsets())
-
-    async def compute_values(self, rows):
-        self.calls.append("values")
-        return self._ragged(self.numbers)
-
-    async def compute_targets(self, rows):
-        self.calls.append("targets")
-        return self._ragged(self.target)
-
-    async def renew_target(self):
-        self.calls.append("renew")
-        self.target = self.numbers.clone()
-
-    async def descend(self, rows, last):
-        self.calls.append("last" if last else "step")
-        self.gradients, self.mask = rows["gradients"].values(), rows["value_mask"].values()
-        self.numbers = self.numbers - self.lr * self.gradients
-        return {"grad_norm": 1.0}
-
-
-def read(batch, episodes, numbers=None, shared=False, seed=0):
-    """The batch as critics leave it, and the critics: their values are ``numbers``, or drawn."""
-    batch.value_rows = UtilityTurns(shared).rows(episodes, batch)
-    batch.joint_ids = jagged([[1 + i, 2] for i in range(batch.mask_ERA[..., 0].numel())], torch.long)
-    generator, critics = torch.Generator().manual_seed(seed), {}
-    for name, rows in batch.value_rows.items():
-        count = len(rows["read_at"].values())
-        drawn = torch.randn(count, generator=generator) if numbers is None else torch.tensor(numbers[name])
-        critics[name] = TableCritic(rows, drawn)
-        place_values(batch, name, critics[name]._ragged(critics[name].numbers))
-    return batch, critics
-
-
-def fit(learner, batch, critics):
-    return asyncio.run(learner.update_critics(batch, critics))
-
-
-def two_rounds():
-    records = [episode("t", 0, [[1, 0], [0, 1]]), episode("t", 1, [[0, 0], [0, 0]])]
-    return batch_of(*records), records
+from tests.builders import AGENTS, TableCritic, batch_of, build_learner as build, episode, fit, read, two_rounds
 
 
 def test_turns_are_read_before_and_after_their_answers():

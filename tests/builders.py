@@ -1,0 +1,193 @@
+"""Batches, conversations and stand-ins for workers that several tests are made of."""
+
+import asyncio
+import random
+from dataclasses import fields
+
+import torch
+from omegaconf import II
+from tensordict import TensorDict
+
+from marl.controller.ballots import ballots_of
+from marl.controller.batching import joint_batch
+from marl.learners import CREDITS, LEARNERS
+from marl.learners.values import place_values
+from marl.modules.critics.utilities import UtilityTurns
+from marl.runners import RUNNERS, scripted
+from marl.types import Ballot, Episode, Rule, Task, Turn, Verdict, Vote
+from marl.utils.ragged import jagged
+
+AGENTS = ("a", "b")
+
+
+class FakeGroup:
+    """Stands for one policy's workers."""
+
+    def __init__(self):
+        self.rows = []
+
+    async def update_actor(self, rows):
+        self.rows.append(rows)
+        return {"grad_norm": 1.0}
+
+    async def compute_log_prob(self, rows):
+        return TensorDict({"log_probs": rows["old_log_probs"]}, batch_size=[len(rows)])
+
+
+def episode(task, sample, verdicts):
+    """``verdicts``: one list an agent, a score a round; None is silence. Everybody answers its score; the last answers are
+    voted on, and another answer to any turn would have scored .5."""
+    record = Episode(Task(task, [], "1", "marl/x", lambda text: text), sample, list(AGENTS))
+    for agent, scores in zip(AGENTS, verdicts, strict=True):
+        for round, score in enumerate(scores, start=1):
+            if score is not None:
+                record.turns.append(
+                    Turn(
+                        agent,
+                        round,
+                        [],
+                        str(score),
+                        policy=agent,
+                        prompt_ids=[1, 2],
+                        response_ids=[3] * round,
+                        response_mask=[1] * round,
+                        log_probs=[-1.0] * round,
+                        verdict=Verdict(score, "1"),
+                        outcomes=[score, 0.5],
+                    )
+                )
+    record.verdict = Verdict(1.0, "1")
+    last = [turns[-1] for agent in AGENTS if (turns := record.trajectory(agent))]
+    record.ballot = Ballot(Rule.heaviest, tuple(Vote(turn.agent, turn.round, turn.text) for turn in last))
+    return record
+
+
+def batch_of(*episodes, **options):
+    batch = joint_batch(episodes, AGENTS, dict.fromkeys(AGENTS, 1.0), **options)
+    batch.ballots = [ballots_of(record) for record in episodes]
+    for rows in batch.rows.values():
+        rows["old_log_probs"] = rows["rollout_log_probs"]
+    return batch
+
+
+def two_samples():
+    return batch_of(episode("t", 0, [[1, 0], [0, 1]]), episode("t", 1, [[0, 0], [0, 0]]))
+
+
+COMPOSED = {
+    II("algorithm.gamma"): 1.0,
+    II("algorithm.lam"): 1.0,
+    II("algorithm.norm_adv_by_std_in_grpo"): True,
+    II("algorithm.adv_estimator"): None,
+    II("seed"): 0,
+}
+"""What the configuration puts in, where a learner refers to other keys."""
+
+
+def build_learner(name, credit="own", credit_options=None, **options):
+    cls = LEARNERS.get(name)
+    defaults = {option.name: COMPOSED[option.default] for option in fields(cls.Config) if option.default in COMPOSED}
+    scheme = CREDITS.get(credit)
+    return cls(
+        cls.Config(name=name, **(defaults | options)), scheme(scheme.Config(name=credit, **(credit_options or {})))
+    )
+
+
+def branch(record, agent, round, scores, kept_at=0, trained=True):
+    """Give a turn alternatives with these scores, beside the one that is there."""
+    (kept,) = [turn for turn in record.turns if (turn.agent, turn.round) == (agent, round)]
+    kept.compared, kept.branch = trained, kept_at
+    others = [number for number in range(len(scores) + 1) if number != kept_at]
+    for number, score in zip(others, scores, strict=True):
+        other = episode(record.task.id, record.sample, [[score], []]).turns[0]
+        other.agent = other.policy = agent
+        other.round, other.branch, other.kept, other.compared, other.trained = round, number, False, trained, trained
+        other.text = f"not kept {number}"
+        record.turns.append(other)
+    return record
+
+
+def grid_of(batch, policy):
+    """A policy's advantages, turn by turn."""
+    grid = torch.zeros(batch.mask_ERA.numel())
+    rows = batch.rows[policy]
+    index = rows["turn_index"].values()
+    grid[index[index >= 0]] = rows["advantages"].values()[index >= 0]
+    return grid.view(batch.mask_ERA.shape)
+
+
+class TableCritic:
+    """Stands for one critic's workers: a number for every position that is read, and plain gradient descent."""
+
+    def __init__(self, rows, numbers, lr=0.5):
+        self.rows, self.lr, self.calls = rows, lr, []
+        self.numbers = torch.as_tensor(numbers, dtype=torch.float32)
+        self.target = None
+
+    def _ragged(self, numbers):
+        return torch.nested.nested_tensor_from_jagged(numbers.clone(), offsets=self.rows["read_at"].offsets())
+
+    async def compute_values(self, rows):
+        self.calls.append("values")
+        return self._ragged(self.numbers)
+
+    async def compute_targets(self, rows):
+        self.calls.append("targets")
+        return self._ragged(self.target)
+
+    async def renew_target(self):
+        self.calls.append("renew")
+        self.target = self.numbers.clone()
+
+    async def descend(self, rows, last):
+        self.calls.append("last" if last else "step")
+        self.gradients, self.mask = rows["gradients"].values(), rows["value_mask"].values()
+        self.numbers = self.numbers - self.lr * self.gradients
+        return {"grad_norm": 1.0}
+
+
+def read(batch, episodes, numbers=None, shared=False, seed=0):
+    """The batch as critics leave it, and the critics: their values are ``numbers``, or drawn."""
+    batch.value_rows = UtilityTurns(shared).rows(episodes, batch)
+    batch.joint_ids = jagged([[1 + i, 2] for i in range(batch.mask_ERA[..., 0].numel())], torch.long)
+    generator, critics = torch.Generator().manual_seed(seed), {}
+    for name, rows in batch.value_rows.items():
+        count = len(rows["read_at"].values())
+        drawn = torch.randn(count, generator=generator) if numbers is None else torch.tensor(numbers[name])
+        critics[name] = TableCritic(rows, drawn)
+        place_values(batch, name, critics[name]._ragged(critics[name].numbers))
+    return batch, critics
+
+
+def fit(learner, batch, critics):
+    return asyncio.run(learner.update_critics(batch, critics))
+
+
+def two_rounds():
+    records = [episode("t", 0, [[1, 0], [0, 1]]), episode("t", 1, [[0, 0], [0, 0]])]
+    return batch_of(*records), records
+
+
+BUILT_IN = [name for name in RUNNERS.names() if RUNNERS.get(name).__module__.startswith("marl.")]
+"""Without those of recipes, which other tests register."""
+
+
+QUESTION = [{"role": "user", "content": "2+2?"}]
+
+
+def play(runner, script, agents=("alice", "carol"), roles=None, seed=0, private=None, **options):
+    """Run one episode; ``script(agent, round) -> text``."""
+    extra = {"agent_prompts": private or {}}
+    task = Task("t", QUESTION, "4", "x", lambda text: text if text.isdigit() else None, extra, lambda text: "?")
+
+    async def generate(agent, observation, round, previous, branch):
+        await asyncio.sleep(random.random() / 1000)  # agents end in any order
+        said = script(agent, round, branch) if branch else script(agent, round)
+        return Turn(agent, round, list(observation), said, branch=branch)
+
+    return asyncio.run(scripted.play(runner, task, agents, generate, roles=roles, seed=seed, **options))
+
+
+def build_runner(name, **options):
+    cls = RUNNERS.get(name)
+    return cls(cls.Config(name=name, **options))

@@ -1,0 +1,85 @@
+"""Looks into a live run that several tests take."""
+
+import asyncio
+import copy
+
+import torch
+
+from marl.report import dump
+from marl.rewards import extractor, hider
+from marl.runners import Replay, scripted
+
+SAME = ("grad_norm", "loss", "ppo_kl", "entropy", "verdict", "explained_variance", "vf_loss", "accuracy")
+
+
+def numbers(steps):
+    return [{k: v for k, v in metrics.items() if k.split("/")[-1] in SAME} for metrics in steps]
+
+
+def gradient(live, rows, policy="alice"):
+    """The gradient that the engine is about to apply, and the metrics of the update."""
+    group = live.trainer.policies[policy]
+    engine, kept = group.workers.worker.actor.engine, []
+    step = engine.optimizer_step
+
+    def look():
+        kept.append(torch.cat([p.grad.to_local().flatten().clone() for p in engine.module.parameters()]))
+        return 0.0
+
+    engine.optimizer_step = look
+    try:
+        metrics = live.wait(group.update_actor(rows))
+    finally:
+        engine.optimizer_step = step
+    return kept[0], metrics
+
+
+def parameters(live, part):
+    if part == "policies":
+        engine = live.trainer.policies["alice"].workers.worker.actor.engine
+    else:
+        engine = live.trainer.critics.groups["alice"].workers.worker.engine
+    return [p.to_local().detach().clone() for p in engine.module.parameters()]
+
+
+def plays_again(trainer, episodes, folder):
+    """A dump brings the episodes back, and the runner plays them from their answers to the same end."""
+    path = dump.write(episodes, 1, folder)
+    for episode, was in zip(dump.read(path, extractor, hider), episodes, strict=True):
+        again = replayed(trainer, episode)
+        assert places(again) == places(episode) == places(was)
+        assert again.answer == was.answer and again.counts == was.counts
+
+
+def places(episode):
+    return sorted(
+        (*turn.place, turn.text, turn.kept, turn.trained, turn.compared, turn.answers, str(turn.observation))
+        for turn in episode.turns
+    )
+
+
+def replayed(trainer, episode, **options):
+    record = trainer.controller
+    return asyncio.run(
+        scripted.play(
+            record.runner, episode.task, episode.agents, Replay(episode, **options), roles=record.roles, seed=episode.seed,
+            accuracy=episode.accuracy,
+        )
+    )  # fmt: skip
+
+
+def valued(live, episodes):
+    """A batch whose values are there."""
+    batch = live.trainer.batch_of(episodes)
+    live.wait(live.trainer.critics.value(episodes, batch))
+    return batch
+
+
+def with_another_answer(episodes, agent="carol", round=1):
+    """The same episodes, in which one agent said something else and nobody heard it."""
+    changed = copy.deepcopy(episodes)
+    for episode in changed:
+        turn = next(turn for turn in episode.turns if (turn.agent, turn.round) == (agent, round))
+        turn.text = "#### 99 #### 99"
+        turn.response_ids = list(reversed(turn.response_ids))
+    return changed
