@@ -13,11 +13,15 @@ RUN := OMP_NUM_THREADS=1 RAY_USAGE_STATS_ENABLED=0 $(VENV)/bin/python
 quickstart: $(VENV)/installed
 	$(RUN) -m marl.quickstart seed=$(SEED) $(ARGS)
 
-# $(call both,MARKS): the tests that start Ray, and all others beside them, whose output follows
+# $(call both,MARKS): two processes. One runs the tests that start Ray, then shares the others with the second one, from the
+# other end of their list; the second one's output follows.
 define both
-@$(RUN) -m pytest -m "$(1) and not ray" $(ARGS) > .tests_beside.log 2>&1 & beside=$$!; \
-	$(RUN) -m pytest -m "$(1) and ray" $(ARGS); one=$$?; wait $$beside; other=$$?; cat .tests_beside.log; \
-	for code in $$one $$other; do [ $$code = 0 ] || [ $$code = 5 ] || exit $$code; done  # 5: ARGS left no test
+@share=$$(mktemp -d); \
+	$(RUN) -m pytest --share=$$share -m "$(1) and not ray" $(ARGS) > .tests_beside.log 2>&1 & beside=$$!; \
+	$(RUN) -m pytest -m "$(1) and ray" $(ARGS); ray=$$?; \
+	$(RUN) -m pytest --share=$$share --reverse -m "$(1) and not ray" $(ARGS); one=$$?; \
+	wait $$beside; other=$$?; cat .tests_beside.log; rm -r $$share; \
+	for code in $$ray $$one $$other; do [ $$code = 0 ] || [ $$code = 5 ] || exit $$code; done  # 5: ARGS left no test
 endef
 
 test: $(VENV)/installed

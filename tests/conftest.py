@@ -10,6 +10,9 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import pytest
 import torch
 
+from tests import sharing
+from tests.sharing import pytest_addoption, pytest_runtest_protocol  # noqa: F401 - hooks
+
 pytest.register_assert_rewrite("tests.stack.builders")  # before a test imports it: its asserts explain themselves
 torch.set_num_threads(1)
 
@@ -17,8 +20,9 @@ IN_PROCESSES_OF_THEIR_OWN = ("test_processes", "test_examples")
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """The tests that start Ray, all in one session of it; ``make test`` runs the others beside them."""
+    sharing.pytest_collection_modifyitems(config, items)
     for item in items:
         if "cluster" in item.fixturenames or item.path.stem in IN_PROCESSES_OF_THEIR_OWN:
             item.add_marker(pytest.mark.ray)
