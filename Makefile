@@ -38,6 +38,7 @@ check: $(VENV)/installed
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+	$(VENV)/bin/vulture
 
 format: $(VENV)/installed
 	$(VENV)/bin/ruff check --fix .

@@ -58,7 +58,6 @@ TOKENS = count(1, 2**26)
 TEMPERATURE = Number(0, 100)
 TOP_P = Number(0, 1, above=True)
 TOP_K = count(1, also=-1)
-INTERVAL = count(1, also=-1)
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 

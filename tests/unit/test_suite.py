@@ -1,9 +1,15 @@
 """The suite itself: what tests may lean on."""
 
+import ast
 import re
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
+
+from marl.config import schema
+from marl.learners import CREDITS, LEARNERS
+from marl.runners import RUNNERS
 
 pytest_plugins = ["pytester"]
 
@@ -54,3 +60,32 @@ def test_the_last_file_of_a_folder_may_be_anothers(suite, tmp_path):
     (tmp_path / "one__test_a.py").unlink()
     (tmp_path / "two__test_c.py").unlink()
     assert suite(f"--share={tmp_path}") == ["in one", "a1", "a2", "out one", "in two", "c1", "c2", "out two"]
+
+
+def read_outside_of_the_checks():
+    """Every name that the package reads: as an attribute, as a key, or by ``getattr``."""
+    names = set()
+    for path in (TESTS.parent / "marl").rglob("*.py"):
+        if path.name in ("checks.py", "ranges.py"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                names.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                names.add(node.value)
+    return names
+
+
+def options():
+    """(where, key) of every option that is ours."""
+    groups = {cls.__name__: cls for cls in vars(schema).values() if is_dataclass(cls)}
+    for registry in (LEARNERS, CREDITS, RUNNERS):
+        groups |= {f"{name}: {registry.get(name).__name__}": registry.get(name).Config for name in registry.names()}
+    return {(where, field.name) for where, group in groups.items() for field in fields(group)}
+
+
+def test_every_option_is_read_by_more_than_its_checks():
+    """Told apart by their names alone; ``make check`` finds those that nothing reads at all, too."""
+    assert len(options()) > 100
+    known = read_outside_of_the_checks()
+    assert sorted(option for option in options() if option[1] not in known) == []
