@@ -9,12 +9,16 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import pytest
 import torch
+import yaml
 
 from tests import sharing
 from tests.sharing import pytest_addoption, pytest_runtest_protocol  # noqa: F401 - hooks
 
 pytest.register_assert_rewrite("tests.stack.builders")  # before a test imports it: its asserts explain themselves
 torch.set_num_threads(1)
+yaml.SafeLoader = getattr(
+    yaml, "CSafeLoader", yaml.SafeLoader
+)  # OmegaConf asks for it at each file; every test composes
 
 IN_PROCESSES_OF_THEIR_OWN = ("test_processes", "test_examples")
 

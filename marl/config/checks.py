@@ -100,7 +100,7 @@ def policies_of_rounds_take_turns(config: Any) -> None:
             raise ConfigError(
                 f"agents.{name}.policy={agent.policy} and agents.{name}.policy_by_round={rounds} both name its policy; unset one"
             )
-        if agent.temperature is None:
+        if rounds and agent.temperature is None:
             heat = {
                 policy: own_settings(config, policy).rollout.temperature
                 for policy in policies_by_agent(config.agents)[name]

@@ -251,12 +251,14 @@ def test_every_rule_was_broken_by_a_test(bad):
     """A rule that no configuration above breaks is a rule without a test."""
     broken = set()
     for override in BAD:
+        if len(broken) == len(RULES):
+            break
         config = copy.deepcopy(bad(override))
         if override == "agents={}":
             with open_dict(config):
                 config.agents = {}
         OmegaConf.resolve(config)
-        for rule in RULES:
+        for rule in set(RULES) - broken:
             try:
                 rule(config)
             except ConfigError:
