@@ -14,17 +14,20 @@ from marl.report import conversation
 
 pytestmark = pytest.mark.timeout(900)  # a machine may have other work
 
-AFTER, LIFT = 0.85, 0.35
-"""Right, it reaches .96; with answers shifted by one token still .77, for the numbers are learned all the same."""
+STEPS, AFTER, LIFT = 25, 0.85, 0.35
+"""Right, it reaches .94; with answers shifted by one token still .77, for the numbers are learned all the same."""
 
 
 @pytest.fixture
-def learn(cluster, compose_config, tmp_path):
+def learn(compose_config, tmp_path):
+    """Train for half of the steps that users get: in one process, bit for bit the same and sooner."""
+
     def learn(*overrides):
         here = (
             f"trainer.default_local_dir={tmp_path}",
             "resources.one_process=true",
-        )  # bit for bit the same, and sooner
+            f"trainer.total_training_steps={STEPS}",
+        )
         config = compose_config(*here, *overrides, name="split_information")
         ensure(Path(config.assets), RECIPES[config.task], config.seed)
         history = run(config).history

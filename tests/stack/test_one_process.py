@@ -1,16 +1,20 @@
 """Everything in one process, without Ray: equal to a run through Ray, and the place to look closely at gradients."""
 
-import os
-import subprocess
+import functools
 import sys
+import threading
 
 import pytest
+import ray
 import torch
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
 from marl.controller.batching import joint_batch
 from marl.learners import spread
+from marl.learners.grpo import GRPO
 from marl.main import run
+from marl.modules.workers.policy_worker import PolicyWorker
+from marl.runners.debate import Debate
 from tests.stack.builders import gradient, numbers
 from tests.stack.conftest import SMALL
 
@@ -30,32 +34,38 @@ def test_its_results_are_those_of_a_run_through_ray(cluster, compose_config, col
     assert results[0] == results[1], "to the last bit"
 
 
-def test_it_needs_no_ray(tmp_path, cold_assets):
-    """The driver has started no cluster, and a breakpoint in a worker, a runner and a learner stops it."""
-    code = f"""
-import sys, ray, marl.main as main
-from marl.learners.grpo import GRPO
-from marl.modules.workers.policy_worker import PolicyWorker
-from marl.runners.debate import Debate
-seen = set()
-sys.breakpointhook = lambda *a, **k: seen.add(sys._getframe(1).f_code.co_qualname)
-def stop(cls, name):
-    original = getattr(cls, name)
-    exec(f"def {{name}}(self, *a, **k):\\n    breakpoint()\\n    return original(self, *a, **k)", space := dict(original=original))
-    space[name].__qualname__ = f"{{cls.__name__}}.{{name}}"
-    space[name].__code__ = space[name].__code__.replace(co_qualname=f"{{cls.__name__}}.{{name}}")
-    for key in vars(original): setattr(space[name], key, vars(original)[key])
-    setattr(cls, name, space[name])
-for cls, name in ((GRPO, "assign_credit"), (PolicyWorker, "update_actor"), (Debate, "peers")): stop(cls, name)
-code = main.main(["--config-name", "quickstart", "assets={cold_assets}", "trainer.default_local_dir={tmp_path}",
-    "resources.one_process=true", "trainer.total_training_steps=1", *{SMALL!r}])
-assert code == 0 and not ray.is_initialized()
-print(sorted(seen))
-"""
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    assert ran.stdout.splitlines()[-1] == "['Debate.peers', 'GRPO.assign_credit', 'PolicyWorker.update_actor']"
+def stop_in(monkeypatch, cls, name):
+    """Put a breakpoint where a method begins; its registration with verl stays."""
+    method = getattr(cls, name)
+
+    @functools.wraps(method)
+    def stopping(*arguments, **options):
+        breakpoint()
+        return method(*arguments, **options)
+
+    stopping.__code__ = stopping.__code__.replace(co_qualname=f"{cls.__name__}.{name}")
+    monkeypatch.setattr(cls, name, stopping)
+
+
+def test_it_needs_no_ray_and_a_breakpoint_stops_it_anywhere(alone, monkeypatch):
+    """The driver asks Ray for nothing; a worker, a runner and a learner run in its thread."""
+
+    def refuse(*arguments, **options):
+        raise AssertionError("Ray was asked")
+
+    for name in ("init", "get", "put", "wait"):
+        monkeypatch.setattr(ray, name, refuse)
+    seen, thread = set(), threading.get_ident()
+    for cls, name in ((GRPO, "assign_credit"), (PolicyWorker, "update_actor"), (Debate, "peers")):
+        stop_in(monkeypatch, cls, name)
+
+    def hook(*arguments, **options):
+        seen.add((sys._getframe(1).f_code.co_qualname, threading.get_ident()))
+
+    monkeypatch.setattr(sys, "breakpointhook", hook)
+    live = alone()
+    live.step()
+    assert seen == {(name, thread) for name in ("Debate.peers", "GRPO.assign_credit", "PolicyWorker.update_actor")}
 
 
 def prepared(live, pack=False, policy="alice"):

@@ -1,4 +1,4 @@
-"""Whole runs in the shared Ray session: separate pools, resume, a frozen agent, a learner from a recipe."""
+"""Whole runs: what they leave, resume, a frozen agent, a learner from a recipe."""
 
 import json
 
@@ -11,12 +11,15 @@ from .conftest import SMALL
 
 
 @pytest.fixture
-def start(cluster, compose_config, cold_assets, tmp_path):
+def start(compose_config, cold_assets, tmp_path):
+    """Run in this process: what is through Ray alone, and its checkpoints, are in test_step, test_ranks, test_one_process."""
+
     def start(*overrides):
         steps = []
         config = compose_config(
-            f"assets={cold_assets}", f"trainer.default_local_dir={tmp_path}", "trainer.test_freq=1", *SMALL, *overrides
-        )
+            f"assets={cold_assets}", f"trainer.default_local_dir={tmp_path}", "trainer.test_freq=1", *SMALL,
+            "resources.one_process=true", *overrides,
+        )  # fmt: skip
         trainer = run(config, lambda step, total, metrics: steps.append(metrics))
         return trainer, steps
 
@@ -50,9 +53,8 @@ def test_a_run_leaves_everything_and_another_one_resumes_it(start, tmp_path):
 
 def test_a_frozen_agent_and_a_learner_from_a_recipe(start):
     _, steps = start(
-        "learner=leave_one_out", "credit=own", "agents.carol.trainable=false", "trainer.total_training_steps=1",
-        "resources.placement=colocated",
-    )  # fmt: skip
+        "learner=leave_one_out", "credit=own", "agents.carol.trainable=false", "trainer.total_training_steps=1"
+    )
     assert "agent/alice/grad_norm" in steps[0] and "agent/carol/grad_norm" not in steps[0]
     assert "agent/carol/verdict" in steps[0], "it plays all the same"
 
@@ -63,7 +65,6 @@ def test_agents_that_share_a_policy_and_one_round(start):
         "agents.carol.policy=both",
         "runner=single_turn",
         "trainer.total_training_steps=1",
-        "actor_rollout_ref.rollout.free_cache_engine=true",
     )
     assert list(trainer.policies) == ["both"]
     assert steps[0]["agent/alice/grad_norm"] == steps[0]["agent/carol/grad_norm"]
