@@ -8,6 +8,12 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
 CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 || echo -c constraints-cpu.txt)
 RUN := OMP_NUM_THREADS=1 RAY_USAGE_STATS_ENABLED=0 $(VENV)/bin/python
 
+# $(call install,PACKAGES): of what pip says, each download with its size, the last step, and its code if it fails
+install = { $(VENV)/bin/pip install --disable-pip-version-check --progress-bar off $(CONSTRAINTS) $(1) || touch $(VENV)/failed; } | \
+	awk '/^ *Downloading .*metadata/ {next} /^ *Downloading/ {sub(/^ */, "    "); print; fflush()} \
+	/^ *Building/ {print "   " $$0; fflush()} /^Installing/ {print "    Unpacking " NF - 3 " packages"; fflush()}'; \
+	! rm $(VENV)/failed 2>/dev/null
+
 .PHONY: quickstart test test-all check format gpu-smoke clean
 
 quickstart: $(VENV)/installed
@@ -46,11 +52,14 @@ format: $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml constraints-cpu.txt
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or 3.12 found; install one, or say PYTHON=/path/to/python3.11"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	@echo "1/3 an environment for $(PYTHON) in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
 	@# torch first and alone: whatever another package asks for, this build satisfies it
-	$(VENV)/bin/pip install -q $(CONSTRAINTS) torch
-	$(VENV)/bin/pip install -q $(CONSTRAINTS) -e ".[dev]"
-	touch $@
+	@echo "2/3 torch, the largest part: some 0.2 GB without a GPU, 3 GB with one"
+	@$(call install,torch)
+	@echo "3/3 verl, Ray and what else it stands on: some 0.5 GB"
+	@$(call install,-e ".[dev]")
+	@touch $@
 
 clean:
 	rm -rf $(VENV) outputs .pytest_cache .ruff_cache .mypy_cache
