@@ -2,6 +2,8 @@
 
 import sys
 
+from marl.utils.quiet import quiet_imports
+
 COMMANDS = {
     "train": "train: the arguments of python -m marl.main",
     "quickstart": "train the two tiny agents on this machine",
@@ -13,6 +15,7 @@ COMMANDS = {
 def main() -> int:
     word, rest = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
     sys.argv = [f"marl {word}", *rest]
+    quiet_imports(rest)
     if word == "train":
         from marl.main import main as train
 

@@ -13,6 +13,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from marl.utils.quiet import quiet, quiet_imports
+
+if __name__ == "__main__":
+    quiet_imports(sys.argv)
+
 import marl.platform.cpu  # isort: skip - registers the platform before anything of verl asks for one
 
 import hydra
@@ -68,6 +73,11 @@ def _hydra_main(config: DictConfig) -> None:
 
 def run(config: DictConfig, progress: Any = None) -> Any:
     """Check, start, train, stop. Returns the trainer, whose workers are gone by then."""
+    with quiet(bool(config.verbose)):
+        return _run(config, progress)
+
+
+def _run(config: DictConfig, progress: Any) -> Any:
     config = prepare(config)
     from marl.preflight import plan_text
 

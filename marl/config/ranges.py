@@ -174,6 +174,7 @@ AGENT_NUMBERS: dict[str, Number] = {
 }
 
 SWITCHES = (
+    "verbose",
     "data.shuffle",
     "data.filter_overlong_prompts",
     "data.trust_remote_code",

@@ -4,14 +4,17 @@ they learned."""
 import argparse
 import os
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-warnings.filterwarnings("ignore", category=UserWarning)  # of optional engines that a laptop does not have
+from marl.utils.quiet import quiet, quiet_imports
+
+if __name__ == "__main__":
+    quiet_imports(sys.argv)
 
 from hydra import compose, initialize_config_module
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from transformers.utils import logging as transformers_logging
@@ -73,6 +76,11 @@ def show_step(bar: Bar) -> Callable[[int, int, Metrics], None]:
 def run(overrides: list[str], config_name: str = "quickstart") -> Any:
     with initialize_config_module("marl.configs", version_base="1.3"):
         config = compose(config_name, overrides=find_verl(new_agents(overrides)))
+    with quiet(bool(config.verbose)):
+        return warm_up_and_train(config)
+
+
+def warm_up_and_train(config: DictConfig) -> Any:
     folder, warm = Path(config.assets), Bar("warming up the tiny model")
     ensure(folder, RECIPES[config.task], config.seed, lambda done, of: warm(done, of))
     where = "in this process" if config.resources.one_process else "in Ray"

@@ -14,6 +14,7 @@ from marl import cli, run_one
 def marl(capsys, monkeypatch):
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["marl", "run-one", *arguments])
+        monkeypatch.setattr(cli, "quiet_imports", lambda words: None)  # everything is imported
         code = cli.main()
         told = capsys.readouterr()
         return code, told.out, told.err
