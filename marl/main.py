@@ -249,7 +249,6 @@ async def build(config: DictConfig, cleanup: ExitStack, progress: Any = None) ->
 
     if not config.resources.one_process:
         check_cluster(config)
-    set_tracker_folders(config, cleanup)
     names, run_id = policy_names(config), uuid.uuid4().hex[:8]
     tokenizers = {name: tokenizer_of(model_config(config, name)) for name in names}
     loader, validation, total_steps = load_tasks(config, tokenizers)
@@ -337,22 +336,6 @@ def start_workers(config: DictConfig, parts: list[Part], cleanup: ExitStack) -> 
             )
             spawned = together.spawn(classes.keys())
             yield from ((part, spawned[part.key]) for part in within)
-
-
-def set_tracker_folders(config: DictConfig, cleanup: ExitStack) -> None:
-    """verl's trackers read their folders from the environment; the run's own folder unless the user says otherwise."""
-    folder = Path(config.trainer.default_local_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    for key, value in {
-        "VERL_FILE_LOGGER_PATH": "metrics.jsonl",
-        "TENSORBOARD_DIR": "tensorboard",
-        "WANDB_DIR": "",
-    }.items():
-        if key not in os.environ:
-            os.environ[key] = str(folder / value)
-            cleanup.callback(os.environ.pop, key)
-    if "WANDB_API_KEY" not in os.environ:
-        os.environ.setdefault("WANDB_MODE", "offline")
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ class MARLTrainer:
         trainer = self.config.trainer
         await self.resume()
         await self.sync_weights()
-        self.tracking = tracking_of(self.config)
+        self.tracking = tracking_of(self.config, self.step_number)
         if trainer.val_before_train or trainer.val_only:
             self.tracking.log(await self.validate(), self.step_number)
         if trainer.val_only:
