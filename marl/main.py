@@ -27,6 +27,7 @@ from marl.config.checks import check, policy_names
 from marl.config.data import check_files, file_list
 from marl.config.errors import ConfigError, explain, resolve
 from marl.config.overrides import find_verl, new_agents, options_are_words
+from marl.config.run_folder import claimed
 from marl.facts import check_facts, choose_credit, make_learner
 from marl.parts import Part, critic_names, critic_pool, model_config, parts_of, policy_config, pool_of, pool_ranks
 from marl.utils.memory import settle
@@ -74,8 +75,10 @@ def run(config: DictConfig, progress: Any = None) -> Any:
     pools = {name: pool_of(config, name) for name in policy_names(config)}
     critics = {name: critic_pool(config, name) for name in critic_names(config)}
     print(plan_text(config, pools, critics), flush=True)
-    with session(config):
-        return asyncio.run(_train(config, progress))
+    with claimed(config) as folder:
+        print(f"results: {folder}", flush=True)
+        with session(config):
+            return asyncio.run(_train(config, progress))
 
 
 async def _train(config: DictConfig, progress: Any) -> Any:

@@ -416,6 +416,22 @@ def resuming_has_a_path(config: Any) -> None:
 
 
 @rule
+def resume_changes_are_keys(config: Any) -> None:
+    changes = config.trainer.resume_changes
+    if isinstance(changes, str) or not hasattr(changes, "__iter__") or not all(isinstance(key, str) for key in changes):
+        raise ConfigError(
+            f"trainer.resume_changes={changes}: expected a list of keys, as in trainer.resume_changes=[learner.lam]"
+        )
+    known = [*config, "versions", "agents"]
+    for key in changes:
+        if key.split(".")[0] not in known:
+            raise ConfigError(
+                f"trainer.resume_changes={list(changes)}: unknown key {key!r}; expected keys of the configuration, groups of "
+                f"them, or versions.<package>.{did_you_mean(key.split('.')[0], known)}"
+            )
+
+
+@rule
 def packed_turns_are_weighed_by_token(config: Any) -> None:
     if not config.controller.pack_turns:
         return
