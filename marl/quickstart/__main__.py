@@ -89,7 +89,7 @@ def run(overrides: list[str], config_name: str = "quickstart") -> Any:
             trainer.history, trainer.baselines, trainer.sampled_tokens, trainer.degenerate.mean
         )
         console.print(table)
-    console.print(f"curves: {trainer.folder / 'curves.png'}   numbers: {trainer.folder / 'summary.json'}")
+    console.print(f"curves: {trainer.report_folder / 'curves.png'}   numbers: {trainer.report_folder / 'summary.json'}")
     return trainer
 
 

@@ -1,0 +1,43 @@
+"""A run's folder over several starts: the last weights, metrics that are appended to, and other validation data."""
+
+import json
+
+from marl.utils import checkpoint
+
+
+def logged(folder):
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_is_kept_resumed_and_measured_on_other_data(alone, cold_assets, tmp_path, monkeypatch, caplog):
+    """One after another: a run without save_freq, the same command again, one more step, and its weights on another file."""
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "foreign.jsonl"))
+    resumed = ("trainer.resume_mode=auto", "trainer.logger=[file]")
+
+    first = alone("trainer.total_training_steps=1", "trainer.save_freq=-1", "trainer.logger=[file]")
+    first.wait(first.trainer.fit())
+    assert [folder.name for folder in checkpoint.complete(tmp_path)] == ["global_step_1"]
+    assert (tmp_path / "global_step_1" / "alice" / "actor" / "huggingface" / "model.safetensors").is_file()
+    assert logged(tmp_path) == [0, 1] and not (tmp_path / "foreign.jsonl").exists()
+
+    again = alone(*resumed, "trainer.total_training_steps=1")
+    again.wait(again.trainer.fit())
+    assert "nothing to do: already at step 1 of 1" in caplog.text and logged(tmp_path) == [0, 1]
+
+    further = alone(*resumed, "trainer.total_training_steps=2", "trainer.val_before_train=false")
+    further.wait(further.trainer.fit())
+    assert logged(tmp_path) == [0, 1, 2] and sorted(further.trainer.history) == [0, 1, 2]
+    summary = (tmp_path / "summary.json").read_text()
+    assert (tmp_path / "validation" / "2.jsonl").is_file()
+    validated = (tmp_path / "validation" / "2.jsonl").read_text()
+
+    other_file = (f"data.val_files={cold_assets}/train.parquet", "data.val_max_samples=4", "trainer.val_only=true")
+    other = alone(*resumed, *other_file, "trainer.total_training_steps=2")
+    other.wait(other.trainer.fit())
+    assert sorted(other.trainer.history) == [2], "numbers of other problems stand apart"
+    folder = tmp_path / f"validation_{other.trainer.validation_id}"
+    accuracy = json.loads((folder / "summary.json").read_text())["accuracy"]
+    assert accuracy["before"] == accuracy["after"] and (folder / "curves.png").is_file()
+    assert (tmp_path / "summary.json").read_text() == summary, "the run's own summary stays"
+    assert (tmp_path / "validation" / "2.jsonl").read_text() == validated
+    assert (tmp_path / "validation" / folder.name / "2.jsonl").is_file()
