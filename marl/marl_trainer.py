@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from marl import saving
+from marl.config.identity import settings_of
 from marl.controller import replays
 from marl.controller.ballots import ballots_of
 from marl.controller.batching import joint_batch
@@ -96,7 +97,7 @@ class MARLTrainer:
         """Train to the last step; validate before the first, every ``trainer.test_freq`` and after the last."""
         trainer = self.config.trainer
         await self.resume()
-        self.tracking = tracking_of(self.config, self.step_number)
+        self.tracking = tracking_of(trainer, settings_of(self.config), self.step_number)
         if 0 < self.step_number >= self.total_steps and not trainer.val_only:
             logger.warning(
                 "nothing to do: already at step %d of %d; raise trainer.total_training_steps to go on",

@@ -270,11 +270,6 @@ def critic_batches_divide(config: Any) -> None:
 @rule
 def references_are_renewed_where_there_are_any(config: Any) -> None:
     freq = config.trainer.ref_update_freq
-    if freq > 0 and config.actor_rollout_ref.actor.strategy != "fsdp2":
-        raise ConfigError(
-            f"trainer.ref_update_freq={freq} renews a reference shard by shard, which actor_rollout_ref.actor.strategy="
-            f"{config.actor_rollout_ref.actor.strategy} does not give; use fsdp2"
-        )
     if freq > 0 and not (config.algorithm.use_kl_in_reward or kl_in_any_loss(config)):
         raise ConfigError(
             f"trainer.ref_update_freq={freq}: there is no reference to renew; set actor_rollout_ref.actor.use_kl_loss=true or "

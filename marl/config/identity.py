@@ -63,13 +63,22 @@ WHOLE_BYTES = 1 << 20
 
 def identity_of(config: Any) -> dict[str, Any]:
     """The content of ``run.json`` of a resolved configuration, without secrets."""
-    plain: Any = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
+    plain = plain_of(config)
     return {
-        "config": masked(plain),
+        "config": settings_of(config),
         "agents_in_order": list(plain.get("agents") or {}),
         "contents": {key: content_of(value) for key, value in leaves(plain) if names_a_path(key, value)},
         "versions": versions(),
     }
+
+
+def plain_of(config: Any) -> Any:
+    return OmegaConf.to_container(config, resolve=True, enum_to_str=True)
+
+
+def settings_of(config: Any) -> Any:
+    """All settings without secrets, for files and trackers that others see."""
+    return masked(plain_of(config))
 
 
 def masked(tree: Any, secret: bool = False) -> Any:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from omegaconf import OmegaConf
 from verl.utils.tracking import Tracking
 
 METRICS = "metrics.jsonl"
@@ -53,16 +52,16 @@ def step_of(line: bytes) -> float:
         return float("inf")
 
 
-def tracking_of(config: Any, step: int = 0) -> Tracking:
-    """The trackers that ``trainer.logger`` names, for a run that goes on from ``step``."""
-    trainer, folder = config.trainer, Path(config.trainer.default_local_dir)
+def tracking_of(trainer: Any, settings: dict[str, Any], step: int = 0) -> Tracking:
+    """The trackers that ``trainer.logger`` names, for a run that goes on from ``step``; they show ``settings``."""
+    folder = Path(trainer.default_local_dir)
     folder.mkdir(parents=True, exist_ok=True)
     with tracker_folders(folder):
         tracking = Tracking(
             project_name=trainer.project_name,
             experiment_name=trainer.experiment_name,
             default_backend=[name for name in trainer.logger if name != "file"],
-            config=OmegaConf.to_container(config, resolve=True, enum_to_str=True),
+            config=settings,
         )
     if "file" in trainer.logger:
         tracking.logger["file"] = MetricsFile(folder / METRICS, step)
