@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from marl.ensembles.load import saved_weights
@@ -40,6 +41,8 @@ def test_adapters_are_served_in_full_precision_and_exported_for_others(alone, co
     assert not loaded["missing_keys"] and not loaded["unexpected_keys"]
     adapted = PeftModel.from_pretrained(base, actor / "lora_adapter")
     assert json.loads((actor / "lora_adapter" / "adapter_config.json").read_text())["lora_alpha"] == 8
+    names = load_file(actor / "lora_adapter" / "adapter_model.safetensors")
+    assert names and all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in names), "PEFT's names"
     torch.testing.assert_close(logits(merged), logits(adapted), atol=1e-5, rtol=0)
     assert float((logits(merged) - before).abs().max()) > 1e-3, "it has learned"
 

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from marl.utils import checkpoint
 
 
@@ -24,8 +26,13 @@ def test_a_run_is_kept_resumed_and_measured_on_other_data(alone, cold_assets, tm
     again.wait(again.trainer.fit())
     assert "nothing to do: already at step 1 of 1" in caplog.text and logged(tmp_path) == [0, 1]
 
-    further = alone(*resumed, "trainer.total_training_steps=2", "trainer.val_before_train=false")
+    changed = ("actor_rollout_ref.actor.optim.lr=5e-4", "actor_rollout_ref.actor.optim.weight_decay=0.5")
+    further = alone(*resumed, *changed, "trainer.total_training_steps=2", "trainer.val_before_train=false")
     further.wait(further.trainer.fit())
+    (group,) = further.trainer.policies["alice"].workers.worker.actor.engine.optimizer.param_groups
+    assert group["lr"] == pytest.approx(5e-4 * 2 / 5) and group["weight_decay"] == 0.5, (
+        "as they are set now, in warm-up"
+    )
     assert logged(tmp_path) == [0, 1, 2] and sorted(further.trainer.history) == [0, 1, 2]
     summary = (tmp_path / "summary.json").read_text()
     assert (tmp_path / "validation" / "2.jsonl").is_file()

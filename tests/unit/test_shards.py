@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
 from marl.controller.local import one_process
 from marl.modules.workers.critic_worker import CriticWorker
@@ -21,15 +21,16 @@ def fsdp1(module):
 
 
 def fsdp2(module):
-    mesh = init_device_mesh("cpu", (1,))
+    """In half precision what a forward pass gathered is a copy, on one rank too; it is kept afterwards."""
+    mesh, half = init_device_mesh("cpu", (1,)), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for layer in module:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=False)
-    return fully_shard(module, mesh=mesh, reshard_after_forward=False)
+        fully_shard(layer, mesh=mesh, mp_policy=half, reshard_after_forward=False)
+    return fully_shard(module, mesh=mesh, mp_policy=half, reshard_after_forward=False)
 
 
 @pytest.fixture(params=[plain, fsdp1, fsdp2], ids=lambda wrap: wrap.__name__)
 def workers(request):
-    """Two parts, of a worker each, with models of different weights; FSDP2 keeps what it gathered after a forward pass."""
+    """Two parts, of a worker each, with models of different weights."""
     with one_process():
         parts = []
         for seed in (0, 1):

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import init_empty_weights
@@ -58,7 +58,9 @@ def on_device(engine: Any) -> Iterator[None]:
 
 def whole(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A copy: on one rank a gathered tensor is the live weight itself, which changes back when the merge ends."""
-    gathered = weight.to(get_device_id()).full_tensor() if isinstance(weight, DTensor) else weight
+    gathered: torch.Tensor = (
+        cast(Any, weight.to(get_device_id())).full_tensor() if isinstance(weight, DTensor) else weight
+    )
     wanted = dtype if dtype is not None and gathered.is_floating_point() else gathered.dtype
     return gathered.detach().to(wanted, copy=True)
 

@@ -50,6 +50,20 @@ class EngineWorker(TrainingWorker):
         ensure_process_group()
         super().__init__(config)
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """verl's; but learning rate, weight decay and the like stay the configuration's, which a resumed run may change: the
+        saved optimizer and schedule hold the former ones."""
+        optimizer, schedule = self.engine.optimizer, self.engine.lr_scheduler
+        settings = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
+        base_lrs = list(schedule.base_lrs)
+        super().load_checkpoint(*args, **kwargs)
+        schedule.base_lrs = base_lrs
+        for group, own, base, factor in zip(
+            optimizer.param_groups, settings, base_lrs, schedule.lr_lambdas, strict=True
+        ):
+            group.update(own, lr=base * factor(schedule.last_epoch))
+
 
 class PolicyWorker(ActorRolloutRefWorker):
     """Overrides change one thing of verl's methods: they return at once, so that policies work at the same time."""
