@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
 from marl.controller.local import one_process
 from marl.modules.workers.critic_worker import CriticWorker
@@ -44,8 +44,16 @@ INPUTS = torch.arange(6.0).view(2, 3)
 
 
 def output(part):
+    """With what the last forward pass gathered, if anything, and with the shards themselves."""
+    module, found = part.engine.module, []
     with torch.no_grad():
-        return part.engine.module(INPUTS).clone()
+        for _ in range(2):
+            found.append(module(INPUTS).clone())
+            for layer in module.modules():
+                if isinstance(layer, FSDPModule):
+                    layer.reshard()
+        module(INPUTS)
+    return torch.stack(found)
 
 
 def test_a_critic_reads_with_its_targets_weights_and_then_with_its_own(workers):
