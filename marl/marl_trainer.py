@@ -274,7 +274,7 @@ class MARLTrainer:
         if self.config.trainer.validation_data_dir:
             folder = Path(self.config.trainer.validation_data_dir) / self._of_other_data()
             dump.write(episodes, self.step_number, folder)
-        return prefixed("val/team", self.history[self.step_number])
+        return prefixed(f"{self._of_other_data() or 'val'}/team", self.history[self.step_number])
 
     async def save(self) -> None:
         await saving.save(self)

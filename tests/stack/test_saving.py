@@ -16,10 +16,12 @@ def test_a_run_is_kept_resumed_and_measured_on_other_data(alone, cold_assets, tm
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "foreign.jsonl"))
     resumed = ("trainer.resume_mode=auto", "trainer.logger=[file]")
 
+    (tmp_path / "run.json").write_text("{}")  # as `marl.main.run` leaves it
     first = alone("trainer.total_training_steps=1", "trainer.save_freq=-1", "trainer.logger=[file]")
     first.wait(first.trainer.fit())
     assert [folder.name for folder in checkpoint.complete(tmp_path)] == ["global_step_1"]
     assert (tmp_path / "global_step_1" / "alice" / "actor" / "huggingface" / "model.safetensors").is_file()
+    assert (tmp_path / "global_step_1" / "run.json").read_text() == "{}", "a checkpoint knows whose it is"
     assert logged(tmp_path) == [0, 1] and not (tmp_path / "foreign.jsonl").exists()
 
     again = alone(*resumed, "trainer.total_training_steps=1")
@@ -48,3 +50,5 @@ def test_a_run_is_kept_resumed_and_measured_on_other_data(alone, cold_assets, tm
     assert (tmp_path / "summary.json").read_text() == summary, "the run's own summary stays"
     assert (tmp_path / "validation" / "2.jsonl").read_text() == validated
     assert (tmp_path / "validation" / folder.name / "2.jsonl").is_file()
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert f"{folder.name}/team/vote" in last["data"] and not any(key.startswith("val/") for key in last["data"])
