@@ -63,7 +63,8 @@ def solo_config(config: DictConfig, answers: int) -> DictConfig:
         steps = config.trainer.total_training_steps
         solo.trainer.total_training_steps = None if steps is None else 2 * steps
         solo.trainer.total_epochs = 2 * config.trainer.total_epochs
-        solo.trainer.resume_mode, solo.trainer.logger, solo.trainer.save_freq = "disable", [], -1
+        solo.trainer.resume_mode, solo.trainer.logger = "disable", []
+        solo.trainer.save_freq, solo.trainer.save_final = -1, False
         for key in ("rollout_data_dir", "validation_data_dir"):
             if config.trainer[key]:
                 solo.trainer[key] = f"{solo.trainer.default_local_dir}/{key.removesuffix('_data_dir')}"

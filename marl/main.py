@@ -32,6 +32,7 @@ from marl.config.checks import check, policy_names
 from marl.config.data import check_files, file_list
 from marl.config.errors import ConfigError, explain, resolve
 from marl.config.overrides import find_verl, new_agents, options_are_words
+from marl.config.run_folder import claimed
 from marl.facts import check_facts, choose_credit, make_learner
 from marl.parts import Part, critic_names, critic_pool, model_config, parts_of, policy_config, pool_of, pool_ranks
 from marl.utils.memory import settle
@@ -84,8 +85,10 @@ def _run(config: DictConfig, progress: Any) -> Any:
     pools = {name: pool_of(config, name) for name in policy_names(config)}
     critics = {name: critic_pool(config, name) for name in critic_names(config)}
     print(plan_text(config, pools, critics), flush=True)
-    with session(config):
-        return asyncio.run(_train(config, progress))
+    with claimed(config) as folder:
+        print(f"results: {folder}", flush=True)
+        with session(config):
+            return asyncio.run(_train(config, progress))
 
 
 async def _train(config: DictConfig, progress: Any) -> Any:
@@ -259,7 +262,6 @@ async def build(config: DictConfig, cleanup: ExitStack, progress: Any = None) ->
 
     if not config.resources.one_process:
         check_cluster(config)
-    set_tracker_folders(config, cleanup)
     names, run_id = policy_names(config), uuid.uuid4().hex[:8]
     tokenizers = {name: tokenizer_of(model_config(config, name)) for name in names}
     loader, validation, total_steps = load_tasks(config, tokenizers)
@@ -347,22 +349,6 @@ def start_workers(config: DictConfig, parts: list[Part], cleanup: ExitStack) -> 
             )
             spawned = together.spawn(classes.keys())
             yield from ((part, spawned[part.key]) for part in within)
-
-
-def set_tracker_folders(config: DictConfig, cleanup: ExitStack) -> None:
-    """verl's trackers read their folders from the environment; the run's own folder unless the user says otherwise."""
-    folder = Path(config.trainer.default_local_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    for key, value in {
-        "VERL_FILE_LOGGER_PATH": "metrics.jsonl",
-        "TENSORBOARD_DIR": "tensorboard",
-        "WANDB_DIR": "",
-    }.items():
-        if key not in os.environ:
-            os.environ[key] = str(folder / value)
-            cleanup.callback(os.environ.pop, key)
-    if "WANDB_API_KEY" not in os.environ:
-        os.environ.setdefault("WANDB_MODE", "offline")
 
 
 if __name__ == "__main__":

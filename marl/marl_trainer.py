@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from marl import saving
+from marl.config.identity import settings_of
 from marl.controller import replays
 from marl.controller.ballots import ballots_of
 from marl.controller.batching import joint_batch
@@ -50,6 +51,7 @@ class MARLTrainer:
         self.critics = critics
         self.references = References(config, policies)
         self.loader, self.validation, self.total_steps = loader, validation, total_steps
+        self.validation_id = saving.fingerprint(validation)
         self.progress = progress or (lambda step, total, metrics: None)
         self.folder = Path(config.trainer.default_local_dir)
         self.step_number = 0
@@ -62,8 +64,24 @@ class MARLTrainer:
         self.token_budget: int | None = None
         """Training ends once it has sampled so many tokens; None for no such end."""
         self.baselines: dict[str, Metrics] = {}
-        self.history: dict[int, Metrics] = {}
+        self.histories: dict[str, dict[int, Metrics]] = {}
+        """Team metrics of each validation, by the data that was validated on and by step."""
         self.trained_agents = [name for name, agent in config.agents.items() if agent.trainable]
+
+    @property
+    def history(self) -> dict[int, Metrics]:
+        """Team metrics of each validation of the present data, by step."""
+        return self.histories.setdefault(self.validation_id, {})
+
+    @property
+    def report_folder(self) -> Path:
+        """Where the summary lies: a run that is continued on other validation data keeps that of the first."""
+        return self.folder / self._of_other_data()
+
+    def _of_other_data(self) -> str:
+        """Name of a folder for what is of other validation data than the run began with; empty for the first."""
+        first = next(iter(self.histories), self.validation_id)
+        return "" if first == self.validation_id else f"validation_{self.validation_id}"
 
     @property
     def policy_map(self) -> PolicyMap:
@@ -79,8 +97,15 @@ class MARLTrainer:
         """Train to the last step; validate before the first, every ``trainer.test_freq`` and after the last."""
         trainer = self.config.trainer
         await self.resume()
+        self.tracking = tracking_of(trainer, settings_of(self.config), self.step_number)
+        if 0 < self.step_number >= self.total_steps and not trainer.val_only:
+            logger.warning(
+                "nothing to do: already at step %d of %d; raise trainer.total_training_steps to go on",
+                self.step_number,
+                self.total_steps,
+            )
+            return self.summarise()
         await self.sync_weights()
-        self.tracking = tracking_of(self.config)
         if trainer.val_before_train or trainer.val_only:
             self.tracking.log(await self.validate(), self.step_number)
         if trainer.val_only:
@@ -89,14 +114,28 @@ class MARLTrainer:
         while self.step_number < self.total_steps and not self.spent:
             self.step_number += 1
             metrics = await self.step(next(batches))
-            last = self.step_number == self.total_steps or self.spent
-            if last or (trainer.test_freq > 0 and self.step_number % trainer.test_freq == 0):
-                metrics |= await self.validate()
-            if trainer.save_freq > 0 and (last or self.step_number % trainer.save_freq == 0):
-                await self.save()
+            metrics |= await self.keep()
             self.tracking.log(metrics, self.step_number)
             self.progress(self.step_number, self.total_steps, metrics)
         self.summarise()
+
+    async def keep(self) -> Metrics:
+        """Validate and save where this step is one for it; the weights are saved even where their validation fails."""
+        trainer, last = self.config.trainer, self.step_number == self.total_steps or self.spent
+        saves = is_due(trainer.save_freq, self.step_number) or (last and trainer.save_final)
+        metrics: Metrics = {}
+        try:
+            if last or is_due(trainer.test_freq, self.step_number):
+                metrics = await self.validate()
+        except Exception:
+            if saves:
+                await self.save()
+            raise
+        if saves:
+            await self.save()
+        elif last:
+            logger.warning("the weights of the last step, %d, are not kept: trainer.save_final=false", self.step_number)
+        return metrics
 
     @property
     def spent(self) -> bool:
@@ -233,8 +272,9 @@ class MARLTrainer:
         episodes = await self.controller.score(collection.episodes, self.step_number)
         self.history[self.step_number] = conversation.team_metrics(episodes)
         if self.config.trainer.validation_data_dir:
-            dump.write(episodes, self.step_number, self.config.trainer.validation_data_dir)
-        return prefixed("val/team", self.history[self.step_number])
+            folder = Path(self.config.trainer.validation_data_dir) / self._of_other_data()
+            dump.write(episodes, self.step_number, folder)
+        return prefixed(f"{self._of_other_data() or 'val'}/team", self.history[self.step_number])
 
     async def save(self) -> None:
         await saving.save(self)
@@ -283,3 +323,8 @@ class MARLTrainer:
     async def _server_seconds(self) -> dict[PolicyName, float]:
         seconds = await asyncio.gather(*(group.server_seconds() for group in self.policies.values()))
         return dict(zip(self.policies, seconds, strict=True))
+
+
+def is_due(frequency: int, step: int) -> bool:
+    """Whether something that is done every ``frequency`` steps is done at this one; never where that is 0 or less."""
+    return frequency > 0 and step % frequency == 0

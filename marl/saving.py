@@ -2,19 +2,31 @@
 its summary."""
 
 import asyncio
+import hashlib
+import json
 import logging
+import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
+from marl.config.run_folder import RUN
 from marl.report import summary
+from marl.types import Task
 from marl.utils import checkpoint
 from marl.utils.metrics import RunningMean
 
 logger = logging.getLogger(__name__)
+
+
+def fingerprint(tasks: Sequence[Task]) -> str:
+    """Digest of the tasks that a validation plays: its numbers compare with those of the same tasks alone."""
+    content = [[task.id, task.messages, task.ground_truth, task.data_source] for task in tasks]
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
 async def save(trainer: Any) -> None:
@@ -37,8 +49,10 @@ async def save(trainer: Any) -> None:
             "degenerate": [trainer.degenerate.total, trainer.degenerate.count],
             "accuracy": trainer.controller.accuracy.state_dict(),
             "log_prob_gap_max": trainer.log_prob_gap_max,
-            "history": list(trainer.history.items()),
+            "histories": {data: list(history.items()) for data, history in trainer.histories.items()},
         }
+        if (trainer.folder / RUN).is_file():
+            shutil.copy(trainer.folder / RUN, folder)
         checkpoint.write_state(folder, state)
     checkpoint.prune(trainer.folder, trainer.config.trainer.max_actor_ckpt_to_keep)
 
@@ -63,13 +77,24 @@ async def resume(trainer: Any) -> None:
         trainer.references.load(folder, state["references"]),
     )
     trainer.loader.load_state_dict(torch.load(folder / "data.pt", weights_only=True))
-    trainer.learner.load_state_dict(torch.load(folder / "learner.pt", weights_only=True))
+    load_learner(trainer, torch.load(folder / "learner.pt", weights_only=True))
     trainer.step_number, trainer.log_prob_gap_max = state["step"], state["log_prob_gap_max"]
     trainer.sampled_tokens, trainer.turns_per_episode = state["sampled_tokens"], state["turns_per_episode"]
     trainer.degenerate = RunningMean(*state["degenerate"])
     trainer.controller.accuracy.load_state_dict(state["accuracy"])
-    trainer.history = dict(state["history"])
+    trainer.histories = {data: dict(history) for data, history in state["histories"].items()}
     logger.warning("resumed from %s", folder)
+
+
+def load_learner(trainer: Any, state: dict[str, Any]) -> None:
+    """Raises ValueError for another learner's state, unless ``trainer.resume_changes`` allows another learner: that begins
+    anew."""
+    try:
+        trainer.learner.load_state_dict(state)
+    except ValueError as error:
+        if not any(key.split(".")[0] == "learner" for key in trainer.config.trainer.resume_changes):
+            raise
+        logger.warning("the learner begins anew: %s", error)
 
 
 def summarise(trainer: Any) -> None:
@@ -87,6 +112,7 @@ def summarise(trainer: Any) -> None:
         degenerate_groups=trainer.degenerate.mean,
         baselines=trainer.baselines,
     )
-    trainer.folder.mkdir(parents=True, exist_ok=True)
-    summary.write_json(result, trainer.folder / "summary.json")
-    summary.plot(trainer.history, trainer.folder / "curves.png")
+    folder = trainer.report_folder
+    folder.mkdir(parents=True, exist_ok=True)
+    summary.write_json(result, folder / "summary.json")
+    summary.plot(trainer.history, folder / "curves.png")

@@ -270,11 +270,6 @@ def critic_batches_divide(config: Any) -> None:
 @rule
 def references_are_renewed_where_there_are_any(config: Any) -> None:
     freq = config.trainer.ref_update_freq
-    if freq > 0 and config.actor_rollout_ref.actor.strategy != "fsdp2":
-        raise ConfigError(
-            f"trainer.ref_update_freq={freq} renews a reference shard by shard, which actor_rollout_ref.actor.strategy="
-            f"{config.actor_rollout_ref.actor.strategy} does not give; use fsdp2"
-        )
     if freq > 0 and not (config.algorithm.use_kl_in_reward or kl_in_any_loss(config)):
         raise ConfigError(
             f"trainer.ref_update_freq={freq}: there is no reference to renew; set actor_rollout_ref.actor.use_kl_loss=true or "
@@ -413,6 +408,22 @@ def resuming_has_a_path(config: Any) -> None:
         raise ConfigError(
             f"trainer.resume_from_path={config.trainer.resume_from_path}: no such folder; expected …/global_step_N"
         )
+
+
+@rule
+def resume_changes_are_keys(config: Any) -> None:
+    changes = config.trainer.resume_changes
+    if isinstance(changes, str) or not hasattr(changes, "__iter__") or not all(isinstance(key, str) for key in changes):
+        raise ConfigError(
+            f"trainer.resume_changes={changes}: expected a list of keys, as in trainer.resume_changes=[learner.lam]"
+        )
+    known = [*config, "versions", "agents"]
+    for key in changes:
+        if key.split(".")[0] not in known:
+            raise ConfigError(
+                f"trainer.resume_changes={list(changes)}: unknown key {key!r}; expected keys of the configuration, groups of "
+                f"them, or versions.<package>.{did_you_mean(key.split('.')[0], known)}"
+            )
 
 
 @rule

@@ -180,6 +180,7 @@ SWITCHES = (
     "data.trust_remote_code",
     "trainer.val_before_train",
     "trainer.val_only",
+    "trainer.save_final",
     "critic.enable",
     "controller.train_truncated",
     "algorithm.use_kl_in_reward",

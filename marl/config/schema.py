@@ -1,10 +1,12 @@
 """Our groups of the configuration, beside verl's. Defaults are written here and nowhere else."""
 
+import secrets
+import time
 from dataclasses import dataclass, field
 from enum import Enum
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 
 @dataclass
@@ -139,6 +141,12 @@ def register() -> None:
         "ensemble": EnsembleConfig,
     }.items():
         ConfigStore.instance().store(group=group, name="schema", node=node)
+    OmegaConf.register_new_resolver("new_run", new_run, use_cache=True, replace=True)
+
+
+def new_run(seed: int) -> str:
+    """Name of the folder of a run that starts now: ``${new_run:${seed}}``, once for a configuration."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}-seed{seed}"
 
 
 register()

@@ -51,7 +51,7 @@ def _hydra_main(config: DictConfig) -> None:
 
 
 def run(config: DictConfig) -> dict[str, Any]:
-    """Check, load, play, judge; print the table, and leave it as json in the run's folder."""
+    """Check, load, play, judge; print the table, and leave it as json beside the checkpoint that answered."""
     config = prepare(config)
     check_settings(config)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as in servers: more have other last bits
@@ -64,7 +64,8 @@ def run(config: DictConfig) -> dict[str, Any]:
     rows = [report.numbers(way, mean) for way in (*agents, mean, report.best_agent(agents), *ways[len(agents) :])]
     source = config.ensemble.checkpoint
     result = {"checkpoint": source, "seed": config.seed, "tasks": len(ensemble.tasks), "samples": ensemble.samples}
-    path = Path(config.trainer.default_local_dir) / "ensembles" / f"{Path(source).name if source else 'first'}.json"
+    folder = Path(source).expanduser().resolve().parent if source else Path(config.trainer.default_local_dir)
+    path = folder / "ensembles" / f"{Path(source).name if source else 'first'}.json"
     report.write_json(result | {"rows": rows}, path)
     sys.stdout.write(f"{report.table(rows)}\nnumbers: {path}\n")
     return result | {"rows": rows}

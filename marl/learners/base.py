@@ -5,7 +5,7 @@ It sees turn grids, ragged rows and a small protocol of worker groups; never Ray
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -84,8 +84,17 @@ class Learner(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` gave."""
-        return None
+        """Continue from what :meth:`state_dict` gave. Raises ValueError for the state of another learner."""
+        self.expect_state(state, ())
+
+    def expect_state(self, state: Mapping[str, Any], keys: Collection[str], optional: Collection[str] = ()) -> None:
+        """Raise ValueError unless a state has these keys and, beside the optional ones, no others."""
+        if set(keys) <= set(state) <= {*keys, *optional}:
+            return
+        raise ValueError(
+            f"learner={self.config.name}: the saved state holds {', '.join(sorted(state)) or 'nothing'}, expected "
+            f"{', '.join(sorted(keys)) or 'nothing'}: another learner saved it; resume with that learner, or start a new run"
+        )
 
 
 def spread(x_ERA: Tensor, rows: TensorDict) -> Tensor:

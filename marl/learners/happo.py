@@ -75,4 +75,5 @@ class HAPPO(MAPPO):
         return {"num_updates": self.num_updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.expect_state(state, ("num_updates",))
         self.num_updates = state["num_updates"]

@@ -72,4 +72,5 @@ class RAE(Learner):
         return {"means": self.means}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.expect_state(state, ("means",))
         self.means = state["means"]

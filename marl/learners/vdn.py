@@ -92,5 +92,9 @@ class VDN(Learner):
         return {} if self._fit is None else self._fit.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state:
-            self.fit(state["num_agents"]).load_state_dict(state)
+        if not state:
+            return  # saved before the first fit
+        fitted = MixerFit(self.make_mixing, state.get("num_agents", 1), self.config.mixer_lr, self.config.seed)
+        self.expect_state(state, fitted.state_dict())
+        fitted.load_state_dict(state)
+        self._fit = fitted

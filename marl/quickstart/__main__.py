@@ -97,7 +97,7 @@ def warm_up_and_train(config: DictConfig) -> Any:
             trainer.history, trainer.baselines, trainer.sampled_tokens, trainer.degenerate.mean
         )
         console.print(table)
-    console.print(f"curves: {trainer.folder / 'curves.png'}   numbers: {trainer.folder / 'summary.json'}")
+    console.print(f"curves: {trainer.report_folder / 'curves.png'}   numbers: {trainer.report_folder / 'summary.json'}")
     return trainer
 
 

@@ -1,17 +1,84 @@
-"""verl's trackers, for a whole configuration."""
+"""A run's trackers: verl's, and ``metrics.jsonl`` in the run's own folder."""
 
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+import orjson
 from verl.utils.tracking import Tracking
 
+METRICS = "metrics.jsonl"
 
-def tracking_of(config: Any) -> Tracking:
-    """The trackers that ``trainer.logger`` names."""
-    trainer = config.trainer
-    return Tracking(
-        project_name=trainer.project_name,
-        experiment_name=trainer.experiment_name,
-        default_backend=list(trainer.logger),
-        config=OmegaConf.to_container(config, resolve=True, enum_to_str=True),
-    )
+
+class MetricsFile:
+    """Appends ``{"step": …, "data": {…}}``, a line a call.
+
+    verl's own ``file`` tracker takes its path from the process's environment, where another run may have left one, and
+    empties the file that it finds.
+    """
+
+    def __init__(self, path: Path, step: int) -> None:
+        """``step`` is the step that the run goes on from: later lines are of work that is done again, and are dropped."""
+        self.path = path
+        keep_until(path, step)
+
+    def log(self, data: Mapping[str, Any], step: int) -> None:
+        line = orjson.dumps({"step": step, "data": data}, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
+        with open(self.path, "ab") as file:
+            file.write(line)
+
+    def finish(self) -> None:
+        """Asked for by verl; no file stays open."""
+
+
+def keep_until(path: Path, step: int) -> None:
+    """Drop the lines of later steps, and one that was cut short; all lines where the run begins at step 0."""
+    if not path.exists():
+        return
+    kept = [line for line in path.read_bytes().splitlines(keepends=True) if step > 0 and step_of(line) <= step]
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(b"".join(kept))
+    os.replace(temporary, path)
+
+
+def step_of(line: bytes) -> float:
+    """The step of a line; infinite where the line is not whole."""
+    try:
+        return float(json.loads(line)["step"]) if line.endswith(b"\n") else float("inf")
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+def tracking_of(trainer: Any, settings: dict[str, Any], step: int = 0) -> Tracking:
+    """The trackers that ``trainer.logger`` names, for a run that goes on from ``step``; they show ``settings``."""
+    folder = Path(trainer.default_local_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tracker_folders(folder):
+        tracking = Tracking(
+            project_name=trainer.project_name,
+            experiment_name=trainer.experiment_name,
+            default_backend=[name for name in trainer.logger if name != "file"],
+            config=settings,
+        )
+    if "file" in trainer.logger:
+        tracking.logger["file"] = MetricsFile(folder / METRICS, step)
+    return tracking
+
+
+@contextmanager
+def tracker_folders(folder: Path) -> Iterator[None]:
+    """Let verl's trackers, which read the environment as they start, write into ``folder`` unless the user says otherwise;
+    without a key, wandb writes offline."""
+    wanted = {"TENSORBOARD_DIR": str(folder / "tensorboard"), "WANDB_DIR": str(folder)}
+    if "WANDB_API_KEY" not in os.environ:
+        wanted["WANDB_MODE"] = "offline"
+    added = {key: value for key, value in wanted.items() if key not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for key in added:
+            del os.environ[key]

@@ -22,8 +22,7 @@ def small(compose_config, cold_assets, tmp_path):
     return compose
 
 
-def test_baselines_stand_beside_the_team(small, tmp_path, monkeypatch):
-    monkeypatch.delenv("VERL_FILE_LOGGER_PATH", raising=False)
+def test_baselines_stand_beside_the_team(small, tmp_path):
     trainer = run(small("baseline=[solo,vote,untrained]", "trainer.logger=[file]", "learner=mappo"))
     found = json.loads((tmp_path / "summary.json").read_text())
     assert set(found["baselines"]) == {"solo", "vote", "untrained"} and found["baselines"] == trainer.baselines

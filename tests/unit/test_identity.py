@@ -1,0 +1,294 @@
+"""A run's identity: what run.json says, what a resumed run may change, and that runs keep to their own folders."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from marl.config.errors import ConfigError
+from marl.config.identity import MASKED, MAY_DIFFER, identity_of, refused
+from marl.config.run_folder import RUN, claimed
+from marl.config.schema import new_run
+from marl.utils import checkpoint
+
+
+@pytest.fixture
+def config(tmp_path):
+    """As much of a configuration as identities read, with real files."""
+    (tmp_path / "train.jsonl").write_text("one\n")
+    (tmp_path / "reward.py").write_text("def compute_score(): ...\n")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return OmegaConf.create(
+        {
+            "seed": 0,
+            "agents": {"alice": {"role": "a"}, "carol": {"role": "c"}},
+            "learner": {"name": "grpo", "lam": 0.9},
+            "data": {"train_files": [str(tmp_path / "train.jsonl")], "val_files": [], "prompt_key": "prompt"},
+            "reward": {"custom_reward_function": {"path": str(tmp_path / "reward.py")}},
+            "actor_rollout_ref": {
+                "model": {"path": str(tmp_path / "model"), "tokenizer_path": None},
+                "actor": {"optim": {"total_training_steps": 5}},
+            },
+            "trainer": {
+                "default_local_dir": str(tmp_path / "run"),
+                "total_training_steps": 5,
+                "resume_mode": "auto",
+                "resume_from_path": None,
+                "resume_changes": [],
+                "logger": ["file"],
+                "save_freq": 1,
+            },
+            "ray_kwargs": {"ray_init": {"runtime_env": {"env_vars": {"HF_HOME": "/secret/home"}}}},
+        }
+    )
+
+
+def changed(config, **changes):
+    other = config.copy()
+    for key, value in changes.items():
+        OmegaConf.update(other, key.replace("__", "."), value)
+    return other
+
+
+def differing(config, other, *allowed):
+    return refused(identity_of(config), identity_of(other), allowed)
+
+
+def save(config, *steps):
+    """What a run leaves at these steps."""
+    with claimed(config) as folder:
+        for step in steps:
+            with checkpoint.writing(folder, step) as inside:
+                (inside / RUN).write_text((folder / RUN).read_text())
+                checkpoint.write_state(inside, {"step": step})
+        (folder / "metrics.jsonl").write_text("{}\n")
+    return folder
+
+
+def test_equal_runs_have_one_identity(config):
+    assert differing(config, config.copy()) == {}
+
+
+@pytest.mark.parametrize(
+    "key,value",
+    [("seed", 1), ("learner.lam", 0.8), ("learner.name", "ippo"), ("agents.alice.role", "b"), ("data.prompt_key", "q")],
+)
+def test_another_setting_is_another_run(config, key, value):
+    before = OmegaConf.select(config, key)
+    assert differing(config, changed(config, **{key: value})) == {key: (before, value)}
+    assert differing(config, changed(config, **{key: value}), key.split(".")[0]) == {}
+
+
+def test_a_key_that_is_new_or_gone_is_a_difference(config):
+    other = changed(config)
+    other.learner.clip = 2.0
+    del other.learner.lam
+    assert differing(config, other) == {"learner.clip": (None, 2.0), "learner.lam": (0.9, None)}
+
+
+def test_how_long_where_and_how_often_may_differ(config):
+    other = changed(
+        config, trainer__total_training_steps=9, actor_rollout_ref__actor__optim__total_training_steps=9,
+        trainer__logger=["console"], trainer__save_freq=-1, trainer__default_local_dir="/elsewhere",
+    )  # fmt: skip
+    assert differing(config, other) == {}
+
+
+def test_the_order_of_agents_counts(config):
+    other = changed(config)
+    other.agents = {"carol": config.agents.carol, "alice": config.agents.alice}
+    assert differing(config, other) == {"order of agents": (["alice", "carol"], ["carol", "alice"])}
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "reward.py", "model/config.json"])
+def test_files_are_known_by_their_contents(config, tmp_path, name):
+    before = identity_of(config)
+    (tmp_path / name).write_text("another")
+    (difference,) = refused(before, identity_of(config), ())
+    assert difference.startswith("contents of ")
+
+
+def test_a_file_that_moved_is_the_same_file(config, tmp_path):
+    before = identity_of(config)
+    (tmp_path / "train.jsonl").rename(tmp_path / "moved.jsonl")
+    other = changed(config, data__train_files=[str(tmp_path / "moved.jsonl")])
+    assert refused(before, identity_of(other), ()) == {}
+
+
+def test_another_version_of_a_package_is_named(config):
+    before = identity_of(config)
+    after = before | {"versions": before["versions"] | {"torch": "0.1"}}
+    assert refused(before, after, ()) == {"versions.torch": (before["versions"]["torch"], "0.1")}
+    assert refused(before, after, ("versions",)) == {}
+
+
+def test_secrets_are_masked(config, monkeypatch):
+    monkeypatch.setenv("SOME_SERVICE_TOKEN", "hidden-in-the-environment")
+    config.judge = {
+        "api_key": "k1",
+        "password": "k2",
+        "hf_token": "k3",
+        "access_token": "k4",
+        "url": "hidden-in-the-environment",
+    }
+    config.harmless = {"tokenizer_path": "t", "max_tokens": 3, "prompt_key": "p", "api_key": None}
+    text = json.dumps(identity_of(config))
+    for secret in ("k1", "k2", "k3", "k4", "hidden-in-the-environment", "/secret/home"):
+        assert f'"{secret}"' not in text
+    shown = identity_of(config)["config"]
+    assert shown["judge"]["api_key"] == MASKED
+    assert shown["harmless"] == {"tokenizer_path": "t", "max_tokens": 3, "prompt_key": "p", "api_key": None}
+
+
+def test_a_run_leaves_its_settings_and_versions(config):
+    with claimed(config) as folder:
+        left = json.loads((folder / RUN).read_text())
+    assert left["config"]["learner"] == {"name": "grpo", "lam": 0.9} and left["versions"]["torch"]
+    assert left["contents"]["data.train_files"].startswith("sha256:") and left["started"] and left["resumed"] == []
+
+
+def test_a_resumed_run_is_the_one_that_was_saved(config):
+    folder = save(config, 1, 2)
+    started = json.loads((folder / RUN).read_text())["started"]
+    with claimed(changed(config, trainer__total_training_steps=9)):
+        left = json.loads((folder / RUN).read_text())
+    assert left["started"] == started and [entry["from"] for entry in left["resumed"]] == [
+        str(folder / "global_step_2")
+    ]
+
+
+def test_what_differs_is_refused_by_name_with_both_values(config):
+    folder = save(config, 1)
+    other = changed(config, seed=3, learner__lam=0.5)
+    with pytest.raises(ConfigError) as caught, claimed(other):
+        pass
+    said = str(caught.value)
+    assert (
+        str(folder / "global_step_1") in said
+        and "seed: saved 0, now 3" in said
+        and "learner.lam: saved 0.9, now 0.5" in said
+    )
+    assert "trainer.resume_changes=[seed,learner.lam]" in said and "trainer.default_local_dir" in said
+    assert json.loads((folder / RUN).read_text())["config"]["seed"] == 0, "a refused run leaves nothing"
+    with claimed(changed(other, trainer__resume_changes=["seed", "learner.lam"])):
+        assert json.loads((folder / RUN).read_text())["config"]["seed"] == 3
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_is_taken_up_by_itself_alone(config):
+    save(config)
+    with claimed(config):
+        pass
+    with pytest.raises(ConfigError, match="seed: saved 0, now 1"), claimed(changed(config, seed=1)):
+        pass
+
+
+def test_a_run_that_got_nowhere_leaves_its_folder_free(config):
+    with claimed(config):
+        pass
+    with claimed(changed(config, seed=1, trainer__resume_mode="disable")) as folder:
+        assert json.loads((folder / RUN).read_text())["config"]["seed"] == 1
+
+
+def test_without_resuming_a_run_does_not_write_over_another(config):
+    folder = save(config, 1)
+    with (
+        pytest.raises(ConfigError, match=rf"default_local_dir={folder} holds the results.*resume_mode=auto"),
+        claimed(changed(config, trainer__resume_mode="disable")),
+    ):
+        pass
+
+
+def test_two_runs_at_once_do_not_share_a_folder(config):
+    with (
+        claimed(config) as folder,
+        pytest.raises(ConfigError, match=rf"default_local_dir={folder}: another run is writing into it \(process \d+"),
+        claimed(config),
+    ):
+        pass
+    with claimed(config):
+        pass
+
+
+def test_a_killed_run_leaves_no_lock(config):
+    code = f"""
+import os
+from omegaconf import OmegaConf
+from marl.config.run_folder import locked
+from pathlib import Path
+with locked(Path({config.trainer.default_local_dir!r})):
+    os.kill(os.getpid(), 9)
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -9
+    with claimed(config):
+        pass
+
+
+def from_path(config, path, **changes):
+    return changed(config, trainer__resume_mode="resume_path", trainer__resume_from_path=str(path), **changes)
+
+
+def test_going_back_does_not_lose_the_later_checkpoints(config, tmp_path):
+    folder = save(config, 1, 2, 3)
+    with (
+        pytest.raises(ConfigError, match="later checkpoints, global_step_2, global_step_3.*default_local_dir"),
+        claimed(from_path(config, folder / "global_step_1")),
+    ):
+        pass
+    with claimed(from_path(config, folder / "global_step_3")):
+        pass
+    branch = tmp_path / "branch"
+    with claimed(from_path(config, folder / "global_step_1", trainer__default_local_dir=str(branch))):
+        left = json.loads((branch / RUN).read_text())
+    assert left["resumed"][0]["from"] == str(folder / "global_step_1")
+    assert [path.name for path in checkpoint.complete(folder)] == [f"global_step_{step}" for step in (1, 2, 3)]
+
+
+def test_a_named_checkpoint_is_compared_too(config, tmp_path):
+    folder = save(config, 1)
+    other = from_path(config, folder / "global_step_1", trainer__default_local_dir=str(tmp_path / "b"), seed=1)
+    with pytest.raises(ConfigError, match="seed: saved 0, now 1"), claimed(other):
+        pass
+
+
+def test_a_named_checkpoint_does_not_go_on_in_a_third_runs_folder(config, tmp_path):
+    folder = save(config, 1)
+    third = save(changed(config, trainer__default_local_dir=str(tmp_path / "third"), seed=7), 1)
+    with (
+        pytest.raises(ConfigError, match="holds the results of another run"),
+        claimed(from_path(config, folder / "global_step_1", trainer__default_local_dir=str(third))),
+    ):
+        pass
+
+
+def test_a_path_that_is_no_checkpoint_is_a_configuration_error(config, tmp_path):
+    with (
+        pytest.raises(ConfigError, match="resume_from_path=.*holds no trainer.json"),
+        claimed(from_path(config, tmp_path)),
+    ):
+        pass
+
+
+def test_every_run_has_a_folder_of_its_own_and_latest_leads_to_the_newest(config, tmp_path):
+    names = [new_run(3) for _ in range(20)]
+    assert len(set(names)) == 20 and all(name.endswith("-seed3") for name in names)
+    for name in names[:2]:
+        with claimed(changed(config, trainer__default_local_dir=str(tmp_path / "runs" / name))) as folder:
+            assert (tmp_path / "runs" / "latest").resolve() == folder
+
+
+def test_a_shipped_configuration_names_a_new_folder_each_time_and_one_within_a_run(compose_config):
+    first, second = compose_config(name="quickstart"), compose_config(name="quickstart")
+    folder = first.trainer.default_local_dir
+    assert folder.startswith("outputs/quickstart/") and folder.endswith("-seed0")
+    assert first.trainer.validation_data_dir == f"{folder}/validation"
+    assert second.trainer.default_local_dir != folder
+
+
+def test_the_documentation_lists_what_may_differ():
+    rows = re.search(r"\| may differ \|.*?\n\n", Path("docs/runs.md").read_text(), re.DOTALL)[0]
+    assert set(re.findall(r"`([^`]+)`", rows)) == set(MAY_DIFFER)

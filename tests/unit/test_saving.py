@@ -1,0 +1,76 @@
+"""Which steps are saved, and which validations compare with one another."""
+
+import asyncio
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from marl.marl_trainer import MARLTrainer
+from marl.saving import fingerprint
+from marl.types import Task
+
+
+class Stub(SimpleNamespace):
+    """As much of a trainer as deciding what to keep needs."""
+
+    async def validate(self):
+        self.done.append("validate")
+        if self.fails:
+            raise RuntimeError("the judge is gone")
+        return {"val/team/vote": 1.0}
+
+    async def save(self):
+        self.done.append("save")
+
+
+def kept(step, total, save_freq=-1, save_final=True, test_freq=-1, spent=False, fails=False):
+    settings = SimpleNamespace(save_freq=save_freq, save_final=save_final, test_freq=test_freq)
+    config = SimpleNamespace(trainer=settings)
+    stub = Stub(config=config, step_number=step, total_steps=total, spent=spent, fails=fails, done=[])
+    try:
+        stub.metrics = asyncio.run(MARLTrainer.keep(stub))
+    except RuntimeError as error:
+        stub.done.append(str(error))
+    return stub.done
+
+
+@pytest.mark.parametrize(
+    "step,options,done",
+    [
+        (1, {}, []),
+        (4, {}, ["validate", "save"]),
+        (4, {"save_final": False}, ["validate"]),
+        (2, {"save_freq": 2, "save_final": False}, ["save"]),
+        (3, {"save_freq": 2}, []),
+        (4, {"save_freq": 4, "save_final": False}, ["validate", "save"]),
+        (2, {"test_freq": 2}, ["validate"]),
+        (2, {"spent": True}, ["validate", "save"]),
+        (0, {"save_freq": 0, "test_freq": 0}, []),
+    ],
+)
+def test_the_last_weights_are_kept_whatever_the_frequency(step, options, done):
+    assert kept(step, 4, **options) == done
+
+
+def test_weights_are_kept_where_their_validation_fails():
+    assert kept(4, 4, fails=True) == ["validate", "save", "the judge is gone"]
+    assert kept(4, 4, fails=True, save_final=False) == ["validate", "the judge is gone"]
+    assert kept(2, 4, fails=True, test_freq=2) == ["validate", "the judge is gone"]
+
+
+def test_weights_that_are_not_kept_are_spoken_of(caplog):
+    with caplog.at_level(logging.WARNING):
+        kept(4, 4, save_final=False)
+    assert "step, 4, are not kept: trainer.save_final=false" in caplog.text
+
+
+def task(number, truth="4", source="x"):
+    return Task(str(number), [{"role": "user", "content": f"{number}+1?"}], truth, source, str)
+
+
+def test_validation_data_are_known_by_their_tasks():
+    tasks = [task(1), task(2)]
+    assert fingerprint(tasks) == fingerprint([task(1), task(2)])
+    others = ([task(1)], [task(1), task(2, "5")], [task(1), task(2, source="y")], [task(1), task(3)])
+    assert len({fingerprint(other) for other in (tasks, *others)}) == 5

@@ -1,0 +1,78 @@
+"""metrics.jsonl lies in the run's own folder, whatever the process did before, and is appended to."""
+
+import json
+import os
+
+import pytest
+from omegaconf import OmegaConf
+
+from marl.config.identity import settings_of
+from marl.utils.tracking import METRICS, tracking_of
+
+
+def config_of(folder, *loggers):
+    return OmegaConf.create(
+        {"project_name": "p", "experiment_name": "e", "logger": list(loggers), "default_local_dir": str(folder)}
+    )
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+
+
+@pytest.fixture
+def foreign(tmp_path, monkeypatch):
+    """What an earlier run in this process, or the user's shell, may have left in the environment."""
+    folder = tmp_path / "foreign"
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(folder / "of_another.jsonl"))
+    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(folder))
+    return folder
+
+
+def test_two_runs_of_one_process_write_into_their_own_folders(tmp_path, foreign):
+    first, second = (tracking_of(config_of(tmp_path / name, "file"), {}) for name in ("a", "b"))
+    first.log({"x": 1.0}, 0)
+    second.log({"x": 2.0}, 0)
+    first.log({"x": 3.0}, 1)
+    assert lines(tmp_path / "a") == [{"step": 0, "data": {"x": 1.0}}, {"step": 1, "data": {"x": 3.0}}]
+    assert lines(tmp_path / "b") == [{"step": 0, "data": {"x": 2.0}}]
+    assert not foreign.exists()
+
+
+def test_the_environment_is_left_as_it_was(tmp_path, monkeypatch):
+    for key in ("TENSORBOARD_DIR", "WANDB_DIR", "WANDB_MODE"):
+        monkeypatch.delenv(key, raising=False)
+    before = dict(os.environ)
+    for name in ("a", "b"):
+        tracking_of(config_of(tmp_path / name, "file", "tensorboard"), {}).log({"x": 1.0}, 0)
+        assert list((tmp_path / name / "tensorboard").iterdir()), "its own events"
+    assert dict(os.environ) == before
+
+
+def test_the_users_folder_of_a_tracker_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "events"))
+    tracking_of(config_of(tmp_path / "run", "tensorboard"), {}).log({"x": 1.0}, 0)
+    assert list((tmp_path / "events").iterdir()) and not (tmp_path / "run" / "tensorboard").exists()
+
+
+@pytest.mark.parametrize("step,kept", [(2, [0, 1, 2, 2]), (3, [0, 1, 2, 2, 3]), (9, [0, 1, 2, 2, 3]), (0, [])])
+def test_a_resumed_run_appends_to_the_steps_before_it(tmp_path, step, kept):
+    """Later steps are done again; the last line was cut short by the end of the machine."""
+    whole = "".join(json.dumps({"step": step, "data": {}}) + "\n" for step in (0, 1, 2, 2, 3))
+    (tmp_path / METRICS).write_text(whole + '{"step": 1, "da')
+    tracking_of(config_of(tmp_path, "file"), {}, step).log({"x": 1.0}, step + 1)
+    assert [line["step"] for line in lines(tmp_path)] == [*kept, step + 1]
+
+
+def test_without_the_tracker_there_is_no_file(tmp_path):
+    tracking_of(config_of(tmp_path, "console"), {}).log({"x": 1.0}, 0)
+    assert not (tmp_path / METRICS).exists()
+
+
+def test_trackers_are_shown_no_secrets(tmp_path, monkeypatch):
+    """The settings that a run hands to its trackers."""
+    shown = []
+    monkeypatch.setattr("marl.utils.tracking.Tracking", lambda **known: shown.append(known["config"]))
+    settings = settings_of(OmegaConf.create({"judge": {"api_key": "abc", "url": "x"}}))
+    tracking_of(config_of(tmp_path), settings)
+    assert shown == [{"judge": {"api_key": "***", "url": "x"}}]
