@@ -37,31 +37,33 @@ class IPPO(Learner):
         rewards_ERA = self.rewards(batch)
         metrics: Metrics = {}
         decisions = {name: Decisions.of(batch, rows) for name, rows in batch.rows.items()}
-        plans = {name: self.plan(batch, own.cells_D) for name, own in decisions.items()}
-        for name, advantages_D in self.estimate(batch, decisions, plans, rewards_ERA).items():
+        for name, advantages_D in self.estimate(batch, decisions, rewards_ERA).items():
             own = decisions[name]
             returns_D = advantages_D + own.values_D
             if self.config.whiten:
-                advantages_D = plans[name].whitened(advantages_D)
+                advantages_D = self.trajectories(batch, own.cells_D).whitened(advantages_D)
             own.write(batch, advantages_D, returns_D)
             metrics[f"value/{name}/explained_variance"] = credit.explained_variance(own.values_D, returns_D)
             metrics[f"value/{name}/value"] = float(own.values_D.mean())
             metrics[f"value/{name}/return"] = float(returns_D.mean())
         return metrics
 
-    def plan(self, batch: JointBatch, cells_D: Tensor) -> Trajectories:
+    def trajectories(self, batch: JointBatch, cells_D: Tensor) -> Trajectories:
         separate_turns = self.credit.kind == "return"
         return Trajectories(cells_D, batch.mask_ERA.shape, separate_turns, batch.siblings_ERA)
 
     def estimate(
-        self,
-        batch: JointBatch,
-        decisions: Mapping[PolicyName, Decisions],
-        plans: Mapping[PolicyName, Trajectories],
-        rewards_ERA: Tensor,
+        self, batch: JointBatch, decisions: Mapping[PolicyName, Decisions], rewards_ERA: Tensor
     ) -> dict[PolicyName, Tensor]:
-        """Advantages [D] of each policy's decisions."""
-        return {name: self.gae(plans[name], own.rewards(rewards_ERA), own.values_D) for name, own in decisions.items()}
+        """Advantages [D] of each policy's decisions. A trajectory is an agent's, whatever policies it acts with."""
+        if not decisions:
+            return {}
+        parts = decisions.values()
+        plan = self.trajectories(batch, torch.cat([own.cells_D for own in parts]))
+        rewards_D = torch.cat([own.rewards(rewards_ERA) for own in parts])
+        values_D = torch.cat([own.values_D for own in parts])
+        advantages = self.gae(plan, rewards_D, values_D).split([len(own.cells_D) for own in parts])
+        return dict(zip(decisions, advantages, strict=True))
 
     def gae(self, plan: Trajectories, rewards_D: Tensor, values_D: Tensor) -> Tensor:
         rewards_NT, values_NT = plan.lay(rewards_D), plan.lay(values_D)

@@ -7,12 +7,11 @@ advantages are those of MARFT (arXiv:2504.16129).
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from marl.learners import credit
 from marl.learners.base import register_learner
-from marl.learners.decisions import Decisions, Trajectories
+from marl.learners.decisions import Trajectories
 from marl.learners.ippo import IPPO
 from marl.types import AgentId, JointBatch, PolicyName
 
@@ -39,22 +38,10 @@ class MAPPO(IPPO):
                 f"is of kind {self.credit.kind}; use credit=team, or learner.chain=false"
             )
 
-    def estimate(
-        self,
-        batch: JointBatch,
-        decisions: Mapping[PolicyName, Decisions],
-        plans: Mapping[PolicyName, Trajectories],
-        rewards_ERA: Tensor,
-    ) -> dict[PolicyName, Tensor]:
+    def trajectories(self, batch: JointBatch, cells_D: Tensor) -> Trajectories:
         if not self.config.chain:
-            return super().estimate(batch, decisions, plans, rewards_ERA)
-        all_of_them = decisions.values()
-        cells_D = torch.cat([own.cells_D for own in all_of_them])
-        rewards_D = torch.cat([own.rewards(rewards_ERA) for own in all_of_them])
-        values_D = torch.cat([own.values_D for own in all_of_them])
-        plan = Trajectories(cells_D, batch.mask_ERA.shape, False, batch.siblings_ERA, chain=True)
-        advantages = self.gae(plan, rewards_D, values_D).split([len(own.cells_D) for own in all_of_them])
-        return dict(zip(decisions, advantages, strict=True))
+            return super().trajectories(batch, cells_D)
+        return Trajectories(cells_D, batch.mask_ERA.shape, False, batch.siblings_ERA, chain=True)
 
     def fold(self, credit_ERA: Tensor, mask_ERA: Tensor, trained_ERA: Tensor) -> Tensor:
         """In a chain what untrained turns earn goes to the last trained turn before them, whoever spoke it."""

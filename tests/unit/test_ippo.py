@@ -57,6 +57,52 @@ def test_the_rounds_of_an_agent_are_one_chain(gamma, lam, expected):
     assert batch.returns_ERA[0, :, 1].tolist() == [0.0, 0.0], "the other agent was silent"
 
 
+def by_round(record, policies=("first", "later")):
+    """The episode with its agents acting with another policy from round to round (``agents.<name>.policy_by_round``)."""
+    for turn in record.turns:
+        turn.policy = policies[min(turn.round, len(policies)) - 1]
+    return record
+
+
+@pytest.mark.parametrize("name", ["ippo", "mappo", "happo"])
+@pytest.mark.parametrize("level", ["turn", "token"])
+def test_a_trajectory_is_an_agents_whatever_policies_it_acts_with(name, level):
+    """Scores 0 and 1, values 0: both rounds return 1, the first one too where a policy of its own spoke in it."""
+    batch = batch_of(by_round(episode("t", 0, [[0, 1], [None, None]])))
+    assert list(batch.rows) == ["first", "later"]
+    if level == "turn":
+        batch.values_ERA = torch.zeros(batch.mask_ERA.shape)
+    build(name, "own", whiten=False).assign_credit(batch)
+    assert batch.rows["first"]["advantages"].values().tolist() == [1.0]
+    assert batch.rows["later"]["advantages"].values().tolist() == [1.0, 1.0]
+    if level == "turn":
+        assert batch.returns_ERA[0, :, 0].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("level", ["turn", "token"])
+def test_how_rounds_are_shared_out_among_policies_changes_no_estimate(level):
+    """Values bootstrap one another over policies as within one."""
+    seen = []
+    for policies in (("one",), ("first", "later")):
+        records = [episode("t", i, [[i % 2, 1, 0], [1, 0, i % 3]]) for i in range(3)]
+        batch = batch_of(*(by_round(record, policies) for record in records))
+        if level == "turn":
+            batch.values_ERA = torch.linspace(-1, 1, batch.mask_ERA.numel()).view(batch.mask_ERA.shape)
+        else:
+            for rows in batch.rows.values():
+                rows["values"] = nested(rows["turn_index"].values() / 7, rows)
+        build("ippo", whiten=False, gamma=0.9, lam=0.8).assign_credit(batch)
+        tokens = zip(
+            *([rows[key].values() for rows in batch.rows.values()] for key in ("turn_index", "advantages")), strict=True
+        )
+        seen.append(
+            sorted(
+                (cell, value) for index, own in tokens for cell, value in zip(index.tolist(), own.tolist(), strict=True)
+            )
+        )
+    assert seen[0] == seen[1]
+
+
 def test_credit_that_holds_the_future_ends_every_turns_own_estimate():
     batch = batch_of(episode("t", 0, [[0, 1], [None, None]]))
     batch.values_ERA = torch.tensor([[[0.4, 0.0], [0.6, 0.0]]])

@@ -146,6 +146,18 @@ def rows_after_one_another(parts):
     return TensorDict(joined, batch_size=[sum(map(len, parts))])
 
 
+def test_a_chain_goes_on_over_the_policies_that_an_agent_acts_with():
+    """Scores 0 and 1, values 0: everything before the last turn returns 1, whatever policy spoke."""
+    record = episode("t", 0, [[0, 1], [0, 1]])
+    for turn in record.turns:
+        turn.policy = ("first", "later")[turn.round - 1]
+    batch = batch_of(record)
+    batch.values_ERA = torch.zeros(batch.mask_ERA.shape)
+    chained(batch)
+    assert batch.returns_ERA[0].tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    assert batch.rows["first"]["advantages"].values().tolist() == [1.0, 1.0]
+
+
 def test_a_chain_is_whitened_by_policy():
     batch = batch_of(*(episode(f"t{i}", 0, [[i % 2], [i % 3]]) for i in range(12)))
     batch.values_ERA = torch.linspace(-1, 1, batch.mask_ERA.numel()).view(batch.mask_ERA.shape)
