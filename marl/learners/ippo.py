@@ -27,7 +27,11 @@ class IPPO(Learner):
     @dataclass
     class Config(Learner.Config):
         gamma: float = II("algorithm.gamma")
+        """Discount of a round of the episode, whether the agent speaks in it or not."""
         lam: float = II("algorithm.lam")
+        """Of GAE, from one of an agent's decisions to its next: a turn where the critic values turns, a token where tokens."""
+        token_gamma: float = 1.0
+        """Discount of a turn's later tokens, where the critic values tokens."""
         whiten: bool = True
         """Advantages of a policy's batch get mean 0 and deviation 1, as in verl's PPO."""
 
@@ -58,16 +62,13 @@ class IPPO(Learner):
         """Advantages [D] of each policy's decisions. A trajectory is an agent's, whatever policies it acts with."""
         if not decisions:
             return {}
-        parts = decisions.values()
+        parts, config = decisions.values(), self.config
         plan = self.trajectories(batch, torch.cat([own.cells_D for own in parts]))
-        rewards_D = torch.cat([own.rewards(rewards_ERA) for own in parts])
-        values_D = torch.cat([own.values_D for own in parts])
-        advantages = self.gae(plan, rewards_D, values_D).split([len(own.cells_D) for own in parts])
-        return dict(zip(decisions, advantages, strict=True))
-
-    def gae(self, plan: Trajectories, rewards_D: Tensor, values_D: Tensor) -> Tensor:
-        rewards_NT, values_NT = plan.lay(rewards_D), plan.lay(values_D)
-        return plan.take(credit.gae(rewards_NT, values_NT, plan.mask_NT, self.config.gamma, self.config.lam))
+        rewards_NT = plan.lay(torch.cat([own.rewards(rewards_ERA) for own in parts]))
+        values_NT = plan.lay(torch.cat([own.values_D for own in parts]))
+        discounts_NT = plan.discounts(config.gamma, config.token_gamma)
+        advantages_D = plan.take(credit.gae(rewards_NT, values_NT, plan.mask_NT, discounts_NT, config.lam))
+        return dict(zip(decisions, advantages_D.split([len(own.cells_D) for own in parts]), strict=True))
 
     @classmethod
     def estimators(cls) -> list[str]:

@@ -7,6 +7,7 @@ advantages are those of MARFT (arXiv:2504.16129).
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from marl.learners import credit
@@ -24,9 +25,9 @@ class MAPPO(IPPO):
     @dataclass
     class Config(IPPO.Config):
         chain: bool = False
-        """GAE runs along the agents' order inside a round, then across rounds, over the decisions of all of them: every step
-        of the chain is discounted. A round's reward, its speakers' mean credit, is paid at the last of them. Values bootstrap
-        one another inside a round too, though the critic reads no turn of the same round."""
+        """GAE runs along the agents' order inside a round, then across rounds, over the decisions of all of them: lambda counts
+        every turn of the chain, gamma its rounds. A round's reward, its speakers' mean credit, is paid at the last of them.
+        Values bootstrap one another inside a round too, though the critic reads no turn of the same round."""
 
     config: Config
 
@@ -47,9 +48,10 @@ class MAPPO(IPPO):
         """In a chain what untrained turns earn goes to the last trained turn before them, whoever spoke it."""
         if not self.config.chain:
             return super().fold(credit_ERA, mask_ERA, trained_ERA)
-        rewards_ERA = credit.round_rewards(credit_ERA, mask_ERA)
-        chain = (len(mask_ERA), -1, 1)
+        rewards_ERA, (_, num_rounds, num_agents) = credit.round_rewards(credit_ERA, mask_ERA), mask_ERA.shape
+        links = (len(mask_ERA), -1, 1)
+        gamma_C = torch.tensor([1.0] * (num_agents - 1) + [self.config.gamma]).repeat(num_rounds)
         folded_EC1 = credit.fold_untrained(
-            rewards_ERA.reshape(chain), mask_ERA.reshape(chain), trained_ERA.reshape(chain), self.config.gamma
+            rewards_ERA.reshape(links), mask_ERA.reshape(links), trained_ERA.reshape(links), gamma_C
         )
         return folded_EC1.view(mask_ERA.shape)
