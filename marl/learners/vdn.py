@@ -25,6 +25,7 @@ class VDN(Learner):
     critic = "utility"
     default_credit = "team"
     credits = ("team",)
+    joint_actions = True
     fits_first = True
     """What a utility says of answers that it has not met is noise at first, which whitening makes as large as a signal."""
 
