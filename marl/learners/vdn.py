@@ -68,6 +68,8 @@ class VDN(Learner):
         return JointActions.of(batch, rewards_ER, self.config.gamma)
 
     def assign_credit(self, batch: JointBatch) -> Metrics:
+        if not batch.rows:  # nobody is trained in this step, and nothing was read
+            return {}
         joint, mixing = self.joint(batch), self.fit(len(batch.agents)).mixing
         v_BA, q_BA = joint.take(batch.values_ERA), joint.take(batch.utilities_ERA)
         credit_ERA = joint.lay(mixing.advantages(self.config.advantage, joint, q_BA, v_BA))
