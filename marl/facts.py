@@ -66,6 +66,11 @@ def check_learner(config: DictConfig) -> None:
             f"actor_rollout_ref.rollout.n={config.actor_rollout_ref.rollout.n}: learner={config.learner.name} compares a "
             "task's samples, and a group of one teaches nothing; set it to at least 2"
         )
+    if learner.joint_actions and compares:
+        raise ConfigError(
+            f"runner={config.runner.name} compares alternatives of one agent, and they are part of no joint action, on which "
+            f"learner={config.learner.name} works; use runner.train=path (tree), another runner, or learner=grpo"
+        )
     check_estimators(config)
 
 
@@ -141,11 +146,6 @@ def check_utilities(config: DictConfig) -> None:
             f"critic.ppo_epochs={config.critic.ppo_epochs}, critic.ppo_mini_batch_size={config.critic.ppo_mini_batch_size}: "
             f"{learner} takes the derivatives of all utilities together, anew for every pass; set critic.ppo_epochs=1 and "
             f"critic.ppo_mini_batch_size={tasks}, and the passes by learner.mixer_epochs"
-        )
-    if RUNNERS.build(config.runner).compares_alternatives:
-        raise ConfigError(
-            f"runner={config.runner.name} compares alternatives of one agent, and they are part of no joint action that "
-            f"{learner} could mix; use another runner, or learner=grpo"
         )
 
 

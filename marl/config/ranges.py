@@ -144,6 +144,7 @@ NUMBERS: dict[str, Number] = {
     "algorithm.lam": SHARE,
     "learner.gamma": Number(0, 1, optional=True),
     "learner.lam": Number(0, 1, optional=True),
+    "learner.token_gamma": Number(0, 1, optional=True),
     "learner.decay": Number(0, 0.9999, optional=True),
     "learner.exchange_every": count(0, optional=True),
     "learner.clip": Number(1, null=True, optional=True),

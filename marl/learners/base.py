@@ -31,6 +31,8 @@ class Learner(ABC):
     """Its critics are fitted before they credit a step's turns; else while the policies are updated."""
     reads_joint: ClassVar[bool] = False
     """Wants ``JointBatch.joint_ids``."""
+    joint_actions: ClassVar[bool] = False
+    """Works on what agents do together, of which the alternatives of a single agent are no part."""
     default_credit: ClassVar[str] = "own"
     """What ``credit=auto`` stands for."""
     credits: ClassVar[tuple[str, ...]] = ()

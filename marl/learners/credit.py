@@ -93,35 +93,40 @@ def returns_to_go(rewards_ERA: Tensor, mask_ERA: Tensor, gamma: float) -> Tensor
     return returns_ERA * mask_ERA
 
 
-def fold_untrained(rewards_ERA: Tensor, mask_ERA: Tensor, trained_ERA: Tensor, gamma: float) -> Tensor:
+def fold_untrained(rewards_ERA: Tensor, mask_ERA: Tensor, trained_ERA: Tensor, gamma: float | Tensor) -> Tensor:
     """Give what an agent's untrained turns earn to its last trained turn before them; zero on untrained turns.
 
-    Without it a learner that trains round 1 alone would never hear of what round 1 does to round 2.
+    Without it a learner that trains round 1 alone would never hear of what round 1 does to round 2. ``gamma`` discounts from
+    one column to the next, whoever spoke in it; a tensor [R] where columns differ.
     """
-    trained_ERA, spoke_ERA = trained_ERA.bool(), mask_ERA.bool()
+    trained_ERA, earned_ERA = trained_ERA.bool(), torch.where(mask_ERA.bool(), rewards_ERA, 0.0)
+    gamma_R = torch.as_tensor(gamma, dtype=rewards_ERA.dtype).expand(rewards_ERA.shape[1])
     carried_EA = torch.zeros_like(rewards_ERA[:, 0])
     folded_ERA = torch.zeros_like(rewards_ERA)
     for r in reversed(range(rewards_ERA.shape[1])):
-        here_EA = torch.where(spoke_ERA[:, r], rewards_ERA[:, r] + gamma * carried_EA, carried_EA)
+        here_EA = earned_ERA[:, r] + gamma_R[r] * carried_EA
         folded_ERA[:, r] = torch.where(trained_ERA[:, r], here_EA, 0.0)
         carried_EA = torch.where(trained_ERA[:, r], 0.0, here_EA)
     return folded_ERA
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float | Tensor, lam: float) -> Tensor:
     """Generalised advantage estimation (arXiv:1506.02438) along the last axis; what is masked out is stepped over.
 
-        delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}
+        delta_t = r_t + gamma_t V_{t+1} - V_t        A_t = delta_t + gamma_t lam A_{t+1}
 
-    Rewards, values and mask [N, T]; advantages [N, T], not whitened. verl's function of the same name, bit for bit.
+    Rewards, values and mask [N, T]; advantages [N, T], not whitened. With one gamma for all steps it is verl's function of the
+    same name, bit for bit; a tensor [N, T] holds the discount from each step to the one that follows it.
     """
     mask = mask.to(values.dtype)
+    gamma_NT = torch.as_tensor(gamma, dtype=torch.float64).expand(values.shape)
+    decay_NT, gamma_NT = (gamma_NT * lam).to(values.dtype), gamma_NT.to(values.dtype)
     following = torch.zeros_like(values[:, 0])
     running = torch.zeros_like(following)
     advantages = torch.zeros_like(values)
     for t in reversed(range(values.shape[1])):
-        delta = rewards[:, t] + gamma * following - values[:, t]
-        candidate = delta + gamma * lam * running
+        delta = rewards[:, t] + gamma_NT[:, t] * following - values[:, t]
+        candidate = delta + decay_NT[:, t] * running
         following = values[:, t] * mask[:, t] + (1 - mask[:, t]) * following
         running = candidate * mask[:, t] + (1 - mask[:, t]) * running
         advantages[:, t] = running

@@ -1,8 +1,8 @@
 """What a critic values and an estimator credits: turns, or the tokens of turns. Pure.
 
 A *decision* is a turn where the critic values turns (``critic.level=turn``), a token where it values tokens. A *trajectory*
-is the decisions of one agent in one episode in the order in which they were taken; those of one turn where the credit
-holds the future already; or, in a chain, those of all agents, one after another inside a round.
+is the decisions of one agent in one episode in the order in which they were taken, whatever policies it acted with; those of
+one turn where the credit holds the future already; or, in a chain, those of all agents, one after another inside a round.
 """
 
 from __future__ import annotations
@@ -100,12 +100,25 @@ class Trajectories:
         self.first_D = torch.nonzero(self.column_D == 0)[:, 0][self.row_D[self.column_D == 0].argsort()]
         """The first decision of every trajectory."""
         self.mask_NT = self.lay(torch.ones(len(cells_D)))
+        self.cells_NT = self._matrix(cells_D)
+        self.rounds_NT = torch.unravel_index(self.cells_NT, shape)[1]
 
     def lay(self, x_D: Tensor) -> Tensor:
-        return torch.zeros(self.shape).index_put((self.row_D, self.column_D), x_D.float())
+        return self._matrix(x_D.float())
+
+    def _matrix(self, x_D: Tensor) -> Tensor:
+        return torch.zeros(self.shape, dtype=x_D.dtype).index_put((self.row_D, self.column_D), x_D)
 
     def take(self, x_NT: Tensor) -> Tensor:
         return x_NT[self.row_D, self.column_D]
+
+    def discounts(self, gamma: float, token_gamma: float) -> Tensor:
+        """The discount [N, T] from a decision to the next one of its trajectory: ``gamma`` for every round that lies between
+        their turns, ``token_gamma`` between tokens of one turn."""
+        rounds_NT = self.rounds_NT.diff(dim=1).clamp(min=0)  # below 0 beyond a trajectory's end, where nothing follows
+        same_turn_NT = self.cells_NT.diff(dim=1) == 0
+        discounts_NT = torch.where(same_turn_NT, token_gamma, torch.tensor(gamma, dtype=torch.float64) ** rounds_NT)
+        return torch.nn.functional.pad(discounts_NT, (0, 1), value=1.0)
 
     def whitened(self, x_D: Tensor) -> Tensor:
         """With mean 0 and deviation 1, by verl's function; a single decision, compared with itself, gets 0."""

@@ -24,11 +24,14 @@ from marl.utils.seeding import derive_seed
 class HAPPO(MAPPO):
     """In a fresh random order, every policy's advantages are multiplied by M before its update:
 
-        M(episode, round) = product of pi_new / pi_old of the round's turns of policies updated already in this step
+        M(episode, lap) = product of pi_new / pi_old of the lap's turns of policies updated already in this step
 
-    Agents that share a policy are updated together and do not correct one another. A turn that is not trained, and so has no
+    A *lap* is a joint action: a maximal run of rounds in which no agent speaks twice. Where all answer in every round it is the
+    round; where agents speak in turn (chain, critique, router) it is once around the team, as in MARFT. Agents that share a policy are updated together and do not correct one another. A turn that is not trained, and so has no
     row, counts as 1.
     """
+
+    joint_actions = True
 
     @dataclass
     class Config(MAPPO.Config):
@@ -45,7 +48,7 @@ class HAPPO(MAPPO):
         self.num_updates = 0
 
     async def update(self, batch: JointBatch, policies: Mapping[PolicyName, PolicyGroup]) -> dict[PolicyName, Metrics]:
-        """Update one policy after another. New log-probs are asked for where a later policy spoke in the same round."""
+        """Update one policy after another. New log-probs are asked for where a later policy spoke in the same lap."""
         order = self.order(name for name in batch.rows if name in policies)
         self.num_updates += 1
         log_ratios_ERA = torch.zeros(batch.mask_ERA.shape)
@@ -60,7 +63,7 @@ class HAPPO(MAPPO):
                 | ratios.factor_metrics(log_factors_ERA, factors_ERA, rows)
                 | {"update_position": float(position)}
             )
-            if any(ratios.share_rounds(rows, others, len(batch.agents)) for others in later):
+            if any(ratios.share_laps(rows, others, batch) for others in later):
                 output = await policies[name].compute_log_prob(rows)
                 log_ratios_ERA += ratios.log_ratios(output["log_probs"], rows, log_ratios_ERA.shape, self.config.ratio)
         return metrics

@@ -27,7 +27,11 @@ class IPPO(Learner):
     @dataclass
     class Config(Learner.Config):
         gamma: float = II("algorithm.gamma")
+        """Discount of a round of the episode, whether the agent speaks in it or not."""
         lam: float = II("algorithm.lam")
+        """Of GAE, from one of an agent's decisions to its next: a turn where the critic values turns, a token where tokens."""
+        token_gamma: float = 1.0
+        """Discount of a turn's later tokens, where the critic values tokens."""
         whiten: bool = True
         """Advantages of a policy's batch get mean 0 and deviation 1, as in verl's PPO."""
 
@@ -37,35 +41,34 @@ class IPPO(Learner):
         rewards_ERA = self.rewards(batch)
         metrics: Metrics = {}
         decisions = {name: Decisions.of(batch, rows) for name, rows in batch.rows.items()}
-        plans = {name: self.plan(batch, own.cells_D) for name, own in decisions.items()}
-        for name, advantages_D in self.estimate(batch, decisions, plans, rewards_ERA).items():
+        for name, advantages_D in self.estimate(batch, decisions, rewards_ERA).items():
             own = decisions[name]
             returns_D = advantages_D + own.values_D
             if self.config.whiten:
-                advantages_D = plans[name].whitened(advantages_D)
+                advantages_D = self.trajectories(batch, own.cells_D).whitened(advantages_D)
             own.write(batch, advantages_D, returns_D)
             metrics[f"value/{name}/explained_variance"] = credit.explained_variance(own.values_D, returns_D)
             metrics[f"value/{name}/value"] = float(own.values_D.mean())
             metrics[f"value/{name}/return"] = float(returns_D.mean())
         return metrics
 
-    def plan(self, batch: JointBatch, cells_D: Tensor) -> Trajectories:
+    def trajectories(self, batch: JointBatch, cells_D: Tensor) -> Trajectories:
         separate_turns = self.credit.kind == "return"
         return Trajectories(cells_D, batch.mask_ERA.shape, separate_turns, batch.siblings_ERA)
 
     def estimate(
-        self,
-        batch: JointBatch,
-        decisions: Mapping[PolicyName, Decisions],
-        plans: Mapping[PolicyName, Trajectories],
-        rewards_ERA: Tensor,
+        self, batch: JointBatch, decisions: Mapping[PolicyName, Decisions], rewards_ERA: Tensor
     ) -> dict[PolicyName, Tensor]:
-        """Advantages [D] of each policy's decisions."""
-        return {name: self.gae(plans[name], own.rewards(rewards_ERA), own.values_D) for name, own in decisions.items()}
-
-    def gae(self, plan: Trajectories, rewards_D: Tensor, values_D: Tensor) -> Tensor:
-        rewards_NT, values_NT = plan.lay(rewards_D), plan.lay(values_D)
-        return plan.take(credit.gae(rewards_NT, values_NT, plan.mask_NT, self.config.gamma, self.config.lam))
+        """Advantages [D] of each policy's decisions. A trajectory is an agent's, whatever policies it acts with."""
+        if not decisions:
+            return {}
+        parts, config = decisions.values(), self.config
+        plan = self.trajectories(batch, torch.cat([own.cells_D for own in parts]))
+        rewards_NT = plan.lay(torch.cat([own.rewards(rewards_ERA) for own in parts]))
+        values_NT = plan.lay(torch.cat([own.values_D for own in parts]))
+        discounts_NT = plan.discounts(config.gamma, config.token_gamma)
+        advantages_D = plan.take(credit.gae(rewards_NT, values_NT, plan.mask_NT, discounts_NT, config.lam))
+        return dict(zip(decisions, advantages_D.split([len(own.cells_D) for own in parts]), strict=True))
 
     @classmethod
     def estimators(cls) -> list[str]:

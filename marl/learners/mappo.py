@@ -12,7 +12,7 @@ from torch import Tensor
 
 from marl.learners import credit
 from marl.learners.base import register_learner
-from marl.learners.decisions import Decisions, Trajectories
+from marl.learners.decisions import Trajectories
 from marl.learners.ippo import IPPO
 from marl.types import AgentId, JointBatch, PolicyName
 
@@ -25,9 +25,9 @@ class MAPPO(IPPO):
     @dataclass
     class Config(IPPO.Config):
         chain: bool = False
-        """GAE runs along the agents' order inside a round, then across rounds, over the decisions of all of them: every step
-        of the chain is discounted. A round's reward, its speakers' mean credit, is paid at the last of them. Values bootstrap
-        one another inside a round too, though the critic reads no turn of the same round."""
+        """GAE runs along the agents' order inside a round, then across rounds, over the decisions of all of them: lambda counts
+        every turn of the chain, gamma its rounds. A round's reward, its speakers' mean credit, is paid at the last of them.
+        Values bootstrap one another inside a round too, though the critic reads no turn of the same round."""
 
     config: Config
 
@@ -39,30 +39,19 @@ class MAPPO(IPPO):
                 f"is of kind {self.credit.kind}; use credit=team, or learner.chain=false"
             )
 
-    def estimate(
-        self,
-        batch: JointBatch,
-        decisions: Mapping[PolicyName, Decisions],
-        plans: Mapping[PolicyName, Trajectories],
-        rewards_ERA: Tensor,
-    ) -> dict[PolicyName, Tensor]:
+    def trajectories(self, batch: JointBatch, cells_D: Tensor) -> Trajectories:
         if not self.config.chain:
-            return super().estimate(batch, decisions, plans, rewards_ERA)
-        all_of_them = decisions.values()
-        cells_D = torch.cat([own.cells_D for own in all_of_them])
-        rewards_D = torch.cat([own.rewards(rewards_ERA) for own in all_of_them])
-        values_D = torch.cat([own.values_D for own in all_of_them])
-        plan = Trajectories(cells_D, batch.mask_ERA.shape, False, batch.siblings_ERA, chain=True)
-        advantages = self.gae(plan, rewards_D, values_D).split([len(own.cells_D) for own in all_of_them])
-        return dict(zip(decisions, advantages, strict=True))
+            return super().trajectories(batch, cells_D)
+        return Trajectories(cells_D, batch.mask_ERA.shape, False, batch.siblings_ERA, chain=True)
 
     def fold(self, credit_ERA: Tensor, mask_ERA: Tensor, trained_ERA: Tensor) -> Tensor:
         """In a chain what untrained turns earn goes to the last trained turn before them, whoever spoke it."""
         if not self.config.chain:
             return super().fold(credit_ERA, mask_ERA, trained_ERA)
-        rewards_ERA = credit.round_rewards(credit_ERA, mask_ERA)
-        chain = (len(mask_ERA), -1, 1)
+        rewards_ERA, (_, num_rounds, num_agents) = credit.round_rewards(credit_ERA, mask_ERA), mask_ERA.shape
+        links = (len(mask_ERA), -1, 1)
+        gamma_C = torch.tensor([1.0] * (num_agents - 1) + [self.config.gamma]).repeat(num_rounds)
         folded_EC1 = credit.fold_untrained(
-            rewards_ERA.reshape(chain), mask_ERA.reshape(chain), trained_ERA.reshape(chain), self.config.gamma
+            rewards_ERA.reshape(links), mask_ERA.reshape(links), trained_ERA.reshape(links), gamma_C
         )
         return folded_EC1.view(mask_ERA.shape)

@@ -67,6 +67,8 @@ class JointActions:
     """1 where a trained agent speaks."""
     next_B: Tensor
     """The episode's next joint action, -1 after its last."""
+    rounds_B: Tensor
+    """How many rounds lie between it and the next one."""
     rewards_B: Tensor
     """The team's, with what it earns before the next joint action."""
     keys_B: list[Hashable]
@@ -86,11 +88,13 @@ class JointActions:
         episode_B, round_B = trained_ER.nonzero(as_tuple=True)
         number_B = torch.arange(len(episode_B))
         same_B = torch.cat([episode_B[1:] == episode_B[:-1], torch.zeros(1, dtype=torch.bool)])[: len(episode_B)]
+        next_B = torch.where(same_B, number_B + 1, -1)
         return cls(
             shape=batch.mask_ERA.shape,
             index_B=episode_B * trained_ER.shape[1] + round_B,
             mask_BA=trained_ERA[episode_B, round_B],
-            next_B=torch.where(same_B, number_B + 1, -1),
+            next_B=next_B,
+            rounds_B=torch.where(same_B, round_B[next_B] - round_B, 0),
             rewards_B=folded_ER[episode_B, round_B],
             keys_B=[(batch.tasks_E[e], r) for e, r in zip(episode_B.tolist(), round_B.tolist(), strict=True)],
             ids=batch.joint_ids,
@@ -109,8 +113,8 @@ class JointActions:
         return x_ERA
 
     def targets(self, q_tot_B: Tensor, gamma: float) -> Tensor:
-        """y = r + gamma Q_tot of the episode's next joint action, 0 after the last."""
-        return self.rewards_B + gamma * torch.where(self.next_B >= 0, q_tot_B[self.next_B], 0.0)
+        """y = r + gamma^k Q_tot of the episode's next joint action, k rounds later; 0 after the last."""
+        return self.rewards_B + gamma**self.rounds_B * torch.where(self.next_B >= 0, q_tot_B[self.next_B], 0.0)
 
 
 def by_gradient(mix: Mix, q_BA: Tensor, v_BA: Tensor, state_BS: Tensor) -> Tensor:

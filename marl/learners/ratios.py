@@ -39,16 +39,32 @@ def log_ratios(log_probs: Tensor, rows: TensorDict, shape: torch.Size, ratio: Ra
     return logs.float().view(shape)
 
 
+def laps(mask_ERA: Tensor) -> Tensor:
+    """The number [E, R] of every round's lap: a maximal run of an episode's rounds, from the first one on, in which no agent
+    speaks twice. Where all speak in every round a lap is a round; where they take turns it is once around the team."""
+    spoke_EA, lap_E = torch.zeros_like(mask_ERA[:, 0], dtype=torch.bool), torch.zeros(len(mask_ERA), dtype=torch.long)
+    laps_ER = torch.zeros(mask_ERA.shape[:2], dtype=torch.long)
+    for r, speak_EA in enumerate(mask_ERA.bool().unbind(1)):
+        again_E = (spoke_EA & speak_EA).any(-1)
+        spoke_EA = torch.where(again_E[:, None], speak_EA, spoke_EA | speak_EA)
+        lap_E = lap_E + again_E
+        laps_ER[:, r] = lap_E
+    return laps_ER
+
+
 def log_factors(log_ratios_ERA: Tensor, batch: JointBatch) -> Tensor:
-    """log M [E, R, A]: M is the product of the ratios of a round's turns; 0 where it does not apply.
+    """log M [E, R, A]: M is the product of the ratios of a lap's turns; 0 where it does not apply.
 
     An alternative that the conversation did not follow stands in a column behind the rounds, and is no part of their joint
     actions. A turn that is compared with its alternatives is worth its own verdict, whatever the others did.
     """
     applies_ERA = batch.path().mask_ERA.bool()
+    laps_ER = laps(applies_ERA)
+    round_sums_ER = torch.where(applies_ERA, log_ratios_ERA, 0.0).sum(-1)
+    lap_sums_ER = torch.zeros_like(round_sums_ER).scatter_add(1, laps_ER, round_sums_ER).gather(1, laps_ER)
     if batch.siblings_ERA is not None:
         applies_ERA = applies_ERA & (batch.siblings_ERA < 0)
-    return torch.where(applies_ERA, log_ratios_ERA.sum(-1, keepdim=True), 0.0)
+    return torch.where(applies_ERA, lap_sums_ER[..., None], 0.0)
 
 
 def factors(log_factors_ERA: Tensor, clip: float | None) -> Tensor:
@@ -73,9 +89,13 @@ def factor_metrics(log_factors_ERA: Tensor, factors_ERA: Tensor, rows: TensorDic
     return {"factor_max": float(highest), "factor_mean": float(factors_ERA.flatten()[cells_D].mean())}
 
 
-def share_rounds(rows: TensorDict, others: TensorDict, num_agents: int) -> bool:
-    """Whether some round of some episode has turns of both."""
-    rounds, other_rounds = (
-        index[index >= 0] // num_agents for index in (part["turn_index"].values() for part in (rows, others))
+def share_laps(rows: TensorDict, others: TensorDict, batch: JointBatch) -> bool:
+    """Whether some lap of some episode has turns of both, alternatives apart."""
+    mask_ERA = batch.path().mask_ERA.bool()
+    num_rounds, laps_ER = mask_ERA.shape[1], laps(mask_ERA)
+    numbers_ER = torch.arange(len(laps_ER))[:, None] * num_rounds + laps_ER
+    own, theirs = (
+        numbers_ER.flatten()[index[mask_ERA.flatten()[index]] // len(batch.agents)]
+        for index in (part["turn_index"].values()[part["turn_index"].values() >= 0] for part in (rows, others))
     )
-    return bool(torch.isin(rounds, other_rounds).any())
+    return bool(torch.isin(own, theirs).any())

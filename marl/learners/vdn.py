@@ -25,6 +25,7 @@ class VDN(Learner):
     critic = "utility"
     default_credit = "team"
     credits = ("team",)
+    joint_actions = True
     fits_first = True
     """What a utility says of answers that it has not met is noise at first, which whitening makes as large as a signal."""
 
@@ -67,6 +68,8 @@ class VDN(Learner):
         return JointActions.of(batch, rewards_ER, self.config.gamma)
 
     def assign_credit(self, batch: JointBatch) -> Metrics:
+        if not batch.rows:  # nobody is trained in this step, and nothing was read
+            return {}
         joint, mixing = self.joint(batch), self.fit(len(batch.agents)).mixing
         v_BA, q_BA = joint.take(batch.values_ERA), joint.take(batch.utilities_ERA)
         credit_ERA = joint.lay(mixing.advantages(self.config.advantage, joint, q_BA, v_BA))

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 
 from marl.controller.batching import joint_batch
 from marl.learners import LEARNERS
-from marl.learners.ratios import Ratio, factors, log_factors, log_ratios, share_rounds
+from marl.learners.ratios import Ratio, factors, laps, log_factors, log_ratios, share_laps
 from marl.types import Episode, Task, Turn, Verdict
 from marl.utils.ragged import jagged
 from tests.builders import AGENTS, FakeGroup, batch_of, branch, build_learner as build, episode, grid_of, two_samples
@@ -116,10 +116,10 @@ def test_the_factor_is_clipped_on_both_sides_alike():
     assert factors(logs, None).flatten().tolist() == pytest.approx([8.0, 1.5, 0.125, 0.0, 1.0])
 
 
-def team_of_three():
-    """Round 1: all of them; round 2: a and c; round 3: b alone. Each agent has a policy."""
+def team_of_three(rounds=("abc", "ac", "b")):
+    """Who speaks in every round; each agent has a policy."""
     record = Episode(Task("t", [], "1", "marl/x", lambda text: text), 0, ["a", "b", "c"])
-    for round, speakers in enumerate(("abc", "ac", "b"), start=1):
+    for round, speakers in enumerate(rounds, start=1):
         for agent in speakers:
             record.turns.append(
                 Turn(agent, round, [], "1", policy=agent, prompt_ids=[1], response_ids=[3, 4], response_mask=[1, 1],
@@ -132,36 +132,87 @@ def team_of_three():
 
 
 def test_each_policy_is_told_of_all_updates_before_its_own():
-    """Ratios 2 of c and 3 of a, in the order c, a, b; b's round 3 and c's rounds stay as they are."""
+    """Ratios 2 of c and 3 of a, in the order c, a, b. Rounds 2 and 3 are one lap: nobody speaks twice in them."""
     batch = team_of_three()
     shifts = {"a": math.log(3.0), "b": 9.0, "c": math.log(2.0)}
     metrics, given, calls = update(build("happo", clip=None), batch, shifts, "cab")
     rounds = grids(batch, given)[0].tolist()
     assert rounds[0] == pytest.approx([2.0, 6.0, 1.0])
     assert rounds[1] == pytest.approx([2.0, 0.0, 1.0])
-    assert rounds[2] == pytest.approx([0.0, 1.0, 0.0])
+    assert rounds[2] == pytest.approx([0.0, 6.0, 0.0])
     assert [metrics[name]["update_position"] for name in "cab"] == [1.0, 2.0, 3.0]
     assert [call for call in calls if call[0] != "update"] == [
         ("updated", "c"), ("log_probs", "c"), ("updated", "a"), ("log_probs", "a"), ("updated", "b"),
     ], "one after another, and nobody asks the last one"  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "rounds,expected",
+    [
+        ("abc", [0, 0, 0]),  # a chain
+        ("abcabc", [0, 0, 0, 1, 1, 1]),  # two laps of it, or a sequential debate
+        ("abab", [0, 0, 1, 1]),  # a critique
+        ("abba", [0, 0, 1, 1]),
+        ("cacb", [0, 0, 1, 1]),  # a router that asks one agent, then another
+        (("abc", "abc"), [0, 1]),  # all of them in every round
+        (("ab", "c", "ab"), [0, 0, 1]),  # debaters, a summary, debaters again
+        (("ab", "", "c", "a"), [0, 0, 0, 1]),  # a round in which nobody spoke
+    ],
+)
+def test_a_lap_ends_before_somebody_speaks_again(rounds, expected):
+    mask_ERA = torch.tensor([[[agent in speakers for agent in "abc"] for speakers in rounds]])
+    assert laps(mask_ERA)[0].tolist() == expected
+    doubled = torch.cat([mask_ERA, torch.ones_like(mask_ERA)])
+    assert laps(doubled).tolist() == [expected, list(range(len(rounds)))], "episodes have laps of their own"
+
+
+@pytest.mark.parametrize("order,factors", [("abc", [1, 2, 6]), ("cba", [15, 5, 1]), ("bca", [15, 1, 3])])
+@pytest.mark.parametrize("num_laps", [1, 2])
+def test_the_factor_of_agents_that_speak_one_after_another(order, factors, num_laps):
+    """Ratios 2 of a, 3 of b, 5 of c in a chain of rounds of their own, or in a sequential debate of two laps: each turn's M is
+    the product over the policies that were updated before, of its own lap alone."""
+    batch = team_of_three("abc" * num_laps)
+    shifts = {"a": math.log(2.0), "b": math.log(3.0), "c": math.log(5.0)}
+    _, given, _ = update(build("happo", clip=None), batch, shifts, order)
+    got = grids(batch, given)[0]
+    assert torch.diagonal(got[:3]).tolist() == pytest.approx(factors)
+    assert got.sum().item() == pytest.approx(num_laps * sum(factors)), "and nothing elsewhere"
+
+
+def test_laps_of_a_chain_do_not_correct_one_another():
+    """Ratios of a: 2 in its first lap, 7 in its second."""
+    batch = team_of_three("abcabc")
+    shift_ERA = torch.zeros(1, 6, 3)
+    shift_ERA[0, 0, 0], shift_ERA[0, 3, 0] = math.log(2.0), math.log(7.0)
+    _, given, _ = update(build("happo", clip=None), batch, {"a": shift_ERA, "b": 0.0, "c": 0.0}, "abc")
+    got = grids(batch, given)[0]
+    assert got[:, 1].tolist() == pytest.approx([0, 2, 0, 0, 7, 0])
+    assert got[:, 2].tolist() == pytest.approx([0, 0, 2, 0, 0, 7])
+
+
 def test_the_factor_is_logged_before_it_is_clipped():
     metrics, given, _ = update(
-        build("happo", clip=1.5), team_of_three(), {"a": 0.0, "b": 0.0, "c": math.log(2.0)}, "cba"
+        build("happo", clip=1.5), team_of_three(("abc", "ac", "ab")), {"a": 0.0, "b": 0.0, "c": math.log(2.0)}, "cba"
     )
-    assert metrics["a"]["factor_max"] == pytest.approx(2.0) and metrics["a"]["factor_mean"] == pytest.approx(1.5)
+    assert metrics["a"]["factor_max"] == pytest.approx(2.0) and metrics["a"]["factor_mean"] == pytest.approx(4 / 3)
     assert metrics["b"]["factor_max"] == pytest.approx(2.0) and metrics["b"]["factor_mean"] == pytest.approx(1.25)
     assert metrics["c"]["factor_max"] == metrics["c"]["factor_mean"] == 1.0
-    assert given["a"]["advantages"].values().tolist() == pytest.approx([1.5] * 4)
+    assert given["a"]["advantages"].values().tolist() == pytest.approx([1.5] * 4 + [1.0] * 2)
 
 
-def test_nobody_is_asked_whom_no_later_policy_spoke_beside():
-    batch = set_advantages(batch_of(episode("t", 0, [[1, None], [None, 1]]), episode("u", 0, [[1, None], [None, 1]])))
+def test_nobody_is_asked_whose_laps_no_later_policy_speaks_in():
+    batch = set_advantages(batch_of(episode("t", 0, [[1, 1], []]), episode("u", 0, [[], [1, 1]])))
     _, _, calls = update(build("happo"), batch, {"a": 1.0, "b": 1.0})
     assert {kind for kind, _ in calls} == {"update", "updated"}
-    one, two, other = (ratio_rows([cells], [[1]], [[0.0]]) for cells in ([2], [3], [4]))
-    assert share_rounds(one, two, 2) and not share_rounds(one, other, 2)
+    batch = batch_of(episode("t", 0, [[1, None, 1], [None, 1, 1]]))  # cells 0, 3 and 4, 5: two laps
+    one, two, other = (ratio_rows([cells], [[1]], [[0.0]]) for cells in ([0], [3], [5]))
+    assert share_laps(one, two, batch) and not share_laps(one, other, batch)
+
+
+def test_nobody_is_asked_for_alternatives_alone():
+    batch = batch_of(branch(episode("t", 0, [[1.0], [1.0]]), "a", 1, [0.5]))
+    kept, alternative, beside = (ratio_rows([cells], [[1]], [[0.0]]) for cells in ([0], [2], [1]))
+    assert share_laps(kept, beside, batch) and not share_laps(alternative, beside, batch)
 
 
 @pytest.mark.parametrize("ratio", list(Ratio))
@@ -208,10 +259,10 @@ def test_twins_that_share_a_policy_are_updated_together_and_do_not_correct_one_a
 
 
 def test_a_third_agent_is_corrected_for_both_twins():
-    batch = team_of_three()
+    batch = team_of_three(("abc", "ac", "ab"))
     batch.rows = {"twins": cat(batch.rows["a"], batch.rows["c"]), "b": batch.rows["b"]}
     _, given, _ = update(build("happo", clip=None), batch, {"twins": math.log(3.0), "b": 0.0}, ["twins", "b"])
-    assert given["b"]["advantages"].values().tolist() == pytest.approx([9.0, 9.0, 1.0, 1.0])
+    assert given["b"]["advantages"].values().tolist() == pytest.approx([9.0, 9.0, 3.0, 3.0])
 
 
 def cat(*parts):
@@ -391,6 +442,7 @@ def test_what_is_different():
         ("learner.clip=0.5", ["learner.clip=0.5", "at least 1", "or null"]),
         ("learner.ratio=geo", ["learner.ratio", "geo", "geometric"]),
         ("learner.seed=-1", ["learner.seed=-1", "at least 0"]),
+        ("learner.token_gamma=1.5", ["learner.token_gamma=1.5", "1"]),
     ],
 )
 def test_keys_that_it_cannot_take_are_named(compose_config, cold_assets, override, words):
@@ -400,6 +452,17 @@ def test_keys_that_it_cannot_take_are_named(compose_config, cold_assets, overrid
     with pytest.raises((ConfigError, ConfigCompositionException)) as caught:
         prepare(compose_config(f"assets={cold_assets}", "learner=happo", override))
     assert all(word in explain(caught.value) for word in words), explain(caught.value)
+
+
+def test_alternatives_are_refused_where_all_turns_are_compared_with_them(compose_config, cold_assets):
+    from marl.config.errors import ConfigError
+    from marl.main import prepare
+
+    tree = compose_config(f"assets={cold_assets}", "learner=happo", "runner=tree", "credit=team")
+    with pytest.raises(ConfigError, match=r"runner=tree compares alternatives.*learner=happo.*runner.train=path"):
+        prepare(tree)
+    tree.runner.train = "path"
+    prepare(tree)
 
 
 def test_its_order_follows_the_runs_seed(compose_config, cold_assets):

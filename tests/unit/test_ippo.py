@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 from verl.trainer.ppo.core_algos import compute_gae_advantage_return
 
-from marl.learners import credit
+from marl.learners import credit, decisions
 from marl.learners.decisions import Trajectories
 from marl.learners.values import place_values, training_rows
 from marl.modules.critics.observation import LocalTokens, LocalTurns
@@ -36,7 +37,7 @@ def test_one_agent_is_ppo_bit_for_bit():
     batch = one_round()
     rows = batch.rows["a"]
     rows["values"] = nested(torch.randn(int(rows["responses"].offsets()[-1])), rows)
-    build("ippo", gamma=0.99, lam=0.95).assign_credit(batch)
+    build("ippo", gamma=0.5, token_gamma=0.99, lam=0.95).assign_credit(batch)
     mask = dense(rows["response_mask"])
     rewards = torch.zeros(mask.shape)
     rewards[torch.arange(len(mask)), mask.sum(1) - 1] = batch.verdicts_ERA[:, 0, 0]
@@ -57,6 +58,52 @@ def test_the_rounds_of_an_agent_are_one_chain(gamma, lam, expected):
     assert batch.returns_ERA[0, :, 1].tolist() == [0.0, 0.0], "the other agent was silent"
 
 
+def by_round(record, policies=("first", "later")):
+    """The episode with its agents acting with another policy from round to round (``agents.<name>.policy_by_round``)."""
+    for turn in record.turns:
+        turn.policy = policies[min(turn.round, len(policies)) - 1]
+    return record
+
+
+@pytest.mark.parametrize("name", ["ippo", "mappo", "happo"])
+@pytest.mark.parametrize("level", ["turn", "token"])
+def test_a_trajectory_is_an_agents_whatever_policies_it_acts_with(name, level):
+    """Scores 0 and 1, values 0: both rounds return 1, the first one too where a policy of its own spoke in it."""
+    batch = batch_of(by_round(episode("t", 0, [[0, 1], [None, None]])))
+    assert list(batch.rows) == ["first", "later"]
+    if level == "turn":
+        batch.values_ERA = torch.zeros(batch.mask_ERA.shape)
+    build(name, "own", whiten=False).assign_credit(batch)
+    assert batch.rows["first"]["advantages"].values().tolist() == [1.0]
+    assert batch.rows["later"]["advantages"].values().tolist() == [1.0, 1.0]
+    if level == "turn":
+        assert batch.returns_ERA[0, :, 0].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("level", ["turn", "token"])
+def test_how_rounds_are_shared_out_among_policies_changes_no_estimate(level):
+    """Values bootstrap one another over policies as within one."""
+    seen = []
+    for policies in (("one",), ("first", "later")):
+        records = [episode("t", i, [[i % 2, 1, 0], [1, 0, i % 3]]) for i in range(3)]
+        batch = batch_of(*(by_round(record, policies) for record in records))
+        if level == "turn":
+            batch.values_ERA = torch.linspace(-1, 1, batch.mask_ERA.numel()).view(batch.mask_ERA.shape)
+        else:
+            for rows in batch.rows.values():
+                rows["values"] = nested(rows["turn_index"].values() / 7, rows)
+        build("ippo", whiten=False, gamma=0.9, lam=0.8).assign_credit(batch)
+        tokens = zip(
+            *([rows[key].values() for rows in batch.rows.values()] for key in ("turn_index", "advantages")), strict=True
+        )
+        seen.append(
+            sorted(
+                (cell, value) for index, own in tokens for cell, value in zip(index.tolist(), own.tolist(), strict=True)
+            )
+        )
+    assert seen[0] == seen[1]
+
+
 def test_credit_that_holds_the_future_ends_every_turns_own_estimate():
     batch = batch_of(episode("t", 0, [[0, 1], [None, None]]))
     batch.values_ERA = torch.tensor([[[0.4, 0.0], [0.6, 0.0]]])
@@ -66,11 +113,11 @@ def test_credit_that_holds_the_future_ends_every_turns_own_estimate():
 
 
 def test_tokens_of_later_rounds_bootstrap_those_of_earlier_ones():
-    """With token values an agent's answers are one sequence, as in a packed row of verl's."""
+    """With token values an agent's answers are one sequence, as in a packed row of verl's, at one discount for all of it."""
     batch = batch_of(episode("t", 0, [[0, 1], [1, 0]]), episode("u", 0, [[1, 1], [0, 0]]))
     for rows in batch.rows.values():
         rows["values"] = nested(torch.randn(int(rows["responses"].offsets()[-1])), rows)
-    build("ippo", gamma=0.9, lam=0.8, whiten=False).assign_credit(batch)
+    build("ippo", gamma=0.9, token_gamma=0.9, lam=0.8, whiten=False).assign_credit(batch)
     for a, name in enumerate(AGENTS):
         rows = batch.rows[name]
         # rows: episode t rounds 1 (one token) and 2 (two tokens), then episode u
@@ -82,6 +129,67 @@ def test_tokens_of_later_rounds_bootstrap_those_of_earlier_ones():
         torch.testing.assert_close(rows["returns"].values().view(2, 3), advantages + values)
 
 
+def test_gamma_discounts_by_rounds_of_the_episode():
+    """Turns in rounds 1 and 4, worth 0 and 1, at gamma .5: .125 = .5 ** 3, and with V' = .4 the first step's delta is
+    .125 * .4; lambda counts the agent's own turns."""
+    batch = batch_of(episode("t", 0, [[0, None, None, 1], [0, 0, 0, 0]]))
+    batch.values_ERA = torch.zeros(batch.mask_ERA.shape)
+    build("ippo", gamma=0.5, whiten=False).assign_credit(batch)
+    assert batch.returns_ERA[0, :, 0].tolist() == [0.125, 0, 0, 1.0]
+    batch.values_ERA = torch.tensor([[[0.2, 0.0], [0.0, 0.0], [0.0, 0.0], [0.4, 0.0]]])
+    build("ippo", gamma=0.5, lam=0.25, whiten=False).assign_credit(batch)
+    first = 0.125 * 0.4 - 0.2 + 0.125 * 0.25 * (1 - 0.4)
+    assert batch.rows["a"]["advantages"].values()[0].item() == pytest.approx(first)
+
+
+@pytest.mark.parametrize("name", ["ippo", "grpo", "magrpo", "rae"])
+def test_gamma_means_the_same_to_every_learner(name):
+    """Round 1's return of an agent that speaks in rounds 1 and 3, silent or untrained in round 2: gamma ** 2."""
+    for trained in (None, [1, 2]):
+        batch = batch_of(episode("t", 0, [[0, None, 1], [None, None, None]]), train_rounds=trained)
+        learner = build(name, "team", gamma=0.5)
+        if name == "ippo":
+            batch.values_ERA = torch.zeros(batch.mask_ERA.shape)
+            learner.config.whiten = False
+            learner.assign_credit(batch)
+            returns = batch.returns_ERA
+        else:
+            returns = decisions.returns(batch, learner.credit.of(batch), learner.credit.kind, learner.config.gamma)
+            if name != "rae":
+                returns = learner.returns(batch, learner.credit.of(batch))
+        assert returns[0, 0, 0] == 0.25
+
+
+def test_tokens_of_a_turn_have_a_discount_of_their_own():
+    """Three tokens in round 1, one in round 4; the outcome 1 reaches round 1 at gamma ** 3, whose tokens are token_gamma apart."""
+    batch = batch_of(episode("t", 0, [[0, None, None, 1], [None]]))
+    turn_tokens(batch, "a", [3, 1])
+    rows = batch.rows["a"]
+    rows["values"] = nested([0.0] * 4, rows)
+    build("ippo", gamma=0.5, whiten=False).assign_credit(batch)
+    assert rows["returns"].values().tolist() == [0.125, 0.125, 0.125, 1.0], "by default tokens are not discounted"
+    build("ippo", gamma=0.5, token_gamma=0.5, whiten=False).assign_credit(batch)
+    assert rows["returns"].values().tolist() == [0.125 / 4, 0.125 / 2, 0.125, 1.0]
+    rows["values"] = nested([0.1, 0.2, 0.3, 0.4], rows)
+    build("ippo", gamma=0.5, token_gamma=0.9, lam=0.8, whiten=False).assign_credit(batch)
+    fourth = 1 - 0.4
+    third = 0.125 * 0.4 - 0.3 + 0.125 * 0.8 * fourth
+    second = 0.9 * 0.3 - 0.2 + 0.9 * 0.8 * third
+    first = 0.9 * 0.2 - 0.1 + 0.9 * 0.8 * second
+    assert rows["advantages"].values().tolist() == pytest.approx([first, second, third, fourth])
+
+
+def turn_tokens(batch, name, lengths):
+    """Rows of a turn each, with so many tokens."""
+    cells = [int(row[0]) for row in batch.rows[name]["turn_index"].unbind()]
+    index = [[cell] * length for cell, length in zip(cells, lengths, strict=True)]
+    ones = [[1] * length for length in lengths]
+    columns = {"responses": ones, "response_mask": ones, "turn_index": index}
+    batch.rows[name] = TensorDict(
+        {key: jagged(rows, torch.long) for key, rows in columns.items()}, batch_size=[len(cells)]
+    )
+
+
 def test_what_untrained_rounds_earn_goes_to_the_last_trained_one():
     batch = batch_of(episode("t", 0, [[0, 1], [0, 0]]), train_rounds=[1])
     batch.values_ERA = torch.zeros(batch.mask_ERA.shape)
@@ -91,6 +199,10 @@ def test_what_untrained_rounds_earn_goes_to_the_last_trained_one():
     trained = torch.tensor([[[False], [True], [False]]])
     folded = credit.fold_untrained(torch.tensor([[[1.0], [2.0], [4.0]]]), spoke, trained, 0.5)
     assert folded[0, :, 0].tolist() == [0.0, 4.0, 0.0], "what came before it is not its doing"
+    silent = torch.tensor([[[True], [False], [False], [True]]])
+    first = torch.tensor([[[True], [False], [False], [False]]])
+    folded = credit.fold_untrained(torch.tensor([[[1.0], [9.0], [9.0], [4.0]]]), silent, first, 0.5)
+    assert folded[0, :, 0].tolist() == [1.5, 0.0, 0.0, 0.0], "three rounds later, whoever spoke in between"
 
 
 def test_whitening_gives_each_policy_mean_0_and_deviation_1():

@@ -1,6 +1,8 @@
 """Every registered learner and credit scheme, on batches made by hand."""
 
 import asyncio
+import math
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,61 @@ def test_every_learner_fills_advantages_and_updates_every_policy_once(name, cred
         # leave_one_out compares agents: credit=team makes them equal
         assert advantages.values().any() or not learner.compares_samples
         assert len(groups[policy].rows) == 1 and results[policy]["grad_norm"] == 1.0
+
+
+def as_critics_leave_it(batch):
+    """Values and utilities of every trained turn, where any turn is trained."""
+    if batch.rows:
+        batch.values_ERA = torch.full(batch.mask_ERA.shape, 0.25) * batch.trained_ERA
+        batch.utilities_ERA = (
+            torch.linspace(0, 1, batch.mask_ERA.numel()).view(batch.mask_ERA.shape) * batch.trained_ERA
+        )
+    batch.joint_ids = jagged([[1, 2, 3]] * batch.mask_ERA[..., 0].numel(), torch.long)
+    return batch
+
+
+def variants():
+    """Every learner with its first credit; those that chain also with a chain."""
+    for name in LEARNERS.names():
+        cls = LEARNERS.get(name)
+        credit = (cls.credits or ("own",))[0]
+        yield name, credit, {}
+        if any(option.name == "chain" for option in fields(cls.Config)):
+            yield name, credit, {"chain": True}
+
+
+def step(learner, batch):
+    """What a trainer asks of a learner, of policies a and b: its metrics, and the updates."""
+    groups = {policy: FakeGroup() for policy in AGENTS}
+    metrics = (
+        learner.assign_credit(as_critics_leave_it(batch)) if learner.critic != "none" else learner.assign_credit(batch)
+    )
+    assert asyncio.run(learner.update_critics(batch, {})) == {}
+    updates = asyncio.run(learner.update(batch, groups))
+    assert all(math.isfinite(value) for value in metrics.values())
+    return metrics, updates
+
+
+@pytest.mark.parametrize("name,credit,options", variants())
+def test_a_step_without_a_trained_turn_is_survived(name, credit, options):
+    learner = build(name, credit, **options)
+    batch = joint_batch([episode("t", 0, [[1, 0], [0, 1]]), episode("t", 1, [[0, 0], [0, 0]])], AGENTS, {})
+    assert not batch.rows and not batch.trained_ERA.any() and batch.mask_ERA.all()
+    _, updates = step(learner, batch)
+    assert updates == {}, "nobody is updated"
+    _, updates = step(learner, two_samples())
+    assert set(updates) == set(AGENTS), "and the next step goes on"
+
+
+@pytest.mark.parametrize("name,credit,options", variants())
+def test_a_policy_without_rows_is_left_alone(name, credit, options):
+    """b is silent in one episode and not trained in the other."""
+    records = [episode("t", 0, [[1, 0], [None, None]]), episode("t", 1, [[0, 1], [0, 0]])]
+    batch = joint_batch(records, AGENTS, {"a": 1.0})
+    batch.ballots = [ballots_of(record) for record in records]
+    batch.rows["a"]["old_log_probs"] = batch.rows["a"]["rollout_log_probs"]
+    _, updates = step(build(name, credit, **options), batch)
+    assert set(updates) == {"a"} and batch.rows["a"]["advantages"].values().isfinite().all()
 
 
 @pytest.mark.parametrize("credit", CREDITS.names())

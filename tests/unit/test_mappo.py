@@ -37,6 +37,7 @@ def test_auto_credit_is_the_learners_default(compose_config, cold_assets):
 
 CHAIN = {"gamma": 1.0, "lam": 1.0}, (0.6, 0.4)
 DISCOUNTED = {"gamma": 0.99, "lam": 0.95}, (0.5702, 0.4)
+SAME_ROUND = {"gamma": 0.99, "lam": 0.95}, (0.2 + 0.95 * 0.4, 0.4)
 
 
 def chained(batch, credit="team", **options):
@@ -46,10 +47,10 @@ def chained(batch, credit="team", **options):
     return batch
 
 
-@pytest.mark.parametrize("options,expected", [CHAIN, DISCOUNTED])
-@pytest.mark.parametrize("round", [1, 2])
+@pytest.mark.parametrize("options,expected,round", [(*CHAIN, 1), (*CHAIN, 2), (*DISCOUNTED, 2), (*SAME_ROUND, 1)])
 def test_the_oracle_of_the_chain(options, expected, round):
-    """Rewards 0 and 1, values .4 and .6: b speaks beside a, whose round pays its mean to b once, or in the round after a's."""
+    """Rewards 0 and 1, values .4 and .6: b speaks beside a, whose round pays its mean to b once, or in the round after a's.
+    Gamma discounts by rounds: nothing within one; lambda counts every turn of the chain."""
     verdicts = [[0], [2]] if round == 1 else [[0, None], [None, 1]]
     batch = batch_of(episode("t", 0, verdicts))
     batch.values_ERA = torch.full(batch.mask_ERA.shape, 9.0)
@@ -67,23 +68,24 @@ def test_a_chain_goes_through_all_agents_of_all_rounds():
     batch.values_ERA = torch.tensor([[[0.1, 0.2], [0.3, 0.4]], [[0.0, 0.0], [0.0, 0.0]]])
     chained(batch, gamma=0.5, lam=0.5)
     fourth = 1 - 0.4
-    third = 0.5 * 0.4 - 0.3 + 0.25 * fourth
+    third = 0.4 - 0.3 + 0.5 * fourth
     second = 0.5 + 0.5 * 0.3 - 0.2 + 0.25 * third
-    first = 0.5 * 0.2 - 0.1 + 0.25 * second
+    first = 0.2 - 0.1 + 0.5 * second
     # a row a turn, of one token in round 1 and two in round 2
     assert batch.rows["a"]["advantages"].values().tolist() == pytest.approx([first, third, third, 0, 0, 0])
     assert batch.rows["b"]["advantages"].values().tolist() == pytest.approx([second, fourth, fourth, 0, 0, 0])
 
 
 def test_tokens_are_links_of_the_chain_and_keep_their_penalties():
-    """Round 1: a, one token. Round 2: a and b, two tokens each, whose round pays 1. All five stand in one sequence."""
+    """Round 1: a, one token. Round 2: a and b, two tokens each, whose round pays 1. All five stand in one sequence: .7 between
+    the rounds, .9 between the tokens of a turn, nothing between the turns of a round."""
     batch = batch_of(episode("t", 0, [[0, 1], [None, 1]]))
     values, penalties = [0.1, 0.2, 0.3, 0.4, 0.5], [0.01, 0.02, 0.03, 0.04, 0.05]
     for rows, own in ((batch.rows["a"], slice(0, 3)), (batch.rows["b"], slice(3, 5))):
         rows["values"], rows["kl_penalty"] = (ragged_like(rows, numbers[own]) for numbers in (values, penalties))
-    chained(batch, gamma=0.9, lam=0.8)
-    rewards = torch.tensor([[-0.01, -0.02, -0.03, -0.04, 0.95]])
-    expected = credit.gae(rewards, torch.tensor([values]), torch.ones(1, 5), 0.9, 0.8)[0]
+    chained(batch, gamma=0.7, token_gamma=0.9, lam=0.8)
+    rewards, discounts = torch.tensor([[-0.01, -0.02, -0.03, -0.04, 0.95]]), torch.tensor([[0.7, 0.9, 1.0, 0.9, 0.0]])
+    expected = credit.gae(rewards, torch.tensor([values]), torch.ones(1, 5), discounts, 0.8)[0]
     got = torch.cat([batch.rows[name]["advantages"].values() for name in ("a", "b")])
     torch.testing.assert_close(got, expected)
     returns = torch.cat([batch.rows[name]["returns"].values() for name in ("a", "b")])
@@ -101,29 +103,29 @@ def test_a_round_pays_once_at_its_last_speaker():
 
 
 def test_what_untrained_turns_earn_goes_to_the_last_trained_one_of_the_chain():
-    """Round 1 alone is trained: round 2's reward 1 comes to b, over two untrained turns, at gamma squared."""
+    """Round 1 alone is trained: round 2's reward 1 comes to b, one round later."""
     batch = batch_of(episode("t", 0, [[0, 1], [1, 1]]), train_rounds=[1])
     batch.values_ERA = torch.zeros(batch.mask_ERA.shape)
     chained(batch, gamma=0.5, lam=1.0)
-    at_the_end = 0.5 + 0.5**2 * 1
+    at_the_end = 0.5 + 0.5 * 1
     assert batch.rows["b"]["advantages"].values().tolist() == [at_the_end]
-    assert batch.rows["a"]["advantages"].values().tolist() == [0.5 * at_the_end]
+    assert batch.rows["a"]["advantages"].values().tolist() == [at_the_end]
 
 
 def test_a_frozen_last_speaker_hands_the_rounds_reward_back():
     batch = joint_batch([episode("t", 0, [[0], [1]])], AGENTS, {"a": 1.0})
     batch.values_ERA = torch.zeros(batch.mask_ERA.shape)
     chained(batch, gamma=0.5, lam=1.0)
-    assert list(batch.rows) == ["a"] and batch.rows["a"]["advantages"].values().tolist() == [0.5 * 0.5]
+    assert list(batch.rows) == ["a"] and batch.rows["a"]["advantages"].values().tolist() == [0.5]
 
 
 def test_alternatives_are_no_links_of_the_chain():
     """a's compared turn is worth its own verdict, less its value; what is left of the conversation is b, then a, then b."""
     batch = batch_of(branch(episode("t", 0, [[1.0, 0.0], [0.0, 1.0]]), "a", 1, [0.5]))
     batch.values_ERA = torch.full(batch.mask_ERA.shape, 0.1)
-    chained(batch, gamma=0.5, lam=1.0)  # each round pays 1/2, to b: returns 1/2, 1/4, and 1/2 + 1/8
-    assert grid_of(batch, "a")[0, :, 0].tolist() == pytest.approx([0.9, 0.15, 0.4])
-    assert grid_of(batch, "b")[0, :2, 1].tolist() == pytest.approx([0.525, 0.4])
+    chained(batch, gamma=0.5, lam=1.0)  # each round pays 1/2, to b: in round 2 both return 1/2, in round 1 b 1/2 + 1/4
+    assert grid_of(batch, "a")[0, :, 0].tolist() == pytest.approx([0.9, 0.4, 0.4])
+    assert grid_of(batch, "b")[0, :2, 1].tolist() == pytest.approx([0.65, 0.4])
 
 
 def test_agents_of_one_policy_are_links_too():
@@ -143,6 +145,18 @@ def rows_after_one_another(parts):
         for key in ("responses", "response_mask", "turn_index")
     }
     return TensorDict(joined, batch_size=[sum(map(len, parts))])
+
+
+def test_a_chain_goes_on_over_the_policies_that_an_agent_acts_with():
+    """Scores 0 and 1, values 0: everything before the last turn returns 1, whatever policy spoke."""
+    record = episode("t", 0, [[0, 1], [0, 1]])
+    for turn in record.turns:
+        turn.policy = ("first", "later")[turn.round - 1]
+    batch = batch_of(record)
+    batch.values_ERA = torch.zeros(batch.mask_ERA.shape)
+    chained(batch)
+    assert batch.returns_ERA[0].tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    assert batch.rows["first"]["advantages"].values().tolist() == [1.0, 1.0]
 
 
 def test_a_chain_is_whitened_by_policy():

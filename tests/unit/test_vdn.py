@@ -126,7 +126,9 @@ def test_a_joint_action_is_what_trained_agents_say_in_a_round(name):
     assert joint.index_B.tolist() == [0, 2, 3] and joint.next_B.tolist() == [1, -1, -1]
     assert joint.mask_BA.tolist() == [[True, True], [True, False], [True, True]]
     assert joint.rewards_B.tolist() == [0.5 + 0.5 * 1.0, 0.0, 1.0]
-    assert joint.targets(torch.tensor([10.0, 20.0, 30.0]), 0.5).tolist() == [1.0 + 10.0, 0.0, 1.0]
+    assert joint.targets(torch.tensor([10.0, 20.0, 30.0]), 0.5).tolist() == [1.0 + 0.5**2 * 20, 0.0, 1.0], (
+        "two rounds on"
+    )
     assert joint.keys_B == [("t", 0), ("t", 2), ("u", 0)]
     numbers = torch.arange(12.0).view(2, 3, 2)
     assert joint.take(numbers).tolist() == [[0, 1], [4, 0], [6, 7]]
