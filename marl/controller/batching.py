@@ -28,7 +28,7 @@ def joint_batch(
     places = [columns_of(episode, num_rounds) for episode in episodes]
     width = max((column + 1 for columns in places for column in columns), default=0)
     shape = (len(episodes), max(num_rounds, width), len(agents))
-    mask_ERA, trained_ERA = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
+    mask_ERA, trained_ERA, answers_ERA = np.zeros((3, *shape), dtype=bool)
     verdicts_ERA, siblings_ERA = np.zeros(shape, dtype=np.float32), np.full(shape, -1)
     seat = {agent: a for a, agent in enumerate(agents)}
     sets: dict[tuple, int] = {}
@@ -43,6 +43,7 @@ def joint_batch(
             cell = (e, column, seat[turn.agent])
             cells[e][i] = int(np.ravel_multi_index(cell, shape))
             mask_ERA[cell], verdicts_ERA[cell] = True, turn.judged.score - turn.judged.penalty
+            answers_ERA[cell] = turn.answers
             if turn.compared:
                 siblings_ERA[cell] = sets.setdefault((e, turn.agent, turn.round), len(sets))
             rounds = train_rounds is None or turn.round in train_rounds
@@ -65,6 +66,7 @@ def joint_batch(
         mask_ERA=torch.from_numpy(mask_ERA),
         verdicts_ERA=torch.from_numpy(verdicts_ERA),
         trained_ERA=torch.from_numpy(trained_ERA),
+        answers_ERA=torch.from_numpy(answers_ERA),
         team_verdict_E=torch.tensor([episode.judged.score if episode.verdict else 0.0 for episode in episodes]),
         rows={policy: to_rows(turns, temperatures) for policy, turns in chains.items()},
     )

@@ -26,7 +26,7 @@ class MAPPO(IPPO):
     class Config(IPPO.Config):
         chain: bool = False
         """GAE runs along the agents' order inside a round, then across rounds, over the decisions of all of them: every step
-        of the chain is discounted. A round's reward, its speakers' mean credit, is paid at the last of them. Values bootstrap
+        of the chain is discounted. The team's reward of a round is paid at its last speaker. Values bootstrap
         one another inside a round too, though the critic reads no turn of the same round."""
 
     config: Config
@@ -56,13 +56,22 @@ class MAPPO(IPPO):
         advantages = self.gae(plan, rewards_D, values_D).split([len(own.cells_D) for own in all_of_them])
         return dict(zip(decisions, advantages, strict=True))
 
+    def paid(self, batch: JointBatch) -> Tensor:
+        """In a chain the team's reward of every round, at its last speaker."""
+        credit_ERA, mask_ERA, alone = super().paid(batch), batch.path().mask_ERA, batch.siblings_ERA
+        if not self.config.chain:
+            return credit_ERA
+        if alone is None:
+            return credit.at_last_speakers(self.credit.of_team(batch), mask_ERA)
+        paid_ERA = credit.at_last_speakers(self.credit.of_team(batch), mask_ERA & (alone < 0))
+        return torch.where(alone >= 0, credit_ERA, paid_ERA)
+
     def fold(self, credit_ERA: Tensor, mask_ERA: Tensor, trained_ERA: Tensor) -> Tensor:
         """In a chain what untrained turns earn goes to the last trained turn before them, whoever spoke it."""
         if not self.config.chain:
             return super().fold(credit_ERA, mask_ERA, trained_ERA)
-        rewards_ERA = credit.round_rewards(credit_ERA, mask_ERA)
         chain = (len(mask_ERA), -1, 1)
         folded_EC1 = credit.fold_untrained(
-            rewards_ERA.reshape(chain), mask_ERA.reshape(chain), trained_ERA.reshape(chain), self.config.gamma
+            credit_ERA.reshape(chain), mask_ERA.reshape(chain), trained_ERA.reshape(chain), self.config.gamma
         )
         return folded_EC1.view(mask_ERA.shape)

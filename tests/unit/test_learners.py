@@ -127,7 +127,11 @@ def test_every_credit_scheme_is_zero_where_nobody_spoke(credit):
 
 @pytest.mark.parametrize(
     "of,expected",
-    [(TeamOf.round, [[0.5, 0.5], [0.5, 0.5]]), (TeamOf.final, [[0.5, 0.5]] * 2), (TeamOf.answer, [[1.0, 1.0]] * 2)],
+    [
+        (TeamOf.round, [[0.5, 0.5], [0.5, 0.5]]),
+        (TeamOf.final, [[0.0, 0.0], [0.5, 0.5]]),
+        (TeamOf.answer, [[0.0, 0.0], [1.0, 1.0]]),
+    ],
 )
 def test_team_credit_pays_everybody_the_same(of, expected):
     scheme = CREDITS.get("team")
