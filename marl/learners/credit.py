@@ -12,6 +12,9 @@ from marl.learners.contributions import counterfactual as counterfactual
 from marl.learners.contributions import replay_advantages as replay_advantages
 from marl.learners.contributions import shapley as shapley
 
+ROUNDING = 1e-6
+"""What sums of the same rewards in another order may differ by, of numbers of order 1; in proportion, of larger ones."""
+
 
 def team_mean(verdicts_ERA: Tensor, mask_ERA: Tensor) -> Tensor:
     """Mean verdict [E, R] over the agents that spoke in a round; 0 where nobody did."""
@@ -145,7 +148,8 @@ def group_advantages(rewards_B: Tensor, keys_B: Sequence[Hashable] | Tensor, std
 
         A = (R - mean) / (std + eps)      with the sample standard deviation
 
-    Equal rewards give exactly 0, and so does a group of one, where verl's GRPO returns the raw reward.
+    Rewards that differ by no more than rounding give exactly 0, where the deviation would blow that up to advantages of order
+    1; so does a group of one, where verl's GRPO returns the raw reward.
     """
     index_B, count_G = group_index(keys_B)
     mean_G = torch.zeros(len(count_G), dtype=rewards_B.dtype).index_add(0, index_B, rewards_B) / count_G
@@ -168,7 +172,7 @@ def group_index(keys_B: Sequence[Hashable] | Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unequal_groups(rewards_B: Tensor, index_B: Tensor, num_groups: int) -> Tensor:
-    """Which groups [G] hold two different rewards. The others teach nothing: they are degenerate."""
+    """Which groups [G] hold two rewards that differ by more than rounding. The others teach nothing: they are degenerate."""
     low_G = torch.full((num_groups,), torch.inf, dtype=rewards_B.dtype).scatter_reduce(0, index_B, rewards_B, "amin")
     high_G = torch.full((num_groups,), -torch.inf, dtype=rewards_B.dtype).scatter_reduce(0, index_B, rewards_B, "amax")
-    return high_G > low_G
+    return high_G - low_G > ROUNDING * torch.maximum(low_G.abs(), high_G.abs()).clamp(min=1)
