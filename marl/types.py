@@ -251,6 +251,8 @@ class JointBatch:
     """What the critics should have said, from the learner."""
     answers_ERA: Tensor | None = None
     """1 on the turns that are answers to the task; None where all are. The others are worth what the team's answer is."""
+    lengths_ERA: Tensor | None = None
+    """How many tokens of a turn its policy generated."""
 
     @property
     def last_turns_ERA(self) -> Tensor:
