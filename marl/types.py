@@ -248,7 +248,7 @@ class JointBatch:
     joint_ids: Tensor | None = None
     """The joint observation of every round, as ids ragged over [E * R]: the state of a learner that reads one."""
     returns_ERA: Tensor | None = None
-    """What the critics should have said, from the learner."""
+    """What the learner compared turns by, or what the critics should have said of them."""
     answers_ERA: Tensor | None = None
     """1 on the turns that are answers to the task; None where all are. The others are worth what the team's answer is."""
     lengths_ERA: Tensor | None = None
