@@ -23,6 +23,7 @@ from marl.controller.worker_group import throughput
 from marl.learners import Learner
 from marl.report import conversation, dump, tokens
 from marl.report.credit_shares import LazyAgents, credit_shares
+from marl.report.turn_numbers import turn_numbers
 from marl.types import AgentId, CriticName, Episode, JointBatch, Metrics, PolicyName, Task, Turn
 from marl.utils.metrics import PhaseTimer, RunningMean, must_be_finite, prefixed
 from marl.utils.tracking import tracking_of
@@ -180,7 +181,8 @@ class MARLTrainer:
         turns, critics = float(batch.mask_ERA.sum()), list(self.critics.groups.values())
         metrics |= throughput(list(self.policies.values()), critics, turns, seconds)
         if self.config.trainer.rollout_data_dir:
-            dump.write(episodes, self.step_number, self.config.trainer.rollout_data_dir)
+            numbers = turn_numbers(batch, self.learner.credit.of(batch))
+            dump.write(episodes, self.step_number, self.config.trainer.rollout_data_dir, numbers)
         return metrics
 
     async def collect(self, tasks: Sequence[Task]) -> Collection:

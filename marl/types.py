@@ -248,7 +248,23 @@ class JointBatch:
     joint_ids: Tensor | None = None
     """The joint observation of every round, as ids ragged over [E * R]: the state of a learner that reads one."""
     returns_ERA: Tensor | None = None
-    """What the critics should have said, from the learner."""
+    """What the learner compared turns by, or what the critics should have said of them."""
+    answers_ERA: Tensor | None = None
+    """1 on the turns that are answers to the task; None where all are. The others are worth what the team's answer is."""
+    lengths_ERA: Tensor | None = None
+    """How many tokens of a turn its policy generated."""
+
+    @property
+    def last_turns_ERA(self) -> Tensor:
+        """1 on each agent's last turn of every conversation."""
+        spoke_ERA = self.path().mask_ERA.long()
+        return spoke_ERA * (spoke_ERA.flip(1).cumsum(1).flip(1) == 1)
+
+    @property
+    def answered_ERA(self) -> Tensor:
+        """1 on the turns of the conversations that are answers to the task."""
+        spoke_ERA = self.path().mask_ERA
+        return spoke_ERA if self.answers_ERA is None else spoke_ERA & self.answers_ERA
 
     def path(self) -> JointBatch:
         """The same batch, as if the alternatives that no conversation followed had never been spoken."""

@@ -28,8 +28,9 @@ def joint_batch(
     places = [columns_of(episode, num_rounds) for episode in episodes]
     width = max((column + 1 for columns in places for column in columns), default=0)
     shape = (len(episodes), max(num_rounds, width), len(agents))
-    mask_ERA, trained_ERA = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
+    mask_ERA, trained_ERA, answers_ERA = np.zeros((3, *shape), dtype=bool)
     verdicts_ERA, siblings_ERA = np.zeros(shape, dtype=np.float32), np.full(shape, -1)
+    lengths_ERA = np.zeros(shape, dtype=np.int64)
     seat = {agent: a for a, agent in enumerate(agents)}
     sets: dict[tuple, int] = {}
     chains: dict[PolicyName, list[Chain]] = {}
@@ -43,6 +44,7 @@ def joint_batch(
             cell = (e, column, seat[turn.agent])
             cells[e][i] = int(np.ravel_multi_index(cell, shape))
             mask_ERA[cell], verdicts_ERA[cell] = True, turn.judged.score - turn.judged.penalty
+            answers_ERA[cell], lengths_ERA[cell] = turn.answers, sum(turn.response_mask)
             if turn.compared:
                 siblings_ERA[cell] = sets.setdefault((e, turn.agent, turn.round), len(sets))
             rounds = train_rounds is None or turn.round in train_rounds
@@ -65,6 +67,8 @@ def joint_batch(
         mask_ERA=torch.from_numpy(mask_ERA),
         verdicts_ERA=torch.from_numpy(verdicts_ERA),
         trained_ERA=torch.from_numpy(trained_ERA),
+        answers_ERA=torch.from_numpy(answers_ERA),
+        lengths_ERA=torch.from_numpy(lengths_ERA),
         team_verdict_E=torch.tensor([episode.judged.score if episode.verdict else 0.0 for episode in episodes]),
         rows={policy: to_rows(turns, temperatures) for policy, turns in chains.items()},
     )
@@ -89,14 +93,14 @@ def outcomes_of(
 
 
 def columns_of(episode: Episode, num_rounds: int) -> list[int]:
-    """The column of each turn: of the path its round, of alternatives that are trained the next free one behind all rounds;
-    -1 for a turn that stands in no grid."""
+    """The column of each turn: of the path its round, of alternatives that are trained or compared with others the next free
+    one behind all rounds; -1 for a turn that stands in no grid."""
     behind: Counter[AgentId] = Counter()
     columns = []
     for turn in episode.turns:
         if turn.kept:
             columns.append(turn.round - 1)
-        elif turn.trained:
+        elif turn.trained or turn.compared:
             columns.append(num_rounds + behind[turn.agent])
             behind[turn.agent] += 1
         else:

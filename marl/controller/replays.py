@@ -84,9 +84,11 @@ async def attempt(
 
 
 def team_return(episode: Episode, of: ReturnOf) -> float:
-    if of is ReturnOf.answer:
+    answers = [turn for turn in episode.path if turn.answers]
+    if of is ReturnOf.answer or not answers:
         return episode.judged.score
-    scores = [turn.judged.score for turn in episode.path if turn.round == episode.num_rounds]
+    last = max(turn.round for turn in answers)
+    scores = [turn.judged.score for turn in answers if turn.round == last]
     return sum(scores) / len(scores)
 
 

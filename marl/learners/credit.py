@@ -14,20 +14,28 @@ from marl.learners.contributions import (
     shapley as shapley,
 )
 
+ROUNDING = 1e-6
+"""What sums of the same rewards in another order may differ by, of numbers of order 1; in proportion, of larger ones."""
+
 
 def team_mean(verdicts_ERA: Tensor, mask_ERA: Tensor) -> Tensor:
     """Mean verdict [E, R] over the agents that spoke in a round; 0 where nobody did."""
     return (verdicts_ERA * mask_ERA).sum(-1) / mask_ERA.sum(-1).clamp(min=1)
 
 
-def round_rewards(rewards_ERA: Tensor, mask_ERA: Tensor) -> Tensor:
-    """Mean reward [E, R, A] of a round's speakers, at its last speaker in the agents' order; 0 elsewhere.
+def at_last_speakers(rewards_ER: Tensor, mask_ERA: Tensor) -> Tensor:
+    """Rewards of rounds [E, R, A], each at the last speaker of its round in the agents' order; 0 elsewhere.
 
     Where agents are one chain of decisions, a round has paid once it is over, and it pays once.
     """
-    mask_ERA = mask_ERA.to(rewards_ERA.dtype)
-    last_ERA = mask_ERA * (mask_ERA.flip(-1).cumsum(-1).flip(-1) == 1)
-    return team_mean(rewards_ERA, mask_ERA)[..., None] * last_ERA
+    mask_ERA = mask_ERA.to(rewards_ER.dtype)
+    return rewards_ER[..., None] * mask_ERA * (mask_ERA.flip(-1).cumsum(-1).flip(-1) == 1)
+
+
+def in_last_round(x_E: Tensor, mask_ERA: Tensor) -> Tensor:
+    """Numbers of episodes [E, R], each in the last round in which anybody spoke; 0 elsewhere."""
+    spoke_ER = mask_ERA.amax(-1).to(x_E.dtype)
+    return x_E[:, None] * spoke_ER * (spoke_ER.flip(1).cumsum(1).flip(1) == 1)
 
 
 def last_round(x_ER: Tensor, mask_ERA: Tensor) -> Tensor:
@@ -45,16 +53,19 @@ def influence(verdicts_ERA: Tensor, mask_ERA: Tensor, gamma: float) -> Tensor:
     A round in which nobody spoke (an early consensus) enters neither sum. Zero outside the mask.
     """
     mask_ERA = mask_ERA.to(verdicts_ERA.dtype)
-    spoke_ER = mask_ERA.amax(-1)
-    team_ER = team_mean(verdicts_ERA, mask_ERA)
-    later_E = torch.zeros_like(team_ER[:, 0])
-    weight_E = torch.zeros_like(later_E)
-    rewards_ERA = torch.zeros_like(verdicts_ERA)
-    for r in reversed(range(verdicts_ERA.shape[1])):
-        rewards_ERA[:, r] = (verdicts_ERA[:, r] + later_E[:, None]) / (1 + weight_E)[:, None]
-        later_E = gamma * (later_E + team_ER[:, r])
-        weight_E = gamma * (weight_E + spoke_ER[:, r])
-    return rewards_ERA * mask_ERA
+    later_ER, weight_ER = later_rounds(verdicts_ERA, mask_ERA, gamma)
+    return (verdicts_ERA + later_ER[..., None]) / (1 + weight_ER)[..., None] * mask_ERA
+
+
+def later_rounds(verdicts_ERA: Tensor, mask_ERA: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
+    """The team's discounted verdicts of the rounds after each one [E, R], and the sum of their weights [E, R]."""
+    mask_ERA = mask_ERA.to(verdicts_ERA.dtype)
+    team_ER, spoke_ER = team_mean(verdicts_ERA, mask_ERA), mask_ERA.amax(-1)
+    later_ER, weight_ER = torch.zeros_like(team_ER), torch.zeros_like(team_ER)
+    for r in reversed(range(team_ER.shape[1] - 1)):
+        later_ER[:, r] = gamma * (later_ER[:, r + 1] + team_ER[:, r + 1])
+        weight_ER[:, r] = gamma * (weight_ER[:, r + 1] + spoke_ER[:, r + 1])
+    return later_ER, weight_ER
 
 
 def incentives(verdicts_ERA: Tensor, mask_ERA: Tensor, alpha: tuple[float, float], beta: tuple[float, float]) -> Tensor:
@@ -144,7 +155,8 @@ def group_advantages(rewards_B: Tensor, keys_B: Sequence[Hashable] | Tensor, std
 
         A = (R - mean) / (std + eps)      with the sample standard deviation
 
-    Equal rewards give exactly 0, and so does a group of one, where verl's GRPO returns the raw reward.
+    Rewards that differ by no more than rounding give exactly 0, where the deviation would blow that up to advantages of order
+    1; so does a group of one, where verl's GRPO returns the raw reward.
     """
     index_B, count_G = group_index(keys_B)
     mean_G = torch.zeros(len(count_G), dtype=rewards_B.dtype).index_add(0, index_B, rewards_B) / count_G
@@ -167,7 +179,7 @@ def group_index(keys_B: Sequence[Hashable] | Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unequal_groups(rewards_B: Tensor, index_B: Tensor, num_groups: int) -> Tensor:
-    """Which groups [G] hold two different rewards. The others teach nothing: they are degenerate."""
+    """Which groups [G] hold two rewards that differ by more than rounding. The others teach nothing: they are degenerate."""
     low_G = torch.full((num_groups,), torch.inf, dtype=rewards_B.dtype).scatter_reduce(0, index_B, rewards_B, "amin")
     high_G = torch.full((num_groups,), -torch.inf, dtype=rewards_B.dtype).scatter_reduce(0, index_B, rewards_B, "amax")
-    return high_G > low_G
+    return high_G - low_G > ROUNDING * torch.maximum(low_G.abs(), high_G.abs()).clamp(min=1)

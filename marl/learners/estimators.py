@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, get_adv_estimator_fn
 
@@ -20,20 +21,52 @@ def known_estimators() -> list[str]:
 
 
 def estimate(name: str, settings: AlgoConfig, batch: JointBatch, returns_ERA: Tensor, keys_ERA: Tensor) -> None:
-    """Write advantages by verl's estimator of that name, of one policy's turns at a time; a group of one gets 0."""
+    """Write advantages by verl's estimator of that name, of one policy's turns at a time; a group of one gets 0.
+
+    What a policy's turns are compared with is their whole group, whether the others are trained or not.
+    """
     function, keys, own_ERA = get_adv_estimator_fn(name), keys_ERA.flatten(), returns_ERA + penalties(batch)
     for rows in batch.rows.values():
         decisions = Decisions.of(batch, rows)
         plan = Trajectories(decisions.cells_D, batch.mask_ERA.shape, separate_turns=True)
-        keys_N = keys[decisions.cells_D[plan.first_D]]
+        cells_N = decisions.cells_D[plan.first_D]
+        others_M = cells_N[:0] if name in UNGROUPED else others_of(batch, keys, cells_N)
+        rewards_NT, mask_NT = with_others(
+            plan.lay(decisions.rewards(own_ERA)), plan.mask_NT, batch, returns_ERA.flatten()[others_M], others_M
+        )
+        keys_N = keys[torch.cat([cells_N, others_M])]
         index_N, count_G = credit.group_index(keys_N)
         compared_N = (count_G[index_N] > 1) | (name in UNGROUPED)
-        advantages_NT = torch.zeros(plan.shape)
+        advantages_NT = torch.zeros_like(rewards_NT)
         if compared_N.any():
             advantages_NT[compared_N], _ = function(
-                token_level_rewards=plan.lay(decisions.rewards(own_ERA))[compared_N],
-                response_mask=plan.mask_NT[compared_N],
+                token_level_rewards=rewards_NT[compared_N],
+                response_mask=mask_NT[compared_N],
                 index=keys_N[compared_N].numpy(),
                 config=settings,
             )
         decisions.write(batch, plan.take(advantages_NT))
+
+
+def others_of(batch: JointBatch, keys: Tensor, cells_N: Tensor) -> Tensor:
+    """The cells of the turns that share a group with these, and are none of them."""
+    others = batch.mask_ERA.flatten() & torch.isin(keys, keys[cells_N])
+    others[cells_N] = False
+    return others.nonzero()[:, 0]
+
+
+def with_others(
+    rewards_NT: Tensor, mask_NT: Tensor, batch: JointBatch, returns_M: Tensor, others_M: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rewards and mask with further turns below, whose returns stand at their last tokens."""
+    if len(others_M) == 0:
+        return rewards_NT, mask_NT
+    if batch.lengths_ERA is None:
+        raise ValueError("the batch holds no lengths of turns, and some that are not trained are to be compared")
+    lengths_M = batch.lengths_ERA.flatten()[others_M].clamp(min=1)
+    width = max(rewards_NT.shape[1], int(lengths_M.max()))
+    wider = (0, width - rewards_NT.shape[1])
+    place_T = torch.arange(width)
+    mask_MT = (place_T < lengths_M[:, None]).to(mask_NT.dtype)
+    rewards_MT = torch.where(place_T == lengths_M[:, None] - 1, returns_M[:, None], 0.0)
+    return torch.cat([pad(rewards_NT, wider), rewards_MT]), torch.cat([pad(mask_NT, wider), mask_MT])

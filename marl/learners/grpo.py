@@ -48,6 +48,7 @@ class GRPO(Learner):
                 rows["advantages"] = spread(credit_ERA, rows)
             return {}
         returns_ERA, keys_ERA = self.returns(batch, credit_ERA), group_keys(batch, self.config.group_by)
+        batch.returns_ERA = returns_ERA
         if self.config.estimator in (None, "grpo"):
             advantages_ERA, spoke_ERA = torch.zeros_like(returns_ERA), batch.mask_ERA.bool()
             groups = returns_ERA[spoke_ERA], keys_ERA[spoke_ERA]

@@ -76,7 +76,7 @@ class IPPO(Learner):
 
     def rewards(self, batch: JointBatch) -> Tensor:
         """Rewards [E, R, A] of the trained turns."""
-        credit_ERA = self.credit.of(batch)
+        credit_ERA = self.paid(batch)
         if self.credit.kind == "return":
             return credit_ERA
         mask_ERA = batch.path().mask_ERA
@@ -85,6 +85,10 @@ class IPPO(Learner):
         alone_ERA = batch.siblings_ERA >= 0  # worth their own verdicts, whatever comes after
         chained_ERA = batch.trained_ERA & mask_ERA & ~alone_ERA
         return torch.where(alone_ERA, credit_ERA, self.fold(credit_ERA, mask_ERA & ~alone_ERA, chained_ERA))
+
+    def paid(self, batch: JointBatch) -> Tensor:
+        """Credit [E, R, A] of every turn."""
+        return self.credit.of(batch)
 
     def fold(self, credit_ERA: Tensor, mask_ERA: Tensor, trained_ERA: Tensor) -> Tensor:
         """Rewards of trained turns, with what the untrained ones after them earn."""

@@ -26,7 +26,7 @@ class MAPPO(IPPO):
     class Config(IPPO.Config):
         chain: bool = False
         """GAE runs along the agents' order inside a round, then across rounds, over the decisions of all of them: lambda counts
-        every turn of the chain, gamma its rounds. A round's reward, its speakers' mean credit, is paid at the last of them.
+        every turn of the chain, gamma its rounds. The team's reward of a round is paid at its last speaker.
         Values bootstrap one another inside a round too, though the critic reads no turn of the same round."""
 
     config: Config
@@ -44,14 +44,23 @@ class MAPPO(IPPO):
             return super().trajectories(batch, cells_D)
         return Trajectories(cells_D, batch.mask_ERA.shape, False, batch.siblings_ERA, chain=True)
 
+    def paid(self, batch: JointBatch) -> Tensor:
+        """In a chain the team's reward of every round, at its last speaker."""
+        credit_ERA, mask_ERA, alone = super().paid(batch), batch.path().mask_ERA, batch.siblings_ERA
+        if not self.config.chain:
+            return credit_ERA
+        if alone is None:
+            return credit.at_last_speakers(self.credit.of_team(batch), mask_ERA)
+        paid_ERA = credit.at_last_speakers(self.credit.of_team(batch), mask_ERA & (alone < 0))
+        return torch.where(alone >= 0, credit_ERA, paid_ERA)
+
     def fold(self, credit_ERA: Tensor, mask_ERA: Tensor, trained_ERA: Tensor) -> Tensor:
         """In a chain what untrained turns earn goes to the last trained turn before them, whoever spoke it."""
         if not self.config.chain:
             return super().fold(credit_ERA, mask_ERA, trained_ERA)
-        rewards_ERA, (_, num_rounds, num_agents) = credit.round_rewards(credit_ERA, mask_ERA), mask_ERA.shape
-        links = (len(mask_ERA), -1, 1)
+        links, (_, num_rounds, num_agents) = (len(mask_ERA), -1, 1), mask_ERA.shape
         gamma_C = torch.tensor([1.0] * (num_agents - 1) + [self.config.gamma]).repeat(num_rounds)
         folded_EC1 = credit.fold_untrained(
-            rewards_ERA.reshape(links), mask_ERA.reshape(links), trained_ERA.reshape(links), gamma_C
+            credit_ERA.reshape(links), mask_ERA.reshape(links), trained_ERA.reshape(links), gamma_C
         )
         return folded_EC1.view(mask_ERA.shape)

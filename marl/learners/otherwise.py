@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from marl.learners import credit
-from marl.learners.schemes import Credit, register_credit
+from marl.learners.schemes import Credit, OutcomeCredit, register_credit
 from marl.types import Ballot, JointBatch, Vote
 from marl.utils.votes import winners
 
@@ -36,29 +36,28 @@ def must_vote(batch: JointBatch, name: str) -> None:
 
 
 @register_credit("shapley")
-class Shapley(Credit):
-    """The team's decision, shared out among those who voted: each one's Shapley value, paid at its last turn in the vote.
+class Shapley(OutcomeCredit):
+    """The team's decision, shared out among those who voted: each one's Shapley value.
 
     The shares of an episode sum to what was decided, in the mean over tie-breaks, less what no answer is worth.
     """
 
-    kind = "reward"
     votes = True
 
-    def assign(self, batch: JointBatch) -> Tensor:
+    def of_turns(self, batch: JointBatch) -> Tensor:
+        return torch.zeros_like(batch.verdicts_ERA)
+
+    def outcome(self, batch: JointBatch) -> Tensor:
         must_vote(batch, self.config.name)
-        credit_ERA = torch.zeros_like(batch.verdicts_ERA)
+        shares_EA = torch.zeros_like(batch.verdicts_ERA[:, 0])
         shares = cache(shares_of)  # many teams vote alike
         for e, ballots in enumerate(batch.ballots):
             decided = ballots[-1]
-            last = {vote.agent: 0 for vote in decided.votes}
-            for vote in decided.votes:
-                last[vote.agent] = max(last[vote.agent], vote.round)
-            seats = {agent: seat for seat, agent in enumerate(last)}
+            seats = {agent: seat for seat, agent in enumerate(dict.fromkeys(vote.agent for vote in decided.votes))}
             unnamed = tuple(replace(vote, agent=str(seats[vote.agent]), round=0) for vote in decided.votes)
-            for (agent, round), share in zip(last.items(), shares(replace(decided, votes=unnamed)), strict=True):
-                credit_ERA[e, round - 1, batch.agents.index(agent)] = share
-        return credit_ERA
+            voters = [batch.agents.index(agent) for agent in seats]
+            shares_EA[e, voters] = shares(replace(decided, votes=unnamed))
+        return shares_EA
 
 
 def shares_of(ballot: Ballot) -> Tensor:
@@ -133,7 +132,7 @@ def gain(ballot: Ballot, vote: Vote, alternatives: Sequence[Vote]) -> Tensor:
 
 class ReturnOf(Enum):
     final = "final"
-    """The mean verdict of the episode's last round."""
+    """The mean verdict on the answers of the last round that has any."""
     answer = "answer"
     """The verdict on the team's answer."""
 

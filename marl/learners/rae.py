@@ -49,7 +49,7 @@ class RAE(Learner):
     def relative(self, batch: JointBatch, credit_ERA: Tensor) -> Tensor:
         """Returns [E, R, A] less the mean of their role, which hears of them first."""
         mask_ERA, returns_ERA = batch.path().mask_ERA, returns(batch, credit_ERA, self.credit.kind, self.config.gamma)
-        advantages_ERA = torch.zeros_like(returns_ERA)
+        batch.returns_ERA, advantages_ERA = returns_ERA, torch.zeros_like(returns_ERA)
         for source in sorted(set(batch.sources_E)):
             of_game_E = torch.tensor([name == source for name in batch.sources_E])
             for a, agent in enumerate(batch.agents):

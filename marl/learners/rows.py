@@ -24,7 +24,8 @@ def rows_of(rows: TensorDict, index: Sequence[int], silent: int = 0) -> TensorDi
 
 
 def drop_rejected(batch: JointBatch) -> None:
-    """Leave out the rows of which a rollout correction kept no token; their turns count as untrained."""
+    """Leave out what a rollout correction rejected: a turn of which no token is left is not trained, whatever else shares its
+    row, and a row without such a turn goes; of other turns the tokens that are left are trained."""
     kept_ERA = torch.zeros_like(batch.trained_ERA)
     for name, rows in list(batch.rows.items()):
         kept = [i for i, mask in enumerate(rows["response_mask"].unbind()) if mask.any()]
@@ -34,7 +35,11 @@ def drop_rejected(batch: JointBatch) -> None:
         if len(kept) < len(rows):
             rows = batch.rows[name] = rows_of(rows, kept)
         index = rows["turn_index"].values()
-        kept_ERA.view(-1)[index[index >= 0]] = True
+        kept_ERA.view(-1)[index[(index >= 0) & rows["response_mask"].values().bool()]] = True
+        rejected = (index >= 0) & ~kept_ERA.flatten()[index.clamp(min=0)]
+        rows["turn_index"] = torch.nested.nested_tensor_from_jagged(
+            index.masked_fill(rejected, -1), rows["turn_index"].offsets()
+        )
     batch.trained_ERA = kept_ERA
 
 

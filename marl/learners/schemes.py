@@ -41,6 +41,10 @@ class Credit(ABC):
         beta1: float = 0.0
         """Incentive to persuade the peers of a right answer."""
 
+        @property
+        def pays_incentives(self) -> bool:
+            return any((self.alpha0, self.alpha1, self.beta0, self.beta1))
+
     def __init__(self, config: Config) -> None:
         self.config = config
 
@@ -53,12 +57,21 @@ class Credit(ABC):
         after the kept one is not theirs to share."""
         path, config = batch.path(), self.config
         credit_ERA = self.assign(path)
-        alpha, beta = (config.alpha0, config.alpha1), (config.beta0, config.beta1)
-        if any(alpha + beta):
-            credit_ERA = credit_ERA + credit.incentives(path.verdicts_ERA, path.mask_ERA, alpha, beta)
+        if config.pays_incentives:
+            credit_ERA = credit_ERA + self.incentives(path)
         if batch.siblings_ERA is None or self.kind == "advantage":
             return credit_ERA
         return torch.where(batch.siblings_ERA >= 0, batch.verdicts_ERA, credit_ERA)
+
+    def of_team(self, batch: JointBatch) -> Tensor:
+        """The team's reward [E, R] of every round, for learners to which the team is one decision maker."""
+        return credit.team_mean(self.of(batch), batch.path().mask_ERA)
+
+    def incentives(self, path: JointBatch) -> Tensor:
+        """Incentives [E, R, A] of every turn. A turn that is no answer neither earns them nor counts as a peer's."""
+        config = self.config
+        alpha, beta = (config.alpha0, config.alpha1), (config.beta0, config.beta1)
+        return credit.incentives(path.verdicts_ERA, path.answered_ERA, alpha, beta)
 
 
 CREDITS: Registry[Credit] = Registry("credit")
@@ -69,45 +82,87 @@ register_credit = CREDITS.register
 ConfigStore.instance().store(group="credit", name="auto", node=Credit.Config(name="auto"))
 
 
-@register_credit("own")
-class Own(Credit):
-    """A turn's reward is the verdict on it."""
+class OutcomeCredit(Credit):
+    """Credit of which a part is known only when the conversation has ended: the outcome. An agent is paid it once, at its last
+    turn, however often it spoke; the team once, in its last round. Override :meth:`of_turns` and :meth:`outcome`."""
 
     kind = "reward"
 
+    @abstractmethod
+    def of_turns(self, batch: JointBatch) -> Tensor:
+        """Rewards [E, R, A] that answers earn at once."""
+
+    @abstractmethod
+    def outcome(self, batch: JointBatch) -> Tensor:
+        """Rewards [E, A] that agents earn once the conversation has ended."""
+
     def assign(self, batch: JointBatch) -> Tensor:
-        return batch.verdicts_ERA * batch.mask_ERA
+        return self.of_turns(batch) + self.outcome(batch)[:, None] * batch.last_turns_ERA
+
+    def of_team(self, batch: JointBatch) -> Tensor:
+        """The mean over the answers of a round; in the last one, the mean outcome of those that answered too, of all if nobody
+        did."""
+        path, answered_ERA = batch.path(), batch.answered_ERA
+        rewards_ERA = self.of_turns(path)
+        if self.config.pays_incentives:
+            rewards_ERA = rewards_ERA + self.incentives(path)
+        answered_EA, spoke_EA = answered_ERA.any(1), path.mask_ERA.any(1)
+        paid_EA = torch.where(answered_EA.any(-1, keepdim=True), answered_EA, spoke_EA)
+        outcome_E = credit.team_mean(self.outcome(path), paid_EA)
+        return credit.team_mean(rewards_ERA, answered_ERA) + credit.in_last_round(outcome_E, path.mask_ERA)
+
+
+def unanswered(batch: JointBatch) -> Tensor:
+    """The team's verdict [E, A] for agents that gave no answer to the task, 0 for the others."""
+    return torch.where(batch.answered_ERA.any(1), 0.0, batch.team_verdict_E[:, None])
+
+
+@register_credit("own")
+class Own(OutcomeCredit):
+    """An answer's reward is the verdict on it. Other turns earn nothing by themselves; an agent that never answers is paid the
+    team's verdict."""
+
+    def of_turns(self, batch: JointBatch) -> Tensor:
+        return batch.verdicts_ERA * batch.answered_ERA
+
+    def outcome(self, batch: JointBatch) -> Tensor:
+        return unanswered(batch)
 
 
 class TeamOf(Enum):
     round = "round"
-    """The mean verdict of the agents that spoke in the same round."""
+    """The mean verdict on the answers of the same round; an agent that never answers is paid the team's verdict, once."""
     final = "final"
-    """The mean verdict of the episode's last round, for all its rounds."""
+    """The mean verdict on the answers of the last round that has any, once."""
     answer = "answer"
-    """The verdict on the team's answer, as the runner decided it, for all rounds."""
+    """The verdict on the team's answer, as the runner decided it, once."""
 
 
 @register_credit("team")
-class Team(Credit):
-    """All agents get the same reward, of the round or of the whole episode."""
-
-    kind = "reward"
+class Team(OutcomeCredit):
+    """All agents get the same reward, of every round or of the whole episode."""
 
     @dataclass
-    class Config(Credit.Config):
+    class Config(OutcomeCredit.Config):
         of: TeamOf = TeamOf.round
 
     config: Config
 
-    def assign(self, batch: JointBatch) -> Tensor:
-        mask_ERA = batch.mask_ERA.to(batch.verdicts_ERA.dtype)
-        team_ER = credit.team_mean(batch.verdicts_ERA, mask_ERA)
+    def of_turns(self, batch: JointBatch) -> Tensor:
+        answered_ERA = batch.answered_ERA
+        if self.config.of is not TeamOf.round:
+            return torch.zeros_like(batch.verdicts_ERA)
+        return credit.team_mean(batch.verdicts_ERA, answered_ERA)[..., None] * answered_ERA
+
+    def outcome(self, batch: JointBatch) -> Tensor:
+        if self.config.of is TeamOf.round:
+            return unanswered(batch)
+        team_E = batch.team_verdict_E
         if self.config.of is TeamOf.final:
-            team_ER = credit.last_round(team_ER, mask_ERA)[:, None]
-        elif self.config.of is TeamOf.answer:
-            team_ER = batch.team_verdict_E[:, None]
-        return team_ER[:, :, None] * mask_ERA
+            answered_ERA = batch.answered_ERA
+            final_E = credit.last_round(credit.team_mean(batch.verdicts_ERA, answered_ERA), answered_ERA)
+            team_E = torch.where(answered_ERA.any((1, 2)), final_E, team_E)
+        return team_E[:, None].expand(-1, batch.mask_ERA.shape[2])
 
 
 @register_credit("mixed")
@@ -121,37 +176,45 @@ class Mixed(Team):
 
     config: Config
 
-    def assign(self, batch: JointBatch) -> Tensor:
-        return batch.verdicts_ERA * batch.mask_ERA + self.config.weight * super().assign(batch)
+    def of_turns(self, batch: JointBatch) -> Tensor:
+        return batch.verdicts_ERA * batch.answered_ERA + self.config.weight * super().of_turns(batch)
+
+    def outcome(self, batch: JointBatch) -> Tensor:
+        return unanswered(batch) + self.config.weight * super().outcome(batch)
 
 
 @register_credit("joint")
 class Joint(Credit):
-    """Every turn of an episode gets the sum of the verdicts on all of them (CORY, arXiv:2410.06101)."""
+    """Every turn of an episode gets the sum of the verdicts on all its answers (CORY, arXiv:2410.06101), the team's verdict
+    where there are none."""
 
     kind = "return"
 
     def assign(self, batch: JointBatch) -> Tensor:
-        mask_ERA = batch.mask_ERA.to(batch.verdicts_ERA.dtype)
-        return (batch.verdicts_ERA * mask_ERA).sum((1, 2), keepdim=True) * mask_ERA
+        answered_ERA = batch.answered_ERA
+        sum_E = (batch.verdicts_ERA * answered_ERA).sum((1, 2))
+        sum_E = torch.where(answered_ERA.any((1, 2)), sum_E, batch.team_verdict_E)
+        return sum_E[:, None, None] * batch.mask_ERA
 
 
 @register_credit("zero_sum")
-class ZeroSum(Credit):
-    """What one side wins the others lose: at an agent's last turn, its verdict less the mean of the others' last ones.
+class ZeroSum(OutcomeCredit):
+    """What one side wins the others lose: the verdict on an agent's last answer, less the mean of the others' last ones.
 
-    With two sides the rewards of an episode sum to 0 (SPIRAL, arXiv:2506.24119). 0 where nobody else spoke.
+    With two sides the rewards of an episode sum to 0 (SPIRAL, arXiv:2506.24119). 0 where nobody else answered, and for who
+    never answers.
     """
 
-    kind = "reward"
+    def of_turns(self, batch: JointBatch) -> Tensor:
+        return torch.zeros_like(batch.verdicts_ERA)
 
-    def assign(self, batch: JointBatch) -> Tensor:
-        mask_ERA = batch.mask_ERA.to(batch.verdicts_ERA.dtype)
-        last_ERA = mask_ERA * (mask_ERA.flip(1).cumsum(1).flip(1) == 1)
-        final_EA, spoke_EA = (batch.verdicts_ERA * last_ERA).sum(1), last_ERA.sum(1)
-        others_EA = spoke_EA.sum(-1, keepdim=True) - spoke_EA
+    def outcome(self, batch: JointBatch) -> Tensor:
+        answered_ERA = batch.answered_ERA.to(batch.verdicts_ERA.dtype)
+        last_ERA = answered_ERA * (answered_ERA.flip(1).cumsum(1).flip(1) == 1)
+        final_EA, answered_EA = (batch.verdicts_ERA * last_ERA).sum(1), last_ERA.sum(1)
+        others_EA = answered_EA.sum(-1, keepdim=True) - answered_EA
         lost_EA = (final_EA.sum(-1, keepdim=True) - final_EA) / others_EA.clamp(min=1)
-        return ((final_EA - lost_EA) * (others_EA > 0))[:, None, :] * last_ERA
+        return (final_EA - lost_EA) * answered_EA * (others_EA > 0)
 
 
 @register_credit("influence")
@@ -168,4 +231,10 @@ class Influence(Credit):
     config: Config
 
     def assign(self, batch: JointBatch) -> Tensor:
-        return credit.influence(batch.verdicts_ERA, batch.mask_ERA, self.config.gamma)
+        """What is no answer enters no sum: such a turn gets the mean of the later rounds, after the last one the team's
+        verdict."""
+        answered_ERA, gamma = batch.answered_ERA, self.config.gamma
+        later_ER, weight_ER = credit.later_rounds(batch.verdicts_ERA, answered_ERA, gamma)
+        later_ER = torch.where(weight_ER > 0, later_ER / weight_ER, batch.team_verdict_E[:, None])
+        others_ERA = batch.path().mask_ERA & ~answered_ERA
+        return credit.influence(batch.verdicts_ERA, answered_ERA, gamma) + later_ER[..., None] * others_ERA

@@ -11,7 +11,6 @@ from typing import Any
 from omegaconf import II
 
 from marl.learners.base import Learner, register_learner
-from marl.learners.credit import team_mean
 from marl.learners.decisions import Decisions, penalties
 from marl.learners.mixing import Advantage, JointActions, Mixing, whitened
 from marl.learners.schemes import Credit
@@ -64,7 +63,7 @@ class VDN(Learner):
         return self._fit
 
     def joint(self, batch: JointBatch) -> JointActions:
-        rewards_ER = team_mean(self.credit.of(batch), batch.path().mask_ERA) - penalties(batch).sum(-1)
+        rewards_ER = self.credit.of_team(batch) - penalties(batch).sum(-1)
         return JointActions.of(batch, rewards_ER, self.config.gamma)
 
     def assign_credit(self, batch: JointBatch) -> Metrics:

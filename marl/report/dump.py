@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from marl.report.turn_numbers import Numbers
 from marl.types import Episode, Task, Turn, Verdict
 
 TURN = (
@@ -32,7 +33,10 @@ Hider = Callable[[str], Callable[[str], str]]
 """data_source -> how its texts are shown without them."""
 
 
-def lines(episodes: Sequence[Episode], step: int) -> list[dict[str, Any]]:
+def lines(
+    episodes: Sequence[Episode], step: int, numbers: Sequence[Sequence[Numbers]] | None = None
+) -> list[dict[str, Any]]:
+    """One line a turn; ``numbers``: what training made of each, where it did."""
     return [
         {
             **{key: value for key, value in turn.judged.extra.items() if isinstance(value, PLAIN) and key != "episode"},
@@ -44,14 +48,16 @@ def lines(episodes: Sequence[Episode], step: int) -> list[dict[str, Any]]:
             "task": episode.task.id,
             "data_source": episode.task.data_source,
             "sample": episode.sample,
+            "turn": index + 1,
             **{name: getattr(turn, name) for name in TURN},
             "messages": turn.observation,
             "answer": turn.judged.answer,
             "team_answer": episode.answer,
             "team_score": episode.judged.score,
+            **(numbers[e][index] if numbers else {}),
             **({"episode": whole(episode)} if index == 0 else {}),
         }
-        for episode in episodes
+        for e, episode in enumerate(episodes)
         for index, turn in enumerate(episode.turns)
     ]
 
@@ -62,11 +68,14 @@ def whole(episode: Episode) -> dict[str, Any]:
     return known | {"accuracy": episode.accuracy} | task
 
 
-def write(episodes: Sequence[Episode], step: int, folder: str | Path) -> Path:
+def write(
+    episodes: Sequence[Episode], step: int, folder: str | Path, numbers: Sequence[Sequence[Numbers]] | None = None
+) -> Path:
     """Write ``<folder>/<step>.jsonl``."""
     path = Path(folder) / f"{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines(episodes, step)))
+    told = lines(episodes, step, numbers)
+    path.write_text("".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in told))
     return path
 
 

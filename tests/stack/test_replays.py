@@ -1,5 +1,6 @@
 """Credit by replay through the real stack: what stays, what is drawn anew, and what comes of it."""
 
+import json
 import logging
 from collections import Counter
 from pathlib import Path
@@ -216,6 +217,10 @@ def test_a_step_tries_trains_counts_and_dumps(judged, tmp_path, train):
     assert metrics["replay/tokens"] < trainer.sampled_tokens <= metrics["replay/tokens"] + 16 * 6 * 3
     episodes = dumped(trainer, tmp_path)
     assert len(episodes) == 16 and {len(e.turns) for e in episodes} == {10 if train == "true" else 6}
+    lines = [json.loads(line) for line in (tmp_path / "1.jsonl").read_text().splitlines()]
+    credited = [line for line in lines if line["advantage"] is not None]
+    assert len(credited) == counts[0] and {line["agent"] for line in credited} == {"alice"}
+    assert all(line["advantage"] == pytest.approx(line["reward"], abs=1e-6) for line in credited)
 
 
 def note(owner, name, order):

@@ -4,6 +4,7 @@ from tensordict import TensorDict
 from marl.controller.batching import joint_batch, pad_rows, to_rows
 from marl.controller.critic_group import with_loss_mask
 from marl.controller.worker_group import even_mini_batches
+from marl.learners.decisions import Decisions
 from marl.learners.rows import drop_rejected
 from marl.modules.workers.policy_worker import of_responses
 from marl.types import Episode, Task, Turn, Verdict
@@ -136,6 +137,25 @@ def test_rows_of_which_nothing_is_kept_are_left_out():
     drop_rejected(batch)
     assert list(batch.rows) == ["a"] and [r.tolist() for r in batch.rows["a"]["input_ids"].unbind()] == [[1, 2, 2]]
     assert batch.trained_ERA.tolist() == [[[True, False], [False, False]]]
+
+
+def test_a_turn_that_was_rejected_is_not_trained_though_its_row_is():
+    """Turns of 2, 1 and 2 tokens in one row, of which one survives in the first and one in the last: those two are trained,
+    with what is left of them; the one in between has no place in the row any more."""
+    record = episode(
+        turn("a", 1, [1], [2, 3]), turn("a", 2, [1, 2, 3, 9], [4]), turn("a", 3, [1, 2, 3, 9, 4, 9], [5, 6])
+    )
+    batch = joint_batch([record], ["a", "b"], {"a": 1.0}, pack_turns=True)
+    rows = batch.rows["a"]
+    assert rows["turn_index"].values().tolist() == [0, 0, -1, 2, -1, 4, 4]
+    rows["response_mask"] = jagged([[0, 1, 0, 0, 0, 1, 0]], torch.long)
+    drop_rejected(batch)
+    assert batch.trained_ERA[0, :, 0].tolist() == [True, False, True]
+    assert rows["turn_index"].values().tolist() == [0, 0, -1, -1, -1, 4, 4]
+    assert [r.tolist() for r in batch.rows["a"]["response_mask"].unbind()] == [[0, 1, 0, 0, 0, 1, 0]]
+    batch.values_ERA = torch.tensor([[[0.5, 0], [9.0, 0], [0.25, 0]]])
+    assert Decisions.of(batch, rows).values_D.tolist() == [0.5, 0.25], "nobody valued it, and nobody credits it"
+    assert batch.mask_ERA[0, :, 0].all(), "it was said, and its group still counts it"
 
 
 def test_what_an_answers_form_costs_is_taken_off_in_training_alone():

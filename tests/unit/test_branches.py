@@ -29,6 +29,18 @@ def test_alternatives_that_are_not_trained_stand_nowhere():
     assert batch.cells == [[0, 2, 3, -1, -1]] and len(batch.rows["a"]) == 2
 
 
+@pytest.mark.parametrize("name", ["grpo", "at_grpo"])
+def test_who_was_cut_off_is_compared_and_not_trained(name):
+    """1 beside three that were cut off, 0 each: 1.5, though nobody else of the set is trained."""
+    record = branch(episode("t", 0, [[1.0], []]), "a", 1, [0.0, 0.0, 0.0])
+    for turn in record.turns[1:]:
+        turn.trained = False
+    batch = batch_of(record)
+    build(name).assign_credit(batch)
+    assert batch.siblings_ERA[0, :, 0].tolist() == [0, 0, 0, 0] and len(batch.rows["a"]) == 1
+    assert batch.rows["a"]["advantages"].values().tolist() == pytest.approx([1.5], abs=1e-4)
+
+
 def test_each_set_is_compared_within_itself():
     """GRPO: 1, .5, 0 of one set: (1 - .5) / .5 = 1, 0, -1, whatever another sample's set got; rounds without alternatives
     stay in groups of their own."""

@@ -69,6 +69,21 @@ def test_equal_rewards_give_exactly_zero(reward, size):
     assert credit.group_advantages(torch.full((size,), reward), [0] * size, std=True).abs().max() == 0
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rewards_that_differ_by_rounding_give_exactly_zero(dtype, scale):
+    rewards = torch.tensor([0.7 + 0.1 + 0.2, 1.0, 0.1 + 0.2 + 0.7], dtype=dtype) * scale
+    rewards[1] += rewards[1] * torch.finfo(torch.float32).eps
+    assert len(set(rewards.tolist())) > 1
+    assert credit.group_advantages(rewards, [0] * 3, std=True).tolist() == [0.0] * 3
+    assert not credit.unequal_groups(rewards, torch.zeros(3, dtype=torch.long), 1)
+
+
+def test_small_differences_are_no_rounding():
+    got = credit.group_advantages(torch.tensor([0.0, 1e-4, 0.0, 1e-4]), [0] * 4, std=True)
+    assert got.tolist() == pytest.approx([-0.85, 0.85, -0.85, 0.85], abs=0.02)
+
+
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=4, max_size=4), st.integers(-50, 50))
 def test_an_offset_of_a_group_changes_nothing(rewards, offset):

@@ -88,6 +88,28 @@ def test_a_group_of_one_teaches_nothing_whatever_the_estimator(estimator):
     assert advantages[3] == 0.0 and advantages[0] > 0
 
 
+@pytest.mark.parametrize(
+    "name,options,expected",
+    [
+        ("grpo", {}, [1.5, -0.5]),
+        ("grpo", {"estimator": "rloo"}, [1.0, -1 / 3]),
+        ("grpo", {"estimator": "rloo_vectorized"}, [1.0, -1 / 3]),
+        ("grpo", {"estimator": "opo"}, [0.9, -0.1]),
+        ("at_grpo", {}, [1.5, -0.5]),
+        ("magrpo", {}, [0.75, -0.25]),
+    ],
+)
+def test_who_is_not_trained_is_compared_all_the_same(name, options, expected):
+    """Four samples, 1 0 0 0; the last two were cut off, and have no rows. opo weighs by length: 1 of 1 + 1 + 4 + 4."""
+    records = [episode("t", i, [[float(i == 0)], [None]]) for i in range(4)]
+    for record in records[2:]:
+        (cut,) = record.turns
+        cut.trained, cut.response_ids, cut.response_mask, cut.log_probs = False, [3] * 4, [1] * 4, [-1.0] * 4
+    batch = batch_of(*records)
+    build(name, "team" if name == "magrpo" else "own", **options).assign_credit(batch)
+    assert batch.rows["a"]["advantages"].values().tolist() == pytest.approx(expected, abs=1e-4)
+
+
 def test_a_later_round_counts_for_an_earlier_one_under_every_estimator():
     batch = two_samples()
     build("grpo", "own", estimator="rloo").assign_credit(batch)

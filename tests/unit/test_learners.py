@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from marl.controller.batching import to_rows
+from marl.controller.ballots import ballots_of
+from marl.controller.batching import joint_batch, to_rows
 from marl.learners import CREDITS, LEARNERS, spread
 from marl.learners.schemes import TeamOf
 from marl.types import Turn
 from marl.utils.ragged import jagged
 from recipe import leave_one_out  # noqa: F401 - registers a learner from outside
-from tests.builders import FakeGroup, batch_of, build_learner as build, episode, two_samples
+from tests.builders import AGENTS, FakeGroup, batch_of, build_learner as build, episode, two_samples
 
 
 @pytest.mark.parametrize("credit", CREDITS.names())
@@ -106,7 +107,11 @@ def test_every_credit_scheme_is_zero_where_nobody_spoke(credit):
 
 @pytest.mark.parametrize(
     "of,expected",
-    [(TeamOf.round, [[0.5, 0.5], [0.5, 0.5]]), (TeamOf.final, [[0.5, 0.5]] * 2), (TeamOf.answer, [[1.0, 1.0]] * 2)],
+    [
+        (TeamOf.round, [[0.5, 0.5], [0.5, 0.5]]),
+        (TeamOf.final, [[0.0, 0.0], [0.5, 0.5]]),
+        (TeamOf.answer, [[0.0, 0.0], [1.0, 1.0]]),
+    ],
 )
 def test_team_credit_pays_everybody_the_same(of, expected):
     scheme = CREDITS.get("team")

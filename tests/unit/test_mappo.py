@@ -97,9 +97,9 @@ def ragged_like(rows, values):
 
 
 def test_a_round_pays_once_at_its_last_speaker():
-    rewards = torch.tensor([[[1.0, 0.0, 0.5], [4.0, 2.0, 9.0], [7.0, 7.0, 7.0]]])
+    rewards = torch.tensor([[0.5, 3.0, 7.0]])
     mask = torch.tensor([[[1, 1, 1], [1, 1, 0], [0, 0, 0]]])
-    assert credit.round_rewards(rewards, mask).tolist() == [[[0, 0, 0.5], [0, 3, 0], [0, 0, 0]]]
+    assert credit.at_last_speakers(rewards, mask).tolist() == [[[0, 0, 0.5], [0, 3, 0], [0, 0, 0]]]
 
 
 def test_what_untrained_turns_earn_goes_to_the_last_trained_one_of_the_chain():

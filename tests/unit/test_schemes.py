@@ -31,7 +31,7 @@ DEBATE = [[1.0, 0.0], [0.0, 1.0]]
 def test_mixed_is_own_and_a_weight_of_the_teams():
     batch = batch_of(episode("t", 0, DEBATE))
     assert scheme("mixed", weight=0.5).assign(batch)[0].tolist() == [[1.25, 0.25], [0.25, 1.25]]
-    assert scheme("mixed", weight=2.0, of=TeamOf.answer).assign(batch)[0].tolist() == [[3.0, 2.0], [2.0, 3.0]]
+    assert scheme("mixed", weight=2.0, of=TeamOf.answer).assign(batch)[0].tolist() == [[1.0, 0.0], [2.0, 3.0]]
     assert torch.equal(scheme("mixed", weight=0).assign(batch), scheme("own").assign(batch))
 
 
@@ -298,5 +298,5 @@ def test_the_return_of_an_episode_is_that_of_the_team_credit():
         record.verdict = Verdict(0.75, "x")
         batch = batch_of(record)
         for of in ("final", "answer"):
-            paid = scheme("team", of=TeamOf[of]).assign(batch)[0, 0, 0]
+            paid = scheme("team", of=TeamOf[of]).assign(batch)[0, :, 0].sum()
             assert team_return(record, ReturnOf[of]) == float(paid)
