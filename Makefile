@@ -10,8 +10,8 @@ RUN := OMP_NUM_THREADS=1 RAY_USAGE_STATS_ENABLED=0 $(VENV)/bin/python
 
 # $(call install,PACKAGES): of what pip says, each download with its size, the last step, and its code if it fails
 install = { $(VENV)/bin/pip install --disable-pip-version-check --progress-bar off $(CONSTRAINTS) $(1) || touch $(VENV)/failed; } | \
-	awk '/^ *Downloading .*metadata/ {next} /^ *Downloading/ {sub(/^ */, "    "); print; fflush()} \
-	/^ *Building/ {print "   " $$0; fflush()} /^Installing/ {print "    Unpacking " NF - 3 " packages"; fflush()}'; \
+	awk '/metadata/ {next} /^ *(Downloading|Using cached|Processing|Building)/ {sub(/^ */, "    "); sub(/[^ ]*\//, ""); print; fflush()} \
+	/^Installing/ {print "    Unpacking " NF - 3 " packages"; fflush()}'; \
 	! rm $(VENV)/failed 2>/dev/null
 
 .PHONY: quickstart test test-all check format gpu-smoke clean

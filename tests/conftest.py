@@ -7,6 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
+import hypothesis
 import pytest
 import torch
 import yaml
@@ -19,6 +20,9 @@ torch.set_num_threads(1)
 yaml.SafeLoader = getattr(
     yaml, "CSafeLoader", yaml.SafeLoader
 )  # OmegaConf asks for it at each file; every test composes
+
+hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("suite")  # the same examples every time, however loaded the machine is
 
 IN_PROCESSES_OF_THEIR_OWN = ("test_processes", "test_examples")
 

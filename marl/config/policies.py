@@ -26,7 +26,8 @@ def own_settings(config: Any, name: str) -> Any:
     """``actor_rollout_ref`` as one policy has it: its keys are checked, and it may add to open dicts (``override_config``)."""
     shared = OmegaConf.create(config.actor_rollout_ref)
     OmegaConf.set_struct(shared, False)
-    return OmegaConf.merge(shared, changes_of(config.policies, name))
+    changes = changes_of(config.policies, name)
+    return OmegaConf.merge(shared, changes) if changes else shared  # merging copies once more
 
 
 def loops_of(config: Any, policy: str) -> dict[str, str]:

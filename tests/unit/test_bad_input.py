@@ -195,9 +195,10 @@ UNTYPED = sorted(key for key in SWITCHES if not key.startswith("controller."))
 @examples(16)
 @given(key=st.sampled_from(UNTYPED), value=st.sampled_from(["perhaps", "2", "[]", "0.5", "'true'", "yes"]))
 def test_a_switch_that_is_neither_on_nor_off(plain, key, value):
+    assume(not key.startswith("controller.") or value in ("perhaps", "[]", "0.5"))  # typed: OmegaConf reads "yes"
     override = f"{key}={value}"
     text = refusal(plain, override)
-    assert key in text and value_of(override) in text and "true or false" in text
+    assert key in text and value_of(override) in text and ("true or false" in text or "not a valid bool" in text)
 
 
 @examples(14)

@@ -77,10 +77,11 @@ def read_outside_of_the_checks():
 
 
 def options():
-    """(where, key) of every option that is ours."""
+    """(where, key) of every option that is ours, whatever other tests have registered."""
     groups = {cls.__name__: cls for cls in vars(schema).values() if is_dataclass(cls)}
     for registry in (LEARNERS, CREDITS, RUNNERS):
-        groups |= {f"{name}: {registry.get(name).__name__}": registry.get(name).Config for name in registry.names()}
+        ours = (cls for cls in map(registry.get, registry.names()) if cls.__module__.startswith("marl."))
+        groups |= {cls.__name__: cls.Config for cls in ours}
     return {(where, field.name) for where, group in groups.items() for field in fields(group)}
 
 
