@@ -1,6 +1,7 @@
 """What a critic values and an estimator credits: turns, or the tokens of turns. Pure.
 
-A *decision* is a turn where the critic values turns (``critic.level=turn``), a token where it values tokens. A *trajectory*
+A *decision* is a turn where the critic values turns (``critic.level=turn``), a token where it values tokens; what a rollout
+correction rejected is none, so that the reward of a turn stands at the last of its tokens that is left. A *trajectory*
 is the decisions of one agent in one episode in the order in which they were taken, whatever policies it acted with; those of
 one turn where the credit holds the future already; or, in a chain, those of all agents, one after another inside a round.
 """
@@ -20,6 +21,11 @@ from marl.learners.schemes import CreditKind
 from marl.types import JointBatch
 
 
+def kept_tokens(rows: TensorDict) -> Tensor:
+    """Which tokens [T] are answers that no rollout correction rejected."""
+    return (rows["turn_index"].values() >= 0) & rows["response_mask"].values().bool()
+
+
 @dataclass
 class Decisions:
     """The decisions D of one policy's rows."""
@@ -34,8 +40,7 @@ class Decisions:
 
     @classmethod
     def of(cls, batch: JointBatch, rows: TensorDict) -> Decisions:
-        index_T = rows["turn_index"].values()
-        answered_T = index_T >= 0
+        index_T, answered_T = rows["turn_index"].values(), kept_tokens(rows)
         penalties_T = rows["kl_penalty"].values() if "kl_penalty" in rows else torch.zeros(len(index_T))
         if batch.values_ERA is None:
             values_T = rows["values"].values() if "values" in rows else torch.zeros(len(index_T))
@@ -52,7 +57,7 @@ class Decisions:
 
     def write(self, batch: JointBatch, advantages_D: Tensor, returns_D: Tensor | None = None) -> None:
         """Put advantages into the rows, returns beside the values."""
-        answered_T = self.rows["turn_index"].values() >= 0
+        answered_T = kept_tokens(self.rows)
         offsets = self.rows["turn_index"].offsets()
 
         def ragged(x_D: Tensor) -> Tensor:
@@ -128,12 +133,12 @@ class Trajectories:
 
 
 def penalties(batch: JointBatch) -> Tensor:
-    """What is taken off each turn's reward [E, R, A] in sum over its tokens."""
+    """What is taken off each turn's reward [E, R, A] in sum over its tokens, those that were rejected apart."""
     penalties_ERA = torch.zeros(batch.mask_ERA.shape)
     for rows in batch.rows.values():
         if "kl_penalty" in rows:
-            index_T = rows["turn_index"].values()
-            penalties_ERA.view(-1).index_add_(0, index_T[index_T >= 0], rows["kl_penalty"].values()[index_T >= 0])
+            index_T, kept_T = rows["turn_index"].values(), kept_tokens(rows)
+            penalties_ERA.view(-1).index_add_(0, index_T[kept_T], rows["kl_penalty"].values()[kept_T])
     return penalties_ERA
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from marl.learners import credit
+from marl.learners.base import spread
 from marl.types import JointBatch, Metrics
 
 
@@ -32,6 +33,25 @@ def group_keys(batch: JointBatch, group_by: Collection[GroupKey]) -> Tensor:
         return keys_ERA
     sets_ERA = keys_ERA.max() + 1 + batch.siblings_ERA
     return torch.where(batch.siblings_ERA >= 0, sets_ERA, keys_ERA)
+
+
+def policy_keys(batch: JointBatch) -> Tensor:
+    """The group number [E, R, A] of every turn where all turns that train a policy are one group; untrained turns have their
+    own."""
+    keys_ERA = torch.zeros(batch.mask_ERA.shape, dtype=torch.long)
+    for number, rows in enumerate(batch.rows.values(), start=1):
+        index_T = rows["turn_index"].values()
+        keys_ERA.view(-1)[index_T[index_T >= 0]] = number
+    return keys_ERA
+
+
+def clear_turns(batch: JointBatch, turns_ERA: Tensor) -> None:
+    """Set the advantages of these turns to exactly 0."""
+    for rows in batch.rows.values():
+        advantages, cleared = rows["advantages"], spread(turns_ERA.float(), rows).values().bool()
+        rows["advantages"] = torch.nested.nested_tensor_from_jagged(
+            advantages.values().masked_fill(cleared, 0.0), offsets=advantages.offsets()
+        )
 
 
 def unequal_turns(batch: JointBatch, returns_ERA: Tensor, keys_ERA: Tensor) -> Tensor:

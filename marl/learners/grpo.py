@@ -14,9 +14,10 @@ from verl.trainer.config import AlgoConfig
 from marl.learners import credit
 from marl.learners.base import Learner, register_learner, spread
 from marl.learners.decisions import returns
-from marl.learners.estimators import estimate, known_estimators
-from marl.learners.groups import GroupKey, degenerate_share, group_keys, unequal_turns
+from marl.learners.estimators import UNGROUPED, estimate, known_estimators
+from marl.learners.groups import GroupKey, clear_turns, degenerate_share, group_keys, policy_keys, unequal_turns
 from marl.learners.rows import drop_turns
+from marl.learners.schemes import Credit
 from marl.types import JointBatch, Metrics
 
 
@@ -41,14 +42,20 @@ class GRPO(Learner):
 
     config: Config
 
+    def __init__(self, config: Config, credit: Credit) -> None:
+        super().__init__(config, credit)
+        self.compares_samples = config.estimator not in UNGROUPED
+
     def assign_credit(self, batch: JointBatch) -> Metrics:
         credit_ERA = self.credit.of(batch)
         if self.credit.kind == "advantage":
             for rows in batch.rows.values():
                 rows["advantages"] = spread(credit_ERA, rows)
             return {}
-        returns_ERA, keys_ERA = self.returns(batch, credit_ERA), group_keys(batch, self.config.group_by)
+        returns_ERA = self.returns(batch, credit_ERA)
         batch.returns_ERA = returns_ERA
+        keys_ERA = group_keys(batch, self.config.group_by) if self.compares_samples else policy_keys(batch)
+        unequal_ERA = unequal_turns(batch, returns_ERA, keys_ERA)
         if self.config.estimator in (None, "grpo"):
             advantages_ERA, spoke_ERA = torch.zeros_like(returns_ERA), batch.mask_ERA.bool()
             groups = returns_ERA[spoke_ERA], keys_ERA[spoke_ERA]
@@ -58,7 +65,7 @@ class GRPO(Learner):
         else:
             settings = AlgoConfig(gamma=self.config.token_gamma, norm_adv_by_std_in_grpo=self.config.std)
             estimate(self.config.estimator, settings, batch, returns_ERA, keys_ERA)
-        unequal_ERA = unequal_turns(batch, returns_ERA, keys_ERA)
+            clear_turns(batch, ~unequal_ERA)  # rounding leaves verl's with noise to divide
         if self.config.drop_equal:
             drop_turns(batch, ~unequal_ERA)
         return degenerate_share(batch, unequal_ERA, keys_ERA)

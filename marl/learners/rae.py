@@ -16,21 +16,27 @@ from marl.types import JointBatch, Metrics
 
 @register_learner("rae")
 class RAE(Learner):
-    """A = R - b, where b follows R of the same data source and agent: b <- decay b + (1 - decay) mean R, without the pull
-    towards 0 of its first steps. A role's constant advantage of the first move is so no credit of anybody."""
+    """A = R - b, where b follows R of the same game and role: b <- decay b + (1 - decay) R once for every episode, without the
+    pull towards 0 of the first ones. A role's constant advantage of the first move is so no credit of anybody.
+
+    The game is the data source; the role is the agent and its place in the order in which agents first speak, so that one that
+    begins has a mean of its own where seats are swapped. R is the mean return of the agent's turns: the outcome, where that is
+    all they are paid. Episodes of one step are updates by their mean: their order does not matter.
+    """
 
     default_credit = "zero_sum"
 
     @dataclass
     class Config(Learner.Config):
         decay: float = 0.95
+        """Weight of the mean beside one more episode."""
         gamma: float = II("algorithm.gamma")
         """Discount of an agent's later rounds, for credit of kind ``reward``."""
 
     def __init__(self, config: Config, credit: Any) -> None:
         super().__init__(config, credit)
-        self.means: dict[str, dict[str, list[float]]] = {}
-        """By data source and agent: the discounted sum of returns, and of their weights."""
+        self.means: dict[str, dict[str, dict[int, list[float]]]] = {}
+        """By data source, agent and place: the discounted sum of returns, and of their weights."""
 
     config: Config
 
@@ -41,31 +47,35 @@ class RAE(Learner):
         for rows in batch.rows.values():
             rows["advantages"] = spread(credit_ERA, rows)
         return {
-            f"agent/{agent}/baseline/{source}": total / weight
+            f"agent/{agent}/baseline/{source}" + (f"/{place}" if len(places) > 1 else ""): total / weight
             for source, roles in self.means.items()
-            for agent, (total, weight) in roles.items()
+            for agent, places in roles.items()
+            for place, (total, weight) in sorted(places.items())
         }
 
     def relative(self, batch: JointBatch, credit_ERA: Tensor) -> Tensor:
         """Returns [E, R, A] less the mean of their role, which hears of them first."""
-        mask_ERA, returns_ERA = batch.path().mask_ERA, returns(batch, credit_ERA, self.credit.kind, self.config.gamma)
-        batch.returns_ERA, advantages_ERA = returns_ERA, torch.zeros_like(returns_ERA)
+        mask_ERA = batch.path().mask_ERA
+        returns_ERA = returns(batch, credit_ERA, self.credit.kind, self.config.gamma)
+        batch.returns_ERA = returns_ERA
+        outcomes_EA = (returns_ERA * mask_ERA).sum(1) / mask_ERA.sum(1).clamp(min=1)
+        places_EA, baselines_EA = places(mask_ERA), torch.zeros_like(outcomes_EA)
         for source in sorted(set(batch.sources_E)):
             of_game_E = torch.tensor([name == source for name in batch.sources_E])
             for a, agent in enumerate(batch.agents):
-                spoke_ER = of_game_E[:, None] & mask_ERA[..., a]
-                if spoke_ER.any():
-                    mean = self.followed(source, agent, float(returns_ERA[..., a][spoke_ER].mean()))
-                    compared_ER = of_game_E[:, None] & batch.mask_ERA[..., a]
-                    advantages_ERA[..., a][compared_ER] = returns_ERA[..., a][compared_ER] - mean
-        return advantages_ERA
+                for place in places_EA[of_game_E, a].unique().tolist():
+                    played_E = of_game_E & (places_EA[:, a] == place)
+                    if place:
+                        baselines_EA[played_E, a] = self.followed(source, agent, place, outcomes_EA[played_E, a])
+        return (returns_ERA - baselines_EA[:, None]) * batch.mask_ERA
 
-    def followed(self, source: str, agent: str, value: float) -> float:
-        """The role's mean after one more step's."""
-        total, weight = self.means.setdefault(source, {}).setdefault(agent, [0.0, 0.0])
-        kept, new = self.config.decay, 1 - self.config.decay
-        total, weight = kept * total + new * value, kept * weight + new
-        self.means[source][agent] = [total, weight]
+    def followed(self, source: str, agent: str, place: int, outcomes_E: Tensor) -> float:
+        """The role's mean after these episodes."""
+        roles = self.means.setdefault(source, {}).setdefault(agent, {})
+        total, weight = roles.get(place, [0.0, 0.0])
+        kept = self.config.decay ** len(outcomes_E)
+        total, weight = kept * total + (1 - kept) * float(outcomes_E.mean()), kept * weight + (1 - kept)
+        roles[place] = [total, weight]
         return total / weight
 
     def state_dict(self) -> dict[str, Any]:
@@ -74,3 +84,11 @@ class RAE(Learner):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.expect_state(state, ("means",))
         self.means = state["means"]
+
+
+def places(mask_ERA: Tensor) -> Tensor:
+    """Each agent's place [E, A] in the order in which the agents of an episode first speak, from 1; those that begin in one
+    round share a place. 0 for an agent that is silent."""
+    first_EA, spoke_EA = mask_ERA.int().argmax(1), mask_ERA.any(1).long()
+    begins_ER = torch.zeros(mask_ERA.shape[:2], dtype=torch.long).scatter_reduce(1, first_EA, spoke_EA, "amax")
+    return begins_ER.cumsum(1).gather(1, first_EA) * spoke_EA

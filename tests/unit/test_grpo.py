@@ -110,6 +110,15 @@ def test_who_is_not_trained_is_compared_all_the_same(name, options, expected):
     assert batch.rows["a"]["advantages"].values().tolist() == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.parametrize("estimator", GRPO.estimators())
+def test_equal_rewards_teach_exactly_nothing_whatever_the_estimator(estimator):
+    """The mean of seven times .7 is not .7 to the last bit, and verl's divide what is left by next to nothing."""
+    batch = batch_of(*(episode("t", i, [[0.7], [i / 7]]) for i in range(7)))
+    build("grpo", estimator=estimator).assign_credit(batch)
+    assert batch.rows["a"]["advantages"].values().tolist() == [0.0] * 7
+    assert batch.rows["b"]["advantages"].values().any()
+
+
 def test_a_later_round_counts_for_an_earlier_one_under_every_estimator():
     batch = two_samples()
     build("grpo", "own", estimator="rloo").assign_credit(batch)

@@ -7,8 +7,9 @@ import torch
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.utils.config import omega_conf_to_dataclass
 
+from marl.config.errors import ConfigError
 from marl.controller.controller import overlong
-from marl.main import prepare
+from marl.main import make_learner, prepare
 from tests.builders import batch_of, build_learner as build, episode
 
 SHIPPED = sorted(path.stem for path in (Path(__file__).parents[2] / "configs" / "learner").glob("*.yaml"))
@@ -112,6 +113,26 @@ def test_dr_grpo_divides_by_a_constant_and_not_by_the_length(compose_config, col
     assert gradient[mask.bool()].tolist() == pytest.approx([-1 / constant] * 4), "whatever the widest answer's length"
     _, narrow = policy_loss("dr_grpo", compose_config, cold_assets, torch.zeros(2, 1), torch.ones(2, 1), mask[:, :1])
     assert narrow[0].item() == gradient[0, 0].item()
+
+
+def test_one_sample_a_task_is_enough_where_the_batch_is_the_baseline(compose_config, cold_assets):
+    """As docs/algorithms.md recommends of it; whatever compares a task's samples refuses the same configuration."""
+    alone = f"assets={cold_assets}", "credit=own", "actor_rollout_ref.rollout.n=1"
+    config = prepare(compose_config(*alone, "learner=reinforce_plus_plus"))
+    assert not make_learner(config).compares_samples
+    with pytest.raises(ConfigError, match="rollout.n=1: learner=grpo compares a task's samples"):
+        prepare(compose_config(*alone, "learner=rloo"))
+
+
+def test_its_advantages_of_one_sample_a_task():
+    """Returns 1, 0, 0, 0 of four tasks, whitened over the batch: deviation 1/2."""
+    batch = batch_of(*(episode(f"t{i}", 0, [[float(i == 0)], [0.25]]) for i in range(4)))
+    learner = build("grpo", estimator="reinforce_plus_plus")
+    metrics = learner.assign_credit(batch)
+    assert batch.rows["a"]["advantages"].values().tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-5)
+    assert batch.rows["b"]["advantages"].values().tolist() == [0.0] * 4, "all alike"
+    assert metrics["agent/a/degenerate_groups"] == 0.0 and metrics["agent/b/degenerate_groups"] == 1.0
+    assert metrics["team/degenerate_groups"] == 0.5, "a policy's turns are one group"
 
 
 @pytest.mark.parametrize("length,share", [(1, 0.0), (96, 0.0), (98, 0.5), (100, 1.0), (120, 1.0)])

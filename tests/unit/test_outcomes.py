@@ -13,7 +13,7 @@ from marl.learners.otherwise import ReturnOf
 from marl.learners.schemes import TeamOf
 from marl.types import Ballot, Episode, Rule, Task, Turn, Verdict, Vote
 from marl.utils.ragged import jagged
-from tests.unit.test_learners import AGENTS, batch_of, build, episode
+from tests.builders import AGENTS, batch_of, build_learner as build, episode
 
 PASS = "pass"
 """A turn that is no answer."""

@@ -24,11 +24,50 @@ def test_a_constant_reward_of_a_role_ends_in_no_credit():
 
 
 def test_the_mean_moves_by_its_decay():
-    """b = (.5 * .5 * 0 + .5 * 1) / (.5 * .5 + .5) after returns 0 and 1 with a decay of one half."""
+    """b = (.5 * .5 * 0 + .5 * 1) / (.5 * .5 + .5) after returns 0 and 1 with a decay of one half; two episodes of one step are
+    two updates by their mean: (.25 * .5 + .75 * .5) / (.25 * .75 + .75)."""
     learner = build("rae", "own", decay=0.5)
     assert step(learner, [[0], [None]])[0]["a"] == [0.0]
     assert step(learner, [[1], [None]])[0]["a"] == pytest.approx([1 - 2 / 3])
-    assert step(learner, [[1], [None]], [[0], [None]])[0]["a"] == pytest.approx([1 - 4 / 7, -4 / 7])
+    mean = (0.25 * 0.5 + 0.75 * 0.5) / (0.25 * 0.75 + 0.75)
+    assert step(learner, [[1], [None]], [[0], [None]])[0]["a"] == pytest.approx([1 - mean, -mean])
+
+
+def test_an_episode_updates_a_role_once_however_long_it_is():
+    """Two games: one won in a turn, one lost after three. The mean of the outcomes is 0, not that of the turns, -1/2."""
+    learner = build("rae", "own")
+    got, metrics = step(learner, [[1, None, None], [None]], [[0, 0, -1], [None]])
+    assert metrics["agent/a/baseline/marl/x"] == pytest.approx(0.0)
+    assert got["a"] == pytest.approx([1.0] + [-1.0] * 6)
+
+
+def test_the_order_of_a_steps_episodes_does_not_matter():
+    one, two = build("rae", "own", decay=0.5), build("rae", "own", decay=0.5)
+    scores = [[[1], [0]], [[0], [1]], [[0], [0]]]
+    first, second = step(one, *scores)[1], step(two, *reversed(scores))[1]
+    assert first == pytest.approx(second)
+
+
+SWAPPED = [[None, 0], [1, None]], [[1, None], [None, 0]]
+"""Games in which b begins, and in which a does: who begins wins."""
+
+
+def test_a_role_is_who_begins_where_seats_are_swapped():
+    """An agent that begins in half of the games wins half of them: its mean would be 0, and every turn a surprise."""
+    learner = build("rae", "zero_sum")
+    for _ in range(30):
+        last, metrics = step(learner, *SWAPPED)
+    assert max(map(abs, last["a"] + last["b"])) < 1e-6
+    assert metrics == {
+        "agent/a/baseline/marl/x/1": pytest.approx(1), "agent/a/baseline/marl/x/2": pytest.approx(-1),
+        "agent/b/baseline/marl/x/1": pytest.approx(1), "agent/b/baseline/marl/x/2": pytest.approx(-1),
+    }  # fmt: skip
+
+
+def test_agents_that_begin_together_have_one_role_each_whatever_comes_later():
+    learner = build("rae", "own")
+    _, metrics = step(learner, [[1, 1], [0, None]], [[1, None], [0, 1]])
+    assert sorted(metrics) == ["agent/a/baseline/marl/x", "agent/b/baseline/marl/x"]
 
 
 def test_roles_and_games_have_means_of_their_own():

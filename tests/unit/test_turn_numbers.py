@@ -8,8 +8,7 @@ import torch
 from marl.report import dump
 from marl.report.turn_numbers import turn_numbers
 from marl.types import Verdict
-from tests.unit.test_branches import branch
-from tests.unit.test_learners import batch_of, build, episode
+from tests.builders import batch_of, branch, build_learner as build, episode
 
 ALONE = [[1.0, 0.5], [0.25, None]]
 """a speaks twice, b once; a turn of round r has r tokens."""
