@@ -179,6 +179,8 @@ class Episode:
     """What that was decided on; None where no rule decided."""
     settled: Verdict | None = None
     """What the runner says of the team's answer; None leaves it to the verdicts on its turns."""
+    failure: str | None = None
+    """Reason the episode ended early because of what a policy did: ``overflow``, ...; None otherwise."""
 
     def sort(self) -> None:
         """Put the turns into an order that does not depend on who happened to answer first."""
@@ -249,6 +251,8 @@ class JointBatch:
     """The joint observation of every round, as ids ragged over [E * R]: the state of a learner that reads one."""
     returns_ERA: Tensor | None = None
     """What the learner compared turns by, or what the critics should have said of them."""
+    failed_E: Tensor | None = None
+    """1 for episodes that ended before their time; ``team_verdict_E`` is then what that is worth. None where none did."""
     answers_ERA: Tensor | None = None
     """1 on the turns that are answers to the task; None where all are. The others are worth what the team's answer is."""
     lengths_ERA: Tensor | None = None
