@@ -265,6 +265,16 @@ class JointBatch:
         return spoke_ERA * (spoke_ERA.flip(1).cumsum(1).flip(1) == 1)
 
     @property
+    def compared_ERA(self) -> Tensor:
+        """1 on the turns that are trained, and on those of their agents in the same round of a task's other samples."""
+        numbers: dict[str, int] = {}
+        task_E = [numbers.setdefault(task, len(numbers)) for task in self.tasks_E]
+        seats_GRA = self.trained_ERA.new_zeros(len(numbers), *self.trained_ERA.shape[1:])
+        for task, trained_RA in zip(task_E, self.trained_ERA, strict=True):
+            seats_GRA[task] |= trained_RA
+        return self.mask_ERA & seats_GRA[task_E]
+
+    @property
     def answered_ERA(self) -> Tensor:
         """1 on the turns of the conversations that are answers to the task."""
         spoke_ERA = self.path().mask_ERA
