@@ -94,6 +94,7 @@ def check_credit(config: DictConfig) -> None:
             f"credit={name} shares out what a team's vote decided, and runner={config.runner.name} takes none; use a runner "
             "with runner.decide, such as debate or voting, or credit=team credit.of=answer"
         )
+    check_incentives(config)
     if credit.compares_samples and config.actor_rollout_ref.rollout.n < 2:
         raise ConfigError(
             f"actor_rollout_ref.rollout.n={config.actor_rollout_ref.rollout.n}: credit={name} compares a task's samples, and a "
@@ -111,6 +112,23 @@ def check_credit(config: DictConfig) -> None:
             f"credit={name} gives advantages, which go to the loss as they are: algorithm.adv_estimator="
             f"{config.algorithm.adv_estimator} and algorithm.use_kl_in_reward={config.algorithm.use_kl_in_reward} would "
             "change nothing; use null and false, and actor.use_kl_loss for a reference"
+        )
+
+
+def check_incentives(config: DictConfig) -> None:
+    """They compare an answer with those beside it, and with those of the round after."""
+    incentives = {key: config.credit[key] for key in ("alpha0", "alpha1", "beta0", "beta1") if config.credit[key]}
+    runner, agents = RUNNERS.build(config.runner), list(config.agents)
+    if not incentives:
+        return
+    alone = len(agents) == 1 or runner.in_turn
+    if alone or runner.last_round(agents) == 1:
+        key, value = next(iter(incentives.items()))
+        why = "no two agents answer in the same round" if alone else "nobody answers in a second round"
+        raise ConfigError(
+            f"credit.{key}={value}: with these agents and runner={config.runner.name} {why}, and incentives, which compare an "
+            f"answer with its peers' of the same round and of the next, would pay nothing; set credit.{key}=0, or use a runner "
+            "such as debate with runner.order=simultaneous and runner.num_rounds=2"
         )
 
 

@@ -179,6 +179,8 @@ class Episode:
     """What that was decided on; None where no rule decided."""
     settled: Verdict | None = None
     """What the runner says of the team's answer; None leaves it to the verdicts on its turns."""
+    failure: str | None = None
+    """Reason the episode ended early because of what a policy did: ``overflow``, ...; None otherwise."""
 
     def sort(self) -> None:
         """Put the turns into an order that does not depend on who happened to answer first."""
@@ -249,6 +251,8 @@ class JointBatch:
     """The joint observation of every round, as ids ragged over [E * R]: the state of a learner that reads one."""
     returns_ERA: Tensor | None = None
     """What the learner compared turns by, or what the critics should have said of them."""
+    failed_E: Tensor | None = None
+    """1 for episodes that ended before their time; ``team_verdict_E`` is then what that is worth. None where none did."""
     answers_ERA: Tensor | None = None
     """1 on the turns that are answers to the task; None where all are. The others are worth what the team's answer is."""
     lengths_ERA: Tensor | None = None
@@ -259,6 +263,16 @@ class JointBatch:
         """1 on each agent's last turn of every conversation."""
         spoke_ERA = self.path().mask_ERA.long()
         return spoke_ERA * (spoke_ERA.flip(1).cumsum(1).flip(1) == 1)
+
+    @property
+    def compared_ERA(self) -> Tensor:
+        """1 on the turns that are trained, and on those of their agents in the same round of a task's other samples."""
+        numbers: dict[str, int] = {}
+        task_E = [numbers.setdefault(task, len(numbers)) for task in self.tasks_E]
+        seats_GRA = self.trained_ERA.new_zeros(len(numbers), *self.trained_ERA.shape[1:])
+        for task, trained_RA in zip(task_E, self.trained_ERA, strict=True):
+            seats_GRA[task] |= trained_RA
+        return self.mask_ERA & seats_GRA[task_E]
 
     @property
     def answered_ERA(self) -> Tensor:

@@ -85,7 +85,7 @@ async def attempt(
 
 def team_return(episode: Episode, of: ReturnOf) -> float:
     answers = [turn for turn in episode.path if turn.answers]
-    if of is ReturnOf.answer or not answers:
+    if of is ReturnOf.answer or not answers or episode.failure is not None:
         return episode.judged.score
     last = max(turn.round for turn in answers)
     scores = [turn.judged.score for turn in answers if turn.round == last]

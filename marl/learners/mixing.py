@@ -64,7 +64,7 @@ class JointActions:
     index_B: Tensor
     """Where they stand in a flattened [E, R] grid."""
     mask_BA: Tensor
-    """1 where a trained agent speaks."""
+    """1 where a trained agent speaks, though this turn of it may be left out of training."""
     next_B: Tensor
     """The episode's next joint action, -1 after its last."""
     rounds_B: Tensor
@@ -80,7 +80,7 @@ class JointActions:
     def of(cls, batch: JointBatch, rewards_ER: Tensor, gamma: float) -> JointActions:
         """``rewards_ER``: the team's reward of every round. Alternatives that no conversation followed are no part of it."""
         spoke_ERA = batch.path().mask_ERA.bool()
-        trained_ERA = batch.trained_ERA & spoke_ERA
+        trained_ERA = batch.compared_ERA & spoke_ERA
         trained_ER = trained_ERA.any(-1)
         folded_ER = credit.fold_untrained(
             rewards_ER[..., None], spoke_ERA.any(-1, keepdim=True), trained_ER[..., None], gamma

@@ -102,19 +102,30 @@ class OutcomeCredit(Credit):
     def of_team(self, batch: JointBatch) -> Tensor:
         """The mean over the answers of a round; in the last one, the mean outcome of those that answered too, of all if nobody
         did."""
-        path, answered_ERA = batch.path(), batch.answered_ERA
+        path, answered_ERA = batch.path(), standing(batch)
         rewards_ERA = self.of_turns(path)
         if self.config.pays_incentives:
             rewards_ERA = rewards_ERA + self.incentives(path)
-        answered_EA, spoke_EA = answered_ERA.any(1), path.mask_ERA.any(1)
+        answered_EA, spoke_EA = path.answered_ERA.any(1), path.mask_ERA.any(1)
         paid_EA = torch.where(answered_EA.any(-1, keepdim=True), answered_EA, spoke_EA)
         outcome_E = credit.team_mean(self.outcome(path), paid_EA)
         return credit.team_mean(rewards_ERA, answered_ERA) + credit.in_last_round(outcome_E, path.mask_ERA)
 
 
+def standing(batch: JointBatch) -> Tensor:
+    """1 on the answers [E, R, A] that are worth the verdicts on them. Each agent's last turn before a conversation ended early is
+    worth that instead."""
+    if batch.failed_E is None:
+        return batch.answered_ERA
+    return batch.answered_ERA & ~(batch.failed_E[:, None, None] & batch.last_turns_ERA.bool())
+
+
 def unanswered(batch: JointBatch) -> Tensor:
-    """The team's verdict [E, A] for agents that gave no answer to the task, 0 for the others."""
-    return torch.where(batch.answered_ERA.any(1), 0.0, batch.team_verdict_E[:, None])
+    """The team's verdict [E, A] for agents that gave no answer to the task and where the conversation ended early, else 0."""
+    paid_EA = ~batch.answered_ERA.any(1)
+    if batch.failed_E is not None:
+        paid_EA |= batch.failed_E[:, None]
+    return paid_EA * batch.team_verdict_E[:, None]
 
 
 @register_credit("own")
@@ -123,7 +134,7 @@ class Own(OutcomeCredit):
     team's verdict."""
 
     def of_turns(self, batch: JointBatch) -> Tensor:
-        return batch.verdicts_ERA * batch.answered_ERA
+        return batch.verdicts_ERA * standing(batch)
 
     def outcome(self, batch: JointBatch) -> Tensor:
         return unanswered(batch)
@@ -149,7 +160,7 @@ class Team(OutcomeCredit):
     config: Config
 
     def of_turns(self, batch: JointBatch) -> Tensor:
-        answered_ERA = batch.answered_ERA
+        answered_ERA = standing(batch)
         if self.config.of is not TeamOf.round:
             return torch.zeros_like(batch.verdicts_ERA)
         return credit.team_mean(batch.verdicts_ERA, answered_ERA)[..., None] * answered_ERA
@@ -161,7 +172,8 @@ class Team(OutcomeCredit):
         if self.config.of is TeamOf.final:
             answered_ERA = batch.answered_ERA
             final_E = credit.last_round(credit.team_mean(batch.verdicts_ERA, answered_ERA), answered_ERA)
-            team_E = torch.where(answered_ERA.any((1, 2)), final_E, team_E)
+            ended_E = answered_ERA.any((1, 2)) if batch.failed_E is None else answered_ERA.any((1, 2)) & ~batch.failed_E
+            team_E = torch.where(ended_E, final_E, team_E)
         return team_E[:, None].expand(-1, batch.mask_ERA.shape[2])
 
 
@@ -177,7 +189,7 @@ class Mixed(Team):
     config: Config
 
     def of_turns(self, batch: JointBatch) -> Tensor:
-        return batch.verdicts_ERA * batch.answered_ERA + self.config.weight * super().of_turns(batch)
+        return batch.verdicts_ERA * standing(batch) + self.config.weight * super().of_turns(batch)
 
     def outcome(self, batch: JointBatch) -> Tensor:
         return unanswered(batch) + self.config.weight * super().outcome(batch)
@@ -202,7 +214,7 @@ class ZeroSum(OutcomeCredit):
     """What one side wins the others lose: the verdict on an agent's last answer, less the mean of the others' last ones.
 
     With two sides the rewards of an episode sum to 0 (SPIRAL, arXiv:2506.24119). 0 where nobody else answered, and for who
-    never answers.
+    never answers. An episode that ended before its time is no draw: all sides lose it, as if the others had been right.
     """
 
     def of_turns(self, batch: JointBatch) -> Tensor:
@@ -214,7 +226,10 @@ class ZeroSum(OutcomeCredit):
         final_EA, answered_EA = (batch.verdicts_ERA * last_ERA).sum(1), last_ERA.sum(1)
         others_EA = answered_EA.sum(-1, keepdim=True) - answered_EA
         lost_EA = (final_EA.sum(-1, keepdim=True) - final_EA) / others_EA.clamp(min=1)
-        return (final_EA - lost_EA) * answered_EA * (others_EA > 0)
+        outcome_EA = (final_EA - lost_EA) * answered_EA * (others_EA > 0)
+        if batch.failed_E is None:
+            return outcome_EA
+        return torch.where(batch.failed_E[:, None], batch.team_verdict_E[:, None] - 1, outcome_EA)
 
 
 @register_credit("influence")

@@ -190,6 +190,11 @@ class Runner(ABC):
         return False
 
     @property
+    def in_turn(self) -> bool:
+        """Whether agents speak one after another, so that no two answers share a round."""
+        return False
+
+    @property
     def votes(self) -> bool:
         """Whether the team's answer is decided by :func:`marl.runners.decide`: here, where ``runner.decide`` says how."""
         return hasattr(self.config, "decide")

@@ -22,6 +22,10 @@ class Chain(Telling):
 
     config: Config
 
+    @property
+    def in_turn(self) -> bool:
+        return True
+
     async def run(self, episode: LiveEpisode) -> str | None:
         said: list[Turn] = []
         seats = [*episode.agents] * self.config.laps

@@ -22,6 +22,10 @@ class Critique(Telling):
 
     config: Config
 
+    @property
+    def in_turn(self) -> bool:
+        return True
+
     async def run(self, episode: LiveEpisode) -> str | None:
         solver, critic, reviser = (*episode.agents, episode.agents[0])[:3]
         solution = await solver.act(solver.prompt)

@@ -44,6 +44,10 @@ class Debate(Telling):
 
     config: Config
 
+    @property
+    def in_turn(self) -> bool:
+        return self.config.order is Order.sequential
+
     async def run(self, episode: LiveEpisode) -> str | None:
         standing: dict[AgentId, Turn] = {}
         present = list(episode.agents)

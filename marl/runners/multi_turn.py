@@ -42,6 +42,10 @@ class MultiTurn(Telling):
 
     config: Config
 
+    @property
+    def in_turn(self) -> bool:
+        return True
+
     async def run(self, episode: LiveEpisode) -> str | None:
         agent = next(agent for agent in episode.agents if agent.name != self.config.user)
         environment = ENVIRONMENTS.get(self.config.environment)() if self.config.environment else None

@@ -23,6 +23,10 @@ class PioneerObserver(Telling):
 
     config: Config
 
+    @property
+    def in_turn(self) -> bool:
+        return True
+
     async def run(self, episode: LiveEpisode) -> str | None:
         pioneer = episode.agent(self.config.pioneer or episode.agents[0].name)
         (observer,) = [agent for agent in episode.agents if agent is not pioneer]

@@ -28,6 +28,10 @@ class Router(Telling):
 
     config: Config
 
+    @property
+    def in_turn(self) -> bool:
+        return True
+
     async def run(self, episode: LiveEpisode) -> str | None:
         router = episode.agent(self.config.router or episode.agents[0].name)
         workers = [agent for agent in episode.agents if agent is not router]

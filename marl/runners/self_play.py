@@ -28,6 +28,10 @@ class SelfPlay(Telling):
 
     config: Config
 
+    @property
+    def in_turn(self) -> bool:
+        return True
+
     async def run(self, episode: LiveEpisode) -> str | None:
         sides = list(episode.agents)
         if self.config.swap:

@@ -39,6 +39,10 @@ class Tree(Telling):
 
     config: Config
 
+    @property
+    def in_turn(self) -> bool:
+        return True
+
     async def run(self, episode: LiveEpisode) -> str | None:
         best: Turn | None = None
         for level in range(1, self.config.num_levels + 1):

@@ -13,7 +13,7 @@ from marl.learners.otherwise import ReturnOf
 from marl.learners.schemes import TeamOf
 from marl.types import Ballot, Episode, Rule, Task, Turn, Verdict, Vote
 from marl.utils.ragged import jagged
-from tests.builders import AGENTS, batch_of, build_learner as build, episode
+from tests.builders import AGENTS, batch_of, branch, build_learner as build, episode
 
 PASS = "pass"
 """A turn that is no answer."""
@@ -267,3 +267,58 @@ def test_incentives_pass_over_passes():
     plain = CREDITS.get("own")(CREDITS.get("own").Config("own"))
     joint = batch(talk([[1.0, 0.0], [0.0, PASS]], team=1.0))
     assert (scheme.of(joint) - plain.of(joint))[0].tolist() == [[0.0, -8.0], [-2.0, 0.0]]
+
+
+def ended_early(rounds, sample=0, score=-1.0):
+    """An episode that overflowed after these rounds: each agent's last turn is worth the score, if it is an answer."""
+    record = talk(rounds, team=score, sample=sample)
+    record.failure, record.ballot = "overflow", None
+    for agent in AGENTS:
+        for turn in record.trajectory(agent)[-1:]:
+            turn.verdict = Verdict(score, None)
+    return record
+
+
+@pytest.mark.parametrize(
+    "credit,options,expected",
+    [
+        ("own", {}, [[1, -1], [0, 0], [-1, 0]]),
+        ("team", {"of": TeamOf.round}, [[1, -1], [0, 0], [-1, 0]]),
+        ("mixed", {"of": TeamOf.answer, "weight": 0.5}, [[1, -1.5], [0, 0], [-1.5, 0]]),
+        ("team", {"of": TeamOf.final}, [[0, -1], [0, 0], [-1, 0]]),
+        ("team", {"of": TeamOf.answer}, [[0, -1], [0, 0], [-1, 0]]),
+        ("shapley", {}, [[0, -0.5], [0, 0], [-0.5, 0]]),
+        ("counterfactual", {}, [[0, -1], [0, 0], [-1, 0]]),
+        ("zero_sum", {}, [[0, -2], [0, 0], [-2, 0]]),
+    ],
+)
+def test_what_ended_early_is_paid_for_once_by_each_agent(credit, options, expected):
+    """a answers, says something, and something again; b answers in round 1 alone. A whole sample is worth 1."""
+    scheme = CREDITS.get(credit)
+    joint = batch(ended_early([[1.0, 1.0], [PASS, None], [PASS, None]]), talk([[1.0, 1.0]], team=1.0, sample=1))
+    assert joint.failed_E.tolist() == [True, False]
+    got = scheme(scheme.Config(name=credit, **options)).assign(joint)
+    assert got[0].tolist() == expected
+    if options == {"of": TeamOf.round}:
+        assert scheme(scheme.Config(name=credit, **options)).of_team(joint)[0].tolist() == [1.0, 0.0, -1.0]
+    assert team_return(ended_early([[1.0, 1.0]]), ReturnOf.final) == -1.0
+
+
+def test_shares_of_a_failure_sum_to_it():
+    joint = batch(ended_early([[1.0, None], [0.0, PASS]], score=-3.0))
+    shapley = CREDITS.get("shapley")
+    assert shapley(shapley.Config("shapley")).assign(joint)[0].tolist() == [[0, 0], [-1.5, -1.5]]
+
+
+@pytest.mark.parametrize("name,credit,options,own", PAIRS)
+def test_every_learner_takes_what_ended_early(name, credit, options, own):
+    joint = batch(ended_early([[1.0, None], [0.0, PASS]]), talk([[1.0, 0.0]], sample=1), ended_early([[1.0, 0.5]], 2))
+    assert torch.isfinite(returns_of(build(name, credit, options, **own), joint)).all()
+
+
+def test_the_best_of_a_tree_is_not_punished_for_what_came_after_it():
+    record = branch(episode("t", 0, [[1.0, 0.5], []]), "a", 1, [0.0])
+    record.failure, record.ballot, record.verdict = "overflow", None, Verdict(-1.0, None)
+    for name in ("own", "team", "shapley", "zero_sum"):
+        scheme = CREDITS.get(name)(CREDITS.get(name).Config(name))
+        assert scheme.of(batch_of(record))[0, [0, 2], 0].tolist() == [1.0, 0.0], name

@@ -11,12 +11,13 @@ from marl.config.ranges import check_values
 from marl.controller.ballots import ballots_of
 from marl.controller.batching import joint_batch
 from marl.controller.replays import team_return
-from marl.facts import check_facts
+from marl.facts import check_facts, check_incentives
 from marl.learners import CREDITS, LEARNERS
 from marl.learners.otherwise import ReturnOf, worth
 from marl.learners.schemes import TeamOf
 from marl.main import prepare
 from marl.runners import RUNNERS, Decide
+from marl.runners.debate import Order
 from marl.types import Ballot, Rule, Verdict, Vote
 from tests.builders import batch_of, build_learner as build, episode, play
 
@@ -270,6 +271,41 @@ def test_without_a_vote_the_error_says_what_to_use(name, checked):
 def test_what_a_credit_needs_is_asked_for(checked, credit, changes, said):
     with pytest.raises(ConfigError, match=said):
         checked(credit, **changes)
+
+
+@pytest.mark.parametrize(
+    "runner,options,said",
+    [
+        *((name, {}, "no two agents") for name in ("chain", "critique", "router", "self_play", "tree")),
+        ("multi_turn", {}, "no two agents"),
+        ("pioneer_observer", {}, "no two agents"),
+        ("debate", {"order": Order.sequential}, "no two agents"),
+        ("debate", {"num_rounds": 1}, "nobody answers in a second round"),
+        ("single_turn", {}, "nobody answers in a second round"),
+        ("voting", {}, "nobody answers in a second round"),
+        ("debate", {}, None),
+        ("voting", {"ballot": True}, None),
+        ("summary", {}, None),
+    ],
+)
+def test_incentives_that_would_pay_nothing_are_refused(compose_config, runner, options, said):
+    config = compose_config("learner.std=true", "learner.gamma=1", "learner.estimator=null")
+    config.credit = OmegaConf.structured(CREDITS.get("own").Config("own", beta1=0.5))
+    config.runner = RUNNERS.get(runner).Config(name=runner, **options)
+    if said is None:
+        return check_incentives(config)
+    with pytest.raises(ConfigError, match=rf"credit.beta1=0.5: .*runner={runner} {said}.*set credit.beta1=0, or use"):
+        check_incentives(config)
+    config.credit.beta1 = 0.0
+    check_incentives(config)
+
+
+def test_incentives_of_one_agent_are_refused(compose_config):
+    config = compose_config("credit=own", "credit.alpha0=1")
+    check_incentives(config)
+    del config.agents.carol
+    with pytest.raises(ConfigError, match="credit.alpha0=1.*no two agents"):
+        check_incentives(config)
 
 
 def test_replay_compares_within_an_episode_and_takes_a_single_sample(checked):

@@ -176,6 +176,22 @@ def test_actors_are_paid_against_the_answers_of_the_other_samples():
     assert batch.rows["a"]["advantages"].values().tolist() == [0.0], "a group of one is compared with nothing"
 
 
+@pytest.mark.parametrize("advantage,expected", [("group", [1 - 4, 2 - 3.5]), ("gradient", [0.5, 1.0])])
+def test_who_was_cut_off_is_compared_and_not_trained(advantage, expected):
+    """a's answers are worth 1, 2 and 6, the last cut off, and no row; b was never trained."""
+    records = [episode("t", i, [[0], [0]]) for i in range(3)]
+    records[2].turns[0].trained = False
+    for record in records:
+        record.turns[1].trained = False
+    batch, critics = read(batch_of(*records), records, {"a": [0.5, 1.0, 1.0, 2.0, 9.0, 6.0]})
+    assert list(batch.rows) == ["a"] and len(batch.rows["a"]) == 2
+    learner = build("vdn", "team", whiten=False, advantage=Advantage[advantage], mixer_epochs=1)
+    learner.assign_credit(batch)
+    assert batch.rows["a"]["advantages"].values().tolist() == pytest.approx(expected)
+    fit(learner, batch, critics)
+    assert critics["a"].gradients.count_nonzero() == 6, "the utilities hear of it too"
+
+
 def test_pairs_are_of_the_same_key_and_never_of_one_with_itself():
     pairs = sorted(map(tuple, pairs_within(["t", "u", "t", "v", "t"]).tolist()))
     assert pairs == [(0, 2), (0, 4), (2, 0), (2, 4), (4, 0), (4, 2)]

@@ -49,10 +49,17 @@ def to_value_rows(rows: Sequence[ValueRow]) -> TensorDict:
 
 def trained_turns(episodes: Sequence[Episode], batch: JointBatch) -> Iterator[tuple[int, Turn, int]]:
     """Episode, turn and cell of every turn that is trained, in the order of (episode, agent, round)."""
+    return turns_of(episodes, batch, batch.trained_ERA)
+
+
+def turns_of(
+    episodes: Sequence[Episode], batch: JointBatch, chosen_ERA: torch.Tensor
+) -> Iterator[tuple[int, Turn, int]]:
+    """Episode, turn and cell of the chosen turns, in the order of (episode, agent, round)."""
     column = {agent: a for a, agent in enumerate(batch.agents)}
-    trained = batch.trained_ERA.flatten().tolist()
+    chosen = chosen_ERA.flatten().tolist()
     for e, (episode, cells) in enumerate(zip(episodes, batch.cells, strict=True)):
-        placed = [(turn, cell) for turn, cell in zip(episode.turns, cells, strict=True) if cell >= 0 and trained[cell]]
+        placed = [(turn, cell) for turn, cell in zip(episode.turns, cells, strict=True) if cell >= 0 and chosen[cell]]
         for turn, cell in sorted(placed, key=lambda pair: (column[pair[0].agent], pair[0].round, pair[0].branch)):
             yield e, turn, cell
 

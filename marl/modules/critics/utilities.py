@@ -1,5 +1,6 @@
 """What VDN and QMIX read: every trained turn of the conversations twice, before and after its answer, for the utilities;
-and the joint observation of every round, for the mixer's state.
+and the joint observation of every round, for the mixer's state. A turn that was left out of training is read too, where the
+same agent's of another sample are trained: they are compared with it.
 
 An alternative that no conversation followed is part of no joint action, and is not read.
 """
@@ -14,7 +15,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from marl.modules.critics.observation import Encode, JointObservation, ValueRow, in_order, to_value_rows, trained_turns
+from marl.modules.critics.observation import Encode, JointObservation, ValueRow, in_order, to_value_rows, turns_of
 from marl.types import AgentId, CriticName, Episode, JointBatch
 from marl.utils.ragged import jagged
 
@@ -49,7 +50,7 @@ class UtilityTurns:
     def rows(self, episodes: Sequence[Episode], batch: JointBatch) -> dict[CriticName, TensorDict]:
         found: dict[CriticName, list[UtilityRow]] = {}
         open_rows: dict[tuple[int, AgentId, str], UtilityRow] = {}
-        for e, turn, cell in trained_turns(episodes, batch):
+        for e, turn, cell in turns_of(episodes, batch, batch.compared_ERA):
             if not turn.kept:
                 continue
             shown = self.encode(turn.observation) if self.encode else turn.prompt_ids
@@ -81,7 +82,7 @@ class JointStates:
     def ids(self, episodes: Sequence[Episode], batch: JointBatch) -> Tensor:
         width = batch.mask_ERA.shape[1]
         states: list[list[int]] = [[] for _ in range(len(episodes) * width)]
-        for e, turn, _ in trained_turns(episodes, batch):
+        for e, turn, _ in turns_of(episodes, batch, batch.compared_ERA):
             if turn.kept and not states[e * width + turn.round - 1]:
                 states[e * width + turn.round - 1] = self._state(episodes[e], turn.round)
         return jagged(states, torch.long)
