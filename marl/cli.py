@@ -2,6 +2,8 @@
 
 import sys
 
+from marl.config.external import find_own_modules
+
 COMMANDS = {
     "train": "train: the arguments of python -m marl.main",
     "quickstart": "train the two tiny agents on this machine",
@@ -13,6 +15,8 @@ COMMANDS = {
 def main() -> int:
     word, rest = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
     sys.argv = [f"marl {word}", *rest]
+    if word in COMMANDS:
+        find_own_modules()
     if word == "train":
         from marl.main import main as train
 

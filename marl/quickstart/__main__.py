@@ -6,10 +6,14 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 warnings.filterwarnings("ignore", category=UserWarning)  # of optional engines that a laptop does not have
+
+from marl.config.external import find_own_modules
+
+if __name__ == "__main__":
+    find_own_modules()  # before verl imports them
 
 from hydra import compose, initialize_config_module
 from rich.console import Console
@@ -18,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from marl import main as marl_main
 from marl.config.overrides import find_verl, new_agents
-from marl.quickstart.assets import RECIPES, ensure
+from marl.quickstart.assets import ensure_for
 from marl.report import summary
 from marl.types import Metrics
 
@@ -73,8 +77,8 @@ def show_step(bar: Bar) -> Callable[[int, int, Metrics], None]:
 def run(overrides: list[str], config_name: str = "quickstart") -> Any:
     with initialize_config_module("marl.configs", version_base="1.3"):
         config = compose(config_name, overrides=find_verl(new_agents(overrides)))
-    folder, warm = Path(config.assets), Bar("warming up the tiny model")
-    ensure(folder, RECIPES[config.task], config.seed, lambda done, of: warm(done, of))
+    warm = Bar("warming up the tiny model")
+    ensure_for(config, lambda done, of: warm(done, of))
     where = "in this process" if config.resources.one_process else "in Ray"
     console.print(f"starting a worker and a server for each agent, {where} …")
     bar = Bar("training")

@@ -2,6 +2,8 @@
 
 import copy
 import importlib
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +16,11 @@ from omegaconf import OmegaConf, open_dict
 from marl.config.checks import RULES, check
 from marl.config.data import check_files, check_row
 from marl.config.errors import ConfigError, explain
+from marl.config.external import check_modules, find_own_modules
 from marl.config.overrides import find_verl, new_agents
 from marl.main import ConfigError as MainConfigError
-from marl.main import policy_config, pool_ranks, prepare, use_platform
+from marl.main import check_cluster, policy_config, pool_ranks, prepare, use_platform
+from marl.utils.registry import did_you_mean
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
@@ -73,6 +77,77 @@ def test_a_wrong_key_or_value_is_named_with_the_nearest(quickstart, overrides, s
     text = explain(caught.value)
     assert all(part in text for part in said), text
     assert "\n" not in text.strip()
+
+
+def test_the_nearest_key_is_looked_for_in_the_same_group_first(quickstart):
+    def said(override):
+        with pytest.raises(Exception) as caught:
+            quickstart(override)
+        return explain(caught.value)
+
+    assert "Did you mean 'critic_warmup'" in said("trainer.critic_warm_up=1")
+    assert "Did you mean 'data.train_batch_size'" in said("trainer.train_batch_size=8")
+    assert "Did you mean 'critic.cliprange_value'" in said("trainer.cliprange_value=8")
+    assert "Did you mean" not in said("trainer.frequency=8")
+    assert "Did you mean" not in said("credit=nobody")
+
+
+def test_a_guess_that_is_not_near_is_not_made():
+    known = ("own", "team", "reinforce_plus_plus", "gamma", "lam")
+    assert did_you_mean("none", known) == did_you_mean("ppo", known) == did_you_mean("lr", known) == ""
+    assert did_you_mean("gama", known) == " Did you mean 'gamma'?"
+    assert did_you_mean("reinforce", known) == " Did you mean 'reinforce_plus_plus'?"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "agents.alice.role=Solve it, step by step.",
+        "+agents.eve.role=Note: 1, 2",
+        "agents.alice.role=Sum (or product",
+        "agents.alice.role=Say {a: b",
+        """agents.alice.role=Don't say "no", please""",
+        "runner.instruction=Now, answer",
+    ],
+)
+def test_a_text_that_has_to_be_quoted_is_shown_quoted(quickstart, override):
+    with pytest.raises(Exception) as caught:
+        quickstart(override)
+    text, (key, _, value) = explain(caught.value), override.partition("=")
+    assert "quote a text" in text and "\n" not in text, text
+    shown = shlex.split(text[text.index("as in ") + len("as in ") :])[0]
+    assert shown.startswith(f"{key.rpartition('.')[2]}=")
+    written = quickstart(f"{key}={shown.partition('=')[2]}")
+    assert OmegaConf.select(written, key.lstrip("+")) == value
+
+
+def test_modules_of_ones_own_are_found_or_named(tmp_path, monkeypatch):
+    (tmp_path / "mine_alone.py").write_text("")
+    (tmp_path / "mine_too").mkdir()
+    (tmp_path / "mine_too" / "__init__.py").write_text("import nothing_of_this_name")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder != ""])
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "mine_alone")
+    find_own_modules()
+    assert sys.path[0] == str(tmp_path)
+    find_own_modules()
+    assert sys.path.count(str(tmp_path)) == 1
+    for name in ("mine_aloan", "mine_alone.part", "no_package.part", ".mine", ""):
+        with pytest.raises(ConfigError, match=re.escape(f"there is no module {name!r}")):
+            check_modules(f"mine_alone,{name}")
+    with pytest.raises(ModuleNotFoundError, match="nothing_of_this_name"):
+        check_modules("mine_too.part")
+    check_modules("")
+
+
+def test_a_cluster_that_is_too_small_says_what_is_left_to_do(quickstart, monkeypatch):
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 1.0, "GPU": 1.0})
+    use_platform("cpu")
+    with pytest.raises(ConfigError, match=r"ask for 2 CPU .* Set resources\.placement=colocated"):
+        check_cluster(prepare(quickstart()))
+    with pytest.raises(ConfigError, match=r"ask for 2 CPU .*They share a pool already") as caught:
+        check_cluster(prepare(quickstart("resources.placement=colocated", "trainer.n_gpus_per_node=2")))
+    assert "Set resources.placement=colocated" not in str(caught.value)
 
 
 def test_a_learner_of_ones_own_is_an_option_without_yaml(quickstart):
