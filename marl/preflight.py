@@ -11,13 +11,14 @@ from omegaconf import DictConfig
 
 from marl.config import plan
 from marl.config.data import file_list, rows_of
-from marl.config.errors import ConfigError
+from marl.config.errors import ConfigError, plain
+from marl.config.known_keys import check_known, check_typed
 from marl.config.policies import all_policies, changes_of, loops_of, own_settings, policies_by_agent
 from marl.controller.agent_loop import check_loops
 from marl.controller.chat import ChatEncoder
 from marl.learners import LEARNERS
 from marl.modules import models
-from marl.modules.workers.settings import check_settings
+from marl.modules.workers.settings import check_settings, fields_of, known_keys
 from marl.runners import RUNNERS, followed_by
 
 PROMPTS_READ = 100
@@ -29,6 +30,8 @@ def preflight(config: DictConfig) -> None:
     names = all_policies(config.agents)
     encoders = {}
     check_settings(config.actor_rollout_ref)
+    check_typed(config)
+    check_known(plain(config), known_keys(), fields_of)
     for name in names:
         own, key = own_settings(config, name), key_of(config, name)
         if changes_of(config.policies, name):

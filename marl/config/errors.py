@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -30,7 +30,7 @@ def explain(error: Exception) -> str:
         known = [str(key) for key in cause.parent_node]
         parent = ".".join(str(cause.full_key).split(".")[:-1])
         where = f"'{parent}'" if parent else "the configuration"
-        hint = did_you_mean(str(cause.key), known) or elsewhere(str(cause.key), cause.parent_node._get_root())
+        hint = did_you_mean(str(cause.key), known) or elsewhere(str(cause.key), plain(cause.parent_node._get_root()))
         return f"unknown key '{cause.full_key}': {where} has no '{cause.key}'.{hint}{listing(known)}"
     if isinstance(cause, OmegaConfBaseException):
         text = str(cause.msg or cause).splitlines()[0]
@@ -51,19 +51,23 @@ def quote_it(override: str) -> str:
     return f"quote a text that holds commas, colons, brackets or quotes, as in {key.rpartition('.')[2]}={quoted}"
 
 
-def elsewhere(key: str, root: Any) -> str:
+def plain(config: Any) -> dict[str, Any]:
+    """A configuration as dicts, its interpolations as they are written."""
+    return OmegaConf.to_container(config, resolve=False)  # type: ignore[return-value]
+
+
+def elsewhere(key: str, root: Mapping[str, Any]) -> str:
     """A sentence that names the groups that do have such a key, or nothing."""
     found = list(full_names(key, root))
     return f" Did you mean {' or '.join(map(repr, found))}?" if 0 < len(found) <= 3 else ""
 
 
-def full_names(key: str, node: Any, prefix: str = "") -> Iterator[str]:
+def full_names(key: str, node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """Every place of a key, in the order of the configuration."""
-    for name in node:
-        inner = node._get_node(name)
+    for name, inner in node.items():
         if name == key:
             yield f"{prefix}{name}"
-        if OmegaConf.is_dict(inner) and not inner._is_none() and not inner._is_missing():
+        if isinstance(inner, Mapping):
             yield from full_names(key, inner, f"{prefix}{name}.")
 
 

@@ -150,6 +150,63 @@ def test_a_cluster_that_is_too_small_says_what_is_left_to_do(quickstart, monkeyp
     assert "Set resources.placement=colocated" not in str(caught.value)
 
 
+ADDED = {
+    "+trainer.total_training_step=5": ["'trainer.total_training_step'", "Did you mean 'total_training_steps'"],
+    "+trainer.train_batch_size=5": ["'trainer.train_batch_size'", "Did you mean 'data.train_batch_size'"],
+    "+data.max_promt_length=5": ["'data.max_promt_length'", "Did you mean 'max_prompt_length'"],
+    "+algorithm.gama=1": ["'algorithm.gama'", "Did you mean 'gamma'"],
+    "+algorithm.kl_ctrl.kl_coeff=1": ["'algorithm.kl_ctrl.kl_coeff'", "Did you mean 'kl_coef'"],
+    "+critic.optim.learning_rate=1": ["'critic.optim.learning_rate'", "=1"],
+    "+reward.reward_kwargs.x=1": ["'reward.reward_kwargs'"],
+    "+actor_rollout_ref.ref.model.paht=x": ["'actor_rollout_ref.ref.model.paht'", "Did you mean 'path'"],
+    "+actor_rollout_ref.actr.optim.lr=1": ["'actor_rollout_ref.actr'", "Did you mean 'actor'"],
+    "+actor_rollout_ref.actor.clip_ratoi=1": ["clip_ratoi", "Did you mean 'clip_ratio'"],
+    "+lerner.gamma=1": ["'lerner'", "Did you mean 'learner'"],
+    "+seeds=1": ["'seeds'", "Did you mean 'seed'"],
+    "+learner.gama=1": ["'learner.gama'", "Did you mean 'gamma'"],
+    "+runner.rounds=3": ["'runner.rounds'", "Did you mean 'num_rounds'"],
+    "+credit.gamm=3": ["'credit.gamm'", "Did you mean 'gamma'"],
+    "+controller.num_worker=2": ["'controller.num_worker'", "Did you mean 'num_workers'"],
+    "+resources.placment=x": ["'resources.placment'", "Did you mean 'placement'"],
+    "++agents.alice.temprature=1": ["'agents.alice.temprature'", "Did you mean 'temperature'"],
+    "++trainer.savefreq=1": ["'trainer.savefreq'", "Did you mean 'save_freq'"],
+}
+
+
+@pytest.mark.parametrize("override", ADDED)
+def test_an_added_key_that_nobody_reads_is_refused_with_the_nearest(quickstart, override):
+    with pytest.raises(ConfigError) as caught:
+        prepare(quickstart(override))
+    assert all(part in str(caught.value) for part in ADDED[override]), str(caught.value)
+
+
+def test_what_somebody_reads_may_be_added(quickstart, tmp_path):
+    (tmp_path / "reward.py").write_text("def compute_score(bonus=0.0, **_): return bonus")
+    prepare(
+        quickstart(
+            "+actor_rollout_ref.model.override_config.attention_dropout=0.0",
+            "+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4",
+            "+actor_rollout_ref.actor.policy_loss.dro_beta=0.1",
+            f"reward.custom_reward_function.path={tmp_path / 'reward.py'}",
+            "+reward.custom_reward_function.reward_kwargs.bonus=1.0",
+            "+data.apply_chat_template_kwargs.enable_thinking=false",
+            "+data.filter_prompts=false",
+            "+ray_kwargs.ray_init.object_store_memory=100000000",
+            "+agents.eve.role=x",
+            "+policies.alice.actor.optim.lr=0.1",
+            "++trainer.total_training_steps=5",
+            "+of_my_own.folder=/data",
+        )
+    )
+
+
+def test_a_data_set_of_ones_own_reads_keys_of_its_own(quickstart, tmp_path):
+    (tmp_path / "rows.py").write_text("class Rows: ...")
+    with pytest.raises(ConfigError, match="data.temperature_of_rows"):
+        prepare(quickstart("+data.temperature_of_rows=1"))
+    prepare(quickstart(f"data.custom_cls.path={tmp_path / 'rows.py'}", "+data.temperature_of_rows=1"))
+
+
 def test_a_learner_of_ones_own_is_an_option_without_yaml(quickstart):
     from recipe import leave_one_out  # noqa: F401
 
