@@ -232,6 +232,10 @@ class Runner(ABC):
         """How often each agent speaks in an episode at most."""
         return dict.fromkeys(agents, 1)
 
+    def keywords(self, agents: Sequence[AgentId]) -> Sequence[str]:
+        """Words by which agents lead a conversation on: it is played with each of them to see how long it gets."""
+        return ()
+
     def check(self, agents: Sequence[AgentId]) -> None:
         """Raise ValueError where these agents cannot play it."""
         low, high = self.num_agents
