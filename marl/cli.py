@@ -2,6 +2,7 @@
 
 import sys
 
+from marl.config.external import find_own_modules
 from marl.utils.quiet import quiet_imports
 
 COMMANDS = {
@@ -16,6 +17,8 @@ def main() -> int:
     word, rest = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
     sys.argv = [f"marl {word}", *rest]
     quiet_imports(rest)
+    if word in COMMANDS:
+        find_own_modules()
     if word == "train":
         from marl.main import main as train
 

@@ -5,6 +5,7 @@ from omegaconf import DictConfig, OmegaConf
 from marl.config.errors import ConfigError
 from marl.config.policies import policies_by_agent
 from marl.learners import CREDITS, LEARNERS, Learner
+from marl.learners.schemes import TeamOf
 from marl.runners import RUNNERS
 from marl.utils.registry import did_you_mean
 
@@ -100,6 +101,7 @@ def check_credit(config: DictConfig) -> None:
             f"actor_rollout_ref.rollout.n={config.actor_rollout_ref.rollout.n}: credit={name} compares a task's samples, and a "
             "single one teaches nothing; set it to at least 2"
         )
+    check_overlong(config)
     if credit.kind != "advantage":
         return
     if learner.critic != "none":
@@ -129,6 +131,19 @@ def check_incentives(config: DictConfig) -> None:
             f"credit.{key}={value}: with these agents and runner={config.runner.name} {why}, and incentives, which compare an "
             f"answer with its peers' of the same round and of the next, would pay nothing; set credit.{key}=0, or use a runner "
             "such as debate with runner.order=simultaneous and runner.num_rounds=2"
+        )
+
+
+def check_overlong(config: DictConfig) -> None:
+    """A turn's penalty is taken off its own score, which some credits do not read."""
+    buffer, credit = config.controller.overlong_buffer, config.credit
+    incentives = any(credit.get(key) for key in ("alpha0", "alpha1", "beta0", "beta1"))
+    of_answer = credit.name == "team" and credit.of is TeamOf.answer and not incentives
+    if buffer and (of_answer or CREDITS.get(credit.name).kind == "advantage"):
+        of = " credit.of=answer" if of_answer else ""
+        raise ConfigError(
+            f"controller.overlong_buffer={buffer}: credit={credit.name}{of} does not read the score of a single turn, and its "
+            "penalty would change nothing; use another credit, such as own, or set it to 0"
         )
 
 

@@ -13,10 +13,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from marl.config.external import find_own_modules
 from marl.utils.quiet import quiet, quiet_imports
 
 if __name__ == "__main__":
     quiet_imports(sys.argv)
+    find_own_modules()  # before verl imports them
 
 import marl.platform.cpu  # isort: skip - registers the platform before anything of verl asks for one
 
@@ -239,10 +241,14 @@ def check_cluster(config: DictConfig) -> None:
     needed, there = sum(pools.values()), int(ray.cluster_resources().get(resource, 0))
     if needed > there:
         listed = ", ".join(f"{name}: {ranks}" for name, ranks in pools.items())
+        separate = config.resources.placement.name != "colocated"
+        remedy = (
+            "Set resources.placement=colocated, use" if separate else "They share a pool already where they can; use"
+        )
         raise ConfigError(
             f"the pools ask for {needed} {resource} ({listed}; each trainer.nnodes={config.trainer.nnodes} x "
             f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}), the whole cluster has {there}. "
-            "Set resources.placement=colocated, use fewer ranks, or a larger cluster"
+            f"{remedy} fewer ranks, or a larger cluster"
         )
     ranks = config.trainer.n_gpus_per_node
     largest = max((int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"]), default=0)

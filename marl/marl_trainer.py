@@ -156,7 +156,8 @@ class MARLTrainer:
             with phase("replay"):
                 replay_metrics = await self.replay(episodes)
         await asyncio.gather(*(group.free_servers() for group in self.policies.values()))
-        batch = self.batch_of(episodes)
+        scored = len(episodes)
+        episodes, batch = self.readable(episodes)
         with phase("log_probs"):
             token_metrics = await self.log_probs(batch)
         with phase("ref_log_probs"):
@@ -175,7 +176,7 @@ class MARLTrainer:
         with phase("sync_weights"):
             await self.sync_weights()
         seconds = time.perf_counter() - started
-        metrics = credit_metrics | token_metrics | reference_metrics | self._team_metrics(episodes, collection)
+        metrics = credit_metrics | token_metrics | reference_metrics | self._team_metrics(episodes, collection, scored)
         metrics |= self._policy_metrics(updates) | self._critic_metrics(fits | later_fits) | replay_metrics
         metrics |= self.controller.reward.metrics() | phase.metrics()
         turns, critics = float(batch.mask_ERA.sum()), list(self.critics.groups.values())
@@ -221,6 +222,20 @@ class MARLTrainer:
         if self.learner.credit.votes:
             batch.ballots = [ballots_of(episode, settings.no_answer_score or 0.0) for episode in episodes]
         return batch
+
+    def readable(self, episodes: Sequence[Episode]) -> tuple[list[Episode], JointBatch]:
+        """The batch, without the episodes that are too long for a critic: these have failed, as those of too long a prompt."""
+        batch = self.batch_of(episodes)
+        self.critics.read(episodes, batch)
+        errors = self.critics.too_long(batch)
+        if not errors:
+            return list(episodes), batch
+        outcomes = [errors.get(index, episode) for index, episode in enumerate(episodes)]
+        self.controller.failures_of(outcomes, "reading for the critics", self.step_number)
+        kept = [episode for index, episode in enumerate(episodes) if index not in errors]
+        batch = self.batch_of(kept)
+        self.critics.read(kept, batch)
+        return kept, batch
 
     async def log_probs(self, batch: JointBatch) -> Metrics:
         """``old_log_probs`` of every row by the trainer's own forward pass; its gap to the servers' is measured.
@@ -292,10 +307,13 @@ class MARLTrainer:
         while True:
             yield from self.loader
 
-    def _team_metrics(self, episodes: Sequence[Episode], collection: Collection) -> Metrics:
+    def _team_metrics(self, episodes: Sequence[Episode], collection: Collection, scored: int) -> Metrics:
+        """``scored``: how many episodes there were before the critics read them."""
         metrics = prefixed("team", conversation.team_metrics(episodes))
         metrics |= prefixed("team", conversation.count_metrics(episodes))
         metrics["team/episodes"] = float(len(episodes))
+        if self.critics.groups:
+            metrics["critic/refused_contexts"] = float(scored - len(episodes))
         metrics["team/refused_contexts"] = float(collection.refused)
         metrics["team/failed_episodes"] = float(len(collection.failures) + len(collection.episodes) - len(episodes))
         for agent in self.config.agents:

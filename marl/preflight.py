@@ -1,7 +1,7 @@
 """What can be known before Ray starts: that every policy's settings, model and tokenizer can be used, that the prompts fit,
 and what a step will take."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -11,14 +11,20 @@ from omegaconf import DictConfig
 
 from marl.config import plan
 from marl.config.data import file_list, rows_of
-from marl.config.errors import ConfigError
+from marl.config.errors import ConfigError, plain
+from marl.config.known_keys import check_known, check_typed
 from marl.config.policies import all_policies, changes_of, loops_of, own_settings, policies_by_agent
 from marl.controller.agent_loop import check_loops
 from marl.controller.chat import ChatEncoder
+from marl.controller.critics import reader
+from marl.controller.prompt_growth import Growth, Seat, measure
 from marl.learners import LEARNERS
 from marl.modules import models
-from marl.modules.workers.settings import check_settings
-from marl.runners import RUNNERS, followed_by
+from marl.modules.critics.observation import CENTRAL
+from marl.modules.workers.settings import check_settings, fields_of, known_keys
+from marl.rewards.answers import only_answer
+from marl.runners import RUNNERS, Overflow, TooManyTurns, followed_by
+from marl.types import Task
 
 PROMPTS_READ = 100
 """Of every file; encoding all of a large one takes minutes."""
@@ -29,6 +35,8 @@ def preflight(config: DictConfig) -> None:
     names = all_policies(config.agents)
     encoders = {}
     check_settings(config.actor_rollout_ref)
+    check_typed(config)
+    check_known(plain(config), known_keys(), fields_of)
     for name in names:
         own, key = own_settings(config, name), key_of(config, name)
         if changes_of(config.policies, name):
@@ -37,7 +45,7 @@ def preflight(config: DictConfig) -> None:
         models.check_weights(own.model, key)
         encoders[name] = encoder_of(config, own, key)
         check_loops(own.rollout, loops_of(config, name))
-    check_prompts(config, encoders)
+    check_growth(config, encoders, check_prompts(config, encoders))
 
 
 def key_of(config: DictConfig, name: str) -> str:
@@ -59,21 +67,119 @@ def encoder_of(config: DictConfig, own: DictConfig, key: str) -> ChatEncoder:
     return encoder
 
 
-def check_prompts(config: DictConfig, encoders: Mapping[str, ChatEncoder]) -> None:
-    """Raise ConfigError where the agents are shown more than ``data.max_prompt_length`` before anybody has spoken."""
-    limit, policies = config.data.max_prompt_length, policies_by_agent(config.agents)
+def check_prompts(config: DictConfig, encoders: Mapping[str, ChatEncoder]) -> list[list[Task]]:
+    """Raise ConfigError where the agents are shown more than ``data.max_prompt_length`` before anybody has spoken. Returns the
+    tasks of every file that were read, the longest first."""
+    limit, policies, tasks = config.data.max_prompt_length, policies_by_agent(config.agents), []
     for key in ("train_files", "val_files"):
         for file in file_list(config.data[key]):
+            rows = list(islice(rows_of(file, config.data.prompt_key), PROMPTS_READ))
             lengths = [
                 max(len(encoders[policies[agent][0]].encode(shown_to(row, agent, config))) for agent in config.agents)
-                for row in islice(rows_of(file, config.data.prompt_key), PROMPTS_READ)
+                for row in rows
             ]
+            order = sorted(range(len(rows)), key=lambda i: -lengths[i])
+            tasks.append([task_of(rows[i], f"{file}, row {i}", config.data.prompt_key) for i in order])
             long = [length for length in lengths if length > limit]
             if len(long) > config.controller.max_error_rate * len(lengths):
                 raise ConfigError(
                     f"data.max_prompt_length={limit}: {len(long)} of the first {len(lengths)} prompts of {file} are longer, "
                     f"up to {max(long)} tokens before anybody has answered; set it to at least that"
                 )
+    return tasks
+
+
+def task_of(row: Mapping[str, Any], id: str, prompt_key: str) -> Task:
+    """A row as far as lengths go."""
+    truth, extra = row["reward_model"]["ground_truth"], row.get("extra_info") or {}
+    return Task(id, list(row[prompt_key]), truth, row["data_source"], only_answer, extra)
+
+
+def growth_of(
+    config: DictConfig, encoders: Mapping[str, ChatEncoder], tasks: Sequence[Task], shortest: bool = False
+) -> Growth:
+    """How long the conversations about some tasks get, with the longest answers or the shortest. Raises ConfigError."""
+    policies = policies_by_agent(config.agents)
+    allowed = {name: own_settings(config, name).rollout.response_length for name in encoders}
+
+    def seat(agent: str, round: int) -> Seat:
+        policy = policies[agent][min(round, len(policies[agent])) - 1]
+        most = config.agents[agent].max_tokens or allowed[policy]
+        return Seat(policy, encoders[policy], 1 if shortest else most, ends=shortest and most > 1)
+
+    roles = {name: agent.role for name, agent in config.agents.items()}
+    joint = {"joint": central_reader(config).longest} if has_central_critic(config) and not shortest else {}
+    try:
+        return measure(RUNNERS.build(config.runner), tasks, seat, roles, config.data.max_prompt_length, **joint)
+    except TooManyTurns as error:
+        raise ConfigError(str(error)) from None
+
+
+def has_central_critic(config: DictConfig) -> bool:
+    return LEARNERS.get(config.learner.name).critic == CENTRAL
+
+
+def central_reader(config: DictConfig) -> Any:
+    return reader(CENTRAL, config.critic.level, models.load_tokenizer(config.critic.model, "critic.model"), None)
+
+
+def check_growth(config: DictConfig, encoders: Mapping[str, ChatEncoder], tasks: Sequence[Sequence[Task]]) -> None:
+    """Raise ConfigError where conversations cannot be played to their end even with the shortest answers, or where the central
+    critic could not read the longest."""
+    limit, share = config.data.max_prompt_length, config.controller.max_error_rate
+    for read in tasks:
+        # the longest that has to fit: as many as may fail are longer
+        task = read[min(int(share * len(read)), len(read) - 1)]
+        least = growth_of(config, encoders, [task], shortest=True)
+        if least.prompt > limit:
+            raise ConfigError(
+                f"data.max_prompt_length={limit}: {grows(config, least)} even if every answer is a single token ({task.id}); "
+                f"{remedy(config, least)}"
+            )
+    if has_central_critic(config):
+        check_joint(config, growth_of(config, encoders, [read[0] for read in tasks]))
+
+
+def check_joint(config: DictConfig, growth: Growth) -> None:
+    # where agents are refused longer prompts, no conversation is longer than all of these
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    needed, limit = min(growth.joint, len(config.agents) * longest), config.critic.ppo_max_token_len_per_gpu
+    if needed > limit:
+        raise ConfigError(
+            f"critic.ppo_max_token_len_per_gpu={limit}: the central critic of learner={config.learner.name} reads the whole "
+            f"conversation, up to {needed} tokens with answers of data.max_response_length={config.data.max_response_length}; "
+            f"set it to at least {needed}, or lower data.max_response_length or the number of rounds"
+        )
+
+
+def grows(config: DictConfig, growth: Growth) -> str:
+    """The rounds' prompts, for a person."""
+    rounds = sorted(round for round in growth.by_round if round)
+    shown = ", ".join(str(growth.by_round[round]) for round in rounds)
+    return f"with runner={config.runner.name} prompts grow to {growth.prompt} tokens (by round: {shown})"
+
+
+def remedy(config: DictConfig, growth: Growth) -> str:
+    shorter = "" if config.runner.overflow != Overflow.refuse else ", set runner.overflow=drop_oldest or summarise"
+    return f"set data.max_prompt_length to at least {growth.prompt}, lower the number of rounds{shorter}, or use shorter roles"
+
+
+def growth_text(config: DictConfig) -> str:
+    """How long prompts get, and a warning where that is longer than they may be."""
+    names, limit = all_policies(config.agents), config.data.max_prompt_length
+    encoders = {name: encoder_of(config, own_settings(config, name), key_of(config, name)) for name in names}
+    growth = growth_of(config, encoders, [read[0] for read in check_prompts(config, encoders)])
+    if growth.unknown:
+        return f"how long prompts get is not known: runner={config.runner.name} raised {growth.unknown}"
+    lines = [
+        f"prompts: {grows(config, growth)} of data.max_prompt_length={limit}, where all answers are as long as they may be"
+    ]
+    if growth.prompt > limit:
+        lines.append(
+            f"warning: an episode is refused where a prompt exceeds data.max_prompt_length={limit}, and long answers lead to "
+            f"{growth.prompt}; {remedy(config, growth)}, or lower data.max_response_length={config.data.max_response_length}"
+        )
+    return "\n".join(lines)
 
 
 def shown_to(row: Mapping[str, Any], agent: str, config: DictConfig) -> list[dict[str, Any]]:
@@ -105,7 +211,7 @@ def plan_text(
         pools.setdefault(pool, []).append((f"{critic} critic", memory))
         asleep.setdefault(pool, False)
     peaks = {pool: plan.pool_memory([memory for _, memory in members], asleep[pool]) for pool, members in pools.items()}
-    lines = [plan.batch_text(batch), plan.memory_text(pools, asleep)]
+    lines = [plan.batch_text(batch), growth_text(config), plan.memory_text(pools, asleep)]
     return "\n".join([*lines, *warnings_of(config, peaks, card)])
 
 

@@ -8,7 +8,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import islice
 from pathlib import Path
@@ -45,13 +45,13 @@ class Options:
     """The words of the command that are no keys of the configuration."""
 
     model: Model = Model.scripted
-    question: str = "What is 2 + 2?"
-    """With a scripted model."""
-    truth: str = "4"
-    """The right answer to the question."""
+    question: str | None = None
+    """What is asked; null: 2 + 2 of a scripted model, and the question of ``row`` of another one."""
+    truth: str | None = None
+    """The right answer to the question; null for 4 with a scripted model, and for not known with another one."""
     answers: list[str] = field(default_factory=list)
     row: int = 0
-    """With another model: which validation task."""
+    """With another model: which validation task, or in whose place ``question`` is asked."""
     dump: str | None = None
     """A file of trainer.rollout_data_dir or trainer.validation_data_dir, whose episode is played again from its answers."""
     episode: int = 0
@@ -71,7 +71,7 @@ async def run(arguments: Sequence[str], console: Console) -> Episode:
     async with stage(options, config) as (task, generate, judge):
         episode = await play(options, config, task, generate, judge)
         for turn in episode.turns:
-            if turn.verdict is None and turn.answers:
+            if turn.verdict is None and turn.answers and episode.task.ground_truth != UNKNOWN:
                 turn.verdict = await judge(episode.task, turn)
     show(episode, console)
     return episode
@@ -85,15 +85,43 @@ def parsed(arguments: Sequence[str]) -> tuple[Options, argparse.Namespace, list[
     where, words = parser.parse_known_args(list(arguments))
     own = [word for word in words if word.partition("=")[0] in Options.__dataclass_fields__]
     rest = [word for word in words if word not in own]
-    given: Any = OmegaConf.merge(OmegaConf.structured(Options), OmegaConf.from_dotlist(own))
-    options: Options = OmegaConf.to_object(given)  # type: ignore[assignment]
-    for key in ("row", "episode"):
-        if getattr(options, key) < 0:
-            raise ConfigError(f"{key}={getattr(options, key)}: expected a number from 0 on")
+    options = options_of(own)
     where.config_name = where.config_name or ("quickstart" if options.model is Model.tiny else "marl")
     if options.model is not Model.scripted:
         rest.append("resources.one_process=true")
     return options, where, rest
+
+
+TEXTS = ("question", "truth", "dump")
+"""Taken as they are: as YAML, a text with a colon would be something else."""
+
+
+def options_of(words: Sequence[str]) -> Options:
+    """Raises ConfigError for a value that an option cannot have, and for options of which one would be ignored."""
+    texts = [word.partition("=") for word in words if word.startswith(tuple(f"{key}=" for key in TEXTS))]
+    others = OmegaConf.from_dotlist([word for word in words if not word.startswith(tuple(f"{key}=" for key in TEXTS))])
+    merged: Any = OmegaConf.merge(
+        OmegaConf.structured(Options), others, {key: unquoted(text) for key, _, text in texts}
+    )
+    options: Options = OmegaConf.to_object(merged)  # type: ignore[assignment]
+    for key in ("row", "episode"):
+        if getattr(options, key) < 0:
+            raise ConfigError(f"{key}={getattr(options, key)}: expected a number from 0 on")
+    for key in ("question", "truth") if options.dump else ():
+        if getattr(options, key) is not None:
+            raise ConfigError(
+                f"{key}={getattr(options, key)}: dump={options.dump} holds its own; leave one of them out"
+            )
+    if options.answers and options.model is not Model.scripted:
+        raise ConfigError(f"answers={options.answers}: model={options.model.name} gives its own; leave one of them out")
+    return options
+
+
+def unquoted(text: str) -> str | None:
+    """A text as it was meant: quotes around it are the command line's."""
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        return text[1:-1]
+    return None if text == "null" else text
 
 
 def composed(where: argparse.Namespace, overrides: list[str]) -> DictConfig:
@@ -114,15 +142,16 @@ async def stage(options: Options, config: DictConfig) -> AsyncIterator[tuple[Tas
         check_values(config)
         templates_can_be_filled(config)
         rule, source = config.controller.answer_rule.name, "question"
-        question = [{"role": "user", "content": options.question}]
-        task = Task("question", question, options.truth, source, extractor(source, rule), {}, hider(source, rule))
+        question = [{"role": "user", "content": "What is 2 + 2?" if options.question is None else options.question}]
+        truth = "4" if options.truth is None else options.truth
+        task = Task("question", question, truth, source, extractor(source, rule), {}, hider(source, rule))
         script = scripted.listed(options.answers) if options.answers else scripted.numbered
         yield task, scripted.scripted(script), scripted.exact_match
         return
     if options.model is Model.tiny:
-        from marl.quickstart.assets import RECIPES, ensure
+        from marl.quickstart.assets import ensure_for
 
-        ensure(Path(config.assets), RECIPES[config.task], config.seed)
+        ensure_for(config)
     config.trainer.logger = []
     config = marl_main.prepare(config)
     with marl_main.session(config), ExitStack() as cleanup:
@@ -131,8 +160,22 @@ async def stage(options: Options, config: DictConfig) -> AsyncIterator[tuple[Tas
         controller = trainer.controller
         if options.row >= len(trainer.validation):
             raise ConfigError(f"row={options.row}: data.val_files hold {len(trainer.validation)} rows, counted from 0")
-        task, key = trainer.validation[options.row], (config.seed, "run-one", options.row)
+        task, key = asked(options, trainer.validation[options.row]), (config.seed, "run-one", options.row)
         yield task, controller.generate(task, key, step=0, validate=True), controller.judge
+
+
+def asked(options: Options, row: Task) -> Task:
+    """A validation task, or the question of the command line in its place: to all agents, after the row's system prompt."""
+    if options.question is None:
+        return row if options.truth is None else replace(row, ground_truth=options.truth)
+    system = [message for message in row.messages if message["role"] == "system"]
+    extra = {key: value for key, value in row.extra.items() if key != "agent_prompts"}
+    question = [*system, {"role": "user", "content": options.question}]
+    return replace(row, id="question", messages=question, ground_truth=options.truth or UNKNOWN, extra=extra)
+
+
+UNKNOWN = ""
+"""The ground truth of a question whose answer nobody told."""
 
 
 async def play(options: Options, config: DictConfig, task: Task, generate: Generate, judge: Judge) -> Episode:
@@ -188,9 +231,8 @@ def show(episode: Episode, console: Console) -> None:
         console.print(Text(f"{turn.agent} ⟶ {turn.text}{score}", style="green"))
     console.rule()
     counts = "".join(f"  {name}: {count}" for name, count in episode.counts.items())
-    console.print(
-        Text(f"the team's answer: {episode.answer}   right: {episode.task.ground_truth}{counts}", style="bold")
-    )
+    right = "" if episode.task.ground_truth == UNKNOWN else f"   right: {episode.task.ground_truth}"
+    console.print(Text(f"the team's answer: {episode.answer}{right}{counts}", style="bold"))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from marl.config.data import DATA_SUFFIXES, file_list
 from marl.config.errors import ConfigError
 from marl.config.policies import all_policies, changes_of, own_settings, policies_by_agent
 from marl.config.ranges import check_values
+from marl.config.schema import ControllerConfig
 from marl.utils.registry import did_you_mean
 
 RULES: list[Callable[[Any], None]] = []
@@ -376,6 +377,21 @@ def rewards_are_bounded(config: Any) -> None:
     if controller.reward_timeout_s <= 0:
         raise ConfigError(
             f"controller.reward_timeout_s={controller.reward_timeout_s:g}: must be above 0, seconds for one text"
+        )
+
+
+@rule
+def overlong_penalties_have_a_buffer_and_a_price(config: Any) -> None:
+    buffer, price = config.controller.overlong_buffer, config.controller.overlong_penalty
+    if buffer and not price:
+        raise ConfigError(
+            f"controller.overlong_penalty={price:g}: controller.overlong_buffer={buffer} would cost nothing; set it above 0, or "
+            "controller.overlong_buffer=0"
+        )
+    if not buffer and price != ControllerConfig.overlong_penalty:
+        raise ConfigError(
+            f"controller.overlong_penalty={price:g}: with controller.overlong_buffer=0 no answer is charged it; set "
+            "controller.overlong_buffer to the number of tokens before the limit in which length costs, or leave it out"
         )
 
 

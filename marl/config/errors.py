@@ -1,7 +1,8 @@
 """One error for whatever is wrong with a configuration, and what it says."""
 
 import re
-from collections.abc import Iterable
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -21,19 +22,53 @@ def explain(error: Exception) -> str:
         return missing_option(error)
     if isinstance(error, OverrideParseException):
         said = str(error).splitlines()[0]
-        return f"{error.override}: cannot be read: {said}; expected key=value, with quotes around what holds brackets or spaces"
+        return f"{error.override}: cannot be read: {said}; expected key=value; {quote_it(error.override)}"
+    if several := SEVERAL_VALUES.match(str(error)):
+        return f"{several[1]}: a comma outside quotes makes it several values; {quote_it(several[1])}"
     cause = error.__cause__ if isinstance(error, HydraException) and error.__cause__ is not None else error
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.parent_node is not None:
         known = [str(key) for key in cause.parent_node]
         parent = ".".join(str(cause.full_key).split(".")[:-1])
         where = f"'{parent}'" if parent else "the configuration"
-        return f"unknown key '{cause.full_key}': {where} has no '{cause.key}'.{did_you_mean(str(cause.key), known)}{listing(known)}"
+        hint = did_you_mean(str(cause.key), known) or elsewhere(str(cause.key), plain(cause.parent_node._get_root()))
+        return f"unknown key '{cause.full_key}': {where} has no '{cause.key}'.{hint}{listing(known)}"
     if isinstance(cause, OmegaConfBaseException):
         text = str(cause.msg or cause).splitlines()[0]
         if text.endswith("is not Optional"):
             text = "it cannot be None"
         return f"wrong value for '{cause.full_key}': {text}; expected a value like the default's, see --cfg job"
     return str(error)
+
+
+SEVERAL_VALUES = re.compile(r"Ambiguous value for argument '(.*)'")
+
+
+def quote_it(override: str) -> str:
+    """How to write an override whose text holds what Hydra reads as more than text."""
+    key, _, value = override.partition("=")
+    text = value.replace('"', r"\"")
+    quoted = shlex.quote(f'"{text}"')
+    return f"quote a text that holds commas, colons, brackets or quotes, as in {key.rpartition('.')[2]}={quoted}"
+
+
+def plain(config: Any) -> dict[str, Any]:
+    """A configuration as dicts, its interpolations as they are written."""
+    return OmegaConf.to_container(config, resolve=False)  # type: ignore[return-value]
+
+
+def elsewhere(key: str, root: Mapping[str, Any]) -> str:
+    """A sentence that names the groups that do have such a key, or nothing."""
+    found = list(full_names(key, root))
+    return f" Did you mean {' or '.join(map(repr, found))}?" if 0 < len(found) <= 3 else ""
+
+
+def full_names(key: str, node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Every place of a key, in the order of the configuration."""
+    for name, inner in node.items():
+        if name == key:
+            yield f"{prefix}{name}"
+        if isinstance(inner, Mapping):
+            yield from full_names(key, inner, f"{prefix}{name}.")
 
 
 def missing_option(error: MissingConfigException) -> str:

@@ -247,10 +247,8 @@ def check_values(config: Any) -> None:
     """Raise ConfigError for the first key that holds what it cannot."""
     for key in GROUPS:
         must_be_a_group(key, look_up(config, key, ()))
-    for key, number in NUMBERS.items():
-        value = look_up(config, key, (number,))
-        if value is not ABSENT and not number.takes(value):
-            raise ConfigError(f"{key}={value}: {number}")
+    for key in NUMBERS:
+        check_number(config, key)
     for key in SWITCHES:
         value = look_up(config, key, ())
         if value is not None and not isinstance(value, bool):
@@ -261,6 +259,13 @@ def check_values(config: Any) -> None:
             raise ConfigError(f"{key}={value}: expected one of {', '.join(words)}.{did_you_mean(str(value), words)}")
     check_texts(config)
     check_agents(config.agents)
+
+
+def check_number(config: Any, key: str) -> None:
+    number = NUMBERS[key]
+    value = look_up(config, key, (number,))
+    if value is not ABSENT and not number.takes(value):
+        raise ConfigError(f"{key}={value}: {number}")
 
 
 def check_texts(config: Any) -> None:

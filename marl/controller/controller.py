@@ -14,7 +14,7 @@ from marl.controller.client import PolicyClient
 from marl.controller.failures import GroupFailed
 from marl.controller.policy_map import PolicyMap
 from marl.rewards import Reward
-from marl.runners import ContextOverflow, Generate, LiveEpisode, Replay, Runner, played
+from marl.runners import ContextOverflow, Generate, LiveEpisode, Replay, Runner, TooManyTurns, played
 from marl.types import AgentId, Episode, Message, PolicyName, Task, Turn, Verdict
 from marl.utils.seeding import derive_seed
 
@@ -43,13 +43,14 @@ class Collection:
 
 
 async def outcomes(works: Sequence[Coroutine[Any, Any, T]]) -> list[T | Exception]:
-    """Do all at once, and give each one's result or error. A policy that failed ends the rest at once, and is raised."""
+    """Do all at once, and give each one's result or error. A policy that failed, or a runner that breaks its own word, ends
+    the rest at once, and is raised."""
     running = [asyncio.create_task(work) for work in works]
     try:
         for ended in asyncio.as_completed(running):
             try:
                 await ended
-            except GroupFailed:
+            except (GroupFailed, TooManyTurns):
                 raise
             except Exception:
                 continue  # given below

@@ -1,5 +1,6 @@
 """The workers of one critic, as the trainer and the learners see them."""
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
 from marl.controller.worker_group import WorkerGroup, first_rows, flatten_metrics
+from marl.modules.models import load_config
 from marl.types import Metrics
 
 
@@ -19,6 +21,16 @@ class CriticGroup(WorkerGroup):
     @property
     def critic(self) -> Any:
         return self.config.critic
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row that it can read: of a micro-batch, and of its model's context."""
+        return min(self.critic.ppo_max_token_len_per_gpu, self._context)
+
+    @cached_property
+    def _context(self) -> int:
+        model = load_config(self.critic.model, "critic.model").get_text_config()
+        return getattr(model, "max_position_embeddings", None) or self.critic.ppo_max_token_len_per_gpu
 
     FORWARD_KEYS = ("input_ids", "position_ids", "read_at")
 
@@ -59,11 +71,11 @@ class CriticGroup(WorkerGroup):
         return flatten_metrics(tu.get(output, "metrics"))
 
     def _must_fit(self, rows: TensorDict) -> None:
-        longest, limit = int(rows["input_ids"].offsets().diff().max()), self.critic.ppo_max_token_len_per_gpu
-        if longest > limit:
+        longest = int(rows["input_ids"].offsets().diff().max())
+        if longest > self.longest:
             raise ValueError(
-                f"critic {self.name!r} reads an observation of {longest} tokens, critic.ppo_max_token_len_per_gpu allows "
-                f"{limit}; raise it, or shorten the conversation"
+                f"critic {self.name!r} reads an observation of {longest} tokens, critic.ppo_max_token_len_per_gpu and its "
+                f"model's context allow {self.longest}; raise the former, or shorten the conversation"
             )
 
 

@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from marl.controller.controller import Controller, Play, outcomes
 from marl.controller.failures import GroupFailed, group_failed, said_last
+from marl.runners import TooManyTurns
 from marl.types import Episode, Task
 from marl.utils.deadlines import within
 from marl.utils.memory import settle
@@ -151,7 +152,7 @@ class EpisodeWorkers:
                 f"{MARGIN_S:g} s; does a reward function block it?\n  its last lines:{said_last(self.pids[index])}"
             ) from None
         except RayTaskError as error:
-            if isinstance(error.cause, GroupFailed):  # a policy's
+            if isinstance(error.cause, (GroupFailed, TooManyTurns)):  # a policy's, or the runner's
                 raise error.cause from None
             raise group_failed(who, what, error) from error
         except RayError as error:

@@ -5,13 +5,14 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from marl.config.external import find_own_modules
 from marl.utils.quiet import quiet, quiet_imports
 
 if __name__ == "__main__":
     quiet_imports(sys.argv)
+    find_own_modules()  # before verl imports them
 
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
@@ -21,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from marl import main as marl_main
 from marl.config.overrides import find_verl, new_agents
-from marl.quickstart.assets import RECIPES, ensure
+from marl.quickstart.assets import ensure_for
 from marl.report import summary
 from marl.types import Metrics
 
@@ -81,8 +82,8 @@ def run(overrides: list[str], config_name: str = "quickstart") -> Any:
 
 
 def warm_up_and_train(config: DictConfig) -> Any:
-    folder, warm = Path(config.assets), Bar("warming up the tiny model")
-    ensure(folder, RECIPES[config.task], config.seed, lambda done, of: warm(done, of))
+    warm = Bar("warming up the tiny model")
+    ensure_for(config, lambda done, of: warm(done, of))
     where = "in this process" if config.resources.one_process else "in Ray"
     console.print(f"starting a worker and a server for each agent, {where} …")
     bar = Bar("training")

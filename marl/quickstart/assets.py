@@ -6,13 +6,17 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import torch
 
+from marl.config.errors import ConfigError
+from marl.config.ranges import check_number
 from marl.quickstart.model import build_model, build_tokenizer, save, warm_up
 from marl.quickstart.tasks import TASKS, rows
+from marl.utils.registry import did_you_mean
 
 FINGERPRINT = "settings.json"
 VERSION = 2
@@ -41,6 +45,16 @@ RECIPES = {
         if task.startswith("game")
     },
 }
+
+
+def ensure_for(config: Any, told: Callable[[int, int], None] = lambda done, of: None) -> bool:
+    """:func:`ensure` for a configuration's ``task``, ``seed`` and ``assets``. Raises ConfigError where these name nothing."""
+    check_number(config, "seed")
+    if config.task not in RECIPES:
+        raise ConfigError(
+            f"task={config.task}: expected one of {', '.join(RECIPES)}.{did_you_mean(str(config.task), RECIPES)}"
+        )
+    return ensure(Path(config.assets), RECIPES[config.task], config.seed, told)
 
 
 def ensure(folder: Path, recipe: Recipe, seed: int, told: Callable[[int, int], None] = lambda done, of: None) -> bool:

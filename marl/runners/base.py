@@ -8,6 +8,7 @@ import asyncio
 import random
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -29,6 +30,10 @@ class Generate(Protocol):
     ) -> Awaitable[Turn]: ...
 
 
+class TooManyTurns(ValueError):
+    """A runner lets an agent speak more often than its ``most_turns`` says, by which a run is planned."""
+
+
 class LiveEpisode:
     """What a runner sees of the episode it plays: the task, the agents, a source of randomness and a judge."""
 
@@ -43,6 +48,9 @@ class LiveEpisode:
         self.record, self.task, self.rng = record, record.task, random.Random(record.seed)
         self.agents = [Agent(name, self, generate, (roles or {}).get(name, ""), overflow) for name in record.agents]
         self._judge = judge
+        self.runner = ""
+        self.limits: Mapping[AgentId, int] | None = None
+        """How often each agent may speak; None for no limit."""
 
     def agent(self, name: AgentId) -> "Agent":
         return next(agent for agent in self.agents if agent.name == name)
@@ -56,6 +64,14 @@ class LiveEpisode:
     def answer(self, turn: Turn) -> str | None:
         """The final answer that a turn's text gives."""
         return self.task.extract(turn.text) if turn.answers else None
+
+    def must_be_within(self, agent: AgentId, turns: int) -> None:
+        """Raise TooManyTurns where an agent speaks more often than the runner says."""
+        if self.limits is not None and turns > self.limits.get(agent, 0):
+            raise TooManyTurns(
+                f"{self.runner}: agent {agent!r} speaks {turns} times, and its most_turns says {self.limits.get(agent, 0)}, by "
+                "which batches and memory are planned; mend most_turns, or run"
+            )
 
     def count(self, what: str) -> None:
         """Count something worth counting; it becomes the metric ``team/<what>``, a mean over episodes."""
@@ -120,6 +136,7 @@ class Agent:
                 f"agent {self.name!r} acts twice in round {round}; give its second turn a round of its own"
             )
         self._rounds.add(round)
+        self._episode.must_be_within(self.name, len(self._rounds))
         return round
 
     async def _turn(self, observation: list[Message], round: int, branch: int, **marks: bool) -> Turn:
@@ -220,6 +237,10 @@ class Runner(ABC):
         """How often each agent speaks in an episode at most."""
         return dict.fromkeys(agents, 1)
 
+    def keywords(self, agents: Sequence[AgentId]) -> Sequence[str]:
+        """Words by which agents lead a conversation on: it is played with each of them to see how long it gets."""
+        return ()
+
     def check(self, agents: Sequence[AgentId]) -> None:
         """Raise ValueError where these agents cannot play it."""
         low, high = self.num_agents
@@ -272,8 +293,12 @@ class Telling(Runner):
 
 
 async def played(runner: Runner, episode: LiveEpisode) -> Episode:
-    """Play to the end: the record, its turns in order, with the team's answer."""
+    """Play to the end: the record, its turns in order, with the team's answer. Raises TooManyTurns."""
+    episode.runner = f"runner={runner.config.name}"
+    episode.limits = runner.most_turns(episode.record.agents)
     episode.record.answer = await runner.run(episode)
+    for agent, turns in Counter(turn.agent for turn in episode.record.turns if turn.trained).items():
+        episode.must_be_within(agent, turns)
     episode.record.sort()
     return episode.record
 

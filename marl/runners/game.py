@@ -52,6 +52,9 @@ class Game(Telling):
         shown = await self.shown(episode, [said[other] for other in game.seen(seat, earlier)], self.config.instruction)
         return episode.agents[seat].told(shown)
 
+    def keywords(self, agents: Sequence[AgentId]) -> Sequence[str]:
+        return games.make_game(self.config.game, len(agents)).words
+
     def most_turns(self, agents: Sequence[AgentId]) -> dict[AgentId, int]:
         game = games.make_game(self.config.game, len(agents))
         return {agent: game.turns(seat) for seat, agent in enumerate(agents)}

@@ -11,6 +11,7 @@ from verl.workers.utils.losses import value_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 from marl.controller.batching import joint_batch
+from marl.controller.controller import Collection, EpisodesFailed
 from tests.stack.builders import parameters, valued, with_another_answer
 
 
@@ -139,9 +140,56 @@ def test_a_critic_with_a_tokenizer_of_its_own_values_turns_and_not_tokens(alone,
         alone("learner=ippo", "critic.level=token", f"critic.model.path={folder}", "critic.model.tokenizer_path=null")
 
 
-def test_an_observation_that_is_too_long_for_the_critic_is_named(alone):
-    live = alone("learner=mappo", "critic.ppo_max_token_len_per_gpu=20")
-    with pytest.raises(ValueError, match=r"critic 'central' reads.*critic\.ppo_max_token_len_per_gpu allows 20"):
+@pytest.mark.parametrize("learner,level", [("mappo", "turn"), ("mappo", "token"), ("ippo", "turn"), ("ippo", "token")])
+def test_an_episode_that_is_too_long_for_the_critic_costs_itself_alone(alone, monkeypatch, learner, level):
+    live = alone(f"learner={learner}", f"critic.level={level}")
+    trainer = live.trainer
+    episodes = live.episodes()
+    long = {1, 6}
+    for index in long:  # as if the task of these had been longer
+        for turn in episodes[index].turns:
+            turn.text, turn.prompt_ids = " ".join(["apples"] * 40), [*turn.prompt_ids, *[7] * 40]
+    batch = trainer.batch_of(episodes)
+    trainer.critics.read(episodes, batch)
+    name = next(iter(batch.value_rows))
+    normal = max(
+        length
+        for rows in batch.value_rows.values()
+        for length in rows["input_ids"].offsets().diff().tolist()
+        if length < 60
+    )
+    for group in trainer.critics.groups.values():
+        group.config.critic.ppo_max_token_len_per_gpu = 60
+    assert normal < 60 and trainer.critics.groups[name].longest == 60
+    assert set(trainer.critics.too_long(batch)) == long
+    kept, batch = trainer.readable(episodes)
+    assert kept == [episode for index, episode in enumerate(episodes) if index not in long]
+    assert len(batch.mask_ERA) == len(kept) and not trainer.critics.too_long(batch)
+    live.wait(trainer.critics.value(kept, batch))
+
+    async def collected(tasks):
+        return Collection(list(episodes))
+
+    async def scored(episodes, step):
+        return list(episodes)
+
+    monkeypatch.setattr(trainer, "collect", collected)
+    monkeypatch.setattr(trainer.controller, "score", scored)
+    metrics = live.step()
+    assert metrics["critic/refused_contexts"] == 2 and metrics["team/failed_episodes"] == 2
+    assert metrics["team/episodes"] == len(episodes) - 2
+    assert any(key.endswith("vf_loss") for key in metrics)
+    trainer.controller.max_error_rate = 0.1
+    with pytest.raises(EpisodesFailed, match=r"reading for the critics failed for 2 of 16.*would read .* allow 60"):
+        trainer.readable(episodes)
+
+
+def test_a_critic_reads_no_further_than_its_models_context(alone):
+    live = alone("learner=mappo")
+    group = live.trainer.critics.groups["central"]
+    group.__dict__["_context"] = 20
+    assert group.longest == 20
+    with pytest.raises(EpisodesFailed, match="model's context allow 20"):
         live.step()
 
 

@@ -2,6 +2,8 @@
 
 import copy
 import importlib
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +16,10 @@ from omegaconf import OmegaConf, open_dict
 from marl.config.checks import RULES, check
 from marl.config.data import check_files, check_row
 from marl.config.errors import ConfigError, explain
+from marl.config.external import check_modules, find_own_modules
 from marl.config.overrides import find_verl, new_agents
-from marl.main import ConfigError as MainConfigError, policy_config, pool_ranks, prepare, use_platform
+from marl.main import ConfigError as MainConfigError, check_cluster, policy_config, pool_ranks, prepare, use_platform
+from marl.utils.registry import did_you_mean
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
@@ -72,6 +76,134 @@ def test_a_wrong_key_or_value_is_named_with_the_nearest(quickstart, overrides, s
     text = explain(caught.value)
     assert all(part in text for part in said), text
     assert "\n" not in text.strip()
+
+
+def test_the_nearest_key_is_looked_for_in_the_same_group_first(quickstart):
+    def said(override):
+        with pytest.raises(Exception) as caught:
+            quickstart(override)
+        return explain(caught.value)
+
+    assert "Did you mean 'critic_warmup'" in said("trainer.critic_warm_up=1")
+    assert "Did you mean 'data.train_batch_size'" in said("trainer.train_batch_size=8")
+    assert "Did you mean 'critic.cliprange_value'" in said("trainer.cliprange_value=8")
+    assert "Did you mean" not in said("trainer.frequency=8")
+    assert "Did you mean" not in said("credit=nobody")
+
+
+def test_a_guess_that_is_not_near_is_not_made():
+    known = ("own", "team", "reinforce_plus_plus", "gamma", "lam")
+    assert did_you_mean("none", known) == did_you_mean("ppo", known) == did_you_mean("lr", known) == ""
+    assert did_you_mean("gama", known) == " Did you mean 'gamma'?"
+    assert did_you_mean("reinforce", known) == " Did you mean 'reinforce_plus_plus'?"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "agents.alice.role=Solve it, step by step.",
+        "+agents.eve.role=Note: 1, 2",
+        "agents.alice.role=Sum (or product",
+        "agents.alice.role=Say {a: b",
+        """agents.alice.role=Don't say "no", please""",
+        "runner.instruction=Now, answer",
+    ],
+)
+def test_a_text_that_has_to_be_quoted_is_shown_quoted(quickstart, override):
+    with pytest.raises(Exception) as caught:
+        quickstart(override)
+    text, (key, _, value) = explain(caught.value), override.partition("=")
+    assert "quote a text" in text and "\n" not in text, text
+    shown = shlex.split(text[text.index("as in ") + len("as in ") :])[0]
+    assert shown.startswith(f"{key.rpartition('.')[2]}=")
+    written = quickstart(f"{key}={shown.partition('=')[2]}")
+    assert OmegaConf.select(written, key.lstrip("+")) == value
+
+
+def test_modules_of_ones_own_are_found_or_named(tmp_path, monkeypatch):
+    (tmp_path / "mine_alone.py").write_text("")
+    (tmp_path / "mine_too").mkdir()
+    (tmp_path / "mine_too" / "__init__.py").write_text("import nothing_of_this_name")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder != ""])
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "mine_alone")
+    find_own_modules()
+    assert sys.path[0] == str(tmp_path)
+    find_own_modules()
+    assert sys.path.count(str(tmp_path)) == 1
+    for name in ("mine_aloan", "mine_alone.part", "no_package.part", ".mine", ""):
+        with pytest.raises(ConfigError, match=re.escape(f"there is no module {name!r}")):
+            check_modules(f"mine_alone,{name}")
+    with pytest.raises(ModuleNotFoundError, match="nothing_of_this_name"):
+        check_modules("mine_too.part")
+    check_modules("")
+
+
+def test_a_cluster_that_is_too_small_says_what_is_left_to_do(quickstart, monkeypatch):
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 1.0, "GPU": 1.0})
+    use_platform("cpu")
+    with pytest.raises(ConfigError, match=r"ask for 2 CPU .* Set resources\.placement=colocated"):
+        check_cluster(prepare(quickstart()))
+    with pytest.raises(ConfigError, match=r"ask for 2 CPU .*They share a pool already") as caught:
+        check_cluster(prepare(quickstart("resources.placement=colocated", "trainer.n_gpus_per_node=2")))
+    assert "Set resources.placement=colocated" not in str(caught.value)
+
+
+ADDED = {
+    "+trainer.total_training_step=5": ["'trainer.total_training_step'", "Did you mean 'total_training_steps'"],
+    "+trainer.train_batch_size=5": ["'trainer.train_batch_size'", "Did you mean 'data.train_batch_size'"],
+    "+data.max_promt_length=5": ["'data.max_promt_length'", "Did you mean 'max_prompt_length'"],
+    "+algorithm.gama=1": ["'algorithm.gama'", "Did you mean 'gamma'"],
+    "+algorithm.kl_ctrl.kl_coeff=1": ["'algorithm.kl_ctrl.kl_coeff'", "Did you mean 'kl_coef'"],
+    "+critic.optim.learning_rate=1": ["'critic.optim.learning_rate'", "=1"],
+    "+reward.reward_kwargs.x=1": ["'reward.reward_kwargs'"],
+    "+actor_rollout_ref.ref.model.paht=x": ["'actor_rollout_ref.ref.model.paht'", "Did you mean 'path'"],
+    "+actor_rollout_ref.actr.optim.lr=1": ["'actor_rollout_ref.actr'", "Did you mean 'actor'"],
+    "+actor_rollout_ref.actor.clip_ratoi=1": ["clip_ratoi", "Did you mean 'clip_ratio'"],
+    "+lerner.gamma=1": ["'lerner'", "Did you mean 'learner'"],
+    "+seeds=1": ["'seeds'", "Did you mean 'seed'"],
+    "+learner.gama=1": ["'learner.gama'", "Did you mean 'gamma'"],
+    "+runner.rounds=3": ["'runner.rounds'", "Did you mean 'num_rounds'"],
+    "+credit.gamm=3": ["'credit.gamm'", "Did you mean 'gamma'"],
+    "+controller.num_worker=2": ["'controller.num_worker'", "Did you mean 'num_workers'"],
+    "+resources.placment=x": ["'resources.placment'", "Did you mean 'placement'"],
+    "++agents.alice.temprature=1": ["'agents.alice.temprature'", "Did you mean 'temperature'"],
+    "++trainer.savefreq=1": ["'trainer.savefreq'", "Did you mean 'save_freq'"],
+}
+
+
+@pytest.mark.parametrize("override", ADDED)
+def test_an_added_key_that_nobody_reads_is_refused_with_the_nearest(quickstart, override):
+    with pytest.raises(ConfigError) as caught:
+        prepare(quickstart(override))
+    assert all(part in str(caught.value) for part in ADDED[override]), str(caught.value)
+
+
+def test_what_somebody_reads_may_be_added(quickstart, tmp_path):
+    (tmp_path / "reward.py").write_text("def compute_score(bonus=0.0, **_): return bonus")
+    prepare(
+        quickstart(
+            "+actor_rollout_ref.model.override_config.attention_dropout=0.0",
+            "+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4",
+            "+actor_rollout_ref.actor.policy_loss.dro_beta=0.1",
+            f"reward.custom_reward_function.path={tmp_path / 'reward.py'}",
+            "+reward.custom_reward_function.reward_kwargs.bonus=1.0",
+            "+data.apply_chat_template_kwargs.enable_thinking=false",
+            "+data.filter_prompts=false",
+            "+ray_kwargs.ray_init.object_store_memory=100000000",
+            "+agents.eve.role=x",
+            "+policies.alice.actor.optim.lr=0.1",
+            "++trainer.total_training_steps=5",
+            "+of_my_own.folder=/data",
+        )
+    )
+
+
+def test_a_data_set_of_ones_own_reads_keys_of_its_own(quickstart, tmp_path):
+    (tmp_path / "rows.py").write_text("class Rows: ...")
+    with pytest.raises(ConfigError, match="data.temperature_of_rows"):
+        prepare(quickstart("+data.temperature_of_rows=1"))
+    prepare(quickstart(f"data.custom_cls.path={tmp_path / 'rows.py'}", "+data.temperature_of_rows=1"))
 
 
 def test_a_learner_of_ones_own_is_an_option_without_yaml(quickstart):
@@ -224,8 +356,22 @@ BAD = {
         "name and _target_",
     ],
     "agents.alice.agent_loop=tool_agent actor_rollout_ref.rollout.multi_turn.format=hermse": ["Did you mean 'hermes'"],
+    "controller.overlong_buffer=2 controller.overlong_penalty=0": [
+        "overlong_penalty=0",
+        "overlong_buffer=2 would cost",
+    ],
+    "controller.overlong_penalty=0.5": ["overlong_penalty=0.5", "with controller.overlong_buffer=0"],
+    "controller.overlong_buffer=2 credit=team credit.of=answer": ["overlong_buffer=2", "credit=team credit.of=answer"],
+    "controller.overlong_buffer=2 credit=shapley": ["overlong_buffer=2", "credit=shapley", "such as own"],
+    "controller.overlong_buffer=2 credit=replay": ["overlong_buffer=2", "credit=replay"],
     "agents={}": ["agents"],
 }
+
+
+def test_an_overlong_penalty_that_has_an_effect_is_taken(quickstart):
+    for words in (["credit=own"], ["credit=team"], ["credit=mixed", "credit.of=answer"]):
+        prepare(quickstart("controller.overlong_buffer=2", *words))
+    prepare(quickstart("controller.overlong_buffer=2", "credit=team", "credit.of=answer", "credit.alpha0=0.5"))
 
 
 @pytest.fixture(scope="module")

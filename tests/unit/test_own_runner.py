@@ -2,7 +2,10 @@
 
 import asyncio
 
-from marl.runners import RUNNERS, Replay, ReplayDiverged, scripted
+import pytest
+
+from marl.controller.controller import outcomes
+from marl.runners import RUNNERS, Replay, ReplayDiverged, Runner, TooManyTurns, keep, scripted
 from marl.runners.debate import Sees
 from marl.types import Task, Verdict
 from recipe.peer_review import PeerReview
@@ -79,3 +82,44 @@ def test_a_record_of_another_runner_is_refused():
         assert "holds no turn of 'a' in round 3" in str(error)
     else:
         raise AssertionError("the record ends after round 2")
+
+
+class Insists(Runner):
+    """Every agent speaks ``rounds`` times, or tries so many answers at once; it says twice."""
+
+    rounds, branches = 2, 0
+
+    async def run(self, episode):
+        for agent in episode.agents:
+            for _ in range(self.rounds):
+                turn = await agent.act(agent.prompt)
+            if self.branches:
+                turns = await agent.alternatives(agent.prompt, self.branches)
+                turn = keep(turns[0], turns, train_all=True)
+        return episode.answer(turn)
+
+    def most_turns(self, agents):
+        return dict.fromkeys(agents, 2)
+
+
+def insisting(rounds, branches=0):
+    runner = Insists(Runner.Config("insists"))
+    runner.rounds, runner.branches = rounds, branches
+    return scripted.play(runner, TASK, ["a", "b"], scripted.scripted(scripted.listed(["4"])))
+
+
+@pytest.mark.parametrize("rounds,branches,spoken", [(3, 0, 3), (50, 0, 3), (0, 3, 3), (1, 2, 3)])
+def test_a_runner_that_exceeds_its_own_most_turns_is_named_with_the_numbers(rounds, branches, spoken):
+    with pytest.raises(TooManyTurns, match=f"runner=insists: agent 'a' speaks {spoken} times.* most_turns says 2"):
+        asyncio.run(insisting(rounds, branches))
+
+
+@pytest.mark.parametrize("rounds,branches", [(2, 0), (0, 2), (1, 1)])
+def test_a_runner_may_go_as_far_as_it_says(rounds, branches):
+    assert asyncio.run(insisting(rounds, branches)).answer == "4"
+
+
+def test_it_ends_the_run_and_not_one_episode_among_many():
+    """Dropped as other failures are, the longest conversations would be missing from what is trained."""
+    with pytest.raises(TooManyTurns):
+        asyncio.run(outcomes([insisting(2), insisting(3)]))

@@ -5,6 +5,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from hydra.errors import InstantiationException
@@ -15,7 +16,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 
 import marl.rollout.hf  # noqa: F401 - registers our backend
-from marl.config.errors import ConfigError
+from marl.config.errors import ConfigError, plain
 from marl.utils.registry import did_you_mean
 
 BUILT = ("actor", "rollout")
@@ -106,3 +107,17 @@ def words(hint: Any) -> str:
     if hint in names:
         return names[hint]
     return "a list" if (typing.get_origin(hint) or hint) in (list, tuple) else "a group of keys"
+
+
+def known_keys() -> dict[str, Any]:
+    """verl's configuration with its defaults, and ours over it, without what is typed."""
+    theirs = files("verl.trainer.config").joinpath("_generated_ppo_trainer.yaml").read_text()
+    ours = files("marl.configs").joinpath("marl.yaml").read_text()
+    known: Any = OmegaConf.merge(OmegaConf.create(theirs), OmegaConf.create(ours), {"model_engine": None})
+    return plain(known)
+
+
+def fields_of(target: str) -> set[str]:
+    """The fields of a dataclass of verl's, beside those that its YAML names."""
+    kind = get_class(target)
+    return {field.name for field in fields(kind)} if is_dataclass(kind) else set()

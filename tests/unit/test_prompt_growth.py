@@ -1,0 +1,164 @@
+"""How long prompts and a central critic's observation get, against lengths that were counted by hand."""
+
+import asyncio
+
+import pytest
+
+from marl.config.errors import ConfigError
+from marl.controller.chat import ChatEncoder
+from marl.controller.prompt_growth import Seat, length_of, measure, spoken
+from marl.main import policy_names, pool_of, prepare
+from marl.preflight import growth_text, plan_text
+from marl.quickstart.model import build_tokenizer
+from marl.runners import RUNNERS, Runner, TooManyTurns
+from marl.runners.graph import Edge, Node, When
+from marl.types import Task
+
+QUESTION = "Ann has 3 apples ."  # 5 tokens of a word each; <|user|> before and <|assistant|> after make 7
+TASK = Task("t", [{"role": "user", "content": QUESTION}], "3", "x", str)
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    return ChatEncoder(build_tokenizer())
+
+
+@pytest.fixture
+def grown(encoder):
+    """The longest prompt of every round, of agents whose answers have so many tokens."""
+
+    def grown(name, *, tokens=3, ends=False, limit=1000, agents=("alice", "carol"), **settings):
+        kind = RUNNERS.get(name)
+        runner = kind(kind.Config(name, **settings))
+        seats = lambda agent, round: Seat(agent, encoder, tokens, ends)  # noqa: E731
+        return measure(runner, [TASK], seats, dict.fromkeys(agents, ""), limit)
+
+    return grown
+
+
+BRIEF = {"peer_template": "{agent} said {text}", "separator": " ", "instruction": ""}
+
+
+def test_the_shortest_and_the_longest_answers_of_a_debate(grown):
+    # a round more: the own answer, its end where it was cut off, <|user|>, two words and the peer's answer, <|assistant|>
+    longest = grown("debate", num_rounds=3, **BRIEF)
+    assert longest.by_round == {1: 7, 2: 7 + 3 + 1 + 1 + 2 + 3 + 1, 3: 7 + 2 * 11} and longest.unknown == ""
+    shortest = grown("debate", num_rounds=3, tokens=1, ends=True, **BRIEF)
+    assert shortest.by_round == {1: 7, 2: 7 + 2 + 1 + 2 + 1 + 1, 3: 7 + 2 * 7}
+    assert longest.prompt == 29 and shortest.prompt == 21
+
+
+def test_a_conversation_that_may_end_early_is_played_to_its_end(grown):
+    whole = grown("debate", num_rounds=4, **BRIEF).by_round
+    assert grown("debate", num_rounds=4, stop_on_consensus=True, **BRIEF).by_round == whole
+    turns = grown("multi_turn", num_turns=4, instruction="Again .", agents=("alice",)).by_round
+    for stop in ("answered", "repeated", "right"):
+        settings = {"stop": RUNNERS.get("multi_turn").Config.stop.__class__(stop), "instruction": "Again ."}
+        assert grown("multi_turn", num_turns=4, agents=("alice",), **settings).by_round == turns
+
+
+def test_edges_that_only_some_answers_open_are_gone_through(grown):
+    nodes = {"answer": Node(), "more": Node(sees=["answer"])}
+    for when, word in (
+        (When.agreed, ""),
+        (When.disagreed, ""),
+        (When.right, ""),
+        (When.wrong, ""),
+        (When.says, "apples"),
+    ):
+        growth = grown("graph", nodes=nodes, edges=[Edge("answer", ["more"], when, word)])
+        assert len(growth.by_round) == 2, when
+
+
+def test_stages_of_a_game_and_picks_of_a_router_are_reached(grown):
+    game = grown("game", game={"name": "matrix", "payoffs": "happo", "rounds": 3}, **BRIEF)
+    assert len(game.by_round) == 3, game
+    assert len(grown("router", num_picks=2, agents=("alice", "carol", "bob")).by_round) == 4
+
+
+def test_what_is_made_shorter_is_measured_as_it_is_shown(grown):
+    from marl.runners import Overflow
+
+    shortened = grown("debate", num_rounds=5, limit=20, overflow=Overflow.drop_oldest, **BRIEF)
+    assert shortened.prompt <= 20 and len(shortened.by_round) == 5
+    # the task, one's own answer and what came after it stay: 18 tokens
+    assert grown("debate", num_rounds=5, limit=17, overflow=Overflow.drop_oldest, **BRIEF).prompt == 18
+
+
+def test_an_answer_has_as_many_tokens_as_it_is_to_have(encoder, bpe_tokenizer):
+    for own in (encoder, ChatEncoder(bpe_tokenizer)):
+        for tokens in (1, 2, 7, 100):
+            assert length_of(own, spoken(own, tokens, "", QUESTION)) == tokens
+        assert spoken(own, 9, "apples", QUESTION).startswith("apples ")
+
+
+class Broken(Runner):
+    async def run(self, episode):
+        await episode.agents[0].act(episode.agents[0].prompt)
+        raise LookupError("no such server")
+
+
+class Endless(Runner):
+    async def run(self, episode):
+        while True:
+            await episode.agents[0].act(episode.agents[0].prompt)
+
+
+def test_a_runner_that_cannot_be_played_yet_is_not_refused_and_one_that_breaks_its_word_is(encoder):
+    def played(kind):
+        return measure(kind(Runner.Config("own")), [TASK], lambda a, r: Seat(a, encoder, 3), {"alice": ""}, 99)
+
+    assert played(Broken).unknown == "LookupError: no such server"
+    with pytest.raises(TooManyTurns, match="runner=own"):
+        played(Endless)
+
+
+@pytest.fixture
+def quickstart(compose_config, cold_assets):
+    return lambda *overrides: compose_config(f"assets={cold_assets}", *overrides)
+
+
+def test_prompts_that_cannot_fit_are_refused_before_the_start(quickstart):
+    with pytest.raises(ConfigError) as caught:
+        prepare(quickstart("runner.num_rounds=9"))
+    text = str(caught.value)
+    assert text.startswith("data.max_prompt_length=40: with runner=debate prompts grow to ") and "by round: 1" in text
+    assert (
+        "single token" in text
+        and "runner.overflow=drop_oldest" in text
+        and "set data.max_prompt_length to at least" in text
+    )
+    prepare(quickstart("runner.num_rounds=9", "runner.overflow=drop_oldest"))
+
+
+def test_the_plan_shows_how_prompts_grow_and_warns_of_answers_that_are_too_long(quickstart):
+    config = prepare(quickstart())
+    plan = plan_text(config, {name: pool_of(config, name) for name in policy_names(config)})
+    assert "prompts: with runner=debate prompts grow to" in plan and "of data.max_prompt_length=40" in plan
+    assert "warning" not in plan
+    longer = growth_text(prepare(quickstart("data.max_response_length=16")))
+    assert "warning: an episode is refused where a prompt exceeds data.max_prompt_length=40" in longer
+    assert "lower data.max_response_length=16" in longer
+    assert "warning" not in growth_text(prepare(quickstart("data.max_response_length=16", "agents.alice.max_tokens=3",
+                                                           "agents.carol.max_tokens=3")))  # fmt: skip
+
+
+def test_it_is_measured_where_a_loop_runs_already(quickstart):
+    async def within_a_loop():
+        return growth_text(prepare(quickstart()))
+
+    assert "prompts grow to" in asyncio.run(within_a_loop())
+
+
+@pytest.mark.parametrize("level", ["turn", "token"])
+def test_a_central_critic_that_could_not_read_the_longest_conversation_is_refused(quickstart, level):
+    few = ("learner=mappo", f"critic.level={level}")
+    with pytest.raises(ConfigError) as caught:
+        prepare(quickstart(*few, "critic.ppo_max_token_len_per_gpu=20"))
+    text = str(caught.value)
+    assert "critic.ppo_max_token_len_per_gpu=20" in text and "the central critic of learner=mappo" in text
+    needed = int(text.split("set it to at least ")[1].split(",")[0])
+    prepare(quickstart(*few, f"critic.ppo_max_token_len_per_gpu={needed}"))
+    with pytest.raises(ConfigError, match=f"at least {needed}"):
+        prepare(quickstart(*few, f"critic.ppo_max_token_len_per_gpu={needed - 1}"))
+    prepare(quickstart("learner=grpo", "critic.ppo_max_token_len_per_gpu=20"))
