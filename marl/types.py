@@ -54,6 +54,12 @@ class Verdict:
     """Further keys of a reward function that returns a dict; they become columns of the rollout dump."""
     penalty: float = 0.0
     """What training takes off the score for the answer's form; nothing that is reported knows of it."""
+    failure: str | None = None
+    """Why the reward function could not judge the text, whose score is then ``controller.failure_score``."""
+
+    def worth(self, score: float) -> Verdict:
+        """The same verdict, for which training pays ``score``; what is reported stays."""
+        return replace(self, penalty=self.score - score)
 
 
 def given(verdict: Verdict | None, of: str) -> Verdict:
@@ -179,6 +185,10 @@ class Episode:
     """What that was decided on; None where no rule decided."""
     settled: Verdict | None = None
     """What the runner says of the team's answer; None leaves it to the verdicts on its turns."""
+    failure: str | None = None
+    """Why the conversation ended before its time: ``overflow`` (an observation did not fit) or, in validation, ``error`` (it
+    was lost, and no turn of it is known). Such a team has no answer. None for an episode that was played to its end."""
+    failure_message: str = ""
 
     def sort(self) -> None:
         """Put the turns into an order that does not depend on who happened to answer first."""
@@ -249,6 +259,14 @@ class JointBatch:
     """The joint observation of every round, as ids ragged over [E * R]: the state of a learner that reads one."""
     returns_ERA: Tensor | None = None
     """What the critics should have said, from the learner."""
+    failed_E: Tensor | None = None
+    """1 for episodes that ended before their time; ``team_verdict_E`` is then what that is worth. None where none did."""
+
+    @property
+    def last_turns_ERA(self) -> Tensor:
+        """1 on each agent's last turn of every conversation."""
+        spoke_ERA = self.path().mask_ERA.long()
+        return spoke_ERA * (spoke_ERA.flip(1).cumsum(1).flip(1) == 1)
 
     def path(self) -> JointBatch:
         """The same batch, as if the alternatives that no conversation followed had never been spoken."""

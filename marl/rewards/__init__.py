@@ -4,12 +4,13 @@ from marl.rewards.answers import extractor, final_answer, hider, only_answer
 from marl.rewards.base import Reward
 from marl.rewards.build import build_reward
 from marl.rewards.builtin import Builtin, builtin_compute_score
-from marl.rewards.processes import RewardError
+from marl.rewards.processes import RewardError, RewardUnavailable
 
 __all__ = [
     "Builtin",
     "Reward",
     "RewardError",
+    "RewardUnavailable",
     "build_reward",
     "builtin_compute_score",
     "extractor",

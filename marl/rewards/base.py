@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from marl.rewards.processes import RewardError
+from marl.rewards.processes import RewardError, RewardUnavailable
 from marl.types import Metrics, Task, Verdict
 
 ComputeScore = Callable[..., Any]
@@ -27,13 +27,26 @@ class Reward:
         self.compute_score, self.timeout_s = compute_score, timeout_s
         self.failures: Counter[str] = Counter() if failures is None else failures
 
+    async def judge_or_fail(self, task: Task, text: str, failure_score: float) -> Verdict:
+        """The verdict; where the function fails on this text, ``failure_score`` with the reason (``Verdict.failure``). Raises
+        RewardUnavailable where nothing was there to judge it."""
+        try:
+            return await self.judge(task, text)
+        except RewardUnavailable:
+            raise
+        except (RewardError, TypeError, ValueError) as error:
+            return Verdict(failure_score, task.extract(text), failure=f"{type(error).__name__}: {error}")
+
     async def judge(self, task: Task, text: str) -> Verdict:
         """Raises RewardError where the function fails, TypeError or ValueError where it returns no finite score."""
         try:
             result = await self._score(task, text)
         except RewardError as error:
             self.failures[error.kind] += 1
-            raise RewardError(f"the reward function failed for task {task.id}: {error}", error.kind) from error
+            said = f"the reward function failed for task {task.id}: {error}"
+            raise type(error)(said, error.kind) from error
+        except ImportError as error:
+            raise RewardUnavailable(f"the reward function cannot judge task {task.id}: {error}") from error
         except Exception as error:
             self.failures["errors"] += 1
             raise RewardError(

@@ -6,7 +6,7 @@ from typing import Any
 
 from marl.rewards.answers import agrees, extractor, kind_of
 from marl.rewards.mathematics import MATH_TIMEOUT_S, equal, must_be_installed
-from marl.rewards.processes import RewardError
+from marl.rewards.processes import RewardError, RewardUnavailable
 
 Run = Callable[..., Awaitable[Any]]
 """``run(function, arguments, timeout_s)``: in a process that can be killed, or here."""
@@ -45,6 +45,8 @@ class Builtin:
             must_be_installed()
             try:
                 equals = await self.run(equal, {"answer": answer, "truth": str(ground_truth)}, MATH_TIMEOUT_S)
+            except RewardUnavailable:
+                raise
             except RewardError as error:
                 outcome = error.kind
                 self.failures[f"math_{error.kind}"] += 1
