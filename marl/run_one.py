@@ -188,6 +188,8 @@ def show(episode: Episode, console: Console) -> None:
         console.print(Text(f"{turn.agent} ⟶ {turn.text}{score}", style="green"))
     console.rule()
     counts = "".join(f"  {name}: {count}" for name, count in episode.counts.items())
+    if episode.failure is not None:
+        console.print(Text(f"ended before its time ({episode.failure}): {episode.failure_message}", style="red"))
     console.print(
         Text(f"the team's answer: {episode.answer}   right: {episode.task.ground_truth}{counts}", style="bold")
     )
