@@ -107,7 +107,8 @@ class MARLTrainer:
         with phase("collect"):
             collection = await self.collect(tasks)
         with phase("score"):
-            episodes = await self.controller.score(collection.episodes, self.step_number)
+            scored = await self.controller.score(collection.episodes, self.step_number)
+        episodes = [episode for episode in scored if episode.turns]  # a prompt that is too long leaves nothing to train
         self.controller.accuracy.update(episodes)
         self.sampled_tokens += sum(sum(turn.response_mask) for episode in episodes for turn in episode.turns)
         self.turns_per_episode = sum(len(episode.turns) for episode in episodes) / len(episodes)
@@ -135,7 +136,7 @@ class MARLTrainer:
         with phase("sync_weights"):
             await self.sync_weights()
         seconds = time.perf_counter() - started
-        metrics = credit_metrics | token_metrics | reference_metrics | self._team_metrics(episodes, collection)
+        metrics = credit_metrics | token_metrics | reference_metrics | self._team_metrics(scored, collection)
         metrics |= self._policy_metrics(updates) | self._critic_metrics(fits | later_fits) | replay_metrics
         metrics |= self.controller.reward.metrics() | phase.metrics()
         turns, critics = float(batch.mask_ERA.sum()), list(self.critics.groups.values())
@@ -229,8 +230,7 @@ class MARLTrainer:
     async def validate(self) -> Metrics:
         """Play the validation tasks; the episodes are dumped, the team's numbers are kept for the summary."""
         samples = self.config.actor_rollout_ref.rollout.val_kwargs.n
-        collection = await self.controller.collect(self.validation, samples, self.step_number, validate=True)
-        episodes = await self.controller.score(collection.episodes, self.step_number)
+        episodes = await self.controller.measure(self.validation, samples, self.step_number)
         self.history[self.step_number] = conversation.team_metrics(episodes)
         if self.config.trainer.validation_data_dir:
             dump.write(episodes, self.step_number, self.config.trainer.validation_data_dir)
@@ -256,6 +256,7 @@ class MARLTrainer:
         metrics["team/episodes"] = float(len(episodes))
         metrics["team/refused_contexts"] = float(collection.refused)
         metrics["team/failed_episodes"] = float(len(collection.failures) + len(collection.episodes) - len(episodes))
+        metrics["team/retried_episodes"] = float(collection.retried)
         for agent in self.config.agents:
             metrics |= prefixed(f"agent/{agent}", conversation.agent_metrics(episodes, agent))
         return metrics

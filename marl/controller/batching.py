@@ -67,7 +67,14 @@ def joint_batch(
         trained_ERA=torch.from_numpy(trained_ERA),
         team_verdict_E=torch.tensor([episode.judged.score if episode.verdict else 0.0 for episode in episodes]),
         rows={policy: to_rows(turns, temperatures) for policy, turns in chains.items()},
+        failed_E=failed_of(episodes),
     )
+
+
+def failed_of(episodes: Sequence[Episode]) -> torch.Tensor | None:
+    """1 for episodes that ended before their time; None where none did."""
+    failed = [episode.failure is not None for episode in episodes]
+    return torch.tensor(failed) if any(failed) else None
 
 
 def outcomes_of(

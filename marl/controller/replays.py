@@ -84,7 +84,7 @@ async def attempt(
 
 
 def team_return(episode: Episode, of: ReturnOf) -> float:
-    if of is ReturnOf.answer:
+    if of is ReturnOf.answer or episode.failure is not None:
         return episode.judged.score
     scores = [turn.judged.score for turn in episode.path if turn.round == episode.num_rounds]
     return sum(scores) / len(scores)

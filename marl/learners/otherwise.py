@@ -25,9 +25,17 @@ def worth(ballot: Ballot, votes: Sequence[Vote]) -> float:
     return sum(sum(own) / len(own) for own in scores) / len(best) if best else ballot.no_answer
 
 
+def failed_of(batch: JointBatch) -> list[int]:
+    """The episodes that ended before their time: they decided nothing."""
+    return [] if batch.failed_E is None else batch.failed_E.nonzero().flatten().tolist()
+
+
 def must_vote(batch: JointBatch, name: str) -> None:
     """Raise ValueError where a team decided without a vote."""
-    missing = next((task for task, ballots in zip(batch.tasks_E, batch.ballots, strict=True) if not ballots), None)
+    failed = set(failed_of(batch))
+    missing = next(
+        (batch.tasks_E[e] for e, ballots in enumerate(batch.ballots) if not ballots and e not in failed), None
+    )
     if missing is not None:
         raise ValueError(
             f"credit={name} shares out what a team's vote decided, and none was taken on task {missing}: let the runner end "
@@ -39,7 +47,8 @@ def must_vote(batch: JointBatch, name: str) -> None:
 class Shapley(Credit):
     """The team's decision, shared out among those who voted: each one's Shapley value, paid at its last turn in the vote.
 
-    The shares of an episode sum to what was decided, in the mean over tie-breaks, less what no answer is worth.
+    The shares of an episode sum to what was decided, in the mean over tie-breaks, less what no answer is worth. Where the
+    conversation ended before its time, all who spoke share that alike, each at its last turn.
     """
 
     kind = "reward"
@@ -50,6 +59,10 @@ class Shapley(Credit):
         credit_ERA = torch.zeros_like(batch.verdicts_ERA)
         shares = cache(shares_of)  # many teams vote alike
         for e, ballots in enumerate(batch.ballots):
+            if not ballots:  # it failed
+                last_RA = batch.last_turns_ERA[e]
+                credit_ERA[e] = last_RA * batch.team_verdict_E[e] / last_RA.sum().clamp(min=1)
+                continue
             decided = ballots[-1]
             last = {vote.agent: 0 for vote in decided.votes}
             for vote in decided.votes:
@@ -79,7 +92,8 @@ class Counterfactual(Credit):
     Q is the verdict on what the whole ballot decides. a' are the answers that the agent gave in this round in all samples of
     the task, its own included: its policy, as far as it was seen. A turn of an earlier round votes on what the team would
     have decided, had it ended there: all voters' last answers so far, by the same rule. What it does to later rounds is not
-    seen here; credit=replay sees it. A turn that could not vote gets 0.
+    seen here; credit=replay sees it. A turn that could not vote gets 0. Where the conversation ended before its time, each
+    agent's last turn gets what that is worth less the mean over the task's samples of what the team got.
     """
 
     kind = "advantage"
@@ -108,6 +122,10 @@ class Counterfactual(Credit):
             others = alternatives[batch.tasks_E[place[0]], vote.agent, vote.round]
             if any(other != vote for other in others):  # else exactly 0
                 credit_ERA[place] = gain(ballot, vote, others)
+        for e in failed_of(batch):
+            alike_E = torch.tensor([task == batch.tasks_E[e] for task in batch.tasks_E])
+            lost = batch.team_verdict_E[e] - batch.team_verdict_E[alike_E].mean()
+            credit_ERA[e] = batch.last_turns_ERA[e] * lost
         return credit_ERA
 
 

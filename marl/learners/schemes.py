@@ -140,7 +140,8 @@ class Joint(Credit):
 class ZeroSum(Credit):
     """What one side wins the others lose: at an agent's last turn, its verdict less the mean of the others' last ones.
 
-    With two sides the rewards of an episode sum to 0 (SPIRAL, arXiv:2506.24119). 0 where nobody else spoke.
+    With two sides the rewards of an episode sum to 0 (SPIRAL, arXiv:2506.24119). 0 where nobody else spoke. An episode that
+    ended before its time is no draw: all sides lose it, as if the others had been right.
     """
 
     kind = "reward"
@@ -151,6 +152,8 @@ class ZeroSum(Credit):
         final_EA, spoke_EA = (batch.verdicts_ERA * last_ERA).sum(1), last_ERA.sum(1)
         others_EA = spoke_EA.sum(-1, keepdim=True) - spoke_EA
         lost_EA = (final_EA.sum(-1, keepdim=True) - final_EA) / others_EA.clamp(min=1)
+        if batch.failed_E is not None:
+            lost_EA = torch.where(batch.failed_E[:, None], 1.0, lost_EA)
         return ((final_EA - lost_EA) * (others_EA > 0))[:, None, :] * last_ERA
 
 
