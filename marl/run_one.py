@@ -25,7 +25,7 @@ from marl.config.errors import ConfigError, resolve
 from marl.config.overrides import find_verl, new_agents
 from marl.config.ranges import check_values
 from marl.report import dump
-from marl.rewards import extractor, hider
+from marl.rewards import answer_rules, check_extractors
 from marl.runners import RUNNERS, Generate, Replay, scripted
 from marl.runners.base import Judge
 from marl.types import Episode, Task, Turn
@@ -113,9 +113,10 @@ async def stage(options: Options, config: DictConfig) -> AsyncIterator[tuple[Tas
         resolve(config)
         check_values(config)
         templates_can_be_filled(config)
-        rule, source = config.controller.answer_rule.name, "question"
+        check_extractors(config)
+        rules, source = answer_rules(config), "question"
         question = [{"role": "user", "content": options.question}]
-        task = Task("question", question, options.truth, source, extractor(source, rule), {}, hider(source, rule))
+        task = Task("question", question, options.truth, source, rules.extractor(source), {}, rules.hider(source))
         script = scripted.listed(options.answers) if options.answers else scripted.numbered
         yield task, scripted.scripted(script), scripted.exact_match
         return
@@ -140,8 +141,8 @@ async def play(options: Options, config: DictConfig, task: Task, generate: Gener
     if options.dump:
         if not Path(options.dump).is_file():
             raise ConfigError(f"dump={options.dump}: no such file; expected <step>.jsonl of trainer.rollout_data_dir")
-        rule = config.controller.answer_rule.name
-        episodes = dump.read(options.dump, lambda source: extractor(source, rule), lambda source: hider(source, rule))
+        rules = answer_rules(config)
+        episodes = dump.read(options.dump, rules.extractor, rules.hider)
         record = next(islice(episodes, options.episode, None), None)
         if record is None:
             raise ConfigError(f"episode={options.episode}: {options.dump} holds fewer episodes, counted from 0")

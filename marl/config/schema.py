@@ -86,8 +86,14 @@ class ControllerConfig:
     """A larger difference between a server's and the trainer's log-prob of a token is warned of."""
     lazy_agent_share: float | None = 0.2
     """An agent whose share of the credit, over twenty steps, is below so much of an equal one is warned of, once; null for never."""
+    degenerate_steps: int | None = 5
+    """After so many steps in a row all of whose groups are alike, a warning names likely causes; null for never."""
     answer_rule: AnswerRule = AnswerRule.strict
     """Where a text gives its answer to a GSM8K question."""
+    extractors: dict[str, str] = field(default_factory=dict)
+    """How texts give their final answers, by data source or how its name begins: only, strict, flexible, hashes, math, or
+    ``<file>.py:<function>`` of your own, text -> answer or None. Before ``extract(text)`` of the reward function's file, and
+    the built-in rules. Votes, credit, reports and ``hide_answers`` all go by it."""
     no_answer_score: float | None = None
     """The score of a turn that gives no answer where it should, and of a team without one: an abstention that helps the team
     is otherwise learned as a trick. null: what the reward function says. What that calls right stays right."""
