@@ -21,6 +21,7 @@ from marl.controller.references import References
 from marl.controller.worker_group import throughput
 from marl.learners import Learner
 from marl.report import conversation, dump, tokens
+from marl.report.alarms import DegenerateGroups
 from marl.report.credit_shares import LazyAgents, credit_shares
 from marl.types import AgentId, CriticName, Episode, JointBatch, Metrics, PolicyName, Task, Turn
 from marl.utils.metrics import PhaseTimer, RunningMean, must_be_finite, prefixed
@@ -58,6 +59,7 @@ class MARLTrainer:
         self.turns_per_episode = 0.0
         self.degenerate = RunningMean()
         """Share of groups that taught nothing, over all steps, where the learner compares groups."""
+        self.degenerate_alarm = DegenerateGroups(config.controller.degenerate_steps)
         self.lazy_agents = LazyAgents(config.controller.lazy_agent_share)
         self.token_budget: int | None = None
         """Training ends once it has sampled so many tokens; None for no such end."""
@@ -127,8 +129,7 @@ class MARLTrainer:
             fits = await self.fit_critics(batch) if self.learner.fits_first else {}
         with phase("credit"):
             credit_metrics = self.learner.assign_credit(batch)
-            if "team/degenerate_groups" in credit_metrics:
-                self.degenerate.add(credit_metrics["team/degenerate_groups"])
+            self._look_at_groups(credit_metrics)
             credit_metrics |= self._credit_shares(batch)
         with phase("update"):
             updates, later_fits = await self.update(batch)
@@ -260,6 +261,12 @@ class MARLTrainer:
         for agent in self.config.agents:
             metrics |= prefixed(f"agent/{agent}", conversation.agent_metrics(episodes, agent))
         return metrics
+
+    def _look_at_groups(self, credit_metrics: Metrics) -> None:
+        share = credit_metrics.get("team/degenerate_groups")
+        if share is not None:
+            self.degenerate.add(share)
+            self.degenerate_alarm.look(share, self.step_number)
 
     def _credit_shares(self, batch: JointBatch) -> Metrics:
         shares = credit_shares(batch, self.trained_agents)

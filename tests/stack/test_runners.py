@@ -1,6 +1,7 @@
 """Every runner through the real stack: played, scored, trained, dumped and played again."""
 
 import asyncio
+import logging
 
 import pytest
 import torch
@@ -257,6 +258,16 @@ def test_long_conversations_are_refused_counted_and_trained(alone):
     assert metrics["agent/alice/grad_norm"] > 0
     found = live.wait(live.trainer.validate())
     assert 0 < found["val/team/failed"] <= 8 and found["val/team/vote"] <= 1 - found["val/team/failed"] / 8
+
+
+def test_a_run_that_cannot_learn_says_so(alone, caplog):
+    """Every answer is right, so no group teaches anything; the score of one text alone changes that."""
+    live = started(alone, "single_turn", "controller.degenerate_steps=2")
+    live.trainer.controller.reward.compute_score = lambda **_: 1.0
+    with caplog.at_level(logging.WARNING):
+        assert live.step()["team/degenerate_groups"] == 1.0 and "all groups" not in caplog.text
+        live.step()
+    assert "all groups of the last 2 steps, to step 2, were all alike" in caplog.text
 
 
 def test_what_an_answer_that_is_none_or_was_cut_off_is_worth(alone):
