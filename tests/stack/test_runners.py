@@ -262,7 +262,7 @@ def test_long_conversations_are_refused_counted_and_trained(alone):
 
 def test_a_run_that_cannot_learn_says_so(alone, caplog):
     """Every answer is right, so no group teaches anything; the score of one text alone changes that."""
-    live = started(alone, "single_turn", "controller.degenerate_steps=2")
+    live = alone(*options("single_turn"), "controller.degenerate_steps=2")
     live.trainer.controller.reward.compute_score = lambda **_: 1.0
     with caplog.at_level(logging.WARNING):
         assert live.step()["team/degenerate_groups"] == 1.0 and "all groups" not in caplog.text

@@ -169,7 +169,7 @@ def test_an_ensemble_outlives_a_text_that_cannot_be_judged(caplog):
 
 
 def test_rules_are_set_on_the_command_line(compose_config):
-    config = compose_config("controller.extractors={mine: math, openai/gsm8k: my_rewards.py:find}")
+    config = compose_config("+controller.extractors={mine: math, openai/gsm8k: my_rewards.py:find}")
     assert dict(config.controller.extractors) == {"mine": "math", "openai/gsm8k": "my_rewards.py:find"}
 
 

@@ -62,6 +62,7 @@ class Says:
     async def act(self, agent, observation, round, previous, *, seed, sampling, task, **_):
         self.asked.append((task.id, seed, sampling["temperature"]))
         text = self.does(agent, round, task=task, seed=seed)
+        await asyncio.sleep(0)
         return Turn(agent, round, observation, text, response_ids=[1], response_mask=[1], log_probs=[0.0])
 
 
