@@ -62,12 +62,14 @@ def make_clients(config: DictConfig, groups: dict[str, Any], tokenizers: dict[st
 
 def make_client(config: DictConfig, name: str, group: Any, tokenizer: Any) -> PolicyClient:
     model, loops = load_config(group.config.actor_rollout_ref.model, name), loops_of(config, name)
+    patience_s = config.resources.timeout_s
     encoder = ChatEncoder(tokenizer, config.data.apply_chat_template_kwargs)
     vocabulary = model.get_text_config().vocab_size
     parts = (name, group.rollout, group.client(), tokenizer, encoder, vocabulary)
     if not loops:
-        return PolicyClient(*parts)
-    return LoopClient(*parts, loops=Loops(group.config, loops, tokenizer, model.model_type))
+        return PolicyClient(*parts, patience_s=patience_s)
+    made = Loops(group.config, loops, tokenizer, model.model_type)
+    return LoopClient(*parts, patience_s=patience_s, loops=made)
 
 
 @dataclass(frozen=True)

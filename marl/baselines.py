@@ -5,9 +5,8 @@ and puts them beside it in ``summary.json`` and in the trackers.
 """
 
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -100,9 +99,9 @@ async def untrained(config: DictConfig, team: MARLTrainer, build: Build) -> Metr
 
 
 async def vote(solo: MARLTrainer, answers: int) -> Metrics:
-    """Accuracy of the majority of several answers of the single agent to each validation task."""
-    collection = await solo.controller.collect(solo.validation, answers, solo.step_number, validate=True)
-    episodes = await solo.controller.score(collection.episodes, solo.step_number)
+    """Accuracy of the majority of several answers of the single agent to each validation task, sampled as in training:
+    greedy ones, which validation asks for by default, would all be the same."""
+    episodes = await solo.controller.measure(solo.validation, answers, solo.step_number, validate=False)
     by_task: dict[str, list[Episode]] = {}
     for episode in episodes:
         by_task.setdefault(episode.task.id, []).append(episode)
@@ -115,8 +114,7 @@ async def vote(solo: MARLTrainer, answers: int) -> Metrics:
 
 
 def majority_is_right(episodes: Sequence[Episode]) -> bool:
-    """Ties are broken by the task; nobody's answer is wrong."""
+    """Ties are broken by the task; nobody's answer is wrong. An answer is right where one of the texts that give it is."""
     answers = [episode.answer for episode in episodes]
     chosen = majority(answers, random.Random(derive_seed("vote", episodes[0].task.id)))
-    verdicts: Mapping[Any, bool] = {episode.answer: episode.judged.score >= 1.0 for episode in episodes}
-    return chosen is not None and verdicts[chosen]
+    return chosen is not None and any(e.judged.score >= 1.0 for e in episodes if e.answer == chosen)

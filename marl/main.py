@@ -127,8 +127,10 @@ def prepare(config: DictConfig) -> DictConfig:
     # heavy: imported once the rules hold
     from marl.preflight import preflight
     from marl.rewards.custom import checked_function
+    from marl.rewards.extractors import check_extractors
 
     checked_function(config)
+    check_extractors(config)
     preflight(config)
     return config
 

@@ -22,6 +22,7 @@ from marl.controller.references import References
 from marl.controller.worker_group import throughput
 from marl.learners import Learner
 from marl.report import conversation, dump, tokens
+from marl.report.alarms import DegenerateGroups
 from marl.report.credit_shares import LazyAgents, credit_shares
 from marl.report.turn_numbers import turn_numbers
 from marl.types import AgentId, CriticName, Episode, JointBatch, Metrics, PolicyName, Task, Turn
@@ -61,6 +62,7 @@ class MARLTrainer:
         self.turns_per_episode = 0.0
         self.degenerate = RunningMean()
         """Share of groups that taught nothing, over all steps, where the learner compares groups."""
+        self.degenerate_alarm = DegenerateGroups(config.controller.degenerate_steps)
         self.lazy_agents = LazyAgents(config.controller.lazy_agent_share)
         self.token_budget: int | None = None
         """Training ends once it has sampled so many tokens; None for no such end."""
@@ -147,17 +149,15 @@ class MARLTrainer:
         with phase("collect"):
             collection = await self.collect(tasks)
         with phase("score"):
-            episodes = await self.controller.score(collection.episodes, self.step_number)
-        self.controller.accuracy.update(episodes)
-        self.sampled_tokens += sum(sum(turn.response_mask) for episode in episodes for turn in episode.turns)
-        self.turns_per_episode = sum(len(episode.turns) for episode in episodes) / len(episodes)
+            scored = await self.controller.score(collection.episodes, self.step_number)
+        played = [episode for episode in scored if episode.turns]  # a prompt that is too long leaves nothing to train
+        self._count(played)
         replay_metrics: Metrics = {}
         if self.learner.credit.replays:
             with phase("replay"):
-                replay_metrics = await self.replay(episodes)
+                replay_metrics = await self.replay(played)
         await asyncio.gather(*(group.free_servers() for group in self.policies.values()))
-        scored = len(episodes)
-        episodes, batch = self.readable(episodes)
+        episodes, batch = self.readable(played)
         with phase("log_probs"):
             token_metrics = await self.log_probs(batch)
         with phase("ref_log_probs"):
@@ -167,8 +167,7 @@ class MARLTrainer:
             fits = await self.fit_critics(batch) if self.learner.fits_first else {}
         with phase("credit"):
             credit_metrics = self.learner.assign_credit(batch)
-            if "team/degenerate_groups" in credit_metrics:
-                self.degenerate.add(credit_metrics["team/degenerate_groups"])
+            self._look_at_groups(credit_metrics)
             credit_metrics |= self._credit_shares(batch)
         with phase("update"):
             updates, later_fits = await self.update(batch)
@@ -176,7 +175,8 @@ class MARLTrainer:
         with phase("sync_weights"):
             await self.sync_weights()
         seconds = time.perf_counter() - started
-        metrics = credit_metrics | token_metrics | reference_metrics | self._team_metrics(episodes, collection, scored)
+        metrics = credit_metrics | token_metrics | reference_metrics
+        metrics |= self._team_metrics(scored, collection, refused=len(played) - len(episodes))
         metrics |= self._policy_metrics(updates) | self._critic_metrics(fits | later_fits) | replay_metrics
         metrics |= self.controller.reward.metrics() | phase.metrics()
         turns, critics = float(batch.mask_ERA.sum()), list(self.critics.groups.values())
@@ -185,6 +185,12 @@ class MARLTrainer:
             numbers = turn_numbers(batch, self.learner.credit.of(batch))
             dump.write(episodes, self.step_number, self.config.trainer.rollout_data_dir, numbers)
         return metrics
+
+    def _count(self, episodes: Sequence[Episode]) -> None:
+        """Update the agents' accuracies, the tokens sampled so far and the turns of an episode."""
+        self.controller.accuracy.update(episodes)
+        self.sampled_tokens += sum(sum(turn.response_mask) for episode in episodes for turn in episode.turns)
+        self.turns_per_episode = sum(len(episode.turns) for episode in episodes) / len(episodes)
 
     async def collect(self, tasks: Sequence[Task]) -> Collection:
         """Play every task ``rollout.n`` times with the current weights."""
@@ -285,8 +291,7 @@ class MARLTrainer:
     async def validate(self) -> Metrics:
         """Play the validation tasks; the episodes are dumped, the team's numbers are kept for the summary."""
         samples = self.config.actor_rollout_ref.rollout.val_kwargs.n
-        collection = await self.controller.collect(self.validation, samples, self.step_number, validate=True)
-        episodes = await self.controller.score(collection.episodes, self.step_number)
+        episodes = await self.controller.measure(self.validation, samples, self.step_number)
         self.history[self.step_number] = conversation.team_metrics(episodes)
         if self.config.trainer.validation_data_dir:
             folder = Path(self.config.trainer.validation_data_dir) / self._of_other_data()
@@ -307,18 +312,25 @@ class MARLTrainer:
         while True:
             yield from self.loader
 
-    def _team_metrics(self, episodes: Sequence[Episode], collection: Collection, scored: int) -> Metrics:
-        """``scored``: how many episodes there were before the critics read them."""
+    def _team_metrics(self, episodes: Sequence[Episode], collection: Collection, refused: int) -> Metrics:
+        """``refused``: episodes that were too long for a critic."""
         metrics = prefixed("team", conversation.team_metrics(episodes))
         metrics |= prefixed("team", conversation.count_metrics(episodes))
         metrics["team/episodes"] = float(len(episodes))
         if self.critics.groups:
-            metrics["critic/refused_contexts"] = float(scored - len(episodes))
+            metrics["critic/refused_contexts"] = float(refused)
         metrics["team/refused_contexts"] = float(collection.refused)
         metrics["team/failed_episodes"] = float(len(collection.failures) + len(collection.episodes) - len(episodes))
+        metrics["team/retried_episodes"] = float(collection.retried)
         for agent in self.config.agents:
             metrics |= prefixed(f"agent/{agent}", conversation.agent_metrics(episodes, agent))
         return metrics
+
+    def _look_at_groups(self, credit_metrics: Metrics) -> None:
+        share = credit_metrics.get("team/degenerate_groups")
+        if share is not None:
+            self.degenerate.add(share)
+            self.degenerate_alarm.look(share, self.step_number)
 
     def _credit_shares(self, batch: JointBatch) -> Metrics:
         shares = credit_shares(batch, self.trained_agents)

@@ -25,7 +25,7 @@ from marl.config.errors import ConfigError, resolve
 from marl.config.overrides import find_verl, new_agents
 from marl.config.ranges import check_values
 from marl.report import dump
-from marl.rewards import extractor, hider
+from marl.rewards import answer_rules, check_extractors
 from marl.runners import RUNNERS, Generate, Replay, scripted
 from marl.runners.base import Judge
 from marl.types import Episode, Task, Turn
@@ -141,10 +141,11 @@ async def stage(options: Options, config: DictConfig) -> AsyncIterator[tuple[Tas
         resolve(config)
         check_values(config)
         templates_can_be_filled(config)
-        rule, source = config.controller.answer_rule.name, "question"
+        check_extractors(config)
+        rules, source = answer_rules(config), "question"
         question = [{"role": "user", "content": "What is 2 + 2?" if options.question is None else options.question}]
         truth = "4" if options.truth is None else options.truth
-        task = Task("question", question, truth, source, extractor(source, rule), {}, hider(source, rule))
+        task = Task("question", question, truth, source, rules.extractor(source), {}, rules.hider(source))
         script = scripted.listed(options.answers) if options.answers else scripted.numbered
         yield task, scripted.scripted(script), scripted.exact_match
         return
@@ -183,8 +184,8 @@ async def play(options: Options, config: DictConfig, task: Task, generate: Gener
     if options.dump:
         if not Path(options.dump).is_file():
             raise ConfigError(f"dump={options.dump}: no such file; expected <step>.jsonl of trainer.rollout_data_dir")
-        rule = config.controller.answer_rule.name
-        episodes = dump.read(options.dump, lambda source: extractor(source, rule), lambda source: hider(source, rule))
+        rules = answer_rules(config)
+        episodes = dump.read(options.dump, rules.extractor, rules.hider)
         record = next(islice(episodes, options.episode, None), None)
         if record is None:
             raise ConfigError(f"episode={options.episode}: {options.dump} holds fewer episodes, counted from 0")
@@ -231,6 +232,8 @@ def show(episode: Episode, console: Console) -> None:
         console.print(Text(f"{turn.agent} ⟶ {turn.text}{score}", style="green"))
     console.rule()
     counts = "".join(f"  {name}: {count}" for name, count in episode.counts.items())
+    if episode.failure is not None:
+        console.print(Text(f"ended before its time ({episode.failure}): {episode.failure_message}", style="red"))
     right = "" if episode.task.ground_truth == UNKNOWN else f"   right: {episode.task.ground_truth}"
     console.print(Text(f"the team's answer: {episode.answer}{right}{counts}", style="bold"))
 

@@ -54,6 +54,12 @@ class Verdict:
     """Further keys of a reward function that returns a dict; they become columns of the rollout dump."""
     penalty: float = 0.0
     """What training takes off the score for the answer's form; nothing that is reported knows of it."""
+    failure: str | None = None
+    """Why the reward function could not judge the text, whose score is then ``controller.failure_score``."""
+
+    def worth(self, score: float) -> Verdict:
+        """The same verdict, for which training pays ``score``; what is reported stays."""
+        return replace(self, penalty=self.score - score)
 
 
 def given(verdict: Verdict | None, of: str) -> Verdict:
@@ -180,7 +186,9 @@ class Episode:
     settled: Verdict | None = None
     """What the runner says of the team's answer; None leaves it to the verdicts on its turns."""
     failure: str | None = None
-    """Reason the episode ended early because of what a policy did: ``overflow``, ...; None otherwise."""
+    """Why the conversation ended before its time: ``overflow`` (an observation did not fit) or, in validation, ``error`` (it
+    was lost, and no turn of it is known). Such a team has no answer. None for an episode that was played to its end."""
+    failure_message: str = ""
 
     def sort(self) -> None:
         """Put the turns into an order that does not depend on who happened to answer first."""

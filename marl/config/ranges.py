@@ -134,7 +134,11 @@ NUMBERS: dict[str, Number] = {
     "controller.num_workers": count(0, 1024),
     "controller.episode_timeout_s": SECONDS,
     "controller.max_error_rate": SHARE,
+    "controller.min_sample_share": SHARE,
+    "controller.max_attempts": count(1, 100),
+    "controller.failure_score": Number(high=0.999),  # 1 would be a right answer
     "controller.log_prob_gap_alarm": Number(0),
+    "controller.degenerate_steps": count(1, null=True),
     "controller.lazy_agent_share": Number(0, 1, null=True),
     "controller.no_answer_score": Number(null=True),
     "controller.truncated_score": Number(null=True),

@@ -71,17 +71,31 @@ class ControllerConfig:
     """How many processes play and judge the episodes, half a gigabyte each; 0: the driver, whose thread needs 0.1 to 0.2 ms a
     turn for that. The episodes are the same."""
     episode_timeout_s: float = 600.0
-    """Ends an episode that is stuck."""
+    """Ends an episode that is stuck: what it may take itself, while it waits for no server and no reward function, which have
+    deadlines of their own (``resources.timeout_s``, ``reward_timeout_s``)."""
     max_error_rate: float = 0.5
-    """The run ends where a larger share of a step's episodes fail."""
+    """The run ends where a larger share of a step's episodes are lost at the first attempt, or of its texts cannot be judged."""
+    min_sample_share: float = 0.5
+    """Where less than this share of a task's samples is left, because the machine lost the others, those are played again; in
+    validation, where any is missing."""
+    max_attempts: int = 2
+    """How often an episode is played, and a text judged, at most."""
+    failure_score: float = 0.0
+    """The score of a conversation that outgrew its context, and of a text on which the reward function fails."""
     pack_turns: bool = False
     """Turns of an agent whose observations extend one another are trained as one sequence: fewer tokens, the same gradient."""
     log_prob_gap_alarm: float = 1.0
     """A larger difference between a server's and the trainer's log-prob of a token is warned of."""
     lazy_agent_share: float | None = 0.2
     """An agent whose share of the credit, over twenty steps, is below so much of an equal one is warned of, once; null for never."""
+    degenerate_steps: int | None = 5
+    """After so many steps in a row all of whose groups are alike, a warning names likely causes; null for never."""
     answer_rule: AnswerRule = AnswerRule.strict
     """Where a text gives its answer to a GSM8K question."""
+    extractors: dict[str, str] = field(default_factory=dict)
+    """How texts give their final answers, by data source or how its name begins: only, strict, flexible, hashes, math, or
+    ``<file>.py:<function>`` of your own, text -> answer or None. Before ``extract(text)`` of the reward function's file, and
+    the built-in rules. Votes, credit, reports and ``hide_answers`` all go by it."""
     no_answer_score: float | None = None
     """The score of a turn that gives no answer where it should, and of a team without one: an abstention that helps the team
     is otherwise learned as a trick. null: what the reward function says. What that calls right stays right."""

@@ -159,11 +159,13 @@ class LoopServer:
         self.sampled: Counter[tuple[int, Any]] = Counter()
         self.versions: list[int] = []
         self.stop_reason: str | None = None
+        self.overflow: ContextOverflow | None = None
 
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: Mapping[str, Any], **further: Any
     ) -> Any:
-        """verl's contract: tokens in, tokens out. Raises ValueError for what has no room left, or is not text."""
+        """verl's contract: tokens in, tokens out. Raises ContextOverflow for what has no room left, ValueError for what is
+        not text."""
         media = [key for key in ("image_data", "video_data", "audio_data") if further.get(key)]
         if media:
             raise ValueError(
@@ -172,7 +174,7 @@ class LoopServer:
         ids = normalize_token_ids(prompt_ids)
         longest = self.limit + self.client.rollout.response_length
         if len(ids) >= longest:
-            raise ValueError(
+            raise self._overflow(
                 f"the loop asks with {len(ids)} tokens, data.max_prompt_length + data.max_response_length = {longest}; raise "
                 "them, or end the loop earlier"
             )
@@ -187,11 +189,16 @@ class LoopServer:
     def fitting(self, prompt_ids: list[int]) -> list[int]:
         """The prompt. Raises ContextOverflow where it is too long."""
         if len(prompt_ids) > self.limit:
-            raise ContextOverflow(
+            raise self._overflow(
                 f"the prompt of {self.who} has {len(prompt_ids)} tokens, its tools included; data.max_prompt_length allows "
                 f"{self.limit}; raise it; runner.overflow shortens conversations, down to the task and the last exchange"
             )
         return prompt_ids
+
+    def _overflow(self, message: str) -> ContextOverflow:
+        """Remembered, for a loop may put an error of its own in its place."""
+        self.overflow = ContextOverflow(message)
+        return self.overflow
 
     def _seed(self, prompt: tuple[int, ...]) -> int:
         """A request's own, whatever the order in which a loop asks; the turn's for what would be asked without a loop."""
@@ -208,8 +215,8 @@ class LoopServer:
 class LoopClient(PolicyClient):
     """A policy's client, some of whose agents act by a loop; the others act as ever."""
 
-    def __init__(self, *parts: Any, loops: Loops) -> None:
-        super().__init__(*parts)
+    def __init__(self, *parts: Any, loops: Loops, **settings: Any) -> None:
+        super().__init__(*parts, **settings)
         self.loops = loops
 
     async def act(
@@ -245,6 +252,8 @@ class LoopClient(PolicyClient):
         except (GroupFailed, ContextOverflow):
             raise
         except Exception as error:
+            if server.overflow is not None:
+                raise server.overflow from error
             raise LoopFailed(f"{who} failed: {type(error).__name__}: {error}") from error
         check_output(output, f"{who} returned", self.vocabulary, max_prompt_length, self.rollout.response_length)
         check_sampled(output, f"{who} returned", server.sampled)

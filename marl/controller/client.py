@@ -8,9 +8,10 @@ from ray.exceptions import RayError, RayTaskError
 from verl.workers.rollout.llm_server import LLMServerClient
 
 from marl.controller.chat import ChatEncoder
-from marl.controller.failures import group_failed
+from marl.controller.failures import GroupFailed, group_failed
 from marl.runners import ContextOverflow
 from marl.types import AgentId, Message, PolicyName, Task, Turn
+from marl.utils.deadlines import HangsError, Watch, waiting_for_others
 
 SEED_KEYS = {"sglang": "sampling_seed"}
 """Where a backend does not call it ``seed``."""
@@ -56,8 +57,11 @@ class PolicyClient:
         tokenizer: Any,
         encoder: ChatEncoder,
         vocabulary: int,
+        patience_s: float = math.inf,
     ) -> None:
-        """``vocabulary``: the model's; a tokenizer's may be smaller."""
+        """``vocabulary``: the model's; a tokenizer's may be smaller. ``patience_s``: for how long the servers may answer
+        nobody."""
+        self.watch = Watch(patience_s)
         self.vocabulary = vocabulary
         self.policy, self.rollout, self.server = policy, rollout, server
         self.seed_key = SEED_KEYS.get(rollout.name) or "seed"
@@ -111,10 +115,18 @@ class PolicyClient:
         return prompt_ids
 
     async def request(self, session: str, prompt_ids: list[int], sampling: Mapping[str, Any], seed: int) -> Any:
-        """Ask a server. Raises GroupFailed where it died."""
+        """Ask a server. Raises GroupFailed where it died, or answers nobody any more."""
         params = {**sampling, self.seed_key: seed, "logprobs": True}
         try:
-            return await self.server.generate(request_id=session, prompt_ids=prompt_ids, sampling_params=params)
+            with waiting_for_others():
+                return await self.watch.answer(
+                    self.server.generate(request_id=session, prompt_ids=prompt_ids, sampling_params=params)
+                )
+        except HangsError:
+            raise GroupFailed(
+                f"policy {self.policy!r} while generating: its servers have answered nobody for "
+                f"resources.timeout_s={self.watch.seconds:g} s; look at their logs, and raise it if one answer takes longer"
+            ) from None
         except RayError as error:
             if isinstance(error, RayTaskError) and not isinstance(error.cause, RayError):
                 raise error.cause from None  # the server lives: it refused this one request

@@ -13,9 +13,10 @@ from omegaconf import OmegaConf
 from marl.controller.client import PolicyClient
 from marl.controller.failures import GroupFailed
 from marl.controller.policy_map import PolicyMap
-from marl.rewards import Reward
-from marl.runners import ContextOverflow, Generate, LiveEpisode, Replay, Runner, TooManyTurns, played
+from marl.rewards import Reward, RewardUnavailable
+from marl.runners import Generate, LiveEpisode, Replay, Runner, TooManyTurns, played
 from marl.types import AgentId, Episode, Message, PolicyName, Task, Turn, Verdict
+from marl.utils.deadlines import own_time, waiting_for_others
 from marl.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -31,15 +32,19 @@ class EpisodesFailed(RuntimeError):
 
 @dataclass(slots=True)
 class Collection:
-    """Episodes that ended, and why the others did not."""
+    """Episodes that ended, and why the others were lost."""
 
     episodes: list[Episode]
     failures: list[Exception] = field(default_factory=list)
+    lost: list[Play] = field(default_factory=list)
+    """The plays of ``failures``."""
+    retried: int = 0
+    """How many plays were begun again."""
 
     @property
     def refused(self) -> int:
         """Episodes that ended because a conversation grew too long."""
-        return sum(isinstance(error, ContextOverflow) for error in self.failures)
+        return sum(episode.failure == "overflow" for episode in self.episodes)
 
 
 async def outcomes(works: Sequence[Coroutine[Any, Any, T]]) -> list[T | Exception]:
@@ -69,19 +74,68 @@ def outcome(task: asyncio.Task[T]) -> T | Exception:
     return error
 
 
-def team_verdict(episode: Episode, no_answer_score: float = 0.0) -> Verdict:
-    """What the runner settled; else the verdict on the last turn that gave the team's answer, since only texts can be judged."""
+def team_verdict(episode: Episode, no_answer_score: float = 0.0, failure_score: float = 0.0) -> Verdict:
+    """What the runner settled; else the best verdict on a turn that gave the team's answer, since only texts can be judged.
+
+    The best one: a reward may judge two texts with the same answer differently, and the order of seats decides nothing.
+    """
+    if episode.failure is not None:
+        return Verdict(failure_score, None, failure=episode.failure)
     if episode.settled is not None:
         return episode.settled
-    for turn in reversed(episode.path):
-        if turn.answers and episode.answer is not None and episode.task.extract(turn.text) == episode.answer:
-            return turn.judged
-    return Verdict(no_answer_score if episode.answer is None else 0.0, episode.answer)
+    if episode.answer is None:
+        return Verdict(no_answer_score, None)
+    gave = [turn for turn in episode.path if turn.answers and episode.task.extract(turn.text) == episode.answer]
+    verdicts = [turn.judged for turn in gave]
+    return max(verdicts, key=lambda verdict: verdict.score, default=Verdict(0.0, episode.answer))
+
+
+def pay_failure(episode: Episode, score: float) -> None:
+    """Let training pay for a conversation that ended before its time: once to each agent, at its last turn.
+
+    A turn that is compared with its alternatives keeps its own verdict, or the best of them would be punished.
+    """
+    for agent in episode.agents:
+        turns = episode.trajectory(agent)
+        for turn in turns:
+            if turn is turns[-1] and not turn.compared:
+                turn.verdict = turn.judged.worth(score)
+            elif not turn.answers:
+                turn.verdict = turn.judged.worth(0.0)
+
+
+def failed_episode(task: Task, sample: int, agents: Sequence[AgentId], score: float) -> Episode:
+    """Stands for an episode that was lost."""
+    verdict = Verdict(score, None, failure="error")
+    return Episode(task, sample, list(agents), verdict=verdict, failure="error")
 
 
 def overlong(length: int, limit: int, buffer: int) -> float:
     """How far an answer reaches into the last ``buffer`` tokens before its limit, from 0 to 1 (DAPO, arXiv:2503.14476)."""
     return min(1.0, max(0.0, (length - (limit - buffer)) / buffer))
+
+
+def to_play_again(plays: Sequence[Play], results: Sequence[Episode | Exception], share: float) -> list[int]:
+    """Which plays were lost, of the tasks of which less than this share of the samples is left."""
+    samples, left = Counter(task.id for task, _ in plays), Counter[str]()
+    for (task, _), result in zip(plays, results, strict=True):
+        left[task.id] += isinstance(result, Episode)
+    return [
+        at
+        for at, ((task, _), result) in enumerate(zip(plays, results, strict=True))
+        if isinstance(result, Exception) and left[task.id] < share * samples[task.id]
+    ]
+
+
+def collection_of(plays: Sequence[Play], results: Sequence[Episode | Exception], retried: int, step: int) -> Collection:
+    """Raises EpisodesFailed where nobody said a word, as where all prompts are too long."""
+    lost = [(play, result) for play, result in zip(plays, results, strict=True) if isinstance(result, Exception)]
+    episodes = [result for result in results if isinstance(result, Episode)]
+    if episodes and not any(episode.turns for episode in episodes):
+        raise EpisodesFailed(
+            f"in step {step} no episode has a single turn: {episodes[0].failure_message or 'the runner lets nobody act'}"
+        )
+    return Collection(episodes, [error for _, error in lost], [play for play, _ in lost], retried)
 
 
 class Accuracy:
@@ -133,24 +187,63 @@ class Controller:
     async def collect(self, tasks: Sequence[Task], samples: int, step: int, validate: bool = False) -> Collection:
         """Play every task ``samples`` times, all episodes at once.
 
-        An error ends its own episode and is counted. Raises EpisodesFailed, with the first error as its cause, where
-        more than ``max_error_rate`` of the episodes failed; a policy that failed is raised at once.
+        An error ends its own episode and is counted; where too few samples of a task are left
+        (``controller.min_sample_share``; in validation, where one is missing), its lost ones are played again with the same
+        seeds. Raises EpisodesFailed, with the first error as its cause, where more than ``max_error_rate`` of the episodes
+        failed at the first attempt; a policy that failed is raised at once.
         """
         plays = [(task, sample) for task in tasks for sample in range(samples)]
-        return self._counted(await self.outcomes_of(plays, step, validate), "playing episodes", step)
+        results = await self.outcomes_of(plays, step, validate)
+        self.failures_of(results, "playing episodes", step)
+        share, retried = 1.0 if validate else self.settings.min_sample_share, 0
+        for _ in range(1, self.settings.max_attempts):
+            again = to_play_again(plays, results, share)
+            if not again:
+                break
+            retried += len(again)
+            for at, result in zip(
+                again, await self.outcomes_of([plays[at] for at in again], step, validate), strict=True
+            ):
+                results[at] = result
+        return collection_of(plays, results, retried, step)
+
+    async def measure(self, tasks: Sequence[Task], samples: int, step: int, validate: bool = True) -> list[Episode]:
+        """``samples`` judged episodes of every task, in their order. One that was lost is a failed one: whatever happens,
+        shares are of the same set. ``validate=False`` samples as in training."""
+        collection = await self.collect(tasks, samples, step, validate)
+        scored = await self.score(collection.episodes, step)
+        found = {(episode.task.id, episode.sample): episode for episode in scored}
+        score, agents = self.settings.failure_score, list(self.agents)
+        return [
+            found.get((task.id, sample)) or failed_episode(task, sample, agents, score)
+            for task in tasks
+            for sample in range(samples)
+        ]
 
     async def outcomes_of(self, plays: Sequence[Play], step: int, validate: bool) -> list[Episode | Exception]:
         """Each play's episode, or what ended it."""
         return await outcomes([self.bounded(task, sample, step, validate) for task, sample in plays])
 
     async def score(self, episodes: Sequence[Episode], step: int) -> list[Episode]:
-        """Put a verdict on every turn and every team's answer. An episode whose verdict fails is dropped and logged."""
+        """Put a verdict on every turn and every team's answer. A text that cannot be judged scores ``failure_score``; an
+        episode is dropped and logged where nothing was there to judge it. Raises EpisodesFailed for too many of either."""
         results = await outcomes([self.scored(episode) for episode in episodes])
-        return self._counted(results, "the reward function", step).episodes
+        self.failures_of(results, "the reward function", step)
+        scored = [result for result in results if isinstance(result, Episode)]
+        self._check_texts(scored, step)
+        return scored
 
-    def _counted(self, results: Sequence[Episode | Exception], what: str, step: int) -> Collection:
-        failures = self.failures_of(results, what, step)
-        return Collection([result for result in results if isinstance(result, Episode)], failures)
+    def _check_texts(self, episodes: Sequence[Episode], step: int) -> None:
+        """Log the first texts that could not be judged, and raise EpisodesFailed for too many."""
+        turns = [turn for episode in episodes for turn in episode.turns if turn.answers]
+        reasons = [turn.judged.failure for turn in turns if turn.judged.failure is not None]
+        for reason in reasons[:3]:
+            logger.warning("step %d: a text scores controller.failure_score: %s", step, reason)
+        if reasons and (len(reasons) > self.max_error_rate * len(turns) or len(reasons) == len(turns)):
+            raise EpisodesFailed(
+                f"the reward function failed for {len(reasons)} of {len(turns)} texts of step {step} "
+                f"(controller.max_error_rate={self.max_error_rate:g}); the first: {reasons[0]}"
+            )
 
     def failures_of(self, results: Sequence[Any], what: str, step: int) -> list[Exception]:
         """Log the first errors, and raise EpisodesFailed for too many."""
@@ -167,22 +260,18 @@ class Controller:
         return failures
 
     async def scored(self, episode: Episode) -> Episode:
-        try:
-            async with asyncio.timeout(self.episode_timeout):
-                for turn in episode.turns:
-                    if turn.answers and turn.verdict is None:
-                        turn.verdict = await self.judge(episode.task, turn)
-        except TimeoutError:
-            raise TimeoutError(
-                f"the reward function took longer than controller.episode_timeout_s={self.episode_timeout:g} for task "
-                f"{episode.task.id}, sample {episode.sample}; raise it, or give the function a deadline"
-            ) from None
-        episode.verdict = team_verdict(episode, self.settings.no_answer_score or 0.0)
+        for turn in episode.turns:
+            if turn.answers and turn.verdict is None:
+                turn.verdict = await self.judge(episode.task, turn)
+        failure_score = self.settings.failure_score
+        episode.verdict = team_verdict(episode, self.settings.no_answer_score or 0.0, failure_score)
         for turn in episode.turns:
             if not turn.answers:
                 turn.verdict = Verdict(episode.verdict.score, None)
             if turn.truncated and not self.settings.train_truncated:
                 turn.trained = False
+        if episode.failure is not None:
+            pay_failure(episode, failure_score)
         return episode
 
     def _sampling(self, agent: AgentId, policy: PolicyName, validate: bool) -> Mapping[str, Any]:
@@ -202,7 +291,16 @@ class Controller:
         return sampling
 
     async def judge(self, task: Task, turn: Turn) -> Verdict:
-        return self.priced(turn, await self.reward.judge(task, turn.text))
+        """The verdict with its price. Raises RewardUnavailable where nothing was there to judge, ``max_attempts`` times."""
+        for attempt in range(self.settings.max_attempts):
+            try:
+                with waiting_for_others():
+                    verdict = await self.reward.judge_or_fail(task, turn.text, self.settings.failure_score)
+                break
+            except RewardUnavailable:
+                if attempt + 1 == self.settings.max_attempts:
+                    raise
+        return verdict if verdict.failure is not None else self.priced(turn, verdict)
 
     def priced(self, turn: Turn, verdict: Verdict) -> Verdict:
         """A verdict with what length, truncation and abstention cost. What the reward function calls right is an answer."""
@@ -218,7 +316,7 @@ class Controller:
 
     async def bounded(self, task: Task, sample: int, step: int, validate: bool) -> Episode:
         try:
-            async with asyncio.timeout(self.episode_timeout):
+            async with own_time(self.episode_timeout):
                 return await self._play(task, sample, step, validate)
         except TimeoutError:
             raise self._late(task, sample) from None
@@ -280,7 +378,7 @@ class Controller:
             episode.task, episode.sample, list(episode.agents), seed=episode.seed, accuracy=episode.accuracy
         )
         try:
-            async with asyncio.timeout(self.episode_timeout):
+            async with own_time(self.episode_timeout):
                 return await self._run(record, generate)
         except TimeoutError:
             raise self._late(episode.task, episode.sample) from None

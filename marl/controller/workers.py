@@ -9,17 +9,17 @@ import os
 import pickle
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from marl.controller.controller import Controller, Play, outcomes
+from marl.controller.controller import Collection, Controller, Play, outcomes
 from marl.controller.failures import GroupFailed, group_failed, said_last
 from marl.runners import TooManyTurns
 from marl.types import Episode, Task
@@ -32,6 +32,7 @@ MARGIN_S = 30.0
 """For everything around playing and judging, which have their own deadlines."""
 STOP_S = 5.0
 
+T = TypeVar("T")
 Played = tuple[Episode | None, Exception | None]
 """An episode with its verdicts; or why it has none of them, or was not even played."""
 
@@ -84,6 +85,9 @@ class EpisodeWorker:
         (judged,) = await outcomes([self.controller.scored(episode)])
         return episode, judged if isinstance(judged, Exception) else None
 
+    async def alive(self) -> None:
+        """Returns at once, unless the event loop is blocked."""
+
     async def stop(self) -> None:
         """End the processes of the reward, whatever they do."""
         self.cleanup.close()
@@ -107,12 +111,29 @@ def spawn(count: int, run_id: str) -> list[ActorHandle]:
     return [actor.options(name=f"episode_worker_{run_id}_{index}", **options).remote() for index in range(count)]
 
 
+async def answer_of(ref: Awaitable[T], ping: Callable[[], Awaitable[None]], deadline: float) -> T:
+    """The answer of a process, however long its queue is. Raises TimeoutError where it gives no sign of life for so long."""
+    task = asyncio.ensure_future(ref)
+    try:
+        while not task.done():
+            await asyncio.wait([task], timeout=deadline / 2)
+            if not task.done():
+                sign = asyncio.ensure_future(ping())
+                await asyncio.wait([task, sign], timeout=deadline / 2, return_when=asyncio.FIRST_COMPLETED)
+                if not sign.done() and not task.done():
+                    raise TimeoutError
+        return task.result()
+    finally:
+        task.cancel()
+
+
 class EpisodeWorkers:
     """The driver's side of them."""
 
     def __init__(self, actors: list[ActorHandle], episode_timeout: float) -> None:
         self.actors = actors
-        self.deadline = 2 * episode_timeout + MARGIN_S  # to play, and to judge
+        self.deadline = 2 * episode_timeout + MARGIN_S
+        """How long a worker may give no sign of life: whatever its episodes wait for has a deadline of its own."""
         self.pids: list[int] = []
 
     async def start(self, make: Callable[[ExitStack], Controller], timeout: float) -> None:
@@ -143,12 +164,13 @@ class EpisodeWorkers:
         self, index: int, plays: Sequence[Play], step: int, *given: Any
     ) -> tuple[list[Played], Counter[str]]:
         who, what = f"episode worker {index} (pid {self.pids[index]})", f"playing episodes of step {step}"
-        ref = self.actors[index].play.remote(plays, step, *given)
+        actor = self.actors[index]
+        ref = actor.play.remote(plays, step, *given)
         try:
-            return await asyncio.wait_for(ref, self.deadline)
+            return await answer_of(ref, actor.alive.remote, self.deadline)
         except TimeoutError:
             raise GroupFailed(
-                f"{who} did not answer within {self.deadline:g} s while {what}: twice controller.episode_timeout_s and "
+                f"{who} gave no sign of life for {self.deadline:g} s while {what}: twice controller.episode_timeout_s and "
                 f"{MARGIN_S:g} s; does a reward function block it?\n  its last lines:{said_last(self.pids[index])}"
             ) from None
         except RayTaskError as error:
@@ -177,10 +199,13 @@ class SpreadController(Controller):
         self.unjudged: dict[int, tuple[Episode, Exception]] = {}
         """Episodes that were played and could not be judged, by identity, until they are to be scored."""
 
+    async def collect(self, *arguments: Any, **options: Any) -> Collection:
+        self.unjudged.clear()
+        return await super().collect(*arguments, **options)
+
     async def outcomes_of(self, plays: Sequence[Play], step: int, validate: bool) -> list[Episode | Exception]:
         played, counts = await self.workers.play(plays, step, validate, self.accuracy.state_dict())
         self.reward.failures.update(counts)
-        self.unjudged.clear()
         results: list[Episode | Exception] = []
         for (task, _), (episode, error) in zip(plays, played, strict=True):
             if episode is None:

@@ -1,6 +1,7 @@
 """The agents answer the tasks: each alone, and together."""
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -21,6 +22,8 @@ from marl.rollout.ensemble import READERS, check_together, decode_jointly
 from marl.runners import followed_by, majority
 from marl.types import Episode, Task, Turn, Verdict
 from marl.utils.seeding import derive_seed
+
+logger = logging.getLogger(__name__)
 
 MODES = ("vote", *READERS)
 
@@ -178,9 +181,17 @@ class Ensemble:
         """The answers as turns with their verdicts, in the tokenizer of agent k."""
         decode_text = partial(self.policy_of[k].tokenizer.decode, skip_special_tokens=True)
         turns = [Turn(name, 1, [], decode_text(answer.token_ids)) for answer in answers]
-        judging = [reward.judge(play.task, turn.text) for play, turn in zip(self.plays, turns, strict=True)]
+        score = self.config.controller.failure_score
+        judging = [
+            reward.judge_or_fail(play.task, turn.text, score) for play, turn in zip(self.plays, turns, strict=True)
+        ]
         for turn, verdict in zip(turns, await asyncio.gather(*judging), strict=True):
             turn.verdict = verdict
+        reasons = [turn.judged.failure for turn in turns if turn.judged.failure is not None]
+        if reasons:
+            logger.warning(
+                "%s: %d of %d texts could not be judged, the first: %s", name, len(reasons), len(turns), reasons[0]
+            )
         return turns
 
     def _way(

@@ -1,9 +1,14 @@
-"""What a conversation did to the answers: accuracy by round, transitions, persuasion, diversity. Pure, over episodes."""
+"""What a conversation did to the answers: accuracy by round, transitions, persuasion, diversity. Pure, over episodes.
+
+All accuracies count alike: those of a round are over the answers given in it, ``final`` over the last answer of each agent
+that answered, the vote over the episodes; and a failed episode is wrong. For every answer that it does not hold, and that
+others gave there, it counts as one wrong answer; its last answers are wrong, for it did not come to an end.
+"""
 
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, pairwise
 
 from marl.types import AgentId, Episode, Metrics, Turn
@@ -30,6 +35,39 @@ def turns_in(episodes: Sequence[Episode], round: int, agent: AgentId | None = No
     ]
 
 
+def failures(episodes: Sequence[Episode]) -> list[Episode]:
+    return [episode for episode in episodes if episode.failure is not None]
+
+
+def num_missing(episodes: Sequence[Episode], counts_E: Sequence[int]) -> int:
+    """How many answers failed episodes lack to as many as any episode holds."""
+    most = max(counts_E, default=0)
+    return sum(most - count for episode, count in zip(episodes, counts_E, strict=True) if episode.failure is not None)
+
+
+def round_accuracy(episodes: Sequence[Episode], round: int, agent: AgentId | None = None) -> float | None:
+    """Share of right answers of a round; None where nobody gave any."""
+    answers_E = [turns_in([episode], round, agent) for episode in episodes]
+    right = [turn.correct for answers in answers_E for turn in answers]
+    total = len(right) + num_missing(episodes, [len(answers) for answers in answers_E])
+    return sum(right) / total if right else None
+
+
+def final_accuracy(episodes: Sequence[Episode], agent: AgentId | None = None) -> float | None:
+    """Share of agents whose last answer is right, whenever they gave it; None where nobody gave any."""
+    last_E = [
+        [turns[-1] for name in episode.agents if agent in (None, name) and (turns := answers_by(episode, name))]
+        for episode in episodes
+    ]
+    right = [turn.correct and e.failure is None for e, last in zip(episodes, last_E, strict=True) for turn in last]
+    total = len(right) + num_missing(episodes, [len(last) for last in last_E])
+    return sum(right) / total if right else None
+
+
+def answers_by(episode: Episode, agent: AgentId) -> list[Turn]:
+    return [turn for turn in episode.trajectory(agent) if turn.answers]
+
+
 def rounds_of(episodes: Sequence[Episode]) -> list[int]:
     """The rounds in which anybody answered."""
     return sorted({turn.round for episode in episodes for turn in answers_of(episode)})
@@ -39,7 +77,7 @@ def first_and_last(episodes: Sequence[Episode]) -> Iterator[tuple[Episode, Turn,
     """Every agent's first and last answer of an episode in which it answered more than once."""
     for episode in episodes:
         for agent in episode.agents:
-            turns = [turn for turn in episode.trajectory(agent) if turn.answers]
+            turns = answers_by(episode, agent)
             if len(turns) > 1:
                 yield episode, turns[0], turns[-1]
 
@@ -54,9 +92,7 @@ def transitions(episodes: Sequence[Episode]) -> Metrics:
 
 def gain(episodes: Sequence[Episode]) -> float:
     """Accuracy of all agents' last answers less that of their first ones: whoever stopped early stands by its answer."""
-    answered = [
-        [turn for turn in episode.trajectory(agent) if turn.answers] for episode in episodes for agent in episode.agents
-    ]
+    answered = [answers_by(episode, agent) for episode in episodes for agent in episode.agents]
     return mean([float(turns[-1].correct) - float(turns[0].correct) for turns in answered if turns])
 
 
@@ -84,10 +120,14 @@ def diversity(answers: Sequence[str | None]) -> tuple[float, float]:
 
 
 def plurality_accuracy(episodes: Sequence[Episode], round: int) -> float:
-    """Share of episodes whose most frequent answer of this round is right; ties are broken at random, by a fixed seed."""
+    """Share of episodes whose most frequent answer of this round is right, of those that hold one or failed; ties are broken
+    at random, by a fixed seed."""
     rng, right = random.Random(0), []
     for episode in episodes:
-        turns = [turn for turn in turns_in([episode], round) if turn.judged.answer is not None]
+        answers = turns_in([episode], round)
+        if not answers and episode.failure is None:
+            continue
+        turns = [turn for turn in answers if turn.judged.answer is not None]
         counts = Counter(str(turn.judged.answer) for turn in turns)
         best = sorted(answer for answer, n in counts.items() if n == max(counts.values()))
         choice = rng.choice(best) if best else None
@@ -96,15 +136,16 @@ def plurality_accuracy(episodes: Sequence[Episode], round: int) -> float:
 
 
 def team_metrics(episodes: Sequence[Episode]) -> Metrics:
-    """Accuracy and mean verdict of the team's answer, accuracy by round, gain of the last round over the first, and what
-    changed in between."""
+    """Accuracy and mean verdict of the team's answer, how many episodes failed, accuracy by round and of the last answers, gain
+    of the last answers over the first, and what changed in between."""
     metrics: Metrics = {
         "vote": mean([episode.judged.score >= 1.0 for episode in episodes]),
         "verdict": mean([episode.judged.score for episode in episodes]),
+        "failed": float(len(failures(episodes))),
     }
     rounds = rounds_of(episodes)
     for r in rounds:
-        metrics[f"accuracy/round_{r}"] = mean([turn.correct for turn in turns_in(episodes, r)])
+        metrics |= known({f"accuracy/round_{r}": round_accuracy(episodes, r)})
         metrics[f"plurality/round_{r}"] = plurality_accuracy(episodes, r)
         spread = [
             diversity([turn.judged.answer for turn in turns]) for e in episodes if len(turns := turns_in([e], r)) > 1
@@ -112,12 +153,17 @@ def team_metrics(episodes: Sequence[Episode]) -> Metrics:
         if spread:
             metrics[f"entropy_of_answers/round_{r}"] = mean([entropy for entropy, _ in spread])
             metrics[f"disagreement/round_{r}"] = mean([disagree for _, disagree in spread])
+    metrics |= known({"accuracy/final": final_accuracy(episodes)})
     changes = transitions(episodes)
     if changes:
         metrics["gain"] = gain(episodes)
         metrics |= {f"transitions/{name}": share for name, share in changes.items()}
         metrics |= swayed(episodes)
     return metrics
+
+
+def known(metrics: Mapping[str, float | None]) -> Metrics:
+    return {name: value for name, value in metrics.items() if value is not None}
 
 
 def count_metrics(episodes: Sequence[Episode]) -> Metrics:
@@ -144,8 +190,5 @@ def agent_metrics(episodes: Sequence[Episode], agent: AgentId) -> Metrics:
     extended = [turn.extends(last) for e in episodes for last, turn in pairwise(e.trajectory(agent))]
     if extended:
         metrics["extended_prompts"] = mean(extended)
-    for r in rounds_of(episodes):
-        spoken = turns_in(episodes, r, agent)
-        if spoken:
-            metrics[f"accuracy/round_{r}"] = mean([turn.correct for turn in spoken])
-    return metrics
+    by_round = {f"accuracy/round_{r}": round_accuracy(episodes, r, agent) for r in rounds_of(episodes)}
+    return metrics | known(by_round | {"accuracy/final": final_accuracy(episodes, agent)})

@@ -26,6 +26,7 @@ TURN = (
     "trained",
 )
 """Columns that are fields of a turn."""
+NO_TURN: dict[str, Any] = {"input": "", "output": "", "messages": [], "answer": None} | dict.fromkeys(TURN)
 PLAIN = (str, int, float, bool)
 Extractor = Callable[[str], Callable[[str], str | None]]
 """data_source -> how its texts give their final answers."""
@@ -38,28 +39,45 @@ def lines(
 ) -> list[dict[str, Any]]:
     """One line a turn; ``numbers``: what training made of each, where it did."""
     return [
-        {
-            **{key: value for key, value in turn.judged.extra.items() if isinstance(value, PLAIN) and key != "episode"},
-            "input": "\n".join(f"{message['role']}: {message['content']}" for message in turn.observation),
-            "output": turn.text,
-            "gts": episode.task.ground_truth,
-            "score": turn.judged.score,
-            "step": step,
-            "task": episode.task.id,
-            "data_source": episode.task.data_source,
-            "sample": episode.sample,
-            "turn": index + 1,
-            **{name: getattr(turn, name) for name in TURN},
-            "messages": turn.observation,
-            "answer": turn.judged.answer,
-            "team_answer": episode.answer,
-            "team_score": episode.judged.score,
-            **(numbers[e][index] if numbers else {}),
-            **({"episode": whole(episode)} if index == 0 else {}),
-        }
+        line
         for e, episode in enumerate(episodes)
-        for index, turn in enumerate(episode.turns)
+        for line in lines_of(episode, step, numbers[e] if numbers else [{}] * len(episode.turns))
     ]
+
+
+def lines_of(episode: Episode, step: int, numbers: Sequence[Numbers]) -> list[dict[str, Any]]:
+    """One line a turn; one without a turn for a failed episode that has none."""
+    known = {
+        "gts": episode.task.ground_truth,
+        "step": step,
+        "task": episode.task.id,
+        "data_source": episode.task.data_source,
+        "sample": episode.sample,
+        "team_answer": episode.answer,
+        "team_score": episode.judged.score,
+        "failure": episode.failure,
+    }
+    found = [
+        of_turn(turn) | {"turn": index} | known | own
+        for index, (turn, own) in enumerate(zip(episode.turns, numbers, strict=True), start=1)
+    ]
+    found = found or [NO_TURN | {"score": episode.judged.score} | known]
+    found[0]["episode"] = whole(episode)
+    return found
+
+
+def of_turn(turn: Turn) -> dict[str, Any]:
+    extra = turn.judged.extra.items()
+    return {
+        **{key: value for key, value in extra if isinstance(value, PLAIN) and key != "episode"},
+        "input": "\n".join(f"{message['role']}: {message['content']}" for message in turn.observation),
+        "output": turn.text,
+        "score": turn.judged.score,
+        **{name: getattr(turn, name) for name in TURN},
+        "messages": turn.observation,
+        "answer": turn.judged.answer,
+        "reward_failure": turn.judged.failure,
+    }
 
 
 def whole(episode: Episode) -> dict[str, Any]:
@@ -91,7 +109,8 @@ def read(path: str | Path, extractor: Extractor, hider: Hider) -> Iterator[Episo
                 record = begun(line, extractor, hider)
             if record is None:
                 raise KeyError("episode")
-            record.turns.append(turn_of(line))
+            if line["agent"] is not None:
+                record.turns.append(turn_of(line))
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(
                 f"{path}, line {number}: {error!r}; expected a line that trainer.rollout_data_dir or "
@@ -106,11 +125,11 @@ def begun(line: dict[str, Any], extractor: Extractor, hider: Hider) -> Episode:
     task = Task(line["task"], known["messages"], line["gts"], source, extractor(source), extra, hider(source))
     record = Episode(task, line["sample"], known["agents"], seed=known["seed"], accuracy=known["accuracy"])
     record.answer, record.verdict = line["team_answer"], Verdict(line["team_score"], line["team_answer"])
-    record.counts = Counter(known["counts"])
+    record.counts, record.failure = Counter(known["counts"]), line["failure"]
     return record
 
 
 def turn_of(line: dict[str, Any]) -> Turn:
     fields = {name: line[name] for name in TURN}
-    verdict = Verdict(line["score"], line["answer"])
+    verdict = Verdict(line["score"], line["answer"], failure=line["reward_failure"])
     return Turn(observation=line["messages"], text=line["output"], verdict=verdict, **fields)

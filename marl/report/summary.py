@@ -76,7 +76,7 @@ def baseline_table(
     for heading in ("", "accuracy", "tokens trained on", "groups that taught nothing"):
         result.add_column(heading, justify="left" if not heading else "right")
     degenerate = share(degenerate_groups)
-    result.add_row("team, last round", f"{last_accuracy(last):.3f}", str(sampled_tokens), degenerate)
+    result.add_row("team, last answers", f"{last_accuracy(last):.3f}", str(sampled_tokens), degenerate)
     result.add_row("team, vote", f"{last['vote']:.3f}", str(sampled_tokens), degenerate)
     for name, numbers in baselines.items():
         degenerate = share(numbers.get("degenerate_groups"))
@@ -88,16 +88,10 @@ def share(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def last_round(team: Metrics) -> str | None:
-    """The last round in which anybody answered; where conversations end early, that is the longest ones'."""
-    rounds = [name for name in accuracy(team) if name != "vote"]
-    return max(rounds, key=lambda name: int(name.rsplit("_", 1)[1]), default=None)
-
-
 def last_accuracy(team: Metrics) -> float:
-    """Of the last round; of the team's answers where no turn is one."""
-    name = last_round(team)
-    return team["vote"] if name is None else team[f"accuracy/{name}"]
+    """Of the agents' last answers; of the team's where no turn is one. In the last round alone speak those who had not
+    finished."""
+    return team.get("accuracy/final", team["vote"])
 
 
 def plot(history: History, path: Path) -> None:

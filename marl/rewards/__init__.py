@@ -4,14 +4,19 @@ from marl.rewards.answers import extractor, final_answer, hider, only_answer
 from marl.rewards.base import Reward
 from marl.rewards.build import build_reward
 from marl.rewards.builtin import Builtin, builtin_compute_score
-from marl.rewards.processes import RewardError
+from marl.rewards.extractors import AnswerRules, answer_rules, check_extractors
+from marl.rewards.processes import RewardError, RewardUnavailable
 
 __all__ = [
+    "AnswerRules",
     "Builtin",
     "Reward",
     "RewardError",
+    "RewardUnavailable",
+    "answer_rules",
     "build_reward",
     "builtin_compute_score",
+    "check_extractors",
     "extractor",
     "final_answer",
     "hider",

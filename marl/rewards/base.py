@@ -2,13 +2,16 @@
 
 import asyncio
 import inspect
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from marl.rewards.processes import RewardError
+from marl.rewards.processes import RewardError, RewardUnavailable
 from marl.types import Metrics, Task, Verdict
+
+logger = logging.getLogger(__name__)
 
 ComputeScore = Callable[..., Any]
 TIMEOUT_KEY = "controller.reward_timeout_s"
@@ -17,8 +20,8 @@ TIMEOUT_KEY = "controller.reward_timeout_s"
 class Reward:
     """Judges texts with one reward function, sync or async, that returns a number or a dict with ``score``.
 
-    Further keys of a dict are kept; ``pred``, if there, is taken for the answer. ``timeout_s`` is the deadline of an async
-    function; ``failures`` counts texts that could not be judged, and may be shared with the function.
+    Further keys of a dict are kept. The answer is what the task's extractor finds; a ``pred`` that says otherwise is warned of,
+    once a data source. ``timeout_s`` is the deadline of an async function; ``failures`` counts texts that could not be judged, and may be shared with the function.
     """
 
     def __init__(
@@ -26,6 +29,17 @@ class Reward:
     ) -> None:
         self.compute_score, self.timeout_s = compute_score, timeout_s
         self.failures: Counter[str] = Counter() if failures is None else failures
+        self.warned_of: set[str] = set()
+
+    async def judge_or_fail(self, task: Task, text: str, failure_score: float) -> Verdict:
+        """The verdict; where the function fails on this text, ``failure_score`` with the reason (``Verdict.failure``). Raises
+        RewardUnavailable where nothing was there to judge it."""
+        try:
+            return await self.judge(task, text)
+        except RewardUnavailable:
+            raise
+        except (RewardError, TypeError, ValueError) as error:
+            return Verdict(failure_score, task.extract(text), failure=f"{type(error).__name__}: {error}")
 
     async def judge(self, task: Task, text: str) -> Verdict:
         """Raises RewardError where the function fails, TypeError or ValueError where it returns no finite score."""
@@ -33,14 +47,30 @@ class Reward:
             result = await self._score(task, text)
         except RewardError as error:
             self.failures[error.kind] += 1
-            raise RewardError(f"the reward function failed for task {task.id}: {error}", error.kind) from error
+            said = f"the reward function failed for task {task.id}: {error}"
+            raise type(error)(said, error.kind) from error
         except Exception as error:
             self.failures["errors"] += 1
-            raise RewardError(
+            missing = isinstance(error, ImportError)  # a package, whatever the text
+            raise (RewardUnavailable if missing else RewardError)(
                 f"the reward function failed for task {task.id} of data_source={task.data_source}: {type(error).__name__}: "
                 f"{error}; expected a number or a dict with 'score', for every text"
             ) from error
-        return to_verdict(result, task, text)
+        verdict = to_verdict(result, task, text)
+        self._compare(verdict, task)
+        return verdict
+
+    def _compare(self, verdict: Verdict, task: Task) -> None:
+        """Warn of a function that reads other answers out of texts than votes and reports do."""
+        pred, source = verdict.extra.get("pred"), task.data_source
+        if source in self.warned_of or pred is None or str(pred) == verdict.answer:
+            return
+        self.warned_of.add(source)
+        logger.warning(
+            "data_source=%s: the reward function's pred is %r where the extractor finds %r (task %s). Votes, credit and reports "
+            "use the extractor: let the reward's file export extract(text), or set controller.extractors",
+            source, str(pred)[:80], verdict.answer, task.id,
+        )  # fmt: skip
 
     async def _score(self, task: Task, text: str) -> Any:
         result = self.compute_score(
@@ -82,5 +112,4 @@ def to_verdict(result: Any, task: Task, text: str) -> Verdict:
         ) from None
     if not math.isfinite(score):
         raise ValueError(f"the reward function returned {score} for task {task.id}; expected a finite number")
-    answer = extra["pred"] if "pred" in extra else task.extract(text)
-    return Verdict(score=score, answer=None if answer is None else str(answer), extra=extra)
+    return Verdict(score=score, answer=task.extract(text), extra=extra)

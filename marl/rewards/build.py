@@ -8,6 +8,7 @@ from typing import Any
 from marl.rewards.base import TIMEOUT_KEY, Reward
 from marl.rewards.builtin import Builtin, run_here
 from marl.rewards.custom import Custom, custom_function
+from marl.rewards.extractors import answer_rules
 from marl.rewards.processes import Processes
 
 
@@ -16,16 +17,15 @@ def build_reward(config: Any, cleanup: ExitStack, in_driver: bool = False) -> Re
     the driver's own."""
     count, timeout_s = config.controller.reward_processes, config.controller.reward_timeout_s
     custom, failures = custom_function(config), Counter[str]()
+    rules = answer_rules(config)
     if custom is not None and custom.is_async:
         return Reward(custom, timeout_s, failures)
     if in_driver or not count:
-        return Reward(custom or Builtin(config.controller.answer_rule.name, run_here, failures), failures=failures)
+        return Reward(custom or Builtin(run=run_here, failures=failures, rules=rules), failures=failures)
     processes = Processes(count, timeout_s, TIMEOUT_KEY, prepare=custom.load if custom else None)
     cleanup.callback(processes.stop)
     return Reward(
-        in_processes(processes, custom)
-        if custom
-        else Builtin(config.controller.answer_rule.name, processes.run, failures),
+        in_processes(processes, custom) if custom else Builtin(run=processes.run, failures=failures, rules=rules),
         failures=failures,
     )
 

@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from marl.rewards.answers import agrees, extractor, kind_of
+from marl.rewards.answers import agrees, kind_of
+from marl.rewards.extractors import AnswerRules
 from marl.rewards.mathematics import MATH_TIMEOUT_S, equal, must_be_installed
-from marl.rewards.processes import RewardError
+from marl.rewards.processes import RewardError, RewardUnavailable
 
 Run = Callable[..., Awaitable[Any]]
 """``run(function, arguments, timeout_s)``: in a process that can be killed, or here."""
@@ -22,8 +23,15 @@ async def run_here(function: Callable[..., Any], arguments: Mapping[str, Any], t
 class Builtin:
     """Embedded tasks and GSM8K by string rules, on the spot; mathematics and verl's other functions through ``run``."""
 
-    def __init__(self, answer_rule: str = "strict", run: Run = run_here, failures: Counter[str] | None = None) -> None:
-        self.answer_rule, self.run = answer_rule, run
+    def __init__(
+        self,
+        answer_rule: str = "strict",
+        run: Run = run_here,
+        failures: Counter[str] | None = None,
+        rules: AnswerRules | None = None,
+    ) -> None:
+        """``rules``: those of a configuration, instead of the built-in ones with this ``answer_rule``."""
+        self.rules, self.run = rules or AnswerRules(answer_rule), run
         self.failures: Counter[str] = Counter() if failures is None else failures
 
     def __call__(
@@ -33,7 +41,7 @@ class Builtin:
         if kind == "verl":
             arguments = {"data_source": data_source, "solution_str": solution_str, "ground_truth": ground_truth}
             return self.run(verl_score, {**arguments, "extra_info": extra_info})
-        answer = extractor(data_source, self.answer_rule)(solution_str)
+        answer = self.rules.extractor(data_source)(solution_str)
         if kind == "math":
             return self.mathematics(answer, ground_truth)
         return float(answer == str(ground_truth) if kind == "embedded" else agrees(answer, ground_truth))
@@ -45,6 +53,8 @@ class Builtin:
             must_be_installed()
             try:
                 equals = await self.run(equal, {"answer": answer, "truth": str(ground_truth)}, MATH_TIMEOUT_S)
+            except RewardUnavailable:
+                raise
             except RewardError as error:
                 outcome = error.kind
                 self.failures[f"math_{error.kind}"] += 1

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from marl.config.errors import ConfigError
@@ -15,22 +16,27 @@ from marl.utils.registry import did_you_mean
 
 
 @functools.cache
-def load(path: str, name: str) -> Callable[..., Any]:
-    """The function of that name: of a file, loaded once a process, or of a module (``pkg://a.b``).
+def module_of(path: str) -> ModuleType:
+    """A file, loaded once a process, or a module (``pkg://a.b``).
 
     verl has a loader too; a process that imports it imports torch and Ray, five seconds each.
     """
     if path.startswith("pkg://"):
-        module = importlib.import_module(path.removeprefix("pkg://").replace("/", "."))
-    else:
-        file = Path(path.removeprefix("file://")).expanduser().resolve()
-        spec = importlib.util.spec_from_file_location(f"marl_reward_{file.stem}", file)
-        if spec is None or spec.loader is None:
-            raise ConfigError(
-                f"reward.custom_reward_function.path={path}: not a Python file; expected one that ends in .py"
-            )
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        return importlib.import_module(path.removeprefix("pkg://").replace("/", "."))
+    file = Path(path.removeprefix("file://")).expanduser().resolve()
+    spec = importlib.util.spec_from_file_location(f"marl_reward_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(
+            f"reward.custom_reward_function.path={path}: not a Python file; expected one that ends in .py"
+        )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def load(path: str, name: str) -> Callable[..., Any]:
+    """The function of that name in a file or module."""
+    module = module_of(path)
     if not callable(getattr(module, name, None)):
         known = [key for key, value in vars(module).items() if callable(value)]
         raise ConfigError(

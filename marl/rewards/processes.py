@@ -28,6 +28,10 @@ class RewardError(RuntimeError):
         self.kind = kind
 
 
+class RewardUnavailable(RewardError):
+    """Nothing was there to judge the text, which is the machine's fault and not the text's."""
+
+
 class LeanProcess(SpawnProcess):
     """Spawned, not forked, for the driver has Ray's threads; and without the driver's main module.
 
@@ -63,18 +67,30 @@ class Processes:
     async def run(
         self, function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float | None = None
     ) -> Any:
-        """What ``function(**arguments)`` returns in a process. Raises RewardError where it raises, hangs or dies."""
+        """What ``function(**arguments)`` returns in a process. Raises RewardError where it raises, hangs or dies, and
+        RewardUnavailable where no process can be had."""
         call, timeout_s = pickle.dumps((function, dict(arguments))), timeout_s or self.timeout_s
         async with self._free:
-            pool = self._running()
-            try:
-                error, result = await self._ask(pool, call, timeout_s)
-            except BrokenProcessPool:  # a process died between two calls, which is not this one's fault
-                self._drop(pool)
-                error, result = await self._ask(self._running(), call, timeout_s)
+            error, result = await self._ask_twice(call, timeout_s)
         if error:
             raise RewardError(error)
         return pickle.loads(result)
+
+    async def _ask_twice(self, call: bytes, timeout_s: float) -> tuple[str, bytes]:
+        """A process may be killed by the machine, or have died between two calls; a text that kills it does so again."""
+        pool = self._running()
+        try:
+            return await self._ask(pool, call, timeout_s)
+        except BrokenProcessPool:
+            self._drop(pool)
+        except ProcessExpired:
+            pass
+        try:
+            return await self._ask(self._running(), call, timeout_s)
+        except BrokenProcessPool as broken:
+            raise RewardUnavailable(f"its processes cannot be started: {broken}", "deaths") from None
+        except ProcessExpired as died:
+            raise RewardError(f"its process died with exit code {died.exitcode}, twice", "deaths") from None
 
     async def _ask(self, pool: ProcessPool, call: bytes, timeout_s: float) -> tuple[str, bytes]:
         future = asyncio.wrap_future(pool.schedule(answer, (call,), timeout=timeout_s))
@@ -82,15 +98,13 @@ class Processes:
             done, _ = await asyncio.wait([future], timeout=timeout_s + START_S)
             if not done:
                 self._drop(pool)
-                raise RewardError(f"no process took it within {timeout_s + START_S:g} s", "deaths")
+                raise RewardUnavailable(f"no process took it within {timeout_s + START_S:g} s", "deaths")
             return future.result()
         except TimeoutError:
             limit = self.key if timeout_s == self.timeout_s else "its deadline"
             raise RewardError(
                 f"it took longer than {limit}={timeout_s:g} s; its process was killed", "timeouts"
             ) from None
-        except ProcessExpired as died:
-            raise RewardError(f"its process died with exit code {died.exitcode}", "deaths") from None
         finally:
             future.cancel()
 

@@ -293,24 +293,45 @@ class Telling(Runner):
 
 
 async def played(runner: Runner, episode: LiveEpisode) -> Episode:
-    """Play to the end: the record, its turns in order, with the team's answer. Raises TooManyTurns."""
-    episode.runner = f"runner={runner.config.name}"
-    episode.limits = runner.most_turns(episode.record.agents)
-    episode.record.answer = await runner.run(episode)
-    for agent, turns in Counter(turn.agent for turn in episode.record.turns if turn.trained).items():
+    """Play to the end: the record, its turns in order, with the team's answer. Raises TooManyTurns.
+
+    A context overflow ends the conversation: it is an outcome (``Episode.failure``), with the turns until then.
+    """
+    record = episode.record
+    episode.runner, episode.limits = f"runner={runner.config.name}", runner.most_turns(record.agents)
+    try:
+        record.answer = await runner.run(episode)
+    except ContextOverflow as error:
+        record.failure, record.failure_message = "overflow", str(error)
+        record.answer = record.ballot = record.settled = None
+    for agent, turns in Counter(turn.agent for turn in record.turns if turn.trained).items():
         episode.must_be_within(agent, turns)
-    episode.record.sort()
-    return episode.record
+    record.sort()
+    return record
 
 
 async def together(turns: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Agents act at the same time; the first failure cancels the rest and is raised as it is."""
+    """Agents act at the same time; the first failure cancels the rest and is raised as it is.
+
+    A context overflow cancels nobody: which turns an episode holds must not depend on who answered first.
+    """
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(turn) for turn in turns]
+            tasks = [group.create_task(or_overflow(turn)) for turn in turns]
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
-    return [task.result() for task in tasks]
+    results = [task.result() for task in tasks]
+    for result in results:
+        if isinstance(result, ContextOverflow):
+            raise result
+    return results  # type: ignore[return-value]
+
+
+async def or_overflow(turn: Coroutine[Any, Any, T]) -> T | ContextOverflow:
+    try:
+        return await turn
+    except ContextOverflow as overflow:
+        return overflow
 
 
 def says(text: str, word: str) -> bool:

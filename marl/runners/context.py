@@ -12,7 +12,7 @@ class ContextOverflow(ValueError):
 
 class Overflow(Enum):
     refuse = "refuse"
-    """The episode ends in an error, which is counted."""
+    """The episode ends there, without an answer: its outcome is ``controller.failure_score``, and its turns are trained."""
     drop_oldest = "drop_oldest"
     """The oldest exchanges after the task are left out, as many as it takes."""
     summarise = "summarise"

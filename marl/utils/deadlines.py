@@ -1,7 +1,10 @@
 """No wait without an end."""
 
 import asyncio
-from collections.abc import Awaitable
+import math
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from contextvars import ContextVar
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -15,3 +18,80 @@ async def within(seconds: float, what: str, awaitable: Awaitable[T]) -> T:
         raise TimeoutError(
             f"{what} did not end within {seconds:g} s; if it only needs longer, raise resources.timeout_s"
         ) from None
+
+
+class Clock:
+    """A deadline that can be stopped, by several at the same time."""
+
+    def __init__(self, timeout: asyncio.Timeout) -> None:
+        self.timeout, self.stops, self.left = timeout, 0, 0.0
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        now, ends = asyncio.get_running_loop().time, self.timeout.when()
+        if not self.stops and ends is not None:
+            self.left = ends - now()
+            self._move(None)
+        self.stops += 1
+        try:
+            yield
+        finally:
+            self.stops -= 1
+            if not self.stops:
+                self._move(now() + self.left)
+
+    def _move(self, when: float | None) -> None:
+        with suppress(RuntimeError):  # it is over already
+            self.timeout.reschedule(when)
+
+
+CLOCK: ContextVar[Clock | None] = ContextVar("clock", default=None)
+
+
+@asynccontextmanager
+async def own_time(seconds: float) -> AsyncIterator[None]:
+    """Raises TimeoutError where the block needs more time of its own: what it spends in :func:`waiting_for_others`, in any of
+    its tasks, does not count."""
+    async with asyncio.timeout(seconds) as timeout:
+        token = CLOCK.set(Clock(timeout))
+        try:
+            yield
+        finally:
+            CLOCK.reset(token)
+
+
+@contextmanager
+def waiting_for_others() -> Iterator[None]:
+    """Stops the clock of :func:`own_time`. Whoever is waited for needs a deadline of its own."""
+    clock = CLOCK.get()
+    if clock is None:
+        yield
+        return
+    with clock.stopped():
+        yield
+
+
+class HangsError(TimeoutError):
+    """Others answer nobody."""
+
+
+class Watch:
+    """Notices others who answer nobody: a queue may be long, as long as it moves."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.heard = seconds, 0.0
+
+    async def answer(self, asked: Awaitable[T]) -> T:
+        """The answer. Raises HangsError where none has come for so long, to anybody who asked here."""
+        now = asyncio.get_running_loop().time
+        task, begun = asyncio.ensure_future(asked), now()
+        try:
+            while not task.done():
+                left = max(begun, self.heard) + self.seconds - now()
+                if left <= 0:
+                    raise HangsError(f"nobody was answered for {self.seconds:g} s")
+                await asyncio.wait([task], timeout=None if left == math.inf else left)
+            self.heard = now()
+            return task.result()
+        finally:
+            task.cancel()

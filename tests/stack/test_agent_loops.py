@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -357,6 +358,14 @@ class TalksOn(CallsATool):
         return super().output(**{k: v[:longest] if k.startswith("response") else v for k, v in fields.items()})
 
 
+async def in_its_own_words(self: Any, ids: list[int], sampling_params: dict[str, Any]) -> Any:
+    """An overflow that a loop tells otherwise is one all the same."""
+    try:
+        return await CallsATool.ask(self, ids, sampling_params)
+    except Exception as error:
+        raise RuntimeError("I cannot go on") from error
+
+
 TALK = {"tool": 23, "max_tokens": 9}
 
 
@@ -380,13 +389,19 @@ def test_lengths_are_bounded_by_the_data_keys(alone, monkeypatch):
     played()
     assert {r["sampling_params"]["max_tokens"] for r in requests} == {2}, "a loop may ask for less"
     monkeypatch.setitem(TALK, "tool", 46)
-    with pytest.raises(
-        EpisodesFailed, match=r"asks with \d+ tokens, data.max_prompt_length \+ data.max_response_length = 46"
-    ):
+    assert_overflows(played(), r"asks with \d+ tokens, data.max_prompt_length \+ data.max_response_length = 46")
+    monkeypatch.setattr(TalksOn, "ask", in_its_own_words)
+    assert_overflows(played(), r"asks with \d+ tokens")
+    controller.max_prompt_length = 3
+    with pytest.raises(EpisodesFailed, match="no episode has a single turn.*shown .* data.max_prompt_length allows 3"):
         played()
-    with pytest.raises(EpisodesFailed, match="shown .* data.max_prompt_length allows 3"):
-        controller.max_prompt_length = 3
-        played()
+
+
+def assert_overflows(episodes: list, said: str) -> None:
+    """Outcomes all of them, and no errors of the machine; the other agent's turn is there."""
+    assert {episode.failure for episode in episodes} == {"overflow"}
+    assert all(re.search(said, episode.failure_message) for episode in episodes)
+    assert all({turn.agent for turn in episode.turns} == {"carol"} for episode in episodes)
 
 
 def test_a_prompt_is_refused_and_never_cut(alone, monkeypatch):
@@ -394,11 +409,11 @@ def test_a_prompt_is_refused_and_never_cut(alone, monkeypatch):
     live = alone("agents.alice.agent_loop=single_turn_agent")
     monkeypatch.setattr(ChatEncoder, "encode", lambda *_: [1])  # as if the loop alone had made it longer
     live.trainer.controller.max_prompt_length = 5
-    with pytest.raises(
-        EpisodesFailed,
-        match="prompt of the agent loop of agent 'alice' in round 1 has .* its tools included; data.max_prompt_length allows 5",
-    ):
-        live.wait(live.trainer.controller.collect(live.tasks(), 1, 0))
+    episodes = live.wait(live.trainer.controller.collect(live.tasks(), 1, 0)).episodes
+    assert_overflows(
+        episodes,
+        "prompt of the agent loop of agent 'alice' in round 1 has .* its tools included; data.max_prompt_length allows 5",
+    )
 
 
 @register("test_looks_at_its_row")

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from marl.baselines import majority_is_right, solo_config
+from marl.controller.controller import Controller
 from marl.main import pool_ranks, prepare, run
 from marl.types import Episode, Task, Turn, Verdict
 
@@ -30,7 +31,7 @@ def test_baselines_stand_beside_the_team(small, tmp_path):
     # 4 tasks x 4 samples x 4 turns of at most 3 tokens a step; the single agent stops in the step that reaches the budget
     assert 100 < team <= 2 * 4 * 4 * 4 * 3 and team <= solo["sampled_tokens"] <= team + 4 * 16 * 3
     assert found["baselines"]["vote"]["answers"] == 4.0
-    assert found["baselines"]["untrained"]["accuracy"] == found["accuracy"]["before"]["round_2"]
+    assert found["baselines"]["untrained"]["accuracy"] == found["accuracy"]["before"]["final"]
     logged = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert {"baseline/solo/accuracy", "baseline/vote/accuracy"} <= set(logged[-1]["data"])
     assert (tmp_path / "baseline_solo" / "summary.json").is_file()
@@ -64,6 +65,36 @@ def test_the_vote_over_answers(answers, right):
         for i, answer in enumerate(answers)
     ]
     assert majority_is_right(episodes) is right
+
+
+def test_an_answer_that_one_of_its_texts_makes_right_is_right():
+    """A reward of the form may judge two texts with one answer differently; the last one decided."""
+    task = Task("t", [], "7", "x", str)
+    for scores in ((1.0, 0.0), (0.0, 1.0)):
+        episodes = [Episode(task, i, ["a"], [], "7", Verdict(score, "7")) for i, score in enumerate(scores)]
+        assert majority_is_right(episodes) is True
+
+
+def test_the_vote_baseline_samples_where_validation_is_greedy(small, monkeypatch):
+    """Greedy answers to one task are all the same, and so is their vote: that would be solo again."""
+    greedy = "actor_rollout_ref.rollout.val_kwargs.do_sample=false"
+    measured = []
+    original = Controller.measure
+
+    async def measure(self, *arguments, **options):
+        episodes = await original(self, *arguments, **options)
+        measured.append(episodes)
+        return episodes
+
+    monkeypatch.setattr(Controller, "measure", measure)
+    trainer = run(small("baseline=[vote]", greedy, "trainer.total_training_steps=1"))
+    episodes = measured[-1]
+    by_task: dict[str, list] = {}
+    for episode in episodes:
+        by_task.setdefault(episode.task.id, []).append(episode.turns[0])
+    assert {len(turns) for turns in by_task.values()} == {4} and trainer.baselines["vote"]["answers"] == 4.0
+    assert all(len({turn.seed for turn in turns}) == 4 for turns in by_task.values())
+    assert any(len({turn.text for turn in turns}) > 1 for turns in by_task.values()), "they differ"
 
 
 def test_instruction_variants_against_a_single_instruction_at_equal_cost(small, tmp_path):

@@ -1,5 +1,7 @@
 """Every runner through the real stack: played, scored, trained, dumped and played again."""
 
+import logging
+
 import pytest
 import torch
 
@@ -215,13 +217,30 @@ def test_long_conversations_are_made_to_fit(alone, monkeypatch, overflow, count)
         assert len(turn.observation) == 3, "the last exchange stays"
 
 
-def test_long_conversations_are_refused_and_counted(alone):
+def test_long_conversations_are_refused_counted_and_trained(alone):
+    """All of them would end the run, were they errors; validation takes them for wrong."""
     live = started(
-        alone, "debate", "runner.num_rounds=5", "runner.stop_on_consensus=false", "data.max_prompt_length=46"
+        alone, "debate", "runner.num_rounds=5", "runner.stop_on_consensus=false", "data.max_prompt_length=46",
+        "controller.max_error_rate=0",
+    )  # fmt: skip
+    metrics = live.step()
+    refused = metrics["team/refused_contexts"]
+    assert (
+        0 < refused == metrics["team/failed"] <= metrics["team/episodes"] == 16 and metrics["team/failed_episodes"] == 0
     )
-    live.trainer.controller.max_error_rate = 1.0
-    collection = live.wait(live.trainer.controller.collect(live.trainer.validation, 4, 0))
-    assert 0 < collection.refused == len(collection.failures) < 32
+    assert metrics["agent/alice/grad_norm"] > 0
+    found = live.wait(live.trainer.validate())
+    assert 0 < found["val/team/failed"] <= 8 and found["val/team/vote"] <= 1 - found["val/team/failed"] / 8
+
+
+def test_a_run_that_cannot_learn_says_so(alone, caplog):
+    """Every answer is right, so no group teaches anything; the score of one text alone changes that."""
+    live = alone(*options("single_turn"), "controller.degenerate_steps=2")
+    live.trainer.controller.reward.compute_score = lambda **_: 1.0
+    with caplog.at_level(logging.WARNING):
+        assert live.step()["team/degenerate_groups"] == 1.0 and "all groups" not in caplog.text
+        live.step()
+    assert "all groups of the last 2 steps, to step 2, were all alike" in caplog.text
 
 
 def test_what_an_answer_that_is_none_or_was_cut_off_is_worth(alone):

@@ -265,7 +265,7 @@ def test_a_reward_function_that_fails_is_not_a_wrong_answer(live):
     reward = live.trainer.controller.reward
     judged, reward.compute_score = reward.compute_score, lambda **_: "fine"
     try:
-        with pytest.raises(EpisodesFailed, match="the reward function failed for 16 of 16.*returned 'fine'"):
+        with pytest.raises(EpisodesFailed, match="the reward function failed for 64 of 64 texts.*returned 'fine'"):
             collected(live)
     finally:
         reward.compute_score = judged
@@ -275,14 +275,14 @@ def test_a_reward_function_that_never_ends_has_a_deadline(live):
     async def forever(**_):
         await asyncio.sleep(1000)
 
-    controller, reward = live.trainer.controller, live.trainer.controller.reward
-    before = reward.compute_score, controller.episode_timeout
-    reward.compute_score, controller.episode_timeout = forever, 2.0
+    reward = live.trainer.controller.reward
+    before = reward.compute_score, reward.timeout_s
+    reward.compute_score, reward.timeout_s = forever, 0.5
     try:
-        with pytest.raises(EpisodesFailed, match="TimeoutError"):
+        with pytest.raises(EpisodesFailed, match="64 of 64 texts.*controller.reward_timeout_s=0.5 s"):
             collected(live)
     finally:
-        reward.compute_score, controller.episode_timeout = before
+        reward.compute_score, reward.timeout_s = before
 
 
 def test_a_policy_that_failed_ends_the_others_at_once(live):

