@@ -158,7 +158,8 @@ class LoopServer:
         self.asked: Counter[tuple[int, ...]] = Counter()
         self.sampled: Counter[tuple[int, Any]] = Counter()
         self.versions: list[int] = []
-        self.stop_reason: str | None = None
+        self.stop_reasons: dict[tuple[int, Any], str | None] = {}
+        """By the last token of each answer and its log-prob, in the order in which they came."""
 
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: Mapping[str, Any], **further: Any
@@ -179,9 +180,10 @@ class LoopServer:
         params = {key: value for key, value in sampling_params.items() if key not in LIMITS}
         given = [sampling_params[key] for key in LIMITS if key in sampling_params]
         limit = min([*given, self.max_tokens, longest - len(ids)])
-        output = await self.client.request(self.session, ids, params | {"max_tokens": limit}, self._seed(tuple(ids)))
+        params["max_tokens"] = limit
+        output = await self.client.request(self.session, ids, params, self._seed(tuple(ids)))
         check_answer(output, f"the server answered {self.who}", self.client.vocabulary, limit)
-        self._remember(output)
+        self._remember(output, self.client.stop_reason(output, params))
         return output
 
     def fitting(self, prompt_ids: list[int]) -> list[int]:
@@ -199,10 +201,11 @@ class LoopServer:
         self.asked[prompt] += 1
         return self.seed if list(prompt) == self.plain and not times else derive_seed(self.seed, prompt, times)
 
-    def _remember(self, output: Any) -> None:
-        self.sampled.update(zip(output.token_ids, map(np.float32, output.log_probs), strict=True))
+    def _remember(self, output: Any, stop_reason: str | None) -> None:
+        tokens = list(zip(output.token_ids, map(np.float32, output.log_probs), strict=True))
+        self.sampled.update(tokens)
+        self.stop_reasons[tokens[-1]] = stop_reason
         self.versions.append(version_of(output))
-        self.stop_reason = output.stop_reason
 
 
 class LoopClient(PolicyClient):
@@ -256,13 +259,19 @@ class LoopClient(PolicyClient):
         turn.log_probs = [p if on else 0.0 for p, on in zip(output.response_logprobs, turn.response_mask, strict=True)]
         said = last_said(turn.response_ids, turn.response_mask)
         turn.text = self.tokenizer.decode(said, skip_special_tokens=True)
-        full = len(turn.response_ids) == self.rollout.response_length
-        cut = full and sum(turn.response_mask) < server.sampled.total()  # by the loop, as verl's do
-        turn.stop_reason = "length" if cut else server.stop_reason
+        turn.stop_reason = self._stop_reason_of(turn, server)
         turn.version = min(server.versions)
         if output.reward_score is not None:  # as in verl, instead of the reward function's
             turn.verdict = Verdict(score=output.reward_score, answer=task.extract(turn.text))
         return turn
+
+    def _stop_reason_of(self, turn: Turn, server: LoopServer) -> str | None:
+        """That of the answer which the turn ends with. verl's loops cut a response that has grown too long, wherever it is."""
+        last = (turn.response_ids[-1], np.float32(turn.log_probs[-1]))
+        if turn.response_mask[-1] and last in server.stop_reasons:
+            return server.stop_reasons[last]
+        full = len(turn.response_ids) == self.rollout.response_length
+        return "length" if full else list(server.stop_reasons.values())[-1]
 
 
 def row_of(task: Task, observation: list[Message]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 
 from marl.controller.chat import ChatEncoder
 from marl.controller.failures import group_failed
+from marl.rollout.decoding import end_ids
 from marl.runners import ContextOverflow
 from marl.types import AgentId, Message, PolicyName, Task, Turn
 
@@ -56,9 +57,10 @@ class PolicyClient:
         tokenizer: Any,
         encoder: ChatEncoder,
         vocabulary: int,
+        ends: frozenset[int] | None = None,
     ) -> None:
-        """``vocabulary``: the model's; a tokenizer's may be smaller."""
-        self.vocabulary = vocabulary
+        """``vocabulary``: the model's; a tokenizer's may be smaller. ``ends``: ids that end an answer; None for the tokenizer's."""
+        self.vocabulary, self.ends = vocabulary, end_ids(tokenizer) if ends is None else ends
         self.policy, self.rollout, self.server = policy, rollout, server
         self.seed_key = SEED_KEYS.get(rollout.name) or "seed"
         self.tokenizer, self.encoder = tokenizer, encoder
@@ -92,10 +94,28 @@ class PolicyClient:
             response_ids=output.token_ids,
             response_mask=[1] * len(output.token_ids),
             log_probs=output.log_probs,
-            stop_reason=output.stop_reason,
+            stop_reason=self.stop_reason(output, sampling),
             version=version_of(output),
             seed=seed,
         )
+
+    def stop_reason(self, output: Any, params: Mapping[str, Any]) -> str | None:
+        """``length`` where the answer is full and nothing ended it, whatever the server calls that: verl's vLLM server says
+        ``completed``. Else the server's word."""
+        full = len(output.token_ids) >= params["max_tokens"] or output.stop_reason == "length"
+        if full and not self._ended(output.token_ids, params):
+            return "length"
+        return "completed" if output.stop_reason == "length" else output.stop_reason
+
+    def _ended(self, ids: list[int], params: Mapping[str, Any]) -> bool:
+        """Whether the last token is one that ends an answer, or completes a stop string."""
+        if ids[-1] in self.ends or ids[-1] in (params.get("stop_token_ids") or ()):
+            return True
+        stops = params.get("stop") or ()
+        if not stops:
+            return False
+        before, after = self.tokenizer.decode(ids[:-1]), self.tokenizer.decode(ids)
+        return any(stop in after and stop not in before for stop in ([stops] if isinstance(stops, str) else stops))
 
     def encode(
         self, agent: AgentId, observation: list[Message], round: int, previous: Turn | None, max_prompt_length: int

@@ -16,7 +16,7 @@ from marl.controller.controller import team_verdict
 from marl.controller.tasks import validation_tasks
 from marl.ensembles.load import load_policy
 from marl.report.ensemble import Way
-from marl.rollout.decoding import Answer, Request, bucket, decode, end_tokens, padding_token
+from marl.rollout.decoding import Answer, Request, bucket, decode, end_ids, padding_token
 from marl.rollout.ensemble import READERS, check_together, decode_jointly
 from marl.runners import followed_by, majority
 from marl.types import Episode, Task, Turn, Verdict
@@ -107,7 +107,10 @@ class Ensemble:
             "max_tokens": max(agent.max_tokens or rollout.response_length for agent in agents),
             "stop": tuple(dict.fromkeys(stop for agent in agents for stop in agent.stop)),
             "stop_token_ids": frozenset().union(
-                *(end_tokens(self.policy_of[k].model, self.policy_of[k].tokenizer) for k in seats)
+                *(
+                    end_ids(policy.tokenizer, policy.model.config, policy.model.generation_config)
+                    for policy in (self.policy_of[k] for k in seats)
+                )
             ),
         }
 
