@@ -7,11 +7,13 @@ message says without them, so that no text can forge a role.
 
 import copy
 import re
+import sys
+from array import array
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 from marl.types import Message, Turn
+from marl.utils.cache import cached_by_bytes
 
 MARK = "MARL{index}CONTENT"
 MARKS = re.compile(r"MARL(\d+)CONTENT")
@@ -29,8 +31,8 @@ class ChatEncoder:
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
         self.special = special_tokens(tokenizer)
-        self._pieces = lru_cache(maxsize=4096)(self._encode_pieces)
-        self._content = lru_cache(maxsize=65536)(self._encode_content)
+        self._pieces = cached_by_bytes(self._encode_pieces, lambda pieces: sum(map(sys.getsizeof, pieces)))
+        self._content = cached_by_bytes(self._encode_content, sys.getsizeof)
 
     def encode(self, observation: Sequence[Message], previous: Turn | None = None) -> list[int]:
         """Ids of an observation and the generation prompt after it."""
@@ -41,7 +43,7 @@ class ChatEncoder:
             ids, start = [*previous.prompt_ids, *previous.response_ids], answered + 1
             after = pieces[start]
             # an answer that was stopped has its end-of-turn token already; one that was cut off has not
-            ids.extend(after[1:] if after and previous.response_ids[-1:] == list(after[:1]) else after)
+            ids.extend(after[1:] if after and previous.response_ids[-1:] == after[:1].tolist() else after)
         else:
             ids, start = list(pieces[0]), 0
         for index in range(start, len(observation)):
@@ -61,10 +63,10 @@ class ChatEncoder:
             for message in observation
         ]
 
-    def _encode_content(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+    def _encode_content(self, text: str) -> array:
+        return array("i", self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
 
-    def _encode_pieces(self, roles: tuple[str, ...]) -> list[tuple[int, ...]]:
+    def _encode_pieces(self, roles: tuple[str, ...]) -> list[array]:
         """What the template puts before, between and after the contents of messages with these roles."""
         marked = [{"role": role, "content": MARK.format(index=i)} for i, role in enumerate(roles)]
         rendered = self.tokenizer.apply_chat_template(
@@ -77,7 +79,7 @@ class ChatEncoder:
                 f"order (it shows {shown}); set actor_rollout_ref.model.custom_chat_template to one that does"
             )
         texts = MARKS.split(rendered)[::2]
-        return [tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+        return [array("i", self.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
 
 
 def special_tokens(tokenizer: Any) -> re.Pattern[str]:
