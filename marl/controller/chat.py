@@ -10,13 +10,28 @@ import re
 import sys
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from marl.controller.encoding import TextEncoder, matches_any
 from marl.types import Message, Turn
 from marl.utils.cache import cached_by_bytes
 
 MARK = "MARL{index}CONTENT"
 MARKS = re.compile(r"MARL(\d+)CONTENT")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What the template puts before, between and after the contents of messages with certain roles."""
+
+    pieces: list[array]
+    """Ids; one more than there are contents."""
+    leads: list[tuple[str, bool]]
+    """Of each content, the space before it, which belongs to its first word, and whether it goes on inside a text."""
+
+    def __sizeof__(self) -> int:
+        return sum(map(sys.getsizeof, self.pieces)) + sum(map(sys.getsizeof, self.leads))
 
 
 class ChatEncoder:
@@ -31,29 +46,31 @@ class ChatEncoder:
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
         self.special = special_tokens(tokenizer)
-        self._pieces = cached_by_bytes(self._encode_pieces, lambda pieces: sum(map(sys.getsizeof, pieces)))
+        added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.special_ids = added | set(tokenizer.all_special_ids)
+        self.texts = TextEncoder(tokenizer)
+        self._frame = cached_by_bytes(self._encode_frame, sys.getsizeof)
         self._content = cached_by_bytes(self._encode_content, sys.getsizeof)
 
     def encode(self, observation: Sequence[Message], previous: Turn | None = None) -> list[int]:
         """Ids of an observation and the generation prompt after it."""
-        pieces = self._pieces(tuple(message["role"] for message in observation))
-        contents = [self._content(content_of(message)) for message in observation]
+        frame = self._frame(tuple(message["role"] for message in observation))
+        pieces, contents = frame.pieces, [content_of(message) for message in observation]
         if previous is not None and extends(observation, previous):
             answered = len(previous.observation)
             ids, start = [*previous.prompt_ids, *previous.response_ids], answered + 1
-            after = pieces[start]
-            # an answer that was stopped has its end-of-turn token already; one that was cut off has not
-            ids.extend(after[1:] if after and previous.response_ids[-1:] == after[:1].tolist() else after)
+            ids.extend(self._after_answer(previous.response_ids, pieces[start]))
         else:
             ids, start = list(pieces[0]), 0
         for index in range(start, len(observation)):
-            ids.extend(contents[index])
+            space, inside = frame.leads[index]
+            ids.extend(self._content(space + contents[index], inside))
             ids.extend(pieces[index + 1])
         return ids
 
     def answer(self, text: str) -> list[int]:
         """Ids of an answer's text and its end: what a model of this tokenizer would have said."""
-        return [*self._content(text), self.tokenizer.eos_token_id]
+        return [*self._content(text, False), self.tokenizer.eos_token_id]
 
     def defused(self, observation: Sequence[Message]) -> list[Message]:
         """A copy, with a space in every special token that a text spells: others encode texts with special tokens enabled,
@@ -63,11 +80,17 @@ class ChatEncoder:
             for message in observation
         ]
 
-    def _encode_content(self, text: str) -> array:
-        return array("i", self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+    def _after_answer(self, answer: Sequence[int], after: array) -> array:
+        """What the template puts after an answer, from where the answer ended: one that was stopped has its end-of-turn token
+        already, one that was cut off has not."""
+        if answer and answer[-1] in self.special_ids and answer[-1] in after:
+            return after[after.index(answer[-1]) + 1 :]
+        return after
 
-    def _encode_pieces(self, roles: tuple[str, ...]) -> list[array]:
-        """What the template puts before, between and after the contents of messages with these roles."""
+    def _encode_content(self, text: str, inside: bool) -> array:
+        return array("i", self.texts.text(text, inside))
+
+    def _encode_frame(self, roles: tuple[str, ...]) -> Frame:
         marked = [{"role": role, "content": MARK.format(index=i)} for i, role in enumerate(roles)]
         rendered = self.tokenizer.apply_chat_template(
             marked, tokenize=False, add_generation_prompt=True, **self.template_kwargs
@@ -78,15 +101,21 @@ class ChatEncoder:
                 f"the chat template of {self.tokenizer.name_or_path!r} does not show the messages {roles} once each, in "
                 f"order (it shows {shown}); set actor_rollout_ref.model.custom_chat_template to one that does"
             )
-        texts = MARKS.split(rendered)[::2]
-        return [array("i", self.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+        frame, inside = Frame([], []), False
+        *before_contents, end = MARKS.split(rendered)[::2]
+        for text in before_contents:
+            shown = text.removesuffix(" ")
+            frame.pieces.append(array("i", self.texts.template(shown, inside)))
+            frame.leads.append((text[len(shown) :], self.texts.goes_on(shown, inside)))
+            inside = True
+        frame.pieces.append(array("i", self.texts.template(end, inside)))
+        return frame
 
 
 def special_tokens(tokenizer: Any) -> re.Pattern[str]:
     """Matches the special tokens that a text may not spell; the unknown token stands for no role."""
     added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    names = sorted((added | set(tokenizer.all_special_tokens)) - {tokenizer.unk_token}, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, names)) or r"(?!)")
+    return matches_any((added | set(tokenizer.all_special_tokens)) - {tokenizer.unk_token})
 
 
 def broken(match: re.Match[str]) -> str:
