@@ -11,7 +11,7 @@ from verl.utils import hf_tokenizer
 from verl.workers.rollout.llm_server import LLMServerClient
 
 from marl.config.errors import ConfigError
-from marl.config.policies import loops_of
+from marl.config.policies import loops_of, thinking_of
 from marl.controller.agent_loop import LoopClient, Loops
 from marl.controller.chat import ChatEncoder, check_round_trip
 from marl.controller.client import PolicyClient
@@ -63,7 +63,7 @@ def make_clients(config: DictConfig, groups: dict[str, Any], tokenizers: dict[st
 
 def make_client(config: DictConfig, name: str, group: Any, tokenizer: Any) -> PolicyClient:
     model, loops = load_config(group.config.actor_rollout_ref.model, name), loops_of(config, name)
-    encoder = ChatEncoder(tokenizer, config.data.apply_chat_template_kwargs)
+    encoder = ChatEncoder(tokenizer, config.data.apply_chat_template_kwargs, thinking_of(config, name))
     text = model.get_text_config()
     ends = end_ids(tokenizer, text, load_generation_config(group.config.actor_rollout_ref.model.path))
     parts = (name, group.rollout, group.client(), tokenizer, encoder, text.vocab_size, ends)

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from marl.config import plan
 from marl.config.data import file_list, rows_of
 from marl.config.errors import ConfigError
-from marl.config.policies import all_policies, changes_of, loops_of, own_settings, policies_by_agent
+from marl.config.policies import all_policies, changes_of, loops_of, own_settings, policies_by_agent, thinking_of
 from marl.controller.agent_loop import check_loops
 from marl.controller.chat import ChatEncoder
 from marl.learners import LEARNERS
@@ -35,7 +35,7 @@ def preflight(config: DictConfig) -> None:
             check_settings(own, f"policies.{name}")
         models.size_of(models.load_config(own.model, key), f"{key}.path={own.model.path}")
         models.check_weights(own.model, key)
-        encoders[name] = encoder_of(config, own, key)
+        encoders[name] = encoder_of(config, own, key, thinking_of(config, name))
         check_loops(own.rollout, loops_of(config, name))
     check_prompts(config, encoders)
 
@@ -45,11 +45,11 @@ def key_of(config: DictConfig, name: str) -> str:
     return f"policies.{name}.model" if "model" in changes_of(config.policies, name) else "actor_rollout_ref.model"
 
 
-def encoder_of(config: DictConfig, own: DictConfig, key: str) -> ChatEncoder:
+def encoder_of(config: DictConfig, own: DictConfig, key: str, thinking: Any) -> ChatEncoder:
     tokenizer = models.load_tokenizer(own.model, key)
     path = own.model.tokenizer_path or own.model.path
     try:
-        encoder = ChatEncoder(tokenizer, config.data.apply_chat_template_kwargs)
+        encoder = ChatEncoder(tokenizer, config.data.apply_chat_template_kwargs, thinking)
         encoder.encode([{"role": "user", "content": "hello"}])
     except Exception as error:  # a template is a program of its own
         raise ConfigError(

@@ -238,7 +238,8 @@ class LoopClient(PolicyClient):
         who = f"the agent loop of agent {agent!r} in round {round}"
         plain = self.encode(agent, observation, round, None, max_prompt_length)
         server = LoopServer(self, who, session, seed, sampling["max_tokens"], plain, max_prompt_length)
-        params = {key: value for key, value in sampling.items() if key != "max_tokens"}
+        asked, stops = self.split_stops(plain, sampling)
+        params = {key: value for key, value in asked.items() if key != "max_tokens"}
         try:
             loop = self.loops.make(agent, server)
             output = await loop.run(
@@ -251,15 +252,15 @@ class LoopClient(PolicyClient):
             raise LoopFailed(f"{who} failed: {type(error).__name__}: {error}") from error
         check_output(output, f"{who} returned", self.vocabulary, max_prompt_length, self.rollout.response_length)
         check_sampled(output, f"{who} returned", server.sampled)
-        return self._turn(output, server, Turn(agent, round, list(observation), "", self.policy, seed=seed), task)
+        turn = Turn(agent, round, list(observation), "", self.policy, seed=seed)
+        return self._fill(turn, output, server, task, stops)
 
-    def _turn(self, output: AgentLoopOutput, server: LoopServer, turn: Turn, task: Task) -> Turn:
+    def _fill(self, turn: Turn, output: AgentLoopOutput, server: LoopServer, task: Task, stops: Sequence[str]) -> Turn:
         turn.prompt_ids, turn.response_ids = output.prompt_ids, output.response_ids
         turn.response_mask = output.response_mask
         turn.log_probs = [p if on else 0.0 for p, on in zip(output.response_logprobs, turn.response_mask, strict=True)]
-        said = last_said(turn.response_ids, turn.response_mask)
-        turn.text = self.tokenizer.decode(said, skip_special_tokens=True)
         turn.stop_reason = self._stop_reason_of(turn, server)
+        self.read_text(turn, stops, *last_said(turn.response_mask))
         turn.version = min(server.versions)
         if output.reward_score is not None:  # as in verl, instead of the reward function's
             turn.verdict = Verdict(score=output.reward_score, answer=task.extract(turn.text))
@@ -288,11 +289,11 @@ def row_of(task: Task, observation: list[Message]) -> dict[str, Any]:
     }
 
 
-def last_said(ids: Sequence[int], mask: Sequence[int]) -> list[int]:
-    """The last unbroken stretch of the agent's own tokens: its final words, after whatever tools said."""
+def last_said(mask: Sequence[int]) -> tuple[int, int]:
+    """Start and end of the last unbroken stretch of the agent's own tokens: its final words, after whatever tools said."""
     end = max(i for i, on in enumerate(mask) if on) + 1
     start = max((i for i in range(end) if not mask[i]), default=-1) + 1
-    return list(ids[start:end])
+    return start, end
 
 
 def check_output(output: Any, who: str, vocabulary: int, longest_prompt: int, longest: int) -> None:

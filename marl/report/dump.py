@@ -23,6 +23,7 @@ TURN = (
     "compared",
     "answers",
     "trained",
+    "thought",
 )
 """Columns that are fields of a turn."""
 PLAIN = (str, int, float, bool)
