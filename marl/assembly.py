@@ -11,7 +11,7 @@ from verl.utils import hf_tokenizer
 from verl.workers.rollout.llm_server import LLMServerClient
 
 from marl.config.errors import ConfigError
-from marl.config.policies import loops_of
+from marl.config.policies import loops_of, thinking_of
 from marl.controller.agent_loop import LoopClient, Loops
 from marl.controller.chat import ChatEncoder, check_round_trip
 from marl.controller.client import PolicyClient
@@ -21,9 +21,10 @@ from marl.controller.tasks import train_loader, validation_tasks
 from marl.controller.workers import EpisodeWorkers, SpreadController, spawn
 from marl.facts import make_learner
 from marl.modules.critics.utilities import JointStates
-from marl.modules.models import load_config
+from marl.modules.models import load_config, load_generation_config
 from marl.parts import model_config
 from marl.rewards import build_reward
+from marl.rollout.decoding import end_ids
 from marl.runners import RUNNERS, Runner, register_runner
 
 
@@ -62,10 +63,11 @@ def make_clients(config: DictConfig, groups: dict[str, Any], tokenizers: dict[st
 
 def make_client(config: DictConfig, name: str, group: Any, tokenizer: Any) -> PolicyClient:
     model, loops = load_config(group.config.actor_rollout_ref.model, name), loops_of(config, name)
+    encoder = ChatEncoder(tokenizer, config.data.apply_chat_template_kwargs, thinking_of(config, name))
+    text = model.get_text_config()
+    ends = end_ids(tokenizer, text, load_generation_config(group.config.actor_rollout_ref.model.path))
+    parts = (name, group.rollout, group.client(), tokenizer, encoder, text.vocab_size, ends)
     patience_s = config.resources.timeout_s
-    encoder = ChatEncoder(tokenizer, config.data.apply_chat_template_kwargs)
-    vocabulary = model.get_text_config().vocab_size
-    parts = (name, group.rollout, group.client(), tokenizer, encoder, vocabulary)
     if not loops:
         return PolicyClient(*parts, patience_s=patience_s)
     made = Loops(group.config, loops, tokenizer, model.model_type)

@@ -13,7 +13,7 @@ from marl.config import plan
 from marl.config.data import file_list, rows_of
 from marl.config.errors import ConfigError, plain
 from marl.config.known_keys import check_known, check_typed
-from marl.config.policies import all_policies, changes_of, loops_of, own_settings, policies_by_agent
+from marl.config.policies import all_policies, changes_of, loops_of, own_settings, policies_by_agent, thinking_of
 from marl.controller.agent_loop import check_loops
 from marl.controller.chat import ChatEncoder
 from marl.controller.critics import reader
@@ -43,7 +43,7 @@ def preflight(config: DictConfig) -> None:
             check_settings(own, f"policies.{name}")
         models.size_of(models.load_config(own.model, key), f"{key}.path={own.model.path}")
         models.check_weights(own.model, key)
-        encoders[name] = encoder_of(config, own, key)
+        encoders[name] = encoder_of(config, own, key, thinking_of(config, name))
         check_loops(own.rollout, loops_of(config, name))
     check_growth(config, encoders, check_prompts(config, encoders))
 
@@ -53,11 +53,11 @@ def key_of(config: DictConfig, name: str) -> str:
     return f"policies.{name}.model" if "model" in changes_of(config.policies, name) else "actor_rollout_ref.model"
 
 
-def encoder_of(config: DictConfig, own: DictConfig, key: str) -> ChatEncoder:
+def encoder_of(config: DictConfig, own: DictConfig, key: str, thinking: Any) -> ChatEncoder:
     tokenizer = models.load_tokenizer(own.model, key)
     path = own.model.tokenizer_path or own.model.path
     try:
-        encoder = ChatEncoder(tokenizer, config.data.apply_chat_template_kwargs)
+        encoder = ChatEncoder(tokenizer, config.data.apply_chat_template_kwargs, thinking)
         encoder.encode([{"role": "user", "content": "hello"}])
     except Exception as error:  # a template is a program of its own
         raise ConfigError(
@@ -167,7 +167,10 @@ def remedy(config: DictConfig, growth: Growth) -> str:
 def growth_text(config: DictConfig) -> str:
     """How long prompts get, and a warning where that is longer than they may be."""
     names, limit = all_policies(config.agents), config.data.max_prompt_length
-    encoders = {name: encoder_of(config, own_settings(config, name), key_of(config, name)) for name in names}
+    encoders = {
+        name: encoder_of(config, own_settings(config, name), key_of(config, name), thinking_of(config, name))
+        for name in names
+    }
     growth = growth_of(config, encoders, [read[0] for read in check_prompts(config, encoders)])
     if growth.unknown:
         return f"how long prompts get is not known: runner={config.runner.name} raised {growth.unknown}"

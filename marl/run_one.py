@@ -228,6 +228,8 @@ def show(episode: Episode, console: Console) -> None:
         )
         for index, message in enumerate(turn.observation):
             console.print(Text(f"{message['role']}: {message['content']}", style="dim" if index < before else ""))
+        if turn.thought is not None:
+            console.print(Text(f"{turn.agent} thought: {turn.thought}", style="dim"))
         score = f"   [{turn.verdict.score:g}]" if turn.verdict else ""
         console.print(Text(f"{turn.agent} ⟶ {turn.text}{score}", style="green"))
     console.rule()

@@ -101,6 +101,8 @@ class Turn:
     verdict: Verdict | None = None
     outcomes: list[float] = field(default_factory=list)
     """What the team's return was with this answer, then with each other one that was tried in its place."""
+    thought: str | None = None
+    """What a reasoning model thought before ``text``; nobody is shown it, and nothing is read in it."""
 
     @property
     def place(self) -> tuple[AgentId, int, int]:
@@ -111,6 +113,11 @@ class Turn:
         """Whether its prompt begins with the ids of that turn's prompt and answer."""
         ids = previous.prompt_ids + previous.response_ids
         return self.prompt_ids[: len(ids)] == ids
+
+    def goes_on(self, previous: Turn) -> bool:
+        """Whether the same policy is shown that turn's observation and answer, and what came next."""
+        said = [*previous.observation, {"role": "assistant", "content": previous.text}]
+        return self.policy == previous.policy and self.observation[: len(said)] == said
 
     @property
     def truncated(self) -> bool:

@@ -93,6 +93,15 @@ def build_learner(name, credit="own", credit_options=None, **options):
     )
 
 
+DEBATE = [[1.0, 0.0], [0.0, 1.0]]
+"""Scores of two agents by round: each is right once."""
+
+
+def scheme(name, **options):
+    """A credit scheme with these options."""
+    return CREDITS.get(name)(CREDITS.get(name).Config(name=name, **options))
+
+
 def branch(record, agent, round, scores, kept_at=0, trained=True):
     """Give a turn alternatives with these scores, beside the one that is there."""
     (kept,) = [turn for turn in record.turns if (turn.agent, turn.round) == (agent, round)]

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from marl.config.data import DATA_SUFFIXES, file_list
 from marl.config.errors import ConfigError
-from marl.config.policies import all_policies, changes_of, own_settings, policies_by_agent
+from marl.config.policies import OURS, all_policies, changes_of, own_settings, policies_by_agent
 from marl.config.ranges import check_values
 from marl.config.schema import ControllerConfig
 from marl.utils.registry import did_you_mean
@@ -126,8 +126,8 @@ def policies_change_known_keys(config: Any) -> None:
                 if not hasattr(node, "keys") or key not in node:
                     known = [str(k) for k in node] if hasattr(node, "keys") else []
                     raise ConfigError(
-                        f"unknown key '{walked}.{key}': a policy's keys are those of actor_rollout_ref, and 'pool'."
-                        f"{did_you_mean(key, [*known, 'pool'])}"
+                        f"unknown key '{walked}.{key}': a policy's keys are those of actor_rollout_ref, and {' and '.join(map(repr, OURS))}."
+                        f"{did_you_mean(key, [*known, *OURS])}"
                     )
                 node, walked = node[key], f"{walked}.{key}"
                 if hasattr(node, "keys") and not node:
@@ -499,6 +499,25 @@ def names_are_names(config: Any) -> None:
             raise ConfigError(
                 f"agents: the policies {other!r} and {policy!r} differ in case alone, and so would their folders; "
                 "use other names"
+            )
+
+
+@rule
+def thoughts_have_marks(config: Any) -> None:
+    settings = {"controller.thinking": config.controller.thinking}
+    settings |= {
+        f"policies.{name}.thinking": changes.thinking
+        for name, changes in config.policies.items()
+        if changes and "thinking" in changes
+    }
+    for key, value in settings.items():
+        marks = set(value) == {"start", "end"} if hasattr(value, "keys") else False
+        if marks and all(isinstance(mark, str) and mark for mark in value.values()) and value["start"] != value["end"]:
+            continue
+        if value not in ("auto", "none"):
+            raise ConfigError(
+                f"{key}={value}: expected auto, none, or the marks around a thought, two different texts, as in "
+                f"{key}={{start: '<think>', end: '</think>'}}.{did_you_mean(str(value), ('auto', 'none'))}"
             )
 
 

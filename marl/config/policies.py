@@ -5,6 +5,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+OURS = ("pool", "thinking")
+"""Keys of a policy that are none of ``actor_rollout_ref``."""
+
 
 def policies_by_agent(agents: Mapping[str, Any]) -> dict[str, list[str]]:
     """Each agent's policies of rounds 1, 2, …; the last one is that of all later rounds. An agent that names none has one
@@ -18,8 +21,13 @@ def all_policies(agents: Mapping[str, Any]) -> list[str]:
 
 
 def changes_of(policies: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """What ``policies.<name>`` changes in ``actor_rollout_ref``: all it says but its pool."""
-    return {key: value for key, value in (policies.get(name) or {}).items() if key != "pool"}
+    """What ``policies.<name>`` changes in ``actor_rollout_ref``: all it says but the keys of ``OURS``."""
+    return {key: value for key, value in (policies.get(name) or {}).items() if key not in OURS}
+
+
+def thinking_of(config: Any, name: str) -> Any:
+    """How a policy's thoughts are told from its answers: ``controller.thinking``, or what the policy says instead."""
+    return (config.policies.get(name) or {}).get("thinking", config.controller.thinking)
 
 
 def own_settings(config: Any, name: str) -> Any:

@@ -4,6 +4,7 @@ import secrets
 import time
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -107,6 +108,10 @@ class ControllerConfig:
     """What an answer at its limit is charged in training."""
     train_truncated: bool = True
     """Whether answers that were cut off are trained."""
+    thinking: Any = "auto"
+    """How a reasoning model's thought is told from its answer, which alone others read and rewards judge: ``auto`` finds the
+    marks in the chat template, ``none`` takes all for the answer, {start: …, end: …} are marks. ``policies.<name>.thinking``
+    says it for one policy."""
     reward_processes: int = 2
     """How many processes judge what may hang: mathematics, and custom reward functions that are not async. They start
     with the first text that needs one; every worker has its own. 0 judges in the driver (or the workers), without a

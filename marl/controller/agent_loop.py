@@ -158,7 +158,8 @@ class LoopServer:
         self.asked: Counter[tuple[int, ...]] = Counter()
         self.sampled: Counter[tuple[int, Any]] = Counter()
         self.versions: list[int] = []
-        self.stop_reason: str | None = None
+        self.stop_reasons: dict[tuple[int, Any], str | None] = {}
+        """By the last token of each answer and its log-prob, in the order in which they came."""
         self.overflow: ContextOverflow | None = None
 
     async def generate(
@@ -181,9 +182,10 @@ class LoopServer:
         params = {key: value for key, value in sampling_params.items() if key not in LIMITS}
         given = [sampling_params[key] for key in LIMITS if key in sampling_params]
         limit = min([*given, self.max_tokens, longest - len(ids)])
-        output = await self.client.request(self.session, ids, params | {"max_tokens": limit}, self._seed(tuple(ids)))
+        params["max_tokens"] = limit
+        output = await self.client.request(self.session, ids, params, self._seed(tuple(ids)))
         check_answer(output, f"the server answered {self.who}", self.client.vocabulary, limit)
-        self._remember(output)
+        self._remember(output, self.client.stop_reason(output, params))
         return output
 
     def fitting(self, prompt_ids: list[int]) -> list[int]:
@@ -206,10 +208,11 @@ class LoopServer:
         self.asked[prompt] += 1
         return self.seed if list(prompt) == self.plain and not times else derive_seed(self.seed, prompt, times)
 
-    def _remember(self, output: Any) -> None:
-        self.sampled.update(zip(output.token_ids, map(np.float32, output.log_probs), strict=True))
+    def _remember(self, output: Any, stop_reason: str | None) -> None:
+        tokens = list(zip(output.token_ids, map(np.float32, output.log_probs), strict=True))
+        self.sampled.update(tokens)
+        self.stop_reasons[tokens[-1]] = stop_reason
         self.versions.append(version_of(output))
-        self.stop_reason = output.stop_reason
 
 
 class LoopClient(PolicyClient):
@@ -242,7 +245,8 @@ class LoopClient(PolicyClient):
         who = f"the agent loop of agent {agent!r} in round {round}"
         plain = self.encode(agent, observation, round, None, max_prompt_length)
         server = LoopServer(self, who, session, seed, sampling["max_tokens"], plain, max_prompt_length)
-        params = {key: value for key, value in sampling.items() if key != "max_tokens"}
+        asked, stops = self.split_stops(plain, sampling)
+        params = {key: value for key, value in asked.items() if key != "max_tokens"}
         try:
             loop = self.loops.make(agent, server)
             output = await loop.run(
@@ -257,21 +261,27 @@ class LoopClient(PolicyClient):
             raise LoopFailed(f"{who} failed: {type(error).__name__}: {error}") from error
         check_output(output, f"{who} returned", self.vocabulary, max_prompt_length, self.rollout.response_length)
         check_sampled(output, f"{who} returned", server.sampled)
-        return self._turn(output, server, Turn(agent, round, list(observation), "", self.policy, seed=seed), task)
+        turn = Turn(agent, round, list(observation), "", self.policy, seed=seed)
+        return self._fill(turn, output, server, task, stops)
 
-    def _turn(self, output: AgentLoopOutput, server: LoopServer, turn: Turn, task: Task) -> Turn:
+    def _fill(self, turn: Turn, output: AgentLoopOutput, server: LoopServer, task: Task, stops: Sequence[str]) -> Turn:
         turn.prompt_ids, turn.response_ids = output.prompt_ids, output.response_ids
         turn.response_mask = output.response_mask
         turn.log_probs = [p if on else 0.0 for p, on in zip(output.response_logprobs, turn.response_mask, strict=True)]
-        said = last_said(turn.response_ids, turn.response_mask)
-        turn.text = self.tokenizer.decode(said, skip_special_tokens=True)
-        full = len(turn.response_ids) == self.rollout.response_length
-        cut = full and sum(turn.response_mask) < server.sampled.total()  # by the loop, as verl's do
-        turn.stop_reason = "length" if cut else server.stop_reason
+        turn.stop_reason = self._stop_reason_of(turn, server)
+        self.read_text(turn, stops, *last_said(turn.response_mask))
         turn.version = min(server.versions)
         if output.reward_score is not None:  # as in verl, instead of the reward function's
             turn.verdict = Verdict(score=output.reward_score, answer=task.extract(turn.text))
         return turn
+
+    def _stop_reason_of(self, turn: Turn, server: LoopServer) -> str | None:
+        """That of the answer which the turn ends with. verl's loops cut a response that has grown too long, wherever it is."""
+        last = (turn.response_ids[-1], np.float32(turn.log_probs[-1]))
+        if turn.response_mask[-1] and last in server.stop_reasons:
+            return server.stop_reasons[last]
+        full = len(turn.response_ids) == self.rollout.response_length
+        return "length" if full else list(server.stop_reasons.values())[-1]
 
 
 def row_of(task: Task, observation: list[Message]) -> dict[str, Any]:
@@ -288,11 +298,11 @@ def row_of(task: Task, observation: list[Message]) -> dict[str, Any]:
     }
 
 
-def last_said(ids: Sequence[int], mask: Sequence[int]) -> list[int]:
-    """The last unbroken stretch of the agent's own tokens: its final words, after whatever tools said."""
+def last_said(mask: Sequence[int]) -> tuple[int, int]:
+    """Start and end of the last unbroken stretch of the agent's own tokens: its final words, after whatever tools said."""
     end = max(i for i, on in enumerate(mask) if on) + 1
     start = max((i for i in range(end) if not mask[i]), default=-1) + 1
-    return list(ids[start:end])
+    return start, end
 
 
 def check_output(output: Any, who: str, vocabulary: int, longest_prompt: int, longest: int) -> None:

@@ -7,20 +7,44 @@ message says without them, so that no text can forge a role.
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+import sys
+from array import array
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from marl.controller.encoding import TextEncoder, matches_any
+from marl.controller.thinking import KNOWN, Thinking, marks_of
 from marl.types import Message, Turn
+from marl.utils.cache import cached_by_bytes
 
 MARK = "MARL{index}CONTENT"
 MARKS = re.compile(r"MARL(\d+)CONTENT")
 
 
+@dataclass(frozen=True)
+class Frame:
+    """What the template puts before, between and after the contents of messages with certain roles."""
+
+    pieces: list[array]
+    """Ids; one more than there are contents."""
+    texts: list[str]
+    """Of the pieces, a space before a content included."""
+    leads: list[tuple[str, bool]]
+    """Of each content, the space before it, which belongs to its first word, and whether it goes on inside a text."""
+
+    def __sizeof__(self) -> int:
+        return sum(map(sys.getsizeof, [*self.pieces, *self.texts, *self.leads]))
+
+
 class ChatEncoder:
     """Encodes observations for one tokenizer. Raises ValueError where the template or the tokenizer cannot be used."""
 
-    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None, thinking: Any = "auto"
+    ) -> None:
+        """``thinking``: see ``controller.thinking``."""
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
                 f"the tokenizer at {tokenizer.name_or_path!r} has no chat template; use an instruct model, "
@@ -28,30 +52,78 @@ class ChatEncoder:
             )
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
-        self.special = special_tokens(tokenizer)
-        self._pieces = lru_cache(maxsize=4096)(self._encode_pieces)
-        self._content = lru_cache(maxsize=65536)(self._encode_content)
+        template = str(tokenizer.chat_template)
+        marks = marks_of(thinking, template)
+        self.thinking = Thinking(tokenizer, marks) if marks else None
+        control = control_tokens(
+            tokenizer,
+            template + "".join(f"{known.start}{known.end}" for known in (*KNOWN, *([marks] if marks else []))),
+        )
+        self.special = special_tokens(tokenizer, control)
+        added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.special_ids = added | set(tokenizer.all_special_ids)
+        self.texts = TextEncoder(tokenizer, control)
+        self._frame = cached_by_bytes(self._encode_frame, sys.getsizeof)
+        self._content = cached_by_bytes(self._encode_content, sys.getsizeof)
 
     def encode(self, observation: Sequence[Message], previous: Turn | None = None) -> list[int]:
         """Ids of an observation and the generation prompt after it."""
-        pieces = self._pieces(tuple(message["role"] for message in observation))
-        contents = [self._content(content_of(message)) for message in observation]
-        if previous is not None and extends(observation, previous):
+        frame = self._frame(roles_of(observation))
+        pieces, contents = frame.pieces, [content_of(message) for message in observation]
+        if previous is not None and extends(observation, previous) and self._goes_on(frame, previous):
             answered = len(previous.observation)
             ids, start = [*previous.prompt_ids, *previous.response_ids], answered + 1
-            after = pieces[start]
-            # an answer that was stopped has its end-of-turn token already; one that was cut off has not
-            ids.extend(after[1:] if after and previous.response_ids[-1:] == list(after[:1]) else after)
+            ids.extend(self._after_answer(previous.response_ids, pieces[start]))
         else:
             ids, start = list(pieces[0]), 0
         for index in range(start, len(observation)):
-            ids.extend(contents[index])
+            space, inside = frame.leads[index]
+            ids.extend(self._content(space + contents[index], inside))
             ids.extend(pieces[index + 1])
         return ids
 
+    def read(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> tuple[str | None, str]:
+        """The thought of a response, None where there is none, and the text that everybody is shown."""
+        if self.thinking is None:
+            return None, self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return self.thinking.read(ids, self.thinking.opened_by(prompt_ids))
+
+    def may_think(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether a response may begin with a thought, in which no stop string may end it."""
+        return self.thinking is not None and not self.thinking.closed_by(prompt_ids)
+
+    def until_stop(self, prompt_ids: Sequence[int], ids: Sequence[int], stops: Sequence[str]) -> int | None:
+        """How many tokens of a response there are up to its first stop string after the thought; None for all of them."""
+        if self.thinking is None or not stops:
+            return None
+        return self.thinking.until_stop(ids, stops, self.thinking.opened_by(prompt_ids))
+
+    @cached_property
+    def keeps_thoughts(self) -> bool:
+        """Whether the template shows an earlier answer with the thought that it holds."""
+        if self.thinking is None:
+            return True
+        marks, thought = self.thinking.marks, "MARLTHOUGHT"
+        roles = ("user", "assistant", "user")
+        contents = (
+            MARK.format(index=0),
+            f"{marks.start}{thought}{marks.end}{MARK.format(index=1)}",
+            MARK.format(index=2),
+        )
+        return thought in self._render(
+            [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
+        )
+
+    def _goes_on(self, frame: Frame, previous: Turn) -> bool:
+        """Whether the template shows the previous turn as the ids have it: same text before and around it, the thought kept."""
+        size = len(previous.observation)
+        asked = self._frame(roles_of(previous.observation)).texts
+        same = frame.texts[:size] == asked[:size] and frame.texts[size].rstrip() == asked[size].rstrip()
+        return same and (previous.thought is None or self.keeps_thoughts)
+
     def answer(self, text: str) -> list[int]:
         """Ids of an answer's text and its end: what a model of this tokenizer would have said."""
-        return [*self._content(text), self.tokenizer.eos_token_id]
+        return [*self._content(text, False), self.tokenizer.eos_token_id]
 
     def defused(self, observation: Sequence[Message]) -> list[Message]:
         """A copy, with a space in every special token that a text spells: others encode texts with special tokens enabled,
@@ -61,15 +133,19 @@ class ChatEncoder:
             for message in observation
         ]
 
-    def _encode_content(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+    def _after_answer(self, answer: Sequence[int], after: array) -> array:
+        """What the template puts after an answer, from where the answer ended: one that was stopped has its end-of-turn token
+        already, one that was cut off has not."""
+        if answer and answer[-1] in self.special_ids and answer[-1] in after:
+            return after[after.index(answer[-1]) + 1 :]
+        return after
 
-    def _encode_pieces(self, roles: tuple[str, ...]) -> list[tuple[int, ...]]:
-        """What the template puts before, between and after the contents of messages with these roles."""
+    def _encode_content(self, text: str, inside: bool) -> array:
+        return array("i", self.texts.text(text, inside))
+
+    def _encode_frame(self, roles: tuple[str, ...]) -> Frame:
         marked = [{"role": role, "content": MARK.format(index=i)} for i, role in enumerate(roles)]
-        rendered = self.tokenizer.apply_chat_template(
-            marked, tokenize=False, add_generation_prompt=True, **self.template_kwargs
-        )
+        rendered = self._render(marked)
         shown = [int(index) for index in MARKS.findall(rendered)]
         if shown != list(range(len(roles))):
             raise ValueError(
@@ -77,14 +153,36 @@ class ChatEncoder:
                 f"order (it shows {shown}); set actor_rollout_ref.model.custom_chat_template to one that does"
             )
         texts = MARKS.split(rendered)[::2]
-        return [tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+        frame, inside = Frame([], texts, []), False
+        *before_contents, end = texts
+        for text in before_contents:
+            shown = text.removesuffix(" ")
+            frame.pieces.append(array("i", self.texts.template(shown, inside)))
+            frame.leads.append((text[len(shown) :], self.texts.goes_on(shown, inside)))
+            inside = True
+        frame.pieces.append(array("i", self.texts.template(end, inside)))
+        return frame
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **self.template_kwargs
+        )
 
 
-def special_tokens(tokenizer: Any) -> re.Pattern[str]:
-    """Matches the special tokens that a text may not spell; the unknown token stands for no role."""
+def roles_of(observation: Sequence[Message]) -> tuple[str, ...]:
+    return tuple(message["role"] for message in observation)
+
+
+def control_tokens(tokenizer: Any, template: str) -> set[str]:
+    """Added tokens beside the special ones that a template writes, such as ``</think>`` of Qwen3: no text may spell them."""
+    added = {str(token) for token in tokenizer.added_tokens_decoder.values() if not token.special}
+    return {token for token in added if token in template and re.search(r"[<\[|◁]", token)}
+
+
+def special_tokens(tokenizer: Any, control: Collection[str] = ()) -> re.Pattern[str]:
+    """Matches the tokens that a text may not spell; the unknown token stands for no role."""
     added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    names = sorted((added | set(tokenizer.all_special_tokens)) - {tokenizer.unk_token}, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, names)) or r"(?!)")
+    return matches_any((added | set(control) | set(tokenizer.all_special_tokens)) - {tokenizer.unk_token})
 
 
 def broken(match: re.Match[str]) -> str:
@@ -104,6 +202,7 @@ def extends(observation: Sequence[Message], previous: Turn) -> bool:
     size = len(previous.observation)
     return (
         len(observation) > size
+        and bool(previous.prompt_ids)  # a turn that was read from a dump has none
         and 0 not in previous.response_mask  # what tools said within the turn is not in the observation
         and list(observation[:size]) == previous.observation
         and observation[size] == {"role": "assistant", "content": previous.text}

@@ -1,7 +1,7 @@
 """One policy's side of generation: an observation becomes ids, a request to the policy's servers, and a turn."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
@@ -9,6 +9,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 
 from marl.controller.chat import ChatEncoder
 from marl.controller.failures import GroupFailed, group_failed
+from marl.rollout.decoding import end_ids
 from marl.runners import ContextOverflow
 from marl.types import AgentId, Message, PolicyName, Task, Turn
 from marl.utils.deadlines import HangsError, Watch, waiting_for_others
@@ -57,12 +58,13 @@ class PolicyClient:
         tokenizer: Any,
         encoder: ChatEncoder,
         vocabulary: int,
+        ends: frozenset[int] | None = None,
         patience_s: float = math.inf,
     ) -> None:
-        """``vocabulary``: the model's; a tokenizer's may be smaller. ``patience_s``: for how long the servers may answer
-        nobody."""
+        """``vocabulary``: the model's; a tokenizer's may be smaller. ``ends``: ids that end an answer; None for the tokenizer's.
+        ``patience_s``: for how long the servers may answer nobody."""
         self.watch = Watch(patience_s)
-        self.vocabulary = vocabulary
+        self.vocabulary, self.ends = vocabulary, end_ids(tokenizer) if ends is None else ends
         self.policy, self.rollout, self.server = policy, rollout, server
         self.seed_key = SEED_KEYS.get(rollout.name) or "seed"
         self.tokenizer, self.encoder = tokenizer, encoder
@@ -83,23 +85,64 @@ class PolicyClient:
         """Generate one turn. Raises ContextOverflow for an observation longer than ``max_prompt_length`` tokens, BadAnswer for
         what is no turn."""
         prompt_ids = self.encode(agent, observation, round, previous, max_prompt_length)
-        output = await self.request(session, prompt_ids, sampling, seed)
+        asked, stops = self.split_stops(prompt_ids, sampling)
+        output = await self.request(session, prompt_ids, asked, seed)
         who = f"the server of policy {self.policy!r} answered agent {agent!r} in round {round}"
         check_answer(output, who, self.vocabulary, sampling["max_tokens"])
-        return Turn(
+        turn = Turn(
             agent=agent,
             round=round,
             observation=list(observation),
-            text=self.tokenizer.decode(output.token_ids, skip_special_tokens=True),
+            text="",
             policy=self.policy,
             prompt_ids=prompt_ids,
             response_ids=output.token_ids,
             response_mask=[1] * len(output.token_ids),
             log_probs=output.log_probs,
-            stop_reason=output.stop_reason,
+            stop_reason=self.stop_reason(output, asked),
             version=version_of(output),
             seed=seed,
         )
+        self.read_text(turn, stops)
+        return turn
+
+    def split_stops(
+        self, prompt_ids: list[int], sampling: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], Sequence[str]]:
+        """What a server is asked, and the stop strings that are left to us: a server would find them in a thought."""
+        stops = sampling.get("stop") or ()
+        if not stops or not self.encoder.may_think(prompt_ids):
+            return sampling, ()
+        return {key: value for key, value in sampling.items() if key != "stop"}, stops
+
+    def read_text(self, turn: Turn, stops: Sequence[str], start: int = 0, end: int | None = None) -> None:
+        """Tell the thought from the text in the response's tokens from ``start`` to ``end``. A stop string ends the response, as
+        if the server had."""
+        context, ids = [*turn.prompt_ids, *turn.response_ids[:start]], turn.response_ids[start:end]
+        size = self.encoder.until_stop(context, ids, stops)
+        if size is not None:
+            turn.stop_reason, ids = "completed", ids[:size]
+            for name in ("response_ids", "response_mask", "log_probs"):
+                setattr(turn, name, getattr(turn, name)[: start + size])
+        turn.thought, turn.text = self.encoder.read(context, ids)
+
+    def stop_reason(self, output: Any, params: Mapping[str, Any]) -> str | None:
+        """``length`` where the answer is full and nothing ended it, whatever the server calls that: verl's vLLM server says
+        ``completed``. Else the server's word."""
+        full = len(output.token_ids) >= params["max_tokens"] or output.stop_reason == "length"
+        if full and not self._ended(output.token_ids, params):
+            return "length"
+        return "completed" if output.stop_reason == "length" else output.stop_reason
+
+    def _ended(self, ids: list[int], params: Mapping[str, Any]) -> bool:
+        """Whether the last token is one that ends an answer, or completes a stop string."""
+        if ids[-1] in self.ends or ids[-1] in (params.get("stop_token_ids") or ()):
+            return True
+        stops = params.get("stop") or ()
+        if not stops:
+            return False
+        before, after = self.tokenizer.decode(ids[:-1]), self.tokenizer.decode(ids)
+        return any(stop in after and stop not in before for stop in ([stops] if isinstance(stops, str) else stops))
 
     def encode(
         self, agent: AgentId, observation: list[Message], round: int, previous: Turn | None, max_prompt_length: int

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from marl.assembly import tokenizer_of
 from marl.config.errors import ConfigError
-from marl.config.policies import own_settings
+from marl.config.policies import own_settings, thinking_of
 from marl.controller.chat import ChatEncoder
 from marl.modules.models import WEIGHTS, line
 from marl.rollout.hf import decodable_config
@@ -55,7 +55,7 @@ def load_policy(config: DictConfig, name: str) -> Policy:
     return Policy(
         model.to(device_of(config)).eval(),
         tokenizer,
-        ChatEncoder(tokenizer, config.data.apply_chat_template_kwargs),
+        ChatEncoder(tokenizer, config.data.apply_chat_template_kwargs, thinking_of(config, name)),
         own.rollout.max_model_len or hf_config.get_text_config().max_position_embeddings,
     )
 

@@ -6,7 +6,6 @@ import random
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig
@@ -17,7 +16,7 @@ from marl.controller.controller import team_verdict
 from marl.controller.tasks import validation_tasks
 from marl.ensembles.load import load_policy
 from marl.report.ensemble import Way
-from marl.rollout.decoding import Answer, Request, bucket, decode, end_tokens, padding_token
+from marl.rollout.decoding import Answer, Request, bucket, decode, end_ids, padding_token
 from marl.rollout.ensemble import READERS, check_together, decode_jointly
 from marl.runners import followed_by, majority
 from marl.types import Episode, Task, Turn, Verdict
@@ -108,25 +107,32 @@ class Ensemble:
             "top_p": rollout.val_kwargs.top_p,
             "top_k": rollout.val_kwargs.top_k,
             "max_tokens": max(agent.max_tokens or rollout.response_length for agent in agents),
-            "stop": tuple(dict.fromkeys(stop for agent in agents for stop in agent.stop)),
+            # a stop string ends no thought: where there may be one, it is looked for in what was answered
+            "stop": () if any(self.policy_of[k].encoder.thinking for k in seats) else self._stops(seats),
             "stop_token_ids": frozenset().union(
-                *(end_tokens(self.policy_of[k].model, self.policy_of[k].tokenizer) for k in seats)
+                *(
+                    end_ids(policy.tokenizer, policy.model.config, policy.model.generation_config)
+                    for policy in (self.policy_of[k] for k in seats)
+                )
             ),
         }
+
+    def _stops(self, seats: Sequence[int]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(stop for k in seats for stop in self.config.agents[self.agents[k]].stop))
 
     async def measure(self, reward: Any) -> list[Way]:
         """Every agent alone, then every way to answer together that was asked for."""
         ways, turns_KN = [], []
         for k, name in enumerate(self.agents):
             answers, seconds = self._alone(k)
-            turns_KN.append(await self._turns(name, answers, k, reward))
+            turns_KN.append(await self._turns(name, answers, [k], reward))
             ways.append(self._way(name, [turn.judged for turn in turns_KN[-1]], answers, [k], seconds))
         together = {"vote": self._vote(ways, turns_KN)}
         together |= {mode: Way(mode, reason=reason) for mode, reason in self.impossible.items()}
         for mode in self.modes:
             if mode not in together:
                 answers, seconds = self._together(mode)
-                verdicts = [turn.judged for turn in await self._turns(mode, answers, 0, reward)]
+                verdicts = [turn.judged for turn in await self._turns(mode, answers, range(len(self.agents)), reward)]
                 together[mode] = self._way(mode, verdicts, answers, range(len(self.agents)), seconds)
         return ways + [together[mode] for mode in self.modes]
 
@@ -177,10 +183,10 @@ class Ensemble:
         seconds = time.perf_counter() - started
         return [answers[i] for i in range(len(keys))], seconds
 
-    async def _turns(self, name: str, answers: Sequence[Answer], k: int, reward: Any) -> list[Turn]:
-        """The answers as turns with their verdicts, in the tokenizer of agent k."""
-        decode_text = partial(self.policy_of[k].tokenizer.decode, skip_special_tokens=True)
-        turns = [Turn(name, 1, [], decode_text(answer.token_ids)) for answer in answers]
+    async def _turns(self, name: str, answers: Sequence[Answer], seats: Sequence[int], reward: Any) -> list[Turn]:
+        """The answers of these agents as turns with their verdicts, in the tokenizer of the first."""
+        pairs = zip(self.plays, answers, strict=True)
+        turns = [Turn(name, 1, [], self._text(play, answer.token_ids, seats)) for play, answer in pairs]
         score = self.config.controller.failure_score
         judging = [
             reward.judge_or_fail(play.task, turn.text, score) for play, turn in zip(self.plays, turns, strict=True)
@@ -193,6 +199,10 @@ class Ensemble:
                 "%s: %d of %d texts could not be judged, the first: %s", name, len(reasons), len(turns), reasons[0]
             )
         return turns
+
+    def _text(self, play: Play, ids: list[int], seats: Sequence[int]) -> str:
+        encoder, prompt = self.policy_of[seats[0]].encoder, play.prompts[seats[0]]
+        return encoder.read(prompt, ids[: encoder.until_stop(prompt, ids, self._stops(seats))])[1]
 
     def _way(
         self, name: str, verdicts: Sequence[Verdict], answers: Sequence[Answer], seats: Sequence[int], seconds: float

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from verl.utils import hf_tokenizer
 
 from marl.config.errors import ConfigError
@@ -27,6 +27,14 @@ def load_config(model: Any, key: str) -> Any:
             f"{key}.path={model.path}: its config.json cannot be used: {line(error)}; expected a Hugging Face model, "
             "here or on the hub"
         ) from None
+
+
+def load_generation_config(path: str) -> GenerationConfig | None:
+    """A model's ``generation_config.json``, whose end tokens servers obey; None where it has none."""
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:
+        return None
 
 
 def load_tokenizer(model: Any, key: str) -> Any:

@@ -174,7 +174,8 @@ def count_metrics(episodes: Sequence[Episode]) -> Metrics:
 
 def agent_metrics(episodes: Sequence[Episode], agent: AgentId) -> Metrics:
     """One agent's turns an episode, mean verdict, accuracy by round, response length, the shares of answers that were cut
-    off or missing and of prompts that extend the last one and the answer to it in ids."""
+    off or missing, of prompts that extend the last one and the answer to it in ids, and of conversations that went on where
+    ids did not (a template that leaves out earlier thoughts, tools within a turn), so that turns are trained one by one."""
     turns = [turn for episode in episodes for turn in episode.trajectory(agent)]
     if not turns:
         return {}
@@ -190,5 +191,8 @@ def agent_metrics(episodes: Sequence[Episode], agent: AgentId) -> Metrics:
     extended = [turn.extends(last) for e in episodes for last, turn in pairwise(e.trajectory(agent))]
     if extended:
         metrics["extended_prompts"] = mean(extended)
+    told = [turn.extends(last) for e in episodes for last, turn in pairwise(e.trajectory(agent)) if turn.goes_on(last)]
+    if told:
+        metrics["unpacked_turns"] = 1 - mean(told)
     by_round = {f"accuracy/round_{r}": round_accuracy(episodes, r, agent) for r in rounds_of(episodes)}
     return metrics | known(by_round | {"accuracy/final": final_accuracy(episodes, agent)})

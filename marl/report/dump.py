@@ -24,6 +24,7 @@ TURN = (
     "compared",
     "answers",
     "trained",
+    "thought",
 )
 """Columns that are fields of a turn."""
 NO_TURN: dict[str, Any] = {"input": "", "output": "", "messages": [], "answer": None} | dict.fromkeys(TURN)

@@ -67,10 +67,13 @@ def bucket(length: int) -> int:
     return -(-length // step) * step
 
 
-def end_tokens(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
-    """What ends an answer: the model's word for it, and the tokenizer's."""
-    eos = model.config.eos_token_id
-    return frozenset(eos if isinstance(eos, list) else [eos]) | {tokenizer.eos_token_id}
+def end_ids(tokenizer: Any, *configs: Any) -> frozenset[int]:
+    """Ids that end an answer: the tokenizer's, and those of a model's configuration and generation configuration."""
+    found = {tokenizer.eos_token_id}
+    for config in configs:
+        eos = getattr(config, "eos_token_id", None)
+        found |= set(eos) if isinstance(eos, list) else {eos}
+    return frozenset(found - {None})
 
 
 def padding_token(tokenizer: Any) -> int:

@@ -17,7 +17,8 @@ from verl.utils.device import get_device_name
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
 
-from marl.rollout.decoding import ATTENTION, Answer, Request, bucket, decode, end_tokens, padding_token
+from marl.modules.models import load_generation_config
+from marl.rollout.decoding import ATTENTION, Answer, Request, bucket, decode, end_ids, padding_token
 from marl.rollout.offsets import offset_rank, ranks_per_replica
 from marl.utils.memory import settle
 
@@ -44,7 +45,8 @@ class HFServer:
         self.tokenizer = AutoTokenizer.from_pretrained(
             model_config["tokenizer_path"] or model_config["path"], trust_remote_code=model_config["trust_remote_code"]
         )
-        self.eos_ids = end_tokens(self.model, self.tokenizer)
+        generation = load_generation_config(model_config["path"])
+        self.eos_ids = end_ids(self.tokenizer, self.model.config, generation)
         self.pad_id = padding_token(self.tokenizer)
         self.global_steps: int | None = None
         self.received: set[str] = set()

@@ -22,8 +22,7 @@ from marl.rewards.processes import RewardError
 from marl.runners import RUNNERS, ContextOverflow, Runner
 from marl.types import Episode, Task, Turn, Verdict
 from marl.utils.deadlines import HangsError, Watch, own_time, waiting_for_others
-from tests.builders import batch_of, branch, build_learner as build, episode
-from tests.unit.test_schemes import DEBATE, scheme
+from tests.builders import DEBATE, batch_of, branch, build_learner as build, episode, scheme
 
 
 class Skips(selectors.SelectSelector):

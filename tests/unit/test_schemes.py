@@ -19,14 +19,7 @@ from marl.main import prepare
 from marl.runners import RUNNERS, Decide
 from marl.runners.debate import Order
 from marl.types import Ballot, Rule, Verdict, Vote
-from tests.builders import batch_of, build_learner as build, episode, play
-
-
-def scheme(name, **options):
-    return CREDITS.get(name)(CREDITS.get(name).Config(name=name, **options))
-
-
-DEBATE = [[1.0, 0.0], [0.0, 1.0]]
+from tests.builders import DEBATE, batch_of, build_learner as build, episode, play, scheme
 
 
 def test_mixed_is_own_and_a_weight_of_the_teams():

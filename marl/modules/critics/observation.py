@@ -9,15 +9,17 @@ are read before each token of a turn's answer, which takes a row a turn.
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
 from marl.types import AgentId, CriticName, Episode, JointBatch, Message, Turn
+from marl.utils.cache import cached_by_bytes
 from marl.utils.ragged import jagged
 
 CENTRAL = "central"
@@ -114,10 +116,10 @@ class JointObservation:
     def __init__(self, tokenizer: Any) -> None:
         self.start = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
 
-        def encode(text: str) -> tuple[int, ...]:
-            return tuple(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+        def encode(text: str) -> array:
+            return array("i", tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
 
-        self.encode = lru_cache(maxsize=4096)(encode)
+        self.encode = cached_by_bytes(encode, sys.getsizeof)
 
     def task(self, episode: Episode) -> list[int]:
         """What all are shown, then what single agents are."""
@@ -130,10 +132,10 @@ class JointObservation:
                 ids += self.encode(f"\n\n{agent} has\n{text}")
         return ids
 
-    def turn(self, turn: Turn) -> tuple[int, ...]:
+    def turn(self, turn: Turn) -> array:
         return self.encode(f"\n\n{turn.agent} said\n{turn.text}")
 
-    def speaker(self, agent: AgentId) -> tuple[int, ...]:
+    def speaker(self, agent: AgentId) -> array:
         return self.encode(f"\n\n{agent}")
 
 

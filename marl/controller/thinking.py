@@ -1,0 +1,102 @@
+"""A reasoning model's thought, told from the answer that follows it."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from marl.controller.encoding import matches_any
+
+PROMPT_END = 16
+"""Tokens of a prompt's end in which a template opens or closes a thought."""
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What stands around a thought."""
+
+    start: str
+    end: str
+
+
+KNOWN = (
+    Marks("<think>", "</think>"),
+    Marks("[THINK]", "[/THINK]"),
+    Marks("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
+    Marks("<seed:think>", "</seed:think>"),
+    Marks("◁think▷", "◁/think▷"),
+    Marks("<|START_THINKING|>", "<|END_THINKING|>"),
+)
+
+
+def marks_of(setting: Any, template: str) -> Marks | None:
+    """The marks of ``controller.thinking``: for ``auto`` the first known ones whose end the chat template mentions."""
+    if setting == "auto":
+        return next((marks for marks in KNOWN if marks.end in template), None)
+    return None if setting == "none" else Marks(setting["start"], setting["end"])
+
+
+class Thinking:
+    """Reads the responses of one tokenizer's models."""
+
+    def __init__(self, tokenizer: Any, marks: Marks) -> None:
+        self.tokenizer, self.marks = tokenizer, marks
+        self.added = tokenizer.get_added_vocab()
+        self.special = matches_any(tokenizer.all_special_tokens)
+
+    def opened_by(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the prompt ends within a thought: templates of DeepSeek-R1's kind open it themselves."""
+        return self._ends_with(prompt_ids, self.marks.start)
+
+    def closed_by(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the prompt ends with an empty thought, so that the answer follows at once."""
+        return self._ends_with(prompt_ids, self.marks.end)
+
+    def _ends_with(self, prompt_ids: Sequence[int], mark: str) -> bool:
+        return self.tokenizer.decode(list(prompt_ids[-PROMPT_END:])).rstrip().endswith(mark)
+
+    def read(self, ids: Sequence[int], opened: bool) -> tuple[str | None, str]:
+        """The thought, None where there is none, and the answer, empty where the thought was never closed."""
+        size = self._end_of_thought(ids)
+        open_again = self._last(ids[size:], self.marks.start) is not None
+        if open_again or (opened and not size):
+            return self._thought(self._text(ids)), ""
+        answer = self.tokenizer.decode(list(ids[size:]), skip_special_tokens=True)
+        if not size:
+            return None, answer
+        # where the end mark is several tokens, the last of them may go on after it
+        thought, _, rest = self._text(ids[:size]).rpartition(self.marks.end)
+        return self._thought(thought), (rest + answer).lstrip()
+
+    def until_stop(self, ids: Sequence[int], stops: Sequence[str], opened: bool) -> int | None:
+        """How many tokens there are up to the end of the first stop string after the thought; None where there is no such string."""
+
+        def stopped(size: int) -> bool:
+            answer = self.read(ids[:size], opened)[1]
+            return any(stop in answer for stop in stops)
+
+        if not stopped(len(ids)):
+            return None
+        return bisect_left(range(len(ids)), True, lo=self._end_of_thought(ids), key=stopped)
+
+    def _end_of_thought(self, ids: Sequence[int]) -> int:
+        """How many tokens there are up to the last end mark; 0 where there is none."""
+        return self._last(ids, self.marks.end) or 0
+
+    def _last(self, ids: Sequence[int], mark: str) -> int | None:
+        """How many tokens there are up to the end of the last mark. A mark that is one token is not looked for in text."""
+        if mark in self.added:
+            return next((i + 1 for i in range(len(ids) - 1, -1, -1) if ids[i] == self.added[mark]), None)
+        count = self._text(ids).count(mark)
+        if not count:
+            return None
+        return bisect_left(range(len(ids)), count, key=lambda size: self._text(ids[:size]).count(mark))
+
+    def _thought(self, text: str) -> str:
+        """A thought's text without its marks."""
+        for mark in (self.marks.start, self.marks.end):
+            text = text.replace(mark, "")
+        return self.special.sub("", text).strip()
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids))

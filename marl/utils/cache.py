@@ -1,0 +1,31 @@
+"""Results that are kept, as many as a number of bytes holds."""
+
+import sys
+from collections.abc import Callable, Hashable
+from typing import TypeVar
+
+from cachetools import LRUCache
+
+T = TypeVar("T")
+CACHE_BYTES = 64 << 20
+"""What a cache of encoded texts may take, in every process that encodes."""
+ENTRY_BYTES = 400
+"""About what an entry takes beside its key and its value."""
+
+
+def cached_by_bytes(
+    function: Callable[..., T], size_of: Callable[[T], int], limit: int = CACHE_BYTES
+) -> Callable[..., T]:
+    """The function with a cache that forgets what was not asked for longest; a result beyond ``limit`` is never kept."""
+    cache: LRUCache = LRUCache(limit, getsizeof=lambda entry: entry[1])
+
+    def cached(*key: Hashable) -> T:
+        entry = cache.get(key)
+        if entry is None:
+            result = function(*key)
+            entry = result, size_of(result) + sum(map(sys.getsizeof, key)) + ENTRY_BYTES
+            if entry[1] <= limit:
+                cache[key] = entry
+        return entry[0]
+
+    return cached

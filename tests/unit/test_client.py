@@ -1,0 +1,145 @@
+"""What a server answered becomes a turn: when it was cut off, whatever the server says."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import GenerationConfig, LlamaConfig
+from verl.experimental.agent_loop import AgentLoopOutput
+
+from marl.controller.agent_loop import LoopClient
+from marl.controller.chat import ChatEncoder
+from marl.controller.client import PolicyClient
+from marl.rollout.decoding import end_ids
+from marl.types import Task, Turn
+
+TASK = Task("train/7", [], "4", "x", lambda text: None)
+QUESTION = [{"role": "user", "content": "2+2?"}]
+
+
+class Server:
+    """Answers with these ids; remembers what it was asked."""
+
+    def __init__(self, token_ids: list[int], stop_reason: str | None) -> None:
+        self.token_ids, self.stop_reason = token_ids, stop_reason
+        self.asked: list[dict[str, Any]] = []
+
+    async def generate(self, **request: Any) -> Any:
+        self.asked.append(request)
+        ids = self.token_ids
+        return SimpleNamespace(
+            token_ids=ids, log_probs=[-0.5] * len(ids), stop_reason=self.stop_reason, extra_fields={"global_steps": 3}
+        )
+
+
+def act(
+    tokenizer: Any, ids: list[int], reason: str | None, ends: frozenset[int] | None = None, **sampling: Any
+) -> Turn:
+    client = PolicyClient(
+        "p",
+        SimpleNamespace(name="vllm", response_length=64),
+        Server(ids, reason),  # type: ignore[arg-type]
+        tokenizer,
+        ChatEncoder(tokenizer),
+        len(tokenizer),
+        ends,
+    )
+    return ask(client, **sampling)
+
+
+def ask(client: PolicyClient, **sampling: Any) -> Turn:
+    sampling = {"temperature": 1.0, "max_tokens": 64} | sampling
+    return asyncio.run(
+        client.act("a", QUESTION, 1, None, task=TASK, session="s", seed=1, sampling=sampling, max_prompt_length=1000)
+    )
+
+
+@pytest.mark.parametrize("said", ["completed", "length", "stop", None])
+@pytest.mark.parametrize(
+    ("text", "ended", "sampling", "truncated"),
+    [
+        ("four", False, {"max_tokens": 4}, True),
+        ("fou", True, {"max_tokens": 4}, False),
+        ("fou.", False, {"max_tokens": 4, "stop": ["."]}, False),
+        ("f.ur", False, {"max_tokens": 4, "stop": ["."]}, True),
+        ("four", False, {"max_tokens": 4, "stop_token_ids": [ord("r")]}, False),
+        ("four", True, {"max_tokens": 64}, False),
+    ],
+)
+def test_a_turn_is_truncated_where_it_is_full_and_nothing_ended_it(
+    bpe_tokenizer, said, text, ended, sampling, truncated
+):
+    ids = bpe_tokenizer.encode(text) + [bpe_tokenizer.eos_token_id] * ended
+    if "stop_token_ids" in sampling:
+        sampling = sampling | {"stop_token_ids": bpe_tokenizer.encode("r")}
+    turn = act(bpe_tokenizer, ids, said, **sampling)
+    assert turn.truncated is truncated and turn.response_ids == ids
+    assert turn.stop_reason == ("length" if truncated else {"length": "completed"}.get(said, said))
+
+
+def test_a_server_that_gave_up_early_is_believed(bpe_tokenizer):
+    """A model's own limit comes before ``max_tokens``."""
+    assert act(bpe_tokenizer, bpe_tokenizer.encode("fo"), "length").truncated
+    assert act(bpe_tokenizer, bpe_tokenizer.encode("fo"), "aborted").stop_reason == "aborted"
+
+
+def test_every_end_token_of_the_model_ends_an_answer(bpe_tokenizer):
+    ids, pad = bpe_tokenizer.encode("fou"), bpe_tokenizer.pad_token_id
+    ends = end_ids(bpe_tokenizer, LlamaConfig(eos_token_id=7), GenerationConfig(eos_token_id=[pad, 9]))
+    assert ends == {bpe_tokenizer.eos_token_id, 7, 9, pad}
+    assert end_ids(bpe_tokenizer, LlamaConfig(eos_token_id=None)) == {bpe_tokenizer.eos_token_id}
+    assert not act(bpe_tokenizer, [*ids, pad], "completed", ends, max_tokens=4).truncated
+    assert act(bpe_tokenizer, [*ids, pad], "completed", max_tokens=4).truncated
+
+
+class Loop:
+    """Asks once, then hands over what ``change`` makes of the answer."""
+
+    def __init__(self, server: Any, change: Any) -> None:
+        self.server, self.change = server, change
+
+    async def run(self, params: dict[str, Any], **_: Any) -> AgentLoopOutput:
+        output = await self.server.generate("r", prompt_ids=[1, 2], sampling_params=params)
+        ids = output.token_ids
+        fields = {"response_ids": ids, "response_mask": [1] * len(ids), "response_logprobs": output.log_probs}
+        return AgentLoopOutput(prompt_ids=[1, 2], num_turns=2, metrics={}, **self.change(fields))
+
+
+def whole(fields: dict[str, list]) -> dict[str, list]:
+    return fields
+
+
+def cut_in_the_answer(fields: dict[str, list]) -> dict[str, list]:
+    return {key: values[:6] for key, values in fields.items()}
+
+
+def cut_in_what_a_tool_said(fields: dict[str, list]) -> dict[str, list]:
+    said = {"response_ids": [5] * 9, "response_mask": [0] * 9, "response_logprobs": [0.0] * 9}
+    return cut_in_the_answer({key: values + said[key] for key, values in fields.items()})
+
+
+@pytest.mark.parametrize(
+    ("text", "ended", "max_tokens", "change", "truncated"),
+    [
+        ("four", False, 4, whole, True),
+        ("fou", True, 4, whole, False),
+        ("four", True, 6, whole, False),
+        ("it is ", False, 6, whole, True),
+        ("it is", True, 6, whole, False),
+        ("it is four", True, 64, cut_in_the_answer, True),
+        ("so", True, 64, cut_in_what_a_tool_said, True),
+    ],
+)
+def test_a_turn_of_an_agent_loop_is_truncated_where_its_last_answer_is(
+    bpe_tokenizer, text, ended, max_tokens, change, truncated
+):
+    """``data.max_response_length`` is 6 here; the server calls everything completed."""
+    ids = bpe_tokenizer.encode(text) + [bpe_tokenizer.eos_token_id] * ended
+    loops = SimpleNamespace(loops={"a": "mine"}, make=lambda agent, server: Loop(server, change))
+    client = LoopClient(
+        "p", SimpleNamespace(name="vllm", response_length=6), Server(ids, "completed"), bpe_tokenizer,
+        ChatEncoder(bpe_tokenizer), len(bpe_tokenizer), loops=loops,
+    )  # fmt: skip
+    turn = ask(client, max_tokens=max_tokens)
+    assert turn.truncated is truncated and turn.stop_reason == ("length" if truncated else "completed")

@@ -1,0 +1,400 @@
+"""Reasoning models: the thought is told from the answer, on templates of the shape of real ones."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from verl.experimental.agent_loop import AgentLoopOutput
+
+from marl.config.checks import thoughts_have_marks
+from marl.config.errors import ConfigError
+from marl.config.policies import changes_of, thinking_of
+from marl.controller.agent_loop import LoopClient
+from marl.controller.batching import joint_batch
+from marl.controller.chat import ChatEncoder
+from marl.controller.client import PolicyClient
+from marl.controller.thinking import Marks, marks_of
+from marl.report import dump
+from marl.report.conversation import agent_metrics
+from marl.runners import RUNNERS, LiveEpisode, played, scripted
+from marl.types import Episode, Task, Turn, Verdict
+
+QWEN3 = """{%- for m in messages %}
+{%- if m.role == 'assistant' %}
+{%- set content = m.content %}{%- set reasoning = '' %}
+{%- if '</think>' in content %}
+{%- set reasoning = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
+{%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+{%- endif %}
+{%- if loop.last %}{{- '<|im_start|>assistant\\n<think>\\n' + reasoning + '\\n</think>\\n\\n' + content }}
+{%- else %}{{- '<|im_start|>assistant\\n' + content }}{%- endif %}
+{%- else %}{{- '<|im_start|>' + m.role + '\\n' + m.content }}{%- endif %}{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}"""
+DEEPSEEK_R1 = (
+    "<|begin|>{% for m in messages %}{% if m.role == 'assistant' %}{% set content = m.content %}"
+    "{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}"
+    "<|Assistant|>{{ content }}<|im_end|>{% else %}<|User|>{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
+)
+LLAMA_3 = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}<|header|>\n\n{{ m.content | trim }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant<|header|>\n\n{% endif %}"
+)
+MISTRAL = (
+    "<|begin|>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
+    "{% else %} {{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+)
+MAGISTRAL = MISTRAL + "{# the system prompt asks for [THINK]…[/THINK] #}"
+HARMONY = (
+    "{% for m in messages %}{% if m.role == 'user' %}<|start|>user<|message|>{{ m.content }}<|end|>"
+    "{% else %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}{# <|channel|>analysis<|message|> #}"
+)
+SPECIAL = ("<|im_start|>", "<|begin|>", "<|User|>", "<|Assistant|>", "<|header|>", "[INST]", "[/INST]", "[THINK]", "[/THINK]",
+           "<|start|>", "<|end|>", "<|message|>", "<|channel|>")  # fmt: skip
+QUESTION = [{"role": "user", "content": "2+2?"}]
+TASK = Task("t", QUESTION, "4", "x", lambda text: text.partition("#### ")[2] or None)
+
+
+def tokenizer_of(template: str, added: Sequence[str] = ("<think>", "</think>")) -> PreTrainedTokenizerFast:
+    """Byte-level; the marks of thoughts are added tokens and not special, as Qwen3 has them."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens(list(added))
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", additional_special_tokens=list(SPECIAL)
+    )
+    fast.chat_template = template
+    return fast
+
+
+class Server:
+    """Gives these responses one after another, as far as ``max_tokens``; obeys stop strings as vLLM does."""
+
+    def __init__(self, tokenizer: Any, responses: Sequence[str]) -> None:
+        self.tokenizer, self.responses = tokenizer, list(responses)
+        self.asked: list[dict[str, Any]] = []
+
+    async def generate(self, **request: Any) -> Any:
+        self.asked.append(request)
+        params = request["sampling_params"]
+        ids = self.tokenizer.encode(self.responses.pop(0), add_special_tokens=False)[: params["max_tokens"]]
+        texts = [self.tokenizer.decode(ids[:size]) for size in range(len(ids) + 1)]
+        hits = [size for size, text in enumerate(texts) if any(stop in text for stop in params.get("stop", ()))]
+        ids = ids[: hits[0]] if hits else ids
+        return SimpleNamespace(
+            token_ids=ids,
+            log_probs=[-0.01 * i for i in range(len(ids))],
+            stop_reason="completed",
+            extra_fields={"global_steps": 3},
+        )
+
+
+def client_of(
+    template: str, *responses: str, thinking: Any = "auto", policy: str = "p", added: Sequence[str] = ("<think>", "</think>"),
+    **template_kwargs: Any,
+) -> PolicyClient:  # fmt: skip
+    tokenizer = tokenizer_of(template, added)
+    encoder = ChatEncoder(tokenizer, template_kwargs, thinking)
+    rollout = SimpleNamespace(name="vllm", response_length=100)
+    return PolicyClient(policy, rollout, Server(tokenizer, responses), tokenizer, encoder, len(tokenizer))  # type: ignore[arg-type]
+
+
+async def turn_of(
+    client: PolicyClient, observation: list = QUESTION, round: int = 1, previous: Turn | None = None, agent: str = "a", **sampling: Any
+) -> Turn:  # fmt: skip
+    return await client.act(
+        agent, observation, round, previous, task=TASK, session="s", seed=1, max_prompt_length=1000,
+        sampling={"temperature": 1.0, "max_tokens": 100} | sampling,
+    )  # fmt: skip
+
+
+def act(*arguments: Any, **options: Any) -> Turn:
+    return asyncio.run(turn_of(*arguments, **options))
+
+
+def told(turn: Turn, text: str = "bob says 5") -> list:
+    return [*turn.observation, {"role": "assistant", "content": turn.text}, {"role": "user", "content": text}]
+
+
+def rendered(client: PolicyClient, observation: list) -> str:
+    return client.tokenizer.apply_chat_template(
+        observation, tokenize=False, add_generation_prompt=True, **client.encoder.template_kwargs
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "start"),
+    [
+        (QWEN3, "<think>"), (DEEPSEEK_R1, "<think>"), (LLAMA_3, None), (MISTRAL, None), (MAGISTRAL, "[THINK]"),
+        (HARMONY, "<|channel|>analysis<|message|>"),
+    ],
+)  # fmt: skip
+def test_marks_are_found_in_the_template(template, start):
+    marks = marks_of("auto", template)
+    assert (marks and marks.start) == start
+    assert marks_of("none", template) is None
+    assert marks_of({"start": "<a>", "end": "</a>"}, template) == Marks("<a>", "</a>")
+
+
+A = ("<a>", "</a>")
+MINE = {"start": "<a>", "end": "</a>"}
+
+
+@pytest.mark.parametrize(
+    ("template", "options", "response", "thought", "text"),
+    [
+        (QWEN3, {}, "<think>\n5? 4!\n</think>\n\n#### 4<|im_end|>", "5? 4!", "#### 4"),
+        (QWEN3, {}, "#### 4<|im_end|>", None, "#### 4"),
+        (QWEN3, {}, "<think>\n\n</think>\n\n#### 4<|im_end|>", "", "#### 4"),
+        (QWEN3, {}, "<think>\n5? #### 5", "5? #### 5", ""),
+        (QWEN3, {}, "<think>a</think>#### 4<think>b", "a#### 4b", ""),
+        (QWEN3, {}, "<think>a</think>b<think>c</think>#### 4", "abc", "#### 4"),
+        (QWEN3, {"enable_thinking": False}, "#### 4<|im_end|>", None, "#### 4"),
+        (QWEN3, {"thinking": "none"}, "<think>5</think>#### 4", None, "<think>5</think>#### 4"),
+        (DEEPSEEK_R1, {}, "5? 4!\n</think>\n\n#### 4<|im_end|>", "5? 4!", "#### 4"),
+        (DEEPSEEK_R1, {}, "5? #### 5", "5? #### 5", ""),
+        (MAGISTRAL, {}, "[THINK]5? 4![/THINK]#### 4<|im_end|>", "5? 4!", "#### 4"),
+        (MAGISTRAL, {}, "[THINK]#### 5", "#### 5", ""),
+        (LLAMA_3, {}, "<think>5</think>#### 4<|im_end|>", None, "<think>5</think>#### 4"),
+        (MISTRAL, {"thinking": MINE}, "<a>5? 4!</a>#### 4<|im_end|>", "5? 4!", "#### 4"),
+        (MISTRAL, {"thinking": MINE}, "<a>#### 5", "#### 5", ""),
+        (MISTRAL, {"thinking": MINE, "added": A}, "<a>5? 4!</a>#### 4<|im_end|>", "5? 4!", "#### 4"),
+        (HARMONY, {}, "<|channel|>analysis<|message|>5?<|channel|>final<|message|>#### 4<|im_end|>", "5?", "#### 4"),
+        (HARMONY, {}, "<|channel|>analysis<|message|>#### 5", "#### 5", ""),
+    ],
+)  # fmt: skip
+def test_the_text_of_a_turn_is_what_follows_the_thought(template, options, response, thought, text):
+    client = client_of(template, response, **options)
+    turn = act(client)
+    assert (turn.thought, turn.text) == (thought, text)
+    assert TASK.extract(turn.text) == ("4" if "#### 4" in text else None)
+    assert turn.response_ids == client.tokenizer.encode(response, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("template", "response"),
+    [(QWEN3, "<think>5</think>It is 4<|im_end|>"), (DEEPSEEK_R1, "5</think>It is 4<|im_end|>")],
+)
+def test_a_template_that_drops_thoughts_is_followed_and_turns_are_not_packed(template, response):
+    client = client_of(template, response, response)
+    first = act(client)
+    second = act(client, told(first), 2, first)
+    assert client.tokenizer.decode(second.prompt_ids) == rendered(client, told(first))
+    assert not second.extends(first) and "<think>5" not in client.tokenizer.decode(second.prompt_ids)
+    assert agent_metrics([judged(first, second)], "a")["unpacked_turns"] == 1.0
+    assert len(packed(first, second)) == 2
+
+
+@pytest.mark.parametrize(
+    ("template", "thinking", "response"),
+    [
+        (QWEN3, "auto", "It is 4<|im_end|>"),
+        (MISTRAL, MINE, "<a>5</a>It is 4<|im_end|>"),
+        (MAGISTRAL, "auto", "[THINK]5[/THINK]It is 4<|im_end|>"),
+        (LLAMA_3, "auto", "It is 4<|im_end|>"),
+        (MISTRAL, "auto", "It is 4<|im_end|>"),
+    ],
+)
+def test_where_nothing_is_dropped_ids_extend(template, thinking, response):
+    client = client_of(template, response, response, thinking=thinking)
+    first = act(client)
+    second = act(client, told(first), 2, first)
+    assert second.extends(first) and first.text == "It is 4"
+    assert agent_metrics([judged(first, second)], "a")["unpacked_turns"] == 0.0
+    assert len(packed(first, second)) == 1
+
+
+def test_an_empty_thought_that_the_template_writes_for_the_answer_only_is_not_kept():
+    client = client_of(QWEN3, "It is 4<|im_end|>", "4<|im_end|>", enable_thinking=False)
+    first = act(client)
+    second = act(client, told(first), 2, first)
+    assert client.tokenizer.decode(first.prompt_ids).endswith("<think>\n\n</think>\n\n")
+    assert client.tokenizer.decode(second.prompt_ids) == rendered(client, told(first)) and not second.extends(first)
+
+
+def judged(*turns: Turn) -> Episode:
+    for turn in turns:
+        turn.verdict = Verdict(0.0, None)
+    return Episode(TASK, 0, ["a"], list(turns), verdict=Verdict(0.0, None))
+
+
+def packed(*turns: Turn) -> Any:
+    return joint_batch([judged(*turns)], ["a"], {"a": 1.0}, pack_turns=True).rows["p"]
+
+
+@pytest.mark.parametrize("template", [QWEN3, DEEPSEEK_R1, MAGISTRAL])
+def test_marks_that_a_text_spells_are_text(template):
+    client = client_of(template)
+    marks = marks_of("auto", template)
+    control = {client.tokenizer.convert_tokens_to_ids(mark) for mark in (marks.start, marks.end)}
+    for role in ("user", "assistant"):
+        plain = [*QUESTION, {"role": role, "content": "x"}, *QUESTION][:: 1 if role == "assistant" else 2]
+        forged = [
+            message | {"content": f"x{marks.end}y{marks.start}"}
+            if message["content"] == "x" or role == "user"
+            else message
+            for message in plain
+        ]
+        count = [sum(i in control for i in client.encoder.encode(observation)) for observation in (plain, forged)]
+        assert count[0] == count[1]
+        assert f"x{marks.end}y{marks.start}" in client.tokenizer.decode(client.encoder.encode(forged))
+    shown = client.encoder.defused([{"role": "user", "content": f"a{marks.end}b"}])
+    assert not control & set(client.tokenizer.encode(shown[0]["content"], add_special_tokens=False))
+
+
+def test_a_quoted_mark_is_no_mark():
+    client = client_of(QWEN3)
+    ids = client.tokenizer.encode("<think>a</think>The tag ", add_special_tokens=False)
+    ids += [*client.encoder.texts.text("</think> ends it", inside=True), client.tokenizer.eos_token_id]
+    assert client.encoder.read([], ids) == ("a", "The tag </think> ends it")
+
+
+def test_another_policy_is_shown_what_was_said_and_no_thought():
+    first_policy = client_of(MAGISTRAL, "[THINK]a secret[/THINK]It is 4<|im_end|>", policy="first")
+    second_policy = client_of(LLAMA_3, "5<|im_end|>", policy="second")
+    first = act(first_policy)
+    second = act(second_policy, told(first), 2, first)
+    assert second_policy.tokenizer.decode(second.prompt_ids) == rendered(second_policy, told(first))
+    assert "secret" not in rendered(second_policy, told(first)) and "It is 4" in rendered(second_policy, told(first))
+
+
+@pytest.mark.parametrize("template", [QWEN3, DEEPSEEK_R1])
+def test_stop_strings_end_the_answer_and_never_the_thought(template):
+    opening = "<think>" if template == QWEN3 else ""
+    client = client_of(template, f"{opening}so. STOP no.</think>It is 4. STOP and 5<|im_end|>")
+    turn = act(client, stop=["STOP"])
+    (asked,) = client.server.asked
+    assert "stop" not in asked["sampling_params"]
+    assert turn.text == "It is 4. STOP" and turn.thought == "so. STOP no." and turn.stop_reason == "completed"
+    kept = client.tokenizer.encode(f"{opening}so. STOP no.</think>It is 4. STOP", add_special_tokens=False)
+    assert turn.response_ids == kept and len(turn.log_probs) == len(turn.response_mask) == len(kept)
+    assert turn.log_probs == [-0.01 * i for i in range(len(kept))]
+
+
+def test_a_stop_string_in_a_thought_that_fills_the_response_is_no_end():
+    turn = act(client_of(QWEN3, "<think>so. STOP"), stop=["STOP"], max_tokens=9)
+    assert turn.truncated and turn.text == "" and turn.thought == "so. STOP"
+
+
+@pytest.mark.parametrize(("template", "options"), [(QWEN3, {"enable_thinking": False}), (LLAMA_3, {})])
+def test_where_there_can_be_no_thought_the_server_is_asked_to_stop(template, options):
+    client = client_of(template, "It is 4. STOP and 5", **options)
+    turn = act(client, stop=["STOP"])
+    assert client.server.asked[0]["sampling_params"]["stop"] == ["STOP"] and turn.text == "It is 4. STOP"
+
+
+def play(runner: str, client: PolicyClient, agents: list[str], **settings: Any) -> Episode:
+    config = RUNNERS.get(runner).Config(name=runner, **settings)
+    made = RUNNERS.get(runner)(config)
+
+    async def generate(agent: str, observation: list, round: int, previous: Turn | None, branch: int) -> Turn:
+        return await turn_of(client, observation, round, previous, agent)
+
+    record = Episode(TASK, 0, agents)
+    return asyncio.run(played(made, LiveEpisode(record, generate, scripted.exact_match)))
+
+
+def test_a_router_picks_whom_it_names_after_its_thought():
+    client = client_of(
+        QWEN3, "<think>bob or carol? STOP</think>carol<|im_end|>", "<think>#### 5</think>#### 4<|im_end|>"
+    )
+    episode = play("router", client, ["ann", "bob", "carol"], stop_word="STOP")
+    assert [turn.agent for turn in episode.turns] == ["ann", "carol"] and episode.answer == "4"
+
+
+def test_words_and_peers_meet_what_was_said_alone():
+    client = client_of(
+        QWEN3,
+        "<think>PASS LEAVE</think>#### 4",
+        "<think>secret #### 5",
+        "<think>5?</think>#### 4",
+        "<think>x</think>PASS",
+    )
+    episode = play("debate", client, ["ann", "bob"], pass_word="PASS", leave_word="LEAVE")
+    turns = {(turn.agent, turn.round): turn for turn in episode.turns}
+    assert len(turns) == 4
+    assert [turn.agent for turn in turns.values() if not turn.answers] == ["bob"] and episode.answer == "4"
+    for turn in turns.values():
+        assert "secret" not in json.dumps(turn.observation) and "think" not in json.dumps(turn.observation)
+
+
+def test_the_thought_stands_in_the_dump():
+    turn = act(client_of(QWEN3, "<think>so</think>#### 4<|im_end|>"))
+    (line,) = dump.lines([judged(turn)], 1)
+    assert line["thought"] == "so" and line["output"] == "#### 4"
+
+
+class Loop:
+    """Thinks, calls a tool and answers; a template of R1's kind opens a thought after the tool again."""
+
+    def __init__(self, tokenizer: Any, server: Any, tool: str) -> None:
+        self.tokenizer, self.server, self.tool = tokenizer, server, tool
+
+    async def run(self, params: dict[str, Any], raw_prompt: list, **_: Any) -> AgentLoopOutput:
+        prompt = self.tokenizer.apply_chat_template(raw_prompt, tokenize=False, add_generation_prompt=True)
+        ids = self.tokenizer.encode(prompt, add_special_tokens=False)
+        tool = self.tokenizer.encode(self.tool, add_special_tokens=False)
+        call = await self.server.generate("r", prompt_ids=ids, sampling_params=params)
+        final = await self.server.generate("r", prompt_ids=ids + call.token_ids + tool, sampling_params=params)
+        return AgentLoopOutput(
+            prompt_ids=ids,
+            response_ids=[*call.token_ids, *tool, *final.token_ids],
+            response_mask=[1] * len(call.token_ids) + [0] * len(tool) + [1] * len(final.token_ids),
+            response_logprobs=[*call.log_probs, *[0.0] * len(tool), *final.log_probs],
+            num_turns=3,
+            metrics={},
+        )
+
+
+@pytest.mark.parametrize(
+    ("final", "thought", "text"),
+    [("7. so</think>#### 4. and 5<|im_end|>", "7. so", "#### 4."), ("#### 5", "#### 5", "")],
+)
+def test_the_last_words_of_an_agent_loop_follow_its_last_thought(final, thought, text):
+    base = client_of(DEEPSEEK_R1)
+    server = Server(base.tokenizer, ["call it</think>tool(4)<|im_end|>", final])
+    tool = "<|User|>4<|Assistant|><think>\n"
+    loops = SimpleNamespace(loops={"a": "x"}, make=lambda agent, mine: Loop(base.tokenizer, mine, tool))
+    rollout = SimpleNamespace(name="vllm", response_length=200)
+    client = LoopClient("p", rollout, server, base.tokenizer, base.encoder, len(base.tokenizer), loops=loops)
+    turn = act(client, stop=["."])
+    assert (turn.thought, turn.text) == (thought, text) and all(
+        "stop" not in r["sampling_params"] for r in server.asked
+    )
+    assert len(turn.response_ids) == len(turn.response_mask) == len(turn.log_probs)
+    assert client.tokenizer.decode(turn.response_ids).endswith(final.removesuffix(" and 5<|im_end|>"))
+
+
+def test_a_policy_may_say_otherwise(compose_config):
+    config = compose_config("controller.thinking=none", "+policies.alice.thinking={start: '<a>', end: '</a>'}")
+    thoughts_have_marks(config)
+    assert thinking_of(config, "carol") == "none" and dict(thinking_of(config, "alice")) == MINE
+    assert changes_of(config.policies, "alice") == {}
+    assert compose_config().controller.thinking == "auto"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("controller.thinking=atuo", "controller.thinking=atuo: expected auto, none, or the marks.*auto"),
+        ("controller.thinking=null", "controller.thinking=None: expected auto, none"),
+        ("controller.thinking={start: a}", "expected auto, none, or the marks around a thought, two different texts"),
+        ("controller.thinking={start: a, end: a}", "two different texts"),
+        ("controller.thinking={start: '', end: a}", "two different texts"),
+        ("+policies.alice.thinking=true", "policies.alice.thinking=True: expected auto"),
+    ],
+)
+def test_a_setting_that_names_no_marks_is_refused(compose_config, override, said):
+    with pytest.raises(ConfigError, match=said):
+        thoughts_have_marks(compose_config(override))
