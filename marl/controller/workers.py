@@ -120,7 +120,9 @@ async def answer_of(ref: Awaitable[T], ping: Callable[[], Awaitable[None]], dead
             if not task.done():
                 sign = asyncio.ensure_future(ping())
                 await asyncio.wait([task, sign], timeout=deadline / 2, return_when=asyncio.FIRST_COMPLETED)
-                if not sign.done() and not task.done():
+                silent = not sign.done()
+                sign.cancel()
+                if silent and not task.done():
                     raise TimeoutError
         return task.result()
     finally:
