@@ -45,7 +45,9 @@ def preflight(config: DictConfig) -> None:
         models.check_weights(own.model, key)
         encoders[name] = encoder_of(config, own, key)
         check_loops(own.rollout, loops_of(config, name))
-    check_growth(config, encoders, check_prompts(config, encoders))
+    tasks = check_prompts(config, encoders)
+    if "ensemble" not in config:  # whose agents answer in single turns, whatever the runner
+        check_growth(config, encoders, tasks)
 
 
 def key_of(config: DictConfig, name: str) -> str:
