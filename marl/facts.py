@@ -136,10 +136,10 @@ def check_incentives(config: DictConfig) -> None:
 
 def check_overlong(config: DictConfig) -> None:
     """A turn's penalty is taken off its own score, which some credits do not read."""
-    buffer, credit = config.controller.overlong_buffer, config.credit
+    buffer, credit, scheme = config.controller.overlong_buffer, config.credit, CREDITS.get(config.credit.name)
     incentives = any(credit.get(key) for key in ("alpha0", "alpha1", "beta0", "beta1"))
     of_answer = credit.name == "team" and credit.of is TeamOf.answer and not incentives
-    if buffer and (of_answer or CREDITS.get(credit.name).kind == "advantage"):
+    if buffer and (of_answer or scheme.votes or scheme.kind == "advantage"):
         of = " credit.of=answer" if of_answer else ""
         raise ConfigError(
             f"controller.overlong_buffer={buffer}: credit={credit.name}{of} does not read the score of a single turn, and its "

@@ -45,7 +45,9 @@ def preflight(config: DictConfig) -> None:
         models.check_weights(own.model, key)
         encoders[name] = encoder_of(config, own, key, thinking_of(config, name))
         check_loops(own.rollout, loops_of(config, name))
-    check_growth(config, encoders, check_prompts(config, encoders))
+    tasks = check_prompts(config, encoders)
+    if "ensemble" not in config:  # whose agents answer in single turns, whatever the runner
+        check_growth(config, encoders, tasks)
 
 
 def key_of(config: DictConfig, name: str) -> str:
@@ -154,9 +156,12 @@ def check_joint(config: DictConfig, growth: Growth) -> None:
 
 def grows(config: DictConfig, growth: Growth) -> str:
     """The rounds' prompts, for a person."""
-    rounds = sorted(round for round in growth.by_round if round)
-    shown = ", ".join(str(growth.by_round[round]) for round in rounds)
-    return f"with runner={config.runner.name} prompts grow to {growth.prompt} tokens (by round: {shown})"
+    lengths = [str(growth.by_round[round]) for round in sorted(growth.by_round) if round]
+    shown = lengths if len(lengths) <= ROUNDS_SHOWN else [*lengths[: ROUNDS_SHOWN - 1], "…", lengths[-1]]
+    return f"prompts grow to {growth.prompt} tokens (runner={config.runner.name}, by round: {', '.join(shown)})"
+
+
+ROUNDS_SHOWN = 8
 
 
 def remedy(config: DictConfig, growth: Growth) -> str:
@@ -174,9 +179,7 @@ def growth_text(config: DictConfig) -> str:
     growth = growth_of(config, encoders, [read[0] for read in check_prompts(config, encoders)])
     if growth.unknown:
         return f"how long prompts get is not known: runner={config.runner.name} raised {growth.unknown}"
-    lines = [
-        f"prompts: {grows(config, growth)} of data.max_prompt_length={limit}, where all answers are as long as they may be"
-    ]
+    lines = [f"{grows(config, growth)} with the longest answers; data.max_prompt_length={limit}"]
     if growth.prompt > limit:
         lines.append(
             f"warning: an episode is refused where a prompt exceeds data.max_prompt_length={limit}, and long answers lead to "

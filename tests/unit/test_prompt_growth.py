@@ -122,7 +122,7 @@ def test_prompts_that_cannot_fit_are_refused_before_the_start(quickstart):
     with pytest.raises(ConfigError) as caught:
         prepare(quickstart("runner.num_rounds=9"))
     text = str(caught.value)
-    assert text.startswith("data.max_prompt_length=40: with runner=debate prompts grow to ") and "by round: 1" in text
+    assert text.startswith("data.max_prompt_length=40: prompts grow to ") and "runner=debate, by round: 1" in text
     assert (
         "single token" in text
         and "runner.overflow=drop_oldest" in text
@@ -134,7 +134,7 @@ def test_prompts_that_cannot_fit_are_refused_before_the_start(quickstart):
 def test_the_plan_shows_how_prompts_grow_and_warns_of_answers_that_are_too_long(quickstart):
     config = prepare(quickstart())
     plan = plan_text(config, {name: pool_of(config, name) for name in policy_names(config)})
-    assert "prompts: with runner=debate prompts grow to" in plan and "of data.max_prompt_length=40" in plan
+    assert "\nprompts grow to" in plan and "with the longest answers; data.max_prompt_length=40" in plan
     assert "warning" not in plan
     longer = growth_text(prepare(quickstart("data.max_response_length=16")))
     assert "warning: an episode is refused where a prompt exceeds data.max_prompt_length=40" in longer
