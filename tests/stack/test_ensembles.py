@@ -24,7 +24,7 @@ from marl.runners import majority
 from marl.types import Turn, Verdict
 from marl.utils.seeding import derive_seed
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+DOC = (Path(__file__).parents[2] / "docs" / "ensembles.md").read_text()
 NAMES = ["alice", "carol", "mean of agents", "best", "vote", "distribution", "hidden"]
 
 
@@ -59,7 +59,7 @@ def of(result, name):
 
 def test_the_command_of_the_readme(trained, cold_assets, tmp_path, capsys, monkeypatch):
     _, folder = trained
-    (command,) = re.findall(r"^python -m marl\.cli (ensemble .*)$", README, re.MULTILINE)
+    (command,) = re.findall(r"^python -m marl\.cli (ensemble .*)$", DOC, re.MULTILINE)
     words = shlex.split(command.replace("outputs/quickstart/latest/global_step_120", str(folder)))
     own = [f"assets={cold_assets}", f"trainer.default_local_dir={tmp_path}"]
     monkeypatch.setattr(sys, "argv", ["marl", *words, *own])
