@@ -130,10 +130,9 @@ async def play(
         return Verdict(way.score, task.extract(turn.text))
 
     own_task = Task(task.id, task.messages, task.ground_truth, task.data_source, way.extract, task.extra)
-    try:
-        episode = await scripted.play(runner, own_task, list(roles), generate, judge=judge, roles=roles)
-    except ContextOverflow as error:  # it cannot be made any shorter
-        growth.read(0, int(str(error)))
+    episode = await scripted.play(runner, own_task, list(roles), generate, judge=judge, roles=roles)
+    if episode.failure is not None:  # it cannot be made any shorter
+        growth.read(0, int(episode.failure_message))
     else:
         growth.joint = max(growth.joint, joint(episode))
 

@@ -145,13 +145,9 @@ def test_an_ensemble_outlives_a_text_that_cannot_be_judged(caplog):
         config = OmegaConf.create({"controller": {"failure_score": 0.0}})
         plays = [Play(Task(f"t{i}", [], "1", "x", str), 0, (), ()) for i in range(2)]
 
-        class policy:
-            class tokenizer:
-                @staticmethod
-                def decode(ids, **_):
-                    return "bad" if ids == [0] else "1"
-
-        policy_of = [policy]
+        @staticmethod
+        def _text(play, ids, seats):
+            return "bad" if ids == [0] else "1"
 
     async def score(solution_str, **_):
         if solution_str == "bad":
@@ -163,7 +159,7 @@ def test_an_ensemble_outlives_a_text_that_cannot_be_judged(caplog):
             self.token_ids = list(ids)
 
     with caplog.at_level(logging.WARNING):
-        turns = asyncio.run(Ensemble._turns(Stands(), "alice", [Answered(0), Answered(1)], 0, Reward(score)))
+        turns = asyncio.run(Ensemble._turns(Stands(), "alice", [Answered(0), Answered(1)], [0], Reward(score)))
     assert [turn.judged.score for turn in turns] == [0.0, 1.0]
     assert "alice: 1 of 2 texts could not be judged" in caplog.text and "task t0: it died" in caplog.text
 
