@@ -316,11 +316,13 @@ class MARLTrainer:
         """``refused``: episodes that were too long for a critic."""
         metrics = prefixed("team", conversation.team_metrics(episodes))
         metrics |= prefixed("team", conversation.count_metrics(episodes))
-        metrics["team/episodes"] = float(len(episodes))
+        metrics["team/episodes"] = float(len(episodes) - refused)
         if self.critics.groups:
             metrics["critic/refused_contexts"] = float(refused)
         metrics["team/refused_contexts"] = float(collection.refused)
-        metrics["team/failed_episodes"] = float(len(collection.failures) + len(collection.episodes) - len(episodes))
+        metrics["team/failed_episodes"] = float(
+            len(collection.failures) + len(collection.episodes) - len(episodes) + refused
+        )
         metrics["team/retried_episodes"] = float(collection.retried)
         for agent in self.config.agents:
             metrics |= prefixed(f"agent/{agent}", conversation.agent_metrics(episodes, agent))

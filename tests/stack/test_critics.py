@@ -228,7 +228,7 @@ def test_ippo_with_one_agent_is_ppo_put_together_from_verls_functions(alone):
     """Three steps of our trainer, and of a loop of verl's own functions on verl's own workers: the same weights, bit for bit."""
     options = (
         "learner=ippo", "critic.level=token", "credit=own", "runner=single_turn", "agents=schema", "+agents.solo={}",
-        "algorithm.gamma=0.99", "algorithm.lam=0.95", "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
+        "learner.token_gamma=0.99", "algorithm.lam=0.95", "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
         "actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2",
     )  # fmt: skip
     options = tuple(option for option in options if not option.startswith(("agents=", "+agents")))

@@ -36,7 +36,7 @@ def test_a_run_leaves_everything_and_another_one_resumes_it(start, tmp_path, mon
     )
     assert len(steps) == 2 and all(max(v for k, v in m.items() if "gap_max" in k) <= 1e-5 for m in steps)
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["steps"] == 2 and set(summary["accuracy"]["after"]) == {"round_1", "round_2", "vote"}
+    assert summary["steps"] == 2 and set(summary["accuracy"]["after"]) == {"round_1", "round_2", "final", "vote"}
     assert summary["log_prob_gap_max"] == trainer.log_prob_gap_max <= 1e-5
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert {"curves.png", "metrics.jsonl", "rollouts/1.jsonl", "validation/0.jsonl", "validation/2.jsonl"} <= left

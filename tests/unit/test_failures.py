@@ -344,7 +344,9 @@ class Server:
 
 
 def test_a_server_that_answers_nobody_is_noticed():
-    client = PolicyClient("p", OmegaConf.create({"name": "hf"}), Server(None), None, None, 9, frozenset(), patience_s=0.05)
+    client = PolicyClient(
+        "p", OmegaConf.create({"name": "hf"}), Server(None), None, None, 9, frozenset(), patience_s=0.05
+    )
     with pytest.raises(GroupFailed, match="policy 'p' while generating.*nobody for resources.timeout_s=0.05 s"):
         in_no_time(client.request("s", [1], {}, 0))
 
