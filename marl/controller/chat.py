@@ -55,10 +55,8 @@ class ChatEncoder:
         template = str(tokenizer.chat_template)
         marks = marks_of(thinking, template)
         self.thinking = Thinking(tokenizer, marks) if marks else None
-        control = control_tokens(
-            tokenizer,
-            template + "".join(f"{known.start}{known.end}" for known in (*KNOWN, *([marks] if marks else []))),
-        )
+        spelt = [mark for known in (*KNOWN, marks) if known for mark in (known.start, known.end)]
+        control = control_tokens(tokenizer, "".join([template, *spelt]))
         self.special = special_tokens(tokenizer, control)
         added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.special_ids = added | set(tokenizer.all_special_ids)
@@ -104,15 +102,9 @@ class ChatEncoder:
         if self.thinking is None:
             return True
         marks, thought = self.thinking.marks, "MARLTHOUGHT"
-        roles = ("user", "assistant", "user")
-        contents = (
-            MARK.format(index=0),
-            f"{marks.start}{thought}{marks.end}{MARK.format(index=1)}",
-            MARK.format(index=2),
-        )
-        return thought in self._render(
-            [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
-        )
+        said = {"role": "assistant", "content": f"{marks.start}{thought}{marks.end}so"}
+        asked = {"role": "user", "content": "why"}
+        return thought in self._render([asked, said, asked])
 
     def _goes_on(self, frame: Frame, previous: Turn) -> bool:
         """Whether the template shows the previous turn as the ids have it: same text before and around it, the thought kept."""
@@ -136,9 +128,8 @@ class ChatEncoder:
     def _after_answer(self, answer: Sequence[int], after: array) -> array:
         """What the template puts after an answer, from where the answer ended: one that was stopped has its end-of-turn token
         already, one that was cut off has not."""
-        if answer and answer[-1] in self.special_ids and answer[-1] in after:
-            return after[after.index(answer[-1]) + 1 :]
-        return after
+        end = next((i for i, token in enumerate(after) if token in self.special_ids), None)
+        return after if end is None or list(answer[-1:]) != [after[end]] else after[end + 1 :]
 
     def _encode_content(self, text: str, inside: bool) -> array:
         return array("i", self.texts.text(text, inside))
@@ -156,9 +147,9 @@ class ChatEncoder:
         frame, inside = Frame([], texts, []), False
         *before_contents, end = texts
         for text in before_contents:
-            shown = text.removesuffix(" ")
-            frame.pieces.append(array("i", self.texts.template(shown, inside)))
-            frame.leads.append((text[len(shown) :], self.texts.goes_on(shown, inside)))
+            piece = text.removesuffix(" ")
+            frame.pieces.append(array("i", self.texts.template(piece, inside)))
+            frame.leads.append((text[len(piece) :], self.texts.goes_on(piece, inside)))
             inside = True
         frame.pieces.append(array("i", self.texts.template(end, inside)))
         return frame

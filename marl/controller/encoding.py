@@ -22,7 +22,10 @@ class TextEncoder:
         self.tokenizer = tokenizer
         self.added = matches_any(str(token) for token in tokenizer.added_tokens_decoder.values())
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        self.alone, self.inside = variants(backend, control) if backend is not None else (None, None)
+        self.alone: Tokenizer | None = None
+        self.inside: Tokenizer | None = None
+        if backend is not None:
+            self.alone, self.inside = variants(backend, control)
         self.prefix_after_special = self._prefix_after_special()
 
     def text(self, text: str, inside: bool) -> list[int]:

@@ -269,6 +269,8 @@ BAD = {
     "runner=router runner.menu='{workrs}'": ["runner.menu", "'workrs'"],
     "runner=single_turn learner.train_rounds=[2]": ["learner.train_rounds=[2]", "runner=single_turn ends in round 1"],
     "runner=tree runner.num_branches=0": ["runner.num_branches=0", "at least 1"],
+    "controller.thinking=atuo": ["controller.thinking=atuo", "Did you mean 'auto'"],
+    "+policies.alice.thinking={start:a}": ["policies.alice.thinking={'start': 'a'}", "two different texts"],
     "controller.no_answer_score=inf": ["controller.no_answer_score=inf", "finite"],
     "algorithm.adv_estimator=gae": ["adv_estimator=gae", "learner=grpo", "ippo"],
     "algorithm.adv_estimator=rlo": ["adv_estimator=rlo", "Did you mean 'rloo'"],

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from verl.experimental.agent_loop import AgentLoopOutput
@@ -18,7 +19,8 @@ from marl.controller.agent_loop import LoopClient
 from marl.controller.batching import joint_batch
 from marl.controller.chat import ChatEncoder
 from marl.controller.client import PolicyClient
-from marl.controller.thinking import Marks, marks_of
+from marl.controller.thinking import Marks, Thinking, marks_of
+from marl.ensembles.play import Ensemble
 from marl.report import dump
 from marl.report.conversation import agent_metrics
 from marl.runners import RUNNERS, LiveEpisode, played, scripted
@@ -253,6 +255,26 @@ def test_marks_that_a_text_spells_are_text(template):
     assert not control & set(client.tokenizer.encode(shown[0]["content"], add_special_tokens=False))
 
 
+class Merging:
+    """Tokens that a mark shares with what stands beside it."""
+
+    all_special_tokens = ()
+    words = ("<a", ">hm", "</a", ">4", " ok")
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return {}
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return "".join(self.words[i] for i in ids)
+
+
+def test_a_mark_may_share_its_last_token_with_the_answer():
+    thinking = Thinking(Merging(), Marks("<a>", "</a>"))
+    assert thinking.read([0, 1, 2, 3, 4], opened=False) == ("hm", "4 ok")
+    assert thinking.read([0, 1, 2], opened=False) == ("hm</a", "")
+    assert thinking.until_stop([0, 1, 2, 3, 4], ["4"], opened=False) == 4
+
+
 def test_a_quoted_mark_is_no_mark():
     client = client_of(QWEN3)
     ids = client.tokenizer.encode("<think>a</think>The tag ", add_special_tokens=False)
@@ -273,11 +295,11 @@ def test_another_policy_is_shown_what_was_said_and_no_thought():
 def test_stop_strings_end_the_answer_and_never_the_thought(template):
     opening = "<think>" if template == QWEN3 else ""
     client = client_of(template, f"{opening}so. STOP no.</think>It is 4. STOP and 5<|im_end|>")
-    turn = act(client, stop=["STOP"])
+    kept = client.tokenizer.encode(f"{opening}so. STOP no.</think>It is 4. STOP", add_special_tokens=False)
+    turn = act(client, stop=["STOP"], max_tokens=len(kept) + 4)  # the server calls that too long
     (asked,) = client.server.asked
     assert "stop" not in asked["sampling_params"]
     assert turn.text == "It is 4. STOP" and turn.thought == "so. STOP no." and turn.stop_reason == "completed"
-    kept = client.tokenizer.encode(f"{opening}so. STOP no.</think>It is 4. STOP", add_special_tokens=False)
     assert turn.response_ids == kept and len(turn.log_probs) == len(turn.response_mask) == len(kept)
     assert turn.log_probs == [-0.01 * i for i in range(len(kept))]
 
@@ -335,6 +357,14 @@ def test_the_thought_stands_in_the_dump():
     assert line["thought"] == "so" and line["output"] == "#### 4"
 
 
+def test_an_ensemble_judges_what_follows_the_thought():
+    client = client_of(QWEN3)
+    ids = client.tokenizer.encode("<think>STOP 5</think>#### 4 STOP 6", add_special_tokens=False)
+    ensemble: Any = SimpleNamespace(policy_of=[SimpleNamespace(encoder=client.encoder)], _stops=lambda seats: ("STOP",))
+    play: Any = SimpleNamespace(prompts=[tuple(client.encoder.encode(QUESTION))])
+    assert Ensemble._text(ensemble, play, ids, [0]) == "#### 4 STOP"
+
+
 class Loop:
     """Thinks, calls a tool and answers; a template of R1's kind opens a thought after the tool again."""
 
@@ -385,16 +415,11 @@ def test_a_policy_may_say_otherwise(compose_config):
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("controller.thinking=atuo", "controller.thinking=atuo: expected auto, none, or the marks.*auto"),
-        ("controller.thinking=null", "controller.thinking=None: expected auto, none"),
-        ("controller.thinking={start: a}", "expected auto, none, or the marks around a thought, two different texts"),
-        ("controller.thinking={start: a, end: a}", "two different texts"),
-        ("controller.thinking={start: '', end: a}", "two different texts"),
-        ("+policies.alice.thinking=true", "policies.alice.thinking=True: expected auto"),
-    ],
+    "value",
+    [None, True, 5, "Auto", ["<a>", "</a>"], {"start": "a"}, {"start": "a", "end": "a"}, {"start": "", "end": "a"}],
 )
-def test_a_setting_that_names_no_marks_is_refused(compose_config, override, said):
-    with pytest.raises(ConfigError, match=said):
-        thoughts_have_marks(compose_config(override))
+def test_a_setting_that_names_no_marks_is_refused(value):
+    config = OmegaConf.create({"controller": {"thinking": value}, "policies": {}})
+    with pytest.raises(ConfigError, match="controller.thinking=.*: expected auto, none, or the marks around a thought"):
+        thoughts_have_marks(config)
+    thoughts_have_marks(OmegaConf.create({"controller": {"thinking": MINE}, "policies": {"a": None}}))
