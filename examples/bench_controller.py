@@ -23,14 +23,16 @@ import torch
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
-from marl.assembly import ServedPolicy, start_controller, tokenizer_of
+from marl.build import ServedPolicy, start_controller, tokenizer_of
+from marl.cluster.layout import policy_config
+from marl.cluster.session import ray_session
 from marl.config.overrides import find_verl, new_agents
 from marl.controller.tasks import validation_tasks
-from marl.main import policy_config, prepare, ray_session
+from marl.preflight.prepare import prepare
 from marl.quickstart.assets import Recipe, ensure
 from marl.rollout.servers import TickClient
 from marl.types import Task
-from marl.utils.memory import settle
+from marl.utils.garbage import settle
 
 
 class InstantServer:

@@ -20,14 +20,18 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from marl.batch.ballots import ballots_of
+from marl.batch.joint import JointBatch
+from marl.build import build
+from marl.cluster.session import session
 from marl.config.overrides import find_verl, new_agents
-from marl.controller import replays
-from marl.controller.ballots import ballots_of
+from marl.controller import alternative_rollouts
 from marl.learners import CREDITS
-from marl.learners.otherwise import Replay, ReturnOf
-from marl.main import build, make_learner, prepare, session
+from marl.learners.counterfactual_credit import Replay, ReturnOf
+from marl.preflight.compatibility import make_learner
+from marl.preflight.prepare import prepare
 from marl.quickstart.assets import RECIPES, ensure
-from marl.types import Episode, JointBatch
+from marl.types import Episode
 
 CREDITS_COMPARED: dict[str, dict[str, Any]] = {
     "own": {},
@@ -112,7 +116,10 @@ def measure(trainer: Any, loop: Any, given: argparse.Namespace) -> tuple[list[tu
         of=ReturnOf[given.of],
         train_alternatives=False,
     )
-    print(loop.run_until_complete(replays.replay(controller, replayed, plan, step, lambda turn: True)), flush=True)
+    print(
+        loop.run_until_complete(alternative_rollouts.replay(controller, replayed, plan, step, lambda turn: True)),
+        flush=True,
+    )
     turns = [turn for episode in episodes for turn in episode.turns]
     tried = [i for i, turn in enumerate(turns) if turn.outcomes]
     truth = torch.tensor([outcome_gain(turns[i].outcomes) for i in tried])

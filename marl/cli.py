@@ -28,11 +28,11 @@ def main() -> int:
 
         return quickstart()
     if word == "run-one":
-        from marl.run_one import main as run_one
+        from marl.commands.run_one import main as run_one
 
         return run_one(rest)
     if word == "ensemble":
-        from marl.ensembles.command import main as ensemble
+        from marl.commands.ensemble import main as ensemble
 
         return ensemble(rest)
     lines = [f"  marl {command:<12} {text}" for command, text in COMMANDS.items()]

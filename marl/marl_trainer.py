@@ -9,23 +9,24 @@ from typing import Any, TypeVar
 
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from marl import saving
+from marl import checkpoint
+from marl.batch.ballots import ballots_of
+from marl.batch.build import joint_batch
+from marl.batch.joint import JointBatch
+from marl.cluster.critics import Critics
+from marl.cluster.policy_group import RayPolicyGroup
+from marl.cluster.references import References
+from marl.cluster.worker_group import throughput
 from marl.config.identity import settings_of
-from marl.controller import replays
-from marl.controller.ballots import ballots_of
-from marl.controller.batching import joint_batch
+from marl.controller import alternative_rollouts
 from marl.controller.controller import Collection, Controller
-from marl.controller.critics import Critics
-from marl.controller.policy_group import RayPolicyGroup
 from marl.controller.policy_map import PolicyMap
-from marl.controller.references import References
-from marl.controller.worker_group import throughput
 from marl.learners import Learner
 from marl.report import conversation, dump, tokens
 from marl.report.alarms import DegenerateGroups
 from marl.report.credit_shares import LazyAgents, credit_shares
 from marl.report.turn_numbers import turn_numbers
-from marl.types import AgentId, CriticName, Episode, JointBatch, Metrics, PolicyName, Task, Turn
+from marl.types import AgentId, CriticName, Episode, Metrics, PolicyName, Task, Turn
 from marl.utils.metrics import PhaseTimer, RunningMean, must_be_finite, prefixed
 from marl.utils.tracking import tracking_of
 
@@ -53,7 +54,7 @@ class MARLTrainer:
         self.critics = critics
         self.references = References(config, policies)
         self.loader, self.validation, self.total_steps = loader, validation, total_steps
-        self.validation_id = saving.fingerprint(validation)
+        self.validation_id = checkpoint.fingerprint(validation)
         self.progress = progress or (lambda step, total, metrics: None)
         self.folder = Path(config.trainer.default_local_dir)
         self.step_number = 0
@@ -208,7 +209,7 @@ class MARLTrainer:
 
         plan: Any = self.learner.credit.config
         metrics = await self._served(
-            "replay", replays.replay(self.controller, episodes, plan, self.step_number, trained)
+            "replay", alternative_rollouts.replay(self.controller, episodes, plan, self.step_number, trained)
         )
         self.sampled_tokens += int(metrics["replay/tokens"])
         return metrics
@@ -299,14 +300,14 @@ class MARLTrainer:
         return prefixed(f"{self._of_other_data() or 'val'}/team", self.history[self.step_number])
 
     async def save(self) -> None:
-        await saving.save(self)
+        await checkpoint.save(self)
 
     async def resume(self) -> None:
-        await saving.resume(self)
+        await checkpoint.resume(self)
 
     def summarise(self) -> None:
         """Leave ``summary.json`` and ``curves.png``."""
-        saving.summarise(self)
+        checkpoint.summarise(self)
 
     def _batches(self):
         while True:

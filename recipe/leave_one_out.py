@@ -5,8 +5,9 @@ VERL_USE_EXTERNAL_MODULES=recipe.leave_one_out python -m marl.main learner=leave
 
 from dataclasses import dataclass
 
+from marl.batch.joint import JointBatch
 from marl.learners import Learner, register_learner, spread
-from marl.types import JointBatch, Metrics
+from marl.types import Metrics
 
 
 @register_learner("leave_one_out")

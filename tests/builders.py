@@ -8,11 +8,11 @@ import torch
 from omegaconf import II
 from tensordict import TensorDict
 
-from marl.controller.ballots import ballots_of
-from marl.controller.batching import joint_batch
+from marl.batch.ballots import ballots_of
+from marl.batch.build import joint_batch
+from marl.batch.utility_inputs import UtilityTurns
+from marl.batch.values import place_values
 from marl.learners import CREDITS, LEARNERS
-from marl.learners.values import place_values
-from marl.modules.critics.utilities import UtilityTurns
 from marl.runners import RUNNERS, scripted
 from marl.types import Ballot, Episode, Rule, Task, Turn, Verdict, Vote
 from marl.utils.ragged import jagged

@@ -12,10 +12,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from marl.config.bounds import check_values
 from marl.config.data import DATA_SUFFIXES, file_list
 from marl.config.errors import ConfigError
 from marl.config.policies import OURS, all_policies, changes_of, own_settings, policies_by_agent
-from marl.config.ranges import check_values
 from marl.config.schema import ControllerConfig
 from marl.utils.registry import did_you_mean
 

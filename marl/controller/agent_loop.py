@@ -26,9 +26,9 @@ from verl.utils.dataset.rl_dataset import get_dataset_class
 from verl.utils.import_utils import resolve_config_path
 from verl.utils.tokenizer import continuous_token_wiring
 
+from marl.cluster.failures import GroupFailed
 from marl.config.errors import ConfigError
 from marl.controller.client import BadAnswer, PolicyClient, check_answer, version_of
-from marl.controller.failures import GroupFailed
 from marl.runners import ContextOverflow
 from marl.types import AgentId, Message, Task, Turn, Verdict
 from marl.utils.registry import did_you_mean

@@ -7,8 +7,8 @@ from typing import Any
 from ray.exceptions import RayError, RayTaskError
 from verl.workers.rollout.llm_server import LLMServerClient
 
+from marl.cluster.failures import GroupFailed, group_failed
 from marl.controller.chat import ChatEncoder
-from marl.controller.failures import GroupFailed, group_failed
 from marl.rollout.decoding import end_ids
 from marl.runners import ContextOverflow
 from marl.types import AgentId, Message, PolicyName, Task, Turn

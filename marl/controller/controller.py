@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 
+from marl.cluster.failures import GroupFailed
 from marl.controller.client import PolicyClient
-from marl.controller.failures import GroupFailed
 from marl.controller.policy_map import PolicyMap
 from marl.rewards import Reward, RewardUnavailable
 from marl.runners import Generate, LiveEpisode, Replay, Runner, TooManyTurns, played

@@ -1,8 +1,8 @@
 """Importing this package registers the built-in learners and credit schemes."""
 
-from marl.learners import at_grpo, cory, grpo, happo, ippo, magrpo, mappo, otherwise, qmix, rae, vdn
+from marl.learners import at_grpo, cory, counterfactual_credit, grpo, happo, ippo, magrpo, mappo, qmix, rae, vdn
 from marl.learners.base import LEARNERS, Learner, register_learner, spread
-from marl.learners.schemes import CREDITS, Credit, register_credit
+from marl.learners.credit_schemes import CREDITS, Credit, register_credit
 
 __all__ = [
     "CREDITS",
@@ -11,12 +11,12 @@ __all__ = [
     "Learner",
     "at_grpo",
     "cory",
+    "counterfactual_credit",
     "grpo",
     "happo",
     "ippo",
     "magrpo",
     "mappo",
-    "otherwise",
     "qmix",
     "rae",
     "register_credit",

@@ -13,9 +13,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from marl.learners.schemes import Credit
-from marl.learners.values import training_rows
-from marl.types import AgentId, CriticGroup, CriticName, JointBatch, Metrics, PolicyGroup, PolicyName
+from marl.batch.joint import JointBatch
+from marl.batch.values import training_rows
+from marl.learners.credit_schemes import Credit
+from marl.types import AgentId, CriticGroup, CriticName, Metrics, PolicyGroup, PolicyName
 from marl.utils.registry import Registry
 
 

@@ -15,10 +15,10 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl.utils.torch_functional import masked_whiten
 
+from marl.batch.joint import JointBatch
 from marl.learners.base import spread
 from marl.learners.credit import returns_to_go
-from marl.learners.schemes import CreditKind
-from marl.types import JointBatch
+from marl.learners.credit_schemes import CreditKind
 
 
 def kept_tokens(rows: TensorDict) -> Tensor:

@@ -6,9 +6,9 @@ from torch.nn.functional import pad
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, get_adv_estimator_fn
 
+from marl.batch.joint import JointBatch
 from marl.learners import credit
 from marl.learners.decisions import Decisions, Trajectories, penalties
-from marl.types import JointBatch
 
 NEED_MORE = {"gae", "remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"}
 """Those that need a critic, greedy answers, or gradients."""

@@ -6,9 +6,10 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from marl.batch.joint import JointBatch
 from marl.learners import credit
 from marl.learners.base import spread
-from marl.types import JointBatch, Metrics
+from marl.types import Metrics
 
 
 class GroupKey(Enum):

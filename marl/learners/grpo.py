@@ -11,14 +11,15 @@ from omegaconf import II
 from torch import Tensor
 from verl.trainer.config import AlgoConfig
 
+from marl.batch.joint import JointBatch
+from marl.batch.rows import drop_turns
 from marl.learners import credit
 from marl.learners.base import Learner, register_learner, spread
+from marl.learners.credit_schemes import Credit
 from marl.learners.decisions import returns
 from marl.learners.estimators import UNGROUPED, estimate, known_estimators
 from marl.learners.groups import GroupKey, clear_turns, degenerate_share, group_keys, policy_keys, unequal_turns
-from marl.learners.rows import drop_turns
-from marl.learners.schemes import Credit
-from marl.types import JointBatch, Metrics
+from marl.types import Metrics
 
 
 @register_learner("grpo")

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from omegaconf import II
 
+from marl.batch.joint import JointBatch
 from marl.learners import ratios
 from marl.learners.base import register_learner
+from marl.learners.credit_schemes import Credit
 from marl.learners.mappo import MAPPO
 from marl.learners.ratios import Ratio
-from marl.learners.schemes import Credit
-from marl.types import JointBatch, Metrics, PolicyGroup, PolicyName
+from marl.types import Metrics, PolicyGroup, PolicyName
 from marl.utils.seeding import derive_seed
 
 

@@ -8,10 +8,11 @@ import torch
 from omegaconf import II
 from torch import Tensor
 
+from marl.batch.joint import JointBatch
 from marl.learners import credit
 from marl.learners.base import Learner, register_learner
 from marl.learners.decisions import Decisions, Trajectories
-from marl.types import JointBatch, Metrics, PolicyName
+from marl.types import Metrics, PolicyName
 
 
 @register_learner("ippo")

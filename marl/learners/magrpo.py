@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from marl.batch.joint import JointBatch
 from marl.learners import credit
 from marl.learners.base import register_learner
 from marl.learners.groups import GroupKey
 from marl.learners.grpo import GRPO
-from marl.types import JointBatch
 
 
 @register_learner("magrpo")

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from marl.batch.joint import JointBatch
 from marl.learners import credit
 from marl.learners.base import register_learner
 from marl.learners.decisions import Trajectories
 from marl.learners.ippo import IPPO
-from marl.types import AgentId, JointBatch, PolicyName
+from marl.types import AgentId, PolicyName
 
 
 @register_learner("mappo")

@@ -9,9 +9,10 @@ import torch
 from omegaconf import II
 from torch import Tensor
 
+from marl.batch.joint import JointBatch
 from marl.learners.base import Learner, register_learner, spread
 from marl.learners.decisions import returns
-from marl.types import JointBatch, Metrics
+from marl.types import Metrics
 
 
 @register_learner("rae")

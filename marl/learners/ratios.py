@@ -7,8 +7,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from marl.batch.joint import JointBatch
 from marl.learners.base import spread
-from marl.types import JointBatch, Metrics
+from marl.types import Metrics
 
 
 class Ratio(Enum):

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from marl.batch.joint import JointBatch
+from marl.batch.values import gradient_rows, lay_utilities
 from marl.learners.credit import explained_variance
-from marl.learners.mixing import JointActions, Mixing, baseline_loss
-from marl.learners.values import gradient_rows, lay_utilities
-from marl.types import CriticGroup, CriticName, JointBatch, Metrics
+from marl.learners.mixer_fit import JointActions, Mixing, baseline_loss
+from marl.types import CriticGroup, CriticName, Metrics
 
 Critics = Mapping[CriticName, CriticGroup]
 

@@ -10,13 +10,14 @@ from typing import Any
 
 from omegaconf import II
 
+from marl.batch.joint import JointBatch
 from marl.learners.base import Learner, register_learner
+from marl.learners.credit_schemes import Credit
 from marl.learners.decisions import Decisions, penalties
-from marl.learners.mixing import Advantage, JointActions, Mixing, whitened
-from marl.learners.schemes import Credit
+from marl.learners.mixer_fit import Advantage, JointActions, Mixing, whitened
 from marl.learners.utilities import MixerFit
 from marl.modules.mixers import VDNMixer
-from marl.types import CriticGroup, CriticName, JointBatch, Metrics
+from marl.types import CriticGroup, CriticName, Metrics
 
 
 @register_learner("vdn")

@@ -1,19 +1,13 @@
 """A model's folder or hub id, looked at before anything is started: its configuration, tokenizer, weights and size."""
 
-import json
-from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 from verl.utils import hf_tokenizer
 
 from marl.config.errors import ConfigError
-from marl.config.plan import ModelSize
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
-INDEX = "model.safetensors.index.json"
 
 
 def load_config(model: Any, key: str) -> Any:
@@ -50,79 +44,6 @@ def load_tokenizer(model: Any, key: str) -> Any:
     if model.custom_chat_template:
         tokenizer.chat_template = model.custom_chat_template
     return tokenizer
-
-
-def check_weights(model: Any, key: str) -> None:
-    """Raise ConfigError where a local folder has no weights, or some that were cut short. What is on the hub is not read."""
-    folder = Path(model.path)
-    if not folder.is_dir():
-        return
-    index = folder / INDEX
-    if index.is_file():
-        try:
-            named = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"{key}.path={model.path}: {INDEX} cannot be read: {line(error)}; expected whole files, save the model again"
-            ) from None
-        missing = sorted(name for name in named if not (folder / str(name)).is_file())
-        if missing:
-            raise ConfigError(
-                f"{key}.path={model.path}: {missing[0]} is missing; expected {len(named)} files of weights"
-            )
-    files = [file for pattern in WEIGHTS for file in folder.glob(pattern)]
-    if not files:
-        raise ConfigError(f"{key}.path={model.path}: there are no weights; expected one of {', '.join(WEIGHTS)}")
-    for file in files:
-        if file.suffix == ".safetensors":
-            try:
-                with safe_open(file, "pt"):
-                    pass
-            except (SafetensorError, OSError) as error:
-                raise ConfigError(
-                    f"{key}.path={model.path}: {file.name} cannot be read: {line(error)}; expected whole safetensors, "
-                    "save or download the model again"
-                ) from None
-
-
-def size_of(config: Any, key: str) -> ModelSize:
-    """Count a model's parameters without making them. Raises ConfigError for a configuration that makes no model."""
-    text = config.get_text_config()
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # a model's own code raises what it likes
-        raise ConfigError(
-            f"{key}: its config.json makes no causal language model: {line(error)}; expected one that "
-            "transformers can build"
-        ) from None
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    largest = max((sum(p.numel() for p in block.parameters()) for block in blocks(model)), default=parameters)
-    heads = text.num_attention_heads
-    return ModelSize(
-        parameters=parameters,
-        embedding=model.get_input_embeddings().weight.numel(),
-        layers=text.num_hidden_layers,
-        hidden=text.hidden_size,
-        intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-        kv_width=(getattr(text, "num_key_value_heads", None) or heads)
-        * (getattr(text, "head_dim", None) or text.hidden_size // heads),
-        vocabulary=text.vocab_size,
-        largest_block=largest,
-        linear_width=sum(
-            m.in_features + m.out_features for m in model.modules() if is_inner_linear(m, text.vocab_size)
-        ),
-    )
-
-
-def is_inner_linear(module: torch.nn.Module, vocabulary: int) -> bool:
-    return isinstance(module, torch.nn.Linear) and module.out_features != vocabulary
-
-
-def blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """What FSDP gathers at a time: the repeated layers."""
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    return [block for entry in lists for block in entry]
 
 
 def line(error: BaseException) -> str:

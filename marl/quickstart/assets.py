@@ -12,8 +12,8 @@ import pyarrow
 import pyarrow.parquet
 import torch
 
+from marl.config.bounds import check_number
 from marl.config.errors import ConfigError
-from marl.config.ranges import check_number
 from marl.quickstart.model import build_model, build_tokenizer, save, warm_up
 from marl.quickstart.tasks import TASKS, rows
 from marl.utils.registry import did_you_mean

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from marl.types import AgentId, JointBatch
+from marl.batch.joint import JointBatch
+from marl.types import AgentId
 
 logger = logging.getLogger(__name__)
 

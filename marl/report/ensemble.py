@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from marl.config.plan import aligned
+from marl.utils.tables import aligned
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from marl.types import JointBatch
+from marl.batch.joint import JointBatch
 
 Numbers = dict[str, float | None]
 """``reward``, ``return``, ``advantage``, ``value``; None where there is none."""

@@ -19,8 +19,8 @@ from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry,
 
 from marl.modules.models import load_generation_config
 from marl.rollout.decoding import ATTENTION, Answer, Request, bucket, decode, end_ids, padding_token
-from marl.rollout.offsets import offset_rank, ranks_per_replica
-from marl.utils.memory import settle
+from marl.rollout.vllm_sglang import offset_rank, ranks_per_replica
+from marl.utils.garbage import settle
 
 GATHER_SECONDS = 0.002
 """How long a request waits for others to share its batch."""

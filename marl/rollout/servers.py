@@ -10,7 +10,7 @@ from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 from verl.workers.rollout.replica import TokenOutput
 
 from marl.rollout.hf import to_token_output
-from marl.rollout.offsets import offset_replica_class, replica_offset
+from marl.rollout.vllm_sglang import offset_replica_class, replica_offset
 
 
 class PolicyServers(LLMServerManager):

@@ -1,5 +1,6 @@
 """Importing this package registers the built-in runners."""
 
+from marl.envs.base import ENVIRONMENTS, Environment, register_environment
 from marl.runners import (
     chain,
     critique,
@@ -15,26 +16,13 @@ from marl.runners import (
     tree,
     voting,
 )
-from marl.runners.base import (
-    RUNNERS,
-    Agent,
-    Generate,
-    LiveEpisode,
-    Runner,
-    Telling,
-    TooManyTurns,
-    followed_by,
-    keep,
-    played,
-    register_runner,
-    says,
-    together,
-    user,
-)
+from marl.runners.base import RUNNERS, Runner, played, register_runner
 from marl.runners.context import ContextOverflow, Overflow
 from marl.runners.decisions import Decide, decide, majority
-from marl.runners.environments import ENVIRONMENTS, Environment, register_environment
+from marl.runners.episode import Agent, Generate, LiveEpisode, TooManyTurns, keep, together
+from marl.runners.messages import followed_by, says, user
 from marl.runners.replay import Replay, ReplayDiverged
+from marl.runners.text import Telling
 
 __all__ = [
     "ENVIRONMENTS",

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from marl.runners.base import LiveEpisode, Telling, register_runner
+from marl.runners.base import register_runner
+from marl.runners.episode import LiveEpisode
+from marl.runners.text import Telling
 from marl.types import AgentId
 
 

@@ -4,7 +4,7 @@ import random
 from collections.abc import Collection, Sequence
 from enum import Enum
 
-from marl.runners.base import LiveEpisode
+from marl.runners.episode import LiveEpisode
 from marl.types import Ballot, Rule, Turn, Vote
 from marl.utils import votes
 

@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from marl.envs import Joint, games
-from marl.runners.base import LiveEpisode, Telling, register_runner, together
+from marl.runners.base import register_runner
+from marl.runners.episode import LiveEpisode, together
+from marl.runners.text import Telling
 from marl.types import AgentId, Message, Turn, Verdict
 
 

@@ -10,8 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from marl.runners.base import Agent, LiveEpisode, Telling, register_runner, says, together
+from marl.runners.base import register_runner
 from marl.runners.decisions import Decide, agreed, decide
+from marl.runners.episode import Agent, LiveEpisode, together
+from marl.runners.messages import says
+from marl.runners.text import Telling
 from marl.types import AgentId, Message, Turn
 from marl.utils.registry import did_you_mean
 

@@ -4,9 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from marl.runners.base import Agent, LiveEpisode, Telling, register_runner, says
+from marl.envs.base import ENVIRONMENTS
+from marl.runners.base import register_runner
 from marl.runners.decisions import agreed
-from marl.runners.environments import ENVIRONMENTS
+from marl.runners.episode import Agent, LiveEpisode
+from marl.runners.messages import says
+from marl.runners.text import Telling
 from marl.types import AgentId, Turn
 
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from marl.runners.base import Generate
 from marl.runners.context import ContextOverflow
+from marl.runners.episode import Generate
 from marl.types import AgentId, Episode, Message, Turn
 
 Place = tuple[AgentId, int, int]

@@ -4,7 +4,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from marl.runners.base import Agent, LiveEpisode, Telling, register_runner, says
+from marl.runners.base import register_runner
+from marl.runners.episode import Agent, LiveEpisode
+from marl.runners.messages import says
+from marl.runners.text import Telling
 from marl.types import AgentId, Turn
 
 

@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-from marl.runners.base import Generate, Judge, LiveEpisode, Runner, played
+from marl.runners.base import Runner, played
+from marl.runners.episode import Generate, Judge, LiveEpisode
 from marl.types import AgentId, Episode, Message, Task, Turn, Verdict
 
 Script = Callable[[AgentId, int, list[Message]], str]

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from marl.runners.base import LiveEpisode, Runner, register_runner, together
+from marl.runners.base import Runner, register_runner
 from marl.runners.decisions import Decide, decide
+from marl.runners.episode import LiveEpisode, together
 from marl.types import AgentId
 
 

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from marl.runners.base import Agent, LiveEpisode, Telling, keep, register_runner, together
+from marl.runners.base import register_runner
+from marl.runners.episode import Agent, LiveEpisode, keep, together
+from marl.runners.text import Telling
 from marl.types import AgentId, Message, Turn
 
 

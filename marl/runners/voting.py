@@ -6,8 +6,10 @@ Several answers of one model to one prompt are several agents of one policy.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from marl.runners.base import LiveEpisode, Telling, register_runner, together
+from marl.runners.base import register_runner
 from marl.runners.decisions import Decide, decide
+from marl.runners.episode import LiveEpisode, together
+from marl.runners.text import Telling
 from marl.types import AgentId
 
 

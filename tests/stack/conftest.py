@@ -43,7 +43,7 @@ SMALL = ("data.train_batch_size=4", "actor_rollout_ref.rollout.n=4", "trainer.lo
 
 @pytest.fixture(scope="session")
 def cluster(compose_config):
-    from marl.main import ray_session
+    from marl.cluster.session import ray_session
 
     with ray_session(compose_config("ray_kwargs.ray_init.num_cpus=8")):
         yield
@@ -51,7 +51,8 @@ def cluster(compose_config):
 
 @pytest.fixture(scope="session")
 def live(cluster, compose_config, cold_assets, tmp_path_factory):
-    from marl.main import build, prepare
+    from marl.build import build
+    from marl.preflight.prepare import prepare
 
     folder = tmp_path_factory.mktemp("live")
     overrides = (f"assets={cold_assets}", f"trainer.default_local_dir={folder}", "resources.placement=colocated")
@@ -67,7 +68,9 @@ def live(cluster, compose_config, cold_assets, tmp_path_factory):
 @pytest.fixture
 def alone(compose_config, cold_assets, tmp_path):
     """Start runs in this process, without Ray: the same parts, up in two seconds."""
-    from marl.main import build, prepare, session
+    from marl.build import build
+    from marl.cluster.session import session
+    from marl.preflight.prepare import prepare
 
     with ExitStack() as cleanup:
 

@@ -19,9 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from verl.experimental.agent_loop import AgentLoopBase, AgentLoopOutput
 from verl.experimental.agent_loop.agent_loop import register
 
+from marl.cluster.failures import GroupFailed
 from marl.controller.chat import ChatEncoder
 from marl.controller.controller import EpisodesFailed
-from marl.controller.failures import GroupFailed
 from tests.stack.builders import gradient, numbers
 
 TOOL_SAYS = "buys 3 more ."

@@ -4,9 +4,11 @@ import json
 
 import pytest
 
-from marl.baselines import majority_is_right, solo_config
+from marl.cluster.layout import pool_ranks
 from marl.controller.controller import Controller
-from marl.main import pool_ranks, prepare, run
+from marl.evaluation.baselines import majority_is_right, solo_config
+from marl.main import run
+from marl.preflight.prepare import prepare
 from marl.types import Episode, Task, Turn, Verdict
 
 from .conftest import SMALL

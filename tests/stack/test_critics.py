@@ -10,7 +10,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.utils.losses import value_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
-from marl.controller.batching import joint_batch
+from marl.batch.build import joint_batch
 from marl.controller.controller import Collection, EpisodesFailed
 from tests.stack.builders import parameters, valued, with_another_answer
 

@@ -13,11 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from marl.cli import main as cli
+from marl.commands.ensemble import run
 from marl.config.errors import ConfigError
-from marl.ensembles.command import run
-from marl.ensembles.load import saved_weights
-from marl.ensembles.play import Ensemble
-from marl.main import prepare
+from marl.evaluation.ensemble import Ensemble
+from marl.evaluation.load import saved_weights
+from marl.preflight.prepare import prepare
 from marl.quickstart.model import build_model
 from marl.report.ensemble import Way
 from marl.runners import majority

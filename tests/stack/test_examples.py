@@ -7,9 +7,9 @@ import sys
 import pytest
 from verl.utils.config import omega_conf_to_dataclass
 
-from marl.main import prepare
-from marl.modules.workers.critic_worker import critic_settings
-from marl.parts import critic_names, parts_of, policy_config, pool_ranks
+from marl.cluster.layout import critic_names, parts_of, policy_config, pool_ranks
+from marl.cluster.workers.critic_worker import critic_settings
+from marl.preflight.prepare import prepare
 from tests.stack.conftest import ROOT, overrides_of
 
 SCRIPTS = sorted(path.name for path in (ROOT / "examples").glob("*.sh"))

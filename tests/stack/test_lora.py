@@ -8,7 +8,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from marl.ensembles.load import saved_weights
+from marl.evaluation.load import saved_weights
 
 ADAPTERS = (
     "actor_rollout_ref.model.lora_rank=4",

@@ -9,11 +9,11 @@ import ray
 import torch
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
-from marl.controller.batching import joint_batch
+from marl.batch.build import joint_batch
+from marl.cluster.workers.policy_worker import PolicyWorker
 from marl.learners import spread
 from marl.learners.grpo import GRPO
 from marl.main import run
-from marl.modules.workers.policy_worker import PolicyWorker
 from marl.runners.debate import Debate
 from tests.stack.builders import gradient, numbers
 from tests.stack.conftest import SMALL

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from marl.main import prepare, run
+from marl.main import run
+from marl.preflight.prepare import prepare
 from tests.stack.conftest import ROOT, overrides_of
 
 RECIPES = ["at_grpo", "cory", "maporl", "marft", "multi_agent_grpo", "qmix"]

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from marl.learners.reference import KLInReward, correct
+from marl.batch.kl import KLInReward, correct
 from marl.utils.ragged import dense
 from tests.stack.builders import parameters
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from marl.controller import replays
-from marl.learners.otherwise import Replay, ReturnOf
+from marl.controller import alternative_rollouts
+from marl.learners.counterfactual_credit import Replay, ReturnOf
 from marl.report import dump
 from marl.rewards import extractor, hider
 from tests.stack.builders import plays_again
@@ -56,7 +56,7 @@ def played(judged):
 
 def replay(live, episodes, step=0, **options):
     plan = Replay.Config(name="replay", **options)
-    return live.wait(replays.replay(live.trainer.controller, episodes, plan, step, lambda turn: True))
+    return live.wait(alternative_rollouts.replay(live.trainer.controller, episodes, plan, step, lambda turn: True))
 
 
 def said(turn):

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from marl import cli, run_one
+from marl import cli
+from marl.commands import run_one
 from tests.stack.conftest import ROOT
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from marl.utils import checkpoint
+from marl.utils import folders
 
 
 def logged(folder):
@@ -19,7 +19,7 @@ def test_a_run_is_kept_resumed_and_measured_on_other_data(alone, cold_assets, tm
     (tmp_path / "run.json").write_text("{}")  # as `marl.main.run` leaves it
     first = alone("trainer.total_training_steps=1", "trainer.save_freq=-1", "trainer.logger=[file]")
     first.wait(first.trainer.fit())
-    assert [folder.name for folder in checkpoint.complete(tmp_path)] == ["global_step_1"]
+    assert [folder.name for folder in folders.complete(tmp_path)] == ["global_step_1"]
     assert (tmp_path / "global_step_1" / "alice" / "actor" / "huggingface" / "model.safetensors").is_file()
     assert (tmp_path / "global_step_1" / "run.json").read_text() == "{}", "a checkpoint knows whose it is"
     assert logged(tmp_path) == [0, 1] and not (tmp_path / "foreign.jsonl").exists()

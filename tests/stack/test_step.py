@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from marl.controller.batching import joint_batch, pad_rows
+from marl.batch.build import joint_batch, pad_rows
+from marl.batch.rows import rows_of
+from marl.cluster.failures import GroupFailed
 from marl.controller.controller import EpisodesFailed
-from marl.controller.failures import GroupFailed
 from marl.learners import spread
-from marl.learners.rows import rows_of
 from marl.runners.base import Runner
 from marl.types import Task
 

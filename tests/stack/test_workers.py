@@ -15,10 +15,10 @@ import ray
 from omegaconf import OmegaConf, open_dict
 
 from examples import bench_controller
-from marl.assembly import start_controller
+from marl.build import start_controller
+from marl.cluster.failures import GroupFailed
 from marl.controller.controller import EpisodesFailed
-from marl.controller.failures import GroupFailed
-from marl.controller.workers import EpisodeWorkers, SpreadController, spawn
+from marl.controller.episode_workers import EpisodeWorkers, SpreadController, spawn
 from marl.runners import RUNNERS, Decide, Runner, decide, register_runner
 
 REWARDS = """
@@ -88,8 +88,8 @@ def spread(live, lasting, monkeypatch):
         before = trainer.controller
         with ExitStack() as cleanup, monkeypatch.context() as patched:
             if not fresh:
-                patched.setattr("marl.assembly.spawn", lambda count, run_id: lasting[:count])
-                patched.setattr("marl.assembly.EpisodeWorkers", Lasting)
+                patched.setattr("marl.build.spawn", lambda count, run_id: lasting[:count])
+                patched.setattr("marl.build.EpisodeWorkers", Lasting)
             start = start_controller(config, trainer.policies, tokenizers, uuid.uuid4().hex[:8], cleanup)
             trainer.controller = live.wait(start)
             trainer.controller.accuracy.load_state_dict(before.accuracy.state_dict())

@@ -26,16 +26,17 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import HealthCheck, Phase, assume, given, settings, strategies as st
 from omegaconf import OmegaConf, open_dict
 
+from marl.cluster.workers import settings as verl_settings
+from marl.config.bounds import AGENT_NUMBERS, GROUPS, NUMBERS, SWITCHES, TEXTS, WORDS, Number
 from marl.config.data import check_files, check_row
 from marl.config.errors import ConfigError
 from marl.config.overrides import OPTIONS
-from marl.config.ranges import AGENT_NUMBERS, GROUPS, NUMBERS, SWITCHES, TEXTS, WORDS, Number
 from marl.config.schema import ControllerConfig
 from marl.controller.chat import ChatEncoder
 from marl.controller.client import BadAnswer, PolicyClient
 from marl.controller.controller import Controller
-from marl.main import exit_code, main, prepare
-from marl.modules.workers import settings as verl_settings
+from marl.main import exit_code, main
+from marl.preflight.prepare import prepare
 from marl.quickstart.model import build_tokenizer
 from marl.rewards import Reward, RewardError
 from marl.runners import RUNNERS

@@ -1,12 +1,12 @@
 import torch
 from tensordict import TensorDict
 
-from marl.controller.batching import joint_batch, pad_rows, to_rows
-from marl.controller.critic_group import with_loss_mask
-from marl.controller.worker_group import even_mini_batches
+from marl.batch.build import joint_batch, pad_rows, to_rows
+from marl.batch.rows import drop_rejected
+from marl.cluster.critic_group import with_loss_mask
+from marl.cluster.worker_group import even_mini_batches
+from marl.cluster.workers.policy_worker import of_responses
 from marl.learners.decisions import Decisions
-from marl.learners.rows import drop_rejected
-from marl.modules.workers.policy_worker import of_responses
 from marl.types import Episode, Task, Turn, Verdict
 from marl.utils.ragged import jagged
 

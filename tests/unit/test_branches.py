@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from marl.batch.critic_inputs import CentralTurns, LocalTurns
 from marl.learners import CREDITS
-from marl.modules.critics.observation import CentralTurns, LocalTurns
 from tests.builders import AGENTS, batch_of, branch, build_learner as build, episode, grid_of
 
 TREE = [[1.0, 0.0], [None, 1.0]]

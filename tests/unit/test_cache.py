@@ -6,10 +6,10 @@ from array import array
 
 import pytest
 
+from marl.batch import critic_inputs
+from marl.batch.critic_inputs import JointObservation
 from marl.controller import chat
 from marl.controller.chat import ChatEncoder
-from marl.modules.critics import observation
-from marl.modules.critics.observation import JointObservation
 from marl.utils.cache import cached_by_bytes
 
 LIMIT = 1 << 18
@@ -21,7 +21,7 @@ def small_caches(monkeypatch):
         return cached_by_bytes(function, size_of, LIMIT)
 
     monkeypatch.setattr(chat, "cached_by_bytes", small)
-    monkeypatch.setattr(observation, "cached_by_bytes", small)
+    monkeypatch.setattr(critic_inputs, "cached_by_bytes", small)
 
 
 def kept_bytes(use, inputs) -> int:

@@ -13,12 +13,16 @@ import pyarrow.parquet
 import pytest
 from omegaconf import OmegaConf, open_dict
 
+from marl.cluster.launch import check_cluster
+from marl.cluster.layout import policy_config, pool_ranks
+from marl.cluster.session import use_platform
 from marl.config.checks import RULES, check
 from marl.config.data import check_files, check_row
 from marl.config.errors import ConfigError, explain
 from marl.config.external import check_modules, find_own_modules
 from marl.config.overrides import find_verl, new_agents
-from marl.main import ConfigError as MainConfigError, check_cluster, policy_config, pool_ranks, prepare, use_platform
+from marl.main import ConfigError as MainConfigError
+from marl.preflight.prepare import prepare
 from marl.utils.registry import did_you_mean
 
 CONFIGS = Path(__file__).parents[2] / "configs"

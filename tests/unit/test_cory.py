@@ -49,7 +49,7 @@ def test_what_is_different_from_ippo():
 )
 def test_who_cannot_exchange(compose_config, cold_assets, overrides, named):
     from marl.config.errors import ConfigError
-    from marl.main import prepare
+    from marl.preflight.prepare import prepare
 
     common = [f"assets={cold_assets}", "learner=cory", "runner=pioneer_observer", "credit=auto"]
     assert prepare(compose_config(*common)).credit.name == "joint"

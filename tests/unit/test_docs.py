@@ -9,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from marl.config.overrides import find_verl
-from marl.main import check_facts, choose_credit
+from marl.preflight.compatibility import check_facts, choose_credit
 from marl.runners import RUNNERS, scripted
 from marl.types import Task
 from tests.builders import BUILT_IN

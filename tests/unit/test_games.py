@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from marl.batch.joint import JointBatch
 from marl.controller.controller import team_verdict
 from marl.envs import GAMES, TABLES, Game, make_game, register_game
 from marl.learners import CREDITS
 from marl.learners.credit import returns_to_go
 from marl.runners import RUNNERS, Replay, scripted
-from marl.types import JointBatch, Task, Verdict
+from marl.types import Task, Verdict
 
 TASK = Task("t", [{"role": "user", "content": "how many ?"}], "0", "marl/game", lambda text: None)
 PRISONERS = [[[3, 3], [0, 4]], [[4, 0], [1, 1]]]

@@ -8,7 +8,7 @@ import torch
 from hydra.errors import ConfigCompositionException
 from tensordict import TensorDict
 
-from marl.controller.batching import joint_batch
+from marl.batch.build import joint_batch
 from marl.learners import LEARNERS
 from marl.learners.ratios import Ratio, factors, laps, log_factors, log_ratios, share_laps
 from marl.types import Episode, Task, Turn, Verdict
@@ -447,7 +447,7 @@ def test_what_is_different():
 )
 def test_keys_that_it_cannot_take_are_named(compose_config, cold_assets, override, words):
     from marl.config.errors import ConfigError, explain
-    from marl.main import prepare
+    from marl.preflight.prepare import prepare
 
     with pytest.raises((ConfigError, ConfigCompositionException)) as caught:
         prepare(compose_config(f"assets={cold_assets}", "learner=happo", override))
@@ -456,7 +456,7 @@ def test_keys_that_it_cannot_take_are_named(compose_config, cold_assets, overrid
 
 def test_alternatives_are_refused_where_all_turns_are_compared_with_them(compose_config, cold_assets):
     from marl.config.errors import ConfigError
-    from marl.main import prepare
+    from marl.preflight.prepare import prepare
 
     tree = compose_config(f"assets={cold_assets}", "learner=happo", "runner=tree", "credit=team")
     with pytest.raises(ConfigError, match=r"runner=tree compares alternatives.*learner=happo.*runner.train=path"):
@@ -466,7 +466,8 @@ def test_alternatives_are_refused_where_all_turns_are_compared_with_them(compose
 
 
 def test_its_order_follows_the_runs_seed(compose_config, cold_assets):
-    from marl.main import make_learner, prepare
+    from marl.preflight.compatibility import make_learner
+    from marl.preflight.prepare import prepare
 
     config = prepare(compose_config(f"assets={cold_assets}", "learner=happo", "seed=7"))
     learner = make_learner(config)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from marl.controller.batching import joint_batch
+from marl.batch.build import joint_batch
 from marl.learners import CREDITS, LEARNERS
 from marl.learners.groups import GroupKey
 from tests.builders import FakeGroup, batch_of, build_learner as build, episode

@@ -11,9 +11,9 @@ from omegaconf import OmegaConf
 
 from marl.config.errors import ConfigError
 from marl.config.identity import MASKED, MAY_DIFFER, identity_of, refused
-from marl.config.run_folder import RUN, claimed
 from marl.config.schema import new_run
-from marl.utils import checkpoint
+from marl.preflight.run_folder import RUN, claimed
+from marl.utils import folders
 
 
 @pytest.fixture
@@ -63,9 +63,9 @@ def save(config, *steps):
     """What a run leaves at these steps."""
     with claimed(config) as folder:
         for step in steps:
-            with checkpoint.writing(folder, step) as inside:
+            with folders.writing(folder, step) as inside:
                 (inside / RUN).write_text((folder / RUN).read_text())
-                checkpoint.write_state(inside, {"step": step})
+                folders.write_state(inside, {"step": step})
         (folder / "metrics.jsonl").write_text("{}\n")
     return folder
 
@@ -218,7 +218,7 @@ def test_a_killed_run_leaves_no_lock(config):
     code = f"""
 import os
 from omegaconf import OmegaConf
-from marl.config.run_folder import locked
+from marl.preflight.run_folder import locked
 from pathlib import Path
 with locked(Path({config.trainer.default_local_dir!r})):
     os.kill(os.getpid(), 9)
@@ -245,7 +245,7 @@ def test_going_back_does_not_lose_the_later_checkpoints(config, tmp_path):
     with claimed(from_path(config, folder / "global_step_1", trainer__default_local_dir=str(branch))):
         left = json.loads((branch / RUN).read_text())
     assert left["resumed"][0]["from"] == str(folder / "global_step_1")
-    assert [path.name for path in checkpoint.complete(folder)] == [f"global_step_{step}" for step in (1, 2, 3)]
+    assert [path.name for path in folders.complete(folder)] == [f"global_step_{step}" for step in (1, 2, 3)]
 
 
 def test_a_named_checkpoint_is_compared_too(config, tmp_path):

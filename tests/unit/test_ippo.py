@@ -6,10 +6,10 @@ import torch
 from tensordict import TensorDict
 from verl.trainer.ppo.core_algos import compute_gae_advantage_return
 
+from marl.batch.critic_inputs import LocalTokens, LocalTurns
+from marl.batch.values import place_values, training_rows
 from marl.learners import credit, decisions
 from marl.learners.decisions import Trajectories
-from marl.learners.values import place_values, training_rows
-from marl.modules.critics.observation import LocalTokens, LocalTurns
 from marl.utils.ragged import dense, jagged
 from tests.builders import AGENTS, batch_of, build_learner as build, episode
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from marl.controller.ballots import ballots_of
-from marl.controller.batching import joint_batch, to_rows
+from marl.batch.ballots import ballots_of
+from marl.batch.build import joint_batch, to_rows
 from marl.learners import CREDITS, LEARNERS, spread
-from marl.learners.schemes import TeamOf
+from marl.learners.credit_schemes import TeamOf
 from marl.types import Turn
 from marl.utils.ragged import jagged
 from recipe import leave_one_out  # noqa: F401 - registers a learner from outside

@@ -63,7 +63,7 @@ def test_only_ones_own_divergence_is_taken_off():
 
 def test_what_it_is_defined_for(compose_config, cold_assets):
     from marl.config.errors import ConfigError
-    from marl.main import prepare
+    from marl.preflight.prepare import prepare
 
     config = compose_config(f"assets={cold_assets}", "learner=magrpo", "credit=auto")
     assert prepare(config).credit.name == "team"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from marl.controller.batching import joint_batch
+from marl.batch.build import joint_batch
 from marl.learners import LEARNERS, credit
 from tests.builders import AGENTS, batch_of, branch, build_learner as build, episode, grid_of, two_samples
 
@@ -28,7 +28,7 @@ def test_what_is_different():
 
 
 def test_auto_credit_is_the_learners_default(compose_config, cold_assets):
-    from marl.main import prepare
+    from marl.preflight.prepare import prepare
 
     for learner, expected in {"ippo": "own", "mappo": "team", "grpo": "own"}.items():
         config = prepare(compose_config(f"assets={cold_assets}", f"learner={learner}", "credit=auto"))
@@ -189,7 +189,7 @@ def test_a_chain_takes_no_credit_that_holds_the_future():
 
 def test_the_command_line_refuses_it_too(compose_config, cold_assets):
     from marl.config.errors import ConfigError
-    from marl.main import prepare
+    from marl.preflight.prepare import prepare
 
     with pytest.raises(ConfigError, match="learner.chain=true with credit=influence"):
         prepare(compose_config(f"assets={cold_assets}", "learner=mappo", "learner.chain=true"))

@@ -9,7 +9,8 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from marl.config.errors import ConfigError
 from marl.controller.controller import overlong
-from marl.main import make_learner, prepare
+from marl.preflight.compatibility import make_learner
+from marl.preflight.prepare import prepare
 from tests.builders import batch_of, build_learner as build, episode
 
 SHIPPED = sorted(path.stem for path in (Path(__file__).parents[2] / "configs" / "learner").glob("*.yaml"))

@@ -4,13 +4,13 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from marl.controller.ballots import ballots_of
-from marl.controller.batching import joint_batch
-from marl.controller.replays import team_return
+from marl.batch.ballots import ballots_of
+from marl.batch.build import joint_batch
+from marl.controller.alternative_rollouts import team_return
 from marl.learners import CREDITS, LEARNERS
+from marl.learners.counterfactual_credit import ReturnOf
+from marl.learners.credit_schemes import TeamOf
 from marl.learners.decisions import returns
-from marl.learners.otherwise import ReturnOf
-from marl.learners.schemes import TeamOf
 from marl.types import Ballot, Episode, Rule, Task, Turn, Verdict, Vote
 from marl.utils.ragged import jagged
 from tests.builders import AGENTS, batch_of, branch, build_learner as build, episode

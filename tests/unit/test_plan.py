@@ -5,12 +5,13 @@ from types import SimpleNamespace
 import pytest
 from transformers import LlamaConfig, Qwen2Config
 
-from marl.config import plan
-from marl.config.plan import Memory, ModelSize, Training
 from marl.config.policies import own_settings
-from marl.main import policy_names, pool_of, prepare
-from marl.modules.models import size_of
-from marl.preflight import plan_text, warnings_of
+from marl.main import policy_names, pool_of
+from marl.preflight import batch_plan, memory_plan
+from marl.preflight.memory_plan import Memory, ModelSize, Training
+from marl.preflight.model_checks import size_of
+from marl.preflight.plan_report import plan_text, warnings_of
+from marl.preflight.prepare import prepare
 
 TINY = LlamaConfig(
     vocab_size=100,
@@ -44,13 +45,15 @@ def test_a_tiny_llama_is_counted_without_being_made():
 def test_half_a_billion_parameters_take_16_bytes_each_in_full_precision(ranks):
     size = size_of(HALF_BILLION, "model")
     assert size.parameters == 494_032_768
-    kept = plan.training_memory(size, Training(ranks=ranks, tokens=1)).kept
+    kept = memory_plan.training_memory(size, Training(ranks=ranks, tokens=1)).kept
     assert kept == pytest.approx(16 * 494_032_768 / ranks)
 
 
 def test_a_rank_keeps_its_share_and_works_on_what_is_gathered():
     size = ModelSize(1000, 200, 4, 10, 20, 5, 50, 150)
-    memory = plan.training_memory(size, Training(2, tokens=7, master_bytes=4, compute_bytes=2, checkpointing=False))
+    memory = memory_plan.training_memory(
+        size, Training(2, tokens=7, master_bytes=4, compute_bytes=2, checkpointing=False)
+    )
     assert (memory.weights, memory.gradients, memory.moments) == (2000, 2000, 4000)
     # root: 1000 - 4 x 150 = 400; two layers and the gradient of one: 3 x 150
     assert memory.gathered == (400 + 3 * 150) * 2
@@ -60,20 +63,20 @@ def test_a_rank_keeps_its_share_and_works_on_what_is_gathered():
 
 def test_checkpointing_keeps_one_layers_working_set_and_lora_its_own_moments():
     size = ModelSize(1000, 200, 4, 10, 20, 5, 50, 150, linear_width=30)
-    memory = plan.training_memory(size, Training(1, tokens=7, checkpointing=True, lora_rank=3))
+    memory = memory_plan.training_memory(size, Training(1, tokens=7, checkpointing=True, lora_rank=3))
     assert memory.activations == 7 * (4 * 10 * 2 + 2 * (8 * 10 + 3 * 5 + 4 * 20))
     assert (memory.weights, memory.gradients, memory.moments) == (4 * 1090, 4 * 90, 8 * 90)
 
 
 def test_an_hf_server_holds_a_copy_and_the_cache_of_its_sequences():
     size = ModelSize(1000, 200, 4, 10, 20, 5, 50, 150)
-    assert plan.hf_server_memory(size, 2, sequences=3, length=11) == 2000 + 3 * 11 * 4 * 2 * 5 * 2 + 3 * 50 * 16
+    assert memory_plan.hf_server_memory(size, 2, sequences=3, length=11) == 2000 + 3 * 11 * 4 * 2 * 5 * 2 + 3 * 50 * 16
 
 
 def test_policies_of_a_pool_keep_all_and_work_one_after_another():
     members = [Memory(weights=10, activations=5, server=3), Memory(weights=20, activations=7, server=4)]
-    assert plan.pool_memory(members, asleep=False) == 30 + 7 + 7
-    assert plan.pool_memory(members, asleep=True) == 30 + 7
+    assert memory_plan.pool_memory(members, asleep=False) == 30 + 7 + 7
+    assert memory_plan.pool_memory(members, asleep=True) == 30 + 7
 
 
 def test_a_steps_arithmetic(compose_config, cold_assets):
@@ -88,7 +91,7 @@ def test_a_steps_arithmetic(compose_config, cold_assets):
             "agents.carol.trainable=false",
         )
     )
-    batch = plan.batch_of(config, dict.fromkeys(config.agents, 2))
+    batch = batch_plan.batch_of(config, dict.fromkeys(config.agents, 2))
     assert (batch.episodes, batch.turns) == (32 * 8, 32 * 8 * 3 * 2)
     alice, carol = batch.policies
     assert (alice.agents, alice.rows, alice.mini_batches, alice.rows_per_mini_batch) == (("alice", "bob"), 1024, 4, 256)
@@ -113,12 +116,14 @@ def test_a_critic_has_no_logits_and_a_reference_is_one_more_copy(compose_config,
         )
     )
     size = ModelSize(1000, 200, 4, 10, 20, 5, 50, 150)
-    critic = plan.critic_memory(config.critic, 2, size)
+    critic = memory_plan.critic_memory(config.critic, 2, size)
     assert (critic.weights, critic.moments, critic.logits) == (2000, 4000, 0.0)  # 1000 numbers of 4 bytes over 2 ranks
-    assert plan.critic_memory(config.critic, 2, size, target=True).kept - critic.kept == 2000
+    assert memory_plan.critic_memory(config.critic, 2, size, target=True).kept - critic.kept == 2000
     own = own_settings(config, "alice")
-    (alice, _) = plan.batch_of(config, dict.fromkeys(config.agents, 2)).policies
-    with_reference, without = (plan.policy_memory(own, alice, size, None, reference) for reference in (True, False))
+    (alice, _) = batch_plan.batch_of(config, dict.fromkeys(config.agents, 2)).policies
+    with_reference, without = (
+        memory_plan.policy_memory(own, alice, size, None, reference) for reference in (True, False)
+    )
     assert (with_reference.reference, without.reference) == (2000, 0)
     assert with_reference.kept - without.kept == 2000
     text = plan_text(config, {"alice": "alice", "carol": "carol"}, {"central": "central_critic"})
@@ -128,6 +133,6 @@ def test_a_critic_has_no_logits_and_a_reference_is_one_more_copy(compose_config,
 def test_policies_of_rounds_have_rows_of_their_rounds(compose_config, cold_assets):
     rounds = [f"agents.{name}.policy_by_round=[{name},later]" for name in ("alice", "carol")]
     config = prepare(compose_config(f"assets={cold_assets}", "runner.num_rounds=3", *rounds))
-    batch = plan.batch_of(config, dict.fromkeys(config.agents, 3))
+    batch = batch_plan.batch_of(config, dict.fromkeys(config.agents, 3))
     assert {policy.policy: policy.rows for policy in batch.policies} == {"alice": 256, "later": 1024, "carol": 256}
     assert {policy.policy: policy.agents for policy in batch.policies}["later"] == ("alice", "carol")

@@ -6,9 +6,10 @@ import pytest
 
 from marl.config.errors import ConfigError
 from marl.controller.chat import ChatEncoder
-from marl.controller.prompt_growth import Seat, length_of, measure, spoken
-from marl.main import policy_names, pool_of, prepare
-from marl.preflight import growth_text, plan_text
+from marl.main import policy_names, pool_of
+from marl.preflight.plan_report import growth_text, plan_text
+from marl.preflight.prepare import prepare
+from marl.preflight.prompt_growth import Seat, length_of, measure, spoken
 from marl.quickstart.model import build_tokenizer
 from marl.runners import RUNNERS, Runner, TooManyTurns
 from marl.runners.graph import Edge, Node, When

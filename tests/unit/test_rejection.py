@@ -5,11 +5,11 @@ import torch
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.ppo.core_algos import compute_gae_advantage_return
 
+from marl.batch.critic_inputs import CENTRAL, CentralTokens, LocalTokens
+from marl.batch.kl import correct
+from marl.batch.rows import drop_rejected
+from marl.batch.values import place_values, training_rows
 from marl.learners.decisions import Decisions, penalties
-from marl.learners.reference import correct
-from marl.learners.rows import drop_rejected
-from marl.learners.values import place_values, training_rows
-from marl.modules.critics.observation import CENTRAL, CentralTokens, LocalTokens
 from marl.utils.ragged import dense, jagged
 from tests.builders import batch_of, build_learner as build, episode
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from marl.checkpoint import fingerprint
 from marl.marl_trainer import MARLTrainer
-from marl.saving import fingerprint
 from marl.types import Task
 
 

@@ -6,16 +6,16 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from marl.batch.ballots import ballots_of
+from marl.batch.build import joint_batch
+from marl.config.bounds import check_values
 from marl.config.errors import ConfigError
-from marl.config.ranges import check_values
-from marl.controller.ballots import ballots_of
-from marl.controller.batching import joint_batch
-from marl.controller.replays import team_return
-from marl.facts import check_facts, check_incentives
+from marl.controller.alternative_rollouts import team_return
 from marl.learners import CREDITS, LEARNERS
-from marl.learners.otherwise import ReturnOf, worth
-from marl.learners.schemes import TeamOf
-from marl.main import prepare
+from marl.learners.counterfactual_credit import ReturnOf, worth
+from marl.learners.credit_schemes import TeamOf
+from marl.preflight.compatibility import check_facts, check_incentives
+from marl.preflight.prepare import prepare
 from marl.runners import RUNNERS, Decide
 from marl.runners.debate import Order
 from marl.types import Ballot, Rule, Verdict, Vote

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 
-from marl.rollout import offsets
+from marl.rollout import vllm_sglang
 from marl.rollout.servers import TickClient
 
 
@@ -29,12 +29,12 @@ def test_every_backend_has_an_adapter_that_knows_the_policys_offset(name):
 @pytest.mark.parametrize("offset,tensor_parallel,rank,replica", [(0, 1, 1, 1), (1024, 1, 0, 1024), (2048, 2, 3, 2049)])
 def test_a_training_rank_feeds_the_replica_of_its_own_policy(monkeypatch, offset, tensor_parallel, rank, replica):
     monkeypatch.setenv("RANK", str(rank))
-    assert offsets.offset_rank(rollout_config(offset, tensor_parallel)) == replica
+    assert vllm_sglang.offset_rank(rollout_config(offset, tensor_parallel)) == replica
 
 
 def test_a_replica_takes_the_workers_of_its_own_group():
     """verl slices by the replica's rank: without the offset taken off, the second policy's slice is empty."""
-    cls = offsets.offset_replica_class("hf")
+    cls = vllm_sglang.offset_replica_class("hf")
     replica = cls.__new__(cls)
     replica.config, replica.world_size, replica.replica_rank = rollout_config(1024, 2), 2, 1025
     launched = []

@@ -7,9 +7,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
-from marl.controller.local import one_process
-from marl.modules.workers.critic_worker import CriticWorker
-from marl.modules.workers.policy_worker import PolicyWorker, shards
+from marl.cluster.local import one_process
+from marl.cluster.workers.critic_worker import CriticWorker
+from marl.cluster.workers.policy_worker import PolicyWorker, shards
 
 
 def plain(module):

@@ -12,15 +12,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from verl.experimental.agent_loop import AgentLoopOutput
 
+from marl.batch.build import joint_batch
 from marl.config.checks import thoughts_have_marks
 from marl.config.errors import ConfigError
 from marl.config.policies import changes_of, thinking_of
 from marl.controller.agent_loop import LoopClient
-from marl.controller.batching import joint_batch
 from marl.controller.chat import ChatEncoder
 from marl.controller.client import PolicyClient
 from marl.controller.thinking import Marks, Thinking, marks_of
-from marl.ensembles.play import Ensemble
+from marl.evaluation.ensemble import Ensemble
 from marl.report import dump
 from marl.report.conversation import agent_metrics
 from marl.runners import RUNNERS, LiveEpisode, played, scripted

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from marl.controller.batching import pad_rows, rows_of
+from marl.batch.build import pad_rows, rows_of
+from marl.batch.utility_inputs import SHARED, JointStates, UtilityTurns
+from marl.batch.values import gradient_rows, lay_utilities, place_values
+from marl.cluster.workers.critic_loss import critic_loss
 from marl.learners import LEARNERS
-from marl.learners.mixing import Advantage, JointActions, pairs_within, whitened
-from marl.learners.values import gradient_rows, lay_utilities, place_values
-from marl.modules.critics.loss import critic_loss
-from marl.modules.critics.utilities import SHARED, JointStates, UtilityTurns
+from marl.learners.mixer_fit import Advantage, JointActions, pairs_within, whitened
 from marl.utils.ragged import jagged
 from tests.builders import AGENTS, TableCritic, batch_of, build_learner as build, episode, fit, read, two_rounds
 

@@ -7,8 +7,8 @@ import pytest
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from marl.controller.local import Done
-from marl.controller.worker_group import WorkerGroup
+from marl.cluster.local import Done
+from marl.cluster.worker_group import WorkerGroup
 
 
 class Slow:

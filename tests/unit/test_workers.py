@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from marl.config.schema import AgentConfig, ControllerConfig
 from marl.controller.controller import Controller
-from marl.controller.workers import CHUNK, CHUNKS_A_WORKER, EpisodeFailed, chunks, sendable
+from marl.controller.episode_workers import CHUNK, CHUNKS_A_WORKER, EpisodeFailed, chunks, sendable
 from marl.rewards import Reward, RewardError, extractor, hider
 from marl.runners import RUNNERS, ContextOverflow
 from marl.types import Task, Turn

@@ -1,0 +1,158 @@
+"""Episodes to the joint batch: dense turn grids, and ragged rows for every policy. Pure."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from marl.batch.joint import JointBatch
+from marl.batch.rows import rows_of
+from marl.types import AgentId, Episode, PolicyName, Turn
+from marl.utils.ragged import jagged
+
+Chain = list[tuple[Turn, int]]
+"""Turns of one agent, each with its index in the flattened grid, that share a row."""
+
+
+def joint_batch(
+    episodes: Sequence[Episode],
+    agents: Sequence[AgentId],
+    temperatures: Mapping[AgentId, float],
+    train_rounds: Sequence[int] | None = None,
+    pack_turns: bool = False,
+) -> JointBatch:
+    """Grids over all turns; rows of the turns that are trained: those of the agents in ``temperatures`` and of
+    ``train_rounds`` (None for all). With ``pack_turns`` a turn whose prompt extends the agent's last one shares its row."""
+    num_rounds = max((episode.num_rounds for episode in episodes), default=0)
+    places = [columns_of(episode, num_rounds) for episode in episodes]
+    width = max((column + 1 for columns in places for column in columns), default=0)
+    shape = (len(episodes), max(num_rounds, width), len(agents))
+    mask_ERA, trained_ERA, answers_ERA = np.zeros((3, *shape), dtype=bool)
+    verdicts_ERA, siblings_ERA = np.zeros(shape, dtype=np.float32), np.full(shape, -1)
+    lengths_ERA = np.zeros(shape, dtype=np.int64)
+    seat = {agent: a for a, agent in enumerate(agents)}
+    sets: dict[tuple, int] = {}
+    chains: dict[PolicyName, list[Chain]] = {}
+    cells: list[list[int]] = []
+    for e, episode in enumerate(episodes):
+        last: dict[AgentId, Chain] = {}
+        cells.append([-1] * len(episode.turns))
+        for i, (turn, column) in enumerate(zip(episode.turns, places[e], strict=True)):
+            if column < 0:
+                continue
+            cell = (e, column, seat[turn.agent])
+            cells[e][i] = int(np.ravel_multi_index(cell, shape))
+            mask_ERA[cell], verdicts_ERA[cell] = True, turn.judged.score - turn.judged.penalty
+            answers_ERA[cell], lengths_ERA[cell] = turn.answers, sum(turn.response_mask)
+            if turn.compared:
+                siblings_ERA[cell] = sets.setdefault((e, turn.agent, turn.round), len(sets))
+            rounds = train_rounds is None or turn.round in train_rounds
+            if turn.trained and rounds and turn.agent in temperatures:
+                trained_ERA[cell] = True
+                entry = (turn, cells[e][i])
+                if pack_turns and turn.agent in last and continues(turn, last[turn.agent][-1][0]):
+                    last[turn.agent].append(entry)
+                else:
+                    last[turn.agent] = [entry]
+                    chains.setdefault(turn.policy, []).append(last[turn.agent])
+    return JointBatch(
+        cells=cells,
+        siblings_ERA=torch.from_numpy(siblings_ERA) if sets else None,
+        outcomes_ERAK=outcomes_of(episodes, cells, shape),
+        num_rounds=num_rounds if shape[1] > num_rounds else None,
+        agents=list(agents),
+        tasks_E=[episode.task.id for episode in episodes],
+        sources_E=[episode.task.data_source for episode in episodes],
+        mask_ERA=torch.from_numpy(mask_ERA),
+        verdicts_ERA=torch.from_numpy(verdicts_ERA),
+        trained_ERA=torch.from_numpy(trained_ERA),
+        answers_ERA=torch.from_numpy(answers_ERA),
+        lengths_ERA=torch.from_numpy(lengths_ERA),
+        team_verdict_E=torch.tensor([episode.judged.score if episode.verdict else 0.0 for episode in episodes]),
+        rows={policy: to_rows(turns, temperatures) for policy, turns in chains.items()},
+        failed_E=failed_of(episodes),
+    )
+
+
+def failed_of(episodes: Sequence[Episode]) -> torch.Tensor | None:
+    """1 for episodes that ended before their time; None where none did."""
+    failed = [episode.failure is not None for episode in episodes]
+    return torch.tensor(failed) if any(failed) else None
+
+
+def outcomes_of(
+    episodes: Sequence[Episode], cells: Sequence[Sequence[int]], shape: tuple[int, int, int]
+) -> torch.Tensor | None:
+    """The turns' ``outcomes`` [E, R, A, K], NaN where there are fewer; None where there are none."""
+    placed = [
+        (cell, turn.outcomes)
+        for episode, own in zip(episodes, cells, strict=True)
+        for turn, cell in zip(episode.turns, own, strict=True)
+        if cell >= 0 and turn.outcomes
+    ]
+    if not placed:
+        return None
+    outcomes_ERAK = torch.full((*shape, max(len(returns) for _, returns in placed)), torch.nan)
+    for cell, returns in placed:
+        outcomes_ERAK[np.unravel_index(cell, shape)][: len(returns)] = torch.tensor(returns)
+    return outcomes_ERAK
+
+
+def columns_of(episode: Episode, num_rounds: int) -> list[int]:
+    """The column of each turn: of the path its round, of alternatives that are trained or compared with others the next free
+    one behind all rounds; -1 for a turn that stands in no grid."""
+    behind: Counter[AgentId] = Counter()
+    columns = []
+    for turn in episode.turns:
+        if turn.kept:
+            columns.append(turn.round - 1)
+        elif turn.trained or turn.compared:
+            columns.append(num_rounds + behind[turn.agent])
+            behind[turn.agent] += 1
+        else:
+            columns.append(-1)
+    return columns
+
+
+def continues(turn: Turn, previous: Turn) -> bool:
+    """Whether a turn's prompt begins with the ids of the previous turn of the same policy."""
+    return turn.policy == previous.policy and turn.extends(previous)
+
+
+def to_rows(chains: Sequence[Chain], temperatures: Mapping[AgentId, float]) -> TensorDict:
+    """One row a chain, with verl's keys. What was put between two answers belongs to the response, and is masked out."""
+    columns: dict[str, list[list]] = {key: [] for key in ("prompts", "responses", "mask", "index", "log_probs")}
+    for chain in chains:
+        prompt = chain[0][0].prompt_ids
+        row: dict[str, list] = {"responses": [], "mask": [], "index": [], "log_probs": []}
+        for turn, cell in chain:
+            between = turn.prompt_ids[len(prompt) + len(row["responses"]) :]
+            row["responses"] += [*between, *turn.response_ids]
+            row["mask"] += [*([0] * len(between)), *turn.response_mask]
+            row["index"] += [*([-1] * len(between)), *(cell if on else -1 for on in turn.response_mask)]
+            row["log_probs"] += [*([0.0] * len(between)), *turn.log_probs]
+        for key, values in {"prompts": prompt, **row}.items():
+            columns[key].append(values)
+    whole = [p + r for p, r in zip(columns["prompts"], columns["responses"], strict=True)]
+    rows = {
+        "prompts": jagged(columns["prompts"], torch.long),
+        "responses": jagged(columns["responses"], torch.long),
+        "input_ids": jagged(whole, torch.long),
+        "position_ids": jagged([range(len(ids)) for ids in whole], torch.long),
+        "response_mask": jagged(columns["mask"], torch.long),
+        "loss_mask": jagged(columns["mask"], torch.long),
+        "turn_index": jagged(columns["index"], torch.long),
+        "rollout_log_probs": jagged(columns["log_probs"], torch.float32),
+        "temperature": torch.tensor([temperatures[chain[0][0].agent] for chain in chains]),
+    }
+    return TensorDict(rows, batch_size=[len(chains)])
+
+
+def pad_rows(rows: TensorDict, multiple: int) -> TensorDict:
+    """Repeat the last row, with nothing in it to learn, until the rows divide."""
+    missing = -len(rows) % multiple
+    if missing == 0:
+        return rows
+    return rows_of(rows, [*range(len(rows)), *[len(rows) - 1] * missing], silent=missing)

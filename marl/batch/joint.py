@@ -1,0 +1,95 @@
+"""The joint batch of a step: dense turn grids and ragged rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+    from torch import Tensor
+from marl.types import AgentId, Ballot, CriticName, PolicyName
+
+
+@dataclass(slots=True)
+class JointBatch:
+    """One step's experience of all agents: dense turn grids, and ragged rows for every policy.
+
+    Column R of a grid is a round. Where a conversation branched, the alternatives that it did not follow stand in further
+    columns behind the last round: the mathematics of conversations sees :meth:`path` alone.
+
+    A row's ``turn_index`` [T] points every answer token into a flattened [E, R, A] grid and is -1 elsewhere, so that
+    numbers of turns reach tokens whether a row holds one turn or many.
+    """
+
+    agents: list[AgentId]
+    tasks_E: list[str]
+    mask_ERA: Tensor
+    """1 where the agent spoke."""
+    verdicts_ERA: Tensor
+    team_verdict_E: Tensor
+    """The verdict on the team's answer."""
+    trained_ERA: Tensor
+    """1 on the turns that are trained."""
+    rows: dict[PolicyName, TensorDict]
+    """Rows with verl's keys, as jagged nested tensors; trained turns only."""
+    cells: list[list[int]] = field(default_factory=list)
+    """Where every turn of every episode stands in a flattened grid; -1 for a turn that is in none."""
+    sources_E: list[str] = field(default_factory=list)
+    """The data source of every episode's task."""
+    siblings_ERA: Tensor | None = None
+    """The number of the set of alternatives that a turn is compared with, -1 for the others; None where there is no set."""
+    num_rounds: int | None = None
+    """Columns that are rounds; None for all."""
+    ballots: list[list[Ballot]] = field(default_factory=list)
+    """For a credit that asks for votes, of each episode: what it would have decided on, had it ended after an earlier round,
+    and at last what it did decide on. Empty for an episode in which no rule decided."""
+    outcomes_ERAK: Tensor | None = None
+    """The team's returns with a turn's answer and with K - 1 others in its place, its own first; NaN where fewer are known.
+    None where no turn was tried again."""
+    value_rows: dict[CriticName, TensorDict] = field(default_factory=dict)
+    """What each critic reads: ``input_ids``, and where in a row its values are read (``read_at``, ``turn_index``)."""
+    values_ERA: Tensor | None = None
+    """A value of every trained turn, where critics value turns; values of tokens lie in the rows."""
+    utilities_ERA: Tensor | None = None
+    """What a critic gives for a turn once it was taken, where critics give that: q(h, y) beside v(h), the value."""
+    joint_ids: Tensor | None = None
+    """The joint observation of every round, as ids ragged over [E * R]: the state of a learner that reads one."""
+    returns_ERA: Tensor | None = None
+    """What the learner compared turns by, or what the critics should have said of them."""
+    failed_E: Tensor | None = None
+    """1 for episodes that ended before their time; ``team_verdict_E`` is then what that is worth. None where none did."""
+    answers_ERA: Tensor | None = None
+    """1 on the turns that are answers to the task; None where all are. The others are worth what the team's answer is."""
+    lengths_ERA: Tensor | None = None
+    """How many tokens of a turn its policy generated."""
+
+    @property
+    def last_turns_ERA(self) -> Tensor:
+        """1 on each agent's last turn of every conversation."""
+        spoke_ERA = self.path().mask_ERA.long()
+        return spoke_ERA * (spoke_ERA.flip(1).cumsum(1).flip(1) == 1)
+
+    @property
+    def compared_ERA(self) -> Tensor:
+        """1 on the turns that are trained, and on those of their agents in the same round of a task's other samples."""
+        numbers: dict[str, int] = {}
+        task_E = [numbers.setdefault(task, len(numbers)) for task in self.tasks_E]
+        seats_GRA = self.trained_ERA.new_zeros(len(numbers), *self.trained_ERA.shape[1:])
+        for task, trained_RA in zip(task_E, self.trained_ERA, strict=True):
+            seats_GRA[task] |= trained_RA
+        return self.mask_ERA & seats_GRA[task_E]
+
+    @property
+    def answered_ERA(self) -> Tensor:
+        """1 on the turns of the conversations that are answers to the task."""
+        spoke_ERA = self.path().mask_ERA
+        return spoke_ERA if self.answers_ERA is None else spoke_ERA & self.answers_ERA
+
+    def path(self) -> JointBatch:
+        """The same batch, as if the alternatives that no conversation followed had never been spoken."""
+        if self.num_rounds is None:
+            return self
+        mask_ERA = self.mask_ERA.clone()
+        mask_ERA[:, self.num_rounds :] = 0
+        return replace(self, mask_ERA=mask_ERA)

@@ -1,0 +1,53 @@
+"""Picking rows out of a policy's batch. Pure."""
+
+from collections.abc import Sequence
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from marl.batch.joint import JointBatch
+
+
+def rows_of(rows: TensorDict, index: Sequence[int], silent: int = 0) -> TensorDict:
+    """These rows in this order; the last ``silent`` of them with empty masks."""
+    picked = {}
+    for key, value in rows.items():
+        parts = list(value.unbind())
+        chosen = [parts[i] for i in index]
+        if silent and key in ("response_mask", "loss_mask", "value_mask"):
+            chosen[-silent:] = [torch.zeros_like(part) for part in chosen[-silent:]]
+        picked[key] = (
+            torch.nested.as_nested_tensor(chosen, layout=torch.jagged) if value.is_nested else torch.stack(chosen)
+        )
+    return TensorDict(picked, batch_size=[len(index)])
+
+
+def drop_rejected(batch: JointBatch) -> None:
+    """Leave out what a rollout correction rejected: a turn of which no token is left is not trained, whatever else shares its
+    row, and a row without such a turn goes; of other turns the tokens that are left are trained."""
+    kept_ERA = torch.zeros_like(batch.trained_ERA)
+    for name, rows in list(batch.rows.items()):
+        kept = [i for i, mask in enumerate(rows["response_mask"].unbind()) if mask.any()]
+        if not kept:
+            del batch.rows[name]
+            continue
+        if len(kept) < len(rows):
+            rows = batch.rows[name] = rows_of(rows, kept)
+        index = rows["turn_index"].values()
+        kept_ERA.view(-1)[index[(index >= 0) & rows["response_mask"].values().bool()]] = True
+        rejected = (index >= 0) & ~kept_ERA.flatten()[index.clamp(min=0)]
+        rows["turn_index"] = torch.nested.nested_tensor_from_jagged(
+            index.masked_fill(rejected, -1), rows["turn_index"].offsets()
+        )
+    batch.trained_ERA = kept_ERA
+
+
+def drop_turns(batch: JointBatch, dropped_ERA: Tensor) -> None:
+    """Take turns out of the update: out of the rows that they share with others, and with rows of their own."""
+    for rows in batch.rows.values():
+        index = rows["turn_index"]
+        kept_T = (index.values() >= 0) & ~dropped_ERA.flatten()[index.values().clamp(min=0)]
+        mask_T = rows["response_mask"].values() * kept_T
+        rows["response_mask"] = rows["loss_mask"] = torch.nested.nested_tensor_from_jagged(mask_T, index.offsets())
+    drop_rejected(batch)

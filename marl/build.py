@@ -1,0 +1,192 @@
+"""What stands between the configuration and the trainer: tokenizers, tasks, clients, the controller, and what critics read."""
+
+import uuid
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from marl.cluster.launch import check_cluster, make_groups, start_groups
+
+import marl.platform.cpu  # isort: skip - registers the platform before anything of verl asks for one
+from dataclasses import dataclass
+from functools import partial
+
+from omegaconf import DictConfig
+from verl.utils import hf_tokenizer
+from verl.workers.rollout.llm_server import LLMServerClient
+
+import marl.config.schema  # noqa: F401 - registers our groups
+from marl.batch.utility_inputs import JointStates
+from marl.cluster.critics import reader
+from marl.cluster.layout import (
+    model_config,
+    policy_config,
+)
+from marl.config.checks import policy_names
+from marl.config.errors import ConfigError
+from marl.config.policies import loops_of, thinking_of
+from marl.controller.agent_loop import LoopClient, Loops
+from marl.controller.chat import ChatEncoder, check_round_trip
+from marl.controller.client import PolicyClient
+from marl.controller.controller import Controller
+from marl.controller.episode_workers import EpisodeWorkers, SpreadController, spawn
+from marl.controller.tasks import train_loader, validation_tasks
+from marl.modules.models import load_config, load_generation_config
+from marl.preflight.compatibility import make_learner
+from marl.rewards import build_reward
+from marl.rollout.decoding import end_ids
+from marl.runners import RUNNERS, Runner, register_runner
+
+
+def tokenizer_of(model: DictConfig) -> Any:
+    tokenizer = hf_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
+    if model.custom_chat_template:
+        tokenizer.chat_template = model.custom_chat_template
+    return tokenizer
+
+
+def load_tasks(config: DictConfig, tokenizers: dict[str, Any]) -> tuple[Any, list[Any], int]:
+    """The loader of training tasks, the validation tasks, and how many steps there will be. Raises ConfigError where there
+    are too few rows, or where a tokenizer cannot carry them."""
+    first = next(iter(tokenizers.values()))
+    loader, validation = train_loader(config, first), validation_tasks(config, first)
+    if not len(loader):
+        raise ConfigError(f"data.train_files hold fewer rows than data.train_batch_size={config.data.train_batch_size}")
+    if not validation:
+        raise ConfigError(
+            f"data.val_files={list(config.data.val_files)} hold no row, or data.val_max_samples leaves none"
+        )
+    samples = {task.observation(agent)[-1]["content"] for task in validation[:20] for agent in config.agents}
+    for tokenizer in tokenizers.values():
+        try:
+            check_round_trip(tokenizer, sorted(samples))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+    steps = config.trainer.total_training_steps
+    return loader, validation, config.trainer.total_epochs * len(loader) if steps is None else steps
+
+
+def make_clients(config: DictConfig, groups: dict[str, Any], tokenizers: dict[str, Any]) -> dict[str, Any]:
+    """Each policy's way from messages to turns."""
+    return {name: make_client(config, name, group, tokenizers[name]) for name, group in groups.items()}
+
+
+def make_client(config: DictConfig, name: str, group: Any, tokenizer: Any) -> PolicyClient:
+    model, loops = load_config(group.config.actor_rollout_ref.model, name), loops_of(config, name)
+    encoder = ChatEncoder(tokenizer, config.data.apply_chat_template_kwargs, thinking_of(config, name))
+    text = model.get_text_config()
+    ends = end_ids(tokenizer, text, load_generation_config(group.config.actor_rollout_ref.model.path))
+    parts = (name, group.rollout, group.client(), tokenizer, encoder, text.vocab_size, ends)
+    patience_s = config.resources.timeout_s
+    if not loops:
+        return PolicyClient(*parts, patience_s=patience_s)
+    made = Loops(group.config, loops, tokenizer, model.model_type)
+    return LoopClient(*parts, patience_s=patience_s, loops=made)
+
+
+@dataclass(frozen=True)
+class ServedPolicy:
+    """What a client needs of a policy's group, and can be sent to another process."""
+
+    config: DictConfig
+    server: LLMServerClient
+
+    @property
+    def rollout(self) -> DictConfig:
+        return self.config.actor_rollout_ref.rollout
+
+    def client(self) -> LLMServerClient:
+        return self.server
+
+
+async def start_controller(
+    config: DictConfig, groups: dict[str, Any], tokenizers: dict[str, Any], run_id: str, cleanup: ExitStack
+) -> Controller:
+    """The driver's controller, which plays itself or has ``controller.num_workers`` processes play."""
+    count = config.controller.num_workers
+    if not count:
+        return make_controller(config, groups, tokenizers, cleanup)
+    served = {name: ServedPolicy(group.config, group.client()) for name, group in groups.items()}
+    make = partial(controller_of_worker, config, RUNNERS.get(config.runner.name), served)
+    workers = EpisodeWorkers(spawn(count, run_id), config.controller.episode_timeout_s)
+    cleanup.callback(workers.stop)
+    await workers.start(make, config.resources.timeout_s)
+    return make_controller(config, groups, tokenizers, cleanup, partial(SpreadController, workers))
+
+
+def controller_of_worker(
+    config: DictConfig, runner: type[Runner], policies: dict[str, ServedPolicy], cleanup: ExitStack
+) -> Controller:
+    register_runner(config.runner.name)(runner)  # it may be known to the driver's main module alone
+    tokenizers = {name: tokenizer_of(policy.config.actor_rollout_ref.model) for name, policy in policies.items()}
+    return make_controller(config, policies, tokenizers, cleanup)
+
+
+def make_controller(
+    config: DictConfig,
+    groups: dict[str, Any],
+    tokenizers: dict[str, Any],
+    cleanup: ExitStack,
+    kind: Callable[..., Controller] = Controller,
+) -> Controller:
+    return kind(
+        RUNNERS.build(config.runner),
+        config.agents,
+        make_clients(config, groups, tokenizers),
+        build_reward(config, cleanup, in_driver=config.resources.one_process),
+        seed=config.seed,
+        max_prompt_length=config.data.max_prompt_length,
+        settings=config.controller,
+        exchange_every=make_learner(config).exchange_every,
+    )
+
+
+def critic_reader(config: DictConfig, kind: str, policies: list[str]) -> Any:
+    """What the critics read, in the agents' tokenizer or in one of their own. Raises ConfigError for values of tokens of
+    another tokenizer, and for a tokenizer that cannot end an answer."""
+
+    def folder(model: DictConfig) -> str:
+        return str(model.tokenizer_path or model.path)
+
+    own = tokenizer_of(config.critic.model)
+    foreign = {folder(model_config(config, name)) for name in policies} - {folder(config.critic.model)}
+    if foreign and config.critic.level == "token":
+        raise ConfigError(
+            f"critic.level=token values the agents' tokens, and {', '.join(sorted(foreign))} may cut a text into others than "
+            f"the critic's {folder(config.critic.model)}. Set critic.level=turn, or critic.model.path to the agents' model"
+        )
+    if foreign and kind == "utility" and own.eos_token_id is None:
+        raise ConfigError(
+            f"critic.model.path={config.critic.model.path}: its tokenizer has no end-of-text token, where an answer would be "
+            "valued; use another model, or the agents'"
+        )
+    encoder = ChatEncoder(own, config.data.apply_chat_template_kwargs) if foreign and kind != "central" else None
+    return reader(kind, config.critic.level, own, encoder, kind == "utility" and config.learner.share_utilities)
+
+
+def joint_states(config: DictConfig) -> JointStates:
+    """The joint observation for a learner that reads it, in the critics' tokenizer."""
+    return JointStates(tokenizer_of(config.critic.model))
+
+
+async def build(config: DictConfig, cleanup: ExitStack, progress: Any = None) -> Any:
+    """Start every policy's pool, workers and servers, and put the trainer together; ``cleanup`` learns how to end them."""
+    # heavy: imported once the configuration is known to be right
+    from marl.build import critic_reader, joint_states, load_tasks, start_controller, tokenizer_of
+    from marl.cluster.critics import Critics
+    from marl.marl_trainer import MARLTrainer
+
+    if not config.resources.one_process:
+        check_cluster(config)
+    names, run_id = policy_names(config), uuid.uuid4().hex[:8]
+    tokenizers = {name: tokenizer_of(model_config(config, name)) for name in names}
+    loader, validation, total_steps = load_tasks(config, tokenizers)
+    configs = {name: policy_config(config, name, index, run_id, total_steps) for index, name in enumerate(names)}
+    groups, critics = make_groups(config, configs, cleanup)
+    await start_groups(groups, critics)
+    controller = await start_controller(config, groups, tokenizers, run_id, cleanup)
+    learner = make_learner(config)
+    reading = critic_reader(config, learner.critic, names) if critics else None
+    states = joint_states(config) if learner.reads_joint else None
+    values = Critics(critics, reading, states)
+    return MARLTrainer(config, groups, controller, learner, values, loader, validation, total_steps, progress)

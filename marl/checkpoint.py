@@ -1,0 +1,118 @@
+"""What a run leaves on disk: checkpoints (all policies and critics, the learner, the data order and the step, as one unit), and
+its summary."""
+
+import asyncio
+import hashlib
+import json
+import logging
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from marl.preflight.run_folder import RUN
+from marl.report import summary
+from marl.types import Task
+from marl.utils import folders
+from marl.utils.metrics import RunningMean
+
+logger = logging.getLogger(__name__)
+
+
+def fingerprint(tasks: Sequence[Task]) -> str:
+    """Digest of the tasks that a validation plays: its numbers compare with those of the same tasks alone."""
+    content = [[task.id, task.messages, task.ground_truth, task.data_source] for task in tasks]
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+async def save(trainer: Any) -> None:
+    """Write ``global_step_N``, whole or not at all, and drop the oldest of too many."""
+    with folders.writing(trainer.folder, trainer.step_number) as folder:
+        await asyncio.gather(
+            *(group.save(folder / name / "actor") for name, group in trainer.policies.items()),
+            *(group.save(folder / name / "critic") for name, group in trainer.critics.groups.items()),
+            trainer.references.save(folder),
+        )
+        torch.save(trainer.loader.state_dict(), folder / "data.pt")
+        torch.save(trainer.learner.state_dict(), folder / "learner.pt")
+        state: dict[str, Any] = {
+            "sampled_tokens": trainer.sampled_tokens,
+            "turns_per_episode": trainer.turns_per_episode,
+            "step": trainer.step_number,
+            "policies": sorted(trainer.policies),
+            "critics": sorted(trainer.critics.groups),
+            "references": trainer.references.state_dict(),
+            "degenerate": [trainer.degenerate.total, trainer.degenerate.count],
+            "accuracy": trainer.controller.accuracy.state_dict(),
+            "log_prob_gap_max": trainer.log_prob_gap_max,
+            "histories": {data: list(history.items()) for data, history in trainer.histories.items()},
+        }
+        if (trainer.folder / RUN).is_file():
+            shutil.copy(trainer.folder / RUN, folder)
+        folders.write_state(folder, state)
+    folders.prune(trainer.folder, trainer.config.trainer.max_actor_ckpt_to_keep)
+
+
+async def resume(trainer: Any) -> None:
+    """Continue from the newest checkpoint, or the one that is named. Raises ValueError if its policies are others."""
+    settings = trainer.config.trainer
+    if settings.resume_mode == "disable":
+        return
+    found = folders.complete(trainer.folder)
+    named = settings.resume_mode == "resume_path"
+    folder = Path(settings.resume_from_path) if named else found[-1] if found else None
+    if folder is None:
+        return
+    state = folders.read_state(folder)
+    for kind, groups in {"policies": trainer.policies, "critics": trainer.critics.groups}.items():
+        if state[kind] != sorted(groups):
+            raise ValueError(f"{folder} holds the {kind} {state[kind]}, this run has {sorted(groups)}")
+    await asyncio.gather(
+        *(group.load(folder / name / "actor") for name, group in trainer.policies.items()),
+        *(group.load(folder / name / "critic") for name, group in trainer.critics.groups.items()),
+        trainer.references.load(folder, state["references"]),
+    )
+    trainer.loader.load_state_dict(torch.load(folder / "data.pt", weights_only=True))
+    load_learner(trainer, torch.load(folder / "learner.pt", weights_only=True))
+    trainer.step_number, trainer.log_prob_gap_max = state["step"], state["log_prob_gap_max"]
+    trainer.sampled_tokens, trainer.turns_per_episode = state["sampled_tokens"], state["turns_per_episode"]
+    trainer.degenerate = RunningMean(*state["degenerate"])
+    trainer.controller.accuracy.load_state_dict(state["accuracy"])
+    trainer.histories = {data: dict(history) for data, history in state["histories"].items()}
+    logger.warning("resumed from %s", folder)
+
+
+def load_learner(trainer: Any, state: dict[str, Any]) -> None:
+    """Raises ValueError for another learner's state, unless ``trainer.resume_changes`` allows another learner: that begins
+    anew."""
+    try:
+        trainer.learner.load_state_dict(state)
+    except ValueError as error:
+        if not any(key.split(".")[0] == "learner" for key in trainer.config.trainer.resume_changes):
+            raise
+        logger.warning("the learner begins anew: %s", error)
+
+
+def summarise(trainer: Any) -> None:
+    """Write ``summary.json`` and ``curves.png``, where anything was validated."""
+    if not trainer.history:
+        return
+    seconds = time.time() - psutil.Process().create_time()  # of the driver, its start-up included
+    result = summary.summarise(
+        trainer.history,
+        steps=trainer.step_number,
+        seconds=seconds,
+        seed=trainer.config.seed,
+        log_prob_gap_max=trainer.log_prob_gap_max,
+        sampled_tokens=trainer.sampled_tokens,
+        degenerate_groups=trainer.degenerate.mean,
+        baselines=trainer.baselines,
+    )
+    folder = trainer.report_folder
+    folder.mkdir(parents=True, exist_ok=True)
+    summary.write_json(result, folder / "summary.json")
+    summary.plot(trainer.history, folder / "curves.png")

@@ -1,0 +1,89 @@
+"""The workers of one critic, as the trainer and the learners see them."""
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+
+from marl.cluster.worker_group import WorkerGroup, first_rows, flatten_metrics
+from marl.modules.models import load_config
+from marl.types import Metrics
+
+
+class CriticGroup(WorkerGroup):
+    """Implements :class:`marl.types.CriticGroup` over a group of :class:`marl.cluster.workers.critic_worker.CriticWorker`."""
+
+    kind = "critic"
+
+    @property
+    def critic(self) -> Any:
+        return self.config.critic
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row that it can read: of a micro-batch, and of its model's context."""
+        return min(self.critic.ppo_max_token_len_per_gpu, self._context)
+
+    @cached_property
+    def _context(self) -> int:
+        model = load_config(self.critic.model, "critic.model").get_text_config()
+        return getattr(model, "max_position_embeddings", None) or self.critic.ppo_max_token_len_per_gpu
+
+    FORWARD_KEYS = ("input_ids", "position_ids", "read_at")
+
+    async def compute_values(self, rows: TensorDict) -> Tensor:
+        """Values under the current weights, ragged like ``read_at``. Raises ValueError for a row that is too long."""
+        return await self._values(self.workers.compute_values, rows)
+
+    async def compute_targets(self, rows: TensorDict) -> Tensor:
+        """The same under the weights of the last renewal."""
+        return await self._values(self.workers.compute_targets, rows)
+
+    async def _values(self, method: Any, rows: TensorDict) -> Tensor:
+        size = len(rows)
+        self._must_fit(rows)
+        rows = rows.select(*self.FORWARD_KEYS)
+        rows["value_mask"] = ones_like(rows["read_at"])
+        rows = self._for_workers(with_loss_mask(rows), compute_loss=False, temperature=1.0)
+        values = (await self._call("values", method, rows))["values"]
+        return first_rows(values, size) if len(rows) > size else values
+
+    async def renew_target(self) -> None:
+        await self._all("renewing its target", self.workers.renew_target)
+
+    async def update_critic(self, rows: TensorDict) -> Metrics:
+        wanted = self.config.data.train_batch_size // self.critic.ppo_mini_batch_size
+        rows = rows.select(*self.FORWARD_KEYS, "values", "returns", "value_mask")
+        return await self._update(self.mini_batches(with_loss_mask(rows), wanted, self.critic))
+
+    async def descend(self, rows: TensorDict, last: bool) -> Metrics:
+        rows = rows.select(*self.FORWARD_KEYS, "gradients", "value_mask")
+        rows = self.mini_batches(with_loss_mask(rows), 1, self.critic)
+        tu.assign_non_tensor(rows, epochs=1, last_pass=last)  # derivatives hold at the weights they were taken at
+        return await self._update(rows)
+
+    async def _update(self, rows: TensorDict) -> Metrics:
+        tu.assign_non_tensor(rows, temperature=1.0)
+        output = await self._call("update", self.workers.update_critic, rows)
+        return flatten_metrics(tu.get(output, "metrics"))
+
+    def _must_fit(self, rows: TensorDict) -> None:
+        longest = int(rows["input_ids"].offsets().diff().max())
+        if longest > self.longest:
+            raise ValueError(
+                f"critic {self.name!r} reads an observation of {longest} tokens, critic.ppo_max_token_len_per_gpu and its "
+                f"model's context allow {self.longest}; raise the former, or shorten the conversation"
+            )
+
+
+def ones_like(nested: Tensor) -> Tensor:
+    return torch.nested.nested_tensor_from_jagged(torch.ones_like(nested.values()), offsets=nested.offsets())  # type: ignore[attr-defined]
+
+
+def with_loss_mask(rows: TensorDict) -> TensorDict:
+    """verl counts what a loss is averaged over by ``loss_mask``."""
+    rows["loss_mask"] = rows["value_mask"]
+    return rows

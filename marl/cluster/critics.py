@@ -1,0 +1,92 @@
+"""The critics of a run: their workers, and what they read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tensordict import TensorDict
+
+from marl.batch.critic_inputs import CentralTokens, CentralTurns, LocalTokens, LocalTurns
+from marl.batch.joint import JointBatch
+from marl.batch.utility_inputs import JointStates, UtilityTurns
+from marl.batch.values import place_values, policies_read
+from marl.cluster.critic_group import CriticGroup
+from marl.runners import ContextOverflow
+from marl.types import CriticName, Episode
+
+if TYPE_CHECKING:
+    from marl.controller.chat import ChatEncoder
+
+
+class Reader(Protocol):
+    """Makes of a step's episodes the rows of every critic."""
+
+    def rows(self, episodes: Sequence[Episode], batch: JointBatch) -> dict[CriticName, TensorDict]: ...
+
+
+def reader(kind: str, level: str, tokenizer: Any, encoder: ChatEncoder | None, shared: bool = False) -> Reader:
+    """What critics of a kind (local, central, utility) and level (turn, token) read.
+
+    ``encoder`` is that of a tokenizer of the critic's own; None where it has the policies'. ``shared``: one utility for all.
+    """
+    if kind == "utility":
+        return UtilityTurns(shared, encoder.encode, encoder.answer) if encoder else UtilityTurns(shared)
+    if kind == "local":
+        return LocalTurns(encoder.encode if encoder else None) if level == "turn" else LocalTokens()
+    return CentralTurns(tokenizer) if level == "turn" else CentralTokens(tokenizer)
+
+
+class Critics:
+    """None of them, where the learner has no critic."""
+
+    def __init__(
+        self,
+        groups: Mapping[CriticName, CriticGroup],
+        reader: Reader | None = None,
+        states: JointStates | None = None,
+    ) -> None:
+        """``states`` where the learner reads the joint observation itself."""
+        self.groups, self.reader, self.states = groups, reader, states
+
+    def read(self, episodes: Sequence[Episode], batch: JointBatch) -> None:
+        """Put what every critic reads into the batch."""
+        if self.reader is not None:
+            batch.value_rows = self.reader.rows(episodes, batch)
+        if self.states is not None:
+            batch.joint_ids = self.states.ids(episodes, batch)
+
+    def too_long(self, batch: JointBatch) -> dict[int, ContextOverflow]:
+        """The episodes of a batch of which a critic would read more than it can, by their number, each with why."""
+        found: dict[int, ContextOverflow] = {}
+        for name, rows in batch.value_rows.items():
+            limit = self.groups[name].longest
+            lengths = rows["input_ids"].offsets().diff().tolist()
+            for length, episode in zip(lengths, episodes_of(batch, name), strict=True):
+                if length > limit:
+                    found[episode] = ContextOverflow(
+                        f"critic {name!r} would read {length} tokens, critic.ppo_max_token_len_per_gpu and its model's context "
+                        f"allow {limit}; raise the former, or shorten the conversation"
+                    )
+        return found
+
+    async def value(self, episodes: Sequence[Episode], batch: JointBatch) -> None:
+        """Let every critic value what it reads, all at the same time; the values lie in the batch then."""
+        if self.reader is None:
+            return
+        if not batch.value_rows:
+            self.read(episodes, batch)
+        names = list(batch.value_rows)
+        results = await asyncio.gather(*(self.groups[name].compute_values(batch.value_rows[name]) for name in names))
+        for name, values in zip(names, results, strict=True):
+            place_values(batch, name, values)
+
+
+def episodes_of(batch: JointBatch, critic: CriticName) -> list[int]:
+    """The episode of each of a critic's rows."""
+    cells_an_episode = batch.mask_ERA[0].numel()
+    rows = batch.value_rows[critic]
+    read = [rows] if "turn_index" in rows else [batch.rows[name] for name in policies_read(batch, critic)]
+    cells = [index[index >= 0][0] for part in read for index in part["turn_index"].unbind()]
+    return [int(cell) // cells_an_episode for cell in cells]

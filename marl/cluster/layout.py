@@ -1,0 +1,106 @@
+"""What a run consists of: a worker group for every policy and every critic, where each lives, and with which settings."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from marl.batch.utility_inputs import SHARED
+from marl.config.checks import policy_names
+from marl.config.policies import own_settings, trained_policies
+from marl.learners import LEARNERS
+from marl.utils.seeding import derive_seed
+
+
+def pool_of(config: DictConfig, policy: str) -> str:
+    named = (config.policies.get(policy) or {}).get("pool")
+    return named or ("shared" if config.resources.placement.name == "colocated" else policy)
+
+
+def critic_names(config: DictConfig) -> list[str]:
+    """A local critic for every policy that is trained, of its name; one central critic, or shared utility, for all."""
+    kind = LEARNERS.get(config.learner.name).critic
+    if kind == "none":
+        return []
+    if kind == "utility" and config.learner.share_utilities:
+        return [SHARED]
+    return ["central"] if kind == "central" else trained_policies(config.agents)
+
+
+def critic_pool(config: DictConfig, critic: str) -> str:
+    """Beside the policies where they are colocated; else a pool of its own."""
+    named = config.resources.critic_pool
+    return named or ("shared" if config.resources.placement.name == "colocated" else f"{critic}_critic")
+
+
+def pool_ranks(config: DictConfig) -> dict[str, int]:
+    """Ranks of every pool."""
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    pools = [pool_of(config, name) for name in policy_names(config)]
+    return dict.fromkeys([*pools, *(critic_pool(config, name) for name in critic_names(config))], ranks)
+
+
+def model_config(config: DictConfig, policy: str) -> Any:
+    return own_settings(config, policy).model
+
+
+def policy_config(config: DictConfig, name: str, index: int, run_id: str, total_steps: int) -> Any:
+    """The whole configuration with one policy's ``actor_rollout_ref``: a copy, since verl's workers change theirs."""
+    own = OmegaConf.create(OmegaConf.to_container(config, resolve=True, enum_to_str=True))
+    from marl.rollout.vllm_sglang import OFFSET
+
+    custom = {"policy": name, "run_id": run_id, "replica_offset": index * OFFSET}
+    with open_dict(own):
+        own.actor_rollout_ref = own_settings(own, name)
+        own.actor_rollout_ref.rollout.custom = (own.actor_rollout_ref.rollout.get("custom") or {}) | custom
+        own.actor_rollout_ref.actor.optim.total_training_steps = total_steps
+        own.critic.optim.total_training_steps = total_steps
+        if own.algorithm.rollout_correction.bypass_mode:  # as verl's apply_bypass_mode does
+            own.actor_rollout_ref.actor.policy_loss.rollout_correction = own.algorithm.rollout_correction
+            own.actor_rollout_ref.actor.policy_loss.loss_mode = "bypass_mode"
+    return own
+
+
+def critic_config(config: DictConfig) -> DictConfig:
+    """verl's ``critic``, without our keys beside it."""
+    return OmegaConf.masked_copy(config.critic, [key for key in config.critic if key != "level"])
+
+
+def needs_reference(config: DictConfig) -> bool:
+    """Whether a policy's workers hold a reference: with adapters it is the policy without them."""
+    wanted = config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+    return bool(wanted) and not config.actor_rollout_ref.model.lora_rank
+
+
+@dataclass(frozen=True)
+class Part:
+    """What runs as one worker group: a policy's workers or a critic's."""
+
+    name: str
+    pool: str
+    worker: type
+    arguments: dict[str, Any]
+    is_critic: bool = False
+
+    @property
+    def key(self) -> str:
+        return f"{self.name}_critic" if self.is_critic else self.name
+
+
+def parts_of(config: DictConfig, configs: dict[str, DictConfig]) -> list[Part]:
+    from marl.cluster.workers.critic_worker import CriticWorker
+    from marl.cluster.workers.policy_worker import PolicyWorker
+
+    parts = []
+    for name, own in configs.items():
+        held = name in trained_policies(config.agents) and needs_reference(own)
+        role = "actor_rollout_ref" if held else "actor_rollout"
+        arguments = {"config": own.actor_rollout_ref, "role": role}
+        parts.append(Part(name, pool_of(config, name), PolicyWorker, arguments))
+    for name in critic_names(config):
+        arguments = {
+            "config": critic_config(next(iter(configs.values()))),
+            "seed": derive_seed(config.seed, "critic", name),
+        }
+        parts.append(Part(name, critic_pool(config, name), CriticWorker, arguments, is_critic=True))
+    return parts

@@ -1,0 +1,134 @@
+"""A run in one process, without Ray: the same workers, servers, runners and learners, called directly.
+
+``breakpoint()`` works in each of them. One rank a policy, and the ``hf`` rollout.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.device import get_device_name
+
+from marl.cluster.policy_group import RayPolicyGroup
+from marl.cluster.workers.policy_worker import process_group_backend
+from marl.rollout.decoding import Answer, Request, decode
+from marl.rollout.hf import LOCAL_SERVERS, HFServer, server_name
+from marl.rollout.servers import TickClient
+from marl.rollout.vllm_sglang import replica_offset
+
+ONE_RANK = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "RAY_LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
+"""What verl's workers read of their place in the world. No port is opened: the store is in memory."""
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """A world of one rank in this process, for as long as the block lasts."""
+    before = {key: os.environ.get(key) for key in ONE_RANK}
+    os.environ.update(ONE_RANK)
+    started = not torch.distributed.is_initialized()
+    if started:
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group(process_group_backend(), store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        if started:
+            torch.distributed.destroy_process_group()
+        for key, value in before.items():
+            if value is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = value
+
+
+class Done:
+    """A result that is there: verl's future, and the list of futures of a call to every rank."""
+
+    futures: list = []
+
+    def __init__(self, result: Any) -> None:
+        self.result = result
+
+    def get(self) -> Any:
+        return self.result
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+class LocalWorkers:
+    """One worker, with the surface of verl's worker group."""
+
+    world_size = 1
+    workers: list = []
+    """Ray's actors: there is none to end."""
+
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
+
+    def __getattr__(self, name: str) -> Callable[..., Done]:
+        method = getattr(self.worker, name)
+        return lambda *arguments, **settings: Done(method(*arguments, **settings))
+
+
+class LocalHandle:
+    """An object with the surface of a Ray actor's handle: ``handle.method.remote(…)`` gives something to await."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def __getattr__(self, name: str) -> Any:
+        return _LocalMethod(getattr(self._target, name))
+
+
+class _LocalMethod:
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self.remote = method
+
+
+class LocalServer(HFServer):
+    """Decodes where it stands: the event loop waits, and a debugger has the terminal."""
+
+    async def _decode(self, requests: list[Request]) -> list[Answer]:
+        return decode(self.model, requests, self.pad_id, self.tokenizer.decode)
+
+
+class LocalServers:
+    """The one server of a policy, with the surface of :class:`marl.rollout.servers.PolicyServers`."""
+
+    def __init__(self, config: Any) -> None:
+        self.config, rollout = config, omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+        self.name = server_name(rollout, replica_offset(rollout))
+        model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
+        self.server_handles = [LocalHandle(LocalServer(rollout, model, get_device_name()))]
+        LOCAL_SERVERS[self.name] = self.server_handles[0]
+
+    def client(self) -> TickClient:
+        return TickClient(self.config, None, servers=self.server_handles)
+
+
+class LocalPolicyGroup(RayPolicyGroup):
+    async def start_servers(self) -> None:
+        self.servers: Any = LocalServers(self.config)
+
+    async def free_servers(self) -> None:
+        """Nothing to free: there is one model for the trainer and one for the server, and both stay."""
+
+    async def sync_weights(self, step: int) -> None:
+        update = self.workers.worker.update_weights(global_steps=step, mode="naive")
+        await self._wait(f"syncing the weights of step {step}", update)
+
+    def stop(self) -> None:
+        if hasattr(self, "servers"):
+            del LOCAL_SERVERS[self.servers.name]

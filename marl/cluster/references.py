@@ -1,0 +1,61 @@
+"""Every policy's distance to its reference, and of its servers to its trainer."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from marl.batch.joint import JointBatch
+from marl.batch.kl import KLInReward, correct
+from marl.batch.rows import drop_rejected
+from marl.cluster.policy_group import RayPolicyGroup
+from marl.config.policies import trained_policies
+from marl.types import Metrics, PolicyName
+
+
+class References:
+    """Asks the references of the policies that have one, and corrects for the servers' distance where that is asked for."""
+
+    def __init__(self, config: Any, policies: Mapping[PolicyName, RayPolicyGroup]) -> None:
+        self.algorithm, self.update_freq = config.algorithm, config.trainer.ref_update_freq
+        in_reward = config.algorithm.use_kl_in_reward
+        trained = trained_policies(config.agents)
+        self.groups = {name: policies[name] for name in trained if in_reward or policies[name].actor.use_kl_loss}
+        self.penalties = {name: KLInReward(config.algorithm) for name in self.groups} if in_reward else {}
+        correction = config.algorithm.rollout_correction
+        # in bypass mode the loss itself corrects
+        self.corrects = bool((correction.rollout_is or correction.rollout_rs) and not correction.bypass_mode)
+
+    async def compare(self, batch: JointBatch) -> dict[PolicyName, Metrics]:
+        """Write ``ref_log_prob``, ``kl_penalty`` and ``rollout_is_weights`` into the rows, each where it is asked for."""
+        metrics: dict[PolicyName, Metrics] = {name: {} for name in batch.rows}
+        names = [name for name in batch.rows if name in self.groups]
+        results = await asyncio.gather(*(self.groups[name].compute_ref_log_prob(batch.rows[name]) for name in names))
+        for name, output in zip(names, results, strict=True):
+            batch.rows[name]["ref_log_prob"] = output["log_probs"]
+            if name in self.penalties:
+                metrics[name] |= self.penalties[name].penalise(batch.rows[name])
+        if self.corrects:
+            for name, rows in batch.rows.items():
+                metrics[name] |= correct(rows, self.algorithm.rollout_correction)
+            drop_rejected(batch)
+        return metrics
+
+    async def renew(self, step: int) -> None:
+        """Give every reference its policy's weights, every ``trainer.ref_update_freq`` steps."""
+        if self.update_freq > 0 and step % self.update_freq == 0:
+            await asyncio.gather(*(group.renew_reference() for group in self.groups.values()))
+
+    async def save(self, folder: Path) -> None:
+        """References that are renewed; the others are the model's first weights, which are on disk."""
+        if self.update_freq > 0:
+            await asyncio.gather(*(group.save_reference(folder / name / "ref") for name, group in self.groups.items()))
+
+    async def load(self, folder: Path, state: Mapping[str, Any]) -> None:
+        saved = [name for name in self.groups if (folder / name / "ref").is_dir()]
+        await asyncio.gather(*(self.groups[name].load_reference(folder / name / "ref") for name in saved))
+        for name in set(self.penalties) & set(state):
+            self.penalties[name].load_state_dict(state[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: penalty.state_dict() for name, penalty in self.penalties.items()}

@@ -1,0 +1,97 @@
+"""The session of a run: a Ray cluster, or one process."""
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import marl.platform.cpu  # isort: skip - registers the platform before anything of verl asks for one
+import ray
+from omegaconf import DictConfig, OmegaConf
+from verl.plugin.platform import PlatformRegistry, get_platform, set_platform
+
+import marl.config.schema  # noqa: F401 - registers our groups
+from marl.cluster.layout import (
+    pool_ranks,
+)
+from marl.config.errors import ConfigError
+
+
+def session(config: DictConfig) -> AbstractContextManager[None]:
+    """Where workers and servers live while the run lasts: a Ray cluster, or this process alone."""
+    return local_session(config) if config.resources.one_process else ray_session(config)
+
+
+@contextmanager
+def local_session(config: DictConfig) -> Iterator[None]:
+    """This process alone (``resources.one_process``)."""
+    use_platform(config.trainer.device)
+    os.environ.setdefault("MARL_PROCESS_GROUP_TIMEOUT", str(config.resources.process_group_timeout_s))
+    from marl.cluster.local import one_process
+
+    with one_process():
+        yield
+
+
+@contextmanager
+def ray_session(config: DictConfig) -> Iterator[None]:
+    """Join the cluster of ``RAY_ADDRESS``, or start one on this machine; what was started here is stopped at the end."""
+    environment = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "VERL_LOGGING_LEVEL": os.environ.get("VERL_LOGGING_LEVEL", "WARN"),
+    }
+    environment["MARL_PROCESS_GROUP_TIMEOUT"] = str(config.resources.process_group_timeout_s)
+    environment["VERL_PLATFORM"] = use_platform(config.trainer.device)
+    if config.trainer.device == "cpu":
+        environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    modules = [name for name in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if name]
+    environment["VERL_USE_EXTERNAL_MODULES"] = ",".join(dict.fromkeys(["marl.platform.cpu", *modules]))
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+    started = not ray.is_initialized()
+    if started:
+        ray.init(log_to_driver=False, **ray_arguments(config, environment))
+    try:
+        yield
+    finally:
+        if started:
+            ray.shutdown()
+
+
+def use_platform(device: str) -> str:
+    """Tell verl in this process which platform the run is for, and return its name for the others.
+
+    The driver may sit on a node without the accelerator that the workers have.
+    """
+    platform = fitting_platform(device)
+    if get_platform().device_name != device:
+        set_platform(platform())
+    return next(name for name, known in platforms().items() if type(get_platform()) is known)
+
+
+def platforms() -> dict[str, Any]:
+    return {name: PlatformRegistry.get(name) for name in PlatformRegistry.registered_names()}
+
+
+def fitting_platform(device: str) -> Any:
+    fitting = {platform().device_name: platform for platform in reversed(platforms().values())}
+    if device not in fitting:
+        raise ConfigError(
+            f"trainer.device={device}: verl knows no such device; expected one of {', '.join(sorted(fitting))}, of its "
+            f"platforms {', '.join(platforms())}"
+        )
+    return fitting[device]
+
+
+def ray_arguments(config: DictConfig, environment: dict[str, str]) -> dict[str, Any]:
+    """``ray_kwargs.ray_init`` with our defaults and our environment for all processes."""
+    given: Any = OmegaConf.to_container(config.ray_kwargs.ray_init)
+    runtime_env = {key: value for key, value in (given.pop("runtime_env", None) or {}).items() if value is not None}
+    given["runtime_env"] = runtime_env | {"env_vars": (runtime_env.get("env_vars") or {}) | environment}
+    cpus = given.pop("num_cpus", None)
+    if os.environ.get("RAY_ADDRESS"):
+        return {"address": os.environ["RAY_ADDRESS"]} | given
+    arguments: dict[str, Any] = {"address": "local", "include_dashboard": False} | given
+    if cpus is None and config.trainer.device == "cpu":
+        # Ray's CPUs are a count, not cores: a laptop may run more ranks than it has cores, if more slowly
+        cpus = max(os.cpu_count() or 1, sum(pool_ranks(config).values()))
+    return arguments | ({"num_cpus": cpus} if cpus is not None else {})

@@ -1,0 +1,141 @@
+"""What the groups of workers of a policy and of a critic have in common: awaitable calls with deadlines."""
+
+import asyncio
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import ray
+import torch
+from ray.exceptions import RayError
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.utils.metric import reduce_metrics
+
+from marl.batch.build import pad_rows
+from marl.cluster.failures import group_failed
+from marl.types import Metrics
+from marl.utils.deadlines import within
+
+T = TypeVar("T")
+BUSY_PHASES = ("log_probs", "ref_log_probs", "values", "update")
+SERVER_PHASES = ("collect", "replay")
+
+
+class WorkerGroup:
+    """verl's worker group behind ``workers``, or one worker in this process (``marl.cluster.local``)."""
+
+    kind: ClassVar[str]
+
+    def __init__(
+        self, name: str, config: Any, workers: Any, pool: str, timeout: float, lock: asyncio.Lock | None = None
+    ) -> None:
+        """``lock`` is that of the pool: groups of one pool share processes and their collectives, and Ray does not promise
+        that every rank takes two groups' calls in the same order."""
+        self.name, self.config, self.workers, self.pool, self.timeout = name, config, workers, pool, timeout
+        self.in_turn: AbstractAsyncContextManager = lock if lock and workers.world_size > 1 else nullcontext()
+        self.busy_seconds: dict[str, float] = {}
+        """What the slowest rank, or the server, spent computing, by phase of the current step."""
+
+    async def start_workers(self) -> None:
+        """Load the model in every rank."""
+        await self._all("loading its model", self.workers.init_model)
+
+    async def save(self, folder: Path) -> None:
+        await self._all(f"saving to {folder}", self.workers.save_checkpoint, str(folder), None, 0, None)
+
+    async def load(self, folder: Path) -> None:
+        await self._all(f"loading {folder}", self.workers.load_checkpoint, str(folder), None, False)
+
+    def stop(self) -> None:
+        """End the workers."""
+        for actor in self.workers.workers:
+            ray.kill(actor)
+
+    def mini_batches(self, rows: TensorDict, wanted: int, settings: Any) -> TensorDict:
+        """Rows that divide among mini-batches and ranks, with what verl asks for to optimise over them."""
+        size = len(rows)
+        count = even_mini_batches(size, wanted, self.workers.world_size)
+        rows = self._for_workers(rows, count)
+        tu.assign_non_tensor(
+            rows,
+            global_batch_size=size / count,  # of the real rows: what padding adds weighs nothing
+            mini_batch_size=len(rows) // count,
+            epochs=settings.ppo_epochs,
+            seed=settings.data_loader_seed,
+            dataloader_kwargs={"shuffle": settings.shuffle},
+        )
+        return rows
+
+    def _for_workers(self, rows: TensorDict, mini_batches: int = 1, **settings: Any) -> TensorDict:
+        """Rows that divide among the ranks and mini-batches, with what verl's engines ask for."""
+        rows = pad_rows(rows, mini_batches * self.workers.world_size).copy()
+        if settings:
+            tu.assign_non_tensor(rows, **settings)
+        return rows
+
+    async def _all(self, what: str, method: Any, *arguments: Any) -> None:
+        """Call a method of every rank and wait for all of them."""
+        async with self.in_turn:
+            await self._wait(what, asyncio.gather(*method(*arguments)))
+
+    async def _call(self, phase: str, method: Any, rows: TensorDict) -> TensorDict:
+        """Give every rank its part of the rows and wait for verl's future without blocking the loop."""
+        async with self.in_turn:
+            future = method(rows)
+            await self._wait(f"computing {phase}", asyncio.gather(*future.futures))
+        output = future.get()
+        seconds = float(np.max(tu.get(output, "metrics")["worker_seconds"]))
+        self.busy_seconds[phase] = self.busy_seconds.get(phase, 0.0) + seconds
+        return output
+
+    async def _wait(self, what: str, work: Awaitable[T]) -> T:
+        try:
+            return await within(self.timeout, f"{self.kind} {self.name!r}: {what}", work)
+        except RayError as error:
+            raise group_failed(f"{self.kind} {self.name!r}", what, error) from error
+
+
+def throughput(
+    policies: Sequence[WorkerGroup], critics: Sequence[WorkerGroup], turns: float, seconds: float
+) -> Metrics:
+    """A step's length, and the share of it in which neither a server nor a worker computed."""
+    groups = [*policies, *critics]
+    busy = sum(max(seconds_by_pool(groups, phase).values()) for phase in BUSY_PHASES)
+    for phase in SERVER_PHASES:
+        busy += max(group.busy_seconds.get(phase, 0.0) for group in policies)  # a server each
+    return {
+        "timing_s/step": seconds,
+        "perf/turns_per_second": turns / seconds,
+        "perf/busy_seconds": busy,
+        "perf/overhead_share": 1.0 - busy / seconds,
+    }
+
+
+def seconds_by_pool(groups: Iterable[WorkerGroup], phase: str) -> dict[str, float]:
+    """Computing seconds: groups of one pool share its processes, pools work beside one another."""
+    pools: dict[str, float] = {}
+    for group in groups:
+        pools[group.pool] = pools.get(group.pool, 0.0) + group.busy_seconds.get(phase, 0.0)
+    return pools
+
+
+def even_mini_batches(rows: int, wanted: int, ranks: int) -> int:
+    """How many mini-batches: as many as wanted, or fewer where one of them would hold nothing but padding."""
+    for count in range(min(wanted, max(1, rows // ranks)), 1, -1):
+        size = -(-rows // (count * ranks)) * ranks
+        if (count - 1) * size < rows:
+            return count
+    return 1
+
+
+def first_rows(nested: Any, size: int) -> torch.Tensor:
+    end = int(nested.offsets()[size])
+    return torch.nested.nested_tensor_from_jagged(nested.values()[:end], offsets=nested.offsets()[: size + 1])
+
+
+def flatten_metrics(metrics: Mapping[str, Any]) -> Metrics:
+    """verl's lists of numbers of micro-batches and ranks, each to one number by verl's rule."""
+    return {key: float(value) for key, value in reduce_metrics(dict(metrics)).items() if np.ndim(value) == 0}

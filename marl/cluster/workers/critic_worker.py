@@ -1,0 +1,121 @@
+"""The FSDP worker of one critic: verl's training worker with a value model."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from tensordict import TensorDict
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import TrainingWorkerConfig
+
+from marl.cluster.workers.critic_loss import critic_loss, read_values
+from marl.cluster.workers.policy_worker import EngineWorker, shards, timed
+from marl.utils.garbage import settle
+
+
+def critic_settings(config: DictConfig) -> Any:
+    """verl's critic dataclass, with the engine's micro-batch sizes that verl's own trainer copies by hand."""
+    settings = omega_conf_to_dataclass(config)
+    engine = settings.engine
+    engine.use_dynamic_bsz = settings.use_dynamic_bsz
+    engine.max_token_len_per_gpu = settings.ppo_max_token_len_per_gpu
+    engine.infer_max_token_len_per_gpu = settings.ppo_max_token_len_per_gpu
+    engine.micro_batch_size_per_gpu = settings.ppo_micro_batch_size_per_gpu
+    engine.infer_micro_batch_size_per_gpu = settings.ppo_micro_batch_size_per_gpu
+    return settings
+
+
+class CriticWorker(EngineWorker):
+    target: dict[str, torch.Tensor] | None = None
+    """This rank's shards of the weights that the last renewal kept."""
+
+    def __init__(self, config: DictConfig, seed: int) -> None:
+        self.settings, self.seed = critic_settings(config), seed
+        super().__init__(
+            TrainingWorkerConfig(
+                model_type="value_model",
+                model_config=self.settings.model,
+                engine_config=self.settings.engine,
+                optimizer_config=self.settings.optim,
+                checkpoint_config=self.settings.checkpoint,
+                profiler_config=None,
+            )
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def init_model(self) -> None:
+        torch.manual_seed(self.seed)  # the value head is drawn
+        self.reset()
+        self.set_loss_fn(partial(critic_loss, self.settings))
+        settle()
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
+    def compute_values(self, data: TensorDict) -> TensorDict | None:
+        """``values``, ragged like ``read_at``."""
+        started = time.perf_counter()
+        output = self.infer_batch(data)
+        if output is None:
+            return None  # a rank whose outputs another one collects
+        return tu.get_tensordict({"values": read_values(output["values"], data)}, {"metrics": timed(output, started)})
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
+    def compute_targets(self, data: TensorDict) -> TensorDict | None:
+        """The same under the target's weights."""
+        with self._target_weights():
+            return self.compute_values(data)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def renew_target(self) -> None:
+        self.target = {name: shard.detach().clone() for name, shard in shards(self)}
+
+    @contextmanager
+    def _target_weights(self) -> Iterator[None]:
+        self._exchange_target()
+        try:
+            yield
+        finally:
+            self._exchange_target()
+
+    def _exchange_target(self) -> None:
+        """Each rank its own shards: no other weight is moved, and no second model is held."""
+        if self.target is None:
+            raise ValueError("the critic has no target yet: renew_target keeps one")
+        with torch.no_grad():
+            for name, shard in shards(self):
+                current = shard.clone()
+                shard.copy_(self.target[name])
+                self.target[name].copy_(current)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
+    def update_critic(self, data: TensorDict) -> TensorDict | None:
+        started = time.perf_counter()
+        output = self.train_mini_batch(data)
+        return None if output is None else tu.get_tensordict({}, {"metrics": timed(output, started)})
+
+    def train_batch(self, data: TensorDict) -> TensorDict | None:
+        """verl's; where a step has several passes, the learning rate moves on after the last."""
+        if tu.get(data, "last_pass") is False:
+            tu.assign_non_tensor(data, update_lr_scheduler=False)
+        return super().train_batch(data)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        super().save_checkpoint(local_path, *args, **kwargs)
+        if self.target is not None:
+            torch.save(self.target, self._target_file(local_path))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        super().load_checkpoint(local_path, *args, **kwargs)
+        if self._target_file(local_path).is_file():
+            self.target = torch.load(self._target_file(local_path), weights_only=True)
+
+    def _target_file(self, folder: str) -> Path:
+        return Path(folder) / f"target_world_size_{self.world_size}_rank_{self.rank}.pt"

@@ -1,0 +1,205 @@
+"""The FSDP worker of one policy: verl's actor, rollout adapter and reference, called without blocking the driver."""
+
+import os
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf, open_dict
+from tensordict import TensorDict
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+
+import marl.platform.engine
+import marl.rollout.hf
+import marl.rollout.vllm_sglang  # noqa: F401 - these three register the CPU's engines and our rollout backends
+from marl.cluster.workers import lora
+from marl.utils.garbage import settle
+
+PG_TIMEOUT_SECONDS = "MARL_PROCESS_GROUP_TIMEOUT"
+
+
+def ensure_process_group() -> None:
+    """gloo for a CPU: verl would ask for ``cpu:gloo,cpu:gloo``, which torch refuses; it skips what is there already."""
+    if get_device_name() != "cpu" or torch.distributed.is_initialized():
+        return
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.distributed.init_process_group(
+        process_group_backend(),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=float(os.environ[PG_TIMEOUT_SECONDS])),
+    )
+
+
+def process_group_backend() -> str:
+    return "cpu:gloo" if get_device_name() == "cpu" else f"cpu:gloo,{get_device_name()}:nccl"
+
+
+class EngineWorker(TrainingWorker):
+    def __init__(self, config: Any) -> None:
+        ensure_process_group()
+        super().__init__(config)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """verl's; but learning rate, weight decay and the like stay the configuration's, which a resumed run may change: the
+        saved optimizer and schedule hold the former ones."""
+        optimizer, schedule = self.engine.optimizer, self.engine.lr_scheduler
+        settings = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
+        base_lrs = list(schedule.base_lrs)
+        super().load_checkpoint(*args, **kwargs)
+        schedule.base_lrs = base_lrs
+        for group, own, base, factor in zip(
+            optimizer.param_groups, settings, base_lrs, schedule.lr_lambdas, strict=True
+        ):
+            group.update(own, lr=base * factor(schedule.last_epoch))
+
+
+class PolicyWorker(ActorRolloutRefWorker):
+    """Overrides change one thing of verl's methods: they return at once, so that policies work at the same time."""
+
+    role: str
+    actor_worker_cls = EngineWorker
+    ref_worker_cls = EngineWorker
+
+    def __init__(self, config: Any, role: str, **kwargs: Any) -> None:
+        super().__init__(config, role, **kwargs)
+        ensure_process_group()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def init_model(self) -> None:
+        """verl's, part by part where there is a reference: its model may be another than the policy's."""
+        role, model = self.role, self.config.model
+        if self._is_ref:
+            self.role, self.config.model = "ref", reference_model(self.config)
+            super().init_model()
+            self.role, self.config.model = "actor_rollout", model
+        super().init_model()
+        self.role = role
+        if lora.has_adapters(self.actor.engine):
+            dtype = getattr(torch, self.config.rollout.dtype)
+            self.actor.engine._merged_lora_per_tensor_param = partial(lora.merged_parameters, self.actor.engine, dtype)
+        settle()
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
+    def compute_log_prob(self, data: TensorDict) -> TensorDict | None:
+        """``log_probs`` and ``entropy`` of the responses alone, ragged like ``responses``."""
+        started = time.perf_counter()
+        return log_probs_of(super().compute_log_prob(data), data, started)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
+    def compute_ref_log_prob(self, data: TensorDict) -> TensorDict | None:
+        """The same under the reference: its own weights, or the policy's without its adapters."""
+        started = time.perf_counter()
+        if self._is_ref:
+            return log_probs_of(super().compute_ref_log_prob(data), data, started)
+        data = data.copy()
+        tu.assign_non_tensor(data, no_lora_adapter=True)
+        return log_probs_of(super().compute_log_prob(data), data, started)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def renew_reference(self) -> None:
+        """Copy the policy's weights into the reference, each rank its own shards."""
+        with torch.no_grad():
+            for (name, kept), (other, new) in zip(*(shards(part) for part in (self.ref, self.actor)), strict=True):
+                if name != other:
+                    raise ValueError(
+                        f"the reference has {name} where the policy has {other}: models of one kind are needed"
+                    )
+                kept.copy_(new)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def save_reference(self, folder: str) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        torch.save(dict(shards(self.ref)), self._reference_file(folder))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def load_reference(self, folder: str) -> None:
+        saved = torch.load(self._reference_file(folder), weights_only=True)
+        with torch.no_grad():
+            for name, kept in shards(self.ref):
+                kept.copy_(saved[name])
+
+    def _reference_file(self, folder: str) -> Path:
+        return Path(folder) / f"model_world_size_{self.world_size}_rank_{self.rank}.pt"
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
+    def update_actor(self, data: TensorDict) -> TensorDict | None:
+        started = time.perf_counter()
+        output = super().update_actor(data)
+        return None if output is None else tu.get_tensordict({}, {"metrics": timed(output, started)})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """verl's; a policy with adapters also leaves them in PEFT's form, and ``hf_model`` is the merged model."""
+        engine = self.actor.engine
+        if not lora.has_adapters(engine):
+            super().save_checkpoint(local_path, *args, **kwargs)
+            return
+        with lora.without_whole_model(engine) as whole_model:
+            super().save_checkpoint(local_path, *args, **kwargs)
+        lora.export(engine, Path(local_path), self.rank, whole_model)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super().load_checkpoint(*args, **kwargs)
+
+
+def reference_model(config: DictConfig) -> Any:
+    """The policy's model, with what ``ref.model`` changes in it; verl's own dataclass knows no such key."""
+    with open_dict(config.ref):
+        changes = {key: value for key, value in (config.ref.pop("model", None) or {}).items() if value is not None}
+    return OmegaConf.merge(config.model, changes) if changes else config.model
+
+
+def shards(worker: TrainingWorker) -> Iterator[tuple[str, torch.Tensor]]:
+    """The live parameters and buffers of this rank, by name: what is written into them changes the model.
+
+    ``state_dict()`` would not do: under FSDP1 it gives copies.
+    """
+    module = worker.engine.module
+    reshard(module)
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        shard = tensor.detach()
+        yield name, shard.to_local() if isinstance(shard, DTensor) else shard
+
+
+def reshard(module: torch.nn.Module) -> None:
+    """Let go of what was gathered for a forward pass: it would hide what is written into the shards."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+        elif isinstance(part, FullyShardedDataParallel) and part._handle and part._handle.uses_sharded_strategy:
+            part._handle.reshard(True)
+
+
+def log_probs_of(output: TensorDict | None, data: TensorDict, started: float) -> TensorDict | None:
+    if output is None:
+        return None  # a rank whose outputs another one collects
+    responses = {key: of_responses(output[key], data) for key in ("log_probs", "entropy") if key in output}
+    # a new one: what is added to a TensorDict that arrived consolidated is lost on its way back
+    return tu.get_tensordict(responses, {"metrics": timed(output, started)})
+
+
+def timed(output: TensorDict, started: float) -> dict[str, Any]:
+    return tu.get(output, "metrics") | {"worker_seconds": time.perf_counter() - started}
+
+
+def of_responses(values: torch.Tensor, rows: TensorDict) -> torch.Tensor:
+    """Cut the jagged outputs of whole rows down to the responses; output t predicts token t + 1."""
+    offsets = rows["responses"].offsets()
+    lengths = offsets.diff()
+    row_ends = rows["input_ids"].offsets()[1:]
+    shift = torch.repeat_interleave(row_ends - 1 - offsets[1:], lengths)
+    index = torch.arange(int(offsets[-1]), device=shift.device) + shift
+    return torch.nested.nested_tensor_from_jagged(values.values()[index].float(), offsets=offsets)

@@ -1,0 +1,93 @@
+"""``marl ensemble key=value …``: one table of what the agents of a run are worth alone and together.
+
+Each agent answers the validation tasks alone, as in a single turn; then their vote, and the ways to choose one common answer
+token by token (:mod:`marl.rollout.joint_decoding`).
+"""
+
+import asyncio
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+from omegaconf import DictConfig
+from transformers.utils import logging as transformers_logging
+
+from marl.config.bounds import Number, count
+from marl.config.errors import ConfigError
+from marl.config.overrides import find_verl, new_agents, options_are_words
+from marl.evaluation.ensemble import MODES, Ensemble, weights_of
+from marl.evaluation.load import device_of
+from marl.main import exit_code
+from marl.modules.models import line
+from marl.preflight.prepare import prepare
+from marl.report import ensemble as report
+from marl.rewards import build_reward
+
+NUMBERS = {"samples": count(null=True), "tasks": count(null=True)}
+WEIGHT = Number(0)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, and return the exit code. The group ``ensemble`` is this command's alone."""
+    transformers_logging.disable_progress_bar()
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    words = find_verl(new_agents(sys.argv[1:] if argv is None else argv))
+    place = next(i for i, word in enumerate(words) if word.startswith("hydra.searchpath="))
+    sys.argv[1:] = [*words[:place], "+ensemble=schema", *words[place:]]
+    return exit_code(_compose_and_run)
+
+
+def _compose_and_run() -> None:
+    options_are_words(sys.argv[1:])
+    _hydra_main()
+
+
+@hydra.main(config_path="pkg://marl.configs", config_name="marl", version_base="1.3")
+def _hydra_main(config: DictConfig) -> None:
+    run(config)
+
+
+def run(config: DictConfig) -> dict[str, Any]:
+    """Check, load, play, judge; print the table, and leave it as json beside the checkpoint that answered."""
+    config = prepare(config)
+    check_settings(config)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as in servers: more have other last bits
+    with ExitStack() as cleanup:
+        ensemble = Ensemble(config)
+        reward = build_reward(config, cleanup, in_driver=config.resources.one_process)
+        ways = asyncio.run(ensemble.measure(reward))
+    agents = ways[: len(config.agents)]
+    mean = report.mean_of_agents(agents)
+    rows = [report.numbers(way, mean) for way in (*agents, mean, report.best_agent(agents), *ways[len(agents) :])]
+    source = config.ensemble.checkpoint
+    result = {"checkpoint": source, "seed": config.seed, "tasks": len(ensemble.tasks), "samples": ensemble.samples}
+    folder = Path(source).expanduser().resolve().parent if source else Path(config.trainer.default_local_dir)
+    path = folder / "ensembles" / f"{Path(source).name if source else 'first'}.json"
+    report.write_json(result | {"rows": rows}, path)
+    sys.stdout.write(f"{report.table(rows)}\nnumbers: {path}\n")
+    return result | {"rows": rows}
+
+
+def check_settings(config: DictConfig) -> None:
+    """Raise ConfigError for the first key of ``ensemble`` that holds what it cannot."""
+    settings, agents = config.ensemble, list(config.agents)
+    for key, number in NUMBERS.items():
+        if not number.takes(settings[key]):
+            raise ConfigError(f"ensemble.{key}={settings[key]}: {number}")
+    if settings.modes is not None and not settings.modes:
+        raise ConfigError(f"ensemble.modes=[]: expected some of {', '.join(MODES)}, or null for all that are possible")
+    weights = weights_of(config)
+    if len(weights) != len(agents) or not all(WEIGHT.takes(weight) for weight in weights) or not sum(weights):
+        raise ConfigError(
+            f"ensemble.weights={weights}: expected one number for each of {', '.join(agents)}, at least 0 and one above it; or null"
+        )
+    try:
+        torch.empty(0, device=device_of(config))
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"ensemble.device={device_of(config)}: {line(error)}; expected a device of this machine, such as cpu"
+        ) from None

@@ -1,0 +1,244 @@
+"""``marl run-one``: play one conversation and print it, so that a runner and its prompts can be debugged in seconds.
+
+marl run-one runner=summary +agents.editor.role="Merge." question="What is 2+2?" answers='[4,5,"so: 4"]'
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir, initialize_config_module
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.text import Text
+
+from marl import main as marl_main
+from marl.config.bounds import check_values
+from marl.config.checks import templates_can_be_filled
+from marl.config.errors import ConfigError, resolve
+from marl.config.overrides import find_verl, new_agents
+from marl.report import dump
+from marl.rewards import answer_rules, check_extractors
+from marl.runners import RUNNERS, Generate, Replay, scripted
+from marl.runners.episode import Judge
+from marl.types import Episode, Task, Turn
+
+
+class Model(Enum):
+    scripted = "scripted"
+    """No model: what agents say is ``answers``, one after another, or names the agent and the round."""
+    tiny = "tiny"
+    """The quick start's model, on its problems."""
+    own = "own"
+    """The configuration's models and data, in this process."""
+
+
+@dataclass
+class Options:
+    """The words of the command that are no keys of the configuration."""
+
+    model: Model = Model.scripted
+    question: str | None = None
+    """What is asked; null: 2 + 2 of a scripted model, and the question of ``row`` of another one."""
+    truth: str | None = None
+    """The right answer to the question; null for 4 with a scripted model, and for not known with another one."""
+    answers: list[str] = field(default_factory=list)
+    row: int = 0
+    """With another model: which validation task, or in whose place ``question`` is asked."""
+    dump: str | None = None
+    """A file of trainer.rollout_data_dir or trainer.validation_data_dir, whose episode is played again from its answers."""
+    episode: int = 0
+    """Which of its episodes."""
+    instead: list[str] = field(default_factory=list)
+    """Other answers in the places of recorded ones, ``agent/round=text``; what comes after is asked of the model."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    return marl_main.exit_code(lambda: asyncio.run(run(arguments, Console())))
+
+
+async def run(arguments: Sequence[str], console: Console) -> Episode:
+    """Raises ConfigError for what cannot be played."""
+    options, where, overrides = parsed(arguments)
+    config = composed(where, overrides)
+    async with stage(options, config) as (task, generate, judge):
+        episode = await play(options, config, task, generate, judge)
+        for turn in episode.turns:
+            if turn.verdict is None and turn.answers and episode.task.ground_truth != UNKNOWN:
+                turn.verdict = await judge(episode.task, turn)
+    show(episode, console)
+    return episode
+
+
+def parsed(arguments: Sequence[str]) -> tuple[Options, argparse.Namespace, list[str]]:
+    """Our own words, where the configuration is, and its overrides."""
+    parser = argparse.ArgumentParser(prog="marl run-one", allow_abbrev=False)
+    parser.add_argument("--config-name", "-cn")
+    parser.add_argument("--config-dir", "-cd")
+    where, words = parser.parse_known_args(list(arguments))
+    own = [word for word in words if word.partition("=")[0] in Options.__dataclass_fields__]
+    rest = [word for word in words if word not in own]
+    options = options_of(own)
+    where.config_name = where.config_name or ("quickstart" if options.model is Model.tiny else "marl")
+    if options.model is not Model.scripted:
+        rest.append("resources.one_process=true")
+    return options, where, rest
+
+
+TEXTS = ("question", "truth", "dump")
+"""Taken as they are: as YAML, a text with a colon would be something else."""
+
+
+def options_of(words: Sequence[str]) -> Options:
+    """Raises ConfigError for a value that an option cannot have, and for options of which one would be ignored."""
+    texts = [word.partition("=") for word in words if word.startswith(tuple(f"{key}=" for key in TEXTS))]
+    others = OmegaConf.from_dotlist([word for word in words if not word.startswith(tuple(f"{key}=" for key in TEXTS))])
+    merged: Any = OmegaConf.merge(
+        OmegaConf.structured(Options), others, {key: unquoted(text) for key, _, text in texts}
+    )
+    options: Options = OmegaConf.to_object(merged)  # type: ignore[assignment]
+    for key in ("row", "episode"):
+        if getattr(options, key) < 0:
+            raise ConfigError(f"{key}={getattr(options, key)}: expected a number from 0 on")
+    for key in ("question", "truth") if options.dump else ():
+        if getattr(options, key) is not None:
+            raise ConfigError(
+                f"{key}={getattr(options, key)}: dump={options.dump} holds its own; leave one of them out"
+            )
+    if options.answers and options.model is not Model.scripted:
+        raise ConfigError(f"answers={options.answers}: model={options.model.name} gives its own; leave one of them out")
+    return options
+
+
+def unquoted(text: str) -> str | None:
+    """A text as it was meant: quotes around it are the command line's."""
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        return text[1:-1]
+    return None if text == "null" else text
+
+
+def composed(where: argparse.Namespace, overrides: list[str]) -> DictConfig:
+    """A configuration of ours, or of the user's folder, which may build on ours."""
+    if where.config_dir is None:
+        with initialize_config_module("marl.configs", version_base="1.3"):
+            return compose(where.config_name, overrides=find_verl(new_agents(overrides)))
+    ours = "hydra.searchpath=[pkg://marl.configs]"
+    with initialize_config_dir(str(Path(where.config_dir).resolve()), version_base="1.3"):
+        return compose(where.config_name, overrides=find_verl(new_agents([ours, *overrides])))
+
+
+@asynccontextmanager
+async def stage(options: Options, config: DictConfig) -> AsyncIterator[tuple[Task, Generate, Judge]]:
+    """The task, what answers, and what judges."""
+    if options.model is Model.scripted:
+        resolve(config)
+        check_values(config)
+        templates_can_be_filled(config)
+        check_extractors(config)
+        rules, source = answer_rules(config), "question"
+        question = [{"role": "user", "content": "What is 2 + 2?" if options.question is None else options.question}]
+        truth = "4" if options.truth is None else options.truth
+        task = Task("question", question, truth, source, rules.extractor(source), {}, rules.hider(source))
+        script = scripted.listed(options.answers) if options.answers else scripted.numbered
+        yield task, scripted.scripted(script), scripted.exact_match
+        return
+    if options.model is Model.tiny:
+        from marl.quickstart.assets import ensure_for
+
+        ensure_for(config)
+    config.trainer.logger = []
+    config = marl_main.prepare(config)
+    with marl_main.session(config), ExitStack() as cleanup:
+        trainer = await marl_main.build(config, cleanup)
+        await trainer.sync_weights()
+        controller = trainer.controller
+        if options.row >= len(trainer.validation):
+            raise ConfigError(f"row={options.row}: data.val_files hold {len(trainer.validation)} rows, counted from 0")
+        task, key = asked(options, trainer.validation[options.row]), (config.seed, "run-one", options.row)
+        yield task, controller.generate(task, key, step=0, validate=True), controller.judge
+
+
+def asked(options: Options, row: Task) -> Task:
+    """A validation task, or the question of the command line in its place: to all agents, after the row's system prompt."""
+    if options.question is None:
+        return row if options.truth is None else replace(row, ground_truth=options.truth)
+    system = [message for message in row.messages if message["role"] == "system"]
+    extra = {key: value for key, value in row.extra.items() if key != "agent_prompts"}
+    question = [*system, {"role": "user", "content": options.question}]
+    return replace(row, id="question", messages=question, ground_truth=options.truth or UNKNOWN, extra=extra)
+
+
+UNKNOWN = ""
+"""The ground truth of a question whose answer nobody told."""
+
+
+async def play(options: Options, config: DictConfig, task: Task, generate: Generate, judge: Judge) -> Episode:
+    agents, seed, accuracy = list(config.agents), config.seed, {}
+    if options.dump:
+        if not Path(options.dump).is_file():
+            raise ConfigError(f"dump={options.dump}: no such file; expected <step>.jsonl of trainer.rollout_data_dir")
+        rules = answer_rules(config)
+        episodes = dump.read(options.dump, rules.extractor, rules.hider)
+        record = next(islice(episodes, options.episode, None), None)
+        if record is None:
+            raise ConfigError(f"episode={options.episode}: {options.dump} holds fewer episodes, counted from 0")
+        task, agents, seed, accuracy = record.task, record.agents, record.seed, record.accuracy
+        generate = Replay(record, generate if options.instead else None, instead(options, record))
+    roles = {name: config.agents[name].role for name in agents if name in config.agents}
+    try:
+        runner = RUNNERS.build(config.runner)
+        runner.check(agents)
+        return await scripted.play(
+            runner, task, agents, generate, judge=judge, roles=roles, seed=seed, accuracy=accuracy
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def instead(options: Options, record: Episode) -> dict[tuple[str, int, int], Turn | None]:
+    turns = {f"{turn.agent}/{turn.round}": turn for turn in record.path}
+    changed: dict[tuple[str, int, int], Turn | None] = {}
+    for word in options.instead:
+        where, _, text = word.partition("=")
+        if where not in turns:
+            raise ConfigError(f"instead={word}: expected agent/round=text, with one of {', '.join(turns)}")
+        was = turns[where]
+        changed[was.place] = Turn(was.agent, was.round, was.observation, text)
+    return changed
+
+
+def show(episode: Episode, console: Console) -> None:
+    """Every turn: what the agent was shown, what it said; dim what it had been shown before."""
+    for turn in episode.turns:
+        marks = (
+            [f"branch {turn.branch}"] * bool(turn.branch)
+            + ["not kept"] * (not turn.kept)
+            + ["no answer"] * (not turn.answers)
+        )
+        console.rule(Text(" · ".join([f"round {turn.round}", turn.agent, *marks]), style="bold"), align="left")
+        before = max(
+            (len(t.observation) + 1 for t in episode.trajectory(turn.agent) if t.round < turn.round), default=0
+        )
+        for index, message in enumerate(turn.observation):
+            console.print(Text(f"{message['role']}: {message['content']}", style="dim" if index < before else ""))
+        if turn.thought is not None:
+            console.print(Text(f"{turn.agent} thought: {turn.thought}", style="dim"))
+        score = f"   [{turn.verdict.score:g}]" if turn.verdict else ""
+        console.print(Text(f"{turn.agent} ⟶ {turn.text}{score}", style="green"))
+    console.rule()
+    counts = "".join(f"  {name}: {count}" for name, count in episode.counts.items())
+    if episode.failure is not None:
+        console.print(Text(f"ended before its time ({episode.failure}): {episode.failure_message}", style="red"))
+    right = "" if episode.task.ground_truth == UNKNOWN else f"   right: {episode.task.ground_truth}"
+    console.print(Text(f"the team's answer: {episode.answer}{right}{counts}", style="bold"))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,1 +1,0 @@
-"""What the agents of a run are worth together, without training and without a word between them."""

@@ -1,0 +1,85 @@
+"""The models that answer: a configuration's own, or those of a checkpoint."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from transformers import AutoModelForCausalLM
+
+from marl.build import tokenizer_of
+from marl.config.errors import ConfigError
+from marl.config.policies import own_settings, thinking_of
+from marl.controller.chat import ChatEncoder
+from marl.modules.models import WEIGHTS, line
+from marl.rollout.hf import decodable_config
+from marl.utils import folders
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What answers for the agents of one policy."""
+
+    model: Any
+    tokenizer: Any
+    encoder: ChatEncoder
+    longest: int
+    """Tokens of a prompt and its answer."""
+
+
+def load_policy(config: DictConfig, name: str) -> Policy:
+    """Raises ConfigError where there are no weights, or not all of them."""
+    own = own_settings(config, name)
+    path = own.model.path if config.ensemble.checkpoint is None else saved_weights(config.ensemble.checkpoint, name)
+    try:
+        hf_config = decodable_config(own.model, path)
+    except ValueError as error:
+        raise ConfigError(
+            f"policy {name!r} cannot answer in an ensemble: {line(error)}; expected full attention in every layer"
+        ) from None
+    model, loaded = AutoModelForCausalLM.from_pretrained(
+        path,
+        config=hf_config,
+        dtype=getattr(torch, own.rollout.dtype),
+        trust_remote_code=own.model.trust_remote_code,
+        output_loading_info=True,
+    )
+    missing = sorted(loaded["missing_keys"])
+    if missing:
+        raise ConfigError(
+            f"the weights of policy {name!r} at {path} lack {len(missing)} parameters, such as {missing[0]}; expected a whole "
+            "model: merge adapters into it first (verl.model_merger)"
+        )
+    tokenizer = tokenizer_of(own.model)
+    return Policy(
+        model.to(device_of(config)).eval(),
+        tokenizer,
+        ChatEncoder(tokenizer, config.data.apply_chat_template_kwargs, thinking_of(config, name)),
+        own.rollout.max_model_len or hf_config.get_text_config().max_position_embeddings,
+    )
+
+
+def saved_weights(folder: str, policy: str) -> str:
+    """Where a checkpoint keeps a policy's model in Hugging Face's form. Raises ConfigError where it does not."""
+    root = Path(folder).expanduser()
+    try:
+        state = folders.read_state(root)
+    except FileNotFoundError as error:
+        raise ConfigError(f"ensemble.checkpoint={folder}: {error}; expected …/global_step_N") from None
+    if policy not in state["policies"]:
+        raise ConfigError(
+            f"ensemble.checkpoint={folder}: it holds the policies {', '.join(state['policies'])}, and an agent acts with "
+            f"{policy!r}; expected the agents that were trained, set agents.<name>.policy to one of these"
+        )
+    weights = root / policy / "actor" / "huggingface"
+    if not any(file for pattern in WEIGHTS for file in weights.glob(pattern)):
+        raise ConfigError(
+            f"ensemble.checkpoint={folder}: {weights} holds no weights; expected a checkpoint that was saved with hf_model in "
+            "actor_rollout_ref.actor.checkpoint.save_contents; train with it, or convert by verl.model_merger"
+        )
+    return str(weights)
+
+
+def device_of(config: DictConfig) -> str:
+    return str(config.ensemble.device or config.trainer.device)

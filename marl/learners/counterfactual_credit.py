@@ -1,0 +1,184 @@
+"""Credit schemes that ask what would have been otherwise: without an agent's vote, with another vote, with another answer."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from marl.batch.joint import JointBatch
+from marl.learners import credit
+from marl.learners.credit_schemes import Credit, OutcomeCredit, register_credit
+from marl.types import Ballot, Vote
+from marl.utils.votes import winners
+
+Place = tuple[int, int, int]
+"""Where a turn stands in the grid: episode, round, agent."""
+
+
+def worth(ballot: Ballot, votes: Sequence[Vote]) -> float:
+    """What the ballot's rule decides on these votes alone, as verdict; tied answers: their mean, which is what the seeded
+    tie-break is expected to give. An answer is worth the mean verdict of the votes for it, no answer ``ballot.no_answer``."""
+    best = winners(ballot.rule, [vote.answer for vote in votes], [vote.weight for vote in votes])
+    scores = [[vote.score for vote in votes if vote.answer == answer] for answer in best]
+    return sum(sum(own) / len(own) for own in scores) / len(best) if best else ballot.no_answer
+
+
+def failed_of(batch: JointBatch) -> list[int]:
+    """The episodes that ended before their time: they decided nothing."""
+    return [] if batch.failed_E is None else batch.failed_E.nonzero().flatten().tolist()
+
+
+def must_vote(batch: JointBatch, name: str) -> None:
+    """Raise ValueError where a team decided without a vote."""
+    failed = set(failed_of(batch))
+    missing = next(
+        (batch.tasks_E[e] for e, ballots in enumerate(batch.ballots) if not ballots and e not in failed), None
+    )
+    if missing is not None:
+        raise ValueError(
+            f"credit={name} shares out what a team's vote decided, and none was taken on task {missing}: let the runner end "
+            "with marl.runners.decide, as debate and voting do, or use credit=team credit.of=answer"
+        )
+
+
+@register_credit("shapley")
+class Shapley(OutcomeCredit):
+    """The team's decision, shared out among those who voted: each one's Shapley value.
+
+    The shares of an episode sum to what was decided, in the mean over tie-breaks, less what no answer is worth. Where the
+    conversation ended before its time, all who spoke share alike what that is worth.
+    """
+
+    votes = True
+
+    def of_turns(self, batch: JointBatch) -> Tensor:
+        return torch.zeros_like(batch.verdicts_ERA)
+
+    def outcome(self, batch: JointBatch) -> Tensor:
+        must_vote(batch, self.config.name)
+        shares_EA = torch.zeros_like(batch.verdicts_ERA[:, 0])
+        shares = cache(shares_of)  # many teams vote alike
+        for e, ballots in enumerate(batch.ballots):
+            if not ballots:  # it failed
+                spoke_A = batch.last_turns_ERA[e].sum(0)
+                shares_EA[e] = batch.team_verdict_E[e] * spoke_A / spoke_A.sum().clamp(min=1)
+                continue
+            decided = ballots[-1]
+            seats = {agent: seat for seat, agent in enumerate(dict.fromkeys(vote.agent for vote in decided.votes))}
+            unnamed = tuple(replace(vote, agent=str(seats[vote.agent]), round=0) for vote in decided.votes)
+            voters = [batch.agents.index(agent) for agent in seats]
+            shares_EA[e, voters] = shares(replace(decided, votes=unnamed))
+        return shares_EA
+
+
+def shares_of(ballot: Ballot) -> Tensor:
+    """Shapley values of the voters "0", "1", …"""
+
+    def value(voters: frozenset[int]) -> float:
+        return worth(ballot, [vote for vote in ballot.votes if int(vote.agent) in voters])
+
+    return credit.shapley(value, len({vote.agent for vote in ballot.votes}))
+
+
+@register_credit("counterfactual")
+class Counterfactual(Credit):
+    """What a vote gains the team's decision beside what its agent says on this task otherwise (COMA, arXiv:1705.08926).
+
+        A_i = Q(a) - mean over a' of Q(a_-i, a')
+
+    Q is the verdict on what the whole ballot decides. a' are the answers that the agent gave in this round in all samples of
+    the task, its own included: its policy, as far as it was seen. A turn of an earlier round votes on what the team would
+    have decided, had it ended there: all voters' last answers so far, by the same rule. What it does to later rounds is not
+    seen here; credit=replay sees it. A turn that could not vote gets 0. Where the conversation ended before its time, each
+    agent's last turn gets what that is worth less the mean over the task's samples of what the team got.
+    """
+
+    kind = "advantage"
+    votes = True
+    compares_samples = True
+
+    @dataclass
+    class Config(Credit.Config):
+        earlier_rounds: bool = True
+        """Whether turns of earlier rounds are credited; false leaves them at 0."""
+
+    config: Config
+
+    def assign(self, batch: JointBatch) -> Tensor:
+        must_vote(batch, self.config.name)
+        cast = [
+            (place, ballot, vote)
+            for e, ballots in enumerate(batch.ballots)
+            for place, ballot, vote in votes_of(e, ballots if self.config.earlier_rounds else ballots[-1:], batch)
+        ]
+        alternatives: dict[tuple, list[Vote]] = {}
+        for (e, *_), _, vote in cast:
+            alternatives.setdefault((batch.tasks_E[e], vote.agent, vote.round), []).append(vote)
+        credit_ERA = torch.zeros_like(batch.verdicts_ERA)
+        for place, ballot, vote in cast:
+            others = alternatives[batch.tasks_E[place[0]], vote.agent, vote.round]
+            if any(other != vote for other in others):  # else exactly 0
+                credit_ERA[place] = gain(ballot, vote, others)
+        for e in failed_of(batch):
+            alike_E = torch.tensor([task == batch.tasks_E[e] for task in batch.tasks_E])
+            lost = batch.team_verdict_E[e] - batch.team_verdict_E[alike_E].mean()
+            credit_ERA[e] = batch.last_turns_ERA[e] * lost
+        return credit_ERA
+
+
+def votes_of(episode: int, ballots: Sequence[Ballot], batch: JointBatch) -> Iterator[tuple[Place, Ballot, Vote]]:
+    """Each turn that voted, once: in the decision, or else in the ballot after its own round."""
+    seen: set[Place] = set()
+    for ballot in reversed(ballots):
+        ended = max((vote.round for vote in ballot.votes), default=0)
+        for vote in ballot.votes:
+            place = (episode, vote.round - 1, batch.agents.index(vote.agent))
+            if place not in seen and (ballot is ballots[-1] or vote.round == ended):
+                seen.add(place)
+                yield place, ballot, vote
+
+
+def gain(ballot: Ballot, vote: Vote, alternatives: Sequence[Vote]) -> Tensor:
+    """A vote's advantage beside these alternatives of it, which are equally likely and hold itself."""
+    at = ballot.votes.index(vote)
+    q_K = [worth(ballot, [*ballot.votes[:at], other, *ballot.votes[at + 1 :]]) for other in alternatives]
+    policy_K = torch.full((len(q_K),), 1 / len(q_K))
+    return credit.counterfactual(torch.tensor(q_K), [policy_K], [alternatives.index(vote)])[0]
+
+
+class ReturnOf(Enum):
+    final = "final"
+    """The mean verdict on the answers of the last round that has any."""
+    answer = "answer"
+    """The verdict on the team's answer."""
+
+
+@register_credit("replay")
+class Replay(Credit):
+    """Other answers are tried in a turn's place, and each is played on to the end with the same weights (C3,
+    arXiv:2603.06859): the team's return with an answer, less its mean return with the others."""
+
+    kind = "advantage"
+    replays = True
+
+    @dataclass
+    class Config(Credit.Config):
+        alternatives: int = 4
+        """Answers to a turn that are compared, the recorded one included."""
+        finishes: int = 1
+        """How often the conversation is played on from each, of whose returns the mean counts."""
+        of: ReturnOf = ReturnOf.final
+        share: float = 1.0
+        """Of an episode's trained turns, drawn anew for each. The others are not trained."""
+        train_alternatives: bool = True
+        """Train the other answers too."""
+
+    config: Config
+
+    def assign(self, batch: JointBatch) -> Tensor:
+        if batch.outcomes_ERAK is None:
+            raise ValueError("credit=replay needs other answers' returns: the trainer plays for them before this")
+        return credit.replay_advantages(batch.outcomes_ERAK)[..., 0]

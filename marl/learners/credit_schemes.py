@@ -1,0 +1,255 @@
+"""Credit schemes: how verdicts on turns become rewards of turns. A choice apart from the learner (``credit=<name>``)."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar, Literal
+
+import torch
+from hydra.core.config_store import ConfigStore
+from torch import Tensor
+
+from marl.batch.joint import JointBatch
+from marl.learners import credit
+from marl.utils.registry import Registry
+
+CreditKind = Literal["reward", "return", "advantage"]
+
+
+class Credit(ABC):
+    """Override :meth:`assign`."""
+
+    kind: ClassVar[CreditKind]
+    """``reward``: the learner adds an agent's later rounds. ``return``: the future is inside already.
+    ``advantage``: goes to the loss as it is."""
+    votes: ClassVar[bool] = False
+    """Asks for what the teams decided on (``JointBatch.ballots``)."""
+    replays: ClassVar[bool] = False
+    """Asks for what would have become of other answers (``JointBatch.outcomes_ERAK``)."""
+    compares_samples: ClassVar[bool] = False
+    """Compares a task's samples, and therefore needs more than one of them."""
+
+    @dataclass
+    class Config:
+        name: str
+        alpha0: float = 0.0
+        """Incentive to draw a right answer out of wrong peers. Paid on top of the credit, as the three below; may be negative."""
+        alpha1: float = 0.0
+        """Incentive to be persuaded by right peers."""
+        beta0: float = 0.0
+        """Incentive to help the peers with a wrong answer."""
+        beta1: float = 0.0
+        """Incentive to persuade the peers of a right answer."""
+
+        @property
+        def pays_incentives(self) -> bool:
+            return any((self.alpha0, self.alpha1, self.beta0, self.beta1))
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @abstractmethod
+    def assign(self, batch: JointBatch) -> Tensor:
+        """Credit [E, R, A] of every turn of the conversations, zero where nobody spoke."""
+
+    def of(self, batch: JointBatch) -> Tensor:
+        """Credit [E, R, A] of every turn. One that is compared with its alternatives is worth its own verdict: what came
+        after the kept one is not theirs to share."""
+        path, config = batch.path(), self.config
+        credit_ERA = self.assign(path)
+        if config.pays_incentives:
+            credit_ERA = credit_ERA + self.incentives(path)
+        if batch.siblings_ERA is None or self.kind == "advantage":
+            return credit_ERA
+        return torch.where(batch.siblings_ERA >= 0, batch.verdicts_ERA, credit_ERA)
+
+    def of_team(self, batch: JointBatch) -> Tensor:
+        """The team's reward [E, R] of every round, for learners to which the team is one decision maker."""
+        return credit.team_mean(self.of(batch), batch.path().mask_ERA)
+
+    def incentives(self, path: JointBatch) -> Tensor:
+        """Incentives [E, R, A] of every turn. A turn that is no answer neither earns them nor counts as a peer's."""
+        config = self.config
+        alpha, beta = (config.alpha0, config.alpha1), (config.beta0, config.beta1)
+        return credit.incentives(path.verdicts_ERA, path.answered_ERA, alpha, beta)
+
+
+CREDITS: Registry[Credit] = Registry("credit")
+register_credit = CREDITS.register
+
+
+# what ``credit=auto`` becomes is the learner's to say (marl.preflight.prepare.prepare)
+ConfigStore.instance().store(group="credit", name="auto", node=Credit.Config(name="auto"))
+
+
+class OutcomeCredit(Credit):
+    """Credit of which a part is known only when the conversation has ended: the outcome. An agent is paid it once, at its last
+    turn, however often it spoke; the team once, in its last round. Override :meth:`of_turns` and :meth:`outcome`."""
+
+    kind = "reward"
+
+    @abstractmethod
+    def of_turns(self, batch: JointBatch) -> Tensor:
+        """Rewards [E, R, A] that answers earn at once."""
+
+    @abstractmethod
+    def outcome(self, batch: JointBatch) -> Tensor:
+        """Rewards [E, A] that agents earn once the conversation has ended."""
+
+    def assign(self, batch: JointBatch) -> Tensor:
+        return self.of_turns(batch) + self.outcome(batch)[:, None] * batch.last_turns_ERA
+
+    def of_team(self, batch: JointBatch) -> Tensor:
+        """The mean over the answers of a round; in the last one, the mean outcome of those that answered too, of all if nobody
+        did."""
+        path, answered_ERA = batch.path(), standing(batch)
+        rewards_ERA = self.of_turns(path)
+        if self.config.pays_incentives:
+            rewards_ERA = rewards_ERA + self.incentives(path)
+        answered_EA, spoke_EA = path.answered_ERA.any(1), path.mask_ERA.any(1)
+        paid_EA = torch.where(answered_EA.any(-1, keepdim=True), answered_EA, spoke_EA)
+        outcome_E = credit.team_mean(self.outcome(path), paid_EA)
+        return credit.team_mean(rewards_ERA, answered_ERA) + credit.in_last_round(outcome_E, path.mask_ERA)
+
+
+def standing(batch: JointBatch) -> Tensor:
+    """1 on the answers [E, R, A] that are worth the verdicts on them. Each agent's last turn before a conversation ended early is
+    worth that instead."""
+    if batch.failed_E is None:
+        return batch.answered_ERA
+    return batch.answered_ERA & ~(batch.failed_E[:, None, None] & batch.last_turns_ERA.bool())
+
+
+def unanswered(batch: JointBatch) -> Tensor:
+    """The team's verdict [E, A] for agents that gave no answer to the task and where the conversation ended early, else 0."""
+    paid_EA = ~batch.answered_ERA.any(1)
+    if batch.failed_E is not None:
+        paid_EA |= batch.failed_E[:, None]
+    return paid_EA * batch.team_verdict_E[:, None]
+
+
+@register_credit("own")
+class Own(OutcomeCredit):
+    """An answer's reward is the verdict on it. Other turns earn nothing by themselves; an agent that never answers is paid the
+    team's verdict."""
+
+    def of_turns(self, batch: JointBatch) -> Tensor:
+        return batch.verdicts_ERA * standing(batch)
+
+    def outcome(self, batch: JointBatch) -> Tensor:
+        return unanswered(batch)
+
+
+class TeamOf(Enum):
+    round = "round"
+    """The mean verdict on the answers of the same round; an agent that never answers is paid the team's verdict, once."""
+    final = "final"
+    """The mean verdict on the answers of the last round that has any, once."""
+    answer = "answer"
+    """The verdict on the team's answer, as the runner decided it, once."""
+
+
+@register_credit("team")
+class Team(OutcomeCredit):
+    """All agents get the same reward, of every round or of the whole episode."""
+
+    @dataclass
+    class Config(OutcomeCredit.Config):
+        of: TeamOf = TeamOf.round
+
+    config: Config
+
+    def of_turns(self, batch: JointBatch) -> Tensor:
+        answered_ERA = standing(batch)
+        if self.config.of is not TeamOf.round:
+            return torch.zeros_like(batch.verdicts_ERA)
+        return credit.team_mean(batch.verdicts_ERA, answered_ERA)[..., None] * answered_ERA
+
+    def outcome(self, batch: JointBatch) -> Tensor:
+        if self.config.of is TeamOf.round:
+            return unanswered(batch)
+        team_E = batch.team_verdict_E
+        if self.config.of is TeamOf.final:
+            answered_ERA = batch.answered_ERA
+            final_E = credit.last_round(credit.team_mean(batch.verdicts_ERA, answered_ERA), answered_ERA)
+            ended_E = answered_ERA.any((1, 2)) if batch.failed_E is None else answered_ERA.any((1, 2)) & ~batch.failed_E
+            team_E = torch.where(ended_E, final_E, team_E)
+        return team_E[:, None].expand(-1, batch.mask_ERA.shape[2])
+
+
+@register_credit("mixed")
+class Mixed(Team):
+    """A turn's own verdict and, with a weight, the team's reward (AT-GRPO, arXiv:2510.11062)."""
+
+    @dataclass
+    class Config(Team.Config):
+        weight: float = 1.0
+        """Of the team's part."""
+
+    config: Config
+
+    def of_turns(self, batch: JointBatch) -> Tensor:
+        return batch.verdicts_ERA * standing(batch) + self.config.weight * super().of_turns(batch)
+
+    def outcome(self, batch: JointBatch) -> Tensor:
+        return unanswered(batch) + self.config.weight * super().outcome(batch)
+
+
+@register_credit("joint")
+class Joint(Credit):
+    """Every turn of an episode gets the sum of the verdicts on all its answers (CORY, arXiv:2410.06101), the team's verdict
+    where there are none."""
+
+    kind = "return"
+
+    def assign(self, batch: JointBatch) -> Tensor:
+        answered_ERA = batch.answered_ERA
+        sum_E = (batch.verdicts_ERA * answered_ERA).sum((1, 2))
+        sum_E = torch.where(answered_ERA.any((1, 2)), sum_E, batch.team_verdict_E)
+        return sum_E[:, None, None] * batch.mask_ERA
+
+
+@register_credit("zero_sum")
+class ZeroSum(OutcomeCredit):
+    """What one side wins the others lose: the verdict on an agent's last answer, less the mean of the others' last ones.
+
+    With two sides the rewards of an episode sum to 0 (SPIRAL, arXiv:2506.24119). 0 where nobody else answered, and for who
+    never answers. An episode that ended before its time is no draw: all sides lose it, as if the others had been right.
+    """
+
+    def of_turns(self, batch: JointBatch) -> Tensor:
+        return torch.zeros_like(batch.verdicts_ERA)
+
+    def outcome(self, batch: JointBatch) -> Tensor:
+        answered_ERA = batch.answered_ERA.to(batch.verdicts_ERA.dtype)
+        last_ERA = answered_ERA * (answered_ERA.flip(1).cumsum(1).flip(1) == 1)
+        final_EA, answered_EA = (batch.verdicts_ERA * last_ERA).sum(1), last_ERA.sum(1)
+        others_EA = answered_EA.sum(-1, keepdim=True) - answered_EA
+        lost_EA = (final_EA.sum(-1, keepdim=True) - final_EA) / others_EA.clamp(min=1)
+        outcome_EA = (final_EA - lost_EA) * answered_EA * (others_EA > 0)
+        if batch.failed_E is None:
+            return outcome_EA
+        return torch.where(batch.failed_E[:, None], batch.team_verdict_E[:, None] - 1, outcome_EA)
+
+
+@register_credit("influence")
+class Influence(Credit):
+    """The influence-aware reward of MAPoRL (arXiv:2502.18439); see :func:`marl.learners.credit.influence`."""
+
+    kind = "return"
+
+    @dataclass
+    class Config(Credit.Config):
+        gamma: float = 0.3
+        """Weight of the next round's team verdict; the paper's value. 1 weighs all rounds alike."""
+
+    config: Config
+
+    def assign(self, batch: JointBatch) -> Tensor:
+        """What is no answer enters no sum: such a turn gets the mean of the later rounds, after the last one the team's
+        verdict."""
+        answered_ERA, gamma = batch.answered_ERA, self.config.gamma
+        later_ER, weight_ER = credit.later_rounds(batch.verdicts_ERA, answered_ERA, gamma)
+        later_ER = torch.where(weight_ER > 0, later_ER / weight_ER, batch.team_verdict_E[:, None])
+        others_ERA = batch.path().mask_ERA & ~answered_ERA
+        return credit.influence(batch.verdicts_ERA, answered_ERA, gamma) + later_ER[..., None] * others_ERA

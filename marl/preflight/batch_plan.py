@@ -1,0 +1,83 @@
+"""Batch arithmetic of a step. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from marl.config.policies import all_policies, own_settings, policies_by_agent
+
+
+@dataclass(frozen=True)
+class PolicyBatch:
+    """A policy's share of a step."""
+
+    policy: str
+    agents: tuple[str, ...]
+    rows: int
+    mini_batches: int
+    rows_per_mini_batch: int
+    tokens: int
+    """The most of a micro-batch."""
+    updates: int
+    ranks: int
+    servers: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A step's arithmetic: tasks x samples = episodes, x turns of every agent."""
+
+    tasks: int
+    samples: int
+    turns_by_agent: Mapping[str, int]
+    policies: tuple[PolicyBatch, ...]
+
+    @property
+    def episodes(self) -> int:
+        return self.tasks * self.samples
+
+    @property
+    def turns(self) -> int:
+        return self.episodes * sum(self.turns_by_agent.values())
+
+
+def batch_of(config: Any, turns_by_agent: Mapping[str, int]) -> Batch:
+    """The arithmetic of a resolved configuration, whose runner lets every agent speak so often at most."""
+    policies = tuple(policy_batch(config, name, turns_by_agent) for name in all_policies(config.agents))
+    return Batch(config.data.train_batch_size, config.actor_rollout_ref.rollout.n, turns_by_agent, policies)
+
+
+def trained_turns(config: Any, policy: str, turns_by_agent: Mapping[str, int]) -> int:
+    """How many turns of an episode train a policy, at most."""
+    taught, count = config.learner.get("train_rounds"), 0
+    for agent, policies in policies_by_agent(config.agents).items():
+        if config.agents[agent].trainable:
+            rounds = range(1, turns_by_agent[agent] + 1)
+            own = sum(policies[min(r, len(policies)) - 1] == policy for r in rounds)
+            count += own if taught is None else min(own, len(taught))
+    return count
+
+
+def policy_batch(config: Any, name: str, turns_by_agent: Mapping[str, int]) -> PolicyBatch:
+    own = own_settings(config, name)
+    agents = tuple(agent for agent, policies in policies_by_agent(config.agents).items() if name in policies)
+    rows = config.data.train_batch_size * own.rollout.n * trained_turns(config, name, turns_by_agent)
+    mini_batches = config.data.train_batch_size // own.actor.ppo_mini_batch_size
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    parallel = (
+        own.rollout.tensor_model_parallel_size
+        * own.rollout.data_parallel_size
+        * own.rollout.pipeline_model_parallel_size
+    )
+    longest = own.rollout.prompt_length + own.rollout.response_length
+    return PolicyBatch(
+        policy=name,
+        agents=agents,
+        rows=rows,
+        mini_batches=mini_batches,
+        rows_per_mini_batch=rows // mini_batches,
+        tokens=min(own.actor.ppo_max_token_len_per_gpu, max(1, -(-rows // (mini_batches * ranks))) * longest),
+        updates=mini_batches * own.actor.ppo_epochs if rows else 0,
+        ranks=ranks,
+        servers=ranks // parallel,
+    )

@@ -1,0 +1,186 @@
+"""What classes say of themselves, and whether the configuration asks it of them: pure, without a model or a worker."""
+
+from omegaconf import DictConfig, OmegaConf
+
+from marl.config.errors import ConfigError
+from marl.config.policies import policies_by_agent
+from marl.learners import CREDITS, LEARNERS, Learner
+from marl.learners.credit_schemes import TeamOf
+from marl.runners import RUNNERS
+from marl.utils.registry import did_you_mean
+
+
+def choose_credit(config: DictConfig) -> None:
+    """What ``credit=auto`` stands for: the runner's choice where the learner takes it, else the learner's."""
+    if config.credit.name == "auto":
+        learner, wanted = LEARNERS.get(config.learner.name), RUNNERS.get(config.runner.name).default_credit
+        chosen = wanted if wanted and wanted in (learner.credits or [wanted]) else learner.default_credit
+        incentives = {str(key): value for key, value in config.credit.items() if key != "name"}
+        config.credit = OmegaConf.structured(CREDITS.get(chosen).Config(name=chosen, **incentives))
+
+
+def check_facts(config: DictConfig) -> None:
+    """Raise ConfigError where the configuration asks of a runner or a learner what its class says that it does not do."""
+    check_runner(config)
+    check_learner(config)
+    check_credit(config)
+    check_critics(config)
+
+
+def check_runner(config: DictConfig) -> None:
+    runner = RUNNERS.build(config.runner)
+    try:
+        runner.check(list(config.agents))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    rounds, last = config.learner.train_rounds, runner.last_round(list(config.agents))
+    if rounds and last is not None and max(rounds) > last:
+        raise ConfigError(
+            f"learner.train_rounds={list(rounds)}: with these agents runner={config.runner.name} ends in round {last}; use "
+            f"rounds of 1 to {last}, or null for all"
+        )
+
+
+def check_learner(config: DictConfig) -> None:
+    credit = CREDITS.get(config.credit.name)
+    learner = make_learner(config)
+    if learner.credits and config.credit.name not in learner.credits:
+        raise ConfigError(
+            f"credit={config.credit.name}: learner={config.learner.name} is defined for credit={' and '.join(learner.credits)} "
+            "alone; use that, or credit=auto"
+        )
+    try:
+        learner.check(policies_by_agent(config.agents))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    for name, agent in config.agents.items() if learner.exchange_every else ():
+        if not agent.trainable or agent.agent_loop:
+            key = "agent_loop" if agent.trainable else "trainable"
+            raise ConfigError(
+                f"agents.{name}.{key}={agent[key]}: with learner={config.learner.name} agents exchange their policies every "
+                f"{learner.exchange_every} steps, and all must be trained and answer in the same way; leave it out"
+            )
+    compares = RUNNERS.build(config.runner).compares_alternatives
+    alone = config.actor_rollout_ref.rollout.n < 2 and not compares
+    if alone and learner.compares_samples and credit.kind != "advantage":
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.n={config.actor_rollout_ref.rollout.n}: learner={config.learner.name} compares a "
+            "task's samples, and a group of one teaches nothing; set it to at least 2"
+        )
+    if learner.joint_actions and compares:
+        raise ConfigError(
+            f"runner={config.runner.name} compares alternatives of one agent, and they are part of no joint action, on which "
+            f"learner={config.learner.name} works; use runner.train=path (tree), another runner, or learner=grpo"
+        )
+    check_estimators(config)
+
+
+def check_estimators(config: DictConfig) -> None:
+    known = LEARNERS.get(config.learner.name).estimators()
+    named = {"algorithm.adv_estimator": config.algorithm.adv_estimator}
+    if "estimator" in config.learner:
+        named["learner.estimator"] = config.learner.estimator
+    for key, wanted in named.items():
+        if wanted is not None and wanted not in known:
+            raise ConfigError(
+                f"{key}={wanted}: learner={config.learner.name} knows {', '.join(known) or 'none'}; null is its own. "
+                f"'gae' belongs to learner=ippo, mappo and happo, what needs no critic to learner=grpo.{did_you_mean(str(wanted), known)}"
+            )
+
+
+def check_credit(config: DictConfig) -> None:
+    learner, credit, name = LEARNERS.get(config.learner.name), CREDITS.get(config.credit.name), config.credit.name
+    if credit.votes and not RUNNERS.build(config.runner).votes:
+        raise ConfigError(
+            f"credit={name} shares out what a team's vote decided, and runner={config.runner.name} takes none; use a runner "
+            "with runner.decide, such as debate or voting, or credit=team credit.of=answer"
+        )
+    check_incentives(config)
+    if credit.compares_samples and config.actor_rollout_ref.rollout.n < 2:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.n={config.actor_rollout_ref.rollout.n}: credit={name} compares a task's samples, and a "
+            "single one teaches nothing; set it to at least 2"
+        )
+    check_overlong(config)
+    if credit.kind != "advantage":
+        return
+    if learner.critic != "none":
+        raise ConfigError(
+            f"credit={name} gives advantages, and learner={config.learner.name} would fit a critic that nobody "
+            "reads; use learner=grpo"
+        )
+    if config.algorithm.adv_estimator is not None or config.algorithm.use_kl_in_reward:
+        raise ConfigError(
+            f"credit={name} gives advantages, which go to the loss as they are: algorithm.adv_estimator="
+            f"{config.algorithm.adv_estimator} and algorithm.use_kl_in_reward={config.algorithm.use_kl_in_reward} would "
+            "change nothing; use null and false, and actor.use_kl_loss for a reference"
+        )
+
+
+def check_incentives(config: DictConfig) -> None:
+    """They compare an answer with those beside it, and with those of the round after."""
+    incentives = {key: config.credit[key] for key in ("alpha0", "alpha1", "beta0", "beta1") if config.credit[key]}
+    runner, agents = RUNNERS.build(config.runner), list(config.agents)
+    if not incentives:
+        return
+    alone = len(agents) == 1 or runner.in_turn
+    if alone or runner.last_round(agents) == 1:
+        key, value = next(iter(incentives.items()))
+        why = "no two agents answer in the same round" if alone else "nobody answers in a second round"
+        raise ConfigError(
+            f"credit.{key}={value}: with these agents and runner={config.runner.name} {why}, and incentives, which compare an "
+            f"answer with its peers' of the same round and of the next, would pay nothing; set credit.{key}=0, or use a runner "
+            "such as debate with runner.order=simultaneous and runner.num_rounds=2"
+        )
+
+
+def check_overlong(config: DictConfig) -> None:
+    """A turn's penalty is taken off its own score, which some credits do not read."""
+    buffer, credit, scheme = config.controller.overlong_buffer, config.credit, CREDITS.get(config.credit.name)
+    incentives = any(credit.get(key) for key in ("alpha0", "alpha1", "beta0", "beta1"))
+    of_answer = credit.name == "team" and credit.of is TeamOf.answer and not incentives
+    if buffer and (of_answer or scheme.votes or scheme.kind == "advantage"):
+        of = " credit.of=answer" if of_answer else ""
+        raise ConfigError(
+            f"controller.overlong_buffer={buffer}: credit={credit.name}{of} does not read the score of a single turn, and its "
+            "penalty would change nothing; use another credit, such as own, or set it to 0"
+        )
+
+
+def check_critics(config: DictConfig) -> None:
+    learner = LEARNERS.get(config.learner.name)
+    if config.critic.enable not in (None, learner.critic != "none"):
+        raise ConfigError(
+            f"critic.enable={config.critic.enable}: whether there are critics is the learner's to say, and "
+            f"learner={config.learner.name} has {learner.critic} ones; leave it null"
+        )
+    if learner.critic == "utility":
+        check_utilities(config)
+    warm_up = config.trainer.critic_warmup
+    if warm_up and learner.critic == "none":
+        raise ConfigError(
+            f"trainer.critic_warmup={warm_up}: learner={config.learner.name} has no critic to warm up, and would train nothing "
+            "until then; set it to 0"
+        )
+    if learner.critic == "central" and config.critic.level == "token" and config.controller.pack_turns:
+        raise ConfigError(
+            f"controller.pack_turns=true: with critic.level=token the central critic of learner={config.learner.name} reads a "
+            "row a turn, each after its own joint observation; set controller.pack_turns=false or critic.level=turn"
+        )
+
+
+def check_utilities(config: DictConfig) -> None:
+    """What learners with a mixer ask beside that."""
+    learner, tasks = f"learner={config.learner.name}", config.data.train_batch_size
+    if config.critic.level == "token":
+        raise ConfigError(f"critic.level=token: {learner} mixes utilities of turns; set critic.level=turn")
+    if config.critic.ppo_epochs != 1 or config.critic.ppo_mini_batch_size != tasks:
+        raise ConfigError(
+            f"critic.ppo_epochs={config.critic.ppo_epochs}, critic.ppo_mini_batch_size={config.critic.ppo_mini_batch_size}: "
+            f"{learner} takes the derivatives of all utilities together, anew for every pass; set critic.ppo_epochs=1 and "
+            f"critic.ppo_mini_batch_size={tasks}, and the passes by learner.mixer_epochs"
+        )
+
+
+def make_learner(config: DictConfig) -> Learner:
+    return LEARNERS.build(config.learner, credit=CREDITS.build(config.credit))

@@ -1,0 +1,159 @@
+"""Estimated memory of every rank. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from marl.preflight.batch_plan import PolicyBatch
+
+BYTES = {"fp32": 4, "float32": 4, "32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "16": 2}
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What a model's config.json says of its memory."""
+
+    parameters: int
+    embedding: int
+    """Parameters of the embedding, which FSDP keeps gathered with the head."""
+    layers: int
+    hidden: int
+    intermediate: int
+    kv_width: int
+    """Numbers that a token leaves in a layer's key cache, and as many in its value cache."""
+    vocabulary: int
+    largest_block: int
+    """Parameters of the largest layer, which FSDP gathers at a time."""
+    linear_width: int = 0
+    """Inputs and outputs of all linear layers but the head: LoRA adds ``rank`` parameters for each."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a policy is trained."""
+
+    ranks: int
+    tokens: int
+    """The most tokens of a micro-batch."""
+    master_bytes: int = 4
+    """Of a weight between steps, its gradient and each of its two moments (``fsdp_config.model_dtype``)."""
+    compute_bytes: int = 2
+    """Of a weight and an activation while computing (``fsdp_config.mixed_precision.param_dtype``)."""
+    checkpointing: bool = True
+    reshard: bool = True
+    lora_rank: int = 0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank."""
+
+    weights: float = 0
+    gradients: float = 0
+    moments: float = 0
+    reference: float = 0
+    gathered: float = 0
+    activations: float = 0
+    logits: float = 0
+    server: float = 0
+
+    @property
+    def kept(self) -> float:
+        """What lies there between phases; a server's share depends on the phase."""
+        return self.weights + self.gradients + self.moments + self.reference
+
+    @property
+    def working(self) -> float:
+        return self.gathered + self.activations + self.logits
+
+
+def training_memory(size: ModelSize, training: Training) -> Memory:
+    """Of one rank of a trained model, at its peak. P parameters over R ranks, b bytes of a master number, c while computing:
+
+    weights P b / R; gradients P b / R; two moments 2 P b / R (LoRA: of its own parameters alone);
+    gathered: the embedding, the head and two layers of P c, and the gradient of one;
+    activations, per token and layer: c hidden, and 8 c hidden + 3 c kv + 4 c intermediate for one layer if gradients are
+    checkpointed, for every layer if not;
+    logits: tokens x vocabulary x (2 c + 8): what the head gave and its gradient, and in full precision the softmax and one
+    more copy of the entropy.
+    """
+    b, c, share = training.master_bytes, training.compute_bytes, 1 / training.ranks
+    trained = training.lora_rank * size.linear_width if training.lora_rank else size.parameters
+    everything = size.parameters + trained * bool(training.lora_rank)
+    blocks = size.layers * size.largest_block
+    root = max(size.parameters - blocks, size.embedding)
+    gathered = root + (2 * size.largest_block if training.reshard else blocks)
+    in_layer = c * (8 * size.hidden + 3 * size.kv_width + 4 * size.intermediate)
+    kept_layers = 1 if training.checkpointing else size.layers
+    return Memory(
+        weights=everything * b * share,
+        gradients=trained * b * share,
+        moments=2 * trained * b * share,
+        gathered=(gathered + size.largest_block) * c,
+        activations=training.tokens * (size.layers * size.hidden * c + kept_layers * in_layer),
+        logits=training.tokens * size.vocabulary * (2 * c + 8),
+    )
+
+
+def reference_memory(size: ModelSize, training: Training) -> float:
+    """Of a rank's share of a frozen copy; verl keeps it in the host's memory where there is an accelerator."""
+    return size.parameters * training.master_bytes / training.ranks
+
+
+def hf_server_memory(size: ModelSize, width: int, sequences: int, length: int) -> float:
+    """The copy of the ``hf`` server in numbers of ``width`` bytes, the keys and values of its sequences, and their logits."""
+    cache = sequences * length * size.layers * 2 * size.kv_width * width
+    return size.parameters * width + cache + sequences * size.vocabulary * 4 * 4
+
+
+def pool_memory(members: Sequence[Memory], asleep: bool) -> float:
+    """The peak of one rank of a pool: all that is kept, the largest working set, and the servers, which may sleep meanwhile."""
+    kept, working = sum(member.kept for member in members), max(member.working for member in members)
+    server = sum(member.server for member in members)
+    return kept + (max(working, server) if asleep else working + server)
+
+
+def training_of(own: Any, batch: PolicyBatch) -> Training:
+    precision = own.actor.fsdp_config.get("mixed_precision")
+    return Training(
+        ranks=batch.ranks,
+        tokens=batch.tokens,
+        master_bytes=BYTES[str(own.actor.fsdp_config.model_dtype)],
+        compute_bytes=BYTES[str(precision.param_dtype)] if precision else BYTES["bf16"],
+        checkpointing=own.model.enable_gradient_checkpointing,
+        reshard=own.actor.fsdp_config.reshard_after_forward,
+        lora_rank=own.model.lora_rank,
+    )
+
+
+def policy_memory(own: Any, batch: PolicyBatch, size: ModelSize, card: float | None, reference: bool = False) -> Memory:
+    """Of one rank of a policy: its trainer, its reference and its share of a server. ``card``: an accelerator's bytes, where
+    known."""
+    training, rollout = training_of(own, batch), own.rollout
+    memory = training_memory(size, training)
+    if reference:
+        memory = replace(memory, reference=reference_memory(size, training))
+    if rollout.name == "hf":
+        length = rollout.prompt_length + rollout.response_length
+        server = (
+            hf_server_memory(size, BYTES[rollout.dtype], rollout.max_num_seqs, length) * batch.servers / batch.ranks
+        )
+    else:
+        server = rollout.gpu_memory_utilization * (card or 0.0)
+    return replace(memory, server=server)
+
+
+def critic_memory(critic: Any, ranks: int, size: ModelSize, target: bool = False) -> Memory:
+    """Of one rank of a critic: a value of every token in the place of its logits; ``target``: beside a copy of its weights."""
+    precision = critic.fsdp.get("mixed_precision")
+    training = Training(
+        ranks=ranks,
+        tokens=critic.ppo_max_token_len_per_gpu,
+        master_bytes=BYTES[str(critic.fsdp.model_dtype)],
+        compute_bytes=BYTES[str(precision.param_dtype)] if precision else BYTES["bf16"],
+        checkpointing=critic.model.enable_gradient_checkpointing,
+        reshard=critic.fsdp.reshard_after_forward,
+        lora_rank=critic.model.lora_rank,
+    )
+    copy = reference_memory(size, training) if target else 0.0
+    return replace(training_memory(size, training), logits=0.0, reference=copy)

@@ -1,0 +1,140 @@
+"""The plan of a step as text: batch arithmetic and memory."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+
+import psutil
+import torch
+from omegaconf import DictConfig
+
+from marl.config.policies import all_policies, own_settings, thinking_of
+from marl.learners import LEARNERS
+from marl.modules import models
+from marl.preflight import batch_plan, memory_plan, model_checks, plan_report
+from marl.preflight.batch_plan import Batch
+from marl.preflight.memory_plan import Memory, pool_memory
+from marl.preflight.policies import encoder_of, key_of
+from marl.preflight.prompts import check_prompts, grows, growth_of, remedy
+from marl.runners import RUNNERS
+from marl.utils.tables import aligned
+
+
+def growth_text(config: DictConfig) -> str:
+    """How long prompts get, and a warning where that is longer than they may be."""
+    names, limit = all_policies(config.agents), config.data.max_prompt_length
+    encoders = {
+        name: encoder_of(config, own_settings(config, name), key_of(config, name), thinking_of(config, name))
+        for name in names
+    }
+    growth = growth_of(config, encoders, [read[0] for read in check_prompts(config, encoders)])
+    if growth.unknown:
+        return f"how long prompts get is not known: runner={config.runner.name} raised {growth.unknown}"
+    lines = [f"{grows(config, growth)} with the longest answers; data.max_prompt_length={limit}"]
+    if growth.prompt > limit:
+        lines.append(
+            f"warning: an episode is refused where a prompt exceeds data.max_prompt_length={limit}, and long answers lead to "
+            f"{growth.prompt}; {remedy(config, growth)}, or lower data.max_response_length={config.data.max_response_length}"
+        )
+    return "\n".join(lines)
+
+
+def plan_text(
+    config: DictConfig, pool_by_policy: Mapping[str, str], pool_by_critic: Mapping[str, str] | None = None
+) -> str:
+    """The batch arithmetic and the memory of a checked configuration, and a warning where that is more than there is."""
+    turns = RUNNERS.build(config.runner).most_turns(list(config.agents))
+    batch, card = batch_plan.batch_of(config, turns), card_bytes(config.trainer.device)
+    pools: dict[str, list[tuple[str, memory_plan.Memory]]] = {}
+    asleep: dict[str, bool] = {}
+    for policy in batch.policies:
+        own, pool = own_settings(config, policy.policy), pool_by_policy[policy.policy]
+        key = key_of(config, policy.policy)
+        size = model_checks.size_of(models.load_config(own.model, key), f"{key}.path={own.model.path}")
+        memory = memory_plan.policy_memory(own, policy, size, card, has_reference_here(config, own))
+        pools.setdefault(pool, []).append((policy.policy, memory))
+        asleep[pool] = own.rollout.free_cache_engine
+    for critic, pool in (pool_by_critic or {}).items():
+        size = model_checks.size_of(models.load_config(config.critic.model, "critic.model"), "critic.model.path")
+        ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+        has_target = LEARNERS.get(config.learner.name).critic == "utility"
+        memory = memory_plan.critic_memory(config.critic, ranks, size, has_target)
+        pools.setdefault(pool, []).append((f"{critic} critic", memory))
+        asleep.setdefault(pool, False)
+    peaks = {
+        pool: memory_plan.pool_memory([memory for _, memory in members], asleep[pool])
+        for pool, members in pools.items()
+    }
+    lines = [plan_report.batch_text(batch), growth_text(config), plan_report.memory_text(pools, asleep)]
+    return "\n".join([*lines, *warnings_of(config, peaks, card)])
+
+
+def has_reference_here(config: DictConfig, own: DictConfig) -> bool:
+    """verl keeps a reference in the host's memory where there is an accelerator; with adapters there is none."""
+    wanted = own.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+    return bool(wanted and not own.model.lora_rank and config.trainer.device == "cpu")
+
+
+def card_bytes(device: str) -> float | None:
+    """An accelerator's memory, where this machine has one of the kind."""
+    if device != "cuda" or not torch.cuda.is_available():
+        return None
+    return float(torch.cuda.mem_get_info()[1])
+
+
+def warnings_of(config: DictConfig, peaks: Mapping[str, float], card: float | None) -> list[str]:
+    """What the estimate exceeds."""
+    remedy = "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu, use more ranks, or a smaller model"
+    if config.trainer.device == "cpu":
+        needed = sum(peaks.values()) * config.trainer.n_gpus_per_node
+        there = psutil.virtual_memory().available
+        if needed > there:
+            return [
+                f"warning: all ranks need some {needed / 1e9:.1f} GB, this machine has {there / 1e9:.1f} GB; {remedy}"
+            ]
+        return []
+    return [
+        f"warning: pool {pool!r} needs some {peak / 1e9:.1f} GB a rank, the accelerator has {card / 1e9:.1f} GB; {remedy}"
+        for pool, peak in peaks.items()
+        if card is not None and peak > card
+    ]
+
+
+def batch_text(batch: Batch) -> str:
+    """The arithmetic of a step, for a person."""
+    rows = [("policy", "agents", "rows", "mini-batches", "micro-batch", "updates", "ranks", "servers")]
+    rows += [
+        (
+            policy.policy,
+            ",".join(policy.agents),
+            str(policy.rows),
+            f"{policy.mini_batches} x {policy.rows_per_mini_batch} rows",
+            f"{policy.tokens} tokens",
+            str(policy.updates),
+            str(policy.ranks),
+            str(policy.servers),
+        )
+        for policy in batch.policies
+    ]
+    speaking = " + ".join(f"{turns} of {agent}" for agent, turns in batch.turns_by_agent.items())
+    head = (
+        f"a step: {batch.tasks} tasks x {batch.samples} samples = {batch.episodes} episodes, x ({speaking}) = {batch.turns} turns "
+        "at most"
+    )
+    return "\n".join([head, *aligned(rows)])
+
+
+def memory_text(pools: Mapping[str, Sequence[tuple[str, Memory]]], asleep: Mapping[str, bool]) -> str:
+    """Every policy's memory by what it is for, and every pool's peak, for a person."""
+    names = [field.name for field in fields(Memory)]
+    rows = [("pool", "policy", *names, "peak")]
+    for pool, members in pools.items():
+        peak = gigabytes(pool_memory([memory for _, memory in members], asleep[pool]))
+        for index, (policy, memory) in enumerate(members):
+            rows.append(
+                (pool, policy, *(gigabytes(getattr(memory, name)) for name in names), peak if index == 0 else "")
+            )
+    return "\n".join(["memory of one rank, estimated, GB:", *aligned(rows)])
+
+
+def gigabytes(count: float) -> str:
+    return f"{count / 1e9:.2f}" if count >= 1e7 else f"{count / 1e9:.4f}" if count else "-"

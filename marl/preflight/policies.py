@@ -1,0 +1,55 @@
+"""What can be known before Ray starts: that every policy's settings, model and tokenizer can be used, that the prompts fit,
+and what a step will take."""
+
+from typing import Any
+
+from omegaconf import DictConfig
+
+from marl.cluster.workers.settings import check_settings, fields_of, known_keys
+from marl.config.errors import ConfigError, plain
+from marl.config.known_keys import check_known, check_typed
+from marl.config.policies import all_policies, changes_of, loops_of, own_settings, thinking_of
+from marl.controller.agent_loop import check_loops
+from marl.controller.chat import ChatEncoder
+from marl.modules import models
+from marl.preflight import model_checks
+from marl.preflight.prompts import check_growth, check_prompts
+
+
+def preflight(config: DictConfig) -> None:
+    """Raise ConfigError for what a worker, a server or the first episode would fail on."""
+    names = all_policies(config.agents)
+    encoders = {}
+    check_settings(config.actor_rollout_ref)
+    check_typed(config)
+    check_known(plain(config), known_keys(), fields_of)
+    for name in names:
+        own, key = own_settings(config, name), key_of(config, name)
+        if changes_of(config.policies, name):
+            check_settings(own, f"policies.{name}")
+        model_checks.size_of(models.load_config(own.model, key), f"{key}.path={own.model.path}")
+        model_checks.check_weights(own.model, key)
+        encoders[name] = encoder_of(config, own, key, thinking_of(config, name))
+        check_loops(own.rollout, loops_of(config, name))
+    tasks = check_prompts(config, encoders)
+    if "ensemble" not in config:  # whose agents answer in single turns, whatever the runner
+        check_growth(config, encoders, tasks)
+
+
+def key_of(config: DictConfig, name: str) -> str:
+    """Where a policy's model is set."""
+    return f"policies.{name}.model" if "model" in changes_of(config.policies, name) else "actor_rollout_ref.model"
+
+
+def encoder_of(config: DictConfig, own: DictConfig, key: str, thinking: Any) -> ChatEncoder:
+    tokenizer = models.load_tokenizer(own.model, key)
+    path = own.model.tokenizer_path or own.model.path
+    try:
+        encoder = ChatEncoder(tokenizer, config.data.apply_chat_template_kwargs, thinking)
+        encoder.encode([{"role": "user", "content": "hello"}])
+    except Exception as error:  # a template is a program of its own
+        raise ConfigError(
+            f"{key}.path={path}: its chat template cannot be used: {models.line(error)}; expected an instruct model's, or "
+            f"set {key}.custom_chat_template"
+        ) from None
+    return encoder

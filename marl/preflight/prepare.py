@@ -1,0 +1,65 @@
+"""Checks and resolves a configuration before anything is started."""
+
+from pathlib import Path
+
+from marl.cluster.session import fitting_platform
+
+import marl.platform.cpu  # isort: skip - registers the platform before anything of verl asks for one
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+import marl.config.schema  # noqa: F401 - registers our groups
+from marl.config.checks import check
+from marl.config.data import check_files, file_list
+from marl.config.errors import ConfigError, resolve
+from marl.preflight.compatibility import check_facts, choose_credit
+
+
+def prepare(config: DictConfig) -> DictConfig:
+    """Resolve, make paths absolute (workers have other working directories), and check every rule. Raises ConfigError."""
+    config = OmegaConf.create(config)
+    resolve(config)
+    check(config)
+    choose_credit(config)
+    check_facts(config)
+    with open_dict(config):
+        absolutise(config)
+    rows = {
+        key: check_files(config.data[key], config.data.prompt_key, list(config.agents))
+        for key in ("train_files", "val_files")
+    }
+    if rows["train_files"] < config.data.train_batch_size or not rows["val_files"]:
+        raise ConfigError(
+            f"data.train_batch_size={config.data.train_batch_size}: data.train_files hold {rows['train_files']} rows and "
+            f"data.val_files {rows['val_files']}; expected at least one batch and one row, use a smaller batch or more data"
+        )
+    fitting_platform(config.trainer.device)
+    # heavy: imported once the rules hold
+    from marl.preflight.policies import preflight
+    from marl.rewards.custom import checked_function
+    from marl.rewards.extractors import check_extractors
+
+    checked_function(config)
+    check_extractors(config)
+    preflight(config)
+    return config
+
+
+def absolutise(config: DictConfig) -> None:
+    def absolute(path: str) -> str:
+        expanded = Path(path).expanduser()
+        return str(expanded.resolve()) if expanded.exists() else path
+
+    models = [
+        config.actor_rollout_ref.model,
+        config.critic.model,
+        *(changes.model for changes in config.policies.values() if changes and "model" in changes),
+    ]
+    for model in models:
+        for key in ("path", "tokenizer_path"):
+            if model.get(key):
+                model[key] = absolute(model[key])
+    for key in ("train_files", "val_files"):
+        config.data[key] = [absolute(file) for file in file_list(config.data[key])]
+    for key in ("default_local_dir", "rollout_data_dir", "validation_data_dir", "resume_from_path"):
+        if config.trainer[key]:
+            config.trainer[key] = str(Path(config.trainer[key]).expanduser().resolve())

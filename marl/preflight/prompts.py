@@ -1,0 +1,129 @@
+"""Checks of prompt lengths, at the start and as they grow over rounds."""
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from omegaconf import DictConfig
+
+from marl.batch.critic_inputs import CENTRAL
+from marl.cluster.critics import reader
+from marl.config.data import file_list, rows_of
+from marl.config.errors import ConfigError
+from marl.config.policies import own_settings, policies_by_agent
+from marl.controller.chat import ChatEncoder
+from marl.learners import LEARNERS
+from marl.modules import models
+from marl.preflight.prompt_growth import Growth, Seat, measure
+from marl.rewards.answers import only_answer
+from marl.runners import RUNNERS, Overflow, TooManyTurns, followed_by
+from marl.types import Task
+
+PROMPTS_READ = 100
+"""Of every file; encoding all of a large one takes minutes."""
+
+
+def check_prompts(config: DictConfig, encoders: Mapping[str, ChatEncoder]) -> list[list[Task]]:
+    """Raise ConfigError where the agents are shown more than ``data.max_prompt_length`` before anybody has spoken. Returns the
+    tasks of every file that were read, the longest first."""
+    limit, policies, tasks = config.data.max_prompt_length, policies_by_agent(config.agents), []
+    for key in ("train_files", "val_files"):
+        for file in file_list(config.data[key]):
+            rows = list(islice(rows_of(file, config.data.prompt_key), PROMPTS_READ))
+            lengths = [
+                max(len(encoders[policies[agent][0]].encode(shown_to(row, agent, config))) for agent in config.agents)
+                for row in rows
+            ]
+            order = sorted(range(len(rows)), key=lambda i: -lengths[i])
+            tasks.append([task_of(rows[i], f"{file}, row {i}", config.data.prompt_key) for i in order])
+            long = [length for length in lengths if length > limit]
+            if len(long) > config.controller.max_error_rate * len(lengths):
+                raise ConfigError(
+                    f"data.max_prompt_length={limit}: {len(long)} of the first {len(lengths)} prompts of {file} are longer, "
+                    f"up to {max(long)} tokens before anybody has answered; set it to at least that"
+                )
+    return tasks
+
+
+def task_of(row: Mapping[str, Any], id: str, prompt_key: str) -> Task:
+    """A row as far as lengths go."""
+    truth, extra = row["reward_model"]["ground_truth"], row.get("extra_info") or {}
+    return Task(id, list(row[prompt_key]), truth, row["data_source"], only_answer, extra)
+
+
+def growth_of(
+    config: DictConfig, encoders: Mapping[str, ChatEncoder], tasks: Sequence[Task], shortest: bool = False
+) -> Growth:
+    """How long the conversations about some tasks get, with the longest answers or the shortest. Raises ConfigError."""
+    policies = policies_by_agent(config.agents)
+    allowed = {name: own_settings(config, name).rollout.response_length for name in encoders}
+
+    def seat(agent: str, round: int) -> Seat:
+        policy = policies[agent][min(round, len(policies[agent])) - 1]
+        most = config.agents[agent].max_tokens or allowed[policy]
+        return Seat(policy, encoders[policy], 1 if shortest else most, ends=shortest and most > 1)
+
+    roles = {name: agent.role for name, agent in config.agents.items()}
+    joint = {"joint": central_reader(config).longest} if has_central_critic(config) and not shortest else {}
+    try:
+        return measure(RUNNERS.build(config.runner), tasks, seat, roles, config.data.max_prompt_length, **joint)
+    except TooManyTurns as error:
+        raise ConfigError(str(error)) from None
+
+
+def has_central_critic(config: DictConfig) -> bool:
+    return LEARNERS.get(config.learner.name).critic == CENTRAL
+
+
+def central_reader(config: DictConfig) -> Any:
+    return reader(CENTRAL, config.critic.level, models.load_tokenizer(config.critic.model, "critic.model"), None)
+
+
+def check_growth(config: DictConfig, encoders: Mapping[str, ChatEncoder], tasks: Sequence[Sequence[Task]]) -> None:
+    """Raise ConfigError where conversations cannot be played to their end even with the shortest answers, or where the central
+    critic could not read the longest."""
+    limit, share = config.data.max_prompt_length, config.controller.max_error_rate
+    for read in tasks:
+        # the longest that has to fit: as many as may fail are longer
+        task = read[min(int(share * len(read)), len(read) - 1)]
+        least = growth_of(config, encoders, [task], shortest=True)
+        if least.prompt > limit:
+            raise ConfigError(
+                f"data.max_prompt_length={limit}: {grows(config, least)} even if every answer is a single token ({task.id}); "
+                f"{remedy(config, least)}"
+            )
+    if has_central_critic(config):
+        check_joint(config, growth_of(config, encoders, [read[0] for read in tasks]))
+
+
+def check_joint(config: DictConfig, growth: Growth) -> None:
+    # where agents are refused longer prompts, no conversation is longer than all of these
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    needed, limit = min(growth.joint, len(config.agents) * longest), config.critic.ppo_max_token_len_per_gpu
+    if needed > limit:
+        raise ConfigError(
+            f"critic.ppo_max_token_len_per_gpu={limit}: the central critic of learner={config.learner.name} reads the whole "
+            f"conversation, up to {needed} tokens with answers of data.max_response_length={config.data.max_response_length}; "
+            f"set it to at least {needed}, or lower data.max_response_length or the number of rounds"
+        )
+
+
+def grows(config: DictConfig, growth: Growth) -> str:
+    """The rounds' prompts, for a person."""
+    lengths = [str(growth.by_round[round]) for round in sorted(growth.by_round) if round]
+    shown = lengths if len(lengths) <= ROUNDS_SHOWN else [*lengths[: ROUNDS_SHOWN - 1], "…", lengths[-1]]
+    return f"prompts grow to {growth.prompt} tokens (runner={config.runner.name}, by round: {', '.join(shown)})"
+
+
+ROUNDS_SHOWN = 8
+
+
+def remedy(config: DictConfig, growth: Growth) -> str:
+    shorter = "" if config.runner.overflow != Overflow.refuse else ", set runner.overflow=drop_oldest or summarise"
+    return f"set data.max_prompt_length to at least {growth.prompt}, lower the number of rounds{shorter}, or use shorter roles"
+
+
+def shown_to(row: Mapping[str, Any], agent: str, config: DictConfig) -> list[dict[str, Any]]:
+    """An agent's first observation of a row."""
+    private = ((row.get("extra_info") or {}).get("agent_prompts") or {}).get(agent)
+    return followed_by(list(private or row[config.data.prompt_key]), config.agents[agent].role)

@@ -1,0 +1,149 @@
+"""A run's folder: one run at a time writes into it, and only the run that it belongs to."""
+
+import fcntl
+import json
+import logging
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from marl.config.errors import ConfigError
+from marl.config.identity import identity_of, key_of, refused
+from marl.utils import folders
+
+logger = logging.getLogger(__name__)
+
+RUN, LOCK, LATEST = "run.json", ".lock", "latest"
+RESULTS = ("global_step_*", "metrics.jsonl", "summary.json", "rollouts/*", "validation/*")
+"""What shows that a run got as far as its first step or validation."""
+STAMPED = re.compile(r"\d{8}-\d{6}-\w{4}-seed\d+")
+"""A folder that ``${new_run:…}`` named."""
+SHOWN = 10
+
+
+@contextmanager
+def claimed(config: Any) -> Iterator[Path]:
+    """Hold ``trainer.default_local_dir`` for a run and leave its ``run.json`` there.
+
+    Raises ConfigError where another run writes into it, or where what lies there is of a run with other settings.
+    """
+    folder = Path(config.trainer.default_local_dir)
+    with locked(folder):
+        origin = origin_of(config.trainer, folder)
+        new = identity_of(config)
+        saved = None if origin is None else read_identity(origin)
+        if origin is not None:
+            must_be_the_same_run(saved, new, origin, tuple(config.trainer.resume_changes))
+        write_identity(folder, new, origin, saved)
+        point_latest_at(folder)
+        yield folder
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / LOCK, "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ConfigError(
+                f"trainer.default_local_dir={folder}: another run is writing into it ({file.read().strip() or 'unknown'}); "
+                "wait for its end, or set trainer.default_local_dir to a folder of its own"
+            ) from None
+        except OSError as error:  # some network file systems have no locks
+            logger.warning("%s cannot be locked (%s): nothing keeps a second run from writing into it", folder, error)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+def origin_of(settings: Any, folder: Path) -> Path | None:
+    """The checkpoint that a run goes on from, or the folder of a run that left none; None for a new run."""
+    results = [path for pattern in RESULTS for path in folder.glob(pattern)]
+    if settings.resume_mode == "resume_path":
+        return named_origin(Path(settings.resume_from_path).expanduser().resolve(), folder, bool(results))
+    if not results:
+        return None
+    if settings.resume_mode == "disable":
+        raise ConfigError(
+            f"trainer.default_local_dir={folder} holds the results of a run, and trainer.resume_mode=disable would write over "
+            "them; set trainer.default_local_dir to a new folder, or trainer.resume_mode=auto to go on with that run"
+        )
+    found = folders.complete(folder)
+    return found[-1] if found else folder
+
+
+def named_origin(source: Path, folder: Path, results: bool) -> Path:
+    try:
+        folders.read_state(source)
+    except FileNotFoundError as error:
+        raise ConfigError(f"trainer.resume_from_path={source}: {error}; expected …/global_step_N") from None
+    if source.parent != folder.resolve():
+        if results:
+            raise ConfigError(
+                f"trainer.default_local_dir={folder} holds the results of another run than trainer.resume_from_path={source}; "
+                "set it to a new folder, or trainer.resume_mode=auto to go on with the run that it holds"
+            )
+        return source
+    found = folders.complete(folder)
+    later = [path.name for path in (found[found.index(folder / source.name) + 1 :] if found else [])]
+    if later:
+        raise ConfigError(
+            f"trainer.resume_from_path={source}: the run has later checkpoints, {', '.join(later)}, which a run from here "
+            "would write over; set trainer.default_local_dir to a new folder to go on from here beside it, or "
+            "trainer.resume_mode=auto to go on from the last one"
+        )
+    return source
+
+
+def read_identity(origin: Path) -> dict[str, Any] | None:
+    """``run.json`` of a checkpoint, or else of the run that it lies in."""
+    for path in (origin / RUN, origin.parent / RUN):
+        if path.is_file():
+            return json.loads(path.read_text())
+    return None
+
+
+def must_be_the_same_run(
+    saved: Mapping[str, Any] | None, new: Mapping[str, Any], origin: Path, changes: tuple[str, ...]
+) -> None:
+    if saved is None:
+        logger.warning("%s holds no %s: whether it was saved with these settings is unknown", origin, RUN)
+        return
+    found = refused(saved, json.loads(json.dumps(new, default=str)), changes)
+    if not found:
+        return
+    listed = "; ".join(f"{key}: saved {before}, now {after}" for key, (before, after) in [*found.items()][:SHOWN])
+    more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    keys = ",".join(dict.fromkeys(key_of(difference) for difference in [*found][:SHOWN]))
+    raise ConfigError(
+        f"{origin} was saved by a run with other settings: {listed}{more}. Use the saved values, set "
+        "trainer.default_local_dir to a new folder for a run of its own, or, if the run is to go on so, set "
+        f"trainer.resume_changes=[{keys}]"
+    )
+
+
+def write_identity(folder: Path, new: dict[str, Any], origin: Path | None, saved: Mapping[str, Any] | None) -> None:
+    now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    earlier = {} if saved is None else {"started": saved["started"], "resumed": saved["resumed"]}
+    record = {"started": now, "resumed": []} | earlier
+    if origin is not None:
+        record["resumed"] = [*record["resumed"], {"at": now, "from": str(origin)}]
+    folders.replace_text(folder / RUN, json.dumps(record | new, indent=1, default=str) + "\n")
+
+
+def point_latest_at(folder: Path) -> None:
+    """Let ``latest`` beside folders that are named by their time lead to the newest of them."""
+    if STAMPED.fullmatch(folder.name) is None:
+        return
+    link, temporary = folder.parent / LATEST, folder.parent / f".{LATEST}.{os.getpid()}"
+    with suppress(OSError):  # a convenience, which not every file system has
+        temporary.symlink_to(folder.name)
+        os.replace(temporary, link)

@@ -1,0 +1,207 @@
+"""Live episodes and the agents that act in them."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from marl.runners.context import ContextOverflow, Overflow, drop_oldest, to_summarise, with_summary
+from marl.runners.messages import followed_by, user
+from marl.types import AgentId, Episode, Message, Task, Turn, Verdict
+
+T = TypeVar("T")
+
+
+Judge = Callable[[Task, Turn], Awaitable[Verdict]]
+
+
+class Generate(Protocol):
+    """Turns an observation into a turn. ``previous`` is the agent's last turn, whose ids the observation may extend;
+    ``branch`` tells alternatives of one (agent, round) apart. Raises ContextOverflow for too long an observation."""
+
+    def __call__(
+        self, agent: AgentId, observation: list[Message], round: int, previous: Turn | None, branch: int
+    ) -> Awaitable[Turn]: ...
+
+
+class TooManyTurns(ValueError):
+    """A runner lets an agent speak more often than its ``most_turns`` says, by which a run is planned."""
+
+
+class LiveEpisode:
+    """What a runner sees of the episode it plays: the task, the agents, a source of randomness and a judge."""
+
+    def __init__(
+        self,
+        record: Episode,
+        generate: Generate,
+        judge: Judge,
+        roles: Mapping[AgentId, str] | None = None,
+        overflow: Overflow = Overflow.refuse,
+    ) -> None:
+        self.record, self.task, self.rng = record, record.task, random.Random(record.seed)
+        self.agents = [Agent(name, self, generate, (roles or {}).get(name, ""), overflow) for name in record.agents]
+        self._judge = judge
+        self.runner = ""
+        self.limits: Mapping[AgentId, int] | None = None
+        """How often each agent may speak; None for no limit."""
+
+    def agent(self, name: AgentId) -> "Agent":
+        return next(agent for agent in self.agents if agent.name == name)
+
+    async def verdict(self, turn: Turn) -> Verdict:
+        """The verdict on a turn, asked for once."""
+        if turn.verdict is None:
+            turn.verdict = await self._judge(self.task, turn)
+        return turn.verdict
+
+    def answer(self, turn: Turn) -> str | None:
+        """The final answer that a turn's text gives."""
+        return self.task.extract(turn.text) if turn.answers else None
+
+    def must_be_within(self, agent: AgentId, turns: int) -> None:
+        """Raise TooManyTurns where an agent speaks more often than the runner says."""
+        if self.limits is not None and turns > self.limits.get(agent, 0):
+            raise TooManyTurns(
+                f"{self.runner}: agent {agent!r} speaks {turns} times, and its most_turns says {self.limits.get(agent, 0)}, by "
+                "which batches and memory are planned; mend most_turns, or run"
+            )
+
+    def count(self, what: str) -> None:
+        """Count something worth counting; it becomes the metric ``team/<what>``, a mean over episodes."""
+        self.record.counts[what] += 1
+
+
+class Agent:
+    """A seat in one episode. Every :meth:`act` is one turn, recorded when it ends."""
+
+    def __init__(
+        self,
+        name: AgentId,
+        episode: LiveEpisode,
+        generate: Generate,
+        role: str = "",
+        overflow: Overflow = Overflow.refuse,
+    ) -> None:
+        self.name, self.role, self._episode, self._generate = name, role, episode, generate
+        self._overflow = overflow
+        self._rounds: set[int] = set()
+
+    @property
+    def turns(self) -> list[Turn]:
+        return self._episode.record.trajectory(self.name)
+
+    @property
+    def prompt(self) -> list[Message]:
+        """What the task shows this agent, its role after the question: agents share the longer prefix."""
+        return followed_by(self._episode.task.observation(self.name), self.role)
+
+    @property
+    def history(self) -> list[Message]:
+        """The agent's last observation and its own answer: appending to it keeps the context append-only."""
+        last = self.turns[-1]
+        return [*last.observation, {"role": "assistant", "content": last.text}]
+
+    def told(self, text: str) -> list[Message]:
+        """The agent's conversation and a text that comes next; before its first turn the text stands after the question."""
+        return [*self.history, user(text)] if self.turns else followed_by(self.prompt, text)
+
+    def act(
+        self, observation: list[Message], round: int | None = None, answers: bool = True
+    ) -> Coroutine[Any, Any, Turn]:
+        """Answer an observation.
+
+        ``round`` is 1 + the deepest turn that has ended when this is called, unless given; ``answers=False`` marks what
+        is no answer to the task. Raises ValueError if the agent has spoken in that round already: a turn grid holds one
+        turn per (episode, round, agent).
+        """
+        return self._turn(observation, self._enter(round), 0, answers=answers)
+
+    async def alternatives(self, observation: list[Message], count: int, round: int | None = None) -> list[Turn]:
+        """Several answers to one observation, at the same time. The conversation goes on from that which :func:`keep` names."""
+        round = self._enter(round)
+        branches = [self._turn(observation, round, branch, kept=False, trained=False) for branch in range(count)]
+        return await together(branches)
+
+    def _enter(self, round: int | None) -> int:
+        round = self._episode.record.num_rounds + 1 if round is None else round
+        if round in self._rounds:
+            raise ValueError(
+                f"agent {self.name!r} acts twice in round {round}; give its second turn a round of its own"
+            )
+        self._rounds.add(round)
+        self._episode.must_be_within(self.name, len(self._rounds))
+        return round
+
+    async def _turn(self, observation: list[Message], round: int, branch: int, **marks: bool) -> Turn:
+        turn = await self._fitting(observation, round, branch)
+        for name, value in marks.items():
+            setattr(turn, name, value)
+        self._episode.record.turns.append(turn)
+        return turn
+
+    async def _fitting(self, observation: list[Message], round: int, branch: int) -> Turn:
+        """Generate; where the context is too long, make it shorter as the runner's ``overflow`` says."""
+        previous = self.turns[-1] if self.turns else None
+        head, summarised = len(self.prompt), False
+        while True:
+            try:
+                return await self._generate(self.name, observation, round, previous, branch)
+            except ContextOverflow:
+                shorter = None if self._overflow is Overflow.refuse else drop_oldest(observation, head)
+                if shorter is None:
+                    raise
+                noted = None
+                if self._overflow is Overflow.summarise and not summarised:
+                    noted, summarised = await self._summarised(observation, head, round, branch), True
+                if noted is None:
+                    self._episode.count("dropped_rounds")
+                observation = noted or shorter
+
+    async def _summarised(self, observation: list[Message], head: int, round: int, branch: int) -> list[Message] | None:
+        """The conversation with its older part as a note, which the agent writes for itself and which is not trained; None
+        where that part alone is too long to be read."""
+        try:
+            note = await self._generate(self.name, to_summarise(observation, head), round, None, -1 - branch)
+        except ContextOverflow:
+            return None
+        note.kept = note.trained = note.answers = False
+        self._episode.record.turns.append(note)
+        self._episode.count("summaries")
+        return with_summary(observation, head, note.text)
+
+
+def keep(turn: Turn, among: Sequence[Turn], train_all: bool = False) -> Turn:
+    """Let the conversation go on from one of several alternatives.
+
+    It alone is trained, as a turn like any other; with ``train_all`` all of them are, each compared with the others of
+    its agent.
+    """
+    for other in among:
+        other.trained = other.compared = train_all
+    turn.kept = turn.trained = True
+    return turn
+
+
+async def together(turns: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Agents act at the same time; the first failure cancels the rest and is raised as it is.
+
+    A context overflow cancels nobody: which turns an episode holds must not depend on who answered first.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(or_overflow(turn)) for turn in turns]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    results = [task.result() for task in tasks]
+    for result in results:
+        if isinstance(result, ContextOverflow):
+            raise result
+    return results  # type: ignore[return-value]
+
+
+async def or_overflow(turn: Coroutine[Any, Any, T]) -> T | ContextOverflow:
+    try:
+        return await turn
+    except ContextOverflow as overflow:
+        return overflow

@@ -1,0 +1,22 @@
+"""Messages and what they say. Pure."""
+
+import re
+
+from marl.types import Message
+
+
+def says(text: str, word: str) -> bool:
+    """Whether a text says a word, not within another one; the empty word is never said."""
+    return bool(word) and re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text) is not None
+
+
+def followed_by(messages: list[Message], text: str) -> list[Message]:
+    """Messages with a text after the last one's."""
+    if not text:
+        return messages
+    *earlier, last = messages
+    return [*earlier, {**last, "content": f"{last['content']}\n\n{text}"}]
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
