@@ -22,9 +22,8 @@ from marl.cluster.layout import (
     model_config,
     policy_config,
 )
-from marl.config.checks import policy_names
 from marl.config.errors import ConfigError
-from marl.config.policies import loops_of, thinking_of
+from marl.config.policies import loops_of, policy_names, thinking_of
 from marl.controller.agent_loop import LoopClient, Loops
 from marl.controller.chat import ChatEncoder, check_round_trip
 from marl.controller.client import PolicyClient

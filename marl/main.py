@@ -34,9 +34,9 @@ from marl.cluster.layout import (
     critic_pool,
     pool_of,
 )
-from marl.config.checks import policy_names
 from marl.config.errors import ConfigError, explain
 from marl.config.overrides import find_verl, new_agents, options_are_words
+from marl.config.policies import policy_names
 from marl.preflight.run_folder import claimed
 from marl.utils.garbage import settle
 

@@ -6,8 +6,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from marl.batch.utility_inputs import SHARED
-from marl.config.checks import policy_names
-from marl.config.policies import own_settings, trained_policies
+from marl.config.policies import own_settings, policy_names, trained_policies
 from marl.learners import LEARNERS
 from marl.utils.seeding import derive_seed
 

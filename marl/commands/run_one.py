@@ -21,9 +21,9 @@ from rich.text import Text
 
 from marl import main as marl_main
 from marl.config.bounds import check_values
-from marl.config.checks import templates_can_be_filled
 from marl.config.errors import ConfigError, resolve
 from marl.config.overrides import find_verl, new_agents
+from marl.config.rules.agents import templates_can_be_filled
 from marl.report import dump
 from marl.rewards import answer_rules, check_extractors
 from marl.runners import RUNNERS, Generate, Replay, scripted

@@ -49,3 +49,7 @@ def loops_of(config: Any, policy: str) -> dict[str, str]:
 def trained_policies(agents: Mapping[str, Any]) -> list[str]:
     """The policies of the agents that are trained, in their order."""
     return all_policies({name: agent for name, agent in agents.items() if agent.trainable})
+
+
+def policy_names(config: Any) -> list[str]:
+    return all_policies(config.agents)

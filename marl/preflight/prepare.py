@@ -8,9 +8,9 @@ import marl.platform.cpu  # isort: skip - registers the platform before anything
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 import marl.config.schema  # noqa: F401 - registers our groups
-from marl.config.checks import check
 from marl.config.data import check_files, file_list
 from marl.config.errors import ConfigError, resolve
+from marl.config.rules import check
 from marl.preflight.compatibility import check_facts, choose_credit
 
 

@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerFast
 from verl.experimental.agent_loop import AgentLoopOutput
 
 from marl.batch.build import joint_batch
-from marl.config.checks import thoughts_have_marks
 from marl.config.errors import ConfigError
 from marl.config.policies import changes_of, thinking_of
+from marl.config.rules.agents import thoughts_have_marks
 from marl.controller.agent_loop import LoopClient
 from marl.controller.chat import ChatEncoder
 from marl.controller.client import PolicyClient

@@ -1,0 +1,40 @@
+"""Rules between keys, by subject. Each function is one rule: it takes the resolved configuration, raises ConfigError and names the remedy.
+
+They run before anything starts and import neither torch nor ray.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from marl.config.bounds import check_values
+from marl.config.errors import ConfigError
+from marl.config.policies import own_settings
+from marl.config.rules import agents, batches, files, policies, references, resources, run
+
+RULES: tuple[Callable[[Any], None], ...] = (
+    check_values,
+    *policies.RULES,
+    *agents.RULES,
+    *batches.RULES,
+    *resources.RULES,
+    *references.RULES,
+    *files.RULES,
+    *run.RULES,
+)
+
+
+def check(config: Any) -> None:
+    """Raise ConfigError for the first rule that does not hold, for the whole or for one policy's changes to it."""
+    for rule in RULES:
+        rule(config)
+    for name in config.policies:
+        own = OmegaConf.create(config)
+        own.actor_rollout_ref = own_settings(config, name)
+        try:
+            for rule in RULES:
+                if rule is not policies.policies_of_rounds_take_turns:  # it looks at every policy itself
+                    rule(own)
+        except ConfigError as error:
+            raise ConfigError(f"policies.{name}: {error}") from None

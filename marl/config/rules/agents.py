@@ -1,0 +1,156 @@
+"""Rules about agents, their answers and the runner's templates."""
+
+import re
+import string
+from typing import Any
+
+from marl.config.errors import ConfigError
+from marl.config.policies import policy_names
+from marl.utils.registry import did_you_mean
+
+
+def there_are_agents(config: Any) -> None:
+    if not config.agents:
+        raise ConfigError("agents is empty: name at least one, as in +agents.solver.role='Think step by step.'")
+    if not any(agent.trainable for agent in config.agents.values()):
+        raise ConfigError("no agent is trainable: set agents.<name>.trainable=true for at least one")
+
+
+def trained_agents_sample(config: Any) -> None:
+    for name, agent in config.agents.items():
+        if agent.trainable and agent.temperature is not None and agent.temperature <= 0:
+            raise ConfigError(
+                f"agents.{name}.temperature={agent.temperature}: a trained agent has to sample; set it above 0, or "
+                f"agents.{name}.trainable=false"
+            )
+    if config.actor_rollout_ref.rollout.temperature <= 0:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.temperature={config.actor_rollout_ref.rollout.temperature} must be above 0"
+        )
+
+
+def trained_rounds_exist(config: Any) -> None:
+    rounds = config.learner.get("train_rounds")
+    if rounds is not None and (not rounds or min(rounds) < 1):
+        raise ConfigError(
+            f"learner.train_rounds={list(rounds)}: rounds are counted from 1; use some of them, or null for all"
+        )
+
+
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
+
+
+def names_are_names(config: Any) -> None:
+    """Names become folders, actors, metrics and keys."""
+    agents = {f"agents.{name}": name for name in config.agents}
+    policies = {f"agents.{name}.policy={agent.policy}": agent.policy for name, agent in config.agents.items()}
+    policies |= {
+        f"agents.{name}.policy_by_round={list(agent.policy_by_round)}": policy
+        for name, agent in config.agents.items()
+        for policy in agent.policy_by_round
+    }
+    pools = {
+        f"policies.{name}.pool={changes.pool}": changes.pool
+        for name, changes in config.policies.items()
+        if changes and "pool" in changes
+    }
+    for key, name in (agents | policies | pools).items():
+        if name is not None and (not isinstance(name, str) or not NAME.fullmatch(name) or "_fwmn_" in name):
+            raise ConfigError(f"{key}: {name!r} is no name; expected up to 64 letters, digits, _ and -")
+    folded: dict[str, str] = {}
+    for policy in policy_names(config):
+        other = folded.setdefault(policy.lower(), policy)
+        if other != policy:
+            raise ConfigError(
+                f"agents: the policies {other!r} and {policy!r} differ in case alone, and so would their folders; "
+                "use other names"
+            )
+
+
+def thoughts_have_marks(config: Any) -> None:
+    settings = {"controller.thinking": config.controller.thinking}
+    settings |= {
+        f"policies.{name}.thinking": changes.thinking
+        for name, changes in config.policies.items()
+        if changes and "thinking" in changes
+    }
+    for key, value in settings.items():
+        marks = set(value) == {"start", "end"} if hasattr(value, "keys") else False
+        if marks and all(isinstance(mark, str) and mark for mark in value.values()) and value["start"] != value["end"]:
+            continue
+        if value not in ("auto", "none"):
+            raise ConfigError(
+                f"{key}={value}: expected auto, none, or the marks around a thought, two different texts, as in "
+                f"{key}={{start: '<think>', end: '</think>'}}.{did_you_mean(str(value), ('auto', 'none'))}"
+            )
+
+
+def answers_fit(config: Any) -> None:
+    limit = config.actor_rollout_ref.rollout.response_length
+    for name, agent in config.agents.items():
+        if agent.max_tokens is not None and agent.max_tokens > limit:
+            raise ConfigError(
+                f"agents.{name}.max_tokens={agent.max_tokens}: expected at most data.max_response_length={limit}; "
+                "lower it, or raise that"
+            )
+        if not all(agent.stop):
+            raise ConfigError(f"agents.{name}.stop={list(agent.stop)}: an empty text ends no answer; remove it")
+
+
+def agent_loops_are_the_agents(config: Any) -> None:
+    """verl's own key would be one loop for all; and what loops read has a reader."""
+    rollout = config.actor_rollout_ref.rollout
+    default = rollout.agent.default_agent_loop
+    if default not in (None, "single_turn_agent"):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.agent.default_agent_loop={default}: every agent says what makes its turns; set "
+            f"agents.<name>.agent_loop={default}, and leave this key single_turn_agent"
+        )
+    read = {
+        "agent.agent_loop_config_path": rollout.agent.agent_loop_config_path,
+        "multi_turn.tool_config_path": rollout.multi_turn.tool_config_path,
+        "multi_turn.function_tool_path": rollout.multi_turn.function_tool_path,
+    }
+    for key, path in read.items():
+        if path is not None and all(agent.agent_loop is None for agent in config.agents.values()):
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.{key}={path}: no agent acts by an agent loop, which would read it; set "
+                "agents.<name>.agent_loop, or unset it"
+            )
+
+
+def templates_can_be_filled(config: Any) -> None:
+    for key, known in TEMPLATES.items():
+        template = config.runner.get(key)
+        if template is None:
+            continue
+        expected = (
+            f"expected a text with the fields {', '.join(f'{{{field}}}' for field in known)}; write {{{{ for a brace"
+        )
+        try:
+            fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
+            template.format(**known)
+        except (KeyError, IndexError, AttributeError):
+            missing = next(field for field in fields if field not in known)
+            raise ConfigError(f"runner.{key}={template!r}: there is no field {missing!r}; {expected}") from None
+        except ValueError as error:
+            raise ConfigError(f"runner.{key}={template!r}: {error}; {expected}") from None
+
+
+TEMPLATES: dict[str, dict[str, Any]] = {
+    "peer_template": {"agent": "", "text": "", "answer": "", "score": 0.0},
+    "menu": {"workers": ""},
+}
+"""Templates of runners, with a value of each field."""
+
+
+RULES = (
+    there_are_agents,
+    trained_agents_sample,
+    trained_rounds_exist,
+    names_are_names,
+    thoughts_have_marks,
+    answers_fit,
+    agent_loops_are_the_agents,
+    templates_can_be_filled,
+)

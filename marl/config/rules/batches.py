@@ -1,0 +1,113 @@
+"""Rules about mini-batches, micro-batches and packed turns."""
+
+from typing import Any
+
+from marl.config.errors import ConfigError
+from marl.utils.registry import did_you_mean
+
+
+def mini_batches_divide(config: Any) -> None:
+    tasks, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if mini < 1 or tasks % mini:
+        raise ConfigError(
+            f"data.train_batch_size={tasks} does not divide into mini-batches of "
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={mini} tasks: {tasks} % {mini} = {tasks % mini if mini > 0 else tasks}; "
+            f"every mini-batch holds ppo_mini_batch_size x rollout.n={config.actor_rollout_ref.rollout.n} episodes. "
+            f"Choose a divisor of {tasks}"
+        )
+
+
+def micro_batches_are_by_tokens(config: Any) -> None:
+    if not config.actor_rollout_ref.actor.use_dynamic_bsz:
+        raise ConfigError(
+            "actor_rollout_ref.actor.use_dynamic_bsz=false: agents speak a different number of times, so rows do not "
+            "divide into micro-batches of a fixed size. Leave it true, and set the size in tokens by "
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+        )
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    longest = rollout.prompt_length + rollout.response_length
+    if actor.ppo_max_token_len_per_gpu < longest:
+        raise ConfigError(
+            f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu} cannot hold one row of "
+            f"data.max_prompt_length + data.max_response_length = {rollout.prompt_length} + {rollout.response_length} = "
+            f"{longest} tokens; raise it to at least that"
+        )
+
+
+def critic_batches_divide(config: Any) -> None:
+    tasks, mini = config.data.train_batch_size, config.critic.ppo_mini_batch_size
+    if mini < 1 or tasks % mini:
+        raise ConfigError(
+            f"critic.ppo_mini_batch_size={mini} does not divide data.train_batch_size={tasks}; choose a divisor of {tasks}"
+        )
+    if not config.critic.use_dynamic_bsz:
+        raise ConfigError(
+            "critic.use_dynamic_bsz=false: rows are of different lengths and numbers; leave it true, and set the size in "
+            "tokens by critic.ppo_max_token_len_per_gpu"
+        )
+
+
+def corrections_are_whole(config: Any) -> None:
+    correction = config.algorithm.rollout_correction
+    if correction.rollout_rs and correction.rollout_rs_threshold is None:
+        raise ConfigError(
+            f"algorithm.rollout_correction.rollout_rs={correction.rollout_rs} needs "
+            "algorithm.rollout_correction.rollout_rs_threshold, such as 2.0 or '0.5_2.0'"
+        )
+    if correction.rollout_is not in (None, "token", "sequence"):
+        raise ConfigError(
+            f"algorithm.rollout_correction.rollout_is={correction.rollout_is}: expected token, sequence or null."
+            f"{did_you_mean(str(correction.rollout_is), ('token', 'sequence'))}"
+        )
+    sequences = [f"{key}={value}" for key in ("rollout_is", "rollout_rs") if "seq" in str(value := correction[key])]
+    if sequences and config.controller.pack_turns:
+        raise ConfigError(
+            f"controller.pack_turns=true with algorithm.rollout_correction.{sequences[0]}: a packed sequence holds several "
+            "answers; correct by token, or set controller.pack_turns=false"
+        )
+
+
+def packed_turns_are_weighed_by_token(config: Any) -> None:
+    if not config.controller.pack_turns:
+        return
+    actor = config.actor_rollout_ref.actor
+    if actor.loss_agg_mode != "token-mean":
+        raise ConfigError(
+            f"controller.pack_turns=true with actor_rollout_ref.actor.loss_agg_mode={actor.loss_agg_mode}: a mean over "
+            "sequences would depend on how turns are packed; use token-mean, or controller.pack_turns=false"
+        )
+    if actor.policy_loss.loss_mode in ("gspo", "geo_mean"):
+        raise ConfigError(
+            f"controller.pack_turns=true with actor_rollout_ref.actor.policy_loss.loss_mode={actor.policy_loss.loss_mode}: its "
+            "ratio is a sequence's, and a packed sequence holds several answers; set controller.pack_turns=false"
+        )
+
+
+def a_conversation_fits_the_server(config: Any) -> None:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.max_model_len is not None and rollout.max_model_len < rollout.prompt_length + rollout.response_length:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.max_model_len={rollout.max_model_len}: expected at least "
+            f"data.max_prompt_length + data.max_response_length = {rollout.prompt_length} + {rollout.response_length}; "
+            "raise it, or set null"
+        )
+
+
+def betas_are_two_shares(config: Any) -> None:
+    betas = config.actor_rollout_ref.actor.optim.betas
+    two = hasattr(betas, "__len__") and not isinstance(betas, str) and len(betas) == 2
+    if not two or not all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in betas):
+        raise ConfigError(
+            f"actor_rollout_ref.actor.optim.betas={betas}: expected two numbers, at least 0 and below 1, as in [0.9,0.95]"
+        )
+
+
+RULES = (
+    mini_batches_divide,
+    micro_batches_are_by_tokens,
+    critic_batches_divide,
+    corrections_are_whole,
+    packed_turns_are_weighed_by_token,
+    a_conversation_fits_the_server,
+    betas_are_two_shares,
+)

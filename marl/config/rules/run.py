@@ -1,0 +1,119 @@
+"""Rules about the run as a whole: rewards, resuming, baselines, trackers."""
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from marl.config.errors import ConfigError
+from marl.config.schema import ControllerConfig
+from marl.utils.registry import did_you_mean
+
+
+def rewards_are_bounded(config: Any) -> None:
+    controller = config.controller
+    if controller.reward_processes < 0:
+        raise ConfigError(
+            f"controller.reward_processes={controller.reward_processes}: must be at least 1, or 0 to judge in the driver, "
+            "where nothing ends a reward function that hangs"
+        )
+    if controller.reward_timeout_s <= 0:
+        raise ConfigError(
+            f"controller.reward_timeout_s={controller.reward_timeout_s:g}: must be above 0, seconds for one text"
+        )
+
+
+def overlong_penalties_have_a_buffer_and_a_price(config: Any) -> None:
+    buffer, price = config.controller.overlong_buffer, config.controller.overlong_penalty
+    if buffer and not price:
+        raise ConfigError(
+            f"controller.overlong_penalty={price:g}: controller.overlong_buffer={buffer} would cost nothing; set it above 0, or "
+            "controller.overlong_buffer=0"
+        )
+    if not buffer and price != ControllerConfig.overlong_penalty:
+        raise ConfigError(
+            f"controller.overlong_penalty={price:g}: with controller.overlong_buffer=0 no answer is charged it; set "
+            "controller.overlong_buffer to the number of tokens before the limit in which length costs, or leave it out"
+        )
+
+
+def resuming_has_a_path(config: Any) -> None:
+    modes = ("auto", "disable", "resume_path")
+    if config.trainer.resume_mode not in modes:
+        raise ConfigError(
+            f"trainer.resume_mode={config.trainer.resume_mode}; expected one of {', '.join(modes)}."
+            f"{did_you_mean(str(config.trainer.resume_mode), modes)}"
+        )
+    if config.trainer.resume_mode == "resume_path" and not Path(str(config.trainer.resume_from_path)).is_dir():
+        raise ConfigError(
+            f"trainer.resume_from_path={config.trainer.resume_from_path}: no such folder; expected …/global_step_N"
+        )
+
+
+def resume_changes_are_keys(config: Any) -> None:
+    changes = config.trainer.resume_changes
+    if isinstance(changes, str) or not hasattr(changes, "__iter__") or not all(isinstance(key, str) for key in changes):
+        raise ConfigError(
+            f"trainer.resume_changes={changes}: expected a list of keys, as in trainer.resume_changes=[learner.lam]"
+        )
+    known = [*config, "versions", "agents"]
+    for key in changes:
+        if key.split(".")[0] not in known:
+            raise ConfigError(
+                f"trainer.resume_changes={list(changes)}: unknown key {key!r}; expected keys of the configuration, groups of "
+                f"them, or versions.<package>.{did_you_mean(key.split('.')[0], known)}"
+            )
+
+
+BASELINES = ("solo", "vote", "untrained")
+
+
+def baselines_are_known(config: Any) -> None:
+    for name in [config.baseline] if isinstance(config.baseline, str) else config.baseline:
+        if name not in BASELINES:
+            raise ConfigError(
+                f"baseline={name}: no such baseline; known: {', '.join(BASELINES)}.{did_you_mean(str(name), BASELINES)}"
+            )
+
+
+def trackers_are_listed(config: Any) -> None:
+    loggers = config.trainer.logger
+    if isinstance(loggers, str) or not hasattr(loggers, "__iter__"):
+        raise ConfigError(f"trainer.logger={loggers}: expected a list of trackers, as in trainer.logger=[{loggers}]")
+    for name in loggers:
+        if name not in TRACKERS:
+            raise ConfigError(
+                f"trainer.logger={list(loggers)}: unknown {name!r}; expected {', '.join(TRACKERS)}."
+                f"{did_you_mean(str(name), TRACKERS)}"
+            )
+
+
+TRACKERS = ("console", "file", "tensorboard", "wandb", "mlflow", "swanlab", "vemlp_wandb", "clearml", "trackio")
+
+
+def what_is_not_there_yet_is_refused(config: Any) -> None:
+    """Keys of verl that change results and that this version does not read."""
+    for key in (
+        "algorithm.filter_groups.enable",
+        "algorithm.use_pf_ppo",
+        "reward.reward_model.enable",
+        "distillation.enabled",
+    ):
+        if OmegaConf.select(config, key):
+            raise ConfigError(f"{key}={OmegaConf.select(config, key)}: not part of this version; set it to false")
+    if config.reward.reward_manager.name != "naive":
+        raise ConfigError(
+            f"reward.reward_manager.name={config.reward.reward_manager.name}: verl's reward managers are not read; set naive, "
+            "and write what it does as reward.custom_reward_function"
+        )
+
+
+RULES = (
+    rewards_are_bounded,
+    overlong_penalties_have_a_buffer_and_a_price,
+    resuming_has_a_path,
+    resume_changes_are_keys,
+    baselines_are_known,
+    trackers_are_listed,
+    what_is_not_there_yet_is_refused,
+)
