@@ -78,8 +78,8 @@ def fractions(rows: Sequence[Mapping[str, Any]], more: int) -> list[str]:
 
 async def scores(reward: Reward, tasks: Sequence[Task], texts: Sequence[str]) -> tuple[float, list[float]]:
     started = time.perf_counter()
-    verdicts = await asyncio.gather(*(reward.judge(task, text) for task, text in zip(tasks, texts, strict=True)))
-    return time.perf_counter() - started, [verdict.score for verdict in verdicts]
+    scores = await asyncio.gather(*(reward.judge(task, text) for task, text in zip(tasks, texts, strict=True)))
+    return time.perf_counter() - started, [score.value for score in scores]
 
 
 async def check(rows: Sequence[Mapping[str, Any]], processes: Processes) -> bool:

@@ -45,10 +45,10 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Score:
     """What a reward function says of a turn."""
 
-    score: float
+    value: float
     answer: str | None
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of a reward function that returns a dict; they become columns of the rollout dump."""
@@ -57,15 +57,15 @@ class Verdict:
     failure: str | None = None
     """Why the reward function could not judge the text, whose score is then ``controller.failure_score``."""
 
-    def worth(self, score: float) -> Verdict:
-        """The same verdict, for which training pays ``score``; what is reported stays."""
+    def worth(self, score: float) -> Score:
+        """The same score, for which training pays ``score``; what is reported stays."""
         return replace(self, penalty=self.score - score)
 
 
-def given(verdict: Verdict | None, of: str) -> Verdict:
-    if verdict is None:
-        raise ValueError(f"the {of} has no verdict yet: score it first")
-    return verdict
+def require_score(score: Score | None, of: str) -> Score:
+    if score is None:
+        raise ValueError(f"the {of} has no score yet: score it first")
+    return score
 
 
 @dataclass(slots=True)
@@ -93,12 +93,12 @@ class Turn:
     kept: bool = True
     """False: the conversation did not go on from it."""
     compared: bool = False
-    """Compared with its alternatives, the agent's other turns of the same episode and round, by their verdicts alone."""
+    """Compared with its alternatives, the agent's other turns of the same episode and round, by their scores alone."""
     answers: bool = True
     """False: it is no answer to the task (a critique, a choice, a pass), and worth what the team's answer is worth."""
     trained: bool = True
     """False: it is played and never trained, whatever the configuration says."""
-    verdict: Verdict | None = None
+    score: Score | None = None
     outcomes: list[float] = field(default_factory=list)
     """What the team's return was with this answer, then with each other one that was tried in its place."""
     thought: str | None = None
@@ -124,13 +124,13 @@ class Turn:
         return self.stop_reason == "length"
 
     @property
-    def judged(self) -> Verdict:
-        """The verdict. Raises ValueError on a turn that has none yet."""
-        return given(self.verdict, f"turn of {self.agent!r} in round {self.round}")
+    def scored(self) -> Score:
+        """The score. Raises ValueError on a turn that has none yet."""
+        return require_score(self.score, f"turn of {self.agent!r} in round {self.round}")
 
     @property
     def correct(self) -> bool:
-        return self.judged.score >= 1.0
+        return self.scored.value >= 1.0
 
 
 class Rule(Enum):
@@ -154,7 +154,7 @@ class Vote:
     answer: str | None
     weight: float = 1.0
     score: float = 0.0
-    """The verdict on that turn, once it is judged."""
+    """The score of that turn, once it is judged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +163,8 @@ class Ballot:
 
     rule: Rule
     votes: tuple[Vote, ...]
-    by_verdict: bool = False
-    """A vote weighs what the verdict on it says."""
+    by_score: bool = False
+    """A vote weighs what the score of it says."""
     no_answer: float = 0.0
     """What no answer is worth."""
 
@@ -180,8 +180,8 @@ class Episode:
     turns: list[Turn] = field(default_factory=list)
     answer: str | None = None
     """The team's final answer, as the runner decided it."""
-    verdict: Verdict | None = None
-    """The verdict on the team's answer."""
+    score: Score | None = None
+    """The score of the team's answer."""
     seed: int = 0
     """Of everything that the runner draws."""
     accuracy: dict[AgentId, float] = field(default_factory=dict)
@@ -190,8 +190,8 @@ class Episode:
     """How often something happened that is worth counting, by its name: a dropped round, a choice of nobody."""
     ballot: Ballot | None = None
     """What that was decided on; None where no rule decided."""
-    settled: Verdict | None = None
-    """What the runner says of the team's answer; None leaves it to the verdicts on its turns."""
+    settled: Score | None = None
+    """What the runner says of the team's answer; None leaves it to the scores of its turns."""
     failure: str | None = None
     """Why the conversation ended before its time: ``overflow`` (an observation did not fit) or, in validation, ``error`` (it
     was lost, and no turn of it is known). Such a team has no answer. None for an episode that was played to its end."""
@@ -211,9 +211,9 @@ class Episode:
         return sorted((turn for turn in self.path if turn.agent == agent), key=lambda turn: turn.round)
 
     @property
-    def judged(self) -> Verdict:
-        """The verdict on the team's answer. Raises ValueError on an episode that has none yet."""
-        return given(self.verdict, f"episode of task {self.task.id}")
+    def scored(self) -> Score:
+        """The score of the team's answer. Raises ValueError on an episode that has none yet."""
+        return require_score(self.score, f"episode of task {self.task.id}")
 
     @property
     def num_rounds(self) -> int:

@@ -14,7 +14,7 @@ from marl.batch.utility_inputs import UtilityTurns
 from marl.batch.values import place_values
 from marl.learners import CREDITS, LEARNERS
 from marl.runners import RUNNERS, scripted
-from marl.types import Ballot, Episode, Rule, Task, Turn, Verdict, Vote
+from marl.types import Ballot, Episode, Rule, Score, Task, Turn, Vote
 from marl.utils.ragged import jagged
 
 AGENTS = ("a", "b")
@@ -34,12 +34,12 @@ class FakeGroup:
         return TensorDict({"log_probs": rows["old_log_probs"]}, batch_size=[len(rows)])
 
 
-def episode(task, sample, verdicts):
-    """``verdicts``: one list an agent, a score a round; None is silence. Everybody answers its score; the last answers are
+def episode(task, sample, scores):
+    """``scores``: one list an agent, a score a round; None is silence. Everybody answers its score; the last answers are
     voted on, and another answer to any turn would have scored .5."""
     record = Episode(Task(task, [], "1", "marl/x", lambda text: text), sample, list(AGENTS))
-    for agent, scores in zip(AGENTS, verdicts, strict=True):
-        for round, score in enumerate(scores, start=1):
+    for agent, own_scores in zip(AGENTS, scores, strict=True):
+        for round, score in enumerate(own_scores, start=1):
             if score is not None:
                 record.turns.append(
                     Turn(
@@ -52,11 +52,11 @@ def episode(task, sample, verdicts):
                         response_ids=[3] * round,
                         response_mask=[1] * round,
                         log_probs=[-1.0] * round,
-                        verdict=Verdict(score, "1"),
+                        score=Score(score, "1"),
                         outcomes=[score, 0.5],
                     )
                 )
-    record.verdict = Verdict(1.0, "1")
+    record.score = Score(1.0, "1")
     last = [turns[-1] for agent in AGENTS if (turns := record.trajectory(agent))]
     record.ballot = Ballot(Rule.heaviest, tuple(Vote(turn.agent, turn.round, turn.text) for turn in last))
     return record

@@ -12,7 +12,7 @@ def ballots_of(episode: Episode, no_answer: float = 0.0) -> list[Ballot]:
     if decided is None:
         return []
     turns = {(turn.agent, turn.round): turn for turn in sorted(episode.turns, key=lambda turn: turn.kept)}
-    votes = tuple(replace(vote, score=turns[vote.agent, vote.round].judged.score) for vote in decided.votes)
+    votes = tuple(replace(vote, score=turns[vote.agent, vote.round].scored.value) for vote in decided.votes)
     decided = replace(decided, votes=votes, no_answer=no_answer)
     weights = {vote.agent: vote.weight for vote in votes}
     voted = {(vote.agent, vote.round) for vote in votes}
@@ -29,8 +29,8 @@ def earlier(decided: Ballot, weights: dict[str, float], answers: list[Turn], rou
             agent,
             turn.round,
             episode.task.extract(turn.text),
-            turn.judged.score if decided.by_verdict else weight,
-            turn.judged.score,
+            turn.scored.value if decided.by_score else weight,
+            turn.scored.value,
         )
         for agent, weight in weights.items()
         if (turn := standing.get(agent)) is not None

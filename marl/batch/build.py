@@ -30,7 +30,7 @@ def joint_batch(
     width = max((column + 1 for columns in places for column in columns), default=0)
     shape = (len(episodes), max(num_rounds, width), len(agents))
     mask_ERA, trained_ERA, answers_ERA = np.zeros((3, *shape), dtype=bool)
-    verdicts_ERA, siblings_ERA = np.zeros(shape, dtype=np.float32), np.full(shape, -1)
+    scores_ERA, siblings_ERA = np.zeros(shape, dtype=np.float32), np.full(shape, -1)
     lengths_ERA = np.zeros(shape, dtype=np.int64)
     seat = {agent: a for a, agent in enumerate(agents)}
     sets: dict[tuple, int] = {}
@@ -44,7 +44,7 @@ def joint_batch(
                 continue
             cell = (e, column, seat[turn.agent])
             cells[e][i] = int(np.ravel_multi_index(cell, shape))
-            mask_ERA[cell], verdicts_ERA[cell] = True, turn.judged.score - turn.judged.penalty
+            mask_ERA[cell], scores_ERA[cell] = True, turn.scored.value - turn.scored.penalty
             answers_ERA[cell], lengths_ERA[cell] = turn.answers, sum(turn.response_mask)
             if turn.compared:
                 siblings_ERA[cell] = sets.setdefault((e, turn.agent, turn.round), len(sets))
@@ -66,11 +66,11 @@ def joint_batch(
         tasks_E=[episode.task.id for episode in episodes],
         sources_E=[episode.task.data_source for episode in episodes],
         mask_ERA=torch.from_numpy(mask_ERA),
-        verdicts_ERA=torch.from_numpy(verdicts_ERA),
+        scores_ERA=torch.from_numpy(scores_ERA),
         trained_ERA=torch.from_numpy(trained_ERA),
         answers_ERA=torch.from_numpy(answers_ERA),
         lengths_ERA=torch.from_numpy(lengths_ERA),
-        team_verdict_E=torch.tensor([episode.judged.score if episode.verdict else 0.0 for episode in episodes]),
+        team_score_E=torch.tensor([episode.scored.value if episode.score else 0.0 for episode in episodes]),
         rows={policy: to_rows(turns, temperatures) for policy, turns in chains.items()},
         failed_E=failed_of(episodes),
     )

@@ -26,9 +26,9 @@ class JointBatch:
     tasks_E: list[str]
     mask_ERA: Tensor
     """1 where the agent spoke."""
-    verdicts_ERA: Tensor
-    team_verdict_E: Tensor
-    """The verdict on the team's answer."""
+    scores_ERA: Tensor
+    team_score_E: Tensor
+    """The score of the team's answer."""
     trained_ERA: Tensor
     """1 on the turns that are trained."""
     rows: dict[PolicyName, TensorDict]
@@ -58,7 +58,7 @@ class JointBatch:
     returns_ERA: Tensor | None = None
     """What the learner compared turns by, or what the critics should have said of them."""
     failed_E: Tensor | None = None
-    """1 for episodes that ended before their time; ``team_verdict_E`` is then what that is worth. None where none did."""
+    """1 for episodes that ended before their time; ``team_score_E`` is then what that is worth. None where none did."""
     answers_ERA: Tensor | None = None
     """1 on the turns that are answers to the task; None where all are. The others are worth what the team's answer is."""
     lengths_ERA: Tensor | None = None

@@ -71,8 +71,8 @@ async def run(arguments: Sequence[str], console: Console) -> Episode:
     async with stage(options, config) as (task, generate, judge):
         episode = await play(options, config, task, generate, judge)
         for turn in episode.turns:
-            if turn.verdict is None and turn.answers and episode.task.ground_truth != UNKNOWN:
-                turn.verdict = await judge(episode.task, turn)
+            if turn.score is None and turn.answers and episode.task.ground_truth != UNKNOWN:
+                turn.score = await judge(episode.task, turn)
     show(episode, console)
     return episode
 
@@ -230,7 +230,7 @@ def show(episode: Episode, console: Console) -> None:
             console.print(Text(f"{message['role']}: {message['content']}", style="dim" if index < before else ""))
         if turn.thought is not None:
             console.print(Text(f"{turn.agent} thought: {turn.thought}", style="dim"))
-        score = f"   [{turn.verdict.score:g}]" if turn.verdict else ""
+        score = f"   [{turn.score.value:g}]" if turn.score else ""
         console.print(Text(f"{turn.agent} ⟶ {turn.text}{score}", style="green"))
     console.rule()
     counts = "".join(f"  {name}: {count}" for name, count in episode.counts.items())

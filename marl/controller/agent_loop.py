@@ -30,7 +30,7 @@ from marl.cluster.failures import GroupFailed
 from marl.config.errors import ConfigError
 from marl.controller.client import BadAnswer, PolicyClient, check_answer, version_of
 from marl.runners import ContextOverflow
-from marl.types import AgentId, Message, Task, Turn, Verdict
+from marl.types import AgentId, Message, Score, Task, Turn
 from marl.utils.registry import did_you_mean
 from marl.utils.seeding import derive_seed
 
@@ -272,7 +272,7 @@ class LoopClient(PolicyClient):
         self.read_text(turn, stops, *last_said(turn.response_mask))
         turn.version = min(server.versions)
         if output.reward_score is not None:  # as in verl, instead of the reward function's
-            turn.verdict = Verdict(score=output.reward_score, answer=task.extract(turn.text))
+            turn.score = Score(value=output.reward_score, answer=task.extract(turn.text))
         return turn
 
     def _stop_reason_of(self, turn: Turn, server: LoopServer) -> str | None:

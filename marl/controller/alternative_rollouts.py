@@ -86,9 +86,9 @@ async def attempt(
 def team_return(episode: Episode, of: ReturnOf) -> float:
     answers = [turn for turn in episode.path if turn.answers]
     if of is ReturnOf.answer or not answers or episode.failure is not None:
-        return episode.judged.score
+        return episode.scored.value
     last = max(turn.round for turn in answers)
-    scores = [turn.judged.score for turn in answers if turn.round == last]
+    scores = [turn.scored.value for turn in answers if turn.round == last]
     return sum(scores) / len(scores)
 
 

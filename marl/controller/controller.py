@@ -1,4 +1,4 @@
-"""The controller lets episodes talk: agent -> policy -> server, and back as recorded turns with verdicts."""
+"""The controller lets episodes talk: agent -> policy -> server, and back as recorded turns with scores."""
 
 import asyncio
 import functools
@@ -15,7 +15,7 @@ from marl.controller.client import PolicyClient
 from marl.controller.policy_map import PolicyMap
 from marl.rewards import Reward, RewardUnavailable
 from marl.runners import Generate, LiveEpisode, Replay, Runner, TooManyTurns, played
-from marl.types import AgentId, Episode, Message, PolicyName, Task, Turn, Verdict
+from marl.types import AgentId, Episode, Message, PolicyName, Score, Task, Turn
 from marl.utils.deadlines import own_time, waiting_for_others
 from marl.utils.seeding import derive_seed
 
@@ -74,40 +74,40 @@ def outcome(task: asyncio.Task[T]) -> T | Exception:
     return error
 
 
-def team_verdict(episode: Episode, no_answer_score: float = 0.0, failure_score: float = 0.0) -> Verdict:
-    """What the runner settled; else the best verdict on a turn that gave the team's answer, since only texts can be judged.
+def team_score(episode: Episode, no_answer_score: float = 0.0, failure_score: float = 0.0) -> Score:
+    """What the runner settled; else the best score of a turn that gave the team's answer, since only texts can be judged.
 
     The best one: a reward may judge two texts with the same answer differently, and the order of seats decides nothing.
     """
     if episode.failure is not None:
-        return Verdict(failure_score, None, failure=episode.failure)
+        return Score(failure_score, None, failure=episode.failure)
     if episode.settled is not None:
         return episode.settled
     if episode.answer is None:
-        return Verdict(no_answer_score, None)
+        return Score(no_answer_score, None)
     gave = [turn for turn in episode.path if turn.answers and episode.task.extract(turn.text) == episode.answer]
-    verdicts = [turn.judged for turn in gave]
-    return max(verdicts, key=lambda verdict: verdict.score, default=Verdict(0.0, episode.answer))
+    scores = [turn.scored for turn in gave]
+    return max(scores, key=lambda score: score.value, default=Score(0.0, episode.answer))
 
 
 def pay_failure(episode: Episode, score: float) -> None:
     """Let training pay for a conversation that ended before its time: once to each agent, at its last turn.
 
-    A turn that is compared with its alternatives keeps its own verdict, or the best of them would be punished.
+    A turn that is compared with its alternatives keeps its own score, or the best of them would be punished.
     """
     for agent in episode.agents:
         turns = episode.trajectory(agent)
         for turn in turns:
             if turn is turns[-1] and not turn.compared:
-                turn.verdict = turn.judged.worth(score)
+                turn.score = turn.scored.worth(score)
             elif not turn.answers:
-                turn.verdict = turn.judged.worth(0.0)
+                turn.score = turn.scored.worth(0.0)
 
 
 def failed_episode(task: Task, sample: int, agents: Sequence[AgentId], score: float) -> Episode:
     """Stands for an episode that was lost."""
-    verdict = Verdict(score, None, failure="error")
-    return Episode(task, sample, list(agents), verdict=verdict, failure="error")
+    score = Score(score, None, failure="error")
+    return Episode(task, sample, list(agents), score=score, failure="error")
 
 
 def overlong(length: int, limit: int, buffer: int) -> float:
@@ -225,7 +225,7 @@ class Controller:
         return await outcomes([self.bounded(task, sample, step, validate) for task, sample in plays])
 
     async def score(self, episodes: Sequence[Episode], step: int) -> list[Episode]:
-        """Put a verdict on every turn and every team's answer. A text that cannot be judged scores ``failure_score``; an
+        """Put a score of every turn and every team's answer. A text that cannot be judged scores ``failure_score``; an
         episode is dropped and logged where nothing was there to judge it. Raises EpisodesFailed for too many of either."""
         results = await outcomes([self.scored(episode) for episode in episodes])
         self.failures_of(results, "the reward function", step)
@@ -236,7 +236,7 @@ class Controller:
     def _check_texts(self, episodes: Sequence[Episode], step: int) -> None:
         """Log the first texts that could not be judged, and raise EpisodesFailed for too many."""
         turns = [turn for episode in episodes for turn in episode.turns if turn.answers]
-        reasons = [turn.judged.failure for turn in turns if turn.judged.failure is not None]
+        reasons = [turn.scored.failure for turn in turns if turn.scored.failure is not None]
         for reason in reasons[:3]:
             logger.warning("step %d: a text scores controller.failure_score: %s", step, reason)
         if reasons and (len(reasons) > self.max_error_rate * len(turns) or len(reasons) == len(turns)):
@@ -261,13 +261,13 @@ class Controller:
 
     async def scored(self, episode: Episode) -> Episode:
         for turn in episode.turns:
-            if turn.answers and turn.verdict is None:
-                turn.verdict = await self.judge(episode.task, turn)
+            if turn.answers and turn.score is None:
+                turn.score = await self.judge(episode.task, turn)
         failure_score = self.settings.failure_score
-        episode.verdict = team_verdict(episode, self.settings.no_answer_score or 0.0, failure_score)
+        episode.score = team_score(episode, self.settings.no_answer_score or 0.0, failure_score)
         for turn in episode.turns:
             if not turn.answers:
-                turn.verdict = Verdict(episode.verdict.score, None)
+                turn.score = Score(episode.score.value, None)
             if turn.truncated and not self.settings.train_truncated:
                 turn.trained = False
         if episode.failure is not None:
@@ -290,29 +290,29 @@ class Controller:
             sampling["stop"] = list(own.stop)
         return sampling
 
-    async def judge(self, task: Task, turn: Turn) -> Verdict:
-        """The verdict with its price. Raises RewardUnavailable where nothing was there to judge, ``max_attempts`` times."""
+    async def judge(self, task: Task, turn: Turn) -> Score:
+        """The score with its price. Raises RewardUnavailable where nothing was there to judge, ``max_attempts`` times."""
         for attempt in range(self.settings.max_attempts):
             try:
                 with waiting_for_others():
-                    verdict = await self.reward.judge_or_fail(task, turn.text, self.settings.failure_score)
+                    score = await self.reward.judge_or_fail(task, turn.text, self.settings.failure_score)
                 break
             except RewardUnavailable:
                 if attempt + 1 == self.settings.max_attempts:
                     raise
-        return verdict if verdict.failure is not None else self.priced(turn, verdict)
+        return score if score.failure is not None else self.priced(turn, score)
 
-    def priced(self, turn: Turn, verdict: Verdict) -> Verdict:
-        """A verdict with what length, truncation and abstention cost. What the reward function calls right is an answer."""
+    def priced(self, turn: Turn, score: Score) -> Score:
+        """A score with what length, truncation and abstention cost. What the reward function calls right is an answer."""
         if self.settings.overlong_buffer:
             limit = self.sampling(turn.agent, turn.policy, False)["max_tokens"]
             share = overlong(len(turn.response_ids), limit, self.settings.overlong_buffer)
-            verdict = replace(verdict, penalty=self.settings.overlong_penalty * share)
+            score = replace(score, penalty=self.settings.overlong_penalty * share)
         if turn.truncated and self.settings.truncated_score is not None:
-            return replace(verdict, score=self.settings.truncated_score)
-        if verdict.answer is None and verdict.score < 1.0 and self.settings.no_answer_score is not None:
-            return replace(verdict, score=self.settings.no_answer_score)
-        return verdict
+            return replace(score, value=self.settings.truncated_score)
+        if score.answer is None and score.value < 1.0 and self.settings.no_answer_score is not None:
+            return replace(score, value=self.settings.no_answer_score)
+        return score
 
     async def bounded(self, task: Task, sample: int, step: int, validate: bool) -> Episode:
         try:
@@ -357,8 +357,8 @@ class Controller:
                 max_prompt_length=self.max_prompt_length,
             )
             turn.branch = branch
-            if turn.verdict is not None:  # an agent loop's own
-                turn.verdict = self.priced(turn, turn.verdict)
+            if turn.score is not None:  # an agent loop's own
+                turn.score = self.priced(turn, turn.score)
             return turn
 
         return generate

@@ -34,7 +34,7 @@ STOP_S = 5.0
 
 T = TypeVar("T")
 Played = tuple[Episode | None, Exception | None]
-"""An episode with its verdicts; or why it has none of them, or was not even played."""
+"""An episode with its scores; or why it has none of them, or was not even played."""
 
 
 class EpisodeFailed(RuntimeError):
@@ -224,4 +224,4 @@ class SpreadController(Controller):
         """Workers have judged what they played; what was played here is judged here."""
         if id(episode) in self.unjudged:
             raise self.unjudged.pop(id(episode))[1]
-        return episode if episode.verdict is not None else await super().scored(episode)
+        return episode if episode.score is not None else await super().scored(episode)

@@ -35,5 +35,5 @@ class Verifier(Environment):
     """Tells the agent that its answer is wrong, until it is right."""
 
     async def reply(self, episode: LiveEpisode, turns: Sequence[Turn]) -> str | None:
-        verdict = await episode.verdict(turns[-1])
-        return None if verdict.score >= 1.0 else "That is not right. Try again."
+        score = await episode.score(turns[-1])
+        return None if score.value >= 1.0 else "That is not right. Try again."

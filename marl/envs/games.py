@@ -49,7 +49,7 @@ class Game(ABC):
         invalid: float | None = None
         """What a stage pays all who act where somebody's text names no action; null: the worst payoff that there is."""
         scale: float = 1.0
-        """Payoffs are divided by it. Reports call a verdict of 1 or more right: the best payoff is the number to choose."""
+        """Payoffs are divided by it. Reports call a score of 1 or more right: the best payoff is the number to choose."""
 
     def __init__(self, config: Config, num_agents: int) -> None:
         """Raises ValueError where so many agents cannot play it, or its keys contradict one another."""

@@ -12,14 +12,14 @@ from omegaconf import DictConfig
 
 from marl.config.errors import ConfigError
 from marl.config.policies import own_settings, policies_by_agent
-from marl.controller.controller import team_verdict
+from marl.controller.controller import team_score
 from marl.controller.tasks import validation_tasks
 from marl.evaluation.load import load_policy
 from marl.report.ensemble import Way
 from marl.rollout.decoding import Answer, Request, bucket, decode, end_ids, padding_token
 from marl.rollout.joint_decoding import READERS, check_together, decode_jointly
 from marl.runners import followed_by, majority
-from marl.types import Episode, Task, Turn, Verdict
+from marl.types import Episode, Score, Task, Turn
 from marl.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -126,14 +126,14 @@ class Ensemble:
         for k, name in enumerate(self.agents):
             answers, seconds = self._alone(k)
             turns_KN.append(await self._turns(name, answers, [k], reward))
-            ways.append(self._way(name, [turn.judged for turn in turns_KN[-1]], answers, [k], seconds))
+            ways.append(self._way(name, [turn.scored for turn in turns_KN[-1]], answers, [k], seconds))
         together = {"vote": self._vote(ways, turns_KN)}
         together |= {mode: Way(mode, reason=reason) for mode, reason in self.impossible.items()}
         for mode in self.modes:
             if mode not in together:
                 answers, seconds = self._together(mode)
-                verdicts = [turn.judged for turn in await self._turns(mode, answers, range(len(self.agents)), reward)]
-                together[mode] = self._way(mode, verdicts, answers, range(len(self.agents)), seconds)
+                scores = [turn.scored for turn in await self._turns(mode, answers, range(len(self.agents)), reward)]
+                together[mode] = self._way(mode, scores, answers, range(len(self.agents)), seconds)
         return ways + [together[mode] for mode in self.modes]
 
     def _alone(self, k: int) -> tuple[list[Answer], float]:
@@ -184,16 +184,16 @@ class Ensemble:
         return [answers[i] for i in range(len(keys))], seconds
 
     async def _turns(self, name: str, answers: Sequence[Answer], seats: Sequence[int], reward: Any) -> list[Turn]:
-        """The answers of these agents as turns with their verdicts, in the tokenizer of the first."""
+        """The answers of these agents as turns with their scores, in the tokenizer of the first."""
         pairs = zip(self.plays, answers, strict=True)
         turns = [Turn(name, 1, [], self._text(play, answer.token_ids, seats)) for play, answer in pairs]
         score = self.config.controller.failure_score
         judging = [
             reward.judge_or_fail(play.task, turn.text, score) for play, turn in zip(self.plays, turns, strict=True)
         ]
-        for turn, verdict in zip(turns, await asyncio.gather(*judging), strict=True):
-            turn.verdict = verdict
-        reasons = [turn.judged.failure for turn in turns if turn.judged.failure is not None]
+        for turn, score in zip(turns, await asyncio.gather(*judging), strict=True):
+            turn.score = score
+        reasons = [turn.scored.failure for turn in turns if turn.scored.failure is not None]
         if reasons:
             logger.warning(
                 "%s: %d of %d texts could not be judged, the first: %s", name, len(reasons), len(turns), reasons[0]
@@ -205,27 +205,27 @@ class Ensemble:
         return encoder.read(prompt, ids[: encoder.until_stop(prompt, ids, self._stops(seats))])[1]
 
     def _way(
-        self, name: str, verdicts: Sequence[Verdict], answers: Sequence[Answer], seats: Sequence[int], seconds: float
+        self, name: str, scores: Sequence[Score], answers: Sequence[Answer], seats: Sequence[int], seconds: float
     ) -> Way:
         read = [
             sum(len(play.prompts[k]) + len(answer.token_ids) - 1 for k in seats)
             for play, answer in zip(self.plays, answers, strict=True)
         ]
-        return Way(name, self._by_task(verdicts), sum(len(answer.token_ids) for answer in answers), sum(read), seconds)
+        return Way(name, self._by_task(scores), sum(len(answer.token_ids) for answer in answers), sum(read), seconds)
 
     def _vote(self, ways: Sequence[Way], turns_KN: Sequence[Sequence[Turn]]) -> Way:
         """The majority of the agents' own answers, as a single turn's runner takes it; it costs what they cost."""
-        verdicts = []
+        scores = []
         for play, *turns in zip(self.plays, *turns_KN, strict=True):
             episode = Episode(play.task, play.sample, self.agents, turns)
             answers = [play.task.extract(turn.text) for turn in turns]
             episode.answer = majority(answers, random.Random(derive_seed(*play.key)))
-            verdicts.append(team_verdict(episode))
+            scores.append(team_score(episode))
         cost = [sum(getattr(way, key) for way in ways) for key in ("tokens", "forward_tokens", "seconds")]
-        return Way("vote", self._by_task(verdicts), *cost)
+        return Way("vote", self._by_task(scores), *cost)
 
-    def _by_task(self, verdicts: Sequence[Verdict]) -> list[list[float]]:
-        correct = [float(verdict.score >= 1.0) for verdict in verdicts]
+    def _by_task(self, scores: Sequence[Score]) -> list[list[float]]:
+        correct = [float(score.value >= 1.0) for score in scores]
         return [correct[start : start + self.samples] for start in range(0, len(correct), self.samples)]
 
 

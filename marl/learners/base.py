@@ -1,4 +1,4 @@
-"""A learner turns verdicts into advantages and decides in which order policies are updated.
+"""A learner turns scores into advantages and decides in which order policies are updated.
 
 It sees turn grids, ragged rows and a small protocol of worker groups; never Ray, a server, a tokenizer or a file.
 """

@@ -19,8 +19,8 @@ Place = tuple[int, int, int]
 
 
 def worth(ballot: Ballot, votes: Sequence[Vote]) -> float:
-    """What the ballot's rule decides on these votes alone, as verdict; tied answers: their mean, which is what the seeded
-    tie-break is expected to give. An answer is worth the mean verdict of the votes for it, no answer ``ballot.no_answer``."""
+    """What the ballot's rule decides on these votes alone, as score; tied answers: their mean, which is what the seeded
+    tie-break is expected to give. An answer is worth the mean score of the votes for it, no answer ``ballot.no_answer``."""
     best = winners(ballot.rule, [vote.answer for vote in votes], [vote.weight for vote in votes])
     scores = [[vote.score for vote in votes if vote.answer == answer] for answer in best]
     return sum(sum(own) / len(own) for own in scores) / len(best) if best else ballot.no_answer
@@ -55,16 +55,16 @@ class Shapley(OutcomeCredit):
     votes = True
 
     def of_turns(self, batch: JointBatch) -> Tensor:
-        return torch.zeros_like(batch.verdicts_ERA)
+        return torch.zeros_like(batch.scores_ERA)
 
     def outcome(self, batch: JointBatch) -> Tensor:
         must_vote(batch, self.config.name)
-        shares_EA = torch.zeros_like(batch.verdicts_ERA[:, 0])
+        shares_EA = torch.zeros_like(batch.scores_ERA[:, 0])
         shares = cache(shares_of)  # many teams vote alike
         for e, ballots in enumerate(batch.ballots):
             if not ballots:  # it failed
                 spoke_A = batch.last_turns_ERA[e].sum(0)
-                shares_EA[e] = batch.team_verdict_E[e] * spoke_A / spoke_A.sum().clamp(min=1)
+                shares_EA[e] = batch.team_score_E[e] * spoke_A / spoke_A.sum().clamp(min=1)
                 continue
             decided = ballots[-1]
             seats = {agent: seat for seat, agent in enumerate(dict.fromkeys(vote.agent for vote in decided.votes))}
@@ -89,7 +89,7 @@ class Counterfactual(Credit):
 
         A_i = Q(a) - mean over a' of Q(a_-i, a')
 
-    Q is the verdict on what the whole ballot decides. a' are the answers that the agent gave in this round in all samples of
+    Q is the score of what the whole ballot decides. a' are the answers that the agent gave in this round in all samples of
     the task, its own included: its policy, as far as it was seen. A turn of an earlier round votes on what the team would
     have decided, had it ended there: all voters' last answers so far, by the same rule. What it does to later rounds is not
     seen here; credit=replay sees it. A turn that could not vote gets 0. Where the conversation ended before its time, each
@@ -117,14 +117,14 @@ class Counterfactual(Credit):
         alternatives: dict[tuple, list[Vote]] = {}
         for (e, *_), _, vote in cast:
             alternatives.setdefault((batch.tasks_E[e], vote.agent, vote.round), []).append(vote)
-        credit_ERA = torch.zeros_like(batch.verdicts_ERA)
+        credit_ERA = torch.zeros_like(batch.scores_ERA)
         for place, ballot, vote in cast:
             others = alternatives[batch.tasks_E[place[0]], vote.agent, vote.round]
             if any(other != vote for other in others):  # else exactly 0
                 credit_ERA[place] = gain(ballot, vote, others)
         for e in failed_of(batch):
             alike_E = torch.tensor([task == batch.tasks_E[e] for task in batch.tasks_E])
-            lost = batch.team_verdict_E[e] - batch.team_verdict_E[alike_E].mean()
+            lost = batch.team_score_E[e] - batch.team_score_E[alike_E].mean()
             credit_ERA[e] = batch.last_turns_ERA[e] * lost
         return credit_ERA
 
@@ -151,9 +151,9 @@ def gain(ballot: Ballot, vote: Vote, alternatives: Sequence[Vote]) -> Tensor:
 
 class ReturnOf(Enum):
     final = "final"
-    """The mean verdict on the answers of the last round that has any."""
+    """The mean score of the answers of the last round that has any."""
     answer = "answer"
-    """The verdict on the team's answer."""
+    """The score of the team's answer."""
 
 
 @register_credit("replay")

@@ -18,9 +18,9 @@ ROUNDING = 1e-6
 """What sums of the same rewards in another order may differ by, of numbers of order 1; in proportion, of larger ones."""
 
 
-def team_mean(verdicts_ERA: Tensor, mask_ERA: Tensor) -> Tensor:
-    """Mean verdict [E, R] over the agents that spoke in a round; 0 where nobody did."""
-    return (verdicts_ERA * mask_ERA).sum(-1) / mask_ERA.sum(-1).clamp(min=1)
+def team_mean(scores_ERA: Tensor, mask_ERA: Tensor) -> Tensor:
+    """Mean score [E, R] over the agents that spoke in a round; 0 where nobody did."""
+    return (scores_ERA * mask_ERA).sum(-1) / mask_ERA.sum(-1).clamp(min=1)
 
 
 def at_last_speakers(rewards_ER: Tensor, mask_ERA: Tensor) -> Tensor:
@@ -45,22 +45,22 @@ def last_round(x_ER: Tensor, mask_ERA: Tensor) -> Tensor:
     return x_ER.gather(1, last_E[:, None])[:, 0]
 
 
-def influence(verdicts_ERA: Tensor, mask_ERA: Tensor, gamma: float) -> Tensor:
-    """The influence-aware reward of MAPoRL (arXiv:2502.18439): a turn's own verdict, and the team's in later rounds.
+def influence(scores_ERA: Tensor, mask_ERA: Tensor, gamma: float) -> Tensor:
+    """The influence-aware reward of MAPoRL (arXiv:2502.18439): a turn's own score, and the team's in later rounds.
 
         R(r, i) = [V(r, i) + sum_{r' > r} gamma^{r' - r} mean_j V(r', j)] / sum_{r' >= r} gamma^{r' - r}
 
     A round in which nobody spoke (an early consensus) enters neither sum. Zero outside the mask.
     """
-    mask_ERA = mask_ERA.to(verdicts_ERA.dtype)
-    later_ER, weight_ER = later_rounds(verdicts_ERA, mask_ERA, gamma)
-    return (verdicts_ERA + later_ER[..., None]) / (1 + weight_ER)[..., None] * mask_ERA
+    mask_ERA = mask_ERA.to(scores_ERA.dtype)
+    later_ER, weight_ER = later_rounds(scores_ERA, mask_ERA, gamma)
+    return (scores_ERA + later_ER[..., None]) / (1 + weight_ER)[..., None] * mask_ERA
 
 
-def later_rounds(verdicts_ERA: Tensor, mask_ERA: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
-    """The team's discounted verdicts of the rounds after each one [E, R], and the sum of their weights [E, R]."""
-    mask_ERA = mask_ERA.to(verdicts_ERA.dtype)
-    team_ER, spoke_ER = team_mean(verdicts_ERA, mask_ERA), mask_ERA.amax(-1)
+def later_rounds(scores_ERA: Tensor, mask_ERA: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
+    """The team's discounted scores of the rounds after each one [E, R], and the sum of their weights [E, R]."""
+    mask_ERA = mask_ERA.to(scores_ERA.dtype)
+    team_ER, spoke_ER = team_mean(scores_ERA, mask_ERA), mask_ERA.amax(-1)
     later_ER, weight_ER = torch.zeros_like(team_ER), torch.zeros_like(team_ER)
     for r in reversed(range(team_ER.shape[1] - 1)):
         later_ER[:, r] = gamma * (later_ER[:, r + 1] + team_ER[:, r + 1])
@@ -68,26 +68,26 @@ def later_rounds(verdicts_ERA: Tensor, mask_ERA: Tensor, gamma: float) -> tuple[
     return later_ER, weight_ER
 
 
-def incentives(verdicts_ERA: Tensor, mask_ERA: Tensor, alpha: tuple[float, float], beta: tuple[float, float]) -> Tensor:
+def incentives(scores_ERA: Tensor, mask_ERA: Tensor, alpha: tuple[float, float], beta: tuple[float, float]) -> Tensor:
     """The incentives of MAPoRL (arXiv:2502.18439), by the meaning that the paper gives them; its release has another one.
 
         R(r + 1, i) += alpha_{m(r, i)} (V(r + 1, i) - V(r, i))        R(r, i) += beta_{V(r, i)} (m(r + 1, i) - m(r, i))
 
-    m(r, i) is the verdict of the majority of i's peers in round r, 0 or 1 (right is above .5). So alpha_0 pays for a right
+    m(r, i) is the score of the majority of i's peers in round r, 0 or 1 (right is above .5). So alpha_0 pays for a right
     answer drawn out of wrong peers, alpha_1 for being persuaded by right ones; beta_0 for a wrong answer that still helps
     the peers, beta_1 for persuading them while right. Nothing is paid where the peers are tied or silent in a round that is
     asked for, or where i itself is. Rewards [E, R, A].
     """
-    spoke_ERA, right_ERA = mask_ERA.bool(), verdicts_ERA > 0.5
+    spoke_ERA, right_ERA = mask_ERA.bool(), scores_ERA > 0.5
     sides_ERA = torch.where(right_ERA, 1.0, -1.0) * spoke_ERA
     peers_ERA = sides_ERA.sum(-1, keepdim=True) - sides_ERA
     decided_ERA, majority_ERA = peers_ERA != 0, peers_ERA > 0
     now, later = slice(None, -1), slice(1, None)
     alpha_ERA = torch.where(majority_ERA, alpha[1], alpha[0]) * (decided_ERA & spoke_ERA)
     beta_ERA = torch.where(right_ERA, beta[1], beta[0]) * (decided_ERA & spoke_ERA)
-    gained = (verdicts_ERA[:, later] - verdicts_ERA[:, now]) * spoke_ERA[:, later]
+    gained = (scores_ERA[:, later] - scores_ERA[:, now]) * spoke_ERA[:, later]
     turned = (majority_ERA[:, later].float() - majority_ERA[:, now].float()) * decided_ERA[:, later]
-    rewards_ERA = torch.zeros_like(verdicts_ERA)
+    rewards_ERA = torch.zeros_like(scores_ERA)
     rewards_ERA[:, later] += alpha_ERA[:, now] * gained
     rewards_ERA[:, now] += beta_ERA[:, now] * turned
     return rewards_ERA

@@ -1,4 +1,4 @@
-"""Credit schemes: how verdicts on turns become rewards of turns. A choice apart from the learner (``credit=<name>``)."""
+"""Credit schemes: how scores of turns become rewards of turns. A choice apart from the learner (``credit=<name>``)."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ class Credit(ABC):
         """Credit [E, R, A] of every turn of the conversations, zero where nobody spoke."""
 
     def of(self, batch: JointBatch) -> Tensor:
-        """Credit [E, R, A] of every turn. One that is compared with its alternatives is worth its own verdict: what came
+        """Credit [E, R, A] of every turn. One that is compared with its alternatives is worth its own score: what came
         after the kept one is not theirs to share."""
         path, config = batch.path(), self.config
         credit_ERA = self.assign(path)
@@ -61,7 +61,7 @@ class Credit(ABC):
             credit_ERA = credit_ERA + self.incentives(path)
         if batch.siblings_ERA is None or self.kind == "advantage":
             return credit_ERA
-        return torch.where(batch.siblings_ERA >= 0, batch.verdicts_ERA, credit_ERA)
+        return torch.where(batch.siblings_ERA >= 0, batch.scores_ERA, credit_ERA)
 
     def of_team(self, batch: JointBatch) -> Tensor:
         """The team's reward [E, R] of every round, for learners to which the team is one decision maker."""
@@ -71,7 +71,7 @@ class Credit(ABC):
         """Incentives [E, R, A] of every turn. A turn that is no answer neither earns them nor counts as a peer's."""
         config = self.config
         alpha, beta = (config.alpha0, config.alpha1), (config.beta0, config.beta1)
-        return credit.incentives(path.verdicts_ERA, path.answered_ERA, alpha, beta)
+        return credit.incentives(path.scores_ERA, path.answered_ERA, alpha, beta)
 
 
 CREDITS: Registry[Credit] = Registry("credit")
@@ -113,7 +113,7 @@ class OutcomeCredit(Credit):
 
 
 def standing(batch: JointBatch) -> Tensor:
-    """1 on the answers [E, R, A] that are worth the verdicts on them. Each agent's last turn before a conversation ended early is
+    """1 on the answers [E, R, A] that are worth the scores of them. Each agent's last turn before a conversation ended early is
     worth that instead."""
     if batch.failed_E is None:
         return batch.answered_ERA
@@ -121,20 +121,20 @@ def standing(batch: JointBatch) -> Tensor:
 
 
 def unanswered(batch: JointBatch) -> Tensor:
-    """The team's verdict [E, A] for agents that gave no answer to the task and where the conversation ended early, else 0."""
+    """The team's score [E, A] for agents that gave no answer to the task and where the conversation ended early, else 0."""
     paid_EA = ~batch.answered_ERA.any(1)
     if batch.failed_E is not None:
         paid_EA |= batch.failed_E[:, None]
-    return paid_EA * batch.team_verdict_E[:, None]
+    return paid_EA * batch.team_score_E[:, None]
 
 
 @register_credit("own")
 class Own(OutcomeCredit):
-    """An answer's reward is the verdict on it. Other turns earn nothing by themselves; an agent that never answers is paid the
-    team's verdict."""
+    """An answer's reward is the score of it. Other turns earn nothing by themselves; an agent that never answers is paid the
+    team's score."""
 
     def of_turns(self, batch: JointBatch) -> Tensor:
-        return batch.verdicts_ERA * standing(batch)
+        return batch.scores_ERA * standing(batch)
 
     def outcome(self, batch: JointBatch) -> Tensor:
         return unanswered(batch)
@@ -142,11 +142,11 @@ class Own(OutcomeCredit):
 
 class TeamOf(Enum):
     round = "round"
-    """The mean verdict on the answers of the same round; an agent that never answers is paid the team's verdict, once."""
+    """The mean score of the answers of the same round; an agent that never answers is paid the team's score, once."""
     final = "final"
-    """The mean verdict on the answers of the last round that has any, once."""
+    """The mean score of the answers of the last round that has any, once."""
     answer = "answer"
-    """The verdict on the team's answer, as the runner decided it, once."""
+    """The score of the team's answer, as the runner decided it, once."""
 
 
 @register_credit("team")
@@ -162,16 +162,16 @@ class Team(OutcomeCredit):
     def of_turns(self, batch: JointBatch) -> Tensor:
         answered_ERA = standing(batch)
         if self.config.of is not TeamOf.round:
-            return torch.zeros_like(batch.verdicts_ERA)
-        return credit.team_mean(batch.verdicts_ERA, answered_ERA)[..., None] * answered_ERA
+            return torch.zeros_like(batch.scores_ERA)
+        return credit.team_mean(batch.scores_ERA, answered_ERA)[..., None] * answered_ERA
 
     def outcome(self, batch: JointBatch) -> Tensor:
         if self.config.of is TeamOf.round:
             return unanswered(batch)
-        team_E = batch.team_verdict_E
+        team_E = batch.team_score_E
         if self.config.of is TeamOf.final:
             answered_ERA = batch.answered_ERA
-            final_E = credit.last_round(credit.team_mean(batch.verdicts_ERA, answered_ERA), answered_ERA)
+            final_E = credit.last_round(credit.team_mean(batch.scores_ERA, answered_ERA), answered_ERA)
             ended_E = answered_ERA.any((1, 2)) if batch.failed_E is None else answered_ERA.any((1, 2)) & ~batch.failed_E
             team_E = torch.where(ended_E, final_E, team_E)
         return team_E[:, None].expand(-1, batch.mask_ERA.shape[2])
@@ -179,7 +179,7 @@ class Team(OutcomeCredit):
 
 @register_credit("mixed")
 class Mixed(Team):
-    """A turn's own verdict and, with a weight, the team's reward (AT-GRPO, arXiv:2510.11062)."""
+    """A turn's own score and, with a weight, the team's reward (AT-GRPO, arXiv:2510.11062)."""
 
     @dataclass
     class Config(Team.Config):
@@ -189,7 +189,7 @@ class Mixed(Team):
     config: Config
 
     def of_turns(self, batch: JointBatch) -> Tensor:
-        return batch.verdicts_ERA * standing(batch) + self.config.weight * super().of_turns(batch)
+        return batch.scores_ERA * standing(batch) + self.config.weight * super().of_turns(batch)
 
     def outcome(self, batch: JointBatch) -> Tensor:
         return unanswered(batch) + self.config.weight * super().outcome(batch)
@@ -197,39 +197,39 @@ class Mixed(Team):
 
 @register_credit("joint")
 class Joint(Credit):
-    """Every turn of an episode gets the sum of the verdicts on all its answers (CORY, arXiv:2410.06101), the team's verdict
+    """Every turn of an episode gets the sum of the scores of all its answers (CORY, arXiv:2410.06101), the team's score
     where there are none."""
 
     kind = "return"
 
     def assign(self, batch: JointBatch) -> Tensor:
         answered_ERA = batch.answered_ERA
-        sum_E = (batch.verdicts_ERA * answered_ERA).sum((1, 2))
-        sum_E = torch.where(answered_ERA.any((1, 2)), sum_E, batch.team_verdict_E)
+        sum_E = (batch.scores_ERA * answered_ERA).sum((1, 2))
+        sum_E = torch.where(answered_ERA.any((1, 2)), sum_E, batch.team_score_E)
         return sum_E[:, None, None] * batch.mask_ERA
 
 
 @register_credit("zero_sum")
 class ZeroSum(OutcomeCredit):
-    """What one side wins the others lose: the verdict on an agent's last answer, less the mean of the others' last ones.
+    """What one side wins the others lose: the score of an agent's last answer, less the mean of the others' last ones.
 
     With two sides the rewards of an episode sum to 0 (SPIRAL, arXiv:2506.24119). 0 where nobody else answered, and for who
     never answers. An episode that ended before its time is no draw: all sides lose it, as if the others had been right.
     """
 
     def of_turns(self, batch: JointBatch) -> Tensor:
-        return torch.zeros_like(batch.verdicts_ERA)
+        return torch.zeros_like(batch.scores_ERA)
 
     def outcome(self, batch: JointBatch) -> Tensor:
-        answered_ERA = batch.answered_ERA.to(batch.verdicts_ERA.dtype)
+        answered_ERA = batch.answered_ERA.to(batch.scores_ERA.dtype)
         last_ERA = answered_ERA * (answered_ERA.flip(1).cumsum(1).flip(1) == 1)
-        final_EA, answered_EA = (batch.verdicts_ERA * last_ERA).sum(1), last_ERA.sum(1)
+        final_EA, answered_EA = (batch.scores_ERA * last_ERA).sum(1), last_ERA.sum(1)
         others_EA = answered_EA.sum(-1, keepdim=True) - answered_EA
         lost_EA = (final_EA.sum(-1, keepdim=True) - final_EA) / others_EA.clamp(min=1)
         outcome_EA = (final_EA - lost_EA) * answered_EA * (others_EA > 0)
         if batch.failed_E is None:
             return outcome_EA
-        return torch.where(batch.failed_E[:, None], batch.team_verdict_E[:, None] - 1, outcome_EA)
+        return torch.where(batch.failed_E[:, None], batch.team_score_E[:, None] - 1, outcome_EA)
 
 
 @register_credit("influence")
@@ -241,15 +241,15 @@ class Influence(Credit):
     @dataclass
     class Config(Credit.Config):
         gamma: float = 0.3
-        """Weight of the next round's team verdict; the paper's value. 1 weighs all rounds alike."""
+        """Weight of the next round's team score; the paper's value. 1 weighs all rounds alike."""
 
     config: Config
 
     def assign(self, batch: JointBatch) -> Tensor:
         """What is no answer enters no sum: such a turn gets the mean of the later rounds, after the last one the team's
-        verdict."""
+        score."""
         answered_ERA, gamma = batch.answered_ERA, self.config.gamma
-        later_ER, weight_ER = credit.later_rounds(batch.verdicts_ERA, answered_ERA, gamma)
-        later_ER = torch.where(weight_ER > 0, later_ER / weight_ER, batch.team_verdict_E[:, None])
+        later_ER, weight_ER = credit.later_rounds(batch.scores_ERA, answered_ERA, gamma)
+        later_ER = torch.where(weight_ER > 0, later_ER / weight_ER, batch.team_score_E[:, None])
         others_ERA = batch.path().mask_ERA & ~answered_ERA
-        return credit.influence(batch.verdicts_ERA, answered_ERA, gamma) + later_ER[..., None] * others_ERA
+        return credit.influence(batch.scores_ERA, answered_ERA, gamma) + later_ER[..., None] * others_ERA

@@ -83,7 +83,7 @@ class IPPO(Learner):
         mask_ERA = batch.path().mask_ERA
         if batch.siblings_ERA is None:
             return self.fold(credit_ERA, mask_ERA, batch.trained_ERA)
-        alone_ERA = batch.siblings_ERA >= 0  # worth their own verdicts, whatever comes after
+        alone_ERA = batch.siblings_ERA >= 0  # worth their own scores, whatever comes after
         chained_ERA = batch.trained_ERA & mask_ERA & ~alone_ERA
         return torch.where(alone_ERA, credit_ERA, self.fold(credit_ERA, mask_ERA & ~alone_ERA, chained_ERA))
 

@@ -57,7 +57,7 @@ def log_factors(log_ratios_ERA: Tensor, batch: JointBatch) -> Tensor:
     """log M [E, R, A]: M is the product of the ratios of a lap's turns; 0 where it does not apply.
 
     An alternative that the conversation did not follow stands in a column behind the rounds, and is no part of their joint
-    actions. A turn that is compared with its alternatives is worth its own verdict, whatever the others did.
+    actions. A turn that is compared with its alternatives is worth its own score, whatever the others did.
     """
     applies_ERA = batch.path().mask_ERA.bool()
     laps_ER = laps(applies_ERA)

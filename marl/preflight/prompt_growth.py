@@ -12,7 +12,7 @@ from itertools import count
 
 from marl.controller.chat import ChatEncoder
 from marl.runners import ContextOverflow, Overflow, Runner, TooManyTurns, scripted
-from marl.types import AgentId, Episode, Message, Task, Turn, Verdict
+from marl.types import AgentId, Episode, Message, Score, Task, Turn
 
 DEADLINE_S = 10.0
 """For a runner that waits for something of its own."""
@@ -126,8 +126,8 @@ async def play(
             agent, round, list(observation), text, seat.policy, prompt, answer, [1] * len(answer), branch=branch
         )
 
-    async def judge(task: Task, turn: Turn) -> Verdict:
-        return Verdict(way.score, task.extract(turn.text))
+    async def judge(task: Task, turn: Turn) -> Score:
+        return Score(way.score, task.extract(turn.text))
 
     own_task = Task(task.id, task.messages, task.ground_truth, task.data_source, way.extract, task.extra)
     episode = await scripted.play(runner, own_task, list(roles), generate, judge=judge, roles=roles)

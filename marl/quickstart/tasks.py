@@ -3,7 +3,7 @@
 *Smudged note*: both read one word problem, but in the copy of one of them a number is a smudge (``~``); nobody is told
 whose. Alone they can reach .50 between them. *Split information*: each holds one number; the answer is their sum mod 10.
 
-*Game*: an action in one token, 0 or 1, for games of ``runner=game``, whose payoffs are the verdicts.
+*Game*: an action in one token, 0 or 1, for games of ``runner=game``, whose payoffs are the scores.
 """
 
 import hashlib

@@ -19,7 +19,7 @@ class DegenerateGroups:
             logger.warning(
                 "all groups of the last %d steps, to step %d, were all alike (team/degenerate_groups=1): their advantages are "
                 "0, and nothing is learned. Likely causes: the reward function gives every text the same score (look at "
-                "team/verdict and at the dumps); the credit asks for the team's answer, and no text gives one (agent/*/no_answer "
+                "team/score and at the dumps); the credit asks for the team's answer, and no text gives one (agent/*/no_answer "
                 "near 1: set controller.extractors, or let the reward's file export extract(text)); the tasks are too easy or "
                 "too hard (team/vote); all samples are the same (agents.<name>.temperature). Warned of after "
                 "controller.degenerate_steps=%d",

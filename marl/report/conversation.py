@@ -101,13 +101,13 @@ def swayed(episodes: Sequence[Episode]) -> Metrics:
     outcomes = []
     for episode, first, last in first_and_last(episodes):
         peers = {
-            turn.judged.answer
+            turn.scored.answer
             for turn in answers_of(episode)
             if turn.agent != first.agent and turn.round == first.round
         }
-        peers -= {first.judged.answer, None}
+        peers -= {first.scored.answer, None}
         if first.correct and peers:
-            outcomes.append(last.judged.answer in peers)
+            outcomes.append(last.scored.answer in peers)
     return {"swayed": mean(outcomes), "swayed_count": float(len(outcomes))} if outcomes else {}
 
 
@@ -127,20 +127,20 @@ def plurality_accuracy(episodes: Sequence[Episode], round: int) -> float:
         answers = turns_in([episode], round)
         if not answers and episode.failure is None:
             continue
-        turns = [turn for turn in answers if turn.judged.answer is not None]
-        counts = Counter(str(turn.judged.answer) for turn in turns)
+        turns = [turn for turn in answers if turn.scored.answer is not None]
+        counts = Counter(str(turn.scored.answer) for turn in turns)
         best = sorted(answer for answer, n in counts.items() if n == max(counts.values()))
         choice = rng.choice(best) if best else None
-        right.append(any(turn.correct for turn in turns if turn.judged.answer == choice))
+        right.append(any(turn.correct for turn in turns if turn.scored.answer == choice))
     return mean(right)
 
 
 def team_metrics(episodes: Sequence[Episode]) -> Metrics:
-    """Accuracy and mean verdict of the team's answer, how many episodes failed, accuracy by round and of the last answers, gain
+    """Accuracy and mean score of the team's answer, how many episodes failed, accuracy by round and of the last answers, gain
     of the last answers over the first, and what changed in between."""
     metrics: Metrics = {
-        "vote": mean([episode.judged.score >= 1.0 for episode in episodes]),
-        "verdict": mean([episode.judged.score for episode in episodes]),
+        "vote": mean([episode.scored.value >= 1.0 for episode in episodes]),
+        "score": mean([episode.scored.value for episode in episodes]),
         "failed": float(len(failures(episodes))),
     }
     rounds = rounds_of(episodes)
@@ -148,7 +148,7 @@ def team_metrics(episodes: Sequence[Episode]) -> Metrics:
         metrics |= known({f"accuracy/round_{r}": round_accuracy(episodes, r)})
         metrics[f"plurality/round_{r}"] = plurality_accuracy(episodes, r)
         spread = [
-            diversity([turn.judged.answer for turn in turns]) for e in episodes if len(turns := turns_in([e], r)) > 1
+            diversity([turn.scored.answer for turn in turns]) for e in episodes if len(turns := turns_in([e], r)) > 1
         ]
         if spread:
             metrics[f"entropy_of_answers/round_{r}"] = mean([entropy for entropy, _ in spread])
@@ -173,7 +173,7 @@ def count_metrics(episodes: Sequence[Episode]) -> Metrics:
 
 
 def agent_metrics(episodes: Sequence[Episode], agent: AgentId) -> Metrics:
-    """One agent's turns an episode, mean verdict, accuracy by round, response length, the shares of answers that were cut
+    """One agent's turns an episode, mean score, accuracy by round, response length, the shares of answers that were cut
     off or missing, of prompts that extend the last one and the answer to it in ids, and of conversations that went on where
     ids did not (a template that leaves out earlier thoughts, tools within a turn), so that turns are trained one by one."""
     turns = [turn for episode in episodes for turn in episode.trajectory(agent)]
@@ -181,13 +181,13 @@ def agent_metrics(episodes: Sequence[Episode], agent: AgentId) -> Metrics:
         return {}
     metrics = {
         "turns": len(turns) / len(episodes),
-        "verdict": mean([turn.judged.score for turn in turns]),
+        "score": mean([turn.scored.value for turn in turns]),
         "response_length": mean([len(turn.response_ids) for turn in turns]),
         "truncated": mean([turn.truncated for turn in turns]),
     }
     answers = [turn for turn in turns if turn.answers]
     if answers:
-        metrics["no_answer"] = mean([turn.judged.answer is None for turn in answers])
+        metrics["no_answer"] = mean([turn.scored.answer is None for turn in answers])
     extended = [turn.extends(last) for e in episodes for last, turn in pairwise(e.trajectory(agent))]
     if extended:
         metrics["extended_prompts"] = mean(extended)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from marl.report.turn_numbers import Numbers
-from marl.types import Episode, Task, Turn, Verdict
+from marl.types import Episode, Score, Task, Turn
 
 TURN = (
     "agent",
@@ -55,29 +55,29 @@ def lines_of(episode: Episode, step: int, numbers: Sequence[Numbers]) -> list[di
         "data_source": episode.task.data_source,
         "sample": episode.sample,
         "team_answer": episode.answer,
-        "team_score": episode.judged.score,
+        "team_score": episode.scored.value,
         "failure": episode.failure,
     }
     found = [
         of_turn(turn) | {"turn": index} | known | own
         for index, (turn, own) in enumerate(zip(episode.turns, numbers, strict=True), start=1)
     ]
-    found = found or [NO_TURN | {"score": episode.judged.score} | known]
+    found = found or [NO_TURN | {"score": episode.scored.value} | known]
     found[0]["episode"] = whole(episode)
     return found
 
 
 def of_turn(turn: Turn) -> dict[str, Any]:
-    extra = turn.judged.extra.items()
+    extra = turn.scored.extra.items()
     return {
         **{key: value for key, value in extra if isinstance(value, PLAIN) and key != "episode"},
         "input": "\n".join(f"{message['role']}: {message['content']}" for message in turn.observation),
         "output": turn.text,
-        "score": turn.judged.score,
+        "score": turn.scored.value,
         **{name: getattr(turn, name) for name in TURN},
         "messages": turn.observation,
-        "answer": turn.judged.answer,
-        "reward_failure": turn.judged.failure,
+        "answer": turn.scored.answer,
+        "reward_failure": turn.scored.failure,
     }
 
 
@@ -125,12 +125,12 @@ def begun(line: dict[str, Any], extractor: Extractor, hider: Hider) -> Episode:
     known, source, extra = line["episode"], line["data_source"], line["episode"]["extra_info"]
     task = Task(line["task"], known["messages"], line["gts"], source, extractor(source), extra, hider(source))
     record = Episode(task, line["sample"], known["agents"], seed=known["seed"], accuracy=known["accuracy"])
-    record.answer, record.verdict = line["team_answer"], Verdict(line["team_score"], line["team_answer"])
+    record.answer, record.score = line["team_answer"], Score(line["team_score"], line["team_answer"])
     record.counts, record.failure = Counter(known["counts"]), line["failure"]
     return record
 
 
 def turn_of(line: dict[str, Any]) -> Turn:
     fields = {name: line[name] for name in TURN}
-    verdict = Verdict(line["score"], line["answer"], failure=line["reward_failure"])
-    return Turn(observation=line["messages"], text=line["output"], verdict=verdict, **fields)
+    score = Score(line["score"], line["answer"], failure=line["reward_failure"])
+    return Turn(observation=line["messages"], text=line["output"], score=score, **fields)

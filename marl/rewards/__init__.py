@@ -1,4 +1,4 @@
-"""Verdicts on turns."""
+"""Scores on turns."""
 
 from marl.rewards.answers import extractor, final_answer, hider, only_answer
 from marl.rewards.base import Reward

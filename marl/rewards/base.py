@@ -1,4 +1,4 @@
-"""Verdicts on turns by verl's contract: ``compute_score(data_source, solution_str, ground_truth, extra_info)``."""
+"""Scores on turns by verl's contract: ``compute_score(data_source, solution_str, ground_truth, extra_info)``."""
 
 import asyncio
 import inspect
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from marl.rewards.processes import RewardError, RewardUnavailable
-from marl.types import Metrics, Task, Verdict
+from marl.types import Metrics, Score, Task
 
 logger = logging.getLogger(__name__)
 
@@ -31,17 +31,17 @@ class Reward:
         self.failures: Counter[str] = Counter() if failures is None else failures
         self.warned_of: set[str] = set()
 
-    async def judge_or_fail(self, task: Task, text: str, failure_score: float) -> Verdict:
-        """The verdict; where the function fails on this text, ``failure_score`` with the reason (``Verdict.failure``). Raises
+    async def judge_or_fail(self, task: Task, text: str, failure_score: float) -> Score:
+        """The score; where the function fails on this text, ``failure_score`` with the reason (``Score.failure``). Raises
         RewardUnavailable where nothing was there to judge it."""
         try:
             return await self.judge(task, text)
         except RewardUnavailable:
             raise
         except (RewardError, TypeError, ValueError) as error:
-            return Verdict(failure_score, task.extract(text), failure=f"{type(error).__name__}: {error}")
+            return Score(failure_score, task.extract(text), failure=f"{type(error).__name__}: {error}")
 
-    async def judge(self, task: Task, text: str) -> Verdict:
+    async def judge(self, task: Task, text: str) -> Score:
         """Raises RewardError where the function fails, TypeError or ValueError where it returns no finite score."""
         try:
             result = await self._score(task, text)
@@ -56,20 +56,20 @@ class Reward:
                 f"the reward function failed for task {task.id} of data_source={task.data_source}: {type(error).__name__}: "
                 f"{error}; expected a number or a dict with 'score', for every text"
             ) from error
-        verdict = to_verdict(result, task, text)
-        self._compare(verdict, task)
-        return verdict
+        score = to_score(result, task, text)
+        self._compare(score, task)
+        return score
 
-    def _compare(self, verdict: Verdict, task: Task) -> None:
+    def _compare(self, score: Score, task: Task) -> None:
         """Warn of a function that reads other answers out of texts than votes and reports do."""
-        pred, source = verdict.extra.get("pred"), task.data_source
-        if source in self.warned_of or pred is None or str(pred) == verdict.answer:
+        pred, source = score.extra.get("pred"), task.data_source
+        if source in self.warned_of or pred is None or str(pred) == score.answer:
             return
         self.warned_of.add(source)
         logger.warning(
             "data_source=%s: the reward function's pred is %r where the extractor finds %r (task %s). Votes, credit and reports "
             "use the extractor: let the reward's file export extract(text), or set controller.extractors",
-            source, str(pred)[:80], verdict.answer, task.id,
+            source, str(pred)[:80], score.answer, task.id,
         )  # fmt: skip
 
     async def _score(self, task: Task, text: str) -> Any:
@@ -94,7 +94,7 @@ class Reward:
         return {f"reward/{kind}": float(counts[kind]) for kind in (*kinds, *(f"math_{kind}" for kind in kinds))}
 
 
-def to_verdict(result: Any, task: Task, text: str) -> Verdict:
+def to_score(result: Any, task: Task, text: str) -> Score:
     extra: Mapping[str, Any] = {}
     if isinstance(result, Mapping):
         if "score" not in result:
@@ -112,4 +112,4 @@ def to_verdict(result: Any, task: Task, text: str) -> Verdict:
         ) from None
     if not math.isfinite(score):
         raise ValueError(f"the reward function returned {score} for task {task.id}; expected a finite number")
-    return Verdict(score=score, answer=task.extract(text), extra=extra)
+    return Score(value=score, answer=task.extract(text), extra=extra)

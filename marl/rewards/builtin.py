@@ -59,11 +59,11 @@ class Builtin:
                 outcome = error.kind
                 self.failures[f"math_{error.kind}"] += 1
             else:
-                outcome = verdict_of(equals, ground_truth)
+                outcome = score_of(equals, ground_truth)
         return {"score": float(outcome == "right"), "pred": answer, "math_verify": outcome}
 
 
-def verdict_of(equals: bool | None, ground_truth: Any) -> str:
+def score_of(equals: bool | None, ground_truth: Any) -> str:
     if equals is None:
         raise ValueError(
             f"reward_model.ground_truth={ground_truth!r} cannot be read as mathematics; mend the row, or judge its "

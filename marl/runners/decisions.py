@@ -13,7 +13,7 @@ class Decide(Enum):
     majority = "majority"
     """The most frequent answer."""
     verifier = "verifier"
-    """The answer with the largest sum of verdicts; fair where the reward function is a verifier that does not know the truth."""
+    """The answer with the largest sum of scores; fair where the reward function is a verifier that does not know the truth."""
     accuracy = "accuracy"
     """The answer with the largest sum of its agents' shares of right answers in training so far."""
     unanimous = "unanimous"
@@ -41,12 +41,12 @@ async def decide(
         answers = [answer if answer in among else None for answer in answers]
     weights = [1.0] * len(turns)
     if rule is Decide.verifier:
-        weights = [(await episode.verdict(turn)).score for turn in turns]
+        weights = [(await episode.score(turn)).value for turn in turns]
     elif rule is Decide.accuracy:
         weights = [episode.record.accuracy.get(turn.agent, 0.5) for turn in turns]
     cast = zip(turns, answers, weights, strict=True)
     recorded = tuple(Vote(turn.agent, turn.round, answer, weight) for turn, answer, weight in cast)
-    episode.record.ballot = Ballot(RULES[rule], recorded, by_verdict=rule is Decide.verifier)
+    episode.record.ballot = Ballot(RULES[rule], recorded, by_score=rule is Decide.verifier)
     if RULES[rule] is Rule.heaviest:
         return heaviest(answers, weights, episode.rng)
     return next(iter(votes.winners(RULES[rule], answers, weights)), None)

@@ -7,12 +7,12 @@ from typing import Any, Protocol, TypeVar
 
 from marl.runners.context import ContextOverflow, Overflow, drop_oldest, to_summarise, with_summary
 from marl.runners.messages import followed_by, user
-from marl.types import AgentId, Episode, Message, Task, Turn, Verdict
+from marl.types import AgentId, Episode, Message, Score, Task, Turn
 
 T = TypeVar("T")
 
 
-Judge = Callable[[Task, Turn], Awaitable[Verdict]]
+Judge = Callable[[Task, Turn], Awaitable[Score]]
 
 
 class Generate(Protocol):
@@ -49,11 +49,11 @@ class LiveEpisode:
     def agent(self, name: AgentId) -> "Agent":
         return next(agent for agent in self.agents if agent.name == name)
 
-    async def verdict(self, turn: Turn) -> Verdict:
-        """The verdict on a turn, asked for once."""
-        if turn.verdict is None:
-            turn.verdict = await self._judge(self.task, turn)
-        return turn.verdict
+    async def score(self, turn: Turn) -> Score:
+        """The score of a turn, asked for once."""
+        if turn.score is None:
+            turn.score = await self._judge(self.task, turn)
+        return turn.score
 
     def answer(self, turn: Turn) -> str | None:
         """The final answer that a turn's text gives."""

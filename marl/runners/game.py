@@ -1,4 +1,4 @@
-"""Game: at every stage agents act at the same time, and what they are paid are the verdicts on their turns."""
+"""Game: at every stage agents act at the same time, and what they are paid are the scores of their turns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from marl.envs import Joint, games
 from marl.runners.base import register_runner
 from marl.runners.episode import LiveEpisode, together
 from marl.runners.text import Telling
-from marl.types import AgentId, Message, Turn, Verdict
+from marl.types import AgentId, Message, Score, Turn
 
 
 @register_runner("game")
@@ -36,13 +36,13 @@ class Game(Telling):
             joint, payoffs = game.outcome({seat: turn.text for seat, turn in said.items()}, earlier)
             earlier.append(joint)
             for seat, turn in said.items():
-                turn.verdict = Verdict(payoffs[seat], game.word(joint[seat]))
+                turn.score = Score(payoffs[seat], game.word(joint[seat]))
                 if joint[seat] is None:
                     named = False
                     episode.count("no_action")
             paid += sum(payoffs) / len(agents)
-        answer = " ".join(str(turn.judged.answer) for turn in said.values()) if named else None
-        episode.record.settled = Verdict(paid, answer)
+        answer = " ".join(str(turn.scored.answer) for turn in said.values()) if named else None
+        episode.record.settled = Score(paid, answer)
         return answer
 
     async def seen(

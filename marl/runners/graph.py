@@ -29,7 +29,7 @@ class When(Enum):
     says = "says"
     """One of them says ``word``."""
     right = "right"
-    """All are right, by their verdicts."""
+    """All are right, by their scores."""
     wrong = "wrong"
 
 
@@ -120,7 +120,7 @@ class Graph(Telling):
             case When.says:
                 return any(says(turn.text, edge.word) for turn in turns.values())
             case When.right | When.wrong:
-                right = [(await episode.verdict(turn)).score >= 1.0 for turn in turns.values()]
+                right = [(await episode.score(turn)).value >= 1.0 for turn in turns.values()]
                 return all(right) is (edge.when is When.right)
         return True
 

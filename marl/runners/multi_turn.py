@@ -20,7 +20,7 @@ class Stop(Enum):
     repeated = "repeated"
     """After a turn that gives the same answer as the one before."""
     right = "right"
-    """After the first turn that the verdict calls right."""
+    """After the first turn that the score calls right."""
 
 
 @register_runner("multi_turn")
@@ -77,7 +77,7 @@ class MultiTurn(Telling):
             case Stop.repeated:
                 done = len(answers) == 2 and agreed(answers) is not None
             case Stop.right:
-                done = (await episode.verdict(turns[-1])).score >= 1.0
+                done = (await episode.score(turns[-1])).value >= 1.0
             case _:
                 done = False
         return done or self.ends(turns[-1])

@@ -46,7 +46,7 @@ class Replay:
             if turn is not None and (turn.observation != observation or (self.last is not None and round > self.last)):
                 turn = None
         if turn is not None:
-            verdict = turn.verdict if turn.answers else None  # what is no answer is worth what becomes of it
+            score = turn.score if turn.answers else None  # what is no answer is worth what becomes of it
             marks: dict[str, Any] = {
                 "kept": True,
                 "trained": True,
@@ -58,7 +58,7 @@ class Replay:
             if turn.observation != observation:  # another's answer: its tokens belong to another prompt
                 unsaid: dict[str, list] = {"prompt_ids": [], "response_ids": [], "response_mask": [], "log_probs": []}
                 marks |= {"policy": "", "trained": False, **unsaid}
-            return replace(turn, observation=list(observation), verdict=verdict, **marks)
+            return replace(turn, observation=list(observation), score=score, **marks)
         if self.generate is None:
             raise ReplayDiverged(
                 f"task {self.episode.task.id}, sample {self.episode.sample}: {self._why(place, observation)}"

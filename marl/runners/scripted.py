@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from marl.runners.base import Runner, played
 from marl.runners.episode import Generate, Judge, LiveEpisode
-from marl.types import AgentId, Episode, Message, Task, Turn, Verdict
+from marl.types import AgentId, Episode, Message, Score, Task, Turn
 
 Script = Callable[[AgentId, int, list[Message]], str]
 """Agent, round and observation -> what it says."""
@@ -28,10 +28,10 @@ def numbered(agent: AgentId, round: int, observation: list[Message]) -> str:
     return f"This is what {agent} says in round {round}. #### {round}"
 
 
-async def exact_match(task: Task, turn: Turn) -> Verdict:
+async def exact_match(task: Task, turn: Turn) -> Score:
     """1 for the ground truth, else 0."""
     answer = task.extract(turn.text)
-    return Verdict(float(answer == str(task.ground_truth)), answer)
+    return Score(float(answer == str(task.ground_truth)), answer)
 
 
 def listed(answers: Sequence[str]) -> Script:

@@ -14,7 +14,7 @@ class Telling(Runner):
     @dataclass
     class Config(Runner.Config):
         peer_template: str = "{agent} answered:\n{text}"
-        """How a turn is shown to others. Fields: agent, text, answer (the final one alone), score (the verdict on it)."""
+        """How a turn is shown to others. Fields: agent, text, answer (the final one alone), score (the score of it)."""
         separator: str = "\n\n"
         """Between the parts of what is shown."""
         hide_answers: bool = False
@@ -38,5 +38,5 @@ class Telling(Runner):
     async def _shown(self, episode: LiveEpisode, turn: Turn) -> str:
         template = self.config.peer_template
         text = episode.task.hide(turn.text) if self.config.hide_answers else turn.text
-        score = (await episode.verdict(turn)).score if "{score" in template else 0.0
+        score = (await episode.score(turn)).value if "{score" in template else 0.0
         return template.format(agent=turn.agent, text=text, answer=episode.answer(turn), score=score)

@@ -12,8 +12,8 @@ from marl.types import AgentId, Message, Turn
 
 
 class Keep(Enum):
-    verdict = "verdict"
-    """The one with the best verdict."""
+    score = "score"
+    """The one with the best score."""
     majority = "majority"
     """One whose answer most of them give."""
 
@@ -34,7 +34,7 @@ class Tree(Telling):
         num_levels: int = 2
         num_branches: int = 4
         """How many continuations every agent tries at a level."""
-        keep: Keep = Keep.verdict
+        keep: Keep = Keep.score
         train: Train = Train.siblings
         instruction: str = "Improve on this."
         """Ends what is shown of the kept answer."""
@@ -65,8 +65,8 @@ class Tree(Telling):
 
     async def best(self, turns: list[Turn], episode: LiveEpisode) -> Turn:
         """Ties are broken by the episode's seed."""
-        if self.config.keep is Keep.verdict:
-            worth = [(await episode.verdict(turn)).score for turn in turns]
+        if self.config.keep is Keep.score:
+            worth = [(await episode.score(turn)).value for turn in turns]
         else:
             counts = Counter(answer for turn in turns if (answer := episode.answer(turn)) is not None)
             worth = [float(counts[answer]) if (answer := episode.answer(turn)) else 0.0 for turn in turns]

@@ -9,7 +9,7 @@ from marl.report import dump
 from marl.rewards import extractor, hider
 from marl.runners import Replay, scripted
 
-SAME = ("grad_norm", "loss", "ppo_kl", "entropy", "verdict", "explained_variance", "vf_loss", "accuracy")
+SAME = ("grad_norm", "loss", "ppo_kl", "entropy", "score", "explained_variance", "vf_loss", "accuracy")
 
 
 def numbers(steps):

@@ -333,7 +333,7 @@ def test_what_is_no_turn_is_refused_by_name(alone, monkeypatch):
             live.wait(controller.collect(live.tasks()[:1], 1, 0))
     monkeypatch.setitem(CHANGE, "now", lambda o: {"reward_score": 0.25})
     scored = live.episodes(1)
-    assert {turn.judged.score for turn in turns_of(scored, "alice")} == {0.25}, "a loop's own score, as in verl"
+    assert {turn.scored.value for turn in turns_of(scored, "alice")} == {0.25}, "a loop's own score, as in verl"
     monkeypatch.setitem(CHANGE, "now", dead)
     with pytest.raises(GroupFailed, match="policy 'alice' died"):
         live.wait(controller.collect(live.tasks()[:1], 1, 0))
@@ -573,7 +573,7 @@ def test_verls_tool_agent_calls_a_tool(alone, tool_user, bpe_tokenizer):
         masked = [i for i, on in zip(turn.response_ids, turn.response_mask, strict=True) if not on]
         assert CALL in bpe_tokenizer.decode(turn.response_ids[:start])
         assert bpe_tokenizer.decode(masked).strip().startswith("<|im_start|>tool\n7<|im_end|>")
-        assert turn.text == FINAL and turn.judged.score == 1.0 and turn.stop_reason == "completed"
+        assert turn.text == FINAL and turn.scored.value == 1.0 and turn.stop_reason == "completed"
         assert "tool" not in turn.text and turn.log_probs[start] == 0.0
     rows = batch.rows["alice"]
     assert int((rows["turn_index"].values() == -1).sum()) == int((rows["response_mask"].values() == 0).sum()) > 100

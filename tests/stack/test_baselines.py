@@ -9,7 +9,7 @@ from marl.controller.controller import Controller
 from marl.evaluation.baselines import majority_is_right, solo_config
 from marl.main import run
 from marl.preflight.prepare import prepare
-from marl.types import Episode, Task, Turn, Verdict
+from marl.types import Episode, Score, Task, Turn
 
 from .conftest import SMALL
 
@@ -63,7 +63,7 @@ def test_the_single_agent_is_the_first_that_is_trained(small):
 def test_the_vote_over_answers(answers, right):
     task = Task("t", [], "7", "x", str)
     episodes = [
-        Episode(task, i, ["a"], [Turn("a", 1, [], "")], answer, Verdict(float(answer == "7"), answer))
+        Episode(task, i, ["a"], [Turn("a", 1, [], "")], answer, Score(float(answer == "7"), answer))
         for i, answer in enumerate(answers)
     ]
     assert majority_is_right(episodes) is right
@@ -73,7 +73,7 @@ def test_an_answer_that_one_of_its_texts_makes_right_is_right():
     """A reward of the form may judge two texts with one answer differently; the last one decided."""
     task = Task("t", [], "7", "x", str)
     for scores in ((1.0, 0.0), (0.0, 1.0)):
-        episodes = [Episode(task, i, ["a"], [], "7", Verdict(score, "7")) for i, score in enumerate(scores)]
+        episodes = [Episode(task, i, ["a"], [], "7", Score(score, "7")) for i, score in enumerate(scores)]
         assert majority_is_right(episodes) is True
 
 

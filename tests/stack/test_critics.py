@@ -94,7 +94,7 @@ def test_a_critic_learns_what_it_is_told(alone, learner, level):
     for _ in range(30):
         batch = valued(live, episodes)
         generator = torch.Generator().manual_seed(0)
-        batch.verdicts_ERA = torch.rand(batch.mask_ERA.shape, generator=generator)
+        batch.scores_ERA = torch.rand(batch.mask_ERA.shape, generator=generator)
         trainer.learner.assign_credit(batch)
         fits = live.wait(trainer.learner.update_critics(batch, trainer.critics.groups))
         losses.append(sum(fit["vf_loss"] for fit in fits.values()))
@@ -254,8 +254,8 @@ def test_ippo_with_one_agent_is_ppo_put_together_from_verls_functions(alone):
         batch.batch["values"] = no_padding_2_padding(values.infer_batch(rows)["values"], rows).float()
         mask = batch.batch["response_mask"]
         rewards = torch.zeros(mask.shape)
-        verdicts = [episode.trajectory("alice")[0].judged.score for episode in episodes]
-        rewards[torch.arange(size), mask.sum(1) - 1] = torch.tensor(verdicts)
+        scores = [episode.trajectory("alice")[0].scored.value for episode in episodes]
+        rewards[torch.arange(size), mask.sum(1) - 1] = torch.tensor(scores)
         batch.batch["advantages"], batch.batch["returns"] = core_algos.compute_gae_advantage_return(
             rewards, batch.batch["values"], mask.float(), 0.99, 0.95
         )

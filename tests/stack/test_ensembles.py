@@ -21,7 +21,7 @@ from marl.preflight.prepare import prepare
 from marl.quickstart.model import build_model
 from marl.report.ensemble import Way
 from marl.runners import majority
-from marl.types import Turn, Verdict
+from marl.types import Score, Turn
 from marl.utils.seeding import derive_seed
 
 DOC = (Path(__file__).parents[2] / "docs" / "ensembles.md").read_text()
@@ -87,7 +87,7 @@ def test_the_agents_and_their_vote_are_what_validation_says_to_the_last_bit(trai
         assert [(answer.token_ids, answer.log_probs) for answer in ensemble._alone(k)[0]] == expected
         assert [answer.log_probs for answer in first._alone(k)[0]] != [log_probs for _, log_probs in expected]
     result = run(composed(f"ensemble.checkpoint={folder}", "ensemble.samples=3"))
-    assert of(result, "vote")["accuracy"] == sum(e.judged.score >= 1 for e in episodes) / 24
+    assert of(result, "vote")["accuracy"] == sum(e.scored.value >= 1 for e in episodes) / 24
     right = [turn.correct for e in episodes for turn in e.turns]
     assert of(result, "mean of agents")["accuracy"] == pytest.approx(sum(right) / 48, abs=1e-12)
     assert result["samples"] == 3 and of(result, "alice")["standard_error"] is not None
@@ -100,7 +100,7 @@ def test_a_vote_is_the_single_turns_and_its_ties_are_broken_alike(composed):
     expected = [[0.0] * 3 for _ in range(8)]
     for n, play in enumerate(ensemble.plays):
         for name, answer in (("alice", play.task.ground_truth), ("carol", "99")):
-            turns[name].append(Turn(name, 1, [], f"#### {answer}", verdict=Verdict(float(name == "alice"), answer)))
+            turns[name].append(Turn(name, 1, [], f"#### {answer}", score=Score(float(name == "alice"), answer)))
         drawn = random.Random(derive_seed(0, "validate", f"val/{n // 3}", n % 3))
         expected[n // 3][n % 3] = float(majority([play.task.ground_truth, "99"], drawn) != "99")
     way = ensemble._vote([Way("alice", tokens=3, seconds=1), Way("carol", tokens=4, seconds=2)], list(turns.values()))

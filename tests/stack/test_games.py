@@ -62,13 +62,13 @@ def test_agents_act_in_one_token_and_are_paid_for_what_all_did(started, game, ta
             payoffs = table[a][b]
             seen.add((a, b))
             assert episode.answer == f"{a} {b}"
-        assert [turn.judged.score for turn in episode.turns] == payoffs == batch.verdicts_ERA[e, 0].tolist()
-        assert episode.judged.score == sum(payoffs) / 2 == batch.team_verdict_E[e]
+        assert [turn.scored.value for turn in episode.turns] == payoffs == batch.scores_ERA[e, 0].tolist()
+        assert episode.scored.value == sum(payoffs) / 2 == batch.team_score_E[e]
     assert seen == {(0, 0), (0, 1), (1, 0), (1, 1)}
     metrics = live.step()
     assert metrics["agent/alice/grad_norm"] > 0 and metrics["agent/alice/log_prob_gap_max"] <= 1e-5
-    share = (metrics["agent/alice/verdict"] + metrics["agent/carol/verdict"]) / 2
-    assert metrics["team/verdict"] == pytest.approx(share)
+    share = (metrics["agent/alice/score"] + metrics["agent/carol/score"]) / 2
+    assert metrics["team/score"] == pytest.approx(share)
 
 
 @pytest.mark.parametrize("learner", ["grpo", "mappo"])
@@ -77,10 +77,10 @@ def test_the_first_agent_picks_the_second_table(started, learner):
     episodes = live.episodes(samples=8)
     for episode in named(episodes):
         first, *second = episode.turns
-        assert (first.agent, first.round) == ("alice", 1) and first.judged.score == 0
+        assert (first.agent, first.round) == ("alice", 1) and first.scored.value == 0
         a, b = actions(second)
         paid = 7 if first.text == "0" else [[0, 1], [1, 8]][a][b]
-        assert [turn.judged.score for turn in second] == [paid / 8] * 2 and episode.judged.score == paid / 8
+        assert [turn.scored.value for turn in second] == [paid / 8] * 2 and episode.scored.value == paid / 8
         assert second[0].extends(first) and second[0].observation[-1]["content"] == "how many ?"
         assert second[1].observation[0]["content"].split() == f"how many ? alice said {first.text} how many ?".split()
     assert len({turn.text for episode in named(episodes) for turn in episode.turns[:1]}) == 2
@@ -97,8 +97,8 @@ def test_a_repeated_game_shows_each_agent_what_the_others_did(started):
             f"carol said {carol.text} how many ?", f"alice said {alice.text} how many ?",
         ]  # fmt: skip
         won = [float(a.text != b.text) for a, b in ((alice, carol), second)]
-        assert [turn.judged.score for turn in episode.turns] == [won[0], won[0], won[1], won[1]]
-        assert episode.judged.score == sum(won)
+        assert [turn.scored.value for turn in episode.turns] == [won[0], won[0], won[1], won[1]]
+        assert episode.scored.value == sum(won)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -110,8 +110,8 @@ def test_four_agents_of_one_policy_or_of_four(started, shared):
     for episode in named(episodes):
         assert [turn.agent for turn in episode.turns] == ["alice", "carol", "tom", "ann"]
         right = episode.answer in ("0 0 1 1", "1 1 0 0")
-        assert [turn.correct for turn in episode.turns] == [right] * 4 and episode.judged.score == right
-    assert {episode.judged.score for episode in episodes} == {0.0, 1.0}
+        assert [turn.correct for turn in episode.turns] == [right] * 4 and episode.scored.value == right
+    assert {episode.scored.value for episode in episodes} == {0.0, 1.0}
     assert len({turn.seed for episode in episodes for turn in episode.turns}) == 4 * len(episodes)
     rows = live.trainer.batch_of(episodes).rows
     assert sum(map(len, rows.values())) == 4 * len(episodes) and len(rows) == len(live.trainer.policies)
@@ -124,8 +124,8 @@ def test_who_names_no_action_is_paid_the_worst_and_counted(alone, cold_assets):
     metrics, episodes = live.step(), live.episodes()
     assert metrics["team/no_action"] > 0 and torch.isfinite(torch.tensor(list(metrics.values()))).all()
     nameless = [episode for episode in episodes if episode.counts["no_action"]]
-    assert nameless and all(e.answer is None and e.judged.score == -3 for e in nameless)
-    assert {turn.judged.score for e in nameless for turn in e.turns} == {-3}
+    assert nameless and all(e.answer is None and e.scored.value == -3 for e in nameless)
+    assert {turn.scored.value for e in nameless for turn in e.turns} == {-3}
 
 
 def test_the_quick_starts_command_takes_another_configuration(monkeypatch):
@@ -146,7 +146,7 @@ def learn(compose_config, tmp_path):
         config = compose_config(*here, *overrides, name="game")
         ensure(Path(config.assets), RECIPES[config.task], seed)
         history = run(config).history
-        return history[min(history)]["verdict"], history[max(history)]["verdict"]
+        return history[min(history)]["score"], history[max(history)]["score"]
 
     return learn
 

@@ -86,7 +86,7 @@ def test_with_one_agent_frozen_they_do_not(learn, seed):
 
 
 def play(learn, game, learner, seed, *overrides):
-    return learn(seed, f"learner={learner}", *GAMES[game], *overrides, name="game", key="verdict")
+    return learn(seed, f"learner={learner}", *GAMES[game], *overrides, name="game", key="score")
 
 
 @pytest.mark.parametrize("learner,seed", [(name, seed) for name in ("vdn", "qmix") for seed in seeds_of(name)])

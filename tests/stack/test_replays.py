@@ -27,7 +27,7 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info=None
 
 
 @pytest.fixture
-def judged(alone, tmp_path):
+def scored(alone, tmp_path):
     """Start a run in which every other text is right: a model that was hardly warmed up hardly ever is."""
     path = tmp_path / "reward.py"
     path.write_text(REWARD)
@@ -96,8 +96,8 @@ def test_the_credit_is_each_outcome_less_the_mean_of_the_others(played, of, fini
     turns = {id(episode): list(episode.turns) for episode in episodes}
 
     def outcome(end):
-        last = [turn.judged.score for turn in end.turns if turn.round == 3]
-        return sum(last) / 2 if of is ReturnOf.final else end.judged.score
+        last = [turn.scored.value for turn in end.turns if turn.round == 3]
+        return sum(last) / 2 if of is ReturnOf.final else end.scored.value
 
     before = {id(episode): outcome(episode) for episode in episodes}
     replay(live, episodes, alternatives=3, finishes=finishes, of=of, train_alternatives=False)

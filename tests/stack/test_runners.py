@@ -7,7 +7,7 @@ import torch
 
 from marl.report import conversation
 from marl.runners import RUNNERS, ReplayDiverged
-from marl.types import Turn, Verdict
+from marl.types import Score, Turn
 from tests.builders import BUILT_IN
 from tests.stack.builders import places, plays_again, replayed
 
@@ -102,9 +102,9 @@ def test_what_was_hidden_weighed_or_shortened_is_played_again_alike(alone, tmp_p
     assert episodes[0].accuracy == {"alice": 0.04, "carol": 0.91}
     if "runner.decide=accuracy" in options:
         assert all(
-            e.answer == e.trajectory("carol")[-1].judged.answer
+            e.answer == e.trajectory("carol")[-1].scored.answer
             for e in episodes
-            if e.trajectory("carol")[-1].judged.answer
+            if e.trajectory("carol")[-1].scored.answer
         )
     plays_again(live.trainer, episodes, tmp_path)
 
@@ -157,14 +157,14 @@ def test_a_conversation_goes_on_with_another_answer(alone):
         said = other.trajectory("alice")[0]
         assert said.observation == first["alice"].observation
         assert other.trajectory("carol")[1].observation[-1]["content"] == f"alice said {said.text}"
-        assert other.turns[0].log_probs and not other.verdict
+        assert other.turns[0].log_probs and not other.score
     assert len({episode.trajectory("alice")[0].text for episode in alternatives}) > 1
     given = live.wait(controller.resume(episode, first["alice"], 0, 0, answer=first["carol"]))
     assert given.trajectory("alice")[0].text == first["carol"].text
     again = live.wait(controller.resume(episode, first["alice"], 0, 3))
     assert places(again) == places(alternatives[3]), "the number of the alternative seeds it"
     scored = live.wait(controller.score(alternatives, 0))
-    assert len(scored) == 6 and all(e.verdict is not None for e in scored)
+    assert len(scored) == 6 and all(e.score is not None for e in scored)
 
 
 def test_a_replay_with_another_runner_says_where_it_left_the_record(alone):
@@ -250,18 +250,18 @@ def test_what_an_answer_that_is_none_or_was_cut_off_is_worth(alone):
     )  # fmt: skip
     episodes = live.episodes()
     turns = [turn for e in episodes for turn in e.turns]
-    assert all(t.judged.score == -1 and not t.trained for t in turns if t.truncated)
-    assert all(t.judged.score == -2 for t in turns if not t.truncated and t.judged.answer is None)
-    assert {e.judged.score for e in episodes if e.answer is None} == {-2}, "a team that abstains pays as well"
-    right = Verdict(1.0, None)
+    assert all(t.scored.value == -1 and not t.trained for t in turns if t.truncated)
+    assert all(t.scored.value == -2 for t in turns if not t.truncated and t.scored.answer is None)
+    assert {e.scored.value for e in episodes if e.answer is None} == {-2}, "a team that abstains pays as well"
+    right = Score(1.0, None)
     assert live.trainer.controller.priced(Turn("alice", 1, [], ""), right) is right, "what is called right is right"
     batch = live.trainer.batch_of(episodes)
     for agent, rows in batch.rows.items():
         assert len(rows) == sum(not t.truncated for t in turns if t.agent == agent) < 16 * 3
     metrics = conversation.agent_metrics(episodes, "alice")
-    assert metrics["truncated"] > 0.5 and metrics["verdict"] == pytest.approx(-2 + metrics["truncated"])
+    assert metrics["truncated"] > 0.5 and metrics["score"] == pytest.approx(-2 + metrics["truncated"])
     plain = started(alone, "debate", "agents.alice.max_tokens=1")
-    assert {t.judged.score for e in plain.episodes() for t in e.trajectory("alice")} == {0.0}
+    assert {t.scored.value for e in plain.episodes() for t in e.trajectory("alice")} == {0.0}
 
 
 def test_passing_agents_and_those_that_left_reach_every_learner(alone, monkeypatch):

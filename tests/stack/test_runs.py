@@ -63,7 +63,7 @@ def test_a_frozen_agent_and_a_learner_from_a_recipe(start):
         "learner=leave_one_out", "credit=own", "agents.carol.trainable=false", "trainer.total_training_steps=1"
     )
     assert "agent/alice/grad_norm" in steps[0] and "agent/carol/grad_norm" not in steps[0]
-    assert "agent/carol/verdict" in steps[0], "it plays all the same"
+    assert "agent/carol/score" in steps[0], "it plays all the same"
 
 
 def test_agents_that_share_a_policy_and_one_round(start):

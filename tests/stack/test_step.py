@@ -17,7 +17,7 @@ from marl.runners.base import Runner
 from marl.types import Task
 
 PER_AGENT = (
-    "verdict", "accuracy/round_1", "accuracy/round_2", "ppo_kl", "entropy", "grad_norm", "pg_clipfrac",
+    "score", "accuracy/round_1", "accuracy/round_2", "ppo_kl", "entropy", "grad_norm", "pg_clipfrac",
     "response_length", "log_prob_gap_max", "degenerate_groups",
 )  # fmt: skip
 TEAM = (
@@ -106,7 +106,7 @@ def test_turns_carry_what_the_server_gave(live):
                 second.prompt_ids[: len(first.prompt_ids + first.response_ids)] == first.prompt_ids + first.response_ids
             )
             assert first.policy == agent and len(first.log_probs) == len(first.response_ids) <= 3
-            assert first.version == live.trainer.step_number and first.verdict is not None
+            assert first.version == live.trainer.step_number and first.score is not None
 
 
 def test_the_same_step_is_played_again_token_for_token(live):
@@ -154,7 +154,7 @@ def gradient_of(live, advantages_ERA, rows=None):
 
 
 def test_no_advantage_no_gradient(live):
-    metrics = gradient_of(live, lambda batch: torch.zeros_like(batch.verdicts_ERA))
+    metrics = gradient_of(live, lambda batch: torch.zeros_like(batch.scores_ERA))
     assert metrics["grad_norm"] == 0.0 and metrics["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-6)
 
 
@@ -165,7 +165,7 @@ def test_rows_that_do_not_divide_are_padded_without_a_trace(live):
     outputs = live.wait(group.compute_log_prob(odd))
     assert len(outputs) == 7
     odd["old_log_probs"] = outputs["log_probs"]
-    odd["advantages"] = spread(torch.linspace(-1, 1, batch.verdicts_ERA.numel()).view_as(batch.verdicts_ERA), odd)
+    odd["advantages"] = spread(torch.linspace(-1, 1, batch.scores_ERA.numel()).view_as(batch.scores_ERA), odd)
     live.wait(live.trainer.save())
     norms = []
     for rows in (odd, pad_rows(odd, 8)):
@@ -180,7 +180,7 @@ def test_mini_batches_of_a_ragged_number_of_rows(live):
     group, batch = live.trainer.policies["alice"], batch_of(live, collected(live)[0])
     odd = rows_of(batch.rows["alice"], range(7))
     odd["old_log_probs"] = live.wait(group.compute_log_prob(odd))["log_probs"]
-    odd["advantages"] = spread(torch.zeros_like(batch.verdicts_ERA), odd)
+    odd["advantages"] = spread(torch.zeros_like(batch.scores_ERA), odd)
     group.actor.ppo_mini_batch_size = 2
     try:
         assert live.wait(group.update_actor(odd))["grad_norm"] == 0.0
@@ -351,7 +351,7 @@ def test_a_checkpoint_brings_back_weights_and_optimizer(live):
         return log_probs().values()
 
     rows["old_log_probs"] = log_probs()
-    rows["advantages"] = spread(torch.linspace(-1, 1, batch.verdicts_ERA.numel()).view_as(batch.verdicts_ERA), rows)
+    rows["advantages"] = spread(torch.linspace(-1, 1, batch.scores_ERA.numel()).view_as(batch.scores_ERA), rows)
     saved, updated = rows["old_log_probs"].values(), update()
     assert (updated - saved).abs().max() > 1e-4
     live.wait(group.load(folder / "alice" / "actor"))

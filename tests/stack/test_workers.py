@@ -151,7 +151,7 @@ def test_episodes_metrics_and_weights_are_the_same_whoever_plays(live, spread):
             results.append((trained, validated, metrics, controller.accuracy.state_dict()))
         live.wait(back())
     turns = [turn for episode in results[0][0] for turn in episode["turns"]]
-    assert all(turn["log_probs"] and turn["verdict"] for turn in turns) and len(results[0][2]) > 50
+    assert all(turn["log_probs"] and turn["score"] for turn in turns) and len(results[0][2]) > 50
     for one, other in ((0, 1), (0, 2)):
         for mine, theirs in zip(results[one], results[other], strict=True):
             assert mine == theirs
@@ -210,16 +210,16 @@ def test_rewards_in_workers_have_their_processes_and_their_failures_are_summed(l
             episodes, collection = played(live)
             assert len(collection.episodes) == len(episodes) == 16
             turns = [turn for episode in episodes for turn in episode.turns]
-            bad = [turn.judged.failure is not None for turn in turns]
+            bad = [turn.scored.failure is not None for turn in turns]
             assert sum(bad) == 32 and {
-                turn.judged.score for turn, is_bad in zip(turns, bad, strict=True) if is_bad
+                turn.scored.value for turn, is_bad in zip(turns, bad, strict=True) if is_bad
             } == {0.0}
             results.append((controller.reward.metrics(), bad))
             assert not any(controller.reward.metrics().values()), "counted once"
-            verdicts = [turn.verdict.extra for turn in turns if turn.verdict.failure is None]
-            pids = {verdict["pid"] for verdict in verdicts}
+            scores = [turn.score.extra for turn in turns if turn.score.failure is None]
+            pids = {score["pid"] for score in scores}
             if workers:
-                assert {verdict["parent"] for verdict in verdicts} == set(controller.workers.pids)
+                assert {score["parent"] for score in scores} == set(controller.workers.pids)
         gone(pids)
     assert results[0] == results[1] and results[0][0]["reward/errors"] == 32.0
     said = "the reward function failed for 32 of 64 texts .*RewardError.*ValueError: no"
@@ -237,7 +237,7 @@ def test_a_reward_that_hangs_costs_its_own_episodes_and_ends_with_its_worker(liv
     rewards = rewards_that(tmp_path, "time.sleep(1000)", bad)
     with spread(1, "controller.reward_timeout_s=2", "controller.reward_processes=8", rewards=rewards) as controller:
         episodes, _ = played(live)
-        failed = {e.task.extra["index"] for e in episodes for turn in e.turns if turn.judged.failure is not None}
+        failed = {e.task.extra["index"] for e in episodes for turn in e.turns if turn.scored.failure is not None}
         assert len(episodes) == 16 and failed == set(bad) and controller.reward.metrics()["reward/timeouts"] == 16.0
     with spread(1, "controller.reward_timeout_s=100", rewards=rewards, fresh=True) as controller:
         worker = psutil.Process(controller.workers.pids[0])
@@ -312,7 +312,7 @@ def test_what_was_played_by_workers_can_be_resumed_here(live, spread):
         episode = played(live, samples=1)[0][0]
         resumed = live.wait(controller.resume(episode, episode.turns[0], live.trainer.step_number, 1))
         (scored,) = live.wait(controller.score([resumed], live.trainer.step_number))
-    assert scored.verdict is not None and len(scored.turns) == len(episode.turns)
+    assert scored.score is not None and len(scored.turns) == len(episode.turns)
 
 
 @pytest.mark.slow

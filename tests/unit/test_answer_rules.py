@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from marl.config.errors import ConfigError
 from marl.config.schema import ControllerConfig
-from marl.controller.controller import team_verdict
+from marl.controller.controller import team_score
 from marl.controller.tasks import to_task
 from marl.evaluation.ensemble import Ensemble, Play
 from marl.report import conversation
@@ -64,10 +64,10 @@ def test_the_rewards_own_extractor_is_everybodys(config):
     with ExitStack() as cleanup:
         reward = build_reward(settings, cleanup)
         for turn in episode.turns:
-            turn.verdict = asyncio.run(reward.judge(task, turn.text))
-    episode.verdict = team_verdict(episode)
-    assert episode.answer == "x" and episode.judged.score == 1.0
-    assert sorted(turn.judged.answer for turn in episode.turns) == ["x", "x", "y"]
+            turn.score = asyncio.run(reward.judge(task, turn.text))
+    episode.score = team_score(episode)
+    assert episode.answer == "x" and episode.scored.value == 1.0
+    assert sorted(turn.scored.answer for turn in episode.turns) == ["x", "x", "y"]
     assert conversation.team_metrics([episode])["disagreement/round_1"] == pytest.approx(2 / 3)
     assert task.hide("so RESULT <x> it is x, not exact") == "so RESULT <[hidden]> it is [hidden], not exact"
 
@@ -76,8 +76,8 @@ def test_the_answer_is_the_extractors_and_another_pred_is_warned_of_once(caplog)
     task = Task("train/3", [], "7", "mine", lambda text: None)
     reward = Reward(lambda **_: {"score": 1.0, "pred": 7})
     with caplog.at_level(logging.WARNING):
-        verdicts = [asyncio.run(reward.judge(task, "seven")) for _ in range(2)]
-    assert [(v.answer, v.extra["pred"]) for v in verdicts] == [(None, 7)] * 2
+        scores = [asyncio.run(reward.judge(task, "seven")) for _ in range(2)]
+    assert [(v.answer, v.extra["pred"]) for v in scores] == [(None, 7)] * 2
     assert len(caplog.records) == 1
     said = caplog.text
     assert "data_source=mine" in said and "'7'" in said and "export extract(text)" in said and "train/3" in said
@@ -104,8 +104,8 @@ def test_the_built_in_reward_goes_by_the_key_too(config):
         ROW | {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "4"}}, "t", answer_rules(settings)
     )
     with ExitStack() as cleanup:
-        verdict = asyncio.run(build_reward(settings, cleanup).judge(task, r"\boxed{4}"))
-    assert (verdict.score, verdict.answer) == (1.0, "4")
+        score = asyncio.run(build_reward(settings, cleanup).judge(task, r"\boxed{4}"))
+    assert (score.value, score.answer) == (1.0, "4")
 
 
 def test_what_writes_answers_in_its_own_way_hides_the_whole_text(config, tmp_path):
@@ -160,7 +160,7 @@ def test_an_ensemble_outlives_a_text_that_cannot_be_judged(caplog):
 
     with caplog.at_level(logging.WARNING):
         turns = asyncio.run(Ensemble._turns(Stands(), "alice", [Answered(0), Answered(1)], [0], Reward(score)))
-    assert [turn.judged.score for turn in turns] == [0.0, 1.0]
+    assert [turn.scored.value for turn in turns] == [0.0, 1.0]
     assert "alice: 1 of 2 texts could not be judged" in caplog.text and "task t0: it died" in caplog.text
 
 

@@ -826,7 +826,7 @@ def test_a_reward_that_is_no_score(result):
 @examples(10)
 @given(result=st.one_of(st.floats(-1e6, 1e6), st.integers(-5, 5), st.booleans(), st.just("1"), st.just(torch.ones(1))))
 def test_a_reward_that_can_be_read_as_a_number_is_one(result):
-    assert math.isfinite(asyncio.run(Reward(lambda **_: {"score": result}).judge(TASK, "text")).score)
+    assert math.isfinite(asyncio.run(Reward(lambda **_: {"score": result}).judge(TASK, "text")).value)
 
 
 class Oddity(Exception):

@@ -7,7 +7,7 @@ from marl.cluster.critic_group import with_loss_mask
 from marl.cluster.worker_group import even_mini_batches
 from marl.cluster.workers.policy_worker import of_responses
 from marl.learners.decisions import Decisions
-from marl.types import Episode, Task, Turn, Verdict
+from marl.types import Episode, Score, Task, Turn
 from marl.utils.ragged import jagged
 
 
@@ -22,13 +22,13 @@ def turn(agent, round, prompt, response, policy=None, mask=None):
         response_ids=response,
         response_mask=mask or [1] * len(response),
         log_probs=[-0.5] * len(response),
-        verdict=Verdict(round / 10, "x"),
+        score=Score(round / 10, "x"),
     )
 
 
 def episode(*turns, agents=("a", "b")):
     record = Episode(Task("t", [], "1", "x", str), 0, list(agents), list(turns))
-    record.verdict = Verdict(1.0, "x")
+    record.score = Score(1.0, "x")
     return record
 
 
@@ -37,7 +37,7 @@ def test_grids_and_rows():
     two = episode(turn("a", 1, [9], [9, 9]), turn("b", 1, [9], [9]))
     batch = joint_batch([one, two], ["a", "b"], {"a": 1.0, "b": 0.7})
     assert batch.mask_ERA.tolist() == [[[True, True], [True, False]], [[True, True], [False, False]]]
-    torch.testing.assert_close(batch.verdicts_ERA[0], torch.tensor([[0.1, 0.1], [0.2, 0.0]]))
+    torch.testing.assert_close(batch.scores_ERA[0], torch.tensor([[0.1, 0.1], [0.2, 0.0]]))
     rows = batch.rows["a"]
     assert [r.tolist() for r in rows["input_ids"].unbind()] == [[1, 2, 5, 6], [1, 2, 5, 6, 7, 8], [9, 9, 9]]
     assert [r.tolist() for r in rows["position_ids"].unbind()] == [[0, 1, 2, 3], [0, 1, 2, 3, 4, 5], [0, 1, 2]]
@@ -160,7 +160,7 @@ def test_a_turn_that_was_rejected_is_not_trained_though_its_row_is():
 
 def test_what_an_answers_form_costs_is_taken_off_in_training_alone():
     said = turn("a", 1, [1], [2])
-    said.verdict = Verdict(1.0, "1", penalty=0.25)
+    said.score = Score(1.0, "1", penalty=0.25)
     record = Episode(Task("t", [], "1", "x", str), 0, ["a"], [said])
-    assert joint_batch([record], ["a"], {"a": 1.0}).verdicts_ERA.item() == 0.75
+    assert joint_batch([record], ["a"], {"a": 1.0}).scores_ERA.item() == 0.75
     assert said.correct, "what is reported knows nothing of it"

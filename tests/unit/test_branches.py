@@ -15,7 +15,7 @@ def test_alternatives_stand_behind_the_rounds():
     batch = batch_of(branch(episode("t", 0, TREE), "a", 1, [0.5, 0.0]), episode("t", 1, TREE))
     assert batch.num_rounds == 2 and batch.mask_ERA.shape == (2, 4, 2)
     assert batch.mask_ERA[0].tolist() == [[True, False], [True, True], [True, False], [True, False]]
-    assert batch.verdicts_ERA[0, :, 0].tolist() == [1.0, 0.0, 0.5, 0.0]
+    assert batch.scores_ERA[0, :, 0].tolist() == [1.0, 0.0, 0.5, 0.0]
     assert (
         batch.siblings_ERA[0].tolist() == [[0, -1], [-1, -1], [0, -1], [0, -1]] and batch.siblings_ERA[1].eq(-1).all()
     )
@@ -86,14 +86,14 @@ def test_credit_of_the_path_is_as_if_there_were_no_alternatives(name):
         assert torch.equal(got[:, :2], expected)
         return
     alone = with_them.siblings_ERA >= 0
-    assert got[alone].tolist() == with_them.verdicts_ERA[alone].tolist()
+    assert got[alone].tolist() == with_them.scores_ERA[alone].tolist()
     path = ~alone[:, :2]
     assert torch.equal(got[:, :2][path], expected[path])
     assert (got[:, 2:][~alone[:, 2:]] == 0).all()
 
 
 def test_critics_see_every_alternative_alone():
-    """IPPO with lambda 1: an alternative's advantage is its verdict less its value; nothing chains through it."""
+    """IPPO with lambda 1: an alternative's advantage is its score less its value; nothing chains through it."""
     batch = batch_of(branch(episode("t", 0, [[1.0, 0.25], [None, 1.0]]), "a", 1, [0.5, 0.0]))
     batch.values_ERA = torch.full(batch.mask_ERA.shape, 0.1)
     build("ippo", whiten=False).assign_credit(batch)
@@ -125,7 +125,7 @@ def test_no_critic_reads_what_was_not_kept():
 
 
 def test_zero_sum():
-    """The last verdicts of two sides, 1 and .25: +.75 and -.75 at their last turns; a side alone gets nothing."""
+    """The last scores of two sides, 1 and .25: +.75 and -.75 at their last turns; a side alone gets nothing."""
     scheme = CREDITS.get("zero_sum")(CREDITS.get("zero_sum").Config(name="zero_sum"))
     batch = batch_of(episode("t", 0, [[0.5, None, 1.0], [None, 0.25]]), episode("t", 1, [[1.0], []]))
     credit = scheme.assign(batch)

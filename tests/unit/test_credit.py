@@ -7,30 +7,30 @@ from hypothesis import given, settings, strategies as st
 from marl.learners import credit
 
 ALL = torch.ones(1, 3, 2, dtype=torch.bool)
-VERDICTS = torch.tensor([[[1.0, 0], [0, 1], [1, 1]]])
+SCORES = torch.tensor([[[1.0, 0], [0, 1], [1, 1]]])
 
 
 def test_influence_with_the_papers_gamma():
     expected = torch.tensor([[[0.892086, 0.172662], [0.230769, 1.0], [1.0, 1.0]]])
-    torch.testing.assert_close(credit.influence(VERDICTS, ALL, 0.3), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(credit.influence(SCORES, ALL, 0.3), expected, atol=1e-6, rtol=0)
 
 
 def test_influence_with_gamma_one():
     expected = torch.tensor([[[5 / 6, 0.5], [0.5, 1.0], [1.0, 1.0]]])
-    torch.testing.assert_close(credit.influence(VERDICTS, ALL, 1.0), expected)
+    torch.testing.assert_close(credit.influence(SCORES, ALL, 1.0), expected)
 
 
 def test_influence_after_an_early_consensus_ends_the_sum():
     mask = ALL.clone()
     mask[:, 2] = False
     expected = torch.tensor([[[0.75, 0.25], [0.0, 1.0], [0.0, 0.0]]])
-    torch.testing.assert_close(credit.influence(VERDICTS * mask, mask, 1.0), expected)
+    torch.testing.assert_close(credit.influence(SCORES * mask, mask, 1.0), expected)
 
 
 def test_influence_averages_over_the_agents_that_spoke():
     mask = ALL.clone()
     mask[0, 1, 0] = False  # in round 2 only the second agent speaks, and is right
-    got = credit.influence(VERDICTS * mask, mask, 1.0)
+    got = credit.influence(SCORES * mask, mask, 1.0)
     torch.testing.assert_close(got[0, 0], torch.tensor([1.0, 2 / 3]))
     assert got[0, 1, 0] == 0
 
@@ -38,7 +38,7 @@ def test_influence_averages_over_the_agents_that_spoke():
 def test_influence_skips_a_round_in_which_nobody_spoke():
     mask = ALL.clone()
     mask[:, 1] = False
-    got = credit.influence(VERDICTS * mask, mask, 1.0)
+    got = credit.influence(SCORES * mask, mask, 1.0)
     torch.testing.assert_close(got[0, 0], torch.tensor([1.0, 0.5]))
 
 
@@ -124,11 +124,11 @@ WRONG, RIGHT = 0.0, 1.0
 
 
 def paid(me, peers, alpha=(0.0, 0.0), beta=(0.0, 0.0)):
-    """Incentives of the first agent, by round; ``me``: its verdicts by round, ``peers``: each peer's. None is silence."""
-    scores = [me, *peers]
-    verdicts = torch.tensor([[[agent[r] or 0.0 for agent in scores] for r in range(len(me))]])
-    mask = torch.tensor([[[agent[r] is not None for agent in scores] for r in range(len(me))]])
-    return credit.incentives(verdicts, mask, alpha, beta)[0, :, 0].tolist()
+    """Incentives of the first agent, by round; ``me``: its scores by round, ``peers``: each peer's. None is silence."""
+    spoken = [me, *peers]
+    scores = torch.tensor([[[agent[r] or 0.0 for agent in spoken] for r in range(len(me))]])
+    mask = torch.tensor([[[agent[r] is not None for agent in spoken] for r in range(len(me))]])
+    return credit.incentives(scores, mask, alpha, beta)[0, :, 0].tolist()
 
 
 # me now, the peer now, me next -> what round 2 gets of (alpha0, alpha1) = (2, 5)
@@ -188,7 +188,7 @@ def test_incentives_chain_over_rounds():
     assert got == [0.0, 5.0 - 7.0, -5.0]
 
 
-def test_a_verdict_above_one_half_is_right_and_its_change_is_paid():
+def test_a_score_above_one_half_is_right_and_its_change_is_paid():
     assert paid([0.25, 0.75], [[0.5, 1.0]], alpha=(2.0, 5.0)) == [0.0, 1.0]
     assert paid([0.25, 0.75], [[0.51, 1.0]], alpha=(2.0, 5.0)) == [0.0, 2.5]
 

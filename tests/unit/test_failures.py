@@ -14,13 +14,13 @@ from marl.cluster.failures import GroupFailed
 from marl.config.schema import AgentConfig, ControllerConfig
 from marl.controller.alternative_rollouts import team_return
 from marl.controller.client import PolicyClient
-from marl.controller.controller import Controller, EpisodesFailed, pay_failure, team_verdict
+from marl.controller.controller import Controller, EpisodesFailed, pay_failure, team_score
 from marl.controller.episode_workers import answer_of
 from marl.learners.counterfactual_credit import ReturnOf
 from marl.rewards import Reward, RewardUnavailable
 from marl.rewards.processes import RewardError
 from marl.runners import RUNNERS, ContextOverflow, Runner
-from marl.types import Episode, Task, Turn, Verdict
+from marl.types import Episode, Score, Task, Turn
 from marl.utils.deadlines import HangsError, Watch, own_time, waiting_for_others
 from tests.builders import DEBATE, batch_of, branch, build_learner as build, episode, scheme
 
@@ -100,12 +100,12 @@ def test_an_overflow_is_an_outcome_with_the_turns_until_then():
     (judged,) = asyncio.run(team.score(collection.episodes, 1))
     assert judged.failure == "overflow" and "99 tokens" in judged.failure_message and judged.answer is None
     assert [(turn.agent, turn.round) for turn in judged.turns] == [("a", 1), ("b", 1), ("b", 2)]
-    assert judged.judged.score == -0.5 and team_return(judged, ReturnOf.final) == -0.5
-    assert [turn.judged.score for turn in judged.turns] == [1.0, 1.0, 1.0], "what was said was right"
-    paid = [turn.judged.score - turn.judged.penalty for turn in judged.turns]
+    assert judged.scored.value == -0.5 and team_return(judged, ReturnOf.final) == -0.5
+    assert [turn.scored.value for turn in judged.turns] == [1.0, 1.0, 1.0], "what was said was right"
+    paid = [turn.scored.value - turn.scored.penalty for turn in judged.turns]
     assert paid == [-0.5, 1.0, -0.5], "each agent pays once, at its last turn"
     batch = batch_of(judged)
-    assert batch.failed_E.tolist() == [True] and batch.verdicts_ERA.tolist() == [[[-0.5, 1.0], [0.0, -0.5]]]
+    assert batch.failed_E.tolist() == [True] and batch.scores_ERA.tolist() == [[[-0.5, 1.0], [0.0, -0.5]]]
     assert batch.mask_ERA.tolist() == batch.trained_ERA.tolist() == [[[True, True], [False, True]]]
 
 
@@ -122,7 +122,7 @@ def test_overflowing_is_punished_beside_samples_that_ended():
 
 def failed(record, score=0.0):
     """An episode that overflowed after these turns."""
-    record.failure, record.ballot, record.verdict = "overflow", None, Verdict(score, None, failure="overflow")
+    record.failure, record.ballot, record.score = "overflow", None, Score(score, None, failure="overflow")
     pay_failure(record, score)
     return record
 
@@ -130,15 +130,15 @@ def failed(record, score=0.0):
 def test_the_best_of_a_tree_is_not_punished_for_what_came_after_it():
     record = branch(episode("t", 0, [[1.0], []]), "a", 1, [0.0, 0.5])
     failed(record, -1.0)
-    assert [turn.judged.score - turn.judged.penalty for turn in record.turns] == [1.0, 0.0, 0.5]
+    assert [turn.scored.value - turn.scored.penalty for turn in record.turns] == [1.0, 0.0, 0.5]
 
 
 def test_what_is_no_answer_pays_for_a_failure_once():
     record = episode("t", 0, [[0.0, 0.0, 0.0], []])
     for turn in record.turns:
-        turn.answers, turn.verdict = False, Verdict(-1.0, None)
+        turn.answers, turn.score = False, Score(-1.0, None)
     failed(record, -1.0)
-    assert [turn.judged.score - turn.judged.penalty for turn in record.turns] == [0.0, 0.0, -1.0]
+    assert [turn.scored.value - turn.scored.penalty for turn in record.turns] == [0.0, 0.0, -1.0]
 
 
 def test_an_overflow_is_no_draw():
@@ -155,8 +155,8 @@ def test_a_team_that_decided_nothing_is_credited_all_the_same(name, expected):
     whole, ended = episode("t", 0, DEBATE), failed(episode("t", 1, [[1.0, 1.0], [1.0, 1.0]]), -1.0)
     assert ballots_of(ended) == []
     batch = batch_of(whole, ended)
-    assert batch.team_verdict_E.tolist()[1] == -1.0
-    batch.team_verdict_E[0] = 0.5
+    assert batch.team_score_E.tolist()[1] == -1.0
+    batch.team_score_E[0] = 0.5
     assert scheme(name).assign(batch)[1].tolist() == expected
 
 
@@ -189,7 +189,7 @@ def test_the_same_tasks_are_measured_whatever_happens():
     episodes = asyncio.run(team.measure([task(i) for i in range(6)], 2, 1))
     assert [(e.task.id, e.sample) for e in episodes] == [(f"val/{i}", s) for i in range(6) for s in range(2)]
     assert [e.failure for e in episodes[::2]] == ["overflow", "error", "error", None, None, None]
-    assert [e.judged.score for e in episodes[::2]] == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
+    assert [e.scored.value for e in episodes[::2]] == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
 
 
 class Loses:
@@ -260,8 +260,8 @@ def test_a_text_on_which_the_reward_fails_costs_itself_alone(bad, said, caplog):
     episodes = collected(team, tasks=3).episodes
     with caplog.at_level(logging.WARNING):
         judged = asyncio.run(team.score(episodes, 7))
-    assert [[turn.judged.score for turn in e.turns] for e in judged] == [[1, 1], [-0.25, 1], [1, 1]]
-    assert said in judged[1].turns[0].judged.failure and "val/1" in caplog.text and "step 7" in caplog.text
+    assert [[turn.scored.value for turn in e.turns] for e in judged] == [[1, 1], [-0.25, 1], [1, 1]]
+    assert said in judged[1].turns[0].scored.failure and "val/1" in caplog.text and "step 7" in caplog.text
     assert all(turn.trained for e in judged for turn in e.turns) and judged[1].failure is None
     team.max_error_rate = 0.1
     with pytest.raises(EpisodesFailed, match=f"failed for 1 of 6 texts of step 7 .*max_error_rate=0.1.*{said}"):
@@ -279,7 +279,7 @@ def test_a_reward_that_is_not_there_is_asked_again_and_then_loses_the_episode():
 
     team = controller(None, "single_turn", flaky, max_error_rate=0.5)
     judged = asyncio.run(team.score(collected(team, tasks=2).episodes, 1))
-    assert len(judged) == 1 and judged[0].turns[0].judged.score == 1.0
+    assert len(judged) == 1 and judged[0].turns[0].scored.value == 1.0
     with pytest.raises(RewardError):
         asyncio.run(Reward(lambda **_: 1 / 0).judge(task(), "4"))
 
@@ -289,8 +289,8 @@ def test_the_answer_of_the_team_is_worth_its_best_text():
     for scores in ((1.0, 0.5), (0.5, 1.0)):
         record = Episode(task(), 0, ["a", "b"], [Turn(a, 1, [], "4") for a in "ab"], "4")
         for turn, score in zip(record.turns, scores, strict=True):
-            turn.verdict = Verdict(score, "4")
-        assert team_verdict(record).score == 1.0
+            turn.score = Score(score, "4")
+        assert team_score(record).score == 1.0
 
 
 def test_a_deadline_counts_an_episodes_own_time():
@@ -324,7 +324,7 @@ def test_a_queue_is_no_deadline_of_an_episode():
     class Asks(Runner):
         async def run(self, live):
             turn = await live.agents[0].act(live.agents[0].prompt)
-            return str((await live.verdict(turn)).score)
+            return str((await live.score(turn)).value)
 
     team = controller(runner=Asks, reward=queued, episode_timeout_s=0.4)
     collection = in_no_time(team.collect([task(i) for i in range(40)], 1, 1))

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from marl.batch.joint import JointBatch
-from marl.controller.controller import team_verdict
+from marl.controller.controller import team_score
 from marl.envs import GAMES, TABLES, Game, make_game, register_game
 from marl.learners import CREDITS
 from marl.learners.credit import returns_to_go
 from marl.runners import RUNNERS, Replay, scripted
-from marl.types import Task, Verdict
+from marl.types import Score, Task
 
 TASK = Task("t", [{"role": "user", "content": "how many ?"}], "0", "marl/game", lambda text: None)
 PRISONERS = [[[3, 3], [0, 4]], [[4, 0], [1, 1]]]
@@ -273,10 +273,10 @@ def credited(game, credit):
     to be: the actions [E, R, A] and the returns [E, R, A]."""
     done, paid = zip(*plays(game), strict=True)
     mask_ERA = torch.tensor([[[action is not None for action in joint] for joint in play] for play in done])
-    verdicts_ERA = torch.tensor(paid, dtype=torch.float64)
+    scores_ERA = torch.tensor(paid, dtype=torch.float64)
     names = [str(seat) for seat in range(game.num_agents)]
-    totals_E = verdicts_ERA.sum(1).mean(-1)
-    batch = JointBatch(names, [""] * len(done), mask_ERA, verdicts_ERA, totals_E, mask_ERA, {})
+    totals_E = scores_ERA.sum(1).mean(-1)
+    batch = JointBatch(names, [""] * len(done), mask_ERA, scores_ERA, totals_E, mask_ERA, {})
     scheme = CREDITS.get(credit)
     made = scheme(scheme.Config(credit))
     returns_ERA = made.of(batch)
@@ -351,10 +351,10 @@ def contents(turn):
     return [message["content"] for message in turn.observation]
 
 
-def test_payoffs_are_the_verdicts_on_turns_and_the_actions_their_answers():
+def test_payoffs_are_the_scores_on_turns_and_the_actions_their_answers():
     _, record = play(lambda agent, round, seen: {"alice": "1", "carol": "0"}[agent], name="matrix", payoffs=PRISONERS)
-    assert [turn.verdict for turn in record.turns] == [Verdict(4.0, "1"), Verdict(0.0, "0")]
-    assert record.answer == "1 0" and team_verdict(record) == record.settled == Verdict(2.0, "1 0")
+    assert [turn.score for turn in record.turns] == [Score(4.0, "1"), Score(0.0, "0")]
+    assert record.answer == "1 0" and team_score(record) == record.settled == Score(2.0, "1 0")
     assert [contents(turn) for turn in record.turns] == [["how many ?"]] * 2
 
 
@@ -363,8 +363,8 @@ def test_a_repeated_game_shows_what_the_others_did_and_adds_up():
     _, record = play(lambda agent, round, seen: said[agent, round], name="matrix", payoffs="happo", rounds=2)
     assert contents(record.trajectory("alice")[1]) == ["how many ?", "0", "carol said 1 how many ?"]
     assert contents(record.trajectory("carol")[1]) == ["how many ?", "1", "alice said 0 how many ?"]
-    assert [(turn.round, turn.judged.score) for turn in record.turns] == [(1, 2), (1, 2), (2, -1), (2, -1)]
-    assert record.settled == Verdict(1.0, "1 1")
+    assert [(turn.round, turn.scored.value) for turn in record.turns] == [(1, 2), (1, 2), (2, -1), (2, -1)]
+    assert record.settled == Score(1.0, "1 1")
 
 
 def test_the_second_agent_of_the_two_step_game_is_told_what_the_first_one_chose():
@@ -372,7 +372,7 @@ def test_the_second_agent_of_the_two_step_game_is_told_what_the_first_one_chose(
     assert [(turn.agent, turn.round) for turn in record.turns] == [("alice", 1), ("alice", 2), ("carol", 2)]
     assert contents(record.trajectory("alice")[1]) == ["how many ?", "1", "how many ?"]
     assert contents(record.trajectory("carol")[0]) == ["how many ?\n\nalice said 1 how many ?"]
-    assert [turn.judged.score for turn in record.turns] == [0, 8, 8] and record.settled == Verdict(8.0, "1 1")
+    assert [turn.scored.value for turn in record.turns] == [0, 8, 8] and record.settled == Score(8.0, "1 1")
     assert runner.most_turns(["alice", "carol"]) == {"alice": 2, "carol": 1} and runner.last_round(["a", "b"]) == 2
 
 
@@ -389,10 +389,10 @@ def test_a_game_is_told_of_earlier_stages_in_their_order(monkeypatch):
 
     said = {"alice": "011", "carol": "100"}
     _, record = play(lambda agent, round, seen: said[agent][round - 1], name="echo")
-    assert [turn.judged.score for turn in record.turns] == [0] * 6
+    assert [turn.scored.value for turn in record.turns] == [0] * 6
     said |= {"alice": "010", "carol": "101"}
     _, record = play(lambda agent, round, seen: said[agent][round - 1], name="echo")
-    assert [turn.judged.score for turn in record.turns] == [0, 0, 0, 0, 1, 1] and record.settled == Verdict(1.0, "0 1")
+    assert [turn.scored.value for turn in record.turns] == [0, 0, 0, 0, 1, 1] and record.settled == Score(1.0, "0 1")
 
 
 def test_who_names_no_action_is_counted():
@@ -401,8 +401,8 @@ def test_who_names_no_action_is_counted():
         name="matrix", payoffs="happo", rounds=3,
     )  # fmt: skip
     assert record.counts == {"no_action": 1} and record.num_rounds == 2
-    assert [turn.verdict for turn in record.turns[2:]] == [Verdict(-2.0, "0"), Verdict(-2.0, None)]
-    assert record.answer is None and record.settled == Verdict(-2.0, None)
+    assert [turn.score for turn in record.turns[2:]] == [Score(-2.0, "0"), Score(-2.0, None)]
+    assert record.answer is None and record.settled == Score(-2.0, None)
 
 
 def test_a_recorded_game_is_played_again_and_goes_on_with_another_action():
@@ -412,7 +412,7 @@ def test_a_recorded_game_is_played_again_and_goes_on_with_another_action():
     other = Replay(record, scripted.scripted(lambda agent, round, seen: "1"), {("alice", 1, 0): record.turns[1]})
     other.instead["alice", 1, 0] = type(record.turns[0])("alice", 1, record.turns[0].observation, "0")
     changed = asyncio.run(scripted.play(runner, TASK, record.agents, other))
-    assert changed.settled == Verdict(7.0, "1 1")
+    assert changed.settled == Score(7.0, "1 1")
 
 
 @pytest.mark.parametrize(

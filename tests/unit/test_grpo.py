@@ -34,7 +34,7 @@ def test_grpo_grouping_by_task_alone_pools_agents_and_rounds():
 
 def test_offsets_between_rounds_and_agents_change_nothing_under_the_default_grouping():
     plain, shifted = two_samples(), two_samples()
-    shifted.verdicts_ERA += torch.tensor([[10.0, 20.0], [30.0, 40.0]])
+    shifted.scores_ERA += torch.tensor([[10.0, 20.0], [30.0, 40.0]])
     for batch in (plain, shifted):
         build("grpo", gamma=0.0).assign_credit(batch)
     for policy in AGENTS:

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from marl.batch.build import joint_batch
 from marl.learners import LEARNERS
 from marl.learners.ratios import Ratio, factors, laps, log_factors, log_ratios, share_laps
-from marl.types import Episode, Task, Turn, Verdict
+from marl.types import Episode, Score, Task, Turn
 from marl.utils.ragged import jagged
 from tests.builders import AGENTS, FakeGroup, batch_of, branch, build_learner as build, episode, grid_of, two_samples
 
@@ -123,7 +123,7 @@ def team_of_three(rounds=("abc", "ac", "b")):
         for agent in speakers:
             record.turns.append(
                 Turn(agent, round, [], "1", policy=agent, prompt_ids=[1], response_ids=[3, 4], response_mask=[1, 1],
-                     log_probs=[-1.0, -2.0], verdict=Verdict(1.0, "1"))
+                     log_probs=[-1.0, -2.0], score=Score(1.0, "1"))
             )  # fmt: skip
     batch = joint_batch([record], record.agents, dict.fromkeys(record.agents, 1.0))
     for rows in batch.rows.values():

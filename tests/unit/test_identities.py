@@ -53,7 +53,7 @@ def test_a_constant_for_a_task_changes_nothing(name):
     plain, shifted = (
         batch_of(*(episode(f"t{i % 2}", i, score) for i, score in enumerate(scores(8)))) for _ in range(2)
     )
-    shifted.verdicts_ERA += torch.tensor([5.0, 0.0] * 4)[:, None, None]
+    shifted.scores_ERA += torch.tensor([5.0, 0.0] * 4)[:, None, None]
     for got, want in zip(advantages(name, shifted).values(), advantages(name, plain).values(), strict=True):
         torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
 
@@ -103,7 +103,7 @@ def test_sharing_a_policy_among_twins_is_one_agent_with_their_union_of_rows(name
     batches = twins()
     rows = []
     for batch in batches:
-        batch.values_ERA = batch.verdicts_ERA / 2
+        batch.values_ERA = batch.scores_ERA / 2
         learner, group = build(name, "own", **options), FakeGroup()
         learner.assign_credit(batch)
         for part in batch.rows.values():

@@ -40,7 +40,7 @@ def test_one_agent_is_ppo_bit_for_bit():
     build("ippo", gamma=0.5, token_gamma=0.99, lam=0.95).assign_credit(batch)
     mask = dense(rows["response_mask"])
     rewards = torch.zeros(mask.shape)
-    rewards[torch.arange(len(mask)), mask.sum(1) - 1] = batch.verdicts_ERA[:, 0, 0]
+    rewards[torch.arange(len(mask)), mask.sum(1) - 1] = batch.scores_ERA[:, 0, 0]
     advantages, returns = compute_gae_advantage_return(rewards, dense(rows["values"]), mask.float(), 0.99, 0.95)
     assert torch.equal(dense(rows["advantages"]), advantages * mask)
     assert torch.equal(dense(rows["returns"]), returns * mask)
@@ -123,7 +123,7 @@ def test_tokens_of_later_rounds_bootstrap_those_of_earlier_ones():
         # rows: episode t rounds 1 (one token) and 2 (two tokens), then episode u
         values, mask = rows["values"].values().view(2, 3), torch.ones(2, 3)
         rewards = torch.zeros(2, 3)
-        rewards[:, 0], rewards[:, 2] = batch.verdicts_ERA[:, 0, a], batch.verdicts_ERA[:, 1, a]
+        rewards[:, 0], rewards[:, 2] = batch.scores_ERA[:, 0, a], batch.scores_ERA[:, 1, a]
         advantages = credit.gae(rewards, values, mask, 0.9, 0.8)
         torch.testing.assert_close(rows["advantages"].values().view(2, 3), advantages)
         torch.testing.assert_close(rows["returns"].values().view(2, 3), advantages + values)

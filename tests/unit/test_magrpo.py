@@ -15,16 +15,14 @@ def assigned(batch, **options):
 def test_all_agents_get_the_same():
     """Team rewards (1/2, 1/2), (0, 1), (0, 0): returns (1, .5), (1, 1), (0, 0); means 2/3 and 1/2."""
     samples = [[[1, 0], [0, 1]], [[0, 1], [0, 1]], [[0, 0], [0, 0]]]
-    got = assigned(batch_of(*(episode("t", i, verdicts) for i, verdicts in enumerate(samples))))
+    got = assigned(batch_of(*(episode("t", i, scores) for i, scores in enumerate(samples))))
     assert got["a"] == got["b"]
     assert [row[0] for row in got["a"]] == pytest.approx([1 / 3, 0, 1 / 3, 0.5, -2 / 3, -0.5], abs=1e-6)
 
 
 def test_an_agents_silence_costs_it_nothing_of_the_teams_return():
     loud, silent = [[0, 1], [0, 1]], [[0, None], [0, 1]]
-    both = [
-        assigned(batch_of(episode("t", 0, verdicts), episode("t", 1, [[0, 0], [0, 0]]))) for verdicts in (loud, silent)
-    ]
+    both = [assigned(batch_of(episode("t", 0, scores), episode("t", 1, [[0, 0], [0, 0]]))) for scores in (loud, silent)]
     assert both[0]["a"][0] == both[1]["a"][0] == [0.5], "round 1 is worth what the other reached in round 2"
 
 
@@ -48,7 +46,7 @@ def test_equal_samples_teach_nothing_and_a_sample_alone_neither():
 
 def test_offsets_between_rounds_change_nothing():
     plain, shifted = (batch_of(*(episode("t", i, [[i, 0], [0, 1 - i]]) for i in range(2))) for _ in range(2))
-    shifted.verdicts_ERA += torch.tensor([10.0, 30.0])[:, None]
+    shifted.scores_ERA += torch.tensor([10.0, 30.0])[:, None]
     for got, want in zip(assigned(shifted).values(), assigned(plain).values(), strict=True):
         for row, wanted in zip(got, want, strict=True):
             assert row == pytest.approx(wanted, abs=1e-5)

@@ -51,8 +51,8 @@ def chained(batch, credit="team", **options):
 def test_the_oracle_of_the_chain(options, expected, round):
     """Rewards 0 and 1, values .4 and .6: b speaks beside a, whose round pays its mean to b once, or in the round after a's.
     Gamma discounts by rounds: nothing within one; lambda counts every turn of the chain."""
-    verdicts = [[0], [2]] if round == 1 else [[0, None], [None, 1]]
-    batch = batch_of(episode("t", 0, verdicts))
+    scores = [[0], [2]] if round == 1 else [[0, None], [None, 1]]
+    batch = batch_of(episode("t", 0, scores))
     batch.values_ERA = torch.full(batch.mask_ERA.shape, 9.0)
     batch.values_ERA[0, 0, 0], batch.values_ERA[0, round - 1, 1] = 0.4, 0.6
     chained(batch, **options)
@@ -120,7 +120,7 @@ def test_a_frozen_last_speaker_hands_the_rounds_reward_back():
 
 
 def test_alternatives_are_no_links_of_the_chain():
-    """a's compared turn is worth its own verdict, less its value; what is left of the conversation is b, then a, then b."""
+    """a's compared turn is worth its own score, less its value; what is left of the conversation is b, then a, then b."""
     batch = batch_of(branch(episode("t", 0, [[1.0, 0.0], [0.0, 1.0]]), "a", 1, [0.5]))
     batch.values_ERA = torch.full(batch.mask_ERA.shape, 0.1)
     chained(batch, gamma=0.5, lam=1.0)  # each round pays 1/2, to b: in round 2 both return 1/2, in round 1 b 1/2 + 1/4

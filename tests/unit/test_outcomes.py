@@ -11,7 +11,7 @@ from marl.learners import CREDITS, LEARNERS
 from marl.learners.counterfactual_credit import ReturnOf
 from marl.learners.credit_schemes import TeamOf
 from marl.learners.decisions import returns
-from marl.types import Ballot, Episode, Rule, Task, Turn, Verdict, Vote
+from marl.types import Ballot, Episode, Rule, Score, Task, Turn, Vote
 from marl.utils.ragged import jagged
 from tests.builders import AGENTS, batch_of, branch, build_learner as build, episode
 
@@ -26,7 +26,7 @@ def talk(rounds, team=1.0, sample=0, task="t"):
         for agent, score in zip(AGENTS, said, strict=True):
             if score is not None:
                 record.turns.append(turn(agent, number, score, team))
-    record.verdict = Verdict(team, "1")
+    record.score = Score(team, "1")
     last = {agent: [own for own in record.trajectory(agent) if own.answers][-1:] for agent in AGENTS}
     votes = tuple(Vote(own.agent, own.round, own.text) for turns in last.values() for own in turns)
     record.ballot = Ballot(Rule.heaviest, votes)
@@ -46,7 +46,7 @@ def turn(agent, number, score, team):
         response_mask=[1],
         log_probs=[-1.0],
         answers=answers,
-        verdict=Verdict(score if answers else team, "1"),
+        score=Score(score if answers else team, "1"),
         outcomes=[score, 0.5] if answers else [],
     )
 
@@ -239,7 +239,7 @@ def test_the_team_is_paid_an_outcome_in_its_last_round_alone(options, expected):
     assert team(team.Config("team", **options)).of_team(batch(record))[0].tolist() == expected
 
 
-def test_a_team_that_never_answers_is_paid_its_verdict_once():
+def test_a_team_that_never_answers_is_paid_its_score_once():
     joint = batch(talk([[PASS, PASS], [PASS, None]], team=0.5))
     for name, options in [("own", {}), *(("team", {"of": of}) for of in TeamOf)]:
         scheme = CREDITS.get(name)(CREDITS.get(name).Config(name, **options))
@@ -250,7 +250,7 @@ def test_a_team_that_never_answers_is_paid_its_verdict_once():
 def test_untrained_last_turns_hand_the_outcome_back():
     """Round 1 alone is trained: what the team reached in round 2 comes to it, once."""
     records = [episode("t", 0, [[0, 1], [0, 1]]), episode("t", 1, [[0], [0]])]
-    records[1].verdict = Verdict(0.0, "1")
+    records[1].score = Score(0.0, "1")
     joint = batch_of(*records, train_rounds=[1])
     build("grpo", "team", {"of": TeamOf.answer}, std=False).assign_credit(joint)
     assert joint.rows["a"]["advantages"].values().tolist() == [0.5, -0.5]
@@ -275,7 +275,7 @@ def ended_early(rounds, sample=0, score=-1.0):
     record.failure, record.ballot = "overflow", None
     for agent in AGENTS:
         for turn in record.trajectory(agent)[-1:]:
-            turn.verdict = Verdict(score, None)
+            turn.score = Score(score, None)
     return record
 
 
@@ -318,7 +318,7 @@ def test_every_learner_takes_what_ended_early(name, credit, options, own):
 
 def test_the_best_of_a_tree_is_not_punished_for_what_came_after_it():
     record = branch(episode("t", 0, [[1.0, 0.5], []]), "a", 1, [0.0])
-    record.failure, record.ballot, record.verdict = "overflow", None, Verdict(-1.0, None)
+    record.failure, record.ballot, record.score = "overflow", None, Score(-1.0, None)
     for name in ("own", "team", "shapley", "zero_sum"):
         scheme = CREDITS.get(name)(CREDITS.get(name).Config(name))
         assert scheme.of(batch_of(record))[0, [0, 2], 0].tolist() == [1.0, 0.0], name

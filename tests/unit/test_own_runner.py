@@ -7,7 +7,7 @@ import pytest
 from marl.controller.controller import outcomes
 from marl.runners import RUNNERS, Replay, ReplayDiverged, Runner, TooManyTurns, keep, scripted
 from marl.runners.debate import Sees
-from marl.types import Task, Verdict
+from marl.types import Score, Task
 from recipe.peer_review import PeerReview
 
 TASK = Task("t", [{"role": "user", "content": "2+2?"}], "4", "x", lambda text: text if text.isdigit() else None)
@@ -65,12 +65,12 @@ def test_what_comes_after_a_change_is_asked_anew_even_where_the_agent_is_shown_t
     ]  # fmt: skip
 
 
-def test_a_recorded_answer_keeps_its_verdict_and_what_is_none_has_to_earn_it_again():
+def test_a_recorded_answer_keeps_its_score_and_what_is_none_has_to_earn_it_again():
     record = asyncio.run(scripted.play(RUNNER, TASK, ["a", "b"], scripted.scripted(script)))
     for turn in record.turns:
-        turn.verdict = Verdict(1.0, None)
+        turn.score = Score(1.0, None)
     again = asyncio.run(scripted.play(RUNNER, TASK, ["a", "b"], Replay(record)))
-    assert [turn.verdict is None for turn in again.trajectory("a")] == [False, True, False]
+    assert [turn.score is None for turn in again.trajectory("a")] == [False, True, False]
 
 
 def test_a_record_of_another_runner_is_refused():

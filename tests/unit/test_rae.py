@@ -7,8 +7,8 @@ from marl.utils.ragged import jagged
 from tests.builders import batch_of, build_learner as build, episode
 
 
-def step(learner, *verdicts, sources=None, **options):
-    batch = batch_of(*(episode("t", i, scores) for i, scores in enumerate(verdicts)), **options)
+def step(learner, *scores, sources=None, **options):
+    batch = batch_of(*(episode("t", i, scores) for i, scores in enumerate(scores)), **options)
     batch.sources_E = sources or batch.sources_E
     metrics = learner.assign_credit(batch)
     return {name: rows["advantages"].values().tolist() for name, rows in batch.rows.items()}, metrics

@@ -51,7 +51,7 @@ def test_rejected_tokens_are_stepped_over_as_in_verl(gamma, lam, whiten):
     build("ippo", token_gamma=gamma, lam=lam, whiten=whiten).assign_credit(batch)
     mask = dense(rows["response_mask"]).float()
     rewards = -dense(rows["kl_penalty"])
-    rewards[torch.arange(3), torch.tensor([3, 2, 4])] += batch.verdicts_ERA[:, 0, 0]
+    rewards[torch.arange(3), torch.tensor([3, 2, 4])] += batch.scores_ERA[:, 0, 0]
     advantages, returns = compute_gae_advantage_return(rewards, dense(rows["values"]), mask, gamma, lam)
     if not whiten:
         advantages = returns - dense(rows["values"])

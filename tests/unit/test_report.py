@@ -6,7 +6,7 @@ import math
 import pytest
 
 from marl.report import conversation, dump, summary
-from marl.types import Episode, Task, Turn, Verdict
+from marl.types import Episode, Score, Task, Turn
 
 
 def debate(*answers, truth="1", vote=None):
@@ -14,12 +14,12 @@ def debate(*answers, truth="1", vote=None):
     record = Episode(Task("t", [], truth, "x", lambda text: text), 0, [f"agent_{i}" for i in range(len(answers))])
     for r in range(len(answers[0])):
         for i, row in enumerate(answers):
-            verdict = Verdict(float(row[r] == truth), row[r], {"pred": row[r]})
+            score = Score(float(row[r] == truth), row[r], {"pred": row[r]})
             turn = Turn(f"agent_{i}", r + 1, [{"role": "user", "content": "?"}], str(row[r]), response_ids=[1, 2])
-            turn.verdict, turn.stop_reason = verdict, "completed"
+            turn.score, turn.stop_reason = score, "completed"
             record.turns.append(turn)
     record.answer = vote
-    record.verdict = Verdict(float(vote == truth), vote)
+    record.score = Score(float(vote == truth), vote)
     return record
 
 
@@ -55,7 +55,7 @@ def test_team_metrics_by_hand():
 def lost(sample=0):
     """An episode of which nothing is known."""
     episode = Episode(Task("t", [], "1", "x", str), sample, ["agent_0", "agent_1"], failure="error")
-    episode.verdict = Verdict(0.0, None, failure="error")
+    episode.score = Score(0.0, None, failure="error")
     return episode
 
 
@@ -74,7 +74,7 @@ def test_a_failed_episode_is_wrong_in_every_accuracy():
 def test_what_a_failed_episode_still_said_counts_in_its_round_and_not_at_the_end():
     """Both were right in round 1, and the context overflowed before anybody spoke again."""
     ended, whole = debate(["1"], ["1"]), debate(["1", "2"], ["2", "1"], vote="1")
-    ended.failure, ended.verdict = "overflow", Verdict(0.0, None)
+    ended.failure, ended.score = "overflow", Score(0.0, None)
     got = conversation.team_metrics([ended, whole])
     assert got["accuracy/round_1"] == 0.75 and got["accuracy/round_2"] == 0.25 and got["accuracy/final"] == 0.25
     assert got["plurality/round_2"] <= 0.5 and got["vote"] == 0.5
@@ -97,13 +97,13 @@ def test_the_final_accuracy_is_of_each_agents_last_answer_whenever_it_was_given(
 
 def test_a_dump_holds_failed_episodes_too(tmp_path):
     ended = debate(["1"], ["1"])
-    ended.failure, ended.turns[0].verdict = "overflow", Verdict(0.0, "1", failure="it died")
+    ended.failure, ended.turns[0].score = "overflow", Score(0.0, "1", failure="it died")
     path = dump.write([lost(3), ended], 7, tmp_path)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["failure"] for line in lines] == ["error", "overflow", "overflow"] and lines[0]["agent"] is None
     first, second = dump.read(path, lambda source: str, lambda source: str)
     assert (first.sample, first.failure, first.turns) == (3, "error", [])
-    assert second.failure == "overflow" and second.turns[0].judged.failure == "it died" and len(second.turns) == 2
+    assert second.failure == "overflow" and second.turns[0].scored.failure == "it died" and len(second.turns) == 2
 
 
 def test_one_round_has_no_transitions():
@@ -113,7 +113,7 @@ def test_one_round_has_no_transitions():
 
 def test_agent_metrics_by_hand():
     got = conversation.agent_metrics([debate(["1", "1"], ["2", None], vote="1")], "agent_1")
-    assert got["verdict"] == 0.0 and got["no_answer"] == 0.5 and got["response_length"] == 2.0
+    assert got["score"] == 0.0 and got["no_answer"] == 0.5 and got["response_length"] == 2.0
     assert conversation.agent_metrics([debate(["1"])], "nobody") == {}
 
 
@@ -147,7 +147,7 @@ def test_a_dump_brings_back_the_episodes(tmp_path):
     records = [debate(["1", "2"], ["2", "2"], vote="2"), debate(["1"], vote="1")]
     records[0].turns[1].kept, records[0].seed = False, 77
     records[0].turns[0].text, records[0].accuracy = "two\u2028lines\x85", {"agent_0": 0.25}
-    records[1].turns[0].verdict = Verdict(1.0, "1", {"episode": "of a series"})
+    records[1].turns[0].score = Score(1.0, "1", {"episode": "of a series"})
     path = dump.write(records, 7, tmp_path)
     found = list(dump.read(path, lambda source: lambda text: text, lambda source: lambda text: "hidden"))
     assert found[0].task.hide("x") == "hidden"
@@ -163,10 +163,10 @@ def test_a_dump_brings_back_the_episodes(tmp_path):
         list(dump.read(path, lambda source: str, lambda source: str))
 
 
-def test_a_verdict_that_is_not_there_is_named():
+def test_a_score_that_is_not_there_is_named():
     episode = debate(["1", "1"])
-    episode.turns[0].verdict = None
-    with pytest.raises(ValueError, match="turn of 'agent_0' in round 1 has no verdict"):
+    episode.turns[0].score = None
+    with pytest.raises(ValueError, match="turn of 'agent_0' in round 1 has no score"):
         conversation.team_metrics([episode])
 
 

@@ -99,9 +99,9 @@ def workers():
 
 
 def test_a_function_is_loaded_once_in_each_process_and_judges_there(built, functions):
-    verdicts = judge(built(), *(["4"] * 30), "5")
-    pids = {verdict.extra["pid"] for verdict in verdicts}
-    assert [verdict.score for verdict in verdicts] == [1.0] * 30 + [0.0] and verdicts[0].extra["index"] == 7
+    scores = judge(built(), *(["4"] * 30), "5")
+    pids = {score.extra["pid"] for score in scores}
+    assert [score.value for score in scores] == [1.0] * 30 + [0.0] and scores[0].extra["index"] == 7
     assert os.getpid() not in pids and 1 <= len(pids) <= 2
     loads = [int(pid) for pid in functions.with_suffix(".loads").read_text().split()]
     assert len(loads) == len(set(loads)) and {*pids, os.getpid()} <= set(loads)
@@ -123,7 +123,7 @@ def test_what_goes_wrong_is_named_and_counted_and_the_others_go_on(built, text, 
     reward = built(timeout_s=2.0)
     results = judge(reward, *["4"] * 5, text, *["4"] * 5)
     failed = results.pop(5)
-    assert [verdict.score for verdict in results] == [1.0] * 10
+    assert [score.value for score in results] == [1.0] * 10
     with pytest.raises(RewardError, match=said):
         raise failed
     metrics = reward.metrics()
@@ -189,7 +189,7 @@ def test_an_episode_that_is_given_up_frees_its_process(built):
                 await reward.judge(task(), "hang")
         return await asyncio.wait_for(reward.judge(task(), "4"), 10)
 
-    assert asyncio.run(run(built(processes=1, timeout_s=100.0))).score == 1.0
+    assert asyncio.run(run(built(processes=1, timeout_s=100.0))).value == 1.0
 
 
 def test_processes_start_when_they_are_needed_and_end_with_the_run(functions):
@@ -200,16 +200,16 @@ def test_processes_start_when_they_are_needed_and_end_with_the_run(functions):
     with ExitStack() as cleanup:
         reward = build_reward(OmegaConf.create(config), cleanup)
         assert not workers()
-        assert judge(reward, "4")[0].score == 1.0
+        assert judge(reward, "4")[0].value == 1.0
         assert len(started := workers()) == 2
     assert not workers() and not any(psutil.pid_exists(pid) for pid in started)
 
 
 def test_string_rules_start_no_process(built):
     reward = built(name=None)
-    assert judge(reward, "#### 4", source="openai/gsm8k")[0].score == 1.0
-    assert judge(reward, "#### 4", source="marl/smudged_note")[0].score == 1.0
-    assert judge(reward, r"\boxed{4}", r"none", source="aime_2024")[0].score == 1.0
+    assert judge(reward, "#### 4", source="openai/gsm8k")[0].value == 1.0
+    assert judge(reward, "#### 4", source="marl/smudged_note")[0].value == 1.0
+    assert judge(reward, r"\boxed{4}", r"none", source="aime_2024")[0].value == 1.0
     assert not workers()
 
 
@@ -224,7 +224,7 @@ def test_without_processes_a_function_runs_in_the_driver(built):
 def test_an_async_function_has_a_deadline(built):
     reward = built("slow", timeout_s=0.3)
     hung, judged = judge(reward, "hang", "4")
-    assert judged.score == 0.5 and not workers()
+    assert judged.value == 0.5 and not workers()
     with pytest.raises(RewardError, match="train/7: it took longer than controller.reward_timeout_s=0.3 s"):
         raise hung
     assert reward.metrics()["reward/timeouts"] == 1.0
@@ -232,7 +232,7 @@ def test_an_async_function_has_a_deadline(built):
 
 @pytest.mark.parametrize("processes", [0, 1])
 def test_reward_kwargs_reach_the_function(built, processes):
-    assert judge(built("with_kwargs", processes), "4")[0].score == 0.75
+    assert judge(built("with_kwargs", processes), "4")[0].value == 0.75
 
 
 def test_a_function_that_is_not_there_is_named(built):
@@ -243,7 +243,7 @@ def test_a_function_that_is_not_there_is_named(built):
 def test_loading_a_file_is_not_in_the_deadline_of_a_text(built, functions):
     slow = "import multiprocessing, time\nif multiprocessing.parent_process() is not None: time.sleep(2.5)\n"
     functions.write_text(slow + FUNCTIONS)
-    assert judge(built(timeout_s=1.5), "4")[0].score == 1.0
+    assert judge(built(timeout_s=1.5), "4")[0].value == 1.0
 
 
 @pytest.mark.parametrize("key", ["reward.custom_reward_function", "custom_reward_function"])
@@ -252,7 +252,7 @@ def test_verls_key_and_its_older_one(compose_config, tmp_path, key):
     path.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info): return 0.25")
     config = compose_config(f"{key}.path={path}", "controller.reward_processes=0", name="marl")
     before = OmegaConf.to_container(config, resolve=False)
-    assert judge(build_reward(config, ExitStack()), "4")[0].score == 0.25
+    assert judge(build_reward(config, ExitStack()), "4")[0].value == 0.25
     assert OmegaConf.to_container(config, resolve=False) == before
 
 

@@ -192,8 +192,8 @@ CANARIES = {
 def test_what_holds_no_answer_does_not_win(source, rule):
     reward = Reward(Builtin(rule))
     for name, text in CANARIES.items():
-        verdict = asyncio.run(reward.judge(Task("t", [], "14", source, extractor(source, rule)), text))
-        assert verdict.score == 0.0, name
+        score = asyncio.run(reward.judge(Task("t", [], "14", source, extractor(source, rule)), text))
+        assert score.value == 0.0, name
 
 
 GOOD = {
@@ -208,8 +208,8 @@ GOOD = {
 def test_right_answers_win(source, rule):
     reward = Reward(Builtin(rule))
     for text in GOOD[source, rule]:
-        verdict = asyncio.run(reward.judge(Task("t", [], "14", source, extractor(source, rule)), text))
-        assert verdict.score == 1.0, text
+        score = asyncio.run(reward.judge(Task("t", [], "14", source, extractor(source, rule)), text))
+        assert score.value == 1.0, text
 
 
 @pytest.mark.parametrize(
@@ -247,28 +247,28 @@ def judge(compute_score, text="#### 35", **options):
 
 
 def test_embedded_tasks_are_matched_exactly():
-    assert judge(builtin_compute_score).score == 1.0
-    assert judge(builtin_compute_score, "#### 36").score == 0.0
+    assert judge(builtin_compute_score).value == 1.0
+    assert judge(builtin_compute_score, "#### 36").value == 0.0
     for canary in ("", "tom has 3 apples", "#### 35 #### 36", "35"):
-        assert judge(builtin_compute_score, canary).score == 0.0
+        assert judge(builtin_compute_score, canary).value == 0.0
 
 
 def test_other_data_sources_go_to_verls_own_function():
-    verdict = judge(builtin_compute_score, "16 - 3 - 4 = 9\n#### 18", source="openai/gsm8k", truth="18")
-    assert (verdict.score, verdict.answer) == (1.0, "18")
-    assert judge(builtin_compute_score, "#### 17", source="openai/gsm8k", truth="18").score == 0.0
+    score = judge(builtin_compute_score, "16 - 3 - 4 = 9\n#### 18", source="openai/gsm8k", truth="18")
+    assert (score.value, score.answer) == (1.0, "18")
+    assert judge(builtin_compute_score, "#### 17", source="openai/gsm8k", truth="18").value == 0.0
 
 
 def test_dicts_keep_their_other_keys():
-    verdict = judge(lambda **_: {"score": 0.5, "pred": 12, "format": True})
-    assert (verdict.score, verdict.answer, dict(verdict.extra)) == (0.5, "35", {"pred": 12, "format": True})
+    score = judge(lambda **_: {"score": 0.5, "pred": 12, "format": True})
+    assert (score.value, score.answer, dict(score.extra)) == (0.5, "35", {"pred": 12, "format": True})
 
 
 def test_a_function_may_be_async():
     async def compute_score(data_source, solution_str, ground_truth, extra_info):
         return 0.25
 
-    assert judge(compute_score).score == 0.25
+    assert judge(compute_score).value == 0.25
 
 
 @pytest.mark.parametrize(
@@ -302,11 +302,11 @@ def test_math_verify_is_ended_where_it_hangs_and_its_failures_are_no_wrong_answe
     processes, started = Processes(2, timeout_s=1000.0), time.monotonic()
     deep = r"\boxed{" + "(" * 5000 + "1" + ")" * 5000 + "}"
     texts = [r"\boxed{10^{10^{10}}}", r"\boxed{\frac{28}{2}}", r"\boxed{13}", "no idea", deep, r"\boxed{14}"]
-    verdicts, metrics = judge_math(processes.run, *texts)
+    scores, metrics = judge_math(processes.run, *texts)
     processes.stop()
     assert time.monotonic() - started < 90
-    assert [verdict.score for verdict in verdicts] == [0, 1, 0, 0, 0, 1]
-    outcomes = [verdict.extra["math_verify"] for verdict in verdicts]
+    assert [score.value for score in scores] == [0, 1, 0, 0, 0, 1]
+    outcomes = [score.extra["math_verify"] for score in scores]
     assert outcomes[:4] == ["timeouts", "right", "wrong", "wrong"] and outcomes[4] in ("errors", "deaths", "timeouts")
     failed = {key: value for key, value in metrics.items() if value}
     assert sum(failed.values()) == 2 and set(failed) <= {
@@ -317,8 +317,8 @@ def test_math_verify_is_ended_where_it_hangs_and_its_failures_are_no_wrong_answe
 def test_math_verify_works_off_the_main_thread_too():
     """It once raised there, by its use of signals, and every answer was scored 0."""
     with ThreadPoolExecutor(1) as thread:
-        (verdict,), metrics = thread.submit(judge_math, Builtin().run, r"\boxed{\frac{28}{2}}").result()
-    assert verdict.score == 1.0 and not any(metrics.values())
+        (score,), metrics = thread.submit(judge_math, Builtin().run, r"\boxed{\frac{28}{2}}").result()
+    assert score.value == 1.0 and not any(metrics.values())
 
 
 def test_without_math_verify_a_run_is_told_how_to_install_it(monkeypatch):

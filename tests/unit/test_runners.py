@@ -108,14 +108,14 @@ def test_an_agent_speaks_once_in_a_round():
         play(Twice(Twice.Config(name="twice")), lambda agent, round: "4")
 
 
-def test_a_runner_may_ask_for_a_verdict_and_it_is_asked_for_once():
+def test_a_runner_may_ask_for_a_score_and_it_is_asked_for_once():
     asked = []
 
     class Asks(RUNNERS.get("single_turn")):
         async def run(self, episode):
             turn = await episode.agents[0].act(episode.agents[0].prompt)
-            asked.extend([await episode.verdict(turn), await episode.verdict(turn)])
+            asked.extend([await episode.score(turn), await episode.score(turn)])
             return episode.answer(turn)
 
     record = play(Asks(Asks.Config(name="asks")), lambda agent, round: "4")
-    assert asked[0] is asked[1] is record.turns[0].verdict and asked[0].score == 1.0
+    assert asked[0] is asked[1] is record.turns[0].score and asked[0].value == 1.0

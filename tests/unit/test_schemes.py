@@ -18,7 +18,7 @@ from marl.preflight.compatibility import check_facts, check_incentives
 from marl.preflight.prepare import prepare
 from marl.runners import RUNNERS, Decide
 from marl.runners.debate import Order
-from marl.types import Ballot, Rule, Verdict, Vote
+from marl.types import Ballot, Rule, Score, Vote
 from tests.builders import DEBATE, batch_of, build_learner as build, episode, play, scheme
 
 
@@ -59,7 +59,7 @@ def test_incentives_are_paid_before_the_kind_applies():
             "grpo", name, {"alpha1": 4.0, **({"gamma": 0.0} if name == "influence" else {})}, std=False
         ).assign_credit(one)
     reward, ended = (one.rows["b"]["advantages"].values().tolist() for one in batch)
-    assert reward[0] == 2.5 and ended[0] == 0.0, "b: verdict 0, then 1 + 4; the other sample got nothing"
+    assert reward[0] == 2.5 and ended[0] == 0.0, "b: score 0, then 1 + 4; the other sample got nothing"
     assert reward[1] == ended[1] == 2.5
 
 
@@ -104,7 +104,7 @@ def decided(rule, *answers, accuracy=None, **options):
         runner, lambda agent, round: answers[names.index(agent)], agents=tuple(names), accuracy=accuracy, **options
     )
     for turn in record.turns:
-        turn.verdict = Verdict(float(turn.text == "4"), turn.text)
+        turn.score = Score(float(turn.text == "4"), turn.text)
         turn.policy, turn.prompt_ids, turn.response_ids, turn.response_mask, turn.log_probs = (
             turn.agent,
             [1],
@@ -112,7 +112,7 @@ def decided(rule, *answers, accuracy=None, **options):
             [1],
             [0.0],
         )
-    record.verdict = Verdict(float(record.answer == "4"), record.answer)
+    record.score = Score(float(record.answer == "4"), record.answer)
     return record
 
 
@@ -121,7 +121,7 @@ def decided(rule, *answers, accuracy=None, **options):
     "answers", [("4", "5", "5"), ("4", "4", "5"), ("none", "4", "5"), ("4", "4", "4"), ("none",) * 3]
 )
 def test_a_ballot_holds_what_was_decided_on(rule, answers):
-    """The rule on the recorded votes gives the team's answer again; the verdicts are those of the turns."""
+    """The rule on the recorded votes gives the team's answer again; the scores are those of the turns."""
     record = decided(rule, *answers, accuracy={"a": 0.9, "b": 0.3, "c": 0.3})
     (ballot,) = ballots_of(record, no_answer=-1.0)
     assert [(v.agent, v.round, v.answer) for v in ballot.votes] == [
@@ -187,7 +187,7 @@ def test_counterfactual_of_a_vote_that_changes_nothing_is_exactly_zero():
 
 
 def test_an_alternative_brings_its_own_weight():
-    """By verdict, a right answer outweighs two wrong ones: b's 4 would have decided beside 5 and 6."""
+    """By score, a right answer outweighs two wrong ones: b's 4 would have decided beside 5 and 6."""
     got = scheme("counterfactual").assign(voted(Decide.verifier, ("5", "4", "6"), ("5", "5", "6")))[:, 0]
     torch.testing.assert_close(got[:, 1], torch.tensor([0.5, -0.5]))
 
@@ -322,9 +322,9 @@ def test_replay_credits_a_turn_by_its_own_outcome():
 
 
 def test_the_return_of_an_episode_is_that_of_the_team_credit():
-    for verdicts in (DEBATE, [[1.0, 0.25], [0.0, None]]):
-        record = episode("t", 0, verdicts)
-        record.verdict = Verdict(0.75, "x")
+    for scores in (DEBATE, [[1.0, 0.25], [0.0, None]]):
+        record = episode("t", 0, scores)
+        record.score = Score(0.75, "x")
         batch = batch_of(record)
         for of in ("final", "answer"):
             paid = scheme("team", of=TeamOf[of]).assign(batch)[0, :, 0].sum()

@@ -24,7 +24,7 @@ from marl.evaluation.ensemble import Ensemble
 from marl.report import dump
 from marl.report.conversation import agent_metrics
 from marl.runners import RUNNERS, LiveEpisode, played, scripted
-from marl.types import Episode, Task, Turn, Verdict
+from marl.types import Episode, Score, Task, Turn
 
 QWEN3 = """{%- for m in messages %}
 {%- if m.role == 'assistant' %}
@@ -225,10 +225,10 @@ def test_an_empty_thought_that_the_template_writes_for_the_answer_only_is_not_ke
     assert client.tokenizer.decode(second.prompt_ids) == rendered(client, told(first)) and not second.extends(first)
 
 
-def judged(*turns: Turn) -> Episode:
+def scored(*turns: Turn) -> Episode:
     for turn in turns:
-        turn.verdict = Verdict(0.0, None)
-    return Episode(TASK, 0, ["a"], list(turns), verdict=Verdict(0.0, None))
+        turn.score = Score(0.0, None)
+    return Episode(TASK, 0, ["a"], list(turns), score=Score(0.0, None))
 
 
 def packed(*turns: Turn) -> Any:

@@ -50,7 +50,7 @@ def test_game_transcript():
         ("alice", 2, ["2+2?", "0", "carol:1"], "0"),
         ("carol", 2, ["2+2?\n\nDiffer.", "1", "alice:0"], "0"),
     ]
-    assert [turn.judged.score for turn in record.turns] == [1, 1, 0, 0] and record.answer == "0 0"
+    assert [turn.scored.value for turn in record.turns] == [1, 1, 0, 0] and record.answer == "0 0"
 
 
 def test_debate_transcript():
@@ -86,7 +86,7 @@ def test_debate_one_after_another():
     ]
 
 
-def test_debate_may_hide_answers_and_show_verdicts():
+def test_debate_may_hide_answers_and_show_scores():
     options = {**BRIEF, "peer_template": "{agent} ({score:.0f}, {answer}):{text}"}
     record = play(build("debate", **options), says(alice=["4"], carol=["5"]))
     assert transcript(record)[2][2][-1] == "carol (0, 5):5" and transcript(record)[3][2][-1] == "alice (1, 4):4"
@@ -443,7 +443,7 @@ def test_most_turns_is_what_a_long_episode_takes():
     ],
 )
 def test_a_team_decides(rule, answers, expected):
-    """The verdict of 4 is 1; in training so far a was right .9 of the time, b and c .4 together."""
+    """The score of 4 is 1; in training so far a was right .9 of the time, b and c .4 together."""
     accuracy = {"a": 0.9, "b": 0.2, "c": 0.2}
     script = says(a=answers[:1], b=answers[1:2], c=answers[2:])
     record = play(build("single_turn", decide=rule), script, agents=("a", "b", "c"), accuracy=accuracy)

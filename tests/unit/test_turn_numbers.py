@@ -7,7 +7,7 @@ import torch
 
 from marl.report import dump
 from marl.report.turn_numbers import turn_numbers
-from marl.types import Verdict
+from marl.types import Score
 from tests.builders import batch_of, branch, build_learner as build, episode
 
 ALONE = [[1.0, 0.5], [0.25, None]]
@@ -56,7 +56,7 @@ def test_values_of_tokens():
     rows = batch.rows["a"]
     for key, numbers in {"values": [0.1, 0.2, 0.3], "returns": [1.0, 2.0, 3.0], "advantages": [5.0, 6.0, 8.0]}.items():
         rows[key] = torch.nested.nested_tensor_from_jagged(torch.tensor(numbers), rows["responses"].offsets())
-    got = turn_numbers(batch, batch.verdicts_ERA)
+    got = turn_numbers(batch, batch.scores_ERA)
     assert column(got, "value")[0] == [pytest.approx(0.1), pytest.approx(0.2), None]
     assert column(got, "return")[0] == [1.0, 2.0, None] and column(got, "advantage")[0] == [5.0, 7.0, None]
 
@@ -72,7 +72,7 @@ def test_turns_in_no_grid_have_no_numbers_and_alternatives_have():
 
 def test_the_dump_holds_them_and_numbers_the_turns(tmp_path):
     records = [episode("t", 0, ALONE), episode("t", 1, [[0.0, 0.0], [0.0, None]])]
-    records[0].turns[0].verdict = Verdict(1.0, "1", {"return": "a function's own"})
+    records[0].turns[0].score = Score(1.0, "1", {"return": "a function's own"})
     batch, learner = batch_of(*records), build("grpo", std=False)
     path = dump.write(records, 3, tmp_path, credited(learner, batch))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
