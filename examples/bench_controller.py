@@ -30,9 +30,9 @@ from marl.config.overrides import find_verl, new_agents
 from marl.controller.tasks import validation_tasks
 from marl.preflight.prepare import prepare
 from marl.quickstart.assets import Recipe, ensure
-from marl.rollout.servers import TickClient
+from marl.rollout.servers import CoalescingClient
 from marl.types import Task
-from marl.utils.garbage import settle
+from marl.utils.garbage import freeze_gc
 
 
 class InstantServer:
@@ -64,11 +64,11 @@ def controller_of(config: DictConfig, server: Any, loop: asyncio.AbstractEventLo
     """A run's controller before the bench's server, and its tasks."""
     tokenizer = tokenizer_of(config.actor_rollout_ref.model)
     own = policy_config(config, "both", 0, "bench", 1)
-    groups = {"both": ServedPolicy(own, TickClient(own, None, servers=[server]))}
+    groups = {"both": ServedPolicy(own, CoalescingClient(own, None, servers=[server]))}
     with ExitStack() as cleanup:
         start = start_controller(config, groups, {"both": tokenizer}, uuid.uuid4().hex[:8], cleanup)
         controller, tasks = loop.run_until_complete(start), validation_tasks(config, tokenizer)
-        settle()  # as a run does
+        freeze_gc()  # as a run does
         yield controller, tasks
 
 

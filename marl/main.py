@@ -38,7 +38,7 @@ from marl.config.errors import ConfigError, explain
 from marl.config.overrides import find_verl, new_agents, options_are_words
 from marl.config.policies import policy_names
 from marl.preflight.run_folder import claimed
-from marl.utils.garbage import settle
+from marl.utils.garbage import freeze_gc
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -99,7 +99,7 @@ async def _train(config: DictConfig, progress: Any) -> Any:
 
     with ExitStack() as cleanup:
         trainer = await build(config, cleanup, progress)
-        settle()
+        freeze_gc()
         await trainer.fit()
     if config.baseline and not config.trainer.val_only:
         await run_baselines(config, trainer, build)

@@ -6,7 +6,7 @@ VERL_USE_EXTERNAL_MODULES=recipe.leave_one_out python -m marl.main learner=leave
 from dataclasses import dataclass
 
 from marl.batch.joint import JointBatch
-from marl.learners import Learner, register_learner, spread
+from marl.learners import Learner, broadcast_to_tokens, register_learner
 from marl.types import Metrics
 
 
@@ -26,5 +26,5 @@ class LeaveOneOut(Learner):
         count_ERA = (mask_ERA.sum(-1, keepdim=True) - mask_ERA).clamp(min=1)
         advantages_ERA = self.config.scale * (credit_ERA - others_ERA / count_ERA) * mask_ERA
         for rows in batch.rows.values():
-            rows["advantages"] = spread(advantages_ERA, rows)
+            rows["advantages"] = broadcast_to_tokens(advantages_ERA, rows)
         return {"credit/advantage_abs": float(advantages_ERA.abs().mean())}

@@ -5,16 +5,16 @@ VERL_USE_EXTERNAL_MODULES=recipe.peer_review python -m marl.main runner=peer_rev
 
 from dataclasses import dataclass
 
-from marl.runners import LiveEpisode, Telling, decide, register_runner, together
+from marl.runners import ConversationRunner, LiveEpisode, decide, register_runner, together
 from marl.runners.decisions import Decide
 
 
 @register_runner("peer_review")
-class PeerReview(Telling):
+class PeerReview(ConversationRunner):
     num_agents = (2, None)
 
     @dataclass
-    class Config(Telling.Config):
+    class Config(ConversationRunner.Config):
         review: str = "Say in a sentence whether this is right."
         revise: str = "Answer again."
         decide: Decide = Decide.majority
@@ -27,10 +27,13 @@ class PeerReview(Telling):
         drafts = await together(author.act(author.prompt) for author in authors)
         asked = [await self.shown(episode, [draft], self.config.review) for draft in drafts]
         reviews = await together(
-            reviewer.act(reviewer.told(text), answers=False) for reviewer, text in zip(reviewers, asked, strict=True)
+            reviewer.act(reviewer.continue_with(text), answers=False)
+            for reviewer, text in zip(reviewers, asked, strict=True)
         )
         told = [await self.shown(episode, [review], self.config.revise) for review in reviews]
-        finals = await together(author.act(author.told(text)) for author, text in zip(authors, told, strict=True))
+        finals = await together(
+            author.act(author.continue_with(text)) for author, text in zip(authors, told, strict=True)
+        )
         return await decide(self.config.decide, finals, episode)
 
     def most_turns(self, agents):

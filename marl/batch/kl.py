@@ -8,7 +8,7 @@ from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_
 from verl.utils.torch_functional import masked_mean
 
 from marl.types import Metrics
-from marl.utils.ragged import dense, like
+from marl.utils.ragged import dense, dense_to_jagged
 
 
 class KLInReward:
@@ -26,7 +26,7 @@ class KLInReward:
         mask_BT = dense(rows["response_mask"])
         kl_BT = mask_BT * kl_penalty(dense(rows["old_log_probs"]), dense(rows["ref_log_prob"]), self.estimator)
         coefficient = self.controller.value
-        rows["kl_penalty"] = like(coefficient * kl_BT, rows["responses"])
+        rows["kl_penalty"] = dense_to_jagged(coefficient * kl_BT, rows["responses"])
         current = float(masked_mean(kl_BT, mask_BT, axis=-1).mean())
         self.controller.update(current_kl=current, n_steps=len(rows))
         return {"reward_kl_penalty": current, "reward_kl_penalty_coeff": float(coefficient)}
@@ -54,6 +54,6 @@ def correct(rows: TensorDict, settings: Any) -> Metrics:
         rollout_rs_threshold=settings.rollout_rs_threshold,
     )
     if weights is not None:
-        rows["rollout_is_weights"] = like(weights.batch["rollout_is_weights"], rows["responses"])
-    rows["response_mask"] = rows["loss_mask"] = like(mask_BT, rows["responses"])
+        rows["rollout_is_weights"] = dense_to_jagged(weights.batch["rollout_is_weights"], rows["responses"])
+    rows["response_mask"] = rows["loss_mask"] = dense_to_jagged(mask_BT, rows["responses"])
     return {key: float(value) for key, value in metrics.items()}

@@ -16,7 +16,7 @@ from marl.cluster.policy_group import RayPolicyGroup
 from marl.cluster.workers.policy_worker import process_group_backend
 from marl.rollout.decoding import Answer, Request, decode
 from marl.rollout.hf import LOCAL_SERVERS, HFServer, server_name
-from marl.rollout.servers import TickClient
+from marl.rollout.servers import CoalescingClient
 from marl.rollout.vllm_sglang import replica_offset
 
 ONE_RANK = {
@@ -114,8 +114,8 @@ class LocalServers:
         self.server_handles = [LocalHandle(LocalServer(rollout, model, get_device_name()))]
         LOCAL_SERVERS[self.name] = self.server_handles[0]
 
-    def client(self) -> TickClient:
-        return TickClient(self.config, None, servers=self.server_handles)
+    def client(self) -> CoalescingClient:
+        return CoalescingClient(self.config, None, servers=self.server_handles)
 
 
 class LocalPolicyGroup(RayPolicyGroup):

@@ -17,7 +17,7 @@ from verl.utils.metric import reduce_metrics
 from marl.batch.build import pad_rows
 from marl.cluster.failures import group_failed
 from marl.types import Metrics
-from marl.utils.deadlines import within
+from marl.utils.deadlines import wait_with_deadline
 
 T = TypeVar("T")
 BUSY_PHASES = ("log_probs", "ref_log_probs", "values", "update")
@@ -93,7 +93,7 @@ class WorkerGroup:
 
     async def _wait(self, what: str, work: Awaitable[T]) -> T:
         try:
-            return await within(self.timeout, f"{self.kind} {self.name!r}: {what}", work)
+            return await wait_with_deadline(self.timeout, f"{self.kind} {self.name!r}: {what}", work)
         except RayError as error:
             raise group_failed(f"{self.kind} {self.name!r}", what, error) from error
 

@@ -14,7 +14,7 @@ from marl.cluster.failures import GroupFailed
 from marl.controller.client import PolicyClient
 from marl.controller.policy_map import PolicyMap
 from marl.rewards import Reward, RewardUnavailable
-from marl.runners import Generate, LiveEpisode, Replay, Runner, TooManyTurns, played
+from marl.runners import Generate, LiveEpisode, Replay, Runner, TooManyTurns, play_to_end
 from marl.types import AgentId, Episode, Message, PolicyName, Score, Task, Turn
 from marl.utils.deadlines import own_time, waiting_for_others
 from marl.utils.seeding import derive_seed
@@ -333,7 +333,7 @@ class Controller:
         return await self._run(record, self.generate(task, key, step, validate))
 
     async def _run(self, record: Episode, generate: Generate) -> Episode:
-        return await played(
+        return await play_to_end(
             self.runner, LiveEpisode(record, generate, self.judge, self.roles, self.runner.config.overflow)
         )
 

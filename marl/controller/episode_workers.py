@@ -23,8 +23,8 @@ from marl.cluster.failures import GroupFailed, group_failed, said_last
 from marl.controller.controller import Collection, Controller, Play, outcomes
 from marl.runners import TooManyTurns
 from marl.types import Episode, Task
-from marl.utils.deadlines import within
-from marl.utils.garbage import settle
+from marl.utils.deadlines import wait_with_deadline
+from marl.utils.garbage import freeze_gc
 
 CHUNK, CHUNKS_A_WORKER = 64, 16
 """Episodes that travel together: what has ended is read while the rest still plays."""
@@ -65,7 +65,7 @@ class EpisodeWorker:
 
     async def start(self, make: Callable[[ExitStack], Controller]) -> int:
         self.controller = make(self.cleanup)
-        settle()
+        freeze_gc()
         return os.getpid()
 
     async def play(
@@ -142,7 +142,7 @@ class EpisodeWorkers:
         """Have all of them make their controller."""
         refs = [actor.start.remote(make) for actor in self.actors]
         try:
-            self.pids = await within(timeout, "starting the episode workers", asyncio.gather(*refs))
+            self.pids = await wait_with_deadline(timeout, "starting the episode workers", asyncio.gather(*refs))
         except RayError as error:
             raise group_failed("an episode worker", "starting", error) from error
 

@@ -1,7 +1,7 @@
 """Importing this package registers the built-in learners and credit schemes."""
 
 from marl.learners import at_grpo, cory, counterfactual_credit, grpo, happo, ippo, magrpo, mappo, qmix, rae, vdn
-from marl.learners.base import LEARNERS, Learner, register_learner, spread
+from marl.learners.base import LEARNERS, Learner, broadcast_to_tokens, register_learner
 from marl.learners.credit_schemes import CREDITS, Credit, register_credit
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "Credit",
     "Learner",
     "at_grpo",
+    "broadcast_to_tokens",
     "cory",
     "counterfactual_credit",
     "grpo",
@@ -21,6 +22,5 @@ __all__ = [
     "rae",
     "register_credit",
     "register_learner",
-    "spread",
     "vdn",
 ]

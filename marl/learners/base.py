@@ -100,7 +100,7 @@ class Learner(ABC):
         )
 
 
-def spread(x_ERA: Tensor, rows: TensorDict) -> Tensor:
+def broadcast_to_tokens(x_ERA: Tensor, rows: TensorDict) -> Tensor:
     """Carry numbers of turns to the tokens of those turns, ragged like ``turn_index``; 0 elsewhere."""
     index = rows["turn_index"]
     values = x_ERA.flatten()[index.values().clamp(min=0)]

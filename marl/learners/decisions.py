@@ -16,7 +16,7 @@ from torch import Tensor
 from verl.utils.torch_functional import masked_whiten
 
 from marl.batch.joint import JointBatch
-from marl.learners.base import spread
+from marl.learners.base import broadcast_to_tokens
 from marl.learners.credit import returns_to_go
 from marl.learners.credit_schemes import CreditKind
 
@@ -70,7 +70,7 @@ class Decisions:
                 self.rows["returns"] = ragged(returns_D)
             return
         grid = torch.zeros(batch.mask_ERA.numel()).index_put((self.cells_D,), advantages_D.float())
-        self.rows["advantages"] = spread(grid, self.rows)
+        self.rows["advantages"] = broadcast_to_tokens(grid, self.rows)
         if returns_D is not None:
             if batch.returns_ERA is None:
                 batch.returns_ERA = torch.zeros(batch.mask_ERA.shape)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from marl.batch.joint import JointBatch
 from marl.learners import credit
-from marl.learners.base import spread
+from marl.learners.base import broadcast_to_tokens
 from marl.types import Metrics
 
 
@@ -49,7 +49,7 @@ def policy_keys(batch: JointBatch) -> Tensor:
 def clear_turns(batch: JointBatch, turns_ERA: Tensor) -> None:
     """Set the advantages of these turns to exactly 0."""
     for rows in batch.rows.values():
-        advantages, cleared = rows["advantages"], spread(turns_ERA.float(), rows).values().bool()
+        advantages, cleared = rows["advantages"], broadcast_to_tokens(turns_ERA.float(), rows).values().bool()
         rows["advantages"] = torch.nested.nested_tensor_from_jagged(
             advantages.values().masked_fill(cleared, 0.0), offsets=advantages.offsets()
         )

@@ -14,7 +14,7 @@ from verl.trainer.config import AlgoConfig
 from marl.batch.joint import JointBatch
 from marl.batch.rows import drop_turns
 from marl.learners import credit
-from marl.learners.base import Learner, register_learner, spread
+from marl.learners.base import Learner, broadcast_to_tokens, register_learner
 from marl.learners.credit_schemes import Credit
 from marl.learners.decisions import returns
 from marl.learners.estimators import UNGROUPED, estimate, known_estimators
@@ -51,7 +51,7 @@ class GRPO(Learner):
         credit_ERA = self.credit.of(batch)
         if self.credit.kind == "advantage":
             for rows in batch.rows.values():
-                rows["advantages"] = spread(credit_ERA, rows)
+                rows["advantages"] = broadcast_to_tokens(credit_ERA, rows)
             return {}
         returns_ERA = self.returns(batch, credit_ERA)
         batch.returns_ERA = returns_ERA
@@ -62,7 +62,7 @@ class GRPO(Learner):
             groups = returns_ERA[spoke_ERA], keys_ERA[spoke_ERA]
             advantages_ERA[spoke_ERA] = credit.group_advantages(*groups, self.config.std)
             for rows in batch.rows.values():
-                rows["advantages"] = spread(advantages_ERA, rows)
+                rows["advantages"] = broadcast_to_tokens(advantages_ERA, rows)
         else:
             settings = AlgoConfig(gamma=self.config.token_gamma, norm_adv_by_std_in_grpo=self.config.std)
             estimate(self.config.estimator, settings, batch, returns_ERA, keys_ERA)

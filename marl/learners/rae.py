@@ -10,7 +10,7 @@ from omegaconf import II
 from torch import Tensor
 
 from marl.batch.joint import JointBatch
-from marl.learners.base import Learner, register_learner, spread
+from marl.learners.base import Learner, broadcast_to_tokens, register_learner
 from marl.learners.decisions import returns
 from marl.types import Metrics
 
@@ -46,7 +46,7 @@ class RAE(Learner):
         if self.credit.kind != "advantage":
             credit_ERA = self.relative(batch, credit_ERA)
         for rows in batch.rows.values():
-            rows["advantages"] = spread(credit_ERA, rows)
+            rows["advantages"] = broadcast_to_tokens(credit_ERA, rows)
         return {
             f"agent/{agent}/baseline/{source}" + (f"/{place}" if len(places) > 1 else ""): total / weight
             for source, roles in self.means.items()

@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from marl.batch.joint import JointBatch
-from marl.learners.base import spread
+from marl.learners.base import broadcast_to_tokens
 from marl.types import Metrics
 
 
@@ -77,7 +77,7 @@ def factors(log_factors_ERA: Tensor, clip: float | None) -> Tensor:
 def corrected(rows: TensorDict, factors_ERA: Tensor) -> TensorDict:
     """The rows with M times their advantages."""
     rows, advantages = rows.copy(), rows["advantages"]
-    products_T = advantages.values() * spread(factors_ERA, rows).values()
+    products_T = advantages.values() * broadcast_to_tokens(factors_ERA, rows).values()
     rows["advantages"] = torch.nested.nested_tensor_from_jagged(products_T, offsets=advantages.offsets())
     return rows
 

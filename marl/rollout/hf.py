@@ -20,7 +20,7 @@ from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry,
 from marl.modules.models import load_generation_config
 from marl.rollout.decoding import ATTENTION, Answer, Request, bucket, decode, end_ids, padding_token
 from marl.rollout.vllm_sglang import offset_rank, ranks_per_replica
-from marl.utils.garbage import settle
+from marl.utils.garbage import freeze_gc
 
 GATHER_SECONDS = 0.002
 """How long a request waits for others to share its batch."""
@@ -53,7 +53,7 @@ class HFServer:
         self.waiting: list[tuple[Request, asyncio.Future]] = []
         self.loop_task: asyncio.Task | None = None
         self.stats = {"batches": 0, "requests": 0, "tokens": 0, "prefilled_tokens": 0, "seconds": 0.0}
-        settle()
+        freeze_gc()
 
     async def ready(self) -> bool:
         return True

@@ -28,11 +28,11 @@ class PolicyServers(LLMServerManager):
 
     def client(self) -> LLMServerClient:
         if self.rollout_config.name == "hf":
-            return self.get_client(client_cls=TickClient, servers=self.server_handles)
+            return self.get_client(client_cls=CoalescingClient, servers=self.server_handles)
         return self.get_client()
 
 
-class TickClient(LLMServerClient):
+class CoalescingClient(LLMServerClient):
     """All requests that episodes make in one tick of the event loop travel in one Ray call per ``hf`` server.
 
     A Ray call costs more than an answer of a small model. Turns of one conversation stay on one server.

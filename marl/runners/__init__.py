@@ -16,19 +16,20 @@ from marl.runners import (
     tree,
     voting,
 )
-from marl.runners.base import RUNNERS, Runner, played, register_runner
+from marl.runners.base import RUNNERS, Runner, play_to_end, register_runner
 from marl.runners.context import ContextOverflow, Overflow
 from marl.runners.decisions import Decide, decide, majority
 from marl.runners.episode import Agent, Generate, LiveEpisode, TooManyTurns, keep, together
 from marl.runners.messages import followed_by, says, user
 from marl.runners.replay import Replay, ReplayDiverged
-from marl.runners.text import Telling
+from marl.runners.text import ConversationRunner
 
 __all__ = [
     "ENVIRONMENTS",
     "RUNNERS",
     "Agent",
     "ContextOverflow",
+    "ConversationRunner",
     "Decide",
     "Environment",
     "Generate",
@@ -37,7 +38,6 @@ __all__ = [
     "Replay",
     "ReplayDiverged",
     "Runner",
-    "Telling",
     "TooManyTurns",
     "chain",
     "critique",
@@ -50,7 +50,7 @@ __all__ = [
     "majority",
     "multi_turn",
     "pioneer_observer",
-    "played",
+    "play_to_end",
     "register_environment",
     "register_runner",
     "router",

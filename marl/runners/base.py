@@ -87,7 +87,7 @@ class Runner(ABC):
                 )
 
 
-async def played(runner: Runner, episode: LiveEpisode) -> Episode:
+async def play_to_end(runner: Runner, episode: LiveEpisode) -> Episode:
     """Play to the end: the record, its turns in order, with the team's answer. Raises TooManyTurns.
 
     A context overflow ends the conversation: it is an outcome (``Episode.failure``), with the turns until then.

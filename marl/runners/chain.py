@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 from marl.runners.base import register_runner
 from marl.runners.episode import LiveEpisode
-from marl.runners.text import Telling
+from marl.runners.text import ConversationRunner
 from marl.types import AgentId, Turn
 
 
 @register_runner("chain")
-class Chain(Telling):
+class Chain(ConversationRunner):
     @dataclass
-    class Config(Telling.Config):
+    class Config(ConversationRunner.Config):
         laps: int = 1
         """How often the list of agents is gone through."""
         hands_over_all: bool = False
@@ -36,7 +36,7 @@ class Chain(Telling):
             handed = said[own:] if self.config.hands_over_all else said[-1:]
             shown = await self.shown(episode, handed, self.config.instruction) if said else ""
             answers = self.config.all_answer or place == len(seats)
-            said.append(await agent.act(agent.told(shown), answers=answers))
+            said.append(await agent.act(agent.continue_with(shown), answers=answers))
         return episode.answer(said[-1])
 
     def most_turns(self, agents: Sequence[AgentId]) -> dict[AgentId, int]:

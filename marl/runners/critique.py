@@ -5,18 +5,18 @@ from dataclasses import dataclass
 
 from marl.runners.base import register_runner
 from marl.runners.episode import LiveEpisode
-from marl.runners.text import Telling
+from marl.runners.text import ConversationRunner
 from marl.types import AgentId
 
 
 @register_runner("critique")
-class Critique(Telling):
+class Critique(ConversationRunner):
     """The agents in their order: solver, critic, reviser; of two agents the solver revises its own answer."""
 
     num_agents = (2, 3)
 
     @dataclass
-    class Config(Telling.Config):
+    class Config(ConversationRunner.Config):
         num_revisions: int = 1
         """How often it is criticised and revised."""
         critic_instruction: str = "Say what is wrong with this answer, and what is right. Do not answer yourself."
@@ -33,9 +33,11 @@ class Critique(Telling):
         solution = await solver.act(solver.prompt)
         for _ in range(self.config.num_revisions):
             shown = await self.shown(episode, [solution], self.config.critic_instruction)
-            critique = await critic.act(critic.told(shown), answers=False)
+            critique = await critic.act(critic.continue_with(shown), answers=False)
             new = [critique] if solution.agent == reviser.name else [solution, critique]
-            solution = await reviser.act(reviser.told(await self.shown(episode, new, self.config.reviser_instruction)))
+            solution = await reviser.act(
+                reviser.continue_with(await self.shown(episode, new, self.config.reviser_instruction))
+            )
         return episode.answer(solution)
 
     def most_turns(self, agents: Sequence[AgentId]) -> dict[AgentId, int]:

@@ -8,7 +8,7 @@ from marl.runners.base import register_runner
 from marl.runners.decisions import Decide, agreed, decide
 from marl.runners.episode import Agent, LiveEpisode, together
 from marl.runners.messages import says
-from marl.runners.text import Telling
+from marl.runners.text import ConversationRunner
 from marl.types import AgentId, Turn
 
 
@@ -27,9 +27,9 @@ class Order(Enum):
 
 
 @register_runner("debate")
-class Debate(Telling):
+class Debate(ConversationRunner):
     @dataclass
-    class Config(Telling.Config):
+    class Config(ConversationRunner.Config):
         num_rounds: int = 2
         """How often every agent speaks, the first answers included."""
         instruction: str = "Consider the other answers, then give your updated answer."
@@ -74,7 +74,7 @@ class Debate(Telling):
         seen = [standing[peer] for peer in self.peers(agent, episode) if peer in standing]
         if not agent.turns and not seen:
             return agent.prompt
-        return agent.told(await self.shown(episode, seen, self.config.instruction))
+        return agent.continue_with(await self.shown(episode, seen, self.config.instruction))
 
     def peers(self, agent: Agent, episode: LiveEpisode) -> list[AgentId]:
         names = [other.name for other in episode.agents]

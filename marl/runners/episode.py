@@ -102,7 +102,7 @@ class Agent:
         last = self.turns[-1]
         return [*last.observation, {"role": "assistant", "content": last.text}]
 
-    def told(self, text: str) -> list[Message]:
+    def continue_with(self, text: str) -> list[Message]:
         """The agent's conversation and a text that comes next; before its first turn the text stands after the question."""
         return [*self.history, user(text)] if self.turns else followed_by(self.prompt, text)
 
@@ -134,13 +134,13 @@ class Agent:
         return round
 
     async def _turn(self, observation: list[Message], round: int, branch: int, **marks: bool) -> Turn:
-        turn = await self._fitting(observation, round, branch)
+        turn = await self._generate_within_context(observation, round, branch)
         for name, value in marks.items():
             setattr(turn, name, value)
         self._episode.record.turns.append(turn)
         return turn
 
-    async def _fitting(self, observation: list[Message], round: int, branch: int) -> Turn:
+    async def _generate_within_context(self, observation: list[Message], round: int, branch: int) -> Turn:
         """Generate; where the context is too long, make it shorter as the runner's ``overflow`` says."""
         previous = self.turns[-1] if self.turns else None
         head, summarised = len(self.prompt), False

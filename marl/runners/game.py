@@ -7,16 +7,16 @@ from typing import Any
 from marl.envs import Joint, games
 from marl.runners.base import register_runner
 from marl.runners.episode import LiveEpisode, together
-from marl.runners.text import Telling
+from marl.runners.text import ConversationRunner
 from marl.types import AgentId, Message, Score, Turn
 
 
 @register_runner("game")
-class Game(Telling):
+class Game(ConversationRunner):
     """The team's answer is what was done at the last stage, and worth the mean of what the agents were paid in all."""
 
     @dataclass
-    class Config(Telling.Config):
+    class Config(ConversationRunner.Config):
         game: dict[str, Any] = field(default_factory=lambda: {"name": "halves"})
         """A registered game by its ``name``, and its keys; see ``marl/envs/games.py``."""
         instruction: str = "Choose again."
@@ -52,7 +52,7 @@ class Game(Telling):
         if not earlier:
             return episode.agents[seat].prompt
         shown = await self.shown(episode, [said[other] for other in game.seen(seat, earlier)], self.config.instruction)
-        return episode.agents[seat].told(shown)
+        return episode.agents[seat].continue_with(shown)
 
     def keywords(self, agents: Sequence[AgentId]) -> Sequence[str]:
         return games.make_game(self.config.game, len(agents)).words

@@ -14,7 +14,7 @@ from marl.runners.base import register_runner
 from marl.runners.decisions import Decide, agreed, decide
 from marl.runners.episode import Agent, LiveEpisode, together
 from marl.runners.messages import says
-from marl.runners.text import Telling
+from marl.runners.text import ConversationRunner
 from marl.types import AgentId, Message, Turn
 from marl.utils.registry import did_you_mean
 
@@ -57,9 +57,9 @@ class Edge:
 
 
 @register_runner("graph")
-class Graph(Telling):
+class Graph(ConversationRunner):
     @dataclass
-    class Config(Telling.Config):
+    class Config(ConversationRunner.Config):
         start: str = "answer"
         nodes: dict[str, Node] = field(default_factory=dict)
         """Empty for ``start`` alone, where all agents speak."""
@@ -101,7 +101,7 @@ class Graph(Telling):
     ) -> list[Message]:
         seen = [turn for turn in latest(node.sees, last, episode) if turn.agent != agent.name]
         text = await self.shown(episode, seen, node.instruction)
-        return agent.told(text) if text or agent.turns else agent.prompt
+        return agent.continue_with(text) if text or agent.turns else agent.prompt
 
     async def following(
         self, nodes: Sequence[str], last: dict[str, dict[AgentId, Turn]], gone: Counter[int], episode: LiveEpisode

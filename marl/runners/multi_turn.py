@@ -9,7 +9,7 @@ from marl.runners.base import register_runner
 from marl.runners.decisions import agreed
 from marl.runners.episode import Agent, LiveEpisode
 from marl.runners.messages import says
-from marl.runners.text import Telling
+from marl.runners.text import ConversationRunner
 from marl.types import AgentId, Turn
 
 
@@ -24,12 +24,12 @@ class Stop(Enum):
 
 
 @register_runner("multi_turn")
-class MultiTurn(Telling):
+class MultiTurn(ConversationRunner):
     num_agents = (1, 2)
     seats = ("user",)
 
     @dataclass
-    class Config(Telling.Config):
+    class Config(ConversationRunner.Config):
         peer_template: str = "{text}"
         num_turns: int = 2
         """How many turns the first agent has at most."""
@@ -62,11 +62,11 @@ class MultiTurn(Telling):
                 said = self.config.instruction
             if said is None:
                 break
-            turns.append(await agent.act(agent.told(said)))
+            turns.append(await agent.act(agent.continue_with(said)))
         return episode.answer(turns[-1])
 
     async def user_says(self, user: Agent, turn: Turn, episode: LiveEpisode) -> str | None:
-        said = await user.act(user.told(await self.shown(episode, [turn])), answers=False)
+        said = await user.act(user.continue_with(await self.shown(episode, [turn])), answers=False)
         return None if self.ends(said) else said.text
 
     async def over(self, turns: list[Turn], episode: LiveEpisode) -> bool:

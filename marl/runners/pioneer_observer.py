@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from marl.runners.base import register_runner
 from marl.runners.decisions import Decide, decide
 from marl.runners.episode import LiveEpisode
-from marl.runners.text import Telling
+from marl.runners.text import ConversationRunner
 from marl.types import AgentId
 
 
 @register_runner("pioneer_observer")
-class PioneerObserver(Telling):
+class PioneerObserver(ConversationRunner):
     num_agents = (2, 2)
     seats = ("pioneer",)
 
     @dataclass
-    class Config(Telling.Config):
+    class Config(ConversationRunner.Config):
         pioneer: AgentId | None = None
         """null: the first agent."""
         instruction: str = ""
@@ -34,7 +34,7 @@ class PioneerObserver(Telling):
         (observer,) = [agent for agent in episode.agents if agent is not pioneer]
         first = await pioneer.act(pioneer.prompt)
         shown = await self.shown(episode, [first], self.config.instruction)
-        second = await observer.act(observer.told(shown))
+        second = await observer.act(observer.continue_with(shown))
         return await decide(self.config.decide, [first, second], episode)
 
     def last_round(self, agents: Sequence[AgentId]) -> int | None:

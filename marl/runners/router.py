@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from marl.runners.base import register_runner
 from marl.runners.episode import Agent, LiveEpisode
 from marl.runners.messages import says
-from marl.runners.text import Telling
+from marl.runners.text import ConversationRunner
 from marl.types import AgentId, Turn
 
 
 @register_runner("router")
-class Router(Telling):
+class Router(ConversationRunner):
     num_agents = (2, None)
     seats = ("router",)
 
     @dataclass
-    class Config(Telling.Config):
+    class Config(ConversationRunner.Config):
         router: AgentId | None = None
         """null: the first agent."""
         num_picks: int = 1
@@ -41,14 +41,14 @@ class Router(Telling):
         menu = self.config.menu.format(workers=", ".join(worker.name for worker in workers))
         work: list[Turn] = []
         for _ in range(self.config.num_picks):
-            choice = await router.act(router.told(await self.shown(episode, work[-1:], menu)), answers=False)
+            choice = await router.act(router.continue_with(await self.shown(episode, work[-1:], menu)), answers=False)
             if work and says(choice.text, self.config.stop_word):
                 break
             worker = self.pick(choice, workers, episode)
             own = max((i + 1 for i, turn in enumerate(work) if turn.agent == worker.name), default=0)
             seen = work[own:]
             shown = await self.shown(episode, seen, self.config.instruction) if work else ""
-            work.append(await worker.act(worker.told(shown)))
+            work.append(await worker.act(worker.continue_with(shown)))
         return episode.answer(work[-1])
 
     def pick(self, choice: Turn, workers: list[Agent], episode: LiveEpisode) -> Agent:

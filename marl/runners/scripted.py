@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-from marl.runners.base import Runner, played
+from marl.runners.base import Runner, play_to_end
 from marl.runners.episode import Generate, Judge, LiveEpisode
 from marl.types import AgentId, Episode, Message, Score, Task, Turn
 
@@ -59,4 +59,4 @@ async def play(
 ) -> Episode:
     """One episode, with the team's answer; nothing is scored."""
     record = Episode(task, 0, list(agents), seed=seed, accuracy=dict(accuracy or {}))
-    return await played(runner, LiveEpisode(record, generate, judge, roles, runner.config.overflow))
+    return await play_to_end(runner, LiveEpisode(record, generate, judge, roles, runner.config.overflow))

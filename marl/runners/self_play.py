@@ -6,19 +6,19 @@ from dataclasses import dataclass
 from marl.runners.base import register_runner
 from marl.runners.decisions import Decide, decide
 from marl.runners.episode import LiveEpisode
-from marl.runners.text import Telling
+from marl.runners.text import ConversationRunner
 from marl.types import AgentId, Turn
 
 
 @register_runner("self_play")
-class SelfPlay(Telling):
+class SelfPlay(ConversationRunner):
     """Two agents of one policy (``agents.<second>.policy=<first>``), or of two."""
 
     num_agents = (2, 2)
     default_credit = "zero_sum"
 
     @dataclass
-    class Config(Telling.Config):
+    class Config(ConversationRunner.Config):
         num_rounds: int = 1
         """How often each side speaks."""
         swap: bool = True
@@ -41,7 +41,7 @@ class SelfPlay(Telling):
         said: list[Turn] = []
         for side in sides * self.config.num_rounds:
             shown = await self.shown(episode, said[-1:], self.config.instruction) if said else ""
-            said.append(await side.act(side.told(shown)))
+            said.append(await side.act(side.continue_with(shown)))
         return await decide(self.config.decide, said[-2:], episode)
 
     def most_turns(self, agents: Sequence[AgentId]) -> dict[AgentId, int]:

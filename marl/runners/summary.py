@@ -5,17 +5,17 @@ from dataclasses import dataclass
 
 from marl.runners.base import register_runner
 from marl.runners.episode import LiveEpisode, together
-from marl.runners.text import Telling
+from marl.runners.text import ConversationRunner
 from marl.types import AgentId
 
 
 @register_runner("summary")
-class Summary(Telling):
+class Summary(ConversationRunner):
     num_agents = (2, None)
     seats = ("summariser",)
 
     @dataclass
-    class Config(Telling.Config):
+    class Config(ConversationRunner.Config):
         summariser: AgentId | None = None
         """null: the last agent."""
         instruction: str = "Merge these answers into one, and give the final answer."
@@ -27,7 +27,9 @@ class Summary(Telling):
         summariser = episode.agent(self.config.summariser or episode.agents[-1].name)
         workers = [agent for agent in episode.agents if agent is not summariser]
         turns = await together(agent.act(agent.prompt) for agent in workers)
-        merged = await summariser.act(summariser.told(await self.shown(episode, turns, self.config.instruction)))
+        merged = await summariser.act(
+            summariser.continue_with(await self.shown(episode, turns, self.config.instruction))
+        )
         return episode.answer(merged)
 
     def last_round(self, agents: Sequence[AgentId]) -> int | None:

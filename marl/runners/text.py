@@ -8,7 +8,7 @@ from marl.runners.episode import LiveEpisode
 from marl.types import AgentId, Turn
 
 
-class Telling(Runner):
+class ConversationRunner(Runner):
     """A runner whose agents are shown what others said."""
 
     @dataclass

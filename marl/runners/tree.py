@@ -7,7 +7,7 @@ from enum import Enum
 
 from marl.runners.base import register_runner
 from marl.runners.episode import Agent, LiveEpisode, keep, together
-from marl.runners.text import Telling
+from marl.runners.text import ConversationRunner
 from marl.types import AgentId, Message, Turn
 
 
@@ -26,11 +26,11 @@ class Train(Enum):
 
 
 @register_runner("tree")
-class Tree(Telling):
+class Tree(ConversationRunner):
     append_only = False  # who was not kept begins anew from the one that was
 
     @dataclass
-    class Config(Telling.Config):
+    class Config(ConversationRunner.Config):
         num_levels: int = 2
         num_branches: int = 4
         """How many continuations every agent tries at a level."""
@@ -61,7 +61,7 @@ class Tree(Telling):
         if best is None:
             return agent.prompt
         own = best.agent == agent.name
-        return agent.told(await self.shown(episode, [] if own else [best], self.config.instruction))
+        return agent.continue_with(await self.shown(episode, [] if own else [best], self.config.instruction))
 
     async def best(self, turns: list[Turn], episode: LiveEpisode) -> Turn:
         """Ties are broken by the episode's seed."""

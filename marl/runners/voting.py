@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from marl.runners.base import register_runner
 from marl.runners.decisions import Decide, decide
 from marl.runners.episode import LiveEpisode, together
-from marl.runners.text import Telling
+from marl.runners.text import ConversationRunner
 from marl.types import AgentId
 
 
 @register_runner("voting")
-class Voting(Telling):
+class Voting(ConversationRunner):
     @dataclass
-    class Config(Telling.Config):
+    class Config(ConversationRunner.Config):
         ballot: bool = False
         """Agents read all answers and give one of them, in round 2; the votes are counted in place of the answers."""
         instruction: str = "Which of these answers is right? Give it as your answer."
@@ -30,7 +30,7 @@ class Voting(Telling):
         if not self.config.ballot:
             return await decide(self.config.decide, turns, episode)
         shown = await self.shown(episode, turns, self.config.instruction)
-        votes = await together(agent.act(agent.told(shown)) for agent in episode.agents)
+        votes = await together(agent.act(agent.continue_with(shown)) for agent in episode.agents)
         proposed = {episode.answer(turn) for turn in turns}
         return await decide(self.config.decide, votes, episode, among=proposed)
 

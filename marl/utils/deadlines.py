@@ -10,7 +10,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-async def within(seconds: float, what: str, awaitable: Awaitable[T]) -> T:
+async def wait_with_deadline(seconds: float, what: str, awaitable: Awaitable[T]) -> T:
     """Wait, but not for ever. Raises TimeoutError that names what was waited for, and the key that sets the limit."""
     try:
         return await asyncio.wait_for(awaitable, seconds)

@@ -23,7 +23,7 @@ def dense(nested: Tensor) -> Tensor:
     return nested.values().new_zeros(mask_BT.shape).masked_scatter(mask_BT, nested.values())
 
 
-def like(x_BT: Tensor, nested: Tensor) -> Tensor:
+def dense_to_jagged(x_BT: Tensor, nested: Tensor) -> Tensor:
     """The rows of a dense tensor, as long as those of a nested one."""
     return torch.nested.nested_tensor_from_jagged(x_BT[inside(nested)], offsets=nested.offsets())  # type: ignore[attr-defined]
 

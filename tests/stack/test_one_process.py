@@ -11,7 +11,7 @@ from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
 from marl.batch.build import joint_batch
 from marl.cluster.workers.policy_worker import PolicyWorker
-from marl.learners import spread
+from marl.learners import broadcast_to_tokens
 from marl.learners.grpo import GRPO
 from marl.main import run
 from marl.runners.debate import Debate
@@ -74,7 +74,9 @@ def prepared(live, pack=False, policy="alice"):
     trainer = live.trainer
     batch = joint_batch(live.episodes(), ["alice", "carol"], trainer.temperatures, pack_turns=pack)
     rows = batch.rows[policy]
-    rows["advantages"] = spread(torch.linspace(-1, 1, batch.mask_ERA.numel()).view(batch.mask_ERA.shape), rows)
+    rows["advantages"] = broadcast_to_tokens(
+        torch.linspace(-1, 1, batch.mask_ERA.numel()).view(batch.mask_ERA.shape), rows
+    )
     rows["old_log_probs"] = live.wait(trainer.policies[policy].compute_log_prob(rows))["log_probs"]
     return rows
 

@@ -12,7 +12,7 @@ from marl.batch.build import joint_batch, pad_rows
 from marl.batch.rows import rows_of
 from marl.cluster.failures import GroupFailed
 from marl.controller.controller import EpisodesFailed
-from marl.learners import spread
+from marl.learners import broadcast_to_tokens
 from marl.runners.base import Runner
 from marl.types import Task
 
@@ -148,7 +148,7 @@ def gradient_of(live, advantages_ERA, rows=None):
     """Norm of the gradient of one update with these advantages; the learning rate is zero."""
     batch = batch_of(live, collected(live)[0])
     rows = batch.rows["alice"]
-    rows["advantages"] = spread(advantages_ERA(batch), rows)
+    rows["advantages"] = broadcast_to_tokens(advantages_ERA(batch), rows)
     rows["old_log_probs"] = live.wait(live.trainer.policies["alice"].compute_log_prob(rows))["log_probs"]
     return live.wait(live.trainer.policies["alice"].update_actor(rows))
 
@@ -165,7 +165,9 @@ def test_rows_that_do_not_divide_are_padded_without_a_trace(live):
     outputs = live.wait(group.compute_log_prob(odd))
     assert len(outputs) == 7
     odd["old_log_probs"] = outputs["log_probs"]
-    odd["advantages"] = spread(torch.linspace(-1, 1, batch.scores_ERA.numel()).view_as(batch.scores_ERA), odd)
+    odd["advantages"] = broadcast_to_tokens(
+        torch.linspace(-1, 1, batch.scores_ERA.numel()).view_as(batch.scores_ERA), odd
+    )
     live.wait(live.trainer.save())
     norms = []
     for rows in (odd, pad_rows(odd, 8)):
@@ -180,7 +182,7 @@ def test_mini_batches_of_a_ragged_number_of_rows(live):
     group, batch = live.trainer.policies["alice"], batch_of(live, collected(live)[0])
     odd = rows_of(batch.rows["alice"], range(7))
     odd["old_log_probs"] = live.wait(group.compute_log_prob(odd))["log_probs"]
-    odd["advantages"] = spread(torch.zeros_like(batch.scores_ERA), odd)
+    odd["advantages"] = broadcast_to_tokens(torch.zeros_like(batch.scores_ERA), odd)
     group.actor.ppo_mini_batch_size = 2
     try:
         assert live.wait(group.update_actor(odd))["grad_norm"] == 0.0
@@ -351,7 +353,9 @@ def test_a_checkpoint_brings_back_weights_and_optimizer(live):
         return log_probs().values()
 
     rows["old_log_probs"] = log_probs()
-    rows["advantages"] = spread(torch.linspace(-1, 1, batch.scores_ERA.numel()).view_as(batch.scores_ERA), rows)
+    rows["advantages"] = broadcast_to_tokens(
+        torch.linspace(-1, 1, batch.scores_ERA.numel()).view_as(batch.scores_ERA), rows
+    )
     saved, updated = rows["old_log_probs"].values(), update()
     assert (updated - saved).abs().max() > 1e-4
     live.wait(group.load(folder / "alice" / "actor"))

@@ -10,7 +10,7 @@ import torch
 
 from marl.batch.ballots import ballots_of
 from marl.batch.build import joint_batch, to_rows
-from marl.learners import CREDITS, LEARNERS, spread
+from marl.learners import CREDITS, LEARNERS, broadcast_to_tokens
 from marl.learners.credit_schemes import TeamOf
 from marl.types import Turn
 from marl.utils.ragged import jagged
@@ -135,7 +135,7 @@ def test_numbers_of_turns_reach_the_tokens_of_a_packed_row():
     index = rows["turn_index"]
     packed = torch.nested.nested_tensor_from_jagged(torch.tensor([0, 0, -1, -1, 2]), offsets=index.offsets())
     rows["turn_index"] = packed
-    assert spread(grid, rows).values().tolist() == [1.0, 1.0, 0.0, 0.0, 3.0]
+    assert broadcast_to_tokens(grid, rows).values().tolist() == [1.0, 1.0, 0.0, 0.0, 3.0]
 
 
 def remembered(name):

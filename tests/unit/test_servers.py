@@ -7,7 +7,7 @@ import pytest
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 
 from marl.rollout import vllm_sglang
-from marl.rollout.servers import TickClient
+from marl.rollout.servers import CoalescingClient
 
 
 def rollout_config(offset=0, tensor_parallel=1):
@@ -61,7 +61,7 @@ class FakeServer:
 
 def client_of(*servers, limit=100):
     rollout = SimpleNamespace(max_num_seqs=limit)
-    return TickClient(SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout)), None, list(servers))
+    return CoalescingClient(SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout)), None, list(servers))
 
 
 def ask(client, sessions):

@@ -23,7 +23,7 @@ from marl.controller.thinking import Marks, Thinking, marks_of
 from marl.evaluation.ensemble import Ensemble
 from marl.report import dump
 from marl.report.conversation import agent_metrics
-from marl.runners import RUNNERS, LiveEpisode, played, scripted
+from marl.runners import RUNNERS, LiveEpisode, play_to_end, scripted
 from marl.types import Episode, Score, Task, Turn
 
 QWEN3 = """{%- for m in messages %}
@@ -324,7 +324,7 @@ def play(runner: str, client: PolicyClient, agents: list[str], **settings: Any) 
         return await turn_of(client, observation, round, previous, agent)
 
     record = Episode(TASK, 0, agents)
-    return asyncio.run(played(made, LiveEpisode(record, generate, scripted.exact_match)))
+    return asyncio.run(play_to_end(made, LiveEpisode(record, generate, scripted.exact_match)))
 
 
 def test_a_router_picks_whom_it_names_after_its_thought():

@@ -17,7 +17,7 @@ from verl.workers.config import TrainingWorkerConfig
 
 from marl.cluster.workers.critic_loss import critic_loss, read_values
 from marl.cluster.workers.policy_worker import EngineWorker, shards, timed
-from marl.utils.garbage import settle
+from marl.utils.garbage import freeze_gc
 
 
 def critic_settings(config: DictConfig) -> Any:
@@ -54,7 +54,7 @@ class CriticWorker(EngineWorker):
         torch.manual_seed(self.seed)  # the value head is drawn
         self.reset()
         self.set_loss_fn(partial(critic_loss, self.settings))
-        settle()
+        freeze_gc()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
     def compute_values(self, data: TensorDict) -> TensorDict | None:

@@ -23,7 +23,7 @@ import marl.platform.engine
 import marl.rollout.hf
 import marl.rollout.vllm_sglang  # noqa: F401 - these three register the CPU's engines and our rollout backends
 from marl.cluster.workers import lora
-from marl.utils.garbage import settle
+from marl.utils.garbage import freeze_gc
 
 PG_TIMEOUT_SECONDS = "MARL_PROCESS_GROUP_TIMEOUT"
 
@@ -89,7 +89,7 @@ class PolicyWorker(ActorRolloutRefWorker):
         if lora.has_adapters(self.actor.engine):
             dtype = getattr(torch, self.config.rollout.dtype)
             self.actor.engine._merged_lora_per_tensor_param = partial(lora.merged_parameters, self.actor.engine, dtype)
-        settle()
+        freeze_gc()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
     def compute_log_prob(self, data: TensorDict) -> TensorDict | None:

@@ -40,7 +40,7 @@ def trained_rounds_exist(config: Any) -> None:
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
 
 
-def names_are_names(config: Any) -> None:
+def names_are_valid(config: Any) -> None:
     """Names become folders, actors, metrics and keys."""
     agents = {f"agents.{name}": name for name in config.agents}
     policies = {f"agents.{name}.policy={agent.policy}": agent.policy for name, agent in config.agents.items()}
@@ -148,7 +148,7 @@ RULES = (
     there_are_agents,
     trained_agents_sample,
     trained_rounds_exist,
-    names_are_names,
+    names_are_valid,
     thoughts_have_marks,
     answers_fit,
     agent_loops_are_the_agents,

@@ -93,7 +93,7 @@ def a_conversation_fits_the_server(config: Any) -> None:
         )
 
 
-def betas_are_two_shares(config: Any) -> None:
+def adam_betas_valid(config: Any) -> None:
     betas = config.actor_rollout_ref.actor.optim.betas
     two = hasattr(betas, "__len__") and not isinstance(betas, str) and len(betas) == 2
     if not two or not all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in betas):
@@ -109,5 +109,5 @@ RULES = (
     corrections_are_whole,
     packed_turns_are_weighed_by_token,
     a_conversation_fits_the_server,
-    betas_are_two_shares,
+    adam_betas_valid,
 )

@@ -22,7 +22,7 @@ def nested(name: str, changes: Any) -> dict[str, Any]:
     return {f"{name}.{key}": value for key, value in changes.items() if key in ("actor", "rollout", "model", "ref")}
 
 
-def samples_are_the_teams(config: Any) -> None:
+def rollout_n_is_global(config: Any) -> None:
     for name, changes in config.policies.items():
         if "n" in ((changes or {}).get("rollout") or {}):
             raise ConfigError(
@@ -97,7 +97,7 @@ def names_are_free_for_critics(config: Any) -> None:
 
 RULES = (
     policies_change_groups,
-    samples_are_the_teams,
+    rollout_n_is_global,
     policies_are_acted_with,
     policies_of_rounds_take_turns,
     policies_change_known_keys,
