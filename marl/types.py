@@ -59,7 +59,7 @@ class Score:
 
     def worth(self, score: float) -> Score:
         """The same score, for which training pays ``score``; what is reported stays."""
-        return replace(self, penalty=self.score - score)
+        return replace(self, penalty=self.value - score)
 
 
 def require_score(score: Score | None, of: str) -> Score:

@@ -106,8 +106,8 @@ def pay_failure(episode: Episode, score: float) -> None:
 
 def failed_episode(task: Task, sample: int, agents: Sequence[AgentId], score: float) -> Episode:
     """Stands for an episode that was lost."""
-    score = Score(score, None, failure="error")
-    return Episode(task, sample, list(agents), score=score, failure="error")
+    lost = Score(score, None, failure="error")
+    return Episode(task, sample, list(agents), score=lost, failure="error")
 
 
 def overlong(length: int, limit: int, buffer: int) -> float:

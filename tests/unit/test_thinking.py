@@ -194,7 +194,7 @@ def test_a_template_that_drops_thoughts_is_followed_and_turns_are_not_packed(tem
     second = act(client, told(first), 2, first)
     assert client.tokenizer.decode(second.prompt_ids) == rendered(client, told(first))
     assert not second.extends(first) and "<think>5" not in client.tokenizer.decode(second.prompt_ids)
-    assert agent_metrics([judged(first, second)], "a")["unpacked_turns"] == 1.0
+    assert agent_metrics([scored(first, second)], "a")["unpacked_turns"] == 1.0
     assert len(packed(first, second)) == 2
 
 
@@ -213,7 +213,7 @@ def test_where_nothing_is_dropped_ids_extend(template, thinking, response):
     first = act(client)
     second = act(client, told(first), 2, first)
     assert second.extends(first) and first.text == "It is 4"
-    assert agent_metrics([judged(first, second)], "a")["unpacked_turns"] == 0.0
+    assert agent_metrics([scored(first, second)], "a")["unpacked_turns"] == 0.0
     assert len(packed(first, second)) == 1
 
 
@@ -232,7 +232,7 @@ def scored(*turns: Turn) -> Episode:
 
 
 def packed(*turns: Turn) -> Any:
-    return joint_batch([judged(*turns)], ["a"], {"a": 1.0}, pack_turns=True).rows["p"]
+    return joint_batch([scored(*turns)], ["a"], {"a": 1.0}, pack_turns=True).rows["p"]
 
 
 @pytest.mark.parametrize("template", [QWEN3, DEEPSEEK_R1, MAGISTRAL])
@@ -353,7 +353,7 @@ def test_words_and_peers_meet_what_was_said_alone():
 
 def test_the_thought_stands_in_the_dump():
     turn = act(client_of(QWEN3, "<think>so</think>#### 4<|im_end|>"))
-    (line,) = dump.lines([judged(turn)], 1)
+    (line,) = dump.lines([scored(turn)], 1)
     assert line["thought"] == "so" and line["output"] == "#### 4"
 
 
