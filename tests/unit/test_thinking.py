@@ -388,13 +388,16 @@ class Loop:
 
 
 @pytest.mark.parametrize(
-    ("final", "thought", "text"),
-    [("7. so</think>#### 4. and 5<|im_end|>", "7. so", "#### 4."), ("#### 5", "#### 5", "")],
+    ("tool", "final", "thought", "text"),
+    [
+        ("<|User|>4<|Assistant|><think>\n", "7. so</think>#### 4. and 5<|im_end|>", "7. so", "#### 4."),
+        ("<|User|>4<|Assistant|><think>\n", "#### 5", "#### 5", ""),
+        ("<|User|>4<|Assistant|>", "#### 4. and 5<|im_end|>", None, "#### 4."),
+    ],
 )
-def test_the_last_words_of_an_agent_loop_follow_its_last_thought(final, thought, text):
+def test_the_last_words_of_an_agent_loop_follow_its_last_thought(tool, final, thought, text):
     base = client_of(DEEPSEEK_R1)
     server = Server(base.tokenizer, ["call it</think>tool(4)<|im_end|>", final])
-    tool = "<|User|>4<|Assistant|><think>\n"
     loops = SimpleNamespace(loops={"a": "x"}, make=lambda agent, mine: Loop(base.tokenizer, mine, tool))
     rollout = SimpleNamespace(name="vllm", response_length=200)
     client = LoopClient("p", rollout, server, base.tokenizer, base.encoder, len(base.tokenizer), loops=loops)
