@@ -1,15 +1,13 @@
 """What stands between the configuration and the trainer: tokenizers, tasks, clients, the controller, and what critics read."""
 
+import marl.platform.cpu  # isort: skip - registers the platform before anything of verl asks for one
+
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
-
-from marl.cluster.launch import check_cluster, make_groups, start_groups
-
-import marl.platform.cpu  # isort: skip - registers the platform before anything of verl asks for one
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from omegaconf import DictConfig
 from verl.utils import hf_tokenizer
@@ -18,10 +16,8 @@ from verl.workers.rollout.llm_server import LLMServerClient
 import marl.config.schema  # noqa: F401 - registers our groups
 from marl.batch.utility_inputs import JointStates
 from marl.cluster.critics import reader
-from marl.cluster.layout import (
-    model_config,
-    policy_config,
-)
+from marl.cluster.launch import check_cluster, make_groups, start_groups
+from marl.cluster.layout import model_config, policy_config
 from marl.config.errors import ConfigError
 from marl.config.policies import loops_of, policy_names, thinking_of
 from marl.controller.agent_loop import LoopClient, Loops

@@ -11,10 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from marl.build import build
-from marl.cluster.session import session
 from marl.config.external import find_own_modules
-from marl.preflight.prepare import prepare
 from marl.utils.quiet import quiet, quiet_imports
 
 if __name__ == "__main__":
@@ -29,14 +26,12 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 import marl.config.schema  # noqa: F401 - registers our groups
-from marl.cluster.layout import (
-    critic_names,
-    critic_pool,
-    pool_of,
-)
+from marl.cluster.layout import critic_names, critic_pool, pool_of
+from marl.cluster.session import session
 from marl.config.errors import ConfigError, explain
 from marl.config.overrides import find_verl, new_agents, options_are_words
 from marl.config.policies import policy_names
+from marl.preflight.prepare import prepare
 from marl.preflight.run_folder import claimed
 from marl.utils.garbage import freeze_gc
 
@@ -95,6 +90,8 @@ def _run(config: DictConfig, progress: Any) -> Any:
 
 
 async def _train(config: DictConfig, progress: Any) -> Any:
+    # heavy: imported once the configuration is known to be right
+    from marl.build import build
     from marl.evaluation.baselines import run_baselines
 
     with ExitStack() as cleanup:

@@ -1,22 +1,19 @@
 """Start worker groups and servers."""
 
+import marl.platform.cpu  # isort: skip - registers the platform before anything of verl asks for one
+
 import asyncio
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
-import marl.platform.cpu  # isort: skip - registers the platform before anything of verl asks for one
 import ray
 from omegaconf import DictConfig
 from verl.plugin.platform import get_platform
 
 import marl.config.schema  # noqa: F401 - registers our groups
-from marl.cluster.layout import (
-    Part,
-    parts_of,
-    pool_ranks,
-)
+from marl.cluster.layout import Part, parts_of, pool_ranks
 from marl.config.errors import ConfigError
 
 

@@ -1,19 +1,18 @@
 """The session of a run: a Ray cluster, or one process."""
 
+import marl.platform.cpu  # isort: skip - registers the platform before anything of verl asks for one
+
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import marl.platform.cpu  # isort: skip - registers the platform before anything of verl asks for one
 import ray
 from omegaconf import DictConfig, OmegaConf
 from verl.plugin.platform import PlatformRegistry, get_platform, set_platform
 
 import marl.config.schema  # noqa: F401 - registers our groups
-from marl.cluster.layout import (
-    pool_ranks,
-)
+from marl.cluster.layout import pool_ranks
 from marl.config.errors import ConfigError
 
 

@@ -153,10 +153,15 @@ async def stage(options: Options, config: DictConfig) -> AsyncIterator[tuple[Tas
         from marl.quickstart.assets import ensure_for
 
         ensure_for(config)
+    # heavy: a scripted conversation needs none of them
+    from marl.build import build
+    from marl.cluster.session import session
+    from marl.preflight.prepare import prepare
+
     config.trainer.logger = []
-    config = marl_main.prepare(config)
-    with marl_main.session(config), ExitStack() as cleanup:
-        trainer = await marl_main.build(config, cleanup)
+    config = prepare(config)
+    with session(config), ExitStack() as cleanup:
+        trainer = await build(config, cleanup)
         await trainer.sync_weights()
         controller = trainer.controller
         if options.row >= len(trainer.validation):

@@ -1,13 +1,13 @@
 """Checks and resolves a configuration before anything is started."""
 
+import marl.platform.cpu  # isort: skip - registers the platform before anything of verl asks for one
+
 from pathlib import Path
 
-from marl.cluster.session import fitting_platform
-
-import marl.platform.cpu  # isort: skip - registers the platform before anything of verl asks for one
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 import marl.config.schema  # noqa: F401 - registers our groups
+from marl.cluster.session import fitting_platform
 from marl.config.data import check_files, file_list
 from marl.config.errors import ConfigError, resolve
 from marl.config.rules import check

@@ -13,7 +13,11 @@ SAME = ("grad_norm", "loss", "ppo_kl", "entropy", "score", "explained_variance",
 
 
 def numbers(steps):
-    return [{k: v for k, v in metrics.items() if k.split("/")[-1] in SAME} for metrics in steps]
+    """The metrics that two equal runs share; phase times are none of them."""
+    return [
+        {key: v for key, v in metrics.items() if key.split("/")[-1] in SAME and not key.startswith("timing")}
+        for metrics in steps
+    ]
 
 
 def gradient(live, rows, policy="alice"):

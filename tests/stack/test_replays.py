@@ -27,7 +27,7 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info=None
 
 
 @pytest.fixture
-def scored(alone, tmp_path):
+def judged(alone, tmp_path):
     """Start a run in which every other text is right: a model that was hardly warmed up hardly ever is."""
     path = tmp_path / "reward.py"
     path.write_text(REWARD)

@@ -134,7 +134,7 @@ def test_what_goes_wrong_is_named_and_counted_and_the_others_go_on(built, text, 
 def test_many_that_die_are_each_told_and_the_pool_lives_on(built):
     results = judge(built(), *["die"] * 3, "4", *["die"] * 3)
     assert [type(result) for result in results[:3] + results[4:]] == [RewardError] * 6
-    assert results[3].score == 1.0
+    assert results[3].value == 1.0
 
 
 def test_a_text_whose_process_was_killed_by_the_machine_is_judged_again(tmp_path):
