@@ -25,7 +25,8 @@ def rows_of(rows: TensorDict, index: Sequence[int], silent: int = 0) -> TensorDi
 
 def drop_rejected(batch: JointBatch) -> None:
     """Leave out what a rollout correction rejected: a turn of which no token is left is not trained, whatever else shares its
-    row, and a row without such a turn goes; of other turns the tokens that are left are trained."""
+    row, and a row without such a turn goes; of other turns the tokens that are left are trained. Critics are to read what is
+    left anew."""
     kept_ERA = torch.zeros_like(batch.trained_ERA)
     for name, rows in list(batch.rows.items()):
         kept = [i for i, mask in enumerate(rows["response_mask"].unbind()) if mask.any()]
@@ -40,6 +41,8 @@ def drop_rejected(batch: JointBatch) -> None:
         rows["turn_index"] = torch.nested.nested_tensor_from_jagged(
             index.masked_fill(rejected, -1), rows["turn_index"].offsets()
         )
+    if not torch.equal(kept_ERA, batch.trained_ERA):
+        batch.value_rows = {}  # they line up with rows that are gone
     batch.trained_ERA = kept_ERA
 
 

@@ -20,10 +20,11 @@ Place = tuple[int, int, int]
 
 def worth(ballot: Ballot, votes: Sequence[Vote]) -> float:
     """What the ballot's rule decides on these votes alone, as score; tied answers: their mean, which is what the seeded
-    tie-break is expected to give. An answer is worth the mean score of the votes for it, no answer ``ballot.no_answer``."""
+    tie-break is expected to give. An answer is worth the best score of the votes for it, as the team's is; no answer
+    ``ballot.no_answer``."""
     best = winners(ballot.rule, [vote.answer for vote in votes], [vote.weight for vote in votes])
-    scores = [[vote.score for vote in votes if vote.answer == answer] for answer in best]
-    return sum(sum(own) / len(own) for own in scores) / len(best) if best else ballot.no_answer
+    scores = [max(vote.score for vote in votes if vote.answer == answer) for answer in best]
+    return sum(scores) / len(best) if best else ballot.no_answer
 
 
 def failed_of(batch: JointBatch) -> list[int]:

@@ -68,10 +68,11 @@ class Credit(ABC):
         return credit.team_mean(self.of(batch), batch.path().mask_ERA)
 
     def incentives(self, path: JointBatch) -> Tensor:
-        """Incentives [E, R, A] of every turn. A turn that is no answer neither earns them nor counts as a peer's."""
+        """Incentives [E, R, A] of every turn. A turn that is no answer neither earns them nor counts as a peer's, nor does one
+        that a conversation ended early with, whose score is what that is worth."""
         config = self.config
         alpha, beta = (config.alpha0, config.alpha1), (config.beta0, config.beta1)
-        return credit.incentives(path.scores_ERA, path.answered_ERA, alpha, beta)
+        return credit.incentives(path.scores_ERA, standing(path), alpha, beta)
 
 
 CREDITS: Registry[Credit] = Registry("credit")

@@ -38,7 +38,7 @@ def estimate(name: str, settings: AlgoConfig, batch: JointBatch, returns_ERA: Te
         index_N, count_G = credit.group_index(keys_N)
         compared_N = (count_G[index_N] > 1) | (name in UNGROUPED)
         advantages_NT = torch.zeros_like(rewards_NT)
-        if compared_N.any():
+        if mask_NT[compared_N].sum() > 1:  # verl's whitening raises for a single token
             advantages_NT[compared_N], _ = function(
                 token_level_rewards=rewards_NT[compared_N],
                 response_mask=mask_NT[compared_N],

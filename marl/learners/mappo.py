@@ -13,6 +13,7 @@ from torch import Tensor
 from marl.batch.joint import JointBatch
 from marl.learners import credit
 from marl.learners.base import register_learner
+from marl.learners.credit_schemes import ZeroSum
 from marl.learners.decisions import Trajectories
 from marl.learners.ippo import IPPO
 from marl.types import AgentId, PolicyName
@@ -38,6 +39,11 @@ class MAPPO(IPPO):
             raise ValueError(
                 f"learner.chain=true with credit={self.credit.config.name}: a chain adds up what rounds pay, and this credit "
                 f"is of kind {self.credit.kind}; use credit=team, or learner.chain=false"
+            )
+        if self.config.chain and isinstance(self.credit, ZeroSum):
+            raise ValueError(
+                f"learner.chain=true with credit={self.credit.config.name}: a chain is paid the mean of what agents are paid, "
+                "which is 0 where one wins what the others lose; use credit=team, or learner.chain=false"
             )
 
     def trajectories(self, batch: JointBatch, cells_D: Tensor) -> Trajectories:

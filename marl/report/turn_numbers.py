@@ -14,7 +14,7 @@ def turn_numbers(batch: JointBatch, credit_ERA: Tensor) -> list[list[Numbers]]:
 
     ``reward`` is what the credit scheme gave (an advantage, for a scheme of that kind); ``return`` what the turn was compared
     by, or its critic fitted to; ``advantage`` the mean over its tokens. Of a critic that values tokens, ``value`` and
-    ``return`` are those of the turn's first token. A turn that is not trained has no advantage, and no critic values it.
+    ``return`` are those of the turn's first token. Tokens that a rollout correction rejected do not count. A turn that is not trained has no advantage, and no critic values it.
     """
     spoke, trained = batch.mask_ERA, batch.trained_ERA
     columns = {
@@ -40,10 +40,11 @@ def of_tokens(batch: JointBatch, key: str, first: bool = False) -> dict[int, flo
     found: dict[int, float] = {}
     for rows in batch.rows.values():
         index_T = rows["turn_index"].values()
-        if key not in rows or not (index_T >= 0).any():
+        kept_T = (index_T >= 0) & rows["response_mask"].values().bool()
+        if key not in rows or not kept_T.any():
             continue
-        cells_D, turn_T = index_T[index_T >= 0].unique(return_inverse=True)
-        x_T = rows[key].values()[index_T >= 0].double()
+        cells_D, turn_T = index_T[kept_T].unique(return_inverse=True)
+        x_T = rows[key].values()[kept_T].double()
         count_D = torch.bincount(turn_T)
         if first:
             starts_D = torch.zeros_like(count_D).scatter_reduce(

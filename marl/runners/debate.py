@@ -58,9 +58,8 @@ class Debate(ConversationRunner):
             groups = [present] if self.config.order is Order.simultaneous else [[agent] for agent in present]
             for group in groups:
                 observations = [await self.observation(agent, standing, episode) for agent in group]
-                acts = [agent.act(seen) for agent, seen in zip(group, observations, strict=True)]
-                for turn in await together(acts):
-                    self.take(turn, standing, episode)
+                acts = [self.speak(agent, seen, episode) for agent, seen in zip(group, observations, strict=True)]
+                standing |= {turn.agent: turn for turn in await together(acts) if turn.answers}
                 if self.over(standing, episode):
                     break
             present = [agent for agent in present if not self.has_left(agent)]
@@ -87,10 +86,11 @@ class Debate(ConversationRunner):
             chosen = set(episode.rng.sample(before, min(self.config.num_peers, len(before))))
         return [name for name in names if name in chosen]
 
-    def take(self, turn: Turn, standing: dict[AgentId, Turn], episode: LiveEpisode) -> None:
+    async def speak(self, agent: Agent, observation: list, episode: LiveEpisode) -> Turn:
+        """A turn, an answer unless it passes; marked at once, for a peer's overflow may end the episode in this round."""
+        turn = await agent.act(observation)
         turn.answers = not says(turn.text, self.config.pass_word) or episode.answer(turn) is not None
-        if turn.answers:
-            standing[turn.agent] = turn
+        return turn
 
     def has_left(self, agent: Agent) -> bool:
         return says(agent.turns[-1].text, self.config.leave_word)

@@ -22,7 +22,7 @@ from marl.rewards.processes import RewardError
 from marl.runners import RUNNERS, ContextOverflow, Runner
 from marl.types import Episode, Score, Task, Turn
 from marl.utils.deadlines import HangsError, Watch, own_time, waiting_for_others
-from tests.builders import DEBATE, batch_of, branch, build_learner as build, episode, scheme
+from tests.builders import DEBATE, batch_of, branch, build_learner as build, build_runner, episode, scheme
 
 
 class Skips(selectors.SelectSelector):
@@ -107,6 +107,23 @@ def test_an_overflow_is_an_outcome_with_the_turns_until_then():
     batch = batch_of(judged)
     assert batch.failed_E.tolist() == [True] and batch.scores_ERA.tolist() == [[[-0.5, 1.0], [0.0, -0.5]]]
     assert batch.mask_ERA.tolist() == batch.trained_ERA.tolist() == [[[True, True], [False, True]]]
+
+
+def test_a_pass_beside_an_overflow_is_no_answer():
+    """b passes in the round in which a overflows: nobody judges its words as a wrong answer."""
+
+    def does(agent, round, **_):
+        if agent == "a" and round == 2:
+            raise ContextOverflow("long")
+        return "4" if round == 1 else "I pass"
+
+    team = controller(does)
+    team.runner = build_runner("debate", pass_word="pass")
+    tasks = [Task("t", [{"role": "user", "content": "2 + 2"}], "4", "x", lambda text: text if text == "4" else None)]
+    (judged,) = asyncio.run(team.score(asyncio.run(team.collect(tasks, 1, 1)).episodes, 1))
+    assert [(turn.agent, turn.round, turn.answers) for turn in judged.turns] == [
+        ("a", 1, True), ("b", 1, True), ("b", 2, False),
+    ]  # fmt: skip
 
 
 def test_overflowing_is_punished_beside_samples_that_ended():

@@ -79,6 +79,14 @@ def test_reinforce_plus_plus_is_whitened_and_blind_to_a_constant():
     torch.testing.assert_close(first, second, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("estimator", GRPO.estimators())
+def test_a_step_whose_one_trained_token_is_alone_teaches_nothing(estimator):
+    """verl's whitening raises for it, and would end the run."""
+    batch = batch_of(episode("t", 0, [[1.0], [None]]))
+    build("grpo", estimator=estimator).assign_credit(batch)
+    assert batch.rows["a"]["advantages"].values().tolist() == [0.0]
+
+
 @pytest.mark.parametrize("estimator", sorted(set(GRPO.estimators()) - {"reinforce_plus_plus"}))
 def test_a_group_of_one_teaches_nothing_whatever_the_estimator(estimator):
     """verl's own give the raw reward. Every estimator that is offered runs."""

@@ -187,6 +187,13 @@ def test_a_chain_takes_no_credit_that_holds_the_future():
     build("mappo", "influence").check({})
 
 
+@pytest.mark.parametrize("name", ["mappo", "happo"])
+def test_a_chain_takes_no_credit_that_sums_to_0_over_the_team(name):
+    with pytest.raises(ValueError, match=r"learner.chain=true with credit=zero_sum.*use credit=team"):
+        build(name, "zero_sum", chain=True).check({})
+    build(name, "zero_sum").check({})
+
+
 def test_the_command_line_refuses_it_too(compose_config, cold_assets):
     from marl.config.errors import ConfigError
     from marl.preflight.prepare import prepare

@@ -304,6 +304,14 @@ def test_what_ended_early_is_paid_for_once_by_each_agent(credit, options, expect
     assert team_return(ended_early([[1.0, 1.0]]), ReturnOf.final) == -1.0
 
 
+def test_a_right_answer_before_a_failure_was_no_turn_to_a_wrong_one():
+    """Both are right in all rounds; what the failure is worth stands at the last ones alone."""
+    incentives = {"alpha0": 2.0, "alpha1": 4.0, "beta0": 8.0, "beta1": 16.0}
+    joint = batch(ended_early([[1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]))
+    own = CREDITS.get("own")
+    assert own(own.Config("own", **incentives)).of(joint)[0].tolist() == [[1, 1], [1, 1], [-1, -1]]
+
+
 def test_shares_of_a_failure_sum_to_it():
     joint = batch(ended_early([[1.0, None], [0.0, PASS]], score=-3.0))
     shapley = CREDITS.get("shapley")

@@ -1,14 +1,17 @@
 """What ``algorithm.rollout_correction`` rejects is no decision: estimates step over it, as verl's do, and critics learn nothing of it."""
 
+import asyncio
+
 import pytest
 import torch
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.ppo.core_algos import compute_gae_advantage_return
 
-from marl.batch.critic_inputs import CENTRAL, CentralTokens, LocalTokens
+from marl.batch.critic_inputs import CENTRAL, CentralTokens, LocalTokens, LocalTurns
 from marl.batch.kl import correct
 from marl.batch.rows import drop_rejected
 from marl.batch.values import place_values, training_rows
+from marl.cluster.critics import Critics
 from marl.learners.decisions import Decisions, penalties
 from marl.utils.ragged import dense, jagged
 from tests.builders import batch_of, build_learner as build, episode
@@ -148,3 +151,30 @@ def test_a_critic_all_of_whose_turns_were_rejected_has_nothing_to_learn():
     metrics = build("ippo").assign_credit(batch)
     assert metrics and all(key.startswith("value/a/") for key in metrics)
     assert training_rows(batch, "a")["returns"].values().isfinite().all()
+
+
+class Places:
+    """A critic whose value of a token is the token's place in its row."""
+
+    async def compute_values(self, rows):
+        return torch.nested.nested_tensor_from_jagged(rows["read_at"].values().float(), rows["read_at"].offsets())
+
+
+@pytest.mark.parametrize("reader", [LocalTokens(), CentralTokens(Words()), LocalTurns()])
+def test_critics_that_had_read_before_a_rejection_value_what_is_left(reader):
+    """As in a step: rows are read to see whether they fit, then some are rejected, then the rest is valued."""
+    records = [episode(f"t{i}", 0, [[0, 1], [1, None]]) for i in range(2)]
+    batch = batch_of(*records)
+    critics = Critics({name: Places() for name in ("a", "b", CENTRAL)}, reader)
+    critics.read(records, batch)
+    rows = batch.rows["a"]
+    reject(rows, (0, 0))
+    reject(batch.rows["b"], (0, 0), (1, 0))
+    drop_rejected(batch)
+    expected = reader.rows(records, batch)
+    asyncio.run(critics.value(records, batch))
+    assert list(batch.value_rows) == list(expected)
+    for name, own in expected.items():
+        assert torch.equal(batch.value_rows[name]["read_at"].values(), own["read_at"].values())
+    if not isinstance(reader, LocalTurns):
+        assert all(len(part["values"].values()) == len(part["responses"].values()) for part in batch.rows.values())

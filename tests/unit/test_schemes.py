@@ -82,7 +82,7 @@ def vote(agent, answer, score=0.0, weight=1.0, round=1):
         (Rule.heaviest, [("4", 1.0, 3), ("5", 0.0, 1), ("5", 0.0, 1)], 1.0),
         (Rule.heaviest, [(None, 0.25, 1), ("4", 1.0, 1)], 1.0),
         (Rule.heaviest, [(None, 0.25, 1)], -1.0),
-        (Rule.heaviest, [("4", 1.0, 1), ("4", 0.5, 1), ("5", 0.0, 1)], 0.75),
+        (Rule.heaviest, [("4", 1.0, 1), ("4", 0.5, 1), ("5", 0.0, 1)], 1.0),
         (Rule.agreed, [("4", 1.0, 1), ("4", 1.0, 1)], 1.0),
         (Rule.agreed, [("4", 1.0, 1), ("5", 0.0, 1)], -1.0),
         (Rule.agreed, [(None, 1.0, 1), (None, 1.0, 1)], -1.0),

@@ -61,6 +61,18 @@ def test_values_of_tokens():
     assert column(got, "return")[0] == [1.0, 2.0, None] and column(got, "advantage")[0] == [5.0, 7.0, None]
 
 
+def test_tokens_that_were_rejected_do_not_count():
+    """Of a's second turn the first of two tokens, whose advantage and return nobody wrote."""
+    batch = batch_of(episode("t", 0, ALONE))
+    rows = batch.rows["a"]
+    rows["response_mask"] = torch.nested.nested_tensor_from_jagged(torch.tensor([1, 0, 1]), rows["responses"].offsets())
+    for key, numbers in {"values": [0.1, 0.2, 0.3], "returns": [1.0, 0.0, 3.0], "advantages": [5.0, 0.0, 8.0]}.items():
+        rows[key] = torch.nested.nested_tensor_from_jagged(torch.tensor(numbers), rows["responses"].offsets())
+    got = turn_numbers(batch, batch.scores_ERA)
+    assert column(got, "value")[0] == [pytest.approx(0.1), pytest.approx(0.3), None]
+    assert column(got, "return")[0] == [1.0, 3.0, None] and column(got, "advantage")[0] == [5.0, 8.0, None]
+
+
 def test_turns_in_no_grid_have_no_numbers_and_alternatives_have():
     record = branch(episode("t", 0, [[1.0], []]), "a", 1, [0.0])
     note = episode("t", 0, [[0.5], []]).turns[0]
