@@ -24,7 +24,7 @@ from marl.batch.ballots import ballots_of
 from marl.batch.joint import JointBatch
 from marl.build import build
 from marl.cluster.session import session
-from marl.config.overrides import find_verl, new_agents
+from marl.config.overrides import hydra_overrides
 from marl.controller import alternative_rollouts
 from marl.learners import CREDITS
 from marl.learners.counterfactual_credit import Replay, ReturnOf
@@ -63,7 +63,7 @@ def started(overrides: Sequence[str], loop: Any) -> Iterator[Any]:
     """A trainer in this process."""
     words = ["resources.one_process=true", "trainer.logger=[]", *overrides]
     with initialize_config_module("marl.configs", version_base="1.3"):
-        config = compose("quickstart", overrides=find_verl(new_agents(words)))
+        config = compose("quickstart", overrides=hydra_overrides(words))
     ensure(Path(config.assets), RECIPES[config.task], config.seed)
     config = prepare(config)
     with session(config), ExitStack() as cleanup:

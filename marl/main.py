@@ -35,7 +35,7 @@ from marl.cluster.layout import (
     pool_of,
 )
 from marl.config.errors import ConfigError, explain
-from marl.config.overrides import find_verl, new_agents, options_are_words
+from marl.config.overrides import hydra_overrides, options_are_words
 from marl.config.policies import policy_names
 from marl.preflight.run_folder import claimed
 from marl.utils.garbage import freeze_gc
@@ -44,7 +44,7 @@ from marl.utils.garbage import freeze_gc
 def main(argv: list[str] | None = None) -> int:
     """Run, and return the exit code."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us as they are; we print them
-    sys.argv[1:] = find_verl(new_agents(sys.argv[1:] if argv is None else argv))
+    sys.argv[1:] = hydra_overrides(sys.argv[1:] if argv is None else argv)
     return exit_code(_compose_and_run)
 
 

@@ -22,7 +22,7 @@ from rich.text import Text
 from marl import main as marl_main
 from marl.config.bounds import check_values
 from marl.config.errors import ConfigError, resolve
-from marl.config.overrides import find_verl, new_agents
+from marl.config.overrides import hydra_overrides
 from marl.config.rules.agents import templates_can_be_filled
 from marl.report import dump
 from marl.rewards import answer_rules, check_extractors
@@ -128,10 +128,10 @@ def composed(where: argparse.Namespace, overrides: list[str]) -> DictConfig:
     """A configuration of ours, or of the user's folder, which may build on ours."""
     if where.config_dir is None:
         with initialize_config_module("marl.configs", version_base="1.3"):
-            return compose(where.config_name, overrides=find_verl(new_agents(overrides)))
+            return compose(where.config_name, overrides=hydra_overrides(overrides))
     ours = "hydra.searchpath=[pkg://marl.configs]"
     with initialize_config_dir(str(Path(where.config_dir).resolve()), version_base="1.3"):
-        return compose(where.config_name, overrides=find_verl(new_agents([ours, *overrides])))
+        return compose(where.config_name, overrides=hydra_overrides([ours, *overrides]))
 
 
 @asynccontextmanager
