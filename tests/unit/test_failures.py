@@ -290,7 +290,7 @@ def test_the_answer_of_the_team_is_worth_its_best_text():
         record = Episode(task(), 0, ["a", "b"], [Turn(a, 1, [], "4") for a in "ab"], "4")
         for turn, score in zip(record.turns, scores, strict=True):
             turn.score = Score(score, "4")
-        assert team_score(record).score == 1.0
+        assert team_score(record).value == 1.0
 
 
 def test_a_deadline_counts_an_episodes_own_time():
