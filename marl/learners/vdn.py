@@ -52,8 +52,11 @@ class VDN(Learner):
 
     def __init__(self, config: Config, credit: Credit) -> None:
         super().__init__(config, credit)
-        self.compares_samples = config.advantage is Advantage.group
         self._fit: MixerFit | None = None
+
+    @property
+    def compares_samples(self) -> bool:
+        return self.config.advantage is Advantage.group
 
     def make_mixing(self, num_agents: int) -> Mixing:
         return Mixing(VDNMixer())
