@@ -27,7 +27,7 @@ from marl.cluster.session import session
 from marl.config.overrides import hydra_overrides
 from marl.controller import alternative_rollouts
 from marl.learners import CREDITS
-from marl.learners.counterfactual_credit import Replay, ReturnOf
+from marl.learners.counterfactual_credit import ReplayCredit, ReturnOf
 from marl.preflight.compatibility import make_learner
 from marl.preflight.prepare import prepare
 from marl.quickstart.assets import RECIPES, ensure
@@ -109,7 +109,7 @@ def measure(trainer: Any, loop: Any, given: argparse.Namespace) -> tuple[list[tu
     told = {name: advantages(trainer, episodes, name.split()[0], own) for name, own in compared.items()}
     told[f"{trainer.config.learner.name}, {trainer.config.credit.name}"] = own_advantages(trainer, loop, episodes)
     replayed = [episode for episode in episodes if episode.sample < given.replayed]
-    plan = Replay.Config(
+    plan = ReplayCredit.Config(
         "replay",
         alternatives=given.alternatives,
         finishes=given.finishes,

@@ -26,7 +26,7 @@ from marl.config.overrides import hydra_overrides
 from marl.config.rules.agents import templates_can_be_filled
 from marl.report import dump
 from marl.rewards import answer_rules, check_extractors
-from marl.runners import RUNNERS, Generate, Replay, scripted
+from marl.runners import RUNNERS, Generate, RecordedAnswers, scripted
 from marl.runners.episode import Judge
 from marl.types import Episode, Task, Turn
 
@@ -190,7 +190,7 @@ async def play(options: Options, config: DictConfig, task: Task, generate: Gener
         if record is None:
             raise ConfigError(f"episode={options.episode}: {options.dump} holds fewer episodes, counted from 0")
         task, agents, seed, accuracy = record.task, record.agents, record.seed, record.accuracy
-        generate = Replay(record, generate if options.instead else None, instead(options, record))
+        generate = RecordedAnswers(record, generate if options.instead else None, instead(options, record))
     roles = {name: config.agents[name].role for name in agents if name in config.agents}
     try:
         runner = RUNNERS.build(config.runner)

@@ -13,7 +13,7 @@ from marl.config.schema import AgentConfig, ControllerConfig
 from marl.controller.client import PolicyClient
 from marl.controller.policy_map import PolicyMap
 from marl.rewards import Reward, RewardUnavailable
-from marl.runners import Generate, LiveEpisode, Replay, Runner, TooManyTurns, play_to_end
+from marl.runners import Generate, LiveEpisode, RecordedAnswers, Runner, TooManyTurns, play_to_end
 from marl.types import AgentId, Episode, Message, PolicyName, Score, Task, Turn
 from marl.utils.deadlines import own_time, waiting_for_others
 from marl.utils.seeding import derive_seed
@@ -370,7 +370,7 @@ class Controller:
         TimeoutError after ``controller.episode_timeout_s``.
         """
         key = (self.seed, "resume", *at.place, alternative, step, episode.task.id, episode.sample)
-        generate = Replay(episode, self.generate(episode.task, key, step), {at.place: answer})
+        generate = RecordedAnswers(episode, self.generate(episode.task, key, step), {at.place: answer})
         record = Episode(
             episode.task, episode.sample, list(episode.agents), seed=episode.seed, accuracy=episode.accuracy
         )
