@@ -185,7 +185,8 @@ def test_what_is_no_game_is_told(options, num_agents, said):
 
 def test_the_game_of_the_document_is_one(monkeypatch):
     monkeypatch.setattr(GAMES, "_entries", dict(GAMES._entries))
-    (source,) = re.findall(r"```python\n(.*?)```", Path("docs/runners.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", Path("docs/runners.md").read_text(), re.DOTALL)
+    (source,) = [block for block in blocks if "register_game" in block]
     exec(source, {"__name__": "own"})
     game = make_game({"name": "volunteer"}, 3)
     assert pays(game, (0, 0, 1)) == [1, 1, 0.5] and pays(game, (0, 0, 0)) == [0, 0, 0]
