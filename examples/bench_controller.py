@@ -26,7 +26,7 @@ from omegaconf import DictConfig
 from marl.build import ServedPolicy, start_controller, tokenizer_of
 from marl.cluster.layout import policy_config
 from marl.cluster.session import ray_session
-from marl.config.overrides import find_verl, new_agents
+from marl.config.overrides import hydra_overrides
 from marl.controller.tasks import validation_tasks
 from marl.preflight.prepare import prepare
 from marl.quickstart.assets import Recipe, ensure
@@ -56,7 +56,7 @@ def configured(folder: Path, tokens: int, *overrides: str) -> DictConfig:
         f"data.max_prompt_length={100 + 40 * tokens}", f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={100 + 41 * tokens}", "actor_rollout_ref.rollout.max_num_seqs=4096", *overrides,
     ]  # fmt: skip
     with initialize_config_module("marl.configs", version_base="1.3"):
-        return prepare(compose("quickstart", overrides=find_verl(new_agents(words))))
+        return prepare(compose("quickstart", overrides=hydra_overrides(words)))
 
 
 @contextmanager

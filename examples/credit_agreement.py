@@ -24,10 +24,10 @@ from marl.batch.ballots import ballots_of
 from marl.batch.joint import JointBatch
 from marl.build import build
 from marl.cluster.session import session
-from marl.config.overrides import find_verl, new_agents
+from marl.config.overrides import hydra_overrides
 from marl.controller import alternative_rollouts
 from marl.learners import CREDITS
-from marl.learners.counterfactual_credit import Replay, ReturnOf
+from marl.learners.counterfactual_credit import ReplayCredit, ReturnOf
 from marl.preflight.compatibility import make_learner
 from marl.preflight.prepare import prepare
 from marl.quickstart.assets import RECIPES, ensure
@@ -63,7 +63,7 @@ def started(overrides: Sequence[str], loop: Any) -> Iterator[Any]:
     """A trainer in this process."""
     words = ["resources.one_process=true", "trainer.logger=[]", *overrides]
     with initialize_config_module("marl.configs", version_base="1.3"):
-        config = compose("quickstart", overrides=find_verl(new_agents(words)))
+        config = compose("quickstart", overrides=hydra_overrides(words))
     ensure(Path(config.assets), RECIPES[config.task], config.seed)
     config = prepare(config)
     with session(config), ExitStack() as cleanup:
@@ -109,7 +109,7 @@ def measure(trainer: Any, loop: Any, given: argparse.Namespace) -> tuple[list[tu
     told = {name: advantages(trainer, episodes, name.split()[0], own) for name, own in compared.items()}
     told[f"{trainer.config.learner.name}, {trainer.config.credit.name}"] = own_advantages(trainer, loop, episodes)
     replayed = [episode for episode in episodes if episode.sample < given.replayed]
-    plan = Replay.Config(
+    plan = ReplayCredit.Config(
         "replay",
         alternatives=given.alternatives,
         finishes=given.finishes,

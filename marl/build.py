@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from verl.utils import hf_tokenizer
 from verl.workers.rollout.llm_server import LLMServerClient
 
@@ -124,14 +124,15 @@ def make_controller(
     cleanup: ExitStack,
     kind: Callable[..., Controller] = Controller,
 ) -> Controller:
+    to_object = OmegaConf.to_object  # reading a configuration node costs more than judging a short text
     return kind(
         RUNNERS.build(config.runner),
-        config.agents,
+        to_object(config.agents),
         make_clients(config, groups, tokenizers),
         build_reward(config, cleanup, in_driver=config.resources.one_process),
         seed=config.seed,
         max_prompt_length=config.data.max_prompt_length,
-        settings=config.controller,
+        settings=to_object(config.controller),
         exchange_every=make_learner(config).exchange_every,
     )
 

@@ -1,6 +1,8 @@
 """What a run leaves on disk: checkpoints (all policies and critics, the learner, the data order and the step, as one unit), and
 its summary."""
 
+from __future__ import annotations
+
 import asyncio
 import hashlib
 import json
@@ -9,7 +11,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -20,6 +22,9 @@ from marl.types import Task
 from marl.utils import folders
 from marl.utils.metrics import RunningMean
 
+if TYPE_CHECKING:
+    from marl.marl_trainer import MARLTrainer
+
 logger = logging.getLogger(__name__)
 
 
@@ -29,7 +34,7 @@ def fingerprint(tasks: Sequence[Task]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
-async def save(trainer: Any) -> None:
+async def save(trainer: MARLTrainer) -> None:
     """Write ``global_step_N``, whole or not at all, and drop the oldest of too many."""
     with folders.writing(trainer.folder, trainer.step_number) as folder:
         await asyncio.gather(
@@ -57,7 +62,7 @@ async def save(trainer: Any) -> None:
     folders.prune(trainer.folder, trainer.config.trainer.max_actor_ckpt_to_keep)
 
 
-async def resume(trainer: Any) -> None:
+async def resume(trainer: MARLTrainer) -> None:
     """Continue from the newest checkpoint, or the one that is named. Raises ValueError if its policies are others."""
     settings = trainer.config.trainer
     if settings.resume_mode == "disable":
@@ -86,7 +91,7 @@ async def resume(trainer: Any) -> None:
     logger.warning("resumed from %s", folder)
 
 
-def load_learner(trainer: Any, state: dict[str, Any]) -> None:
+def load_learner(trainer: MARLTrainer, state: dict[str, Any]) -> None:
     """Raises ValueError for another learner's state, unless ``trainer.resume_changes`` allows another learner: that begins
     anew."""
     try:
@@ -97,7 +102,7 @@ def load_learner(trainer: Any, state: dict[str, Any]) -> None:
         logger.warning("the learner begins anew: %s", error)
 
 
-def summarise(trainer: Any) -> None:
+def summarise(trainer: MARLTrainer) -> None:
     """Write ``summary.json`` and ``curves.png``, where anything was validated."""
     if not trainer.history:
         return

@@ -29,7 +29,7 @@ import marl.config.schema  # noqa: F401 - registers our groups
 from marl.cluster.layout import critic_names, critic_pool, pool_of
 from marl.cluster.session import session
 from marl.config.errors import ConfigError, explain
-from marl.config.overrides import find_verl, new_agents, options_are_words
+from marl.config.overrides import hydra_overrides, options_are_words
 from marl.config.policies import policy_names
 from marl.preflight.prepare import prepare
 from marl.preflight.run_folder import claimed
@@ -39,7 +39,7 @@ from marl.utils.garbage import freeze_gc
 def main(argv: list[str] | None = None) -> int:
     """Run, and return the exit code."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us as they are; we print them
-    sys.argv[1:] = find_verl(new_agents(sys.argv[1:] if argv is None else argv))
+    sys.argv[1:] = hydra_overrides(sys.argv[1:] if argv is None else argv)
     return exit_code(_compose_and_run)
 
 

@@ -12,6 +12,7 @@ from marl.runners.decisions import Decide
 @register_runner("peer_review")
 class PeerReview(ConversationRunner):
     num_agents = (2, None)
+    votes = True
 
     @dataclass
     class Config(ConversationRunner.Config):

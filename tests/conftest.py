@@ -52,11 +52,11 @@ def compose_config():
     from hydra import compose, initialize_config_module
 
     import marl.main  # noqa: F401 - registers every option
-    from marl.config.overrides import find_verl, new_agents
+    from marl.config.overrides import hydra_overrides
 
     def build(*overrides: str, name: str = "quickstart"):
         with initialize_config_module("marl.configs", version_base="1.3"):
-            return compose(name, overrides=find_verl(new_agents(overrides)))
+            return compose(name, overrides=hydra_overrides(overrides))
 
     return build
 

@@ -6,7 +6,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from marl.batch.utility_inputs import SHARED
-from marl.config.policies import own_settings, policy_names, trained_policies
+from marl.config.policies import holds_reference, own_settings, policy_names, trained_policies
 from marl.learners import LEARNERS
 from marl.utils.seeding import derive_seed
 
@@ -65,12 +65,6 @@ def critic_config(config: DictConfig) -> DictConfig:
     return OmegaConf.masked_copy(config.critic, [key for key in config.critic if key != "level"])
 
 
-def needs_reference(config: DictConfig) -> bool:
-    """Whether a policy's workers hold a reference: with adapters it is the policy without them."""
-    wanted = config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
-    return bool(wanted) and not config.actor_rollout_ref.model.lora_rank
-
-
 @dataclass(frozen=True)
 class Part:
     """What runs as one worker group: a policy's workers or a critic's."""
@@ -92,7 +86,7 @@ def parts_of(config: DictConfig, configs: dict[str, DictConfig]) -> list[Part]:
 
     parts = []
     for name, own in configs.items():
-        held = name in trained_policies(config.agents) and needs_reference(own)
+        held = name in trained_policies(config.agents) and holds_reference(own.algorithm, own.actor_rollout_ref)
         role = "actor_rollout_ref" if held else "actor_rollout"
         arguments = {"config": own.actor_rollout_ref, "role": role}
         parts.append(Part(name, pool_of(config, name), PolicyWorker, arguments))

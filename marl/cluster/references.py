@@ -9,7 +9,7 @@ from marl.batch.joint import JointBatch
 from marl.batch.kl import KLInReward, correct
 from marl.batch.rows import drop_rejected
 from marl.cluster.policy_group import RayPolicyGroup
-from marl.config.policies import trained_policies
+from marl.config.policies import reads_reference, trained_policies
 from marl.types import Metrics, PolicyName
 
 
@@ -18,11 +18,10 @@ class References:
 
     def __init__(self, config: Any, policies: Mapping[PolicyName, RayPolicyGroup]) -> None:
         self.algorithm, self.update_freq = config.algorithm, config.trainer.ref_update_freq
-        in_reward = config.algorithm.use_kl_in_reward
-        trained = trained_policies(config.agents)
-        self.groups = {name: policies[name] for name in trained if in_reward or policies[name].actor.use_kl_loss}
-        self.penalties = {name: KLInReward(config.algorithm) for name in self.groups} if in_reward else {}
-        correction = config.algorithm.rollout_correction
+        algorithm, trained = config.algorithm, trained_policies(config.agents)
+        self.groups = {name: policies[name] for name in trained if reads_reference(algorithm, policies[name].actor)}
+        self.penalties = {name: KLInReward(algorithm) for name in self.groups if algorithm.use_kl_in_reward}
+        correction = algorithm.rollout_correction
         # in bypass mode the loss itself corrects
         self.corrects = bool((correction.rollout_is or correction.rollout_rs) and not correction.bypass_mode)
 

@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from marl.config.bounds import Number, count
 from marl.config.errors import ConfigError
-from marl.config.overrides import find_verl, new_agents, options_are_words
+from marl.config.overrides import hydra_overrides, options_are_words
 from marl.evaluation.ensemble import MODES, Ensemble, weights_of
 from marl.evaluation.load import device_of
 from marl.main import exit_code
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     """Measure, and return the exit code. The group ``ensemble`` is this command's alone."""
     transformers_logging.disable_progress_bar()
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    words = find_verl(new_agents(sys.argv[1:] if argv is None else argv))
+    words = hydra_overrides(sys.argv[1:] if argv is None else argv)
     place = next(i for i, word in enumerate(words) if word.startswith("hydra.searchpath="))
     sys.argv[1:] = [*words[:place], "+ensemble=schema", *words[place:]]
     return exit_code(_compose_and_run)

@@ -22,11 +22,11 @@ from rich.text import Text
 from marl import main as marl_main
 from marl.config.bounds import check_values
 from marl.config.errors import ConfigError, resolve
-from marl.config.overrides import find_verl, new_agents
+from marl.config.overrides import hydra_overrides
 from marl.config.rules.agents import templates_can_be_filled
 from marl.report import dump
 from marl.rewards import answer_rules, check_extractors
-from marl.runners import RUNNERS, Generate, Replay, scripted
+from marl.runners import RUNNERS, Generate, RecordedAnswers, scripted
 from marl.runners.episode import Judge
 from marl.types import Episode, Task, Turn
 
@@ -128,10 +128,10 @@ def composed(where: argparse.Namespace, overrides: list[str]) -> DictConfig:
     """A configuration of ours, or of the user's folder, which may build on ours."""
     if where.config_dir is None:
         with initialize_config_module("marl.configs", version_base="1.3"):
-            return compose(where.config_name, overrides=find_verl(new_agents(overrides)))
+            return compose(where.config_name, overrides=hydra_overrides(overrides))
     ours = "hydra.searchpath=[pkg://marl.configs]"
     with initialize_config_dir(str(Path(where.config_dir).resolve()), version_base="1.3"):
-        return compose(where.config_name, overrides=find_verl(new_agents([ours, *overrides])))
+        return compose(where.config_name, overrides=hydra_overrides([ours, *overrides]))
 
 
 @asynccontextmanager
@@ -195,7 +195,7 @@ async def play(options: Options, config: DictConfig, task: Task, generate: Gener
         if record is None:
             raise ConfigError(f"episode={options.episode}: {options.dump} holds fewer episodes, counted from 0")
         task, agents, seed, accuracy = record.task, record.agents, record.seed, record.accuracy
-        generate = Replay(record, generate if options.instead else None, instead(options, record))
+        generate = RecordedAnswers(record, generate if options.instead else None, instead(options, record))
     roles = {name: config.agents[name].role for name in agents if name in config.agents}
     try:
         runner = RUNNERS.build(config.runner)

@@ -10,6 +10,11 @@ VERL = "pkg://verl.trainer.config"
 NEW_AGENT = re.compile(r"\+agents\.([^.=]+)(?:\.(.*)|=\{\})$")
 
 
+def hydra_overrides(words: Sequence[str]) -> list[str]:
+    """The command line's words as Hydra takes them: new agents are typed, and verl's configuration is found."""
+    return find_verl(new_agents(words))
+
+
 def options_are_words(overrides: Sequence[str]) -> None:
     """Raise ConfigError for an option that is a number or nothing, which Hydra answers with a bare error."""
     for override in overrides:

@@ -53,3 +53,17 @@ def trained_policies(agents: Mapping[str, Any]) -> list[str]:
 
 def policy_names(config: Any) -> list[str]:
     return all_policies(config.agents)
+
+
+def reads_reference(algorithm: Any, actor: Any) -> bool:
+    """Whether a policy is held near a reference, by its loss or by its reward."""
+    return bool(algorithm.use_kl_in_reward or actor.use_kl_loss)
+
+
+def holds_reference(algorithm: Any, own: Any) -> bool:
+    """Whether a policy's workers hold a reference model: with adapters it is the policy without them."""
+    return reads_reference(algorithm, own.actor) and not own.model.lora_rank
+
+
+def ranks_per_server(rollout: Any) -> int:
+    return rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from marl.controller.controller import Controller, outcomes
-from marl.learners.counterfactual_credit import Replay, ReturnOf
+from marl.learners.counterfactual_credit import ReplayCredit, ReturnOf
 from marl.runners import together
 from marl.types import Episode, Metrics, Turn
 from marl.utils.seeding import derive_seed
@@ -31,7 +31,11 @@ class Tried:
 
 
 async def replay(
-    controller: Controller, episodes: Sequence[Episode], plan: Replay.Config, step: int, trained: Callable[[Turn], bool]
+    controller: Controller,
+    episodes: Sequence[Episode],
+    plan: ReplayCredit.Config,
+    step: int,
+    trained: Callable[[Turn], bool],
 ) -> Metrics:
     """Give every trained turn that the plan chooses its ``outcomes``, and let the others be untrained. With
     ``plan.train_alternatives`` the other answers become turns of the episode, which the conversation did not follow.
@@ -59,7 +63,7 @@ async def replay(
 
 
 def choose(
-    controller: Controller, episode: Episode, plan: Replay.Config, step: int, trained: Callable[[Turn], bool]
+    controller: Controller, episode: Episode, plan: ReplayCredit.Config, step: int, trained: Callable[[Turn], bool]
 ) -> list[Turn]:
     """A share of the trained turns, in their order; the rest is not trained from now on."""
     turns = [turn for turn in episode.turns if turn.trained and trained(turn)]
@@ -73,7 +77,7 @@ def choose(
 
 
 async def attempt(
-    controller: Controller, episode: Episode, at: Turn, number: int, plan: Replay.Config, step: int
+    controller: Controller, episode: Episode, at: Turn, number: int, plan: ReplayCredit.Config, step: int
 ) -> Tried:
     """Alternative 0 is what was said, and what became of it its first end."""
     seeds = range(number * plan.finishes, (number + 1) * plan.finishes)
@@ -92,7 +96,7 @@ def team_return(episode: Episode, of: ReturnOf) -> float:
     return sum(scores) / len(scores)
 
 
-def compare(group: Sequence[Tried], plan: Replay.Config) -> None:
+def compare(group: Sequence[Tried], plan: ReplayCredit.Config) -> None:
     """Write down the returns of a turn's alternatives, at each its own first; let the new ones be trained."""
     returns = [entry.mean_return(plan.of) for entry in group]
     for i, entry in enumerate(group):

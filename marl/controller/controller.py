@@ -8,13 +8,12 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from omegaconf import OmegaConf
-
 from marl.cluster.failures import GroupFailed
+from marl.config.schema import AgentConfig, ControllerConfig
 from marl.controller.client import PolicyClient
 from marl.controller.policy_map import PolicyMap
 from marl.rewards import Reward, RewardUnavailable
-from marl.runners import Generate, LiveEpisode, Replay, Runner, TooManyTurns, play_to_end
+from marl.runners import Generate, LiveEpisode, RecordedAnswers, Runner, TooManyTurns, play_to_end
 from marl.types import AgentId, Episode, Message, PolicyName, Score, Task, Turn
 from marl.utils.deadlines import own_time, waiting_for_others
 from marl.utils.seeding import derive_seed
@@ -164,23 +163,21 @@ class Controller:
     def __init__(
         self,
         runner: Runner,
-        agents: Mapping[AgentId, Any],
+        agents: Mapping[AgentId, AgentConfig],
         clients: Mapping[PolicyName, PolicyClient],
         reward: Reward,
         *,
         seed: int,
         max_prompt_length: int,
-        settings: Any,
+        settings: ControllerConfig,
         exchange_every: int = 0,
     ) -> None:
-        """``settings``: the group ``controller`` of the configuration. ``exchange_every``: see :meth:`PolicyMap.at`."""
+        """``exchange_every``: see :meth:`PolicyMap.at`."""
         self.runner, self.agents, self.clients, self.reward = runner, agents, clients, reward
         self.policy_map = PolicyMap(agents, exchange_every)
         self.roles = {name: agent.role for name, agent in agents.items()}
         self.sampling = functools.cache(self._sampling)  # reading a configuration costs more than the rest of a turn
-        self.seed, self.max_prompt_length = seed, max_prompt_length
-        # reading a configuration node costs more than judging a short text
-        self.settings: Any = OmegaConf.to_object(settings) if OmegaConf.is_config(settings) else settings
+        self.seed, self.max_prompt_length, self.settings = seed, max_prompt_length, settings
         self.episode_timeout, self.max_error_rate = settings.episode_timeout_s, settings.max_error_rate
         self.accuracy = Accuracy()
 
@@ -285,7 +282,7 @@ class Controller:
             sampling["temperature"] = 0.0
         own = self.agents[agent]
         keys = ("max_tokens",) if validate else ("temperature", "top_p", "top_k", "max_tokens")
-        sampling |= {key: own[key] for key in keys if own[key] is not None}
+        sampling |= {key: value for key in keys if (value := getattr(own, key)) is not None}
         if own.stop:
             sampling["stop"] = list(own.stop)
         return sampling
@@ -373,7 +370,7 @@ class Controller:
         TimeoutError after ``controller.episode_timeout_s``.
         """
         key = (self.seed, "resume", *at.place, alternative, step, episode.task.id, episode.sample)
-        generate = Replay(episode, self.generate(episode.task, key, step), {at.place: answer})
+        generate = RecordedAnswers(episode, self.generate(episode.task, key, step), {at.place: answer})
         record = Episode(
             episode.task, episode.sample, list(episode.agents), seed=episode.seed, accuracy=episode.accuracy
         )

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from marl.config.policies import policies_by_agent
+from marl.config.schema import AgentConfig
 from marl.types import AgentId, PolicyName
 
 
 class PolicyMap:
     """(agent, round) -> policy, which may change from step to step: see :meth:`at`."""
 
-    def __init__(self, agents: Mapping[AgentId, Any], exchange_every: int = 0, exchanges: int = 0) -> None:
+    def __init__(self, agents: Mapping[AgentId, AgentConfig], exchange_every: int = 0, exchanges: int = 0) -> None:
         """``exchanges``: how often every agent has handed its policies on to the agent before it."""
         self.agents_of_all, self.exchange_every = agents, exchange_every
         given = policies_by_agent(agents)

@@ -1,5 +1,17 @@
-"""What agents act in. Importing this package registers the built-in games."""
+"""What agents act in. Importing this package registers the built-in environments and games."""
 
+from marl.envs.base import ENVIRONMENTS, Environment, make_environment, register_environment
 from marl.envs.games import GAMES, TABLES, Game, Joint, make_game, register_game
 
-__all__ = ["GAMES", "TABLES", "Game", "Joint", "make_game", "register_game"]
+__all__ = [
+    "ENVIRONMENTS",
+    "GAMES",
+    "TABLES",
+    "Environment",
+    "Game",
+    "Joint",
+    "make_environment",
+    "make_game",
+    "register_environment",
+    "register_game",
+]

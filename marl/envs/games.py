@@ -12,9 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
-from omegaconf import OmegaConf
-
-from marl.utils.registry import Registry, did_you_mean
+from marl.utils.registry import Registry, did_you_mean, typed
 
 Joint: TypeAlias = tuple[int | None, ...]
 """One action a seat at one stage; None where the seat does not act."""
@@ -131,26 +129,12 @@ register_game = GAMES.register
 
 def make_game(options: Mapping[str, Any], num_agents: int) -> Game:
     """The game that ``runner.game`` describes. Raises ValueError for unknown names, keys and values of another type."""
-    if "name" not in options:
-        raise ValueError(f"runner.game={dict(options)}: no name; expected one of {', '.join(GAMES.names())}")
-    cls = GAMES.get(options["name"])
-    known = cls.Config.__dataclass_fields__
-    for key in options:
-        if key not in known:
-            raise ValueError(
-                f"runner.game.{key}: game {options['name']!r} has no such key; known: {', '.join(known)}.{did_you_mean(key, known)}"
-            )
-    return built(json.dumps(options, sort_keys=True), cls, num_agents)
+    return built(json.dumps(options, sort_keys=True), GAMES.described("runner.game", options), num_agents)
 
 
 @functools.lru_cache(maxsize=64)  # every episode asks for it, and reading a configuration costs more than playing
 def built(options: str, cls: type[Game], num_agents: int) -> Game:
-    given = json.loads(options)
-    try:
-        config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls.Config), given))
-    except ValueError as error:
-        raise ValueError(f"runner.game={given}: {str(error).splitlines()[0]}") from None
-    return cls(config, num_agents)
+    return cls(typed("runner.game", cls.Config, json.loads(options)), num_agents)
 
 
 class Repeated(Game):

@@ -38,8 +38,6 @@ class Learner(ABC):
     """What ``credit=auto`` stands for."""
     credits: ClassVar[tuple[str, ...]] = ()
     """The credit schemes that it is defined for; empty for all."""
-    compares_samples: bool = False
-    """Learns from differences between a task's samples, and therefore needs more than one of them."""
 
     @dataclass
     class Config:
@@ -49,6 +47,11 @@ class Learner(ABC):
 
     def __init__(self, config: Config, credit: Credit) -> None:
         self.config, self.credit = config, credit
+
+    @property
+    def compares_samples(self) -> bool:
+        """Whether it learns from differences between a task's samples, and therefore needs more than one of them."""
+        return False
 
     @property
     def exchange_every(self) -> int:

@@ -158,7 +158,7 @@ class ReturnOf(Enum):
 
 
 @register_credit("replay")
-class Replay(Credit):
+class ReplayCredit(Credit):
     """Other answers are tried in a turn's place, and each is played on to the end with the same weights (C3,
     arXiv:2603.06859): the team's return with an answer, less its mean return with the others."""
 

@@ -126,10 +126,12 @@ class Trajectories:
         return torch.nn.functional.pad(discounts_NT, (0, 1), value=1.0)
 
     def whitened(self, x_D: Tensor) -> Tensor:
-        """With mean 0 and deviation 1, by verl's function; a single decision, compared with itself, gets 0."""
-        if len(x_D) == 1:  # verl's would raise
-            return torch.zeros_like(x_D)
-        return self.take(masked_whiten(self.lay(x_D), self.mask_NT))
+        return self.take(whitened(self.lay(x_D), self.mask_NT))
+
+
+def whitened(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean 0 and deviation 1, by verl's function; a single number is compared with nothing, and 0."""
+    return masked_whiten(x, mask) if mask.sum() > 1 else torch.zeros_like(x)  # of a single one verl's would raise
 
 
 def penalties(batch: JointBatch) -> Tensor:

@@ -15,7 +15,6 @@ from marl.batch.joint import JointBatch
 from marl.batch.rows import drop_turns
 from marl.learners import credit
 from marl.learners.base import Learner, broadcast_to_tokens, register_learner
-from marl.learners.credit_schemes import Credit
 from marl.learners.decisions import returns
 from marl.learners.estimators import UNGROUPED, estimate, known_estimators
 from marl.learners.groups import GroupKey, clear_turns, degenerate_share, group_keys, policy_keys, unequal_turns
@@ -24,8 +23,6 @@ from marl.types import Metrics
 
 @register_learner("grpo")
 class GRPO(Learner):
-    compares_samples = True
-
     @dataclass
     class Config(Learner.Config):
         group_by: list[GroupKey] = field(default_factory=lambda: [GroupKey.task, GroupKey.agent, GroupKey.round])
@@ -43,9 +40,9 @@ class GRPO(Learner):
 
     config: Config
 
-    def __init__(self, config: Config, credit: Credit) -> None:
-        super().__init__(config, credit)
-        self.compares_samples = config.estimator not in UNGROUPED
+    @property
+    def compares_samples(self) -> bool:
+        return self.config.estimator not in UNGROUPED
 
     def assign_credit(self, batch: JointBatch) -> Metrics:
         credit_ERA = self.credit.of(batch)

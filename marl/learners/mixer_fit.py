@@ -11,7 +11,6 @@ from enum import Enum
 
 import torch
 from torch import Tensor, nn
-from verl.utils.torch_functional import masked_whiten
 
 from marl.batch.joint import JointBatch
 from marl.learners import credit
@@ -155,8 +154,3 @@ def baseline_loss(v_BA: Tensor, q_BA: Tensor, mask_BA: Tensor) -> tuple[Tensor, 
     error_BA = (v_BA - q_BA) * mask_BA
     turns = mask_BA.sum().clamp(min=1)
     return error_BA.square().sum() / turns, 2 * error_BA / turns
-
-
-def whitened(x_D: Tensor) -> Tensor:
-    """Mean 0 and deviation 1; a single number is compared with nothing, and 0."""
-    return masked_whiten(x_D, torch.ones_like(x_D)) if len(x_D) > 1 else torch.zeros_like(x_D)

@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from omegaconf import II
 
 from marl.batch.joint import JointBatch
 from marl.learners.base import Learner, register_learner
 from marl.learners.credit_schemes import Credit
-from marl.learners.decisions import Decisions, penalties
-from marl.learners.mixer_fit import Advantage, JointActions, Mixing, whitened
+from marl.learners.decisions import Decisions, penalties, whitened
+from marl.learners.mixer_fit import Advantage, JointActions, Mixing
 from marl.learners.utilities import MixerFit
 from marl.modules.mixers import VDNMixer
 from marl.types import CriticGroup, CriticName, Metrics
@@ -51,8 +52,11 @@ class VDN(Learner):
 
     def __init__(self, config: Config, credit: Credit) -> None:
         super().__init__(config, credit)
-        self.compares_samples = config.advantage is Advantage.group
         self._fit: MixerFit | None = None
+
+    @property
+    def compares_samples(self) -> bool:
+        return self.config.advantage is Advantage.group
 
     def make_mixing(self, num_agents: int) -> Mixing:
         return Mixing(VDNMixer())
@@ -76,7 +80,7 @@ class VDN(Learner):
         for rows in batch.rows.values():
             decisions = Decisions.of(batch, rows)
             credit_D = credit_ERA.flatten()[decisions.cells_D]
-            decisions.write(batch, whitened(credit_D) if self.config.whiten else credit_D)
+            decisions.write(batch, whitened(credit_D, torch.ones_like(credit_D)) if self.config.whiten else credit_D)
         return {}
 
     async def update_critics(

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from marl.config.policies import all_policies, own_settings, policies_by_agent
+from marl.config.policies import all_policies, own_settings, policies_by_agent, ranks_per_server
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,6 @@ def policy_batch(config: Any, name: str, turns_by_agent: Mapping[str, int]) -> P
     rows = config.data.train_batch_size * own.rollout.n * trained_turns(config, name, turns_by_agent)
     mini_batches = config.data.train_batch_size // own.actor.ppo_mini_batch_size
     ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    parallel = (
-        own.rollout.tensor_model_parallel_size
-        * own.rollout.data_parallel_size
-        * own.rollout.pipeline_model_parallel_size
-    )
     longest = own.rollout.prompt_length + own.rollout.response_length
     return PolicyBatch(
         policy=name,
@@ -79,5 +74,5 @@ def policy_batch(config: Any, name: str, turns_by_agent: Mapping[str, int]) -> P
         tokens=min(own.actor.ppo_max_token_len_per_gpu, max(1, -(-rows // (mini_batches * ranks))) * longest),
         updates=mini_batches * own.actor.ppo_epochs if rows else 0,
         ranks=ranks,
-        servers=ranks // parallel,
+        servers=ranks // ranks_per_server(own.rollout),
     )

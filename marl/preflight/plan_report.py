@@ -7,7 +7,7 @@ import psutil
 import torch
 from omegaconf import DictConfig
 
-from marl.config.policies import all_policies, own_settings, thinking_of
+from marl.config.policies import all_policies, holds_reference, own_settings, thinking_of
 from marl.learners import LEARNERS
 from marl.modules import models
 from marl.preflight import batch_plan, memory_plan, model_checks, plan_report
@@ -69,9 +69,8 @@ def plan_text(
 
 
 def has_reference_here(config: DictConfig, own: DictConfig) -> bool:
-    """verl keeps a reference in the host's memory where there is an accelerator; with adapters there is none."""
-    wanted = own.actor.use_kl_loss or config.algorithm.use_kl_in_reward
-    return bool(wanted and not own.model.lora_rank and config.trainer.device == "cpu")
+    """Whether the reference is on the device: verl keeps it in the host's memory where there is an accelerator."""
+    return holds_reference(config.algorithm, own) and config.trainer.device == "cpu"
 
 
 def card_bytes(device: str) -> float | None:

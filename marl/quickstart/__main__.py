@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from transformers.utils import logging as transformers_logging
 
 from marl import main as marl_main
-from marl.config.overrides import find_verl, new_agents
+from marl.config.overrides import hydra_overrides
 from marl.quickstart.assets import ensure_for
 from marl.report import summary
 from marl.types import Metrics
@@ -76,7 +76,7 @@ def show_step(bar: Bar) -> Callable[[int, int, Metrics], None]:
 
 def run(overrides: list[str], config_name: str = "quickstart") -> Any:
     with initialize_config_module("marl.configs", version_base="1.3"):
-        config = compose(config_name, overrides=find_verl(new_agents(overrides)))
+        config = compose(config_name, overrides=hydra_overrides(overrides))
     with quiet(bool(config.verbose)):
         return warm_up_and_train(config)
 

@@ -17,9 +17,10 @@ from verl.utils.device import get_device_name
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
 
+from marl.config.policies import ranks_per_server
 from marl.modules.models import load_generation_config
 from marl.rollout.decoding import ATTENTION, Answer, Request, bucket, decode, end_ids, padding_token
-from marl.rollout.vllm_sglang import offset_rank, ranks_per_replica
+from marl.rollout.vllm_sglang import offset_rank
 from marl.utils.garbage import freeze_gc
 
 GATHER_SECONDS = 0.002
@@ -255,7 +256,7 @@ class HFServerAdapter(BaseRollout):
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, **_: Any) -> None:
         super().__init__(config, model_config, device_mesh)
         self.replica_rank = offset_rank(self.config)
-        self.rollout_rank = int(os.environ["RANK"]) % ranks_per_replica(self.config)
+        self.rollout_rank = int(os.environ["RANK"]) % ranks_per_server(self.config)
         self.server: Any = None
 
     async def resume(self, tags: list[str]) -> None:

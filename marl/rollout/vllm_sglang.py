@@ -13,6 +13,8 @@ import ray
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, get_rollout_replica_class
 
+from marl.config.policies import ranks_per_server
+
 OFFSET = 1024
 """Ranks between policies: above any policy's replica count, and a multiple of the GPUs of a node, which SGLang needs."""
 SYNC_TIMEOUT_MS = 300_000
@@ -20,10 +22,6 @@ SYNC_TIMEOUT_MS = 300_000
 
 def replica_offset(config: Any) -> int:
     return int(config.custom["replica_offset"])
-
-
-def ranks_per_replica(config: Any) -> int:
-    return config.tensor_model_parallel_size * config.data_parallel_size * config.pipeline_model_parallel_size
 
 
 def offset_replica_class(name: str) -> type[RolloutReplica]:
@@ -67,7 +65,7 @@ def vllm_server_class() -> type:
 
 def offset_rank(config: Any) -> int:
     """The replica that this training rank feeds."""
-    return replica_offset(config) + int(os.environ["RANK"]) // ranks_per_replica(config)
+    return replica_offset(config) + int(os.environ["RANK"]) // ranks_per_server(config)
 
 
 class VLLMServerAdapter:

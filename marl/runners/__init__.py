@@ -21,7 +21,7 @@ from marl.runners.context import ContextOverflow, Overflow
 from marl.runners.decisions import Decide, decide, majority
 from marl.runners.episode import Agent, Generate, LiveEpisode, TooManyTurns, keep, together
 from marl.runners.messages import followed_by, says, user
-from marl.runners.replay import Replay, ReplayDiverged
+from marl.runners.recorded import RecordedAnswers, ReplayDiverged
 from marl.runners.text import ConversationRunner
 
 __all__ = [
@@ -35,7 +35,7 @@ __all__ = [
     "Generate",
     "LiveEpisode",
     "Overflow",
-    "Replay",
+    "RecordedAnswers",
     "ReplayDiverged",
     "Runner",
     "TooManyTurns",

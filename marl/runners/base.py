@@ -27,6 +27,8 @@ class Runner(ABC):
     """At least and at most so many agents; None for no limit."""
     seats: ClassVar[tuple[str, ...]] = ()
     """Keys of the configuration that name an agent; null leaves it to the runner."""
+    votes: ClassVar[bool] = False
+    """The team's answer is decided by :func:`marl.runners.decide`, as the option ``runner.decide`` says."""
     default_credit: ClassVar[str | None] = None
     """What ``credit=auto`` stands for; None leaves it to the learner."""
 
@@ -39,11 +41,6 @@ class Runner(ABC):
     def in_turn(self) -> bool:
         """Whether agents speak one after another, so that no two answers share a round."""
         return False
-
-    @property
-    def votes(self) -> bool:
-        """Whether the team's answer is decided by :func:`marl.runners.decide`: here, where ``runner.decide`` says how."""
-        return hasattr(self.config, "decide")
 
     def last_round(self, agents: Sequence[AgentId]) -> int | None:
         """The last round that there can be; None where it is not known before."""

@@ -28,6 +28,8 @@ class Order(Enum):
 
 @register_runner("debate")
 class Debate(ConversationRunner):
+    votes = True
+
     @dataclass
     class Config(ConversationRunner.Config):
         num_rounds: int = 2

@@ -58,6 +58,8 @@ class Edge:
 
 @register_runner("graph")
 class Graph(ConversationRunner):
+    votes = True
+
     @dataclass
     class Config(ConversationRunner.Config):
         start: str = "answer"

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
-from marl.envs.base import ENVIRONMENTS
+from marl.envs.base import make_environment
 from marl.runners.base import register_runner
 from marl.runners.decisions import agreed
 from marl.runners.episode import Agent, LiveEpisode
@@ -35,8 +36,9 @@ class MultiTurn(ConversationRunner):
         """How many turns the first agent has at most."""
         user: AgentId | None = None
         """The agent that plays the user; it reads what the other says as it is."""
-        environment: str | None = None
-        """A registered environment, such as ``verifier``, that replies to every turn."""
+        environment: Any = None
+        """A registered environment that replies to every turn: its name, such as ``verifier``, or a group of its ``name``
+        and its options."""
         instruction: str = "Check your answer, then answer again."
         """What the agent is told where there is neither user nor environment."""
         stop: Stop = Stop.never
@@ -51,7 +53,7 @@ class MultiTurn(ConversationRunner):
 
     async def run(self, episode: LiveEpisode) -> str | None:
         agent = next(agent for agent in episode.agents if agent.name != self.config.user)
-        environment = ENVIRONMENTS.get(self.config.environment)() if self.config.environment else None
+        environment = make_environment(self.config.environment) if self.config.environment else None
         turns = [await agent.act(agent.prompt)]
         while len(turns) < self.config.num_turns and not await self.over(turns, episode):
             if environment:
@@ -96,7 +98,7 @@ class MultiTurn(ConversationRunner):
             )
         environment, user = self.config.environment, self.config.user
         if environment:
-            ENVIRONMENTS.get(environment)
+            make_environment(environment)
         if len(agents) != (2 if user else 1):
             raise ValueError(
                 f"runner.user={user}: runner={self.config.name} is played by one agent and, where this names one, a second; "

@@ -14,6 +14,7 @@ from marl.types import AgentId
 class PioneerObserver(ConversationRunner):
     num_agents = (2, 2)
     seats = ("pioneer",)
+    votes = True
 
     @dataclass
     class Config(ConversationRunner.Config):

@@ -15,6 +15,7 @@ class SelfPlay(ConversationRunner):
     """Two agents of one policy (``agents.<second>.policy=<first>``), or of two."""
 
     num_agents = (2, 2)
+    votes = True
     default_credit = "zero_sum"
 
     @dataclass

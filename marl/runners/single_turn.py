@@ -11,6 +11,8 @@ from marl.types import AgentId
 
 @register_runner("single_turn")
 class SingleTurn(Runner):
+    votes = True
+
     @dataclass
     class Config(Runner.Config):
         decide: Decide = Decide.majority

@@ -15,6 +15,8 @@ from marl.types import AgentId
 
 @register_runner("voting")
 class Voting(ConversationRunner):
+    votes = True
+
     @dataclass
     class Config(ConversationRunner.Config):
         ballot: bool = False

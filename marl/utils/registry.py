@@ -1,7 +1,7 @@
 """One registry for runners, learners and credit schemes."""
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 from hydra.core.config_store import ConfigStore
@@ -46,8 +46,31 @@ class Registry(Generic[T]):
         make: Any = self.get(node.name)
         return make(OmegaConf.to_object(node), **dependencies)
 
+    def described(self, key: str, options: Mapping[str, Any]) -> type[T]:
+        """The class that a group of the configuration, called ``key``, names. Raises ValueError for unknown names and
+        options."""
+        if "name" not in options:
+            raise ValueError(f"{key}={dict(options)}: no name; expected one of {', '.join(self.names())}")
+        cls: Any = self.get(options["name"])
+        known = cls.Config.__dataclass_fields__
+        for option in options:
+            if option not in known:
+                raise ValueError(
+                    f"{key}.{option}: {self.kind} {options['name']!r} has no such key; known: {', '.join(known)}."
+                    f"{did_you_mean(option, known)}"
+                )
+        return cls
+
     def names(self) -> list[str]:
         return sorted(self._entries)
+
+
+def typed(key: str, config: type, options: Mapping[str, Any]) -> Any:
+    """The typed config of these options. Raises ValueError for values of another type."""
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config), dict(options)))
+    except ValueError as error:
+        raise ValueError(f"{key}={dict(options)}: {str(error).splitlines()[0]}") from None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

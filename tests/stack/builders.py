@@ -7,7 +7,7 @@ import torch
 
 from marl.report import dump
 from marl.rewards import extractor, hider
-from marl.runners import Replay, scripted
+from marl.runners import RecordedAnswers, scripted
 
 SAME = ("grad_norm", "loss", "ppo_kl", "entropy", "score", "explained_variance", "vf_loss", "accuracy")
 
@@ -66,7 +66,7 @@ def replayed(trainer, episode, **options):
     record = trainer.controller
     return asyncio.run(
         scripted.play(
-            record.runner, episode.task, episode.agents, Replay(episode, **options), roles=record.roles, seed=episode.seed,
+            record.runner, episode.task, episode.agents, RecordedAnswers(episode, **options), roles=record.roles, seed=episode.seed,
             accuracy=episode.accuracy,
         )
     )  # fmt: skip

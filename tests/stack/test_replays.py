@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from marl.controller import alternative_rollouts
-from marl.learners.counterfactual_credit import Replay, ReturnOf
+from marl.learners.counterfactual_credit import ReplayCredit, ReturnOf
 from marl.report import dump
 from marl.rewards import extractor, hider
 from tests.stack.builders import plays_again
@@ -55,7 +55,7 @@ def played(judged):
 
 
 def replay(live, episodes, step=0, **options):
-    plan = Replay.Config(name="replay", **options)
+    plan = ReplayCredit.Config(name="replay", **options)
     return live.wait(alternative_rollouts.replay(live.trainer.controller, episodes, plan, step, lambda turn: True))
 
 

@@ -14,7 +14,7 @@ from marl.controller.controller import team_score
 from marl.envs import GAMES, TABLES, Game, make_game, register_game
 from marl.learners import CREDITS
 from marl.learners.credit import returns_to_go
-from marl.runners import RUNNERS, Replay, scripted
+from marl.runners import RUNNERS, RecordedAnswers, scripted
 from marl.types import Score, Task
 
 TASK = Task("t", [{"role": "user", "content": "how many ?"}], "0", "marl/game", lambda text: None)
@@ -185,7 +185,8 @@ def test_what_is_no_game_is_told(options, num_agents, said):
 
 def test_the_game_of_the_document_is_one(monkeypatch):
     monkeypatch.setattr(GAMES, "_entries", dict(GAMES._entries))
-    (source,) = re.findall(r"```python\n(.*?)```", Path("docs/runners.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", Path("docs/runners.md").read_text(), re.DOTALL)
+    (source,) = [block for block in blocks if "register_game" in block]
     exec(source, {"__name__": "own"})
     game = make_game({"name": "volunteer"}, 3)
     assert pays(game, (0, 0, 1)) == [1, 1, 0.5] and pays(game, (0, 0, 0)) == [0, 0, 0]
@@ -407,9 +408,11 @@ def test_who_names_no_action_is_counted():
 
 def test_a_recorded_game_is_played_again_and_goes_on_with_another_action():
     runner, record = play(lambda agent, round, seen: "1", name="two_step")
-    again = asyncio.run(scripted.play(runner, TASK, record.agents, Replay(record)))
+    again = asyncio.run(scripted.play(runner, TASK, record.agents, RecordedAnswers(record)))
     assert again == record
-    other = Replay(record, scripted.scripted(lambda agent, round, seen: "1"), {("alice", 1, 0): record.turns[1]})
+    other = RecordedAnswers(
+        record, scripted.scripted(lambda agent, round, seen: "1"), {("alice", 1, 0): record.turns[1]}
+    )
     other.instead["alice", 1, 0] = type(record.turns[0])("alice", 1, record.turns[0].observation, "0")
     changed = asyncio.run(scripted.play(runner, TASK, record.agents, other))
     assert changed.settled == Score(7.0, "1 1")

@@ -10,12 +10,14 @@ from marl.learners import CREDITS, LEARNERS
 from marl.learners.groups import GroupKey
 from tests.builders import FakeGroup, batch_of, build_learner as build, episode
 
-CREDIT_FREE = [name for name in LEARNERS.names() if LEARNERS.get(name).compares_samples]
 GAE = ("ippo", "mappo", "happo")
 
 
 def credit_of(name):
     return (LEARNERS.get(name).credits or ("own",))[0]
+
+
+CREDIT_FREE = [name for name in LEARNERS.names() if build(name, credit_of(name)).compares_samples]
 
 
 def advantages(name, batch, credit=None, **options):

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from marl.controller.controller import outcomes
-from marl.runners import RUNNERS, Replay, ReplayDiverged, Runner, TooManyTurns, keep, scripted
+from marl.runners import RUNNERS, RecordedAnswers, ReplayDiverged, Runner, TooManyTurns, keep, scripted
 from marl.runners.debate import Sees
 from marl.types import Score, Task
 from recipe.peer_review import PeerReview
@@ -40,7 +40,7 @@ def test_answers_from_a_list_and_texts_that_tell_turns_apart():
 
 def test_it_is_played_again_and_from_its_middle():
     record = asyncio.run(scripted.play(RUNNER, TASK, ["a", "b"], scripted.scripted(script)))
-    again = asyncio.run(scripted.play(RUNNER, TASK, ["a", "b"], Replay(record)))
+    again = asyncio.run(scripted.play(RUNNER, TASK, ["a", "b"], RecordedAnswers(record)))
     assert again.turns == record.turns and again.answer == record.answer
     review = next(turn for turn in record.turns if turn.place == ("b", 2, 0))
 
@@ -48,7 +48,7 @@ def test_it_is_played_again_and_from_its_middle():
         assert round == 3, "all before, and what was said at the same time, is as it was"
         return "7"
 
-    changed = Replay(record, scripted.scripted(other), {review.place: type(review)("b", 2, [], "it is 7")})
+    changed = RecordedAnswers(record, scripted.scripted(other), {review.place: type(review)("b", 2, [], "it is 7")})
     resumed = asyncio.run(scripted.play(RUNNER, TASK, ["a", "b"], changed))
     assert resumed.trajectory("a")[2].observation[-1]["content"] == "b:it is 7 Again." and resumed.answer == "7"
     assert {turn.text for turn in resumed.turns if turn.round < 3} == {"4", "5", "a doubts it", "it is 7"}
@@ -58,7 +58,7 @@ def test_what_comes_after_a_change_is_asked_anew_even_where_the_agent_is_shown_t
     ring = RUNNERS.get("debate").Config("debate", sees=Sees.ring)
     runner, team = RUNNERS.get("debate")(ring), ["a", "b", "c"]
     record = asyncio.run(scripted.play(runner, TASK, team, scripted.scripted(scripted.listed(["4"]))))
-    changed = Replay(record, scripted.scripted(lambda agent, round, seen: "7"), {("a", 1, 0): None})
+    changed = RecordedAnswers(record, scripted.scripted(lambda agent, round, seen: "7"), {("a", 1, 0): None})
     resumed = asyncio.run(scripted.play(runner, TASK, team, changed))
     assert [(*turn.place[:2], turn.text) for turn in resumed.turns] == [
         ("a", 1, "7"), ("b", 1, "4"), ("c", 1, "4"), ("a", 2, "7"), ("b", 2, "7"), ("c", 2, "7"),
@@ -69,7 +69,7 @@ def test_a_recorded_answer_keeps_its_score_and_what_is_none_has_to_earn_it_again
     record = asyncio.run(scripted.play(RUNNER, TASK, ["a", "b"], scripted.scripted(script)))
     for turn in record.turns:
         turn.score = Score(1.0, None)
-    again = asyncio.run(scripted.play(RUNNER, TASK, ["a", "b"], Replay(record)))
+    again = asyncio.run(scripted.play(RUNNER, TASK, ["a", "b"], RecordedAnswers(record)))
     assert [turn.score is None for turn in again.trajectory("a")] == [False, True, False]
 
 
@@ -77,7 +77,7 @@ def test_a_record_of_another_runner_is_refused():
     record = asyncio.run(scripted.play(RUNNER, TASK, ["a", "b"], scripted.scripted(script)))
     record.turns = [turn for turn in record.turns if turn.round < 3]
     try:
-        asyncio.run(scripted.play(RUNNER, TASK, ["a", "b"], Replay(record)))
+        asyncio.run(scripted.play(RUNNER, TASK, ["a", "b"], RecordedAnswers(record)))
     except ReplayDiverged as error:
         assert "holds no turn of 'a' in round 3" in str(error)
     else:

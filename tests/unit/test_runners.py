@@ -119,3 +119,9 @@ def test_a_runner_may_ask_for_a_score_and_it_is_asked_for_once():
 
     record = play(Asks(Asks.Config(name="asks")), lambda agent, round: "4")
     assert asked[0] is asked[1] is record.turns[0].score and asked[0].value == 1.0
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_runner_votes_where_its_options_say_how(name):
+    cls = RUNNERS.get(name)
+    assert cls.votes == ("decide" in cls.Config.__dataclass_fields__)

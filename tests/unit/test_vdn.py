@@ -8,7 +8,8 @@ from marl.batch.utility_inputs import SHARED, JointStates, UtilityTurns
 from marl.batch.values import gradient_rows, lay_utilities, place_values
 from marl.cluster.workers.critic_loss import critic_loss
 from marl.learners import LEARNERS
-from marl.learners.mixer_fit import Advantage, JointActions, pairs_within, whitened
+from marl.learners.decisions import whitened
+from marl.learners.mixer_fit import Advantage, JointActions, pairs_within
 from marl.utils.ragged import jagged
 from tests.builders import AGENTS, TableCritic, batch_of, build_learner as build, episode, fit, read, two_rounds
 
@@ -204,7 +205,7 @@ def test_whitening_is_per_policy_and_a_single_turn_is_compared_with_nothing():
     for rows in batch.rows.values():
         turns = torch.stack([row[0] for row in rows["advantages"].unbind()])
         assert float(turns.mean()) == pytest.approx(0, abs=1e-6) and float(turns.std()) == pytest.approx(1, abs=1e-3)
-    assert whitened(torch.tensor([3.0])).tolist() == [0.0]
+    assert whitened(torch.tensor([3.0]), torch.ones(1)).tolist() == [0.0]
 
 
 def test_the_fit_descends_on_the_teams_error_and_v_follows_q():

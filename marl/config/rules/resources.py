@@ -3,6 +3,7 @@
 from typing import Any
 
 from marl.config.errors import ConfigError
+from marl.config.policies import ranks_per_server
 
 
 def ranks_divide_among_servers(config: Any) -> None:
@@ -12,7 +13,7 @@ def ranks_divide_among_servers(config: Any) -> None:
             f"trainer.nnodes={config.trainer.nnodes} x trainer.n_gpus_per_node={config.trainer.n_gpus_per_node} gives a "
             "policy no rank; both must be at least 1"
         )
-    servers = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
+    servers = ranks_per_server(rollout)
     if ranks % servers:
         raise ConfigError(
             f"a policy's {ranks} ranks (trainer.nnodes x trainer.n_gpus_per_node) do not divide into servers of "

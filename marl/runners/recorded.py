@@ -16,7 +16,7 @@ class ReplayDiverged(ValueError):
     """A runner asked for a turn that the recorded episode does not hold."""
 
 
-class Replay:
+class RecordedAnswers:
     """A ``generate`` that gives recorded answers.
 
     ``instead`` puts other turns in the places of recorded ones; one that was said to another observation lends its text and is
