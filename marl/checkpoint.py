@@ -7,7 +7,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 
 from marl.preflight.run_folder import RUN
 from marl.report import summary
-from marl.types import Task
+from marl.types import Metrics, Task
 from marl.utils import folders
 from marl.utils.metrics import RunningMean
 
@@ -97,7 +97,7 @@ def load_learner(trainer: Any, state: dict[str, Any]) -> None:
         logger.warning("the learner begins anew: %s", error)
 
 
-def summarise(trainer: Any) -> None:
+def summarise(trainer: Any, baselines: Mapping[str, Metrics]) -> None:
     """Write ``summary.json`` and ``curves.png``, where anything was validated."""
     if not trainer.history:
         return
@@ -110,7 +110,7 @@ def summarise(trainer: Any) -> None:
         log_prob_gap_max=trainer.log_prob_gap_max,
         sampled_tokens=trainer.sampled_tokens,
         degenerate_groups=trainer.degenerate.mean,
-        baselines=trainer.baselines,
+        baselines=baselines,
     )
     folder = trainer.report_folder
     folder.mkdir(parents=True, exist_ok=True)

@@ -65,9 +65,6 @@ class MARLTrainer:
         """Share of groups that taught nothing, over all steps, where the learner compares groups."""
         self.degenerate_alarm = DegenerateGroups(config.controller.degenerate_steps)
         self.lazy_agents = LazyAgents(config.controller.lazy_agent_share)
-        self.token_budget: int | None = None
-        """Training ends once it has sampled so many tokens; None for no such end."""
-        self.baselines: dict[str, Metrics] = {}
         self.histories: dict[str, dict[int, Metrics]] = {}
         """Team metrics of each validation, by the data that was validated on and by step."""
         self.trained_agents = [name for name, agent in config.agents.items() if agent.trainable]
@@ -97,8 +94,9 @@ class MARLTrainer:
         policies = {agent: self.policy_map.policy(agent, 1) for agent in self.trained_agents}
         return {agent: self.controller.sampling(agent, own, False)["temperature"] for agent, own in policies.items()}
 
-    async def fit(self) -> None:
-        """Train to the last step; validate before the first, every ``trainer.test_freq`` and after the last."""
+    async def fit(self, token_budget: int | None = None) -> None:
+        """Train to the last step, or until ``token_budget`` tokens are sampled; validate before the first step, every
+        ``trainer.test_freq`` and after the last."""
         trainer = self.config.trainer
         await self.resume()
         self.tracking = tracking_of(trainer, settings_of(self.config), self.step_number)
@@ -115,17 +113,17 @@ class MARLTrainer:
         if trainer.val_only:
             return self.summarise()
         batches = self._batches()
-        while self.step_number < self.total_steps and not self.spent:
+        while not self.is_over(token_budget):
             self.step_number += 1
             metrics = await self.step(next(batches))
-            metrics |= await self.keep()
+            metrics |= await self.keep(last=self.is_over(token_budget))
             self.tracking.log(metrics, self.step_number)
             self.progress(self.step_number, self.total_steps, metrics)
         self.summarise()
 
-    async def keep(self) -> Metrics:
+    async def keep(self, last: bool) -> Metrics:
         """Validate and save where this step is one for it; the weights are saved even where their validation fails."""
-        trainer, last = self.config.trainer, self.step_number == self.total_steps or self.spent
+        trainer = self.config.trainer
         saves = is_due(trainer.save_freq, self.step_number) or (last and trainer.save_final)
         metrics: Metrics = {}
         try:
@@ -141,9 +139,10 @@ class MARLTrainer:
             logger.warning("the weights of the last step, %d, are not kept: trainer.save_final=false", self.step_number)
         return metrics
 
-    @property
-    def spent(self) -> bool:
-        return self.token_budget is not None and self.sampled_tokens >= self.token_budget
+    def is_over(self, token_budget: int | None) -> bool:
+        """Whether the last step is done, or the budget spent."""
+        spent = token_budget is not None and self.sampled_tokens >= token_budget
+        return spent or self.step_number >= self.total_steps
 
     async def step(self, tasks: Sequence[Task]) -> Metrics:
         phase, started = PhaseTimer(), time.perf_counter()
@@ -305,9 +304,9 @@ class MARLTrainer:
     async def resume(self) -> None:
         await checkpoint.resume(self)
 
-    def summarise(self) -> None:
-        """Leave ``summary.json`` and ``curves.png``."""
-        checkpoint.summarise(self)
+    def summarise(self, baselines: Mapping[str, Metrics] | None = None) -> None:
+        """Leave ``summary.json``, with these baselines, and ``curves.png``."""
+        checkpoint.summarise(self, baselines or {})
 
     def _batches(self):
         while True:

@@ -67,6 +67,12 @@ def table(history: History) -> Table:
     return result
 
 
+def read_json(folder: Path) -> dict[str, Any]:
+    """The summary in a folder; nothing where there is none."""
+    path = folder / "summary.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
 def baseline_table(
     history: History, baselines: Mapping[str, Metrics], sampled_tokens: int, degenerate_groups: float | None = None
 ) -> Table:
