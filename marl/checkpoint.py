@@ -46,7 +46,7 @@ async def save(trainer: Any) -> None:
             "policies": sorted(trainer.policies),
             "critics": sorted(trainer.critics.groups),
             "references": trainer.references.state_dict(),
-            "degenerate": [trainer.degenerate.total, trainer.degenerate.count],
+            "running_means": {name: [mean.total, mean.count] for name, mean in trainer.learner.running_means.items()},
             "accuracy": trainer.controller.accuracy.state_dict(),
             "log_prob_gap_max": trainer.log_prob_gap_max,
             "histories": {data: list(history.items()) for data, history in trainer.histories.items()},
@@ -80,7 +80,7 @@ async def resume(trainer: Any) -> None:
     load_learner(trainer, torch.load(folder / "learner.pt", weights_only=True))
     trainer.step_number, trainer.log_prob_gap_max = state["step"], state["log_prob_gap_max"]
     trainer.sampled_tokens, trainer.turns_per_episode = state["sampled_tokens"], state["turns_per_episode"]
-    trainer.degenerate = RunningMean(*state["degenerate"])
+    trainer.learner.running_means = {name: RunningMean(*mean) for name, mean in state["running_means"].items()}
     trainer.controller.accuracy.load_state_dict(state["accuracy"])
     trainer.histories = {data: dict(history) for data, history in state["histories"].items()}
     logger.warning("resumed from %s", folder)
@@ -109,7 +109,7 @@ def summarise(trainer: Any, baselines: Mapping[str, Metrics]) -> None:
         seed=trainer.config.seed,
         log_prob_gap_max=trainer.log_prob_gap_max,
         sampled_tokens=trainer.sampled_tokens,
-        degenerate_groups=trainer.degenerate.mean,
+        learner=trainer.learner.summary(),
         baselines=baselines,
     )
     folder = trainer.report_folder

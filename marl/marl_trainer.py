@@ -27,7 +27,7 @@ from marl.report.alarms import DegenerateGroups
 from marl.report.credit_shares import LazyAgents, credit_shares
 from marl.report.turn_numbers import turn_numbers
 from marl.types import AgentId, CriticName, Episode, Metrics, PolicyName, Task, Turn
-from marl.utils.metrics import PhaseTimer, RunningMean, must_be_finite, prefixed
+from marl.utils.metrics import PhaseTimer, must_be_finite, prefixed
 from marl.utils.tracking import tracking_of
 
 logger = logging.getLogger(__name__)
@@ -61,8 +61,6 @@ class MARLTrainer:
         self.log_prob_gap_max = 0.0
         self.sampled_tokens = 0
         self.turns_per_episode = 0.0
-        self.degenerate = RunningMean()
-        """Share of groups that taught nothing, over all steps, where the learner compares groups."""
         self.degenerate_alarm = DegenerateGroups(config.controller.degenerate_steps)
         self.lazy_agents = LazyAgents(config.controller.lazy_agent_share)
         self.histories: dict[str, dict[int, Metrics]] = {}
@@ -167,7 +165,7 @@ class MARLTrainer:
             fits = await self.fit_critics(batch) if self.learner.fits_first else {}
         with phase("credit"):
             credit_metrics = self.learner.assign_credit(batch)
-            self._look_at_groups(credit_metrics)
+            self.degenerate_alarm.look(credit_metrics, self.step_number)
             credit_metrics |= self._credit_shares(batch)
         with phase("update"):
             updates, later_fits = await self.update(batch)
@@ -327,12 +325,6 @@ class MARLTrainer:
         for agent in self.config.agents:
             metrics |= prefixed(f"agent/{agent}", conversation.agent_metrics(episodes, agent))
         return metrics
-
-    def _look_at_groups(self, credit_metrics: Metrics) -> None:
-        share = credit_metrics.get("team/degenerate_groups")
-        if share is not None:
-            self.degenerate.add(share)
-            self.degenerate_alarm.look(share, self.step_number)
 
     def _credit_shares(self, batch: JointBatch) -> Metrics:
         shares = credit_shares(batch, self.trained_agents)

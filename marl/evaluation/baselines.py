@@ -74,8 +74,7 @@ def of_history(trainer: MARLTrainer) -> Metrics:
     """Accuracy of the last round at the last validation, the tokens that were trained on, and the share of groups that
     taught nothing."""
     last = trainer.history[max(trainer.history)]
-    degenerate = {} if trainer.degenerate.mean is None else {"degenerate_groups": trainer.degenerate.mean}
-    return degenerate | {
+    return trainer.learner.summary() | {
         "accuracy": summary.last_accuracy(last),
         "sampled_tokens": float(trainer.sampled_tokens),
         "steps": float(trainer.step_number),

@@ -111,6 +111,6 @@ def test_instruction_variants_against_a_single_instruction_at_equal_cost(small, 
     assert list(trainer.policies) == ["alice"]
     for share in (found["degenerate_groups"], found["baselines"]["solo"]["degenerate_groups"]):
         assert 0 <= share <= 1
-    assert trainer.degenerate.count == 2, "a share of every step"
+    assert trainer.learner.running_means["degenerate_groups"].count == 2, "a share of every step"
     solo = json.loads((tmp_path / "baseline_solo" / "summary.json").read_text())
     assert solo["sampled_tokens"] >= found["sampled_tokens"] * 0.9
