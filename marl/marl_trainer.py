@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from marl import checkpoint
-from marl.batch.ballots import ballots_of
 from marl.batch.build import joint_batch
 from marl.batch.joint import JointBatch
 from marl.cluster.critics import Critics
@@ -18,7 +17,7 @@ from marl.cluster.policy_group import RayPolicyGroup
 from marl.cluster.references import References
 from marl.cluster.worker_group import throughput
 from marl.config.identity import settings_of
-from marl.controller import alternative_rollouts
+from marl.controller.alternative_rollouts import AlternativeRollouts
 from marl.controller.controller import Collection, Controller
 from marl.controller.policy_map import PolicyMap
 from marl.learners import Learner
@@ -150,10 +149,7 @@ class MARLTrainer:
             scored = await self.controller.score(collection.episodes, self.step_number)
         played = [episode for episode in scored if episode.turns]  # a prompt that is too long leaves nothing to train
         self._count(played)
-        replay_metrics: Metrics = {}
-        if self.learner.credit.replays:
-            with phase("replay"):
-                replay_metrics = await self.replay(played)
+        gathered_metrics = await self.gather(played, phase)
         await asyncio.gather(*(group.free_servers() for group in self.policies.values()))
         episodes, batch = self.readable(played)
         with phase("log_probs"):
@@ -175,7 +171,7 @@ class MARLTrainer:
         seconds = time.perf_counter() - started
         metrics = credit_metrics | token_metrics | reference_metrics
         metrics |= self._team_metrics(scored, collection, refused=len(played) - len(episodes))
-        metrics |= self._policy_metrics(updates) | self._critic_metrics(fits | later_fits) | replay_metrics
+        metrics |= self._policy_metrics(updates) | self._critic_metrics(fits | later_fits) | gathered_metrics
         metrics |= self.controller.reward.metrics() | phase.metrics()
         turns, critics = float(batch.mask_ERA.sum()), list(self.critics.groups.values())
         metrics |= throughput(list(self.policies.values()), critics, turns, seconds)
@@ -197,19 +193,20 @@ class MARLTrainer:
         samples = self.config.actor_rollout_ref.rollout.n
         return await self._served("collect", self.controller.collect(tasks, samples, self.step_number))
 
-    async def replay(self, episodes: Sequence[Episode]) -> Metrics:
-        """Try other answers in the place of trained turns, and play on from them with the same weights."""
+    async def gather(self, episodes: Sequence[Episode], phase: PhaseTimer) -> Metrics:
+        """Let the credit scheme play for its evidence with the same weights, where it needs more than the episodes."""
+        rollouts = AlternativeRollouts(self.controller, self.step_number, self._trains)
+        plays = self.learner.credit.gather(episodes, rollouts)
+        if plays is None:
+            return {}
+        with phase("replay"):
+            gathered = await self._served("replay", plays)
+        self.sampled_tokens += gathered.sampled_tokens
+        return gathered.metrics
+
+    def _trains(self, turn: Turn) -> bool:
         rounds = self.learner.config.train_rounds
-
-        def trained(turn: Turn) -> bool:
-            return turn.agent in self.trained_agents and (rounds is None or turn.round in rounds)
-
-        plan: Any = self.learner.credit.config
-        metrics = await self._served(
-            "replay", alternative_rollouts.replay(self.controller, episodes, plan, self.step_number, trained)
-        )
-        self.sampled_tokens += int(metrics["replay/tokens"])
-        return metrics
+        return turn.agent in self.trained_agents and (rounds is None or turn.round in rounds)
 
     async def _served(self, phase: str, work: Awaitable[T]) -> T:
         """Await what asks the servers, and note how long each computed for it."""
@@ -223,8 +220,7 @@ class MARLTrainer:
     def batch_of(self, episodes: Sequence[Episode]) -> JointBatch:
         rounds, settings = self.learner.config.train_rounds, self.config.controller
         batch = joint_batch(episodes, list(self.config.agents), self.temperatures, rounds, settings.pack_turns)
-        if self.learner.credit.votes:
-            batch.ballots = [ballots_of(episode, settings.no_answer_score or 0.0) for episode in episodes]
+        self.learner.credit.add_evidence(batch, episodes, settings.no_answer_score or 0.0)
         return batch
 
     def readable(self, episodes: Sequence[Episode]) -> tuple[list[Episode], JointBatch]:
