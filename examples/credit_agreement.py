@@ -20,14 +20,13 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from marl.batch.ballots import ballots_of
 from marl.batch.joint import JointBatch
 from marl.build import build
 from marl.cluster.session import session
 from marl.config.overrides import hydra_overrides
-from marl.controller import alternative_rollouts
+from marl.controller.alternative_rollouts import AlternativeRollouts
 from marl.learners import CREDITS
-from marl.learners.counterfactual_credit import ReplayCredit, ReturnOf
+from marl.learners.replay import ReplayCredit, ReturnOf
 from marl.preflight.compatibility import make_learner
 from marl.preflight.prepare import prepare
 from marl.quickstart.assets import RECIPES, ensure
@@ -77,8 +76,9 @@ def advantages(trainer: Any, episodes: Sequence[Episode], credit: str, options: 
     config = OmegaConf.create(trainer.config)
     config.credit = OmegaConf.merge(OmegaConf.structured(CREDITS.get(credit).Config(name=credit)), options)
     batch = trainer.batch_of(episodes)
-    batch.ballots = [ballots_of(episode) for episode in episodes]
-    make_learner(config).assign_credit(batch)
+    learner = make_learner(config)
+    learner.credit.add_evidence(batch, episodes)
+    learner.assign_credit(batch)
     return of_turns(batch)
 
 
@@ -116,10 +116,8 @@ def measure(trainer: Any, loop: Any, given: argparse.Namespace) -> tuple[list[tu
         of=ReturnOf[given.of],
         train_alternatives=False,
     )
-    print(
-        loop.run_until_complete(alternative_rollouts.replay(controller, replayed, plan, step, lambda turn: True)),
-        flush=True,
-    )
+    rollouts = AlternativeRollouts(controller, step, lambda turn: True)
+    print(loop.run_until_complete(ReplayCredit(plan).gather(replayed, rollouts)).metrics, flush=True)
     turns = [turn for episode in episodes for turn in episode.turns]
     tried = [i for i, turn in enumerate(turns) if turn.outcomes]
     truth = torch.tensor([outcome_gain(turns[i].outcomes) for i in tried])

@@ -9,7 +9,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ import torch
 
 from marl.preflight.run_folder import RUN
 from marl.report import summary
-from marl.types import Task
+from marl.types import Metrics, Task
 from marl.utils import folders
 from marl.utils.metrics import RunningMean
 
@@ -51,7 +51,7 @@ async def save(trainer: MARLTrainer) -> None:
             "policies": sorted(trainer.policies),
             "critics": sorted(trainer.critics.groups),
             "references": trainer.references.state_dict(),
-            "degenerate": [trainer.degenerate.total, trainer.degenerate.count],
+            "running_means": {name: [mean.total, mean.count] for name, mean in trainer.learner.running_means.items()},
             "accuracy": trainer.controller.accuracy.state_dict(),
             "log_prob_gap_max": trainer.log_prob_gap_max,
             "histories": {data: list(history.items()) for data, history in trainer.histories.items()},
@@ -85,7 +85,7 @@ async def resume(trainer: MARLTrainer) -> None:
     load_learner(trainer, torch.load(folder / "learner.pt", weights_only=True))
     trainer.step_number, trainer.log_prob_gap_max = state["step"], state["log_prob_gap_max"]
     trainer.sampled_tokens, trainer.turns_per_episode = state["sampled_tokens"], state["turns_per_episode"]
-    trainer.degenerate = RunningMean(*state["degenerate"])
+    trainer.learner.running_means = {name: RunningMean(*mean) for name, mean in state["running_means"].items()}
     trainer.controller.accuracy.load_state_dict(state["accuracy"])
     trainer.histories = {data: dict(history) for data, history in state["histories"].items()}
     logger.warning("resumed from %s", folder)
@@ -102,7 +102,7 @@ def load_learner(trainer: MARLTrainer, state: dict[str, Any]) -> None:
         logger.warning("the learner begins anew: %s", error)
 
 
-def summarise(trainer: MARLTrainer) -> None:
+def summarise(trainer: MARLTrainer, baselines: Mapping[str, Metrics]) -> None:
     """Write ``summary.json`` and ``curves.png``, where anything was validated."""
     if not trainer.history:
         return
@@ -114,8 +114,8 @@ def summarise(trainer: MARLTrainer) -> None:
         seed=trainer.config.seed,
         log_prob_gap_max=trainer.log_prob_gap_max,
         sampled_tokens=trainer.sampled_tokens,
-        degenerate_groups=trainer.degenerate.mean,
-        baselines=trainer.baselines,
+        learner=trainer.learner.summary(),
+        baselines=baselines,
     )
     folder = trainer.report_folder
     folder.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from marl import checkpoint
-from marl.batch.ballots import ballots_of
 from marl.batch.build import joint_batch
 from marl.batch.joint import JointBatch
 from marl.cluster.critics import Critics
@@ -18,7 +17,7 @@ from marl.cluster.policy_group import RayPolicyGroup
 from marl.cluster.references import References
 from marl.cluster.worker_group import throughput
 from marl.config.identity import settings_of
-from marl.controller import alternative_rollouts
+from marl.controller.alternative_rollouts import AlternativeRollouts
 from marl.controller.controller import Collection, Controller
 from marl.controller.policy_map import PolicyMap
 from marl.learners import Learner
@@ -27,7 +26,7 @@ from marl.report.alarms import DegenerateGroups
 from marl.report.credit_shares import LazyAgents, credit_shares
 from marl.report.turn_numbers import turn_numbers
 from marl.types import AgentId, CriticName, Episode, Metrics, PolicyName, Task, Turn
-from marl.utils.metrics import PhaseTimer, RunningMean, must_be_finite, prefixed
+from marl.utils.metrics import PhaseTimer, must_be_finite, prefixed
 from marl.utils.tracking import tracking_of
 
 logger = logging.getLogger(__name__)
@@ -61,13 +60,8 @@ class MARLTrainer:
         self.log_prob_gap_max = 0.0
         self.sampled_tokens = 0
         self.turns_per_episode = 0.0
-        self.degenerate = RunningMean()
-        """Share of groups that taught nothing, over all steps, where the learner compares groups."""
         self.degenerate_alarm = DegenerateGroups(config.controller.degenerate_steps)
         self.lazy_agents = LazyAgents(config.controller.lazy_agent_share)
-        self.token_budget: int | None = None
-        """Training ends once it has sampled so many tokens; None for no such end."""
-        self.baselines: dict[str, Metrics] = {}
         self.histories: dict[str, dict[int, Metrics]] = {}
         """Team metrics of each validation, by the data that was validated on and by step."""
         self.trained_agents = [name for name, agent in config.agents.items() if agent.trainable]
@@ -97,8 +91,9 @@ class MARLTrainer:
         policies = {agent: self.policy_map.policy(agent, 1) for agent in self.trained_agents}
         return {agent: self.controller.sampling(agent, own, False)["temperature"] for agent, own in policies.items()}
 
-    async def fit(self) -> None:
-        """Train to the last step; validate before the first, every ``trainer.test_freq`` and after the last."""
+    async def fit(self, token_budget: int | None = None) -> None:
+        """Train to the last step, or until ``token_budget`` tokens are sampled; validate before the first step, every
+        ``trainer.test_freq`` and after the last."""
         trainer = self.config.trainer
         await self.resume()
         self.tracking = tracking_of(trainer, settings_of(self.config), self.step_number)
@@ -115,17 +110,17 @@ class MARLTrainer:
         if trainer.val_only:
             return self.summarise()
         batches = self._batches()
-        while self.step_number < self.total_steps and not self.spent:
+        while not self.is_over(token_budget):
             self.step_number += 1
             metrics = await self.step(next(batches))
-            metrics |= await self.keep()
+            metrics |= await self.keep(last=self.is_over(token_budget))
             self.tracking.log(metrics, self.step_number)
             self.progress(self.step_number, self.total_steps, metrics)
         self.summarise()
 
-    async def keep(self) -> Metrics:
+    async def keep(self, last: bool) -> Metrics:
         """Validate and save where this step is one for it; the weights are saved even where their validation fails."""
-        trainer, last = self.config.trainer, self.step_number == self.total_steps or self.spent
+        trainer = self.config.trainer
         saves = is_due(trainer.save_freq, self.step_number) or (last and trainer.save_final)
         metrics: Metrics = {}
         try:
@@ -141,9 +136,10 @@ class MARLTrainer:
             logger.warning("the weights of the last step, %d, are not kept: trainer.save_final=false", self.step_number)
         return metrics
 
-    @property
-    def spent(self) -> bool:
-        return self.token_budget is not None and self.sampled_tokens >= self.token_budget
+    def is_over(self, token_budget: int | None) -> bool:
+        """Whether the last step is done, or the budget spent."""
+        spent = token_budget is not None and self.sampled_tokens >= token_budget
+        return spent or self.step_number >= self.total_steps
 
     async def step(self, tasks: Sequence[Task]) -> Metrics:
         phase, started = PhaseTimer(), time.perf_counter()
@@ -153,10 +149,7 @@ class MARLTrainer:
             scored = await self.controller.score(collection.episodes, self.step_number)
         played = [episode for episode in scored if episode.turns]  # a prompt that is too long leaves nothing to train
         self._count(played)
-        replay_metrics: Metrics = {}
-        if self.learner.credit.replays:
-            with phase("replay"):
-                replay_metrics = await self.replay(played)
+        gathered_metrics = await self.gather(played, phase)
         await asyncio.gather(*(group.free_servers() for group in self.policies.values()))
         episodes, batch = self.readable(played)
         with phase("log_probs"):
@@ -168,7 +161,7 @@ class MARLTrainer:
             fits = await self.fit_critics(batch) if self.learner.fits_first else {}
         with phase("credit"):
             credit_metrics = self.learner.assign_credit(batch)
-            self._look_at_groups(credit_metrics)
+            self.degenerate_alarm.look(credit_metrics, self.step_number)
             credit_metrics |= self._credit_shares(batch)
         with phase("update"):
             updates, later_fits = await self.update(batch)
@@ -178,7 +171,7 @@ class MARLTrainer:
         seconds = time.perf_counter() - started
         metrics = credit_metrics | token_metrics | reference_metrics
         metrics |= self._team_metrics(scored, collection, refused=len(played) - len(episodes))
-        metrics |= self._policy_metrics(updates) | self._critic_metrics(fits | later_fits) | replay_metrics
+        metrics |= self._policy_metrics(updates) | self._critic_metrics(fits | later_fits) | gathered_metrics
         metrics |= self.controller.reward.metrics() | phase.metrics()
         turns, critics = float(batch.mask_ERA.sum()), list(self.critics.groups.values())
         metrics |= throughput(list(self.policies.values()), critics, turns, seconds)
@@ -200,19 +193,20 @@ class MARLTrainer:
         samples = self.config.actor_rollout_ref.rollout.n
         return await self._served("collect", self.controller.collect(tasks, samples, self.step_number))
 
-    async def replay(self, episodes: Sequence[Episode]) -> Metrics:
-        """Try other answers in the place of trained turns, and play on from them with the same weights."""
+    async def gather(self, episodes: Sequence[Episode], phase: PhaseTimer) -> Metrics:
+        """Let the credit scheme play for its evidence with the same weights, where it needs more than the episodes."""
+        rollouts = AlternativeRollouts(self.controller, self.step_number, self._trains)
+        plays = self.learner.credit.gather(episodes, rollouts)
+        if plays is None:
+            return {}
+        with phase("replay"):
+            gathered = await self._served("replay", plays)
+        self.sampled_tokens += gathered.sampled_tokens
+        return gathered.metrics
+
+    def _trains(self, turn: Turn) -> bool:
         rounds = self.learner.config.train_rounds
-
-        def trained(turn: Turn) -> bool:
-            return turn.agent in self.trained_agents and (rounds is None or turn.round in rounds)
-
-        plan: Any = self.learner.credit.config
-        metrics = await self._served(
-            "replay", alternative_rollouts.replay(self.controller, episodes, plan, self.step_number, trained)
-        )
-        self.sampled_tokens += int(metrics["replay/tokens"])
-        return metrics
+        return turn.agent in self.trained_agents and (rounds is None or turn.round in rounds)
 
     async def _served(self, phase: str, work: Awaitable[T]) -> T:
         """Await what asks the servers, and note how long each computed for it."""
@@ -226,8 +220,7 @@ class MARLTrainer:
     def batch_of(self, episodes: Sequence[Episode]) -> JointBatch:
         rounds, settings = self.learner.config.train_rounds, self.config.controller
         batch = joint_batch(episodes, list(self.config.agents), self.temperatures, rounds, settings.pack_turns)
-        if self.learner.credit.votes:
-            batch.ballots = [ballots_of(episode, settings.no_answer_score or 0.0) for episode in episodes]
+        self.learner.credit.add_evidence(batch, episodes, settings.no_answer_score or 0.0)
         return batch
 
     def readable(self, episodes: Sequence[Episode]) -> tuple[list[Episode], JointBatch]:
@@ -305,9 +298,9 @@ class MARLTrainer:
     async def resume(self) -> None:
         await checkpoint.resume(self)
 
-    def summarise(self) -> None:
-        """Leave ``summary.json`` and ``curves.png``."""
-        checkpoint.summarise(self)
+    def summarise(self, baselines: Mapping[str, Metrics] | None = None) -> None:
+        """Leave ``summary.json``, with these baselines, and ``curves.png``."""
+        checkpoint.summarise(self, baselines or {})
 
     def _batches(self):
         while True:
@@ -328,12 +321,6 @@ class MARLTrainer:
         for agent in self.config.agents:
             metrics |= prefixed(f"agent/{agent}", conversation.agent_metrics(episodes, agent))
         return metrics
-
-    def _look_at_groups(self, credit_metrics: Metrics) -> None:
-        share = credit_metrics.get("team/degenerate_groups")
-        if share is not None:
-            self.degenerate.add(share)
-            self.degenerate_alarm.look(share, self.step_number)
 
     def _credit_shares(self, batch: JointBatch) -> Metrics:
         shares = credit_shares(batch, self.trained_agents)

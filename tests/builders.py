@@ -8,8 +8,8 @@ import torch
 from omegaconf import II
 from tensordict import TensorDict
 
-from marl.batch.ballots import ballots_of
 from marl.batch.build import joint_batch
+from marl.batch.evidence import ballots_of, outcomes_of
 from marl.batch.utility_inputs import UtilityTurns
 from marl.batch.values import place_values
 from marl.learners import CREDITS, LEARNERS
@@ -65,6 +65,7 @@ def episode(task, sample, scores):
 def batch_of(*episodes, **options):
     batch = joint_batch(episodes, AGENTS, dict.fromkeys(AGENTS, 1.0), **options)
     batch.ballots = [ballots_of(record) for record in episodes]
+    batch.outcomes_ERAK = outcomes_of(episodes, batch)
     for rows in batch.rows.values():
         rows["old_log_probs"] = rows["rollout_log_probs"]
     return batch

@@ -60,7 +60,6 @@ def joint_batch(
     return JointBatch(
         cells=cells,
         siblings_ERA=torch.from_numpy(siblings_ERA) if sets else None,
-        outcomes_ERAK=outcomes_of(episodes, cells, shape),
         num_rounds=num_rounds if shape[1] > num_rounds else None,
         agents=list(agents),
         tasks_E=[episode.task.id for episode in episodes],
@@ -80,24 +79,6 @@ def failed_of(episodes: Sequence[Episode]) -> torch.Tensor | None:
     """1 for episodes that ended before their time; None where none did."""
     failed = [episode.failure is not None for episode in episodes]
     return torch.tensor(failed) if any(failed) else None
-
-
-def outcomes_of(
-    episodes: Sequence[Episode], cells: Sequence[Sequence[int]], shape: tuple[int, int, int]
-) -> torch.Tensor | None:
-    """The turns' ``outcomes`` [E, R, A, K], NaN where there are fewer; None where there are none."""
-    placed = [
-        (cell, turn.outcomes)
-        for episode, own in zip(episodes, cells, strict=True)
-        for turn, cell in zip(episode.turns, own, strict=True)
-        if cell >= 0 and turn.outcomes
-    ]
-    if not placed:
-        return None
-    outcomes_ERAK = torch.full((*shape, max(len(returns) for _, returns in placed)), torch.nan)
-    for cell, returns in placed:
-        outcomes_ERAK[np.unravel_index(cell, shape)][: len(returns)] = torch.tensor(returns)
-    return outcomes_ERAK
 
 
 def columns_of(episode: Episode, num_rounds: int) -> list[int]:

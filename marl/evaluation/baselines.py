@@ -25,19 +25,19 @@ Build = Callable[[DictConfig, ExitStack], Awaitable[MARLTrainer]]
 async def run_baselines(config: DictConfig, team: MARLTrainer, build: Build) -> None:
     """Measure every baseline that the configuration names, and write the team's summary anew with them."""
     wanted = [config.baseline] if isinstance(config.baseline, str) else list(config.baseline)
+    found: dict[str, Metrics] = {}
     if "untrained" in wanted:
-        team.baselines["untrained"] = await untrained(config, team, build)
+        found["untrained"] = await untrained(config, team, build)
     if "solo" in wanted or "vote" in wanted:
         with ExitStack() as cleanup:
             solo = await build(solo_config(config, turns_per_episode(team)), cleanup)
-            solo.token_budget = team.sampled_tokens
-            await solo.fit()
-            team.baselines["solo"] = of_history(solo)
+            await solo.fit(token_budget=team.sampled_tokens)
+            found["solo"] = of_history(solo)
             if "vote" in wanted:
-                team.baselines["vote"] = await vote(solo, turns_per_episode(team))
-    numbers = {f"{name}/{key}": value for name, entry in team.baselines.items() for key, value in entry.items()}
+                found["vote"] = await vote(solo, turns_per_episode(team))
+    numbers = {f"{name}/{key}": value for name, entry in found.items() for key, value in entry.items()}
     team.tracking.log(prefixed("baseline", numbers), team.step_number)
-    team.summarise()
+    team.summarise(found)
 
 
 def turns_per_episode(team: MARLTrainer) -> int:
@@ -74,8 +74,7 @@ def of_history(trainer: MARLTrainer) -> Metrics:
     """Accuracy of the last round at the last validation, the tokens that were trained on, and the share of groups that
     taught nothing."""
     last = trainer.history[max(trainer.history)]
-    degenerate = {} if trainer.degenerate.mean is None else {"degenerate_groups": trainer.degenerate.mean}
-    return degenerate | {
+    return trainer.learner.summary() | {
         "accuracy": summary.last_accuracy(last),
         "sampled_tokens": float(trainer.sampled_tokens),
         "steps": float(trainer.step_number),

@@ -1,6 +1,6 @@
 """Importing this package registers the built-in learners and credit schemes."""
 
-from marl.learners import at_grpo, cory, counterfactual_credit, grpo, happo, ippo, magrpo, mappo, qmix, rae, vdn
+from marl.learners import at_grpo, cory, counterfactual_credit, grpo, happo, ippo, magrpo, mappo, qmix, rae, replay, vdn
 from marl.learners.base import LEARNERS, Learner, broadcast_to_tokens, register_learner
 from marl.learners.credit_schemes import CREDITS, Credit, register_credit
 
@@ -22,5 +22,6 @@ __all__ = [
     "rae",
     "register_credit",
     "register_learner",
+    "replay",
     "vdn",
 ]

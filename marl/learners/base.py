@@ -17,6 +17,7 @@ from marl.batch.joint import JointBatch
 from marl.batch.values import training_rows
 from marl.learners.credit_schemes import Credit
 from marl.types import AgentId, CriticGroup, CriticName, Metrics, PolicyGroup, PolicyName
+from marl.utils.metrics import RunningMean
 from marl.utils.registry import Registry
 
 
@@ -47,6 +48,16 @@ class Learner(ABC):
 
     def __init__(self, config: Config, credit: Credit) -> None:
         self.config, self.credit = config, credit
+        self.running_means: dict[str, RunningMean] = {}
+        """Means over all steps so far; the summary shows them, checkpoints keep them."""
+
+    def follow(self, name: str, value: float) -> None:
+        """Add a step's value to the running mean of this name."""
+        self.running_means.setdefault(name, RunningMean()).add(value)
+
+    def summary(self) -> Metrics:
+        """The learner's own numbers in ``summary.json``."""
+        return {name: mean.mean for name, mean in self.running_means.items() if mean.mean is not None}
 
     @property
     def compares_samples(self) -> bool:

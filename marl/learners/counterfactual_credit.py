@@ -1,17 +1,17 @@
-"""Credit schemes that ask what would have been otherwise: without an agent's vote, with another vote, with another answer."""
+"""Credit schemes that ask what would have been otherwise: without an agent's vote, or with another vote."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from marl.batch.evidence import ballots_of
 from marl.batch.joint import JointBatch
 from marl.learners import credit
 from marl.learners.credit_schemes import Credit, OutcomeCredit, register_credit
-from marl.types import Ballot, Vote
+from marl.types import Ballot, Episode, Vote
 from marl.utils.votes import winners
 
 Place = tuple[int, int, int]
@@ -45,15 +45,22 @@ def must_vote(batch: JointBatch, name: str) -> None:
         )
 
 
+class DecidedByVote(Credit):
+    """Credit for what the teams' votes decided."""
+
+    votes = True
+
+    def add_evidence(self, batch: JointBatch, episodes: Sequence[Episode], no_answer: float = 0.0) -> None:
+        batch.ballots = [ballots_of(episode, no_answer) for episode in episodes]
+
+
 @register_credit("shapley")
-class Shapley(OutcomeCredit):
+class Shapley(DecidedByVote, OutcomeCredit):
     """The team's decision, shared out among those who voted: each one's Shapley value.
 
     The shares of an episode sum to what was decided, in the mean over tie-breaks, less what no answer is worth. Where the
     conversation ended before its time, all who spoke share alike what that is worth.
     """
-
-    votes = True
 
     def of_turns(self, batch: JointBatch) -> Tensor:
         return torch.zeros_like(batch.scores_ERA)
@@ -85,7 +92,7 @@ def shares_of(ballot: Ballot) -> Tensor:
 
 
 @register_credit("counterfactual")
-class Counterfactual(Credit):
+class Counterfactual(DecidedByVote):
     """What a vote gains the team's decision beside what its agent says on this task otherwise (COMA, arXiv:1705.08926).
 
         A_i = Q(a) - mean over a' of Q(a_-i, a')
@@ -98,7 +105,6 @@ class Counterfactual(Credit):
     """
 
     kind = "advantage"
-    votes = True
     compares_samples = True
 
     @dataclass
@@ -148,38 +154,3 @@ def gain(ballot: Ballot, vote: Vote, alternatives: Sequence[Vote]) -> Tensor:
     q_K = [worth(ballot, [*ballot.votes[:at], other, *ballot.votes[at + 1 :]]) for other in alternatives]
     policy_K = torch.full((len(q_K),), 1 / len(q_K))
     return credit.counterfactual(torch.tensor(q_K), [policy_K], [alternatives.index(vote)])[0]
-
-
-class ReturnOf(Enum):
-    final = "final"
-    """The mean score of the answers of the last round that has any."""
-    answer = "answer"
-    """The score of the team's answer."""
-
-
-@register_credit("replay")
-class ReplayCredit(Credit):
-    """Other answers are tried in a turn's place, and each is played on to the end with the same weights (C3,
-    arXiv:2603.06859): the team's return with an answer, less its mean return with the others."""
-
-    kind = "advantage"
-    replays = True
-
-    @dataclass
-    class Config(Credit.Config):
-        alternatives: int = 4
-        """Answers to a turn that are compared, the recorded one included."""
-        finishes: int = 1
-        """How often the conversation is played on from each, of whose returns the mean counts."""
-        of: ReturnOf = ReturnOf.final
-        share: float = 1.0
-        """Of an episode's trained turns, drawn anew for each. The others are not trained."""
-        train_alternatives: bool = True
-        """Train the other answers too."""
-
-    config: Config
-
-    def assign(self, batch: JointBatch) -> Tensor:
-        if batch.outcomes_ERAK is None:
-            raise ValueError("credit=replay needs other answers' returns: the trainer plays for them before this")
-        return credit.replay_advantages(batch.outcomes_ERAK)[..., 0]

@@ -1,6 +1,7 @@
 """Credit schemes: how scores of turns become rewards of turns. A choice apart from the learner (``credit=<name>``)."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Literal
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from marl.batch.joint import JointBatch
 from marl.learners import credit
+from marl.learners.gathering import Gathered, Rollouts
+from marl.types import Episode
 from marl.utils.registry import Registry
 
 CreditKind = Literal["reward", "return", "advantage"]
@@ -23,9 +26,7 @@ class Credit(ABC):
     """``reward``: the learner adds an agent's later rounds. ``return``: the future is inside already.
     ``advantage``: goes to the loss as it is."""
     votes: ClassVar[bool] = False
-    """Asks for what the teams decided on (``JointBatch.ballots``)."""
-    replays: ClassVar[bool] = False
-    """Asks for what would have become of other answers (``JointBatch.outcomes_ERAK``)."""
+    """Needs a runner whose teams vote."""
     compares_samples: ClassVar[bool] = False
     """Compares a task's samples, and therefore needs more than one of them."""
 
@@ -47,6 +48,15 @@ class Credit(ABC):
 
     def __init__(self, config: Config) -> None:
         self.config = config
+
+    def gather(self, episodes: Sequence[Episode], rollouts: Rollouts) -> Awaitable[Gathered] | None:
+        """Plays for evidence that scored episodes do not hold, to be awaited while the servers still answer; it goes into the
+        episodes' turns. None where the scheme needs none."""
+        return None
+
+    def add_evidence(self, batch: JointBatch, episodes: Sequence[Episode], no_answer: float = 0.0) -> None:
+        """Put into the batch what :meth:`assign` needs of the episodes beyond grids; ``no_answer``: score of no answer."""
+        return None
 
     @abstractmethod
     def assign(self, batch: JointBatch) -> Tensor:

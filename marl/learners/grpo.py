@@ -66,7 +66,10 @@ class GRPO(Learner):
             clear_turns(batch, ~unequal_ERA)  # rounding leaves verl's with noise to divide
         if self.config.drop_equal:
             drop_turns(batch, ~unequal_ERA)
-        return degenerate_share(batch, unequal_ERA, keys_ERA)
+        shares = degenerate_share(batch, unequal_ERA, keys_ERA)
+        if "team/degenerate_groups" in shares:
+            self.follow("degenerate_groups", shares["team/degenerate_groups"])
+        return shares
 
     def returns(self, batch: JointBatch, credit_ERA: Tensor) -> Tensor:
         """What a turn is compared by [E, R, A]: its credit and, where that is a reward, the agent's later ones."""

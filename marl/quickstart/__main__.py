@@ -93,11 +93,10 @@ def warm_up_and_train(config: DictConfig) -> Any:
         bar.progress.stop()  # gives the terminal its cursor back, whatever happened
     if trainer.history:
         console.print(summary.table(trainer.history))
-    if trainer.baselines:
-        table = summary.baseline_table(
-            trainer.history, trainer.baselines, trainer.sampled_tokens, trainer.degenerate.mean
-        )
-        console.print(table)
+    found = summary.read_json(trainer.report_folder) if config.baseline else {}
+    if found.get("baselines"):
+        keys = ("baselines", "sampled_tokens", "degenerate_groups")
+        console.print(summary.baseline_table(trainer.history, *(found[key] for key in keys)))
     console.print(f"curves: {trainer.report_folder / 'curves.png'}   numbers: {trainer.report_folder / 'summary.json'}")
     return trainer
 

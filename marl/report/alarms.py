@@ -2,6 +2,8 @@
 
 import logging
 
+from marl.types import Metrics
+
 logger = logging.getLogger(__name__)
 
 
@@ -12,8 +14,11 @@ class DegenerateGroups:
         """After so many steps in a row; None for no warning."""
         self.steps, self.in_a_row = steps, 0
 
-    def look(self, share: float, step: int) -> None:
-        """``share`` of a step's groups that are all alike."""
+    def look(self, metrics: Metrics, step: int) -> None:
+        """Read a step's share of groups that are all alike, where its learner compares groups."""
+        share = metrics.get("team/degenerate_groups")
+        if share is None:
+            return
         self.in_a_row = self.in_a_row + 1 if share >= 1.0 else 0
         if self.in_a_row == self.steps:
             logger.warning(

@@ -27,10 +27,10 @@ def summarise(
     seed: int,
     log_prob_gap_max: float,
     sampled_tokens: int = 0,
-    degenerate_groups: float | None = None,
+    learner: Metrics | None = None,
     baselines: Mapping[str, Metrics] | None = None,
 ) -> dict[str, Any]:
-    """The content of ``summary.json``."""
+    """The content of ``summary.json``; ``learner``: :meth:`Learner.summary`."""
     first, last = history[min(history)], history[max(history)]
     return {
         "steps": steps,
@@ -39,7 +39,8 @@ def summarise(
         "accuracy": {"before": accuracy(first), "after": accuracy(last)},
         "log_prob_gap_max": log_prob_gap_max,
         "sampled_tokens": sampled_tokens,
-        "degenerate_groups": degenerate_groups,
+        "degenerate_groups": None,
+        **(learner or {}),
         "baselines": dict(baselines or {}),
     }
 
@@ -65,6 +66,12 @@ def table(history: History) -> Table:
         change = f"{after - before:+.3f}" if before is not None and after is not None else ""
         result.add_row(label, *("-" if value is None else f"{value:.3f}" for value in (before, after)), change)
     return result
+
+
+def read_json(folder: Path) -> dict[str, Any]:
+    """The summary in a folder; nothing where there is none."""
+    path = folder / "summary.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def baseline_table(

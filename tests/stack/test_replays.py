@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from marl.controller import alternative_rollouts
-from marl.learners.counterfactual_credit import ReplayCredit, ReturnOf
+from marl.controller.alternative_rollouts import AlternativeRollouts
+from marl.learners.replay import ReplayCredit, ReturnOf
 from marl.report import dump
 from marl.rewards import extractor, hider
 from tests.stack.builders import plays_again
@@ -55,8 +55,9 @@ def played(judged):
 
 
 def replay(live, episodes, step=0, **options):
-    plan = ReplayCredit.Config(name="replay", **options)
-    return live.wait(alternative_rollouts.replay(live.trainer.controller, episodes, plan, step, lambda turn: True))
+    credit = ReplayCredit(ReplayCredit.Config(name="replay", **options))
+    rollouts = AlternativeRollouts(live.trainer.controller, step, lambda turn: True)
+    return live.wait(credit.gather(episodes, rollouts)).metrics
 
 
 def said(turn):
@@ -199,7 +200,7 @@ def test_a_step_tries_trains_counts_and_dumps(judged, tmp_path, train):
         "agents.carol.trainable=false", "learner.train_rounds=[1,3]",
     )  # fmt: skip
     order, trainer = [], live.trainer
-    for name in ("replay", "log_probs"):
+    for name in ("gather", "log_probs"):
         note(trainer, name, order)
     for group in trainer.policies.values():
         note(group, "free_servers", order)
@@ -207,7 +208,7 @@ def test_a_step_tries_trains_counts_and_dumps(judged, tmp_path, train):
     counts = []
     trainer.policies["alice"].compute_log_prob = lambda part: (counts.append(len(part)), rows(part))[1]
     metrics = live.step()
-    assert order == ["replay", "free_servers", "free_servers", "log_probs"], "servers sleep once they are not needed"
+    assert order == ["gather", "free_servers", "free_servers", "log_probs"], "servers sleep once they are not needed"
     assert counts == [16 * 2 * (3 if train == "true" else 1)]
     assert metrics["replay/turns"] == 16 * 2 * (5 + 1) and metrics["replay/failed"] == 0
     assert metrics["timing_s/replay"] > 0 and metrics["agent/alice/credit_share"] == 1.0

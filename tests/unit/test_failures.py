@@ -9,14 +9,13 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from marl.batch.ballots import ballots_of
+from marl.batch.evidence import ballots_of
 from marl.cluster.failures import GroupFailed
 from marl.config.schema import AgentConfig, ControllerConfig
-from marl.controller.alternative_rollouts import team_return
 from marl.controller.client import PolicyClient
 from marl.controller.controller import Controller, EpisodesFailed, pay_failure, team_score
 from marl.controller.episode_workers import answer_of
-from marl.learners.counterfactual_credit import ReturnOf
+from marl.learners.replay import ReturnOf, team_return
 from marl.rewards import Reward, RewardUnavailable
 from marl.rewards.processes import RewardError
 from marl.runners import RUNNERS, ContextOverflow, Runner

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from marl.batch.ballots import ballots_of
 from marl.batch.build import joint_batch, to_rows
+from marl.batch.evidence import ballots_of, outcomes_of
 from marl.learners import CREDITS, LEARNERS, broadcast_to_tokens
 from marl.learners.credit_schemes import TeamOf
 from marl.types import Turn
@@ -91,6 +91,7 @@ def test_a_policy_without_rows_is_left_alone(name, credit, options):
     records = [episode("t", 0, [[1, 0], [None, None]]), episode("t", 1, [[0, 1], [0, 0]])]
     batch = joint_batch(records, AGENTS, {"a": 1.0})
     batch.ballots = [ballots_of(record) for record in records]
+    batch.outcomes_ERAK = outcomes_of(records, batch)
     batch.rows["a"]["old_log_probs"] = batch.rows["a"]["rollout_log_probs"]
     _, updates = step(build(name, credit, **options), batch)
     assert set(updates) == {"a"} and batch.rows["a"]["advantages"].values().isfinite().all()

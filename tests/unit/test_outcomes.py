@@ -4,13 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from marl.batch.ballots import ballots_of
 from marl.batch.build import joint_batch
-from marl.controller.alternative_rollouts import team_return
+from marl.batch.evidence import ballots_of, outcomes_of
 from marl.learners import CREDITS, LEARNERS
-from marl.learners.counterfactual_credit import ReturnOf
 from marl.learners.credit_schemes import TeamOf
 from marl.learners.decisions import returns
+from marl.learners.replay import ReturnOf, team_return
 from marl.types import Ballot, Episode, Rule, Score, Task, Turn, Vote
 from marl.utils.ragged import jagged
 from tests.builders import AGENTS, batch_of, branch, build_learner as build, episode
@@ -54,6 +53,7 @@ def turn(agent, number, score, team):
 def batch(*records):
     joint = joint_batch(records, AGENTS, dict.fromkeys(AGENTS, 1.0))
     joint.ballots = [ballots_of(record) for record in records]
+    joint.outcomes_ERAK = outcomes_of(records, joint)
     joint.values_ERA = torch.zeros(joint.mask_ERA.shape)
     joint.utilities_ERA = torch.zeros(joint.mask_ERA.shape)
     joint.joint_ids = jagged([[1, 2]] * len(records) * joint.mask_ERA.shape[1], torch.long)

@@ -190,7 +190,7 @@ def test_summary_and_curves(tmp_path):
         seed=3,
         log_prob_gap_max=1e-6,
         sampled_tokens=7,
-        degenerate_groups=0.25,
+        learner={"degenerate_groups": 0.25},
         baselines={"solo": {"accuracy": 0.5, "sampled_tokens": 8.0, "degenerate_groups": 0.75}},
     )
     assert got == {

@@ -6,14 +6,14 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from marl.batch.ballots import ballots_of
 from marl.batch.build import joint_batch
+from marl.batch.evidence import ballots_of
 from marl.config.bounds import check_values
 from marl.config.errors import ConfigError
-from marl.controller.alternative_rollouts import team_return
 from marl.learners import CREDITS, LEARNERS
-from marl.learners.counterfactual_credit import ReturnOf, worth
+from marl.learners.counterfactual_credit import worth
 from marl.learners.credit_schemes import TeamOf
+from marl.learners.replay import ReturnOf, team_return
 from marl.preflight.compatibility import check_facts, check_incentives
 from marl.preflight.prepare import prepare
 from marl.runners import RUNNERS, Decide

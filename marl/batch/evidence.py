@@ -1,7 +1,11 @@
-"""What teams decided on, and what they would have decided on earlier: judged episodes to ballots with scores. Pure."""
+"""Evidence for credit schemes out of scored episodes: ballots with scores, and returns with other answers. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
+from marl.batch.joint import JointBatch
 from marl.types import Ballot, Episode, Turn, Vote
 
 
@@ -36,3 +40,20 @@ def earlier(decided: Ballot, weights: dict[str, float], answers: list[Turn], rou
         if (turn := standing.get(agent)) is not None
     ]
     return replace(decided, votes=tuple(votes))
+
+
+def outcomes_of(episodes: Sequence[Episode], batch: JointBatch) -> torch.Tensor | None:
+    """The turns' ``outcomes`` [E, R, A, K], NaN where there are fewer; None where there are none."""
+    placed = [
+        (cell, turn.outcomes)
+        for episode, own in zip(episodes, batch.cells, strict=True)
+        for turn, cell in zip(episode.turns, own, strict=True)
+        if cell >= 0 and turn.outcomes
+    ]
+    if not placed:
+        return None
+    longest = max(len(returns) for _, returns in placed)
+    outcomes_NK = torch.full((batch.mask_ERA.numel(), longest), torch.nan)
+    for cell, returns in placed:
+        outcomes_NK[cell, : len(returns)] = torch.tensor(returns)
+    return outcomes_NK.view(*batch.mask_ERA.shape, longest)
