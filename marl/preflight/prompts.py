@@ -99,7 +99,8 @@ def check_growth(config: DictConfig, encoders: Mapping[str, ChatEncoder], tasks:
 def check_joint(config: DictConfig, growth: Growth) -> None:
     # where agents are refused longer prompts, no conversation is longer than all of these
     longest = config.data.max_prompt_length + config.data.max_response_length
-    needed, limit = min(growth.joint, len(config.agents) * longest), config.critic.ppo_max_token_len_per_gpu
+    most = len(config.agents) * longest if config.runner.overflow == Overflow.refuse else growth.joint
+    needed, limit = min(growth.joint, most), config.critic.ppo_max_token_len_per_gpu
     if needed > limit:
         raise ConfigError(
             f"critic.ppo_max_token_len_per_gpu={limit}: the central critic of learner={config.learner.name} reads the whole "

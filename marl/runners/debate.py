@@ -1,6 +1,6 @@
 """Debate: agents answer, read one another and answer again (Du et al., arXiv:2305.14325)."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -60,7 +60,7 @@ class Debate(ConversationRunner):
             groups = [present] if self.config.order is Order.simultaneous else [[agent] for agent in present]
             for group in groups:
                 observations = [await self.observation(agent, standing, episode) for agent in group]
-                acts = [self.speak(agent, seen, episode) for agent, seen in zip(group, observations, strict=True)]
+                acts = [self.marked(agent.act(seen), episode) for agent, seen in zip(group, observations, strict=True)]
                 standing |= {turn.agent: turn for turn in await together(acts) if turn.answers}
                 if self.over(standing, episode):
                     break
@@ -88,9 +88,9 @@ class Debate(ConversationRunner):
             chosen = set(episode.rng.sample(before, min(self.config.num_peers, len(before))))
         return [name for name in names if name in chosen]
 
-    async def speak(self, agent: Agent, observation: list, episode: LiveEpisode) -> Turn:
+    async def marked(self, act: Awaitable[Turn], episode: LiveEpisode) -> Turn:
         """A turn, an answer unless it passes; marked at once, for a peer's overflow may end the episode in this round."""
-        turn = await agent.act(observation)
+        turn = await act
         turn.answers = not says(turn.text, self.config.pass_word) or episode.answer(turn) is not None
         return turn
 

@@ -163,3 +163,12 @@ def test_a_central_critic_that_could_not_read_the_longest_conversation_is_refuse
     with pytest.raises(ConfigError, match=f"at least {needed}"):
         prepare(quickstart(*few, f"critic.ppo_max_token_len_per_gpu={needed - 1}"))
     prepare(quickstart("learner=grpo", "critic.ppo_max_token_len_per_gpu=20"))
+
+
+def test_a_conversation_that_agents_are_shown_in_part_is_no_shorter_for_a_critic(quickstart):
+    """Where agents leave out old rounds, no prompt bounds what the critic reads of the whole."""
+    dropping = ("learner=mappo", "runner.num_rounds=12", "runner.overflow=drop_oldest")
+    with pytest.raises(ConfigError, match="the central critic of learner=mappo reads the whole conversation") as caught:
+        prepare(quickstart(*dropping, "critic.ppo_max_token_len_per_gpu=20"))
+    needed = int(str(caught.value).split("set it to at least ")[1].split(",")[0])
+    assert needed > 12 * 2 * 6, "all rounds, and not the longest prompts and answers of two agents alone, 2 * (40 + 3)"
