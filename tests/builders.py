@@ -64,8 +64,8 @@ def episode(task, sample, scores):
 
 def batch_of(*episodes, **options):
     batch = joint_batch(episodes, AGENTS, dict.fromkeys(AGENTS, 1.0), **options)
-    batch.ballots = [ballots_of(record) for record in episodes]
-    batch.outcomes_ERAK = outcomes_of(episodes, batch)
+    batch.evidence.ballots = [ballots_of(record) for record in episodes]
+    batch.evidence.outcomes_ERAK = outcomes_of(episodes, batch)
     for rows in batch.rows.values():
         rows["old_log_probs"] = rows["rollout_log_probs"]
     return batch
@@ -158,10 +158,10 @@ class TableCritic:
 
 def read(batch, episodes, numbers=None, shared=False, seed=0):
     """The batch as critics leave it, and the critics: their values are ``numbers``, or drawn."""
-    batch.value_rows = UtilityTurns(shared).rows(episodes, batch)
-    batch.joint_ids = jagged([[1 + i, 2] for i in range(batch.mask_ERA[..., 0].numel())], torch.long)
+    batch.critic_data.value_rows = UtilityTurns(shared).rows(episodes, batch)
+    batch.critic_data.joint_ids = jagged([[1 + i, 2] for i in range(batch.mask_ERA[..., 0].numel())], torch.long)
     generator, critics = torch.Generator().manual_seed(seed), {}
-    for name, rows in batch.value_rows.items():
+    for name, rows in batch.critic_data.value_rows.items():
         count = len(rows["read_at"].values())
         drawn = torch.randn(count, generator=generator) if numbers is None else torch.tensor(numbers[name])
         critics[name] = TableCritic(rows, drawn)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from marl.batch.joint import JointBatch
+from marl.batch.joint import Alternatives, JointBatch
 from marl.batch.rows import rows_of
 from marl.types import AgentId, Episode, PolicyName, Turn
 from marl.utils.ragged import jagged
@@ -59,8 +59,9 @@ def joint_batch(
                     chains.setdefault(turn.policy, []).append(last[turn.agent])
     return JointBatch(
         cells=cells,
-        siblings_ERA=torch.from_numpy(siblings_ERA) if sets else None,
-        num_rounds=num_rounds if shape[1] > num_rounds else None,
+        alternatives=Alternatives(torch.from_numpy(siblings_ERA), num_rounds)
+        if sets or shape[1] > num_rounds
+        else None,
         agents=list(agents),
         tasks_E=[episode.task.id for episode in episodes],
         sources_E=[episode.task.data_source for episode in episodes],
@@ -71,14 +72,8 @@ def joint_batch(
         lengths_ERA=torch.from_numpy(lengths_ERA),
         team_score_E=torch.tensor([episode.scored.value if episode.score else 0.0 for episode in episodes]),
         rows={policy: to_rows(turns, temperatures) for policy, turns in chains.items()},
-        failed_E=failed_of(episodes),
+        failed_E=torch.tensor([episode.failure is not None for episode in episodes], dtype=torch.bool),
     )
-
-
-def failed_of(episodes: Sequence[Episode]) -> torch.Tensor | None:
-    """1 for episodes that ended before their time; None where none did."""
-    failed = [episode.failure is not None for episode in episodes]
-    return torch.tensor(failed) if any(failed) else None
 
 
 def columns_of(episode: Episode, num_rounds: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The joint batch of a step: dense turn grids and ragged rows."""
+"""The joint batch of a step: dense turn grids and ragged rows, and parts that only some learners and credits need."""
 
 from __future__ import annotations
 
@@ -9,6 +9,42 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from torch import Tensor
 from marl.types import AgentId, Ballot, CriticName, PolicyName
+
+
+@dataclass(slots=True)
+class Alternatives:
+    """Turns beside the conversations: where they stand, and what they are compared with."""
+
+    siblings_ERA: Tensor
+    """The number of the set of alternatives that a turn is compared with, -1 for the others."""
+    num_rounds: int
+    """Columns that are rounds; alternatives that no conversation followed stand in the ones behind them."""
+
+
+@dataclass(slots=True)
+class CriticData:
+    """Inputs and outputs of the critics, and the state of a mixer."""
+
+    value_rows: dict[CriticName, TensorDict] = field(default_factory=dict)
+    """What each critic reads: ``input_ids``, and where in a row its values are read (``read_at``, ``turn_index``)."""
+    values_ERA: Tensor | None = None
+    """A value of every trained turn, where critics value turns; values of tokens lie in the rows."""
+    utilities_ERA: Tensor | None = None
+    """What a critic gives for a turn once it was taken, where critics give that: q(h, y) beside v(h), the value."""
+    joint_ids: Tensor | None = None
+    """The joint observation of every round, as ids ragged over [E * R]: the state of a learner that reads one."""
+
+
+@dataclass(slots=True)
+class Evidence:
+    """Whatever a credit scheme needs beyond grids; :meth:`Credit.add_evidence` puts it here."""
+
+    ballots: list[list[Ballot]] = field(default_factory=list)
+    """Each episode's ballots: what it would have decided on, had it ended after an earlier round, and at last what it did
+    decide on. Empty for an episode in which no rule decided."""
+    outcomes_ERAK: Tensor | None = None
+    """The team's returns with a turn's answer and with K - 1 others in its place, its own first; NaN where fewer are known.
+    None where no turn was tried again."""
 
 
 @dataclass(slots=True)
@@ -31,38 +67,29 @@ class JointBatch:
     """The score of the team's answer."""
     trained_ERA: Tensor
     """1 on the turns that are trained."""
+    answers_ERA: Tensor
+    """1 on the turns that are answers to the task. The others are worth what the team's answer is."""
+    lengths_ERA: Tensor
+    """How many tokens of a turn its policy generated."""
+    failed_E: Tensor
+    """1 for episodes that ended before their time; ``team_score_E`` is then what that is worth."""
     rows: dict[PolicyName, TensorDict]
     """Rows with verl's keys, as jagged nested tensors; trained turns only."""
     cells: list[list[int]] = field(default_factory=list)
     """Where every turn of every episode stands in a flattened grid; -1 for a turn that is in none."""
     sources_E: list[str] = field(default_factory=list)
     """The data source of every episode's task."""
-    siblings_ERA: Tensor | None = None
-    """The number of the set of alternatives that a turn is compared with, -1 for the others; None where there is no set."""
-    num_rounds: int | None = None
-    """Columns that are rounds; None for all."""
-    ballots: list[list[Ballot]] = field(default_factory=list)
-    """For a credit that asks for votes, of each episode: what it would have decided on, had it ended after an earlier round,
-    and at last what it did decide on. Empty for an episode in which no rule decided."""
-    outcomes_ERAK: Tensor | None = None
-    """The team's returns with a turn's answer and with K - 1 others in its place, its own first; NaN where fewer are known.
-    None where no turn was tried again."""
-    value_rows: dict[CriticName, TensorDict] = field(default_factory=dict)
-    """What each critic reads: ``input_ids``, and where in a row its values are read (``read_at``, ``turn_index``)."""
-    values_ERA: Tensor | None = None
-    """A value of every trained turn, where critics value turns; values of tokens lie in the rows."""
-    utilities_ERA: Tensor | None = None
-    """What a critic gives for a turn once it was taken, where critics give that: q(h, y) beside v(h), the value."""
-    joint_ids: Tensor | None = None
-    """The joint observation of every round, as ids ragged over [E * R]: the state of a learner that reads one."""
     returns_ERA: Tensor | None = None
     """What the learner compared turns by, or what the critics should have said of them."""
-    failed_E: Tensor | None = None
-    """1 for episodes that ended before their time; ``team_score_E`` is then what that is worth. None where none did."""
-    answers_ERA: Tensor | None = None
-    """1 on the turns that are answers to the task; None where all are. The others are worth what the team's answer is."""
-    lengths_ERA: Tensor | None = None
-    """How many tokens of a turn its policy generated."""
+    alternatives: Alternatives | None = None
+    """None where every turn is part of its conversation, and compared with none beside it."""
+    critic_data: CriticData = field(default_factory=CriticData)
+    evidence: Evidence = field(default_factory=Evidence)
+
+    @property
+    def siblings_ERA(self) -> Tensor | None:
+        """The sets of alternatives that turns are compared with; None where there are none."""
+        return None if self.alternatives is None else self.alternatives.siblings_ERA
 
     @property
     def last_turns_ERA(self) -> Tensor:
@@ -83,13 +110,12 @@ class JointBatch:
     @property
     def answered_ERA(self) -> Tensor:
         """1 on the turns of the conversations that are answers to the task."""
-        spoke_ERA = self.path().mask_ERA
-        return spoke_ERA if self.answers_ERA is None else spoke_ERA & self.answers_ERA
+        return self.path().mask_ERA & self.answers_ERA
 
     def path(self) -> JointBatch:
         """The same batch, as if the alternatives that no conversation followed had never been spoken."""
-        if self.num_rounds is None:
+        if self.alternatives is None:
             return self
         mask_ERA = self.mask_ERA.clone()
-        mask_ERA[:, self.num_rounds :] = 0
+        mask_ERA[:, self.alternatives.num_rounds :] = 0
         return replace(self, mask_ERA=mask_ERA)

@@ -13,16 +13,18 @@ def place_values(batch: JointBatch, critic: CriticName, values: Tensor) -> None:
 
     Values of turns go to the grid, values of tokens into the rows of the policies whose rows the critic reads.
     """
-    rows = batch.value_rows[critic]
+    rows = batch.critic_data.value_rows[critic]
     if "answered" in rows:
-        if batch.values_ERA is None or batch.utilities_ERA is None:
-            batch.values_ERA, batch.utilities_ERA = torch.zeros(2, *batch.mask_ERA.shape).unbind()
-        lay_utilities(rows, values, batch.values_ERA, batch.utilities_ERA)
+        if batch.critic_data.values_ERA is None or batch.critic_data.utilities_ERA is None:
+            batch.critic_data.values_ERA, batch.critic_data.utilities_ERA = torch.zeros(
+                2, *batch.mask_ERA.shape
+            ).unbind()
+        lay_utilities(rows, values, batch.critic_data.values_ERA, batch.critic_data.utilities_ERA)
         return
     if "turn_index" in rows:
-        if batch.values_ERA is None:
-            batch.values_ERA = torch.zeros(batch.mask_ERA.shape)
-        batch.values_ERA.view(-1)[rows["turn_index"].values()] = values.values().float()
+        if batch.critic_data.values_ERA is None:
+            batch.critic_data.values_ERA = torch.zeros(batch.mask_ERA.shape)
+        batch.critic_data.values_ERA.view(-1)[rows["turn_index"].values()] = values.values().float()
         return
     start = 0
     for name in policies_read(batch, critic):
@@ -56,13 +58,13 @@ def policies_read(batch: JointBatch, critic: CriticName) -> list[PolicyName]:
 
 def training_rows(batch: JointBatch, critic: CriticName) -> TensorDict:
     """A critic's rows with ``values``, ``returns`` and ``value_mask``, ragged like ``read_at``."""
-    rows = batch.value_rows[critic].copy()
+    rows = batch.critic_data.value_rows[critic].copy()
     if "turn_index" in rows:
-        if batch.values_ERA is None or batch.returns_ERA is None:
+        if batch.critic_data.values_ERA is None or batch.returns_ERA is None:
             raise ValueError(f"critic {critic!r} has no values and returns to learn from: the learner wrote none")
         cells = rows["turn_index"].values()
         columns = {
-            "values": batch.values_ERA.flatten()[cells],
+            "values": batch.critic_data.values_ERA.flatten()[cells],
             "returns": batch.returns_ERA.flatten()[cells],
             "value_mask": batch.trained_ERA.flatten()[cells].long(),
         }

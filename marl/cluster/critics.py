@@ -53,14 +53,14 @@ class Critics:
     def read(self, episodes: Sequence[Episode], batch: JointBatch) -> None:
         """Put what every critic reads into the batch."""
         if self.reader is not None:
-            batch.value_rows = self.reader.rows(episodes, batch)
+            batch.critic_data.value_rows = self.reader.rows(episodes, batch)
         if self.states is not None:
-            batch.joint_ids = self.states.ids(episodes, batch)
+            batch.critic_data.joint_ids = self.states.ids(episodes, batch)
 
     def too_long(self, batch: JointBatch) -> dict[int, ContextOverflow]:
         """The episodes of a batch of which a critic would read more than it can, by their number, each with why."""
         found: dict[int, ContextOverflow] = {}
-        for name, rows in batch.value_rows.items():
+        for name, rows in batch.critic_data.value_rows.items():
             limit = self.groups[name].longest
             lengths = rows["input_ids"].offsets().diff().tolist()
             for length, episode in zip(lengths, episodes_of(batch, name), strict=True):
@@ -75,10 +75,12 @@ class Critics:
         """Let every critic value what it reads, all at the same time; the values lie in the batch then."""
         if self.reader is None:
             return
-        if not batch.value_rows:
+        if not batch.critic_data.value_rows:
             self.read(episodes, batch)
-        names = list(batch.value_rows)
-        results = await asyncio.gather(*(self.groups[name].compute_values(batch.value_rows[name]) for name in names))
+        names = list(batch.critic_data.value_rows)
+        results = await asyncio.gather(
+            *(self.groups[name].compute_values(batch.critic_data.value_rows[name]) for name in names)
+        )
         for name, values in zip(names, results, strict=True):
             place_values(batch, name, values)
 
@@ -86,7 +88,7 @@ class Critics:
 def episodes_of(batch: JointBatch, critic: CriticName) -> list[int]:
     """The episode of each of a critic's rows."""
     cells_an_episode = batch.mask_ERA[0].numel()
-    rows = batch.value_rows[critic]
+    rows = batch.critic_data.value_rows[critic]
     read = [rows] if "turn_index" in rows else [batch.rows[name] for name in policies_read(batch, critic)]
     cells = [index[index >= 0][0] for part in read for index in part["turn_index"].unbind()]
     return [int(cell) // cells_an_episode for cell in cells]

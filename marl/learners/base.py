@@ -32,7 +32,7 @@ class Learner(ABC):
     fits_first: ClassVar[bool] = False
     """Its critics are fitted before they credit a step's turns; else while the policies are updated."""
     reads_joint: ClassVar[bool] = False
-    """Wants ``JointBatch.joint_ids``."""
+    """Wants ``JointBatch.critic_data.joint_ids``."""
     joint_actions: ClassVar[bool] = False
     """Works on what agents do together, of which the alternatives of a single agent are no part."""
     default_credit: ClassVar[str] = "own"
@@ -92,7 +92,7 @@ class Learner(ABC):
         self, batch: JointBatch, critics: Mapping[CriticName, CriticGroup]
     ) -> dict[CriticName, Metrics]:
         """Fit every critic to the returns of the rows that it read, once, all at the same time."""
-        names = [name for name in batch.value_rows if name in critics]
+        names = [name for name in batch.critic_data.value_rows if name in critics]
         results = await asyncio.gather(*(critics[name].update_critic(training_rows(batch, name)) for name in names))
         return dict(zip(names, results, strict=True))
 

@@ -29,14 +29,14 @@ def worth(ballot: Ballot, votes: Sequence[Vote]) -> float:
 
 def failed_of(batch: JointBatch) -> list[int]:
     """The episodes that ended before their time: they decided nothing."""
-    return [] if batch.failed_E is None else batch.failed_E.nonzero().flatten().tolist()
+    return batch.failed_E.nonzero().flatten().tolist()
 
 
 def must_vote(batch: JointBatch, name: str) -> None:
     """Raise ValueError where a team decided without a vote."""
     failed = set(failed_of(batch))
     missing = next(
-        (batch.tasks_E[e] for e, ballots in enumerate(batch.ballots) if not ballots and e not in failed), None
+        (batch.tasks_E[e] for e, ballots in enumerate(batch.evidence.ballots) if not ballots and e not in failed), None
     )
     if missing is not None:
         raise ValueError(
@@ -51,7 +51,7 @@ class DecidedByVote(Credit):
     votes = True
 
     def add_evidence(self, batch: JointBatch, episodes: Sequence[Episode], no_answer: float = 0.0) -> None:
-        batch.ballots = [ballots_of(episode, no_answer) for episode in episodes]
+        batch.evidence.ballots = [ballots_of(episode, no_answer) for episode in episodes]
 
 
 @register_credit("shapley")
@@ -69,7 +69,7 @@ class Shapley(DecidedByVote, OutcomeCredit):
         must_vote(batch, self.config.name)
         shares_EA = torch.zeros_like(batch.scores_ERA[:, 0])
         shares = cache(shares_of)  # many teams vote alike
-        for e, ballots in enumerate(batch.ballots):
+        for e, ballots in enumerate(batch.evidence.ballots):
             if not ballots:  # it failed
                 spoke_A = batch.last_turns_ERA[e].sum(0)
                 shares_EA[e] = batch.team_score_E[e] * spoke_A / spoke_A.sum().clamp(min=1)
@@ -118,7 +118,7 @@ class Counterfactual(DecidedByVote):
         must_vote(batch, self.config.name)
         cast = [
             (place, ballot, vote)
-            for e, ballots in enumerate(batch.ballots)
+            for e, ballots in enumerate(batch.evidence.ballots)
             for place, ballot, vote in votes_of(e, ballots if self.config.earlier_rounds else ballots[-1:], batch)
         ]
         alternatives: dict[tuple, list[Vote]] = {}

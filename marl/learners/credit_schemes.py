@@ -126,16 +126,12 @@ class OutcomeCredit(Credit):
 def standing(batch: JointBatch) -> Tensor:
     """1 on the answers [E, R, A] that are worth the scores of them. Each agent's last turn before a conversation ended early is
     worth that instead."""
-    if batch.failed_E is None:
-        return batch.answered_ERA
     return batch.answered_ERA & ~(batch.failed_E[:, None, None] & batch.last_turns_ERA.bool())
 
 
 def unanswered(batch: JointBatch) -> Tensor:
     """The team's score [E, A] for agents that gave no answer to the task and where the conversation ended early, else 0."""
-    paid_EA = ~batch.answered_ERA.any(1)
-    if batch.failed_E is not None:
-        paid_EA |= batch.failed_E[:, None]
+    paid_EA = ~batch.answered_ERA.any(1) | batch.failed_E[:, None]
     return paid_EA * batch.team_score_E[:, None]
 
 
@@ -183,8 +179,7 @@ class Team(OutcomeCredit):
         if self.config.of is TeamOf.final:
             answered_ERA = batch.answered_ERA
             final_E = credit.last_round(credit.team_mean(batch.scores_ERA, answered_ERA), answered_ERA)
-            ended_E = answered_ERA.any((1, 2)) if batch.failed_E is None else answered_ERA.any((1, 2)) & ~batch.failed_E
-            team_E = torch.where(ended_E, final_E, team_E)
+            team_E = torch.where(answered_ERA.any((1, 2)) & ~batch.failed_E, final_E, team_E)
         return team_E[:, None].expand(-1, batch.mask_ERA.shape[2])
 
 
@@ -238,8 +233,6 @@ class ZeroSum(OutcomeCredit):
         others_EA = answered_EA.sum(-1, keepdim=True) - answered_EA
         lost_EA = (final_EA.sum(-1, keepdim=True) - final_EA) / others_EA.clamp(min=1)
         outcome_EA = (final_EA - lost_EA) * answered_EA * (others_EA > 0)
-        if batch.failed_E is None:
-            return outcome_EA
         return torch.where(batch.failed_E[:, None], batch.team_score_E[:, None] - 1, outcome_EA)
 
 

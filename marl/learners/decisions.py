@@ -42,12 +42,12 @@ class Decisions:
     def of(cls, batch: JointBatch, rows: TensorDict) -> Decisions:
         index_T, answered_T = rows["turn_index"].values(), kept_tokens(rows)
         penalties_T = rows["kl_penalty"].values() if "kl_penalty" in rows else torch.zeros(len(index_T))
-        if batch.values_ERA is None:
+        if batch.critic_data.values_ERA is None:
             values_T = rows["values"].values() if "values" in rows else torch.zeros(len(index_T))
             return cls(rows, index_T[answered_T], values_T[answered_T], penalties_T[answered_T], of_tokens=True)
         cells_D, turn_T = index_T[answered_T].unique(return_inverse=True)
         penalties_D = torch.zeros(len(cells_D)).index_add(0, turn_T, penalties_T[answered_T])
-        return cls(rows, cells_D, batch.values_ERA.flatten()[cells_D], penalties_D, of_tokens=False)
+        return cls(rows, cells_D, batch.critic_data.values_ERA.flatten()[cells_D], penalties_D, of_tokens=False)
 
     def rewards(self, rewards_ERA: Tensor) -> Tensor:
         """Rewards [D]: a turn's at its last decision, less every decision's penalty."""

@@ -61,8 +61,6 @@ def with_others(
     """Rewards and mask with further turns below, whose returns stand at their last tokens."""
     if len(others_M) == 0:
         return rewards_NT, mask_NT
-    if batch.lengths_ERA is None:
-        raise ValueError("the batch holds no lengths of turns, and some that are not trained are to be compared")
     lengths_M = batch.lengths_ERA.flatten()[others_M].clamp(min=1)
     width = max(rewards_NT.shape[1], int(lengths_M.max()))
     wider = (0, width - rewards_NT.shape[1])

@@ -96,7 +96,7 @@ class JointActions:
             rounds_B=torch.where(same_B, round_B[next_B] - round_B, 0),
             rewards_B=folded_ER[episode_B, round_B],
             keys_B=[(batch.tasks_E[e], r) for e, r in zip(episode_B.tolist(), round_B.tolist(), strict=True)],
-            ids=batch.joint_ids,
+            ids=batch.critic_data.joint_ids,
         )
 
     def take(self, x_ERA: Tensor | None) -> Tensor:

@@ -67,12 +67,12 @@ class ReplayCredit(Credit):
         return Gathered(metrics, tries.tokens)
 
     def add_evidence(self, batch: JointBatch, episodes: Sequence[Episode], no_answer: float = 0.0) -> None:
-        batch.outcomes_ERAK = outcomes_of(episodes, batch)
+        batch.evidence.outcomes_ERAK = outcomes_of(episodes, batch)
 
     def assign(self, batch: JointBatch) -> Tensor:
-        if batch.outcomes_ERAK is None:
+        if batch.evidence.outcomes_ERAK is None:
             raise ValueError("credit=replay needs other answers' returns: the trainer plays for them before this")
-        return credit.replay_advantages(batch.outcomes_ERAK)[..., 0]
+        return credit.replay_advantages(batch.evidence.outcomes_ERAK)[..., 0]
 
 
 def choose(episode: Episode, share: float, rollouts: Rollouts) -> list[Turn]:

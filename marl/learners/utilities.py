@@ -51,7 +51,7 @@ class MixerFit:
     ) -> dict[CriticName, Metrics]:
         """One optimiser step of the mixer and of every critic, from the batch's values, which are of the present weights;
         then the batch has those of the new ones."""
-        v_BA, q_BA = joint.take(batch.values_ERA), joint.take(batch.utilities_ERA)
+        v_BA, q_BA = joint.take(batch.critic_data.values_ERA), joint.take(batch.critic_data.utilities_ERA)
         q_tot_B, dq_BA = self._descend(joint, q_BA, targets_B)
         v_loss, dv_BA = baseline_loss(v_BA, q_BA, joint.mask_BA)
         fitted = {
@@ -59,11 +59,11 @@ class MixerFit:
             "q_tot_explained_variance": explained_variance(q_tot_B, targets_B),
             "v_loss": float(v_loss),
         }
-        names, dv_ERA, dq_ERA = list(batch.value_rows), joint.lay(dv_BA), joint.lay(dq_BA)
-        rows = [gradient_rows(batch.value_rows[name], dv_ERA, dq_ERA) for name in names]
+        names, dv_ERA, dq_ERA = list(batch.critic_data.value_rows), joint.lay(dv_BA), joint.lay(dq_BA)
+        rows = [gradient_rows(batch.critic_data.value_rows[name], dv_ERA, dq_ERA) for name in names]
         steps = (critics[name].descend(part, last) for name, part in zip(names, rows, strict=True))
         metrics = dict(zip(names, await asyncio.gather(*steps), strict=True))
-        batch.values_ERA, batch.utilities_ERA = await read(batch, critics)
+        batch.critic_data.values_ERA, batch.critic_data.utilities_ERA = await read(batch, critics)
         return {name: numbers | fitted for name, numbers in metrics.items()}
 
     def _descend(self, joint: JointActions, q_BA: Tensor, targets_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,10 +94,12 @@ class MixerFit:
 
 async def read(batch: JointBatch, critics: Critics, target: bool = False) -> tuple[Tensor, Tensor]:
     """v and q [E, R, A] of the trained turns, under the critics' current weights or their target's."""
-    names = list(batch.value_rows)
+    names = list(batch.critic_data.value_rows)
     calls = [critics[name].compute_targets if target else critics[name].compute_values for name in names]
-    results = await asyncio.gather(*(call(batch.value_rows[name]) for call, name in zip(calls, names, strict=True)))
+    results = await asyncio.gather(
+        *(call(batch.critic_data.value_rows[name]) for call, name in zip(calls, names, strict=True))
+    )
     v_ERA, q_ERA = torch.zeros(2, *batch.mask_ERA.shape).unbind()
     for name, values in zip(names, results, strict=True):
-        lay_utilities(batch.value_rows[name], values, v_ERA, q_ERA)
+        lay_utilities(batch.critic_data.value_rows[name], values, v_ERA, q_ERA)
     return v_ERA, q_ERA

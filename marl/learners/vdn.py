@@ -75,7 +75,7 @@ class VDN(Learner):
         if not batch.rows:  # nobody is trained in this step, and nothing was read
             return {}
         joint, mixing = self.joint(batch), self.fit(len(batch.agents)).mixing
-        v_BA, q_BA = joint.take(batch.values_ERA), joint.take(batch.utilities_ERA)
+        v_BA, q_BA = joint.take(batch.critic_data.values_ERA), joint.take(batch.critic_data.utilities_ERA)
         credit_ERA = joint.lay(mixing.advantages(self.config.advantage, joint, q_BA, v_BA))
         for rows in batch.rows.values():
             decisions = Decisions.of(batch, rows)
@@ -87,7 +87,7 @@ class VDN(Learner):
         self, batch: JointBatch, critics: Mapping[CriticName, CriticGroup]
     ) -> dict[CriticName, Metrics]:
         """Fit utilities and mixer to y = r + gamma Q_tot of the next round, and v to q; the batch has their new values."""
-        if not batch.value_rows:
+        if not batch.critic_data.value_rows:
             return {}
         config, fit, joint = self.config, self.fit(len(batch.agents)), self.joint(batch)
         targets_B = await fit.begin(batch, critics, joint, config.gamma, config.target_update_every)

@@ -19,10 +19,10 @@ def turn_numbers(batch: JointBatch, credit_ERA: Tensor) -> list[list[Numbers]]:
     spoke, trained = batch.mask_ERA, batch.trained_ERA
     columns = {
         "reward": table(credit_ERA, spoke),
-        "return": table(batch.returns_ERA, spoke if batch.values_ERA is None else trained)
+        "return": table(batch.returns_ERA, spoke if batch.critic_data.values_ERA is None else trained)
         or of_tokens(batch, "returns", first=True),
         "advantage": of_tokens(batch, "advantages"),
-        "value": table(batch.values_ERA, trained) or of_tokens(batch, "values", first=True),
+        "value": table(batch.critic_data.values_ERA, trained) or of_tokens(batch, "values", first=True),
     }
     return [[{key: column.get(cell) for key, column in columns.items()} for cell in cells] for cells in batch.cells]
 

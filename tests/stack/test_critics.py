@@ -18,8 +18,8 @@ from tests.stack.builders import parameters, valued, with_another_answer
 def values_of(live, episodes):
     """Values [E, R, A] of turns, or of the first token of each."""
     batch = valued(live, episodes)
-    if batch.values_ERA is not None:
-        return batch.values_ERA.clone()
+    if batch.critic_data.values_ERA is not None:
+        return batch.critic_data.values_ERA.clone()
     grid = torch.zeros(batch.mask_ERA.shape)
     for rows in batch.rows.values():
         for index, values in zip(rows["turn_index"].unbind(), rows["values"].unbind(), strict=True):
@@ -151,10 +151,10 @@ def test_an_episode_that_is_too_long_for_the_critic_costs_itself_alone(alone, mo
             turn.text, turn.prompt_ids = " ".join(["apples"] * 40), [*turn.prompt_ids, *[7] * 40]
     batch = trainer.batch_of(episodes)
     trainer.critics.read(episodes, batch)
-    name = next(iter(batch.value_rows))
+    name = next(iter(batch.critic_data.value_rows))
     normal = max(
         length
-        for rows in batch.value_rows.values()
+        for rows in batch.critic_data.value_rows.values()
         for length in rows["input_ids"].offsets().diff().tolist()
         if length < 60
     )

@@ -67,7 +67,7 @@ def test_what_is_read_is_what_the_model_says_at_the_two_positions(mixed):
                 ids = torch.tensor([turn.prompt_ids + turn.response_ids])
                 with torch.no_grad():
                     values = module(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, :, 0]
-                v, q = batch.values_ERA.flatten()[cell], batch.utilities_ERA.flatten()[cell]
+                v, q = batch.critic_data.values_ERA.flatten()[cell], batch.critic_data.utilities_ERA.flatten()[cell]
                 torch.testing.assert_close(v, values[len(turn.prompt_ids) - 1], atol=1e-5, rtol=1e-5)
                 torch.testing.assert_close(q, values[-1], atol=1e-5, rtol=1e-5)
                 assert v != q
@@ -77,9 +77,11 @@ def test_a_peers_text_of_the_same_round_changes_no_utility(mixed):
     live = mixed("qmix")
     episodes = live.episodes()
     first, second = (valued(live, e) for e in (episodes, with_another_answer(episodes)))
-    assert torch.equal(first.utilities_ERA[..., 0], second.utilities_ERA[..., 0])
-    assert torch.equal(first.values_ERA, second.values_ERA)
-    assert (first.utilities_ERA[:, 0, 1] != second.utilities_ERA[:, 0, 1]).any(), "the speaker's own utility does"
+    assert torch.equal(first.critic_data.utilities_ERA[..., 0], second.critic_data.utilities_ERA[..., 0])
+    assert torch.equal(first.critic_data.values_ERA, second.critic_data.values_ERA)
+    assert (first.critic_data.utilities_ERA[:, 0, 1] != second.critic_data.utilities_ERA[:, 0, 1]).any(), (
+        "the speaker's own utility does"
+    )
 
 
 def test_the_state_is_the_joint_observation(mixed):
@@ -87,7 +89,7 @@ def test_the_state_is_the_joint_observation(mixed):
     (episode, *_) = episodes = live.episodes(samples=1)
     batch = valued(live, episodes)
     tokenizer = live.trainer.controller.clients["alice"].tokenizer
-    first, second = (tokenizer.decode(batch.joint_ids.unbind()[r]) for r in (0, 1))
+    first, second = (tokenizer.decode(batch.critic_data.joint_ids.unbind()[r]) for r in (0, 1))
     said = {turn.agent: turn.text for turn in episode.turns if turn.round == 1}
     assert all(f"{agent} said {text}".strip() in second for agent, text in said.items()) and "said" not in first
     for agent in ("alice", "carol"):
@@ -101,8 +103,8 @@ def test_the_state_is_the_joint_observation(mixed):
         other.turns.reverse()
         for turn in other.turns:
             turn.text = turn.text if turn.round == 1 else "#### 88"
-    again = valued(live, changed).joint_ids
-    assert torch.equal(batch.joint_ids.values(), again.values())
+    again = valued(live, changed).critic_data.joint_ids
+    assert torch.equal(batch.critic_data.joint_ids.values(), again.values())
 
 
 def gradients_of(live, monkeypatch):
@@ -137,7 +139,7 @@ def test_the_gradient_is_that_of_one_graph_from_the_mixer_to_the_value_heads(mix
     for name, module in modules.items():
         module.train()
         module.zero_grad()
-        rows = batch.value_rows[name]
+        rows = batch.critic_data.value_rows[name]
         ids = torch.nested.to_padded_tensor(rows["input_ids"], 0)
         mask = (torch.arange(ids.shape[1]) < rows["input_ids"].offsets().diff()[:, None]).long()
         values = module(input_ids=ids, attention_mask=mask).logits[..., 0]
@@ -165,23 +167,23 @@ def test_the_target_is_the_critic_of_its_last_renewal_and_leaves_the_present_one
     batch = fitted(live, episodes)
     weights = shards_of(live)
     v_ERA, q_ERA = live.wait(read(batch, critics, target=True))
-    assert torch.equal(q_ERA, present.utilities_ERA) and torch.equal(v_ERA, present.values_ERA)
-    assert not torch.equal(q_ERA, batch.utilities_ERA)
+    assert torch.equal(q_ERA, present.critic_data.utilities_ERA) and torch.equal(v_ERA, present.critic_data.values_ERA)
+    assert not torch.equal(q_ERA, batch.critic_data.utilities_ERA)
     assert all(torch.equal(weights[key], value) for key, value in shards_of(live).items())
     _, again = live.wait(read(batch, critics))
-    assert torch.equal(again, batch.utilities_ERA)
+    assert torch.equal(again, batch.critic_data.utilities_ERA)
     for renewed in (False, True):
-        before = valued(live, episodes).utilities_ERA
+        before = valued(live, episodes).critic_data.utilities_ERA
         fitted(live, episodes)
         _, q_ERA = live.wait(read(batch, critics, target=True))
-        assert torch.equal(q_ERA, before if renewed else present.utilities_ERA)
+        assert torch.equal(q_ERA, before if renewed else present.critic_data.utilities_ERA)
 
 
 def test_a_critic_that_has_no_target_says_so(mixed):
     live = mixed("vdn")
     batch = valued(live, live.episodes())
     with pytest.raises(ValueError, match="no target yet"):
-        live.wait(live.trainer.critics.groups["alice"].compute_targets(batch.value_rows["alice"]))
+        live.wait(live.trainer.critics.groups["alice"].compute_targets(batch.critic_data.value_rows["alice"]))
 
 
 def test_a_resumed_run_has_the_same_utilities_targets_and_mixer(mixed, tmp_path):
@@ -199,7 +201,7 @@ def test_a_resumed_run_has_the_same_utilities_targets_and_mixer(mixed, tmp_path)
         fit = live.trainer.learner.fit(2)
         live.wait(live.trainer.learner.update_critics(batch, live.trainer.critics.groups))
         live.trainer.learner.assign_credit(batch)
-        grids.append([*target, batch.utilities_ERA, batch.rows["alice"]["advantages"].values()])
+        grids.append([*target, batch.critic_data.utilities_ERA, batch.rows["alice"]["advantages"].values()])
         assert fit.steps == 2
     assert all(torch.equal(a, b) for a, b in zip(*grids, strict=True))
     assert not torch.equal(grids[0][1], grids[0][2]), "the target is a step behind"
@@ -224,7 +226,7 @@ def test_a_critic_with_a_tokenizer_of_its_own(mixed, tmp_path, bpe_tokenizer):
     bpe_tokenizer.save_pretrained(folder)
     live = mixed("qmix", "learner.mixer_epochs=1", f"critic.model.path={folder}", "critic.model.tokenizer_path=null")
     (episode, *_) = episodes = live.episodes(samples=1)
-    rows = valued(live, episodes).value_rows["alice"]
+    rows = valued(live, episodes).critic_data.value_rows["alice"]
     text = bpe_tokenizer.decode(rows["input_ids"].unbind()[0])
     turn = next(turn for turn in episode.turns if turn.agent == "alice")
     assert turn.observation[0]["content"] in text and f"assistant\n{turn.text}<|im_end|>" in text

@@ -291,6 +291,6 @@ def test_passing_agents_and_those_that_left_reach_every_learner(alone, monkeypat
             outside = rows["turn_index"].values() < 0
             assert (rows["advantages"].values()[outside] == 0).all()
             assert torch.isfinite(rows["advantages"].values()).all()
-        if batch.values_ERA is not None:
+        if batch.critic_data.values_ERA is not None:
             silent = ~batch.mask_ERA.bool()
-            assert (batch.values_ERA[silent] == 0).all() and (batch.returns_ERA[silent] == 0).all()
+            assert (batch.critic_data.values_ERA[silent] == 0).all() and (batch.returns_ERA[silent] == 0).all()

@@ -153,7 +153,7 @@ def test_a_turn_that_was_rejected_is_not_trained_though_its_row_is():
     assert batch.trained_ERA[0, :, 0].tolist() == [True, False, True]
     assert rows["turn_index"].values().tolist() == [0, 0, -1, -1, -1, 4, 4]
     assert [r.tolist() for r in batch.rows["a"]["response_mask"].unbind()] == [[0, 1, 0, 0, 0, 1, 0]]
-    batch.values_ERA = torch.tensor([[[0.5, 0], [9.0, 0], [0.25, 0]]])
+    batch.critic_data.values_ERA = torch.tensor([[[0.5, 0], [9.0, 0], [0.25, 0]]])
     assert Decisions.of(batch, rows).values_D.tolist() == [0.5, 0.25], "nobody valued it, and nobody credits it"
     assert batch.mask_ERA[0, :, 0].all(), "it was said, and its group still counts it"
 

@@ -13,7 +13,7 @@ TREE = [[1.0, 0.0], [None, 1.0]]
 
 def test_alternatives_stand_behind_the_rounds():
     batch = batch_of(branch(episode("t", 0, TREE), "a", 1, [0.5, 0.0]), episode("t", 1, TREE))
-    assert batch.num_rounds == 2 and batch.mask_ERA.shape == (2, 4, 2)
+    assert batch.alternatives.num_rounds == 2 and batch.mask_ERA.shape == (2, 4, 2)
     assert batch.mask_ERA[0].tolist() == [[True, False], [True, True], [True, False], [True, False]]
     assert batch.scores_ERA[0, :, 0].tolist() == [1.0, 0.0, 0.5, 0.0]
     assert (
@@ -25,7 +25,7 @@ def test_alternatives_stand_behind_the_rounds():
 
 def test_alternatives_that_are_not_trained_stand_nowhere():
     batch = batch_of(branch(episode("t", 0, TREE), "a", 1, [0.5, 0.0], trained=False))
-    assert batch.num_rounds is None and batch.siblings_ERA is None and batch.mask_ERA.shape == (1, 2, 2)
+    assert batch.alternatives is None and batch.mask_ERA.shape == (1, 2, 2)
     assert batch.cells == [[0, 2, 3, -1, -1]] and len(batch.rows["a"]) == 2
 
 
@@ -70,7 +70,7 @@ def test_untrained_turns_pay_no_alternative():
     record = branch(episode("t", 0, [[1.0, 0.5], [0.0, 0.25]]), "a", 1, [0.5, 0.0])
     record = branch(record, "a", 2, [0.75], trained=True)
     batch = batch_of(record, train_rounds=[1])
-    batch.values_ERA = torch.zeros(batch.mask_ERA.shape)
+    batch.critic_data.values_ERA = torch.zeros(batch.mask_ERA.shape)
     build("ippo", whiten=False).assign_credit(batch)
     assert grid_of(batch, "a")[0, [0, 2, 3], 0].tolist() == [1.0, 0.5, 0.0]
     assert grid_of(batch, "b")[0, 0, 1] == 0.25, "b has no alternatives in round 1"
@@ -95,7 +95,7 @@ def test_credit_of_the_path_is_as_if_there_were_no_alternatives(name):
 def test_critics_see_every_alternative_alone():
     """IPPO with lambda 1: an alternative's advantage is its score less its value; nothing chains through it."""
     batch = batch_of(branch(episode("t", 0, [[1.0, 0.25], [None, 1.0]]), "a", 1, [0.5, 0.0]))
-    batch.values_ERA = torch.full(batch.mask_ERA.shape, 0.1)
+    batch.critic_data.values_ERA = torch.full(batch.mask_ERA.shape, 0.1)
     build("ippo", whiten=False).assign_credit(batch)
     assert grid_of(batch, "a")[0, :, 0].tolist() == pytest.approx([0.9, 0.15, 0.4, -0.1])
 

@@ -16,7 +16,7 @@ def test_both_get_the_sum_of_both_scores():
     learner, batch = build("cory", "joint", whiten=False), batch_of(spoken(1, 0.5), spoken(0, 0.25, 1))
     credit_ERA = learner.credit.of(batch)
     assert credit_ERA.tolist() == [[[1.5, 0], [0, 1.5]], [[0.25, 0], [0, 0.25]]]
-    batch.values_ERA = torch.full(batch.mask_ERA.shape, 0.5)
+    batch.critic_data.values_ERA = torch.full(batch.mask_ERA.shape, 0.5)
     learner.assign_credit(batch)
     pioneer, observer = batch.rows["a"]["advantages"], batch.rows["b"]["advantages"]
     assert pioneer.values().tolist() == [1.0, -0.25], "the reward holds the observer's already: no bootstrap, no sum"
@@ -27,7 +27,7 @@ def test_one_agent_alone_is_ippo():
     batches = [batch_of(episode("t", i, [[i], [None]])) for i in range(2)]
     for name, credit, batch in zip(("cory", "ippo"), ("joint", "own"), batches, strict=True):
         batch.scores_ERA.fill_(1.0)
-        batch.values_ERA = torch.full(batch.mask_ERA.shape, 0.25)
+        batch.critic_data.values_ERA = torch.full(batch.mask_ERA.shape, 0.25)
         build(name, credit, whiten=False).assign_credit(batch)
     assert torch.equal(*(batch.rows["a"]["advantages"].values() for batch in batches))
 

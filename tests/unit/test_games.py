@@ -277,7 +277,9 @@ def credited(game, credit):
     scores_ERA = torch.tensor(paid, dtype=torch.float64)
     names = [str(seat) for seat in range(game.num_agents)]
     totals_E = scores_ERA.sum(1).mean(-1)
-    batch = JointBatch(names, [""] * len(done), mask_ERA, scores_ERA, totals_E, mask_ERA, {})
+    failed_E = torch.zeros(len(done), dtype=torch.bool)
+    grids = mask_ERA, scores_ERA, totals_E, mask_ERA, mask_ERA, mask_ERA.long(), failed_E
+    batch = JointBatch(names, [""] * len(done), *grids, rows={})
     scheme = CREDITS.get(credit)
     made = scheme(scheme.Config(credit))
     returns_ERA = made.of(batch)

@@ -220,7 +220,7 @@ def test_with_ratios_of_one_it_is_mappo_to_the_last_bit(ratio):
     results = []
     for learner in (build("mappo", lam=0.9), build("happo", lam=0.9, ratio=ratio)):
         batch = two_samples()
-        batch.values_ERA = torch.linspace(0, 1, batch.mask_ERA.numel()).view_as(batch.mask_ERA)
+        batch.critic_data.values_ERA = torch.linspace(0, 1, batch.mask_ERA.numel()).view_as(batch.mask_ERA)
         learner.assign_credit(batch)
         results.append(update(learner, batch, dict.fromkeys(AGENTS, 0.0))[1])
     for name in AGENTS:
@@ -239,7 +239,7 @@ def test_one_agent_is_mappo_with_one_agent():
     results = []
     for name in ("mappo", "happo"):
         batch = batch_of(*(episode(f"t{i}", 0, [[i % 2, 1], []]) for i in range(4)))
-        batch.values_ERA = torch.full(batch.mask_ERA.shape, 0.25)
+        batch.critic_data.values_ERA = torch.full(batch.mask_ERA.shape, 0.25)
         learner = build(name)
         learner.assign_credit(batch)
         _, given, calls = update(learner, batch, {"a": 1.0})
@@ -380,7 +380,7 @@ def train(learner, payoffs, start, rate, steps=1):
             for turn, action in zip(record.turns, actions, strict=True):
                 turn.response_ids, turn.log_probs = [action], [math.log(probabilities[turn.agent][action])]
         batch = batch_of(*records)
-        batch.values_ERA = torch.full(batch.mask_ERA.shape, expected[-1])
+        batch.critic_data.values_ERA = torch.full(batch.mask_ERA.shape, expected[-1])
         learner.assign_credit(batch)
         groups = {agent: Tabular(probabilities[agent], weights_E, rate) for agent in AGENTS}
         asyncio.run(learner.update(batch, groups))

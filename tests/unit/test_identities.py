@@ -71,7 +71,7 @@ def test_one_agent_is_its_single_agent_parent_bit_for_bit(name, parent):
     ]
     seen = []
     for which, batch in zip((name, parent), batches, strict=True):
-        batch.values_ERA = torch.linspace(0, 1, batch.mask_ERA.numel()).view_as(batch.mask_ERA)
+        batch.critic_data.values_ERA = torch.linspace(0, 1, batch.mask_ERA.numel()).view_as(batch.mask_ERA)
         options = {"std": False} if name == "magrpo" else {}
         learner, group = build(which, credit_of(name), **options), FakeGroup()
         learner.assign_credit(batch)
@@ -105,7 +105,7 @@ def test_sharing_a_policy_among_twins_is_one_agent_with_their_union_of_rows(name
     batches = twins()
     rows = []
     for batch in batches:
-        batch.values_ERA = batch.scores_ERA / 2
+        batch.critic_data.values_ERA = batch.scores_ERA / 2
         learner, group = build(name, "own", **options), FakeGroup()
         learner.assign_credit(batch)
         for part in batch.rows.values():

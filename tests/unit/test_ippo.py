@@ -50,7 +50,7 @@ def test_one_agent_is_ppo_bit_for_bit():
 def test_the_rounds_of_an_agent_are_one_chain(gamma, lam, expected):
     """The oracle of GAE: rewards 0 and 1, values .4 and .6."""
     batch = batch_of(episode("t", 0, [[0, 1], [None, None]]))
-    batch.values_ERA = torch.tensor([[[0.4, 9.0], [0.6, 9.0]]])
+    batch.critic_data.values_ERA = torch.tensor([[[0.4, 9.0], [0.6, 9.0]]])
     build("ippo", gamma=gamma, lam=lam, whiten=False).assign_credit(batch)
     # round 1 has one token, round 2 two: both carry their turn's advantage
     assert batch.rows["a"]["advantages"].values().tolist() == pytest.approx([expected[0], expected[1], expected[1]])
@@ -72,7 +72,7 @@ def test_a_trajectory_is_an_agents_whatever_policies_it_acts_with(name, level):
     batch = batch_of(by_round(episode("t", 0, [[0, 1], [None, None]])))
     assert list(batch.rows) == ["first", "later"]
     if level == "turn":
-        batch.values_ERA = torch.zeros(batch.mask_ERA.shape)
+        batch.critic_data.values_ERA = torch.zeros(batch.mask_ERA.shape)
     build(name, "own", whiten=False).assign_credit(batch)
     assert batch.rows["first"]["advantages"].values().tolist() == [1.0]
     assert batch.rows["later"]["advantages"].values().tolist() == [1.0, 1.0]
@@ -88,7 +88,7 @@ def test_how_rounds_are_shared_out_among_policies_changes_no_estimate(level):
         records = [episode("t", i, [[i % 2, 1, 0], [1, 0, i % 3]]) for i in range(3)]
         batch = batch_of(*(by_round(record, policies) for record in records))
         if level == "turn":
-            batch.values_ERA = torch.linspace(-1, 1, batch.mask_ERA.numel()).view(batch.mask_ERA.shape)
+            batch.critic_data.values_ERA = torch.linspace(-1, 1, batch.mask_ERA.numel()).view(batch.mask_ERA.shape)
         else:
             for rows in batch.rows.values():
                 rows["values"] = nested(rows["turn_index"].values() / 7, rows)
@@ -106,7 +106,7 @@ def test_how_rounds_are_shared_out_among_policies_changes_no_estimate(level):
 
 def test_credit_that_holds_the_future_ends_every_turns_own_estimate():
     batch = batch_of(episode("t", 0, [[0, 1], [None, None]]))
-    batch.values_ERA = torch.tensor([[[0.4, 0.0], [0.6, 0.0]]])
+    batch.critic_data.values_ERA = torch.tensor([[[0.4, 0.0], [0.6, 0.0]]])
     build("ippo", "influence", {"gamma": 0.3}, gamma=1.0, lam=0.5, whiten=False).assign_credit(batch)
     first = 0.3 / 1.3  # MAPoRL's reward of round 1: (0 + .3 * 1) / (1 + .3)
     assert batch.rows["a"]["advantages"].values().tolist() == pytest.approx([first - 0.4, 0.4, 0.4])
@@ -133,10 +133,10 @@ def test_gamma_discounts_by_rounds_of_the_episode():
     """Turns in rounds 1 and 4, worth 0 and 1, at gamma .5: .125 = .5 ** 3, and with V' = .4 the first step's delta is
     .125 * .4; lambda counts the agent's own turns."""
     batch = batch_of(episode("t", 0, [[0, None, None, 1], [0, 0, 0, 0]]))
-    batch.values_ERA = torch.zeros(batch.mask_ERA.shape)
+    batch.critic_data.values_ERA = torch.zeros(batch.mask_ERA.shape)
     build("ippo", gamma=0.5, whiten=False).assign_credit(batch)
     assert batch.returns_ERA[0, :, 0].tolist() == [0.125, 0, 0, 1.0]
-    batch.values_ERA = torch.tensor([[[0.2, 0.0], [0.0, 0.0], [0.0, 0.0], [0.4, 0.0]]])
+    batch.critic_data.values_ERA = torch.tensor([[[0.2, 0.0], [0.0, 0.0], [0.0, 0.0], [0.4, 0.0]]])
     build("ippo", gamma=0.5, lam=0.25, whiten=False).assign_credit(batch)
     first = 0.125 * 0.4 - 0.2 + 0.125 * 0.25 * (1 - 0.4)
     assert batch.rows["a"]["advantages"].values()[0].item() == pytest.approx(first)
@@ -149,7 +149,7 @@ def test_gamma_means_the_same_to_every_learner(name):
         batch = batch_of(episode("t", 0, [[0, None, 1], [None, None, None]]), train_rounds=trained)
         learner = build(name, "team", gamma=0.5)
         if name == "ippo":
-            batch.values_ERA = torch.zeros(batch.mask_ERA.shape)
+            batch.critic_data.values_ERA = torch.zeros(batch.mask_ERA.shape)
             learner.config.whiten = False
             learner.assign_credit(batch)
             returns = batch.returns_ERA
@@ -192,7 +192,7 @@ def turn_tokens(batch, name, lengths):
 
 def test_what_untrained_rounds_earn_goes_to_the_last_trained_one():
     batch = batch_of(episode("t", 0, [[0, 1], [0, 0]]), train_rounds=[1])
-    batch.values_ERA = torch.zeros(batch.mask_ERA.shape)
+    batch.critic_data.values_ERA = torch.zeros(batch.mask_ERA.shape)
     build("ippo", whiten=False, gamma=0.5).assign_credit(batch)
     assert batch.rows["a"]["advantages"].values().tolist() == [0.5]
     spoke = torch.ones(1, 3, 1, dtype=torch.bool)
@@ -207,7 +207,7 @@ def test_what_untrained_rounds_earn_goes_to_the_last_trained_one():
 
 def test_whitening_gives_each_policy_mean_0_and_deviation_1():
     batch = one_round(30)
-    batch.values_ERA = torch.randn(batch.mask_ERA.shape)
+    batch.critic_data.values_ERA = torch.randn(batch.mask_ERA.shape)
     build("ippo").assign_credit(batch)
     advantages_E = dense(batch.rows["a"]["advantages"])[:, 0]
     assert float(advantages_E.mean()) == pytest.approx(0, abs=1e-5) and float(advantages_E.std()) == pytest.approx(
@@ -221,7 +221,7 @@ def test_the_divergence_from_the_reference_is_taken_off_the_reward(level):
     rows = batch.rows["a"]
     rows["kl_penalty"] = nested([0.25, 0.5], rows)
     if level == "turn":
-        batch.values_ERA = torch.zeros(batch.mask_ERA.shape)
+        batch.critic_data.values_ERA = torch.zeros(batch.mask_ERA.shape)
     else:
         rows["values"] = nested([0.0, 0.0], rows)
     build("ippo", whiten=False).assign_credit(batch)
@@ -244,14 +244,16 @@ def test_values_and_returns_find_their_way_back_to_what_was_read():
     """A value that goes to the grid comes back beside its own return, at its own place of its own row."""
     records = [episode("t", 0, [[0, 1], [1, 0]]), episode("u", 0, [[1, None], [0, 0]])]
     batch = batch_of(*records)
-    batch.value_rows = LocalTurns().rows(records, batch)
-    for name, rows in batch.value_rows.items():
+    batch.critic_data.value_rows = LocalTurns().rows(records, batch)
+    for name, rows in batch.critic_data.value_rows.items():
         place_values(
             batch, name, jagged([[float(c) for c in row] for row in rows["turn_index"].unbind()], torch.float32)
         )
-    assert torch.equal(batch.values_ERA[batch.trained_ERA], torch.arange(8).view(2, 2, 2).float()[batch.trained_ERA])
+    assert torch.equal(
+        batch.critic_data.values_ERA[batch.trained_ERA], torch.arange(8).view(2, 2, 2).float()[batch.trained_ERA]
+    )
     build("ippo", whiten=False, lam=0.0).assign_credit(batch)
-    for name in batch.value_rows:
+    for name in batch.critic_data.value_rows:
         rows = training_rows(batch, name)
         cells = rows["turn_index"].values()
         assert torch.equal(rows["values"].values(), cells.float())
@@ -287,7 +289,7 @@ def test_gae_is_verls_where_steps_are_masked_out_in_the_middle(gamma, lam):
 
 def test_a_single_decision_is_compared_with_nothing():
     batch = batch_of(episode("t", 0, [[1], [0]]), episode("u", 0, [[1], [None]]))
-    batch.values_ERA = torch.zeros(batch.mask_ERA.shape)
+    batch.critic_data.values_ERA = torch.zeros(batch.mask_ERA.shape)
     build("ippo").assign_credit(batch)
     assert batch.rows["b"]["advantages"].values().tolist() == [0.0]
     assert batch.rows["a"]["advantages"].values().isfinite().all()

@@ -25,9 +25,9 @@ def test_every_learner_fills_advantages_and_updates_every_policy_once(name, cred
     if learner.credits and credit not in learner.credits:
         pytest.skip("not defined for it, and refused")
     if learner.critic != "none":
-        batch.values_ERA = torch.full(batch.mask_ERA.shape, 0.25)
-        batch.utilities_ERA = torch.linspace(0, 1, batch.mask_ERA.numel()).view(batch.mask_ERA.shape)
-        batch.joint_ids = jagged([[1, 2, 3]] * 4, torch.long)  # of two episodes with two rounds
+        batch.critic_data.values_ERA = torch.full(batch.mask_ERA.shape, 0.25)
+        batch.critic_data.utilities_ERA = torch.linspace(0, 1, batch.mask_ERA.numel()).view(batch.mask_ERA.shape)
+        batch.critic_data.joint_ids = jagged([[1, 2, 3]] * 4, torch.long)  # of two episodes with two rounds
     metrics = learner.assign_credit(batch)
     groups = {policy: FakeGroup() for policy in batch.rows}
     results = asyncio.run(learner.update(batch, groups))
@@ -44,11 +44,11 @@ def test_every_learner_fills_advantages_and_updates_every_policy_once(name, cred
 def as_critics_leave_it(batch):
     """Values and utilities of every trained turn, where any turn is trained."""
     if batch.rows:
-        batch.values_ERA = torch.full(batch.mask_ERA.shape, 0.25) * batch.trained_ERA
-        batch.utilities_ERA = (
+        batch.critic_data.values_ERA = torch.full(batch.mask_ERA.shape, 0.25) * batch.trained_ERA
+        batch.critic_data.utilities_ERA = (
             torch.linspace(0, 1, batch.mask_ERA.numel()).view(batch.mask_ERA.shape) * batch.trained_ERA
         )
-    batch.joint_ids = jagged([[1, 2, 3]] * batch.mask_ERA[..., 0].numel(), torch.long)
+    batch.critic_data.joint_ids = jagged([[1, 2, 3]] * batch.mask_ERA[..., 0].numel(), torch.long)
     return batch
 
 
@@ -90,8 +90,8 @@ def test_a_policy_without_rows_is_left_alone(name, credit, options):
     """b is silent in one episode and not trained in the other."""
     records = [episode("t", 0, [[1, 0], [None, None]]), episode("t", 1, [[0, 1], [0, 0]])]
     batch = joint_batch(records, AGENTS, {"a": 1.0})
-    batch.ballots = [ballots_of(record) for record in records]
-    batch.outcomes_ERAK = outcomes_of(records, batch)
+    batch.evidence.ballots = [ballots_of(record) for record in records]
+    batch.evidence.outcomes_ERAK = outcomes_of(records, batch)
     batch.rows["a"]["old_log_probs"] = batch.rows["a"]["rollout_log_probs"]
     _, updates = step(build(name, credit, **options), batch)
     assert set(updates) == {"a"} and batch.rows["a"]["advantages"].values().isfinite().all()

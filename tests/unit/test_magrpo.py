@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from marl.batch.joint import Alternatives
 from marl.utils.ragged import jagged
 from tests.builders import AGENTS, batch_of, build_learner as build, episode
 
@@ -73,5 +74,5 @@ def test_what_it_is_defined_for(compose_config, cold_assets):
 def test_alternatives_stand_for_themselves():
     """Two of one set, worth 0 and 1: what the team earns after the kept one is not theirs."""
     batch = batch_of(episode("t", 0, [[0, 1], [None, None]]))
-    batch.siblings_ERA = torch.where(batch.mask_ERA, 0, -1)
+    batch.alternatives = Alternatives(torch.where(batch.mask_ERA, 0, -1), num_rounds=2)
     assert assigned(batch)["a"] == [[-0.5], [0.5, 0.5]]

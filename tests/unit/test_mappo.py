@@ -13,7 +13,7 @@ def test_with_the_same_values_and_credit_it_is_ippo():
     results = []
     for name in ("ippo", "mappo"):
         batch = two_samples()
-        batch.values_ERA = torch.linspace(0, 1, batch.mask_ERA.numel()).view_as(batch.mask_ERA)
+        batch.critic_data.values_ERA = torch.linspace(0, 1, batch.mask_ERA.numel()).view_as(batch.mask_ERA)
         build(name, "team", lam=0.9).assign_credit(batch)
         results.append(batch)
     for policy in results[0].rows:
@@ -53,8 +53,8 @@ def test_the_oracle_of_the_chain(options, expected, round):
     Gamma discounts by rounds: nothing within one; lambda counts every turn of the chain."""
     scores = [[0], [2]] if round == 1 else [[0, None], [None, 1]]
     batch = batch_of(episode("t", 0, scores))
-    batch.values_ERA = torch.full(batch.mask_ERA.shape, 9.0)
-    batch.values_ERA[0, 0, 0], batch.values_ERA[0, round - 1, 1] = 0.4, 0.6
+    batch.critic_data.values_ERA = torch.full(batch.mask_ERA.shape, 9.0)
+    batch.critic_data.values_ERA[0, 0, 0], batch.critic_data.values_ERA[0, round - 1, 1] = 0.4, 0.6
     chained(batch, **options)
     assert batch.rows["a"]["advantages"].values().tolist() == pytest.approx([expected[0]])
     assert batch.rows["b"]["advantages"].values().tolist() == pytest.approx([expected[1]] * round), "a token a round"
@@ -65,7 +65,7 @@ def test_the_oracle_of_the_chain(options, expected, round):
 def test_a_chain_goes_through_all_agents_of_all_rounds():
     """Two rounds of two, gamma .5, lambda .5; by hand, from the end: values .1 .2 .3 .4, rewards 0, 1/2, 0, 1."""
     batch = batch_of(episode("t", 0, [[1, 1], [0, 1]]), episode("u", 0, [[0, 0], [0, 0]]))
-    batch.values_ERA = torch.tensor([[[0.1, 0.2], [0.3, 0.4]], [[0.0, 0.0], [0.0, 0.0]]])
+    batch.critic_data.values_ERA = torch.tensor([[[0.1, 0.2], [0.3, 0.4]], [[0.0, 0.0], [0.0, 0.0]]])
     chained(batch, gamma=0.5, lam=0.5)
     fourth = 1 - 0.4
     third = 0.4 - 0.3 + 0.5 * fourth
@@ -105,7 +105,7 @@ def test_a_round_pays_once_at_its_last_speaker():
 def test_what_untrained_turns_earn_goes_to_the_last_trained_one_of_the_chain():
     """Round 1 alone is trained: round 2's reward 1 comes to b, one round later."""
     batch = batch_of(episode("t", 0, [[0, 1], [1, 1]]), train_rounds=[1])
-    batch.values_ERA = torch.zeros(batch.mask_ERA.shape)
+    batch.critic_data.values_ERA = torch.zeros(batch.mask_ERA.shape)
     chained(batch, gamma=0.5, lam=1.0)
     at_the_end = 0.5 + 0.5 * 1
     assert batch.rows["b"]["advantages"].values().tolist() == [at_the_end]
@@ -114,7 +114,7 @@ def test_what_untrained_turns_earn_goes_to_the_last_trained_one_of_the_chain():
 
 def test_a_frozen_last_speaker_hands_the_rounds_reward_back():
     batch = joint_batch([episode("t", 0, [[0], [1]])], AGENTS, {"a": 1.0})
-    batch.values_ERA = torch.zeros(batch.mask_ERA.shape)
+    batch.critic_data.values_ERA = torch.zeros(batch.mask_ERA.shape)
     chained(batch, gamma=0.5, lam=1.0)
     assert list(batch.rows) == ["a"] and batch.rows["a"]["advantages"].values().tolist() == [0.5]
 
@@ -122,7 +122,7 @@ def test_a_frozen_last_speaker_hands_the_rounds_reward_back():
 def test_alternatives_are_no_links_of_the_chain():
     """a's compared turn is worth its own score, less its value; what is left of the conversation is b, then a, then b."""
     batch = batch_of(branch(episode("t", 0, [[1.0, 0.0], [0.0, 1.0]]), "a", 1, [0.5]))
-    batch.values_ERA = torch.full(batch.mask_ERA.shape, 0.1)
+    batch.critic_data.values_ERA = torch.full(batch.mask_ERA.shape, 0.1)
     chained(batch, gamma=0.5, lam=1.0)  # each round pays 1/2, to b: in round 2 both return 1/2, in round 1 b 1/2 + 1/4
     assert grid_of(batch, "a")[0, :, 0].tolist() == pytest.approx([0.9, 0.4, 0.4])
     assert grid_of(batch, "b")[0, :2, 1].tolist() == pytest.approx([0.65, 0.4])
@@ -131,7 +131,7 @@ def test_alternatives_are_no_links_of_the_chain():
 def test_agents_of_one_policy_are_links_too():
     separate, shared = (batch_of(episode("t", 0, [[0], [1]]), episode("u", 0, [[1], [1]])) for _ in range(2))
     for batch in (separate, shared):
-        batch.values_ERA = torch.tensor([[[0.4, 0.6]], [[0.1, 0.7]]])
+        batch.critic_data.values_ERA = torch.tensor([[[0.4, 0.6]], [[0.1, 0.7]]])
     rows = [separate.rows["a"], separate.rows["b"]]
     shared.rows = {"both": rows_after_one_another(rows)}
     chained(separate, lam=0.5), chained(shared, lam=0.5)
@@ -153,7 +153,7 @@ def test_a_chain_goes_on_over_the_policies_that_an_agent_acts_with():
     for turn in record.turns:
         turn.policy = ("first", "later")[turn.round - 1]
     batch = batch_of(record)
-    batch.values_ERA = torch.zeros(batch.mask_ERA.shape)
+    batch.critic_data.values_ERA = torch.zeros(batch.mask_ERA.shape)
     chained(batch)
     assert batch.returns_ERA[0].tolist() == [[1.0, 1.0], [1.0, 1.0]]
     assert batch.rows["first"]["advantages"].values().tolist() == [1.0, 1.0]
@@ -161,7 +161,7 @@ def test_a_chain_goes_on_over_the_policies_that_an_agent_acts_with():
 
 def test_a_chain_is_whitened_by_policy():
     batch = batch_of(*(episode(f"t{i}", 0, [[i % 2], [i % 3]]) for i in range(12)))
-    batch.values_ERA = torch.linspace(-1, 1, batch.mask_ERA.numel()).view(batch.mask_ERA.shape)
+    batch.critic_data.values_ERA = torch.linspace(-1, 1, batch.mask_ERA.numel()).view(batch.mask_ERA.shape)
     build("mappo", "team", chain=True).assign_credit(batch)
     for name in AGENTS:
         advantages = batch.rows[name]["advantages"].values()
@@ -174,7 +174,7 @@ def test_a_chain_of_one_agent_is_none():
     results = []
     for chain in (False, True):
         batch = batch_of(episode("t", 0, [[0, 1], []]), episode("u", 0, [[1, 1], []]))
-        batch.values_ERA = torch.tensor([[[0.4, 0.0], [0.6, 0.0]], [[0.3, 0.0], [0.1, 0.0]]])
+        batch.critic_data.values_ERA = torch.tensor([[[0.4, 0.0], [0.6, 0.0]], [[0.3, 0.0], [0.1, 0.0]]])
         build("mappo", "team", chain=chain, gamma=0.9, lam=0.8).assign_credit(batch)
         results.append(batch)
     assert torch.equal(*(batch.rows["a"]["advantages"].values() for batch in results))

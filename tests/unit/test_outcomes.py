@@ -52,11 +52,11 @@ def turn(agent, number, score, team):
 
 def batch(*records):
     joint = joint_batch(records, AGENTS, dict.fromkeys(AGENTS, 1.0))
-    joint.ballots = [ballots_of(record) for record in records]
-    joint.outcomes_ERAK = outcomes_of(records, joint)
-    joint.values_ERA = torch.zeros(joint.mask_ERA.shape)
-    joint.utilities_ERA = torch.zeros(joint.mask_ERA.shape)
-    joint.joint_ids = jagged([[1, 2]] * len(records) * joint.mask_ERA.shape[1], torch.long)
+    joint.evidence.ballots = [ballots_of(record) for record in records]
+    joint.evidence.outcomes_ERAK = outcomes_of(records, joint)
+    joint.critic_data.values_ERA = torch.zeros(joint.mask_ERA.shape)
+    joint.critic_data.utilities_ERA = torch.zeros(joint.mask_ERA.shape)
+    joint.critic_data.joint_ids = jagged([[1, 2]] * len(records) * joint.mask_ERA.shape[1], torch.long)
     return joint
 
 

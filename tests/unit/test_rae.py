@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from marl.batch.joint import Alternatives
 from marl.utils.ragged import jagged
 from tests.builders import batch_of, build_learner as build, episode
 
@@ -105,6 +106,6 @@ def test_divergence_and_later_rounds_count():
 def test_a_kept_alternative_stands_for_itself():
     """What came after it is not its own, as under every learner: 0 in round 1 and 1 in round 2, and not 1 and 1."""
     batch = batch_of(episode("t", 0, [[0, 1], [None, None]]))
-    batch.siblings_ERA = torch.where(batch.mask_ERA, torch.tensor([[[0], [1]]]), -1)
+    batch.alternatives = Alternatives(torch.where(batch.mask_ERA, torch.tensor([[[0], [1]]]), -1), num_rounds=2)
     build("rae", "own").assign_credit(batch)
     assert batch.rows["a"]["advantages"].values().tolist() == [-0.5, 0.5, 0.5]

@@ -80,13 +80,13 @@ def test_the_divergence_of_rejected_tokens_is_no_cost():
     reject(rows, (1, 0), (1, 2))
     assert penalties(batch)[:, 0, 0].tolist() == [0.75, 0.125]
     assert Decisions.of(batch, rows).penalties_D.tolist() == [0.5, 0.25, 0.125]
-    batch.values_ERA = torch.zeros(batch.mask_ERA.shape)
+    batch.critic_data.values_ERA = torch.zeros(batch.mask_ERA.shape)
     assert Decisions.of(batch, rows).penalties_D.tolist() == [0.75, 0.125]
 
 
 def test_turns_of_which_nothing_is_left_are_no_decisions_of_a_turns_critic():
     batch = long_answers((2, 3))
-    batch.values_ERA = torch.tensor([[[5.0, 0.0]], [[0.5, 0.0]]])
+    batch.critic_data.values_ERA = torch.tensor([[[5.0, 0.0]], [[0.5, 0.0]]])
     reject(batch.rows["a"], (0, 0), (0, 1))
     metrics = build("ippo", whiten=False).assign_credit(batch)
     assert [row.tolist() for row in batch.rows["a"]["advantages"].unbind()] == [[0, 0], [0.5, 0.5, 0.5]]
@@ -120,9 +120,9 @@ def test_values_of_tokens_stay_on_their_own_rows_where_others_were_rejected(read
     assert {name: len(rows) for name, rows in batch.rows.items()} == {"a": 3, "b": 2}
     assert not batch.trained_ERA[0, 0, 1] and not batch.trained_ERA[1, 0, 0]
     reader = LocalTokens() if read == "local" else CentralTokens(Words())
-    batch.value_rows = reader.rows(records, batch)
+    batch.critic_data.value_rows = reader.rows(records, batch)
     number = 0
-    for name, rows in batch.value_rows.items():
+    for name, rows in batch.critic_data.value_rows.items():
         count = len(rows["read_at"].values())
         values = torch.arange(number, number + count).float()
         place_values(batch, name, torch.nested.nested_tensor_from_jagged(values, offsets=rows["read_at"].offsets()))
@@ -145,8 +145,8 @@ def test_a_critic_all_of_whose_turns_were_rejected_has_nothing_to_learn():
     batch = batch_of(*records)
     reject(batch.rows["b"], (0, 0), (1, 0), (1, 1))
     drop_rejected(batch)
-    batch.value_rows = LocalTokens().rows(records, batch)
-    assert list(batch.value_rows) == ["a"]
+    batch.critic_data.value_rows = LocalTokens().rows(records, batch)
+    assert list(batch.critic_data.value_rows) == ["a"]
     place_values(batch, "a", jagged([[0.5], [0.5, 0.5]], torch.float32))
     metrics = build("ippo").assign_credit(batch)
     assert metrics and all(key.startswith("value/a/") for key in metrics)

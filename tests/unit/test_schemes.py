@@ -142,7 +142,7 @@ def voted(rule, *samples):
     records = [decided(rule, *answers) for answers in samples]
     names = records[0].agents
     batch = joint_batch(records, names, dict.fromkeys(names, 1.0))
-    batch.ballots = [ballots_of(record) for record in records]
+    batch.evidence.ballots = [ballots_of(record) for record in records]
     return batch
 
 
@@ -164,7 +164,7 @@ def test_shapley_is_paid_at_the_last_vote_and_sums_to_the_decision():
     batch = batch_of(episode("t", 0, [[0.0, 1.0], [1.0, None]]), episode("t", 1, [[1.0, 0.0], [None, 0.0]]))
     got = scheme("shapley").assign(batch)
     assert got.tolist() == [[[0, 0.5], [0.5, 0]], [[0, 0], [0, 0]]]
-    for credit, ballots in zip(got, batch.ballots, strict=True):
+    for credit, ballots in zip(got, batch.evidence.ballots, strict=True):
         assert float(credit.sum()) == worth(ballots[-1], ballots[-1].votes)
 
 
@@ -196,7 +196,7 @@ def test_earlier_rounds_vote_on_what_they_would_have_decided():
     """a says 1 then 0, b says 0 then 1. Round 1 is a ballot of its own: a's 1 beside b's 0 is worth .5, its 0 nothing."""
     one, two = episode("t", 0, DEBATE), episode("t", 1, [[0.0, 0.0], [0.0, 0.0]])
     batch = batch_of(one, two)
-    assert [[vote.round for vote in ballot.votes] for ballot in batch.ballots[0]] == [[1, 1], [2, 2]]
+    assert [[vote.round for vote in ballot.votes] for ballot in batch.evidence.ballots[0]] == [[1, 1], [2, 2]]
     got = scheme("counterfactual").assign(batch)
     assert got[0].tolist() == [[0.25, 0.0], [0.0, 0.25]]
     assert got[1].tolist() == [[-0.25, 0.0], [0.0, -0.25]]
@@ -237,7 +237,7 @@ def checked(compose_config):
 @pytest.mark.parametrize("name", ["shapley", "counterfactual"])
 def test_without_a_vote_the_error_says_what_to_use(name, checked):
     batch = batch_of(episode("t", 0, DEBATE))
-    batch.ballots = [[]]
+    batch.evidence.ballots = [[]]
     with pytest.raises(ValueError, match=rf"credit={name}.*task t.*marl\.runners\.decide.*credit\.of=answer"):
         scheme(name).assign(batch)
     chain = RUNNERS.get("chain").Config(name="chain")
@@ -310,7 +310,7 @@ def test_replay_credits_a_turn_by_its_own_outcome():
     record.turns[0].outcomes, record.turns[1].outcomes = [1.0, 0.0, 0.5], [0.25]
     record.turns[2].outcomes, record.turns[3].outcomes = [0.0, 1.0], []
     batch = batch_of(record)
-    assert batch.outcomes_ERAK.shape == (1, 2, 2, 3) and math.isnan(batch.outcomes_ERAK[0, 1, 1, 0])
+    assert batch.evidence.outcomes_ERAK.shape == (1, 2, 2, 3) and math.isnan(batch.evidence.outcomes_ERAK[0, 1, 1, 0])
     got = scheme("replay").assign(batch)
     assert got[0].tolist() == [[0.75, -1.0], [0.0, 0.0]]
     build("grpo", "replay").assign_credit(batch)

@@ -43,7 +43,7 @@ def test_learners_without_a_critic_say_what_they_compare(name):
 def test_values_of_turns():
     """GAE with lambda 1: returns 1.5 and .5; advantages are those less the values. Who is not trained is not valued."""
     batch = batch_of(episode("t", 0, ALONE), train_rounds=[1])
-    batch.values_ERA = torch.full(batch.mask_ERA.shape, 0.5)
+    batch.critic_data.values_ERA = torch.full(batch.mask_ERA.shape, 0.5)
     got = credited(build("ippo", whiten=False), batch)
     assert column(got, "reward") == [[1.0, 0.5, 0.25]], "what each earned, before it is handed on"
     assert column(got, "return") == [[1.5, None, 0.25]]

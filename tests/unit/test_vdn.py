@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from marl.batch.build import pad_rows, rows_of
+from marl.batch.joint import Alternatives
 from marl.batch.utility_inputs import SHARED, JointStates, UtilityTurns
 from marl.batch.values import gradient_rows, lay_utilities, place_values
 from marl.cluster.workers.critic_loss import critic_loss
@@ -140,7 +141,7 @@ def test_alternatives_are_no_joint_action():
     records = [episode("t", 0, [[1], [0]])]
     batch = batch_of(*records)
     batch.mask_ERA = batch.trained_ERA = torch.ones(1, 2, 2, dtype=torch.bool)
-    batch.num_rounds = 1
+    batch.alternatives = Alternatives(torch.full((1, 2, 2), -1), num_rounds=1)
     joint = JointActions.of(batch, torch.ones(1, 2), 1.0)
     assert joint.index_B.tolist() == [0] and joint.rewards_B.tolist() == [1.0]
 
@@ -216,7 +217,7 @@ def test_the_fit_descends_on_the_teams_error_and_v_follows_q():
     assert critics["a"].gradients.tolist() == [-3.0, 2.0] and critics["b"].gradients.tolist() == [2.0, 2.0]
     assert critics["a"].calls == ["renew", "last", "values"], "one round has nothing to bootstrap from"
     assert metrics["a"]["q_tot_loss"] == 1.0 and metrics["b"]["grad_norm"] == 1.0
-    assert batch.utilities_ERA[0, 0].tolist() == [2.0, -2.0], "credit is given by what was fitted"
+    assert batch.critic_data.utilities_ERA[0, 0].tolist() == [2.0, -2.0], "credit is given by what was fitted"
 
 
 def test_every_pass_follows_a_forward_of_its_own():
@@ -275,7 +276,7 @@ def test_an_additive_team_is_taken_apart():
     learner = build("vdn", "team", mixer_epochs=200)
     metrics = fit(learner, batch, critics)
     assert metrics["a"]["q_tot_loss"] < 1e-9
-    q_EA = batch.utilities_ERA[:, 0]
+    q_EA = batch.critic_data.utilities_ERA[:, 0]
     assert float(q_EA[2, 0] - q_EA[0, 0]) == pytest.approx(-2, abs=1e-4)
     assert float(q_EA[1, 1] - q_EA[0, 1]) == pytest.approx(3, abs=1e-4)
 
