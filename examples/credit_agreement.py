@@ -28,9 +28,9 @@ from marl.config.overrides import find_verl, new_agents
 from marl.controller import alternative_rollouts
 from marl.learners import CREDITS
 from marl.learners.counterfactual_credit import Replay, ReturnOf
-from marl.preflight.compatibility import make_learner
 from marl.preflight.prepare import prepare
 from marl.quickstart.assets import RECIPES, ensure
+from marl.setup import make_learner
 from marl.types import Episode
 
 CREDITS_COMPARED: dict[str, dict[str, Any]] = {
@@ -65,9 +65,9 @@ def started(overrides: Sequence[str], loop: Any) -> Iterator[Any]:
     with initialize_config_module("marl.configs", version_base="1.3"):
         config = compose("quickstart", overrides=find_verl(new_agents(words)))
     ensure(Path(config.assets), RECIPES[config.task], config.seed)
-    config = prepare(config)
-    with session(config), ExitStack() as cleanup:
-        trainer = loop.run_until_complete(build(config, cleanup))
+    setup = prepare(config)
+    with session(setup), ExitStack() as cleanup:
+        trainer = loop.run_until_complete(build(setup, cleanup))
         loop.run_until_complete(trainer.sync_weights())
         yield trainer
 

@@ -23,7 +23,7 @@ from marl.cluster.layout import (
     policy_config,
 )
 from marl.config.errors import ConfigError
-from marl.config.policies import loops_of, policy_names, thinking_of
+from marl.config.policies import loops_of, thinking_of
 from marl.controller.agent_loop import LoopClient, Loops
 from marl.controller.chat import ChatEncoder, check_round_trip
 from marl.controller.client import PolicyClient
@@ -31,10 +31,10 @@ from marl.controller.controller import Controller
 from marl.controller.episode_workers import EpisodeWorkers, SpreadController, spawn
 from marl.controller.tasks import train_loader, validation_tasks
 from marl.modules.models import load_config, load_generation_config
-from marl.preflight.compatibility import make_learner
 from marl.rewards import build_reward
 from marl.rollout.decoding import end_ids
-from marl.runners import RUNNERS, Runner, register_runner
+from marl.runners import Runner, register_runner
+from marl.setup import Setup, make_runner
 
 
 def tokenizer_of(model: DictConfig) -> Any:
@@ -99,44 +99,52 @@ class ServedPolicy:
 
 
 async def start_controller(
-    config: DictConfig, groups: dict[str, Any], tokenizers: dict[str, Any], run_id: str, cleanup: ExitStack
+    setup: Setup, groups: dict[str, Any], tokenizers: dict[str, Any], run_id: str, cleanup: ExitStack
 ) -> Controller:
     """The driver's controller, which plays itself or has ``controller.num_workers`` processes play."""
+    config, exchange_every = setup.config, setup.learner.exchange_every
     count = config.controller.num_workers
     if not count:
-        return make_controller(config, groups, tokenizers, cleanup)
+        return make_controller(config, setup.runner, exchange_every, groups, tokenizers, cleanup)
     served = {name: ServedPolicy(group.config, group.client()) for name, group in groups.items()}
-    make = partial(controller_of_worker, config, RUNNERS.get(config.runner.name), served)
+    make = partial(controller_of_worker, config, type(setup.runner), exchange_every, served)
     workers = EpisodeWorkers(spawn(count, run_id), config.controller.episode_timeout_s)
     cleanup.callback(workers.stop)
     await workers.start(make, config.resources.timeout_s)
-    return make_controller(config, groups, tokenizers, cleanup, partial(SpreadController, workers))
+    kind = partial(SpreadController, workers)
+    return make_controller(config, setup.runner, exchange_every, groups, tokenizers, cleanup, kind)
 
 
 def controller_of_worker(
-    config: DictConfig, runner: type[Runner], policies: dict[str, ServedPolicy], cleanup: ExitStack
+    config: DictConfig,
+    runner: type[Runner],
+    exchange_every: int,
+    policies: dict[str, ServedPolicy],
+    cleanup: ExitStack,
 ) -> Controller:
     register_runner(config.runner.name)(runner)  # it may be known to the driver's main module alone
     tokenizers = {name: tokenizer_of(policy.config.actor_rollout_ref.model) for name, policy in policies.items()}
-    return make_controller(config, policies, tokenizers, cleanup)
+    return make_controller(config, make_runner(config), exchange_every, policies, tokenizers, cleanup)
 
 
 def make_controller(
     config: DictConfig,
+    runner: Runner,
+    exchange_every: int,
     groups: dict[str, Any],
     tokenizers: dict[str, Any],
     cleanup: ExitStack,
     kind: Callable[..., Controller] = Controller,
 ) -> Controller:
     return kind(
-        RUNNERS.build(config.runner),
+        runner,
         config.agents,
         make_clients(config, groups, tokenizers),
         build_reward(config, cleanup, in_driver=config.resources.one_process),
         seed=config.seed,
         max_prompt_length=config.data.max_prompt_length,
         settings=config.controller,
-        exchange_every=make_learner(config).exchange_every,
+        exchange_every=exchange_every,
     )
 
 
@@ -168,23 +176,22 @@ def joint_states(config: DictConfig) -> JointStates:
     return JointStates(tokenizer_of(config.critic.model))
 
 
-async def build(config: DictConfig, cleanup: ExitStack, progress: Any = None) -> Any:
+async def build(setup: Setup, cleanup: ExitStack, progress: Any = None) -> Any:
     """Start every policy's pool, workers and servers, and put the trainer together; ``cleanup`` learns how to end them."""
     # heavy: imported once the configuration is known to be right
     from marl.build import critic_reader, joint_states, load_tasks, start_controller, tokenizer_of
     from marl.cluster.critics import Critics
     from marl.marl_trainer import MARLTrainer
 
+    config, learner, names, run_id = setup.config, setup.learner, setup.policies, uuid.uuid4().hex[:8]
     if not config.resources.one_process:
-        check_cluster(config)
-    names, run_id = policy_names(config), uuid.uuid4().hex[:8]
+        check_cluster(setup)
     tokenizers = {name: tokenizer_of(model_config(config, name)) for name in names}
     loader, validation, total_steps = load_tasks(config, tokenizers)
     configs = {name: policy_config(config, name, index, run_id, total_steps) for index, name in enumerate(names)}
-    groups, critics = make_groups(config, configs, cleanup)
+    groups, critics = make_groups(setup, configs, cleanup)
     await start_groups(groups, critics)
-    controller = await start_controller(config, groups, tokenizers, run_id, cleanup)
-    learner = make_learner(config)
+    controller = await start_controller(setup, groups, tokenizers, run_id, cleanup)
     reading = critic_reader(config, learner.critic, names) if critics else None
     states = joint_states(config) if learner.reads_joint else None
     values = Critics(critics, reading, states)

@@ -26,8 +26,9 @@ from marl.config.overrides import find_verl, new_agents
 from marl.config.rules.agents import templates_can_be_filled
 from marl.report import dump
 from marl.rewards import answer_rules, check_extractors
-from marl.runners import RUNNERS, Generate, Replay, scripted
+from marl.runners import Generate, Replay, scripted
 from marl.runners.episode import Judge
+from marl.setup import make_runner
 from marl.types import Episode, Task, Turn
 
 
@@ -154,9 +155,9 @@ async def stage(options: Options, config: DictConfig) -> AsyncIterator[tuple[Tas
 
         ensure_for(config)
     config.trainer.logger = []
-    config = marl_main.prepare(config)
-    with marl_main.session(config), ExitStack() as cleanup:
-        trainer = await marl_main.build(config, cleanup)
+    setup = marl_main.prepare(config)
+    with marl_main.session(setup), ExitStack() as cleanup:
+        trainer = await marl_main.build(setup, cleanup)
         await trainer.sync_weights()
         controller = trainer.controller
         if options.row >= len(trainer.validation):
@@ -193,7 +194,7 @@ async def play(options: Options, config: DictConfig, task: Task, generate: Gener
         generate = Replay(record, generate if options.instead else None, instead(options, record))
     roles = {name: config.agents[name].role for name in agents if name in config.agents}
     try:
-        runner = RUNNERS.build(config.runner)
+        runner = make_runner(config)
         runner.check(agents)
         return await scripted.play(
             runner, task, agents, generate, judge=judge, roles=roles, seed=seed, accuracy=accuracy

@@ -52,7 +52,7 @@ def test_who_cannot_exchange(compose_config, cold_assets, overrides, named):
     from marl.preflight.prepare import prepare
 
     common = [f"assets={cold_assets}", "learner=cory", "runner=pioneer_observer", "credit=auto"]
-    assert prepare(compose_config(*common)).credit.name == "joint"
+    assert prepare(compose_config(*common)).config.credit.name == "joint"
     with pytest.raises(ConfigError, match="cory") as told:
         prepare(compose_config(*common, *overrides))
     assert named in str(told.value)

@@ -466,13 +466,9 @@ def test_alternatives_are_refused_where_all_turns_are_compared_with_them(compose
 
 
 def test_its_order_follows_the_runs_seed(compose_config, cold_assets):
-    from marl.preflight.compatibility import make_learner
     from marl.preflight.prepare import prepare
 
-    config = prepare(compose_config(f"assets={cold_assets}", "learner=happo", "seed=7"))
-    learner = make_learner(config)
+    learner = prepare(compose_config(f"assets={cold_assets}", "learner=happo", "seed=7")).learner
     assert (learner.config.seed, learner.config.ratio, learner.config.clip) == (7, Ratio.geometric, 2.0)
-    assert (
-        make_learner(prepare(compose_config(f"assets={cold_assets}", "learner=happo", "learner.clip=null"))).config.clip
-        is None
-    )
+    unclipped = prepare(compose_config(f"assets={cold_assets}", "learner=happo", "learner.clip=null")).learner
+    assert unclipped.config.clip is None

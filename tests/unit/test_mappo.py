@@ -31,7 +31,7 @@ def test_auto_credit_is_the_learners_default(compose_config, cold_assets):
     from marl.preflight.prepare import prepare
 
     for learner, expected in {"ippo": "own", "mappo": "team", "grpo": "own"}.items():
-        config = prepare(compose_config(f"assets={cold_assets}", f"learner={learner}", "credit=auto"))
+        config = prepare(compose_config(f"assets={cold_assets}", f"learner={learner}", "credit=auto")).config
         assert config.credit.name == expected
 
 
