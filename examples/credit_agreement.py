@@ -105,7 +105,7 @@ def measure(trainer: Any, loop: Any, given: argparse.Namespace) -> tuple[list[tu
     controller, step = trainer.controller, trainer.step_number + 1
     collection = loop.run_until_complete(controller.collect(trainer.validation[: given.tasks], given.samples, step))
     episodes = loop.run_until_complete(controller.score(collection.episodes, step))
-    compared = CREDITS_COMPARED if trainer.learner.critic == "none" else {}
+    compared = CREDITS_COMPARED if trainer.learner.critics is None else {}
     told = {name: advantages(trainer, episodes, name.split()[0], own) for name, own in compared.items()}
     told[f"{trainer.config.learner.name}, {trainer.config.credit.name}"] = own_advantages(trainer, loop, episodes)
     replayed = [episode for episode in episodes if episode.sample < given.replayed]

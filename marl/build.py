@@ -16,8 +16,9 @@ from verl.utils import hf_tokenizer
 from verl.workers.rollout.llm_server import LLMServerClient
 
 import marl.config.schema  # noqa: F401 - registers our groups
+from marl.batch.critic_spec import CriticSpec, Reader
 from marl.batch.utility_inputs import JointStates
-from marl.cluster.critics import reader
+from marl.cluster.critics import Critics
 from marl.cluster.layout import (
     model_config,
     policy_config,
@@ -148,8 +149,16 @@ def make_controller(
     )
 
 
-def critic_reader(config: DictConfig, kind: str, policies: list[str]) -> Any:
-    """What the critics read, in the agents' tokenizer or in one of their own. Raises ConfigError for values of tokens of
+def make_critics(setup: Setup, groups: dict[str, Any]) -> Critics:
+    """Join the critics' worker groups with the reader of their rows, and with the joint observation if the learner wants it."""
+    config, critics = setup.config, setup.critics
+    reading = critic_reader(config, critics, setup.policies) if critics and groups else None
+    states = JointStates(tokenizer_of(config.critic.model)) if setup.learner.reads_joint else None
+    return Critics(groups, reading, states)
+
+
+def critic_reader(config: DictConfig, critics: CriticSpec, policies: list[str]) -> Reader:
+    """Make the reader of the critics' rows, in the agents' tokenizer or in one of their own. Raises ConfigError for values of tokens of
     another tokenizer, and for a tokenizer that cannot end an answer."""
 
     def folder(model: DictConfig) -> str:
@@ -162,28 +171,23 @@ def critic_reader(config: DictConfig, kind: str, policies: list[str]) -> Any:
             f"critic.level=token values the agents' tokens, and {', '.join(sorted(foreign))} may cut a text into others than "
             f"the critic's {folder(config.critic.model)}. Set critic.level=turn, or critic.model.path to the agents' model"
         )
-    if foreign and kind == "utility" and own.eos_token_id is None:
+    if foreign and critics.values_ends and own.eos_token_id is None:
         raise ConfigError(
             f"critic.model.path={config.critic.model.path}: its tokenizer has no end-of-text token, where an answer would be "
             "valued; use another model, or the agents'"
         )
-    encoder = ChatEncoder(own, config.data.apply_chat_template_kwargs) if foreign and kind != "central" else None
-    return reader(kind, config.critic.level, own, encoder, kind == "utility" and config.learner.share_utilities)
-
-
-def joint_states(config: DictConfig) -> JointStates:
-    """The joint observation for a learner that reads it, in the critics' tokenizer."""
-    return JointStates(tokenizer_of(config.critic.model))
+    chat = foreign and not critics.reads_joint
+    encoder = ChatEncoder(own, config.data.apply_chat_template_kwargs) if chat else None
+    reader: Reader = critics.reader(config.critic.level, own, encoder)
+    return reader
 
 
 async def build(setup: Setup, cleanup: ExitStack, progress: Any = None) -> Any:
     """Start every policy's pool, workers and servers, and put the trainer together; ``cleanup`` learns how to end them."""
     # heavy: imported once the configuration is known to be right
-    from marl.build import critic_reader, joint_states, load_tasks, start_controller, tokenizer_of
-    from marl.cluster.critics import Critics
     from marl.marl_trainer import MARLTrainer
 
-    config, learner, names, run_id = setup.config, setup.learner, setup.policies, uuid.uuid4().hex[:8]
+    config, names, run_id = setup.config, setup.policies, uuid.uuid4().hex[:8]
     if not config.resources.one_process:
         check_cluster(setup)
     tokenizers = {name: tokenizer_of(model_config(config, name)) for name in names}
@@ -192,7 +196,5 @@ async def build(setup: Setup, cleanup: ExitStack, progress: Any = None) -> Any:
     groups, critics = make_groups(setup, configs, cleanup)
     await start_groups(groups, critics)
     controller = await start_controller(setup, groups, tokenizers, run_id, cleanup)
-    reading = critic_reader(config, learner.critic, names) if critics else None
-    states = joint_states(config) if learner.reads_joint else None
-    values = Critics(critics, reading, states)
-    return MARLTrainer(config, groups, controller, learner, values, loader, validation, total_steps, progress)
+    values = make_critics(setup, critics)
+    return MARLTrainer(config, groups, controller, setup.learner, values, loader, validation, total_steps, progress)

@@ -1,11 +1,11 @@
-"""A run resolved once: everything that a checked configuration says of it, for everybody who needs to know."""
+"""A run, resolved once from its configuration: runner, learner, policies, critics, and the pools that they live in."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
-from marl.batch.utility_inputs import SHARED
+from marl.batch.critic_spec import CriticSpec
 from marl.config.policies import policy_names, trained_policies
 from marl.learners import CREDITS, LEARNERS, Learner
 from marl.runners import RUNNERS, Runner
@@ -14,7 +14,7 @@ from marl.types import CriticName, PolicyName
 
 @dataclass(frozen=True)
 class Setup:
-    """Made of a configuration by :func:`marl.preflight.prepare.prepare`, which checks it, or by :meth:`of`."""
+    """Made by :func:`marl.preflight.prepare.prepare`, which checks the configuration first, and read by everything after it."""
 
     config: DictConfig
     runner: Runner
@@ -25,17 +25,22 @@ class Setup:
 
     @classmethod
     def of(cls, config: DictConfig) -> "Setup":
-        """Build the runner, the learner and its credit; ``credit=auto`` has to be chosen by then."""
+        """Build the runner and the learner with its credit. ``credit=auto`` must have been replaced before."""
         runner, learner = make_runner(config), make_learner(config)
-        policies, critics = policy_names(config), critic_names(config)
+        policies, critics = policy_names(config), learner.critics
+        names = critics.names(trained_policies(config.agents)) if critics else []
         return cls(
             config,
             runner,
             learner,
             policies,
             {name: pool_of(config, name) for name in policies},
-            {name: critic_pool(config, name) for name in critics},
+            {name: critic_pool(config, name) for name in names},
         )
+
+    @property
+    def critics(self) -> CriticSpec | None:
+        return self.learner.critics
 
     @property
     def ranks_by_pool(self) -> dict[str, int]:
@@ -55,16 +60,6 @@ def make_learner(config: DictConfig) -> Learner:
 def pool_of(config: DictConfig, policy: PolicyName) -> str:
     named = (config.policies.get(policy) or {}).get("pool")
     return named or ("shared" if config.resources.placement.name == "colocated" else policy)
-
-
-def critic_names(config: DictConfig) -> list[CriticName]:
-    """A local critic for every policy that is trained, of its name; one central critic, or shared utility, for all."""
-    kind = LEARNERS.get(config.learner.name).critic
-    if kind == "none":
-        return []
-    if kind == "utility" and config.learner.share_utilities:
-        return [SHARED]
-    return ["central"] if kind == "central" else trained_policies(config.agents)
 
 
 def critic_pool(config: DictConfig, critic: CriticName) -> str:

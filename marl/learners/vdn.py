@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import II
 
+from marl.batch.critic_spec import UtilityCritics
 from marl.batch.joint import JointBatch
 from marl.learners.base import Learner, register_learner
 from marl.learners.credit_schemes import Credit
@@ -22,12 +23,9 @@ from marl.types import CriticGroup, CriticName, Metrics
 
 @register_learner("vdn")
 class VDN(Learner):
-    critic = "utility"
     default_credit = "team"
     credits = ("team",)
     joint_actions = True
-    fits_first = True
-    """What a utility says of answers that it has not met is noise at first, which whitening makes as large as a signal."""
 
     @dataclass
     class Config(Learner.Config):
@@ -53,6 +51,10 @@ class VDN(Learner):
         super().__init__(config, credit)
         self.compares_samples = config.advantage is Advantage.group
         self._fit: MixerFit | None = None
+
+    @property
+    def critics(self) -> UtilityCritics:
+        return UtilityCritics(self.config.share_utilities)
 
     def make_mixing(self, num_agents: int) -> Mixing:
         return Mixing(VDNMixer())

@@ -104,7 +104,7 @@ def check_credit(setup: Setup) -> None:
     check_overlong(setup)
     if credit.kind != "advantage":
         return
-    if learner.critic != "none":
+    if learner.critics:
         raise ConfigError(
             f"credit={name} gives advantages, and learner={config.learner.name} would fit a critic that nobody "
             "reads; use learner=grpo"
@@ -149,35 +149,17 @@ def check_overlong(setup: Setup) -> None:
 
 
 def check_critics(setup: Setup) -> None:
-    config, learner = setup.config, setup.learner
-    if config.critic.enable not in (None, learner.critic != "none"):
+    config, critics = setup.config, setup.critics
+    if config.critic.enable not in (None, critics is not None):
         raise ConfigError(
             f"critic.enable={config.critic.enable}: whether there are critics is the learner's to say, and "
-            f"learner={config.learner.name} has {learner.critic} ones; leave it null"
+            f"learner={config.learner.name} has {critics.kind if critics else 'none'} ones; leave it null"
         )
-    if learner.critic == "utility":
-        check_utilities(config)
+    if critics:
+        critics.check(config)
     warm_up = config.trainer.critic_warmup
-    if warm_up and learner.critic == "none":
+    if warm_up and not critics:
         raise ConfigError(
             f"trainer.critic_warmup={warm_up}: learner={config.learner.name} has no critic to warm up, and would train nothing "
             "until then; set it to 0"
-        )
-    if learner.critic == "central" and config.critic.level == "token" and config.controller.pack_turns:
-        raise ConfigError(
-            f"controller.pack_turns=true: with critic.level=token the central critic of learner={config.learner.name} reads a "
-            "row a turn, each after its own joint observation; set controller.pack_turns=false or critic.level=turn"
-        )
-
-
-def check_utilities(config: DictConfig) -> None:
-    """What learners with a mixer ask beside that."""
-    learner, tasks = f"learner={config.learner.name}", config.data.train_batch_size
-    if config.critic.level == "token":
-        raise ConfigError(f"critic.level=token: {learner} mixes utilities of turns; set critic.level=turn")
-    if config.critic.ppo_epochs != 1 or config.critic.ppo_mini_batch_size != tasks:
-        raise ConfigError(
-            f"critic.ppo_epochs={config.critic.ppo_epochs}, critic.ppo_mini_batch_size={config.critic.ppo_mini_batch_size}: "
-            f"{learner} takes the derivatives of all utilities together, anew for every pass; set critic.ppo_epochs=1 and "
-            f"critic.ppo_mini_batch_size={tasks}, and the passes by learner.mixer_epochs"
         )

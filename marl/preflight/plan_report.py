@@ -54,7 +54,7 @@ def plan_text(setup: Setup) -> str:
     for critic, pool in setup.pool_by_critic.items():
         size = model_checks.size_of(models.load_config(config.critic.model, "critic.model"), "critic.model.path")
         ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-        has_target = setup.learner.critic == "utility"
+        has_target = setup.critics is not None and setup.critics.keeps_target
         memory = memory_plan.critic_memory(config.critic, ranks, size, has_target)
         pools.setdefault(pool, []).append((f"{critic} critic", memory))
         asleep.setdefault(pool, False)
