@@ -21,16 +21,16 @@ from typing import Any
 import ray
 import torch
 from hydra import compose, initialize_config_module
-from omegaconf import DictConfig
 
 from marl.build import ServedPolicy, start_controller, tokenizer_of
 from marl.cluster.layout import policy_config
-from marl.cluster.session import ray_session
+from marl.cluster.session import session
 from marl.config.overrides import hydra_overrides
 from marl.controller.tasks import validation_tasks
 from marl.preflight.prepare import prepare
 from marl.quickstart.assets import Recipe, ensure
 from marl.rollout.servers import CoalescingClient
+from marl.setup import Setup
 from marl.types import Task
 from marl.utils.garbage import freeze_gc
 
@@ -48,7 +48,7 @@ class InstantServer:
         return [self.answer] * len(requests)
 
 
-def configured(folder: Path, tokens: int, *overrides: str) -> DictConfig:
+def prepared(folder: Path, tokens: int, *overrides: str) -> Setup:
     """The quick start's debate with other numbers, of agents that share one policy."""
     words = [
         f"assets={folder}", f"trainer.default_local_dir={folder / 'run'}", "controller.answer_rule=strict",
@@ -60,24 +60,23 @@ def configured(folder: Path, tokens: int, *overrides: str) -> DictConfig:
 
 
 @contextmanager
-def controller_of(config: DictConfig, server: Any, loop: asyncio.AbstractEventLoop) -> Iterator[tuple[Any, list[Task]]]:
+def controller_of(setup: Setup, server: Any, loop: asyncio.AbstractEventLoop) -> Iterator[tuple[Any, list[Task]]]:
     """A run's controller before the bench's server, and its tasks."""
+    config = setup.config
     tokenizer = tokenizer_of(config.actor_rollout_ref.model)
     own = policy_config(config, "both", 0, "bench", 1)
     groups = {"both": ServedPolicy(own, CoalescingClient(own, None, servers=[server]))}
     with ExitStack() as cleanup:
-        start = start_controller(config, groups, {"both": tokenizer}, uuid.uuid4().hex[:8], cleanup)
+        start = start_controller(setup, groups, {"both": tokenizer}, uuid.uuid4().hex[:8], cleanup)
         controller, tasks = loop.run_until_complete(start), validation_tasks(config, tokenizer)
         freeze_gc()  # as a run does
         yield controller, tasks
 
 
-def turns_a_second(
-    config: DictConfig, server: Any, tasks: int, samples: int, repeats: int, loop: Any
-) -> dict[str, float]:
+def turns_a_second(setup: Setup, server: Any, tasks: int, samples: int, repeats: int, loop: Any) -> dict[str, float]:
     """The best of several collections: turns a second, and the driver's CPU time of a turn."""
     best: dict[str, float] = {"turns_per_second": 0.0}
-    with controller_of(config, server, loop) as (controller, rows):
+    with controller_of(setup, server, loop) as (controller, rows):
         rows = (rows * (1 + tasks // len(rows)))[:tasks]
         for step in range(repeats + 1):  # the first one fills the encoders' caches
             started, cpu = time.perf_counter(), time.process_time()
@@ -91,13 +90,13 @@ def turns_a_second(
                     "turns_per_second": turns / seconds,
                     "driver_cpu_ms_per_turn": 1e3 * cpu / turns,
                 }
-    return {"workers": config.controller.num_workers, **best}
+    return {"workers": setup.config.controller.num_workers, **best}
 
 
-def at_the_same_time(config: DictConfig, server: Any, repeats: int, loop: Any) -> dict[str, float]:
+def at_the_same_time(setup: Setup, server: Any, repeats: int, loop: Any) -> dict[str, float]:
     """The best of several episodes, one at a time: its length, beside the sum of the lengths of its turns."""
     best: dict[str, float] = {}
-    with controller_of(config, server, loop) as (controller, rows):
+    with controller_of(setup, server, loop) as (controller, rows):
         for step in range(repeats + 1):
             seconds = timed_turns(controller)
             started = time.perf_counter()
@@ -106,7 +105,7 @@ def at_the_same_time(config: DictConfig, server: Any, repeats: int, loop: Any) -
             if step and episode < best.get("episode_s", float("inf")):
                 best = {"episode_s": episode, "sum_of_turns_s": sum(seconds), "turns": len(seconds)}
     best["ratio"] = best["episode_s"] / best["sum_of_turns_s"]
-    return {"agents": len(config.agents), **best}
+    return {"agents": len(setup.config.agents), **best}
 
 
 def timed_turns(controller: Any) -> list[float]:
@@ -144,17 +143,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root)
         ensure(folder, Recipe("smudged_note", steps=1, batch=4, train_problems=64, test_problems=given.tasks), seed=0)
-        config = configured(folder, given.tokens)
-        with ray_session(config):
-            answer = tokenizer_of(config.actor_rollout_ref.model).encode("4") * given.tokens
+        setup = prepared(folder, given.tokens)
+        with session(setup):
+            answer = tokenizer_of(setup.config.actor_rollout_ref.model).encode("4") * given.tokens
             actor = ray.remote(InstantServer).options(num_cpus=0)
             instant, slow = actor.remote(answer, 0.0), actor.remote(answer, given.answer_s)
             for workers in given.workers:
-                config = configured(folder, given.tokens, f"controller.num_workers={workers}")
-                show(turns_a_second(config, instant, given.tasks, given.samples, given.repeats, loop))
+                setup = prepared(folder, given.tokens, f"controller.num_workers={workers}")
+                show(turns_a_second(setup, instant, given.tasks, given.samples, given.repeats, loop))
             for agents in given.agents:
                 more = [f"+agents.agent_{index}.policy=both" for index in range(2, agents)]
-                show(at_the_same_time(configured(folder, given.tokens, *more), slow, given.repeats, loop))
+                show(at_the_same_time(prepared(folder, given.tokens, *more), slow, given.repeats, loop))
             for server in (instant, slow):
                 ray.kill(server)
     loop.close()

@@ -27,9 +27,9 @@ from marl.config.overrides import hydra_overrides
 from marl.controller.alternative_rollouts import AlternativeRollouts
 from marl.learners import CREDITS
 from marl.learners.replay import ReplayCredit, ReturnOf
-from marl.preflight.compatibility import make_learner
 from marl.preflight.prepare import prepare
 from marl.quickstart.assets import RECIPES, ensure
+from marl.setup import make_learner
 from marl.types import Episode
 
 CREDITS_COMPARED: dict[str, dict[str, Any]] = {
@@ -64,9 +64,9 @@ def started(overrides: Sequence[str], loop: Any) -> Iterator[Any]:
     with initialize_config_module("marl.configs", version_base="1.3"):
         config = compose("quickstart", overrides=hydra_overrides(words))
     ensure(Path(config.assets), RECIPES[config.task], config.seed)
-    config = prepare(config)
-    with session(config), ExitStack() as cleanup:
-        trainer = loop.run_until_complete(build(config, cleanup))
+    setup = prepare(config)
+    with session(setup), ExitStack() as cleanup:
+        trainer = loop.run_until_complete(build(setup, cleanup))
         loop.run_until_complete(trainer.sync_weights())
         yield trainer
 
@@ -105,7 +105,7 @@ def measure(trainer: Any, loop: Any, given: argparse.Namespace) -> tuple[list[tu
     controller, step = trainer.controller, trainer.step_number + 1
     collection = loop.run_until_complete(controller.collect(trainer.validation[: given.tasks], given.samples, step))
     episodes = loop.run_until_complete(controller.score(collection.episodes, step))
-    compared = CREDITS_COMPARED if trainer.learner.critic == "none" else {}
+    compared = CREDITS_COMPARED if trainer.learner.critics is None else {}
     told = {name: advantages(trainer, episodes, name.split()[0], own) for name, own in compared.items()}
     told[f"{trainer.config.learner.name}, {trainer.config.credit.name}"] = own_advantages(trainer, loop, episodes)
     replayed = [episode for episode in episodes if episode.sample < given.replayed]

@@ -14,12 +14,13 @@ from verl.utils import hf_tokenizer
 from verl.workers.rollout.llm_server import LLMServerClient
 
 import marl.config.schema  # noqa: F401 - registers our groups
+from marl.batch.critic_spec import CriticSpec, Reader
 from marl.batch.utility_inputs import JointStates
-from marl.cluster.critics import reader
+from marl.cluster.critics import Critics
 from marl.cluster.launch import check_cluster, make_groups, start_groups
 from marl.cluster.layout import model_config, policy_config
 from marl.config.errors import ConfigError
-from marl.config.policies import loops_of, policy_names, thinking_of
+from marl.config.policies import loops_of, thinking_of
 from marl.controller.agent_loop import LoopClient, Loops
 from marl.controller.chat import ChatEncoder, check_round_trip
 from marl.controller.client import PolicyClient
@@ -27,10 +28,10 @@ from marl.controller.controller import Controller
 from marl.controller.episode_workers import EpisodeWorkers, SpreadController, spawn
 from marl.controller.tasks import train_loader, validation_tasks
 from marl.modules.models import load_config, load_generation_config
-from marl.preflight.compatibility import make_learner
 from marl.rewards import build_reward
 from marl.rollout.decoding import end_ids
-from marl.runners import RUNNERS, Runner, register_runner
+from marl.runners import Runner, register_runner
+from marl.setup import Setup, make_runner
 
 
 def tokenizer_of(model: DictConfig) -> Any:
@@ -95,30 +96,38 @@ class ServedPolicy:
 
 
 async def start_controller(
-    config: DictConfig, groups: dict[str, Any], tokenizers: dict[str, Any], run_id: str, cleanup: ExitStack
+    setup: Setup, groups: dict[str, Any], tokenizers: dict[str, Any], run_id: str, cleanup: ExitStack
 ) -> Controller:
     """The driver's controller, which plays itself or has ``controller.num_workers`` processes play."""
+    config, exchange_every = setup.config, setup.learner.exchange_every
     count = config.controller.num_workers
     if not count:
-        return make_controller(config, groups, tokenizers, cleanup)
+        return make_controller(config, setup.runner, exchange_every, groups, tokenizers, cleanup)
     served = {name: ServedPolicy(group.config, group.client()) for name, group in groups.items()}
-    make = partial(controller_of_worker, config, RUNNERS.get(config.runner.name), served)
+    make = partial(controller_of_worker, config, type(setup.runner), exchange_every, served)
     workers = EpisodeWorkers(spawn(count, run_id), config.controller.episode_timeout_s)
     cleanup.callback(workers.stop)
     await workers.start(make, config.resources.timeout_s)
-    return make_controller(config, groups, tokenizers, cleanup, partial(SpreadController, workers))
+    kind = partial(SpreadController, workers)
+    return make_controller(config, setup.runner, exchange_every, groups, tokenizers, cleanup, kind)
 
 
 def controller_of_worker(
-    config: DictConfig, runner: type[Runner], policies: dict[str, ServedPolicy], cleanup: ExitStack
+    config: DictConfig,
+    runner: type[Runner],
+    exchange_every: int,
+    policies: dict[str, ServedPolicy],
+    cleanup: ExitStack,
 ) -> Controller:
     register_runner(config.runner.name)(runner)  # it may be known to the driver's main module alone
     tokenizers = {name: tokenizer_of(policy.config.actor_rollout_ref.model) for name, policy in policies.items()}
-    return make_controller(config, policies, tokenizers, cleanup)
+    return make_controller(config, make_runner(config), exchange_every, policies, tokenizers, cleanup)
 
 
 def make_controller(
     config: DictConfig,
+    runner: Runner,
+    exchange_every: int,
     groups: dict[str, Any],
     tokenizers: dict[str, Any],
     cleanup: ExitStack,
@@ -126,19 +135,27 @@ def make_controller(
 ) -> Controller:
     to_object = OmegaConf.to_object  # reading a configuration node costs more than judging a short text
     return kind(
-        RUNNERS.build(config.runner),
+        runner,
         to_object(config.agents),
         make_clients(config, groups, tokenizers),
         build_reward(config, cleanup, in_driver=config.resources.one_process),
         seed=config.seed,
         max_prompt_length=config.data.max_prompt_length,
         settings=to_object(config.controller),
-        exchange_every=make_learner(config).exchange_every,
+        exchange_every=exchange_every,
     )
 
 
-def critic_reader(config: DictConfig, kind: str, policies: list[str]) -> Any:
-    """What the critics read, in the agents' tokenizer or in one of their own. Raises ConfigError for values of tokens of
+def make_critics(setup: Setup, groups: dict[str, Any]) -> Critics:
+    """Join the critics' worker groups with the reader of their rows, and with the joint observation if the learner wants it."""
+    config, critics = setup.config, setup.critics
+    reading = critic_reader(config, critics, setup.policies) if critics and groups else None
+    states = JointStates(tokenizer_of(config.critic.model)) if setup.learner.reads_joint else None
+    return Critics(groups, reading, states)
+
+
+def critic_reader(config: DictConfig, critics: CriticSpec, policies: list[str]) -> Reader:
+    """Make the reader of the critics' rows, in the agents' tokenizer or in one of their own. Raises ConfigError for values of tokens of
     another tokenizer, and for a tokenizer that cannot end an answer."""
 
     def folder(model: DictConfig) -> str:
@@ -151,38 +168,30 @@ def critic_reader(config: DictConfig, kind: str, policies: list[str]) -> Any:
             f"critic.level=token values the agents' tokens, and {', '.join(sorted(foreign))} may cut a text into others than "
             f"the critic's {folder(config.critic.model)}. Set critic.level=turn, or critic.model.path to the agents' model"
         )
-    if foreign and kind == "utility" and own.eos_token_id is None:
+    if foreign and critics.values_ends and own.eos_token_id is None:
         raise ConfigError(
             f"critic.model.path={config.critic.model.path}: its tokenizer has no end-of-text token, where an answer would be "
             "valued; use another model, or the agents'"
         )
-    encoder = ChatEncoder(own, config.data.apply_chat_template_kwargs) if foreign and kind != "central" else None
-    return reader(kind, config.critic.level, own, encoder, kind == "utility" and config.learner.share_utilities)
+    chat = foreign and not critics.reads_joint
+    encoder = ChatEncoder(own, config.data.apply_chat_template_kwargs) if chat else None
+    reader: Reader = critics.reader(config.critic.level, own, encoder)
+    return reader
 
 
-def joint_states(config: DictConfig) -> JointStates:
-    """The joint observation for a learner that reads it, in the critics' tokenizer."""
-    return JointStates(tokenizer_of(config.critic.model))
-
-
-async def build(config: DictConfig, cleanup: ExitStack, progress: Any = None) -> Any:
+async def build(setup: Setup, cleanup: ExitStack, progress: Any = None) -> Any:
     """Start every policy's pool, workers and servers, and put the trainer together; ``cleanup`` learns how to end them."""
     # heavy: imported once the configuration is known to be right
-    from marl.build import critic_reader, joint_states, load_tasks, start_controller, tokenizer_of
-    from marl.cluster.critics import Critics
     from marl.marl_trainer import MARLTrainer
 
+    config, names, run_id = setup.config, setup.policies, uuid.uuid4().hex[:8]
     if not config.resources.one_process:
-        check_cluster(config)
-    names, run_id = policy_names(config), uuid.uuid4().hex[:8]
+        check_cluster(setup)
     tokenizers = {name: tokenizer_of(model_config(config, name)) for name in names}
     loader, validation, total_steps = load_tasks(config, tokenizers)
     configs = {name: policy_config(config, name, index, run_id, total_steps) for index, name in enumerate(names)}
-    groups, critics = make_groups(config, configs, cleanup)
+    groups, critics = make_groups(setup, configs, cleanup)
     await start_groups(groups, critics)
-    controller = await start_controller(config, groups, tokenizers, run_id, cleanup)
-    learner = make_learner(config)
-    reading = critic_reader(config, learner.critic, names) if critics else None
-    states = joint_states(config) if learner.reads_joint else None
-    values = Critics(critics, reading, states)
-    return MARLTrainer(config, groups, controller, learner, values, loader, validation, total_steps, progress)
+    controller = await start_controller(setup, groups, tokenizers, run_id, cleanup)
+    values = make_critics(setup, critics)
+    return MARLTrainer(config, groups, controller, setup.learner, values, loader, validation, total_steps, progress)

@@ -26,13 +26,12 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 import marl.config.schema  # noqa: F401 - registers our groups
-from marl.cluster.layout import critic_names, critic_pool, pool_of
 from marl.cluster.session import session
 from marl.config.errors import ConfigError, explain
 from marl.config.overrides import hydra_overrides, options_are_words
-from marl.config.policies import policy_names
 from marl.preflight.prepare import prepare
 from marl.preflight.run_folder import claimed
+from marl.setup import Setup
 from marl.utils.garbage import freeze_gc
 
 
@@ -77,27 +76,26 @@ def run(config: DictConfig, progress: Any = None) -> Any:
 
 
 def _run(config: DictConfig, progress: Any) -> Any:
-    config = prepare(config)
+    setup = prepare(config)
     from marl.preflight.plan_report import plan_text
 
-    pools = {name: pool_of(config, name) for name in policy_names(config)}
-    critics = {name: critic_pool(config, name) for name in critic_names(config)}
-    print(plan_text(config, pools, critics), flush=True)
-    with claimed(config) as folder:
+    print(plan_text(setup), flush=True)
+    with claimed(setup.config) as folder:
         print(f"results: {folder}", flush=True)
-        with session(config):
-            return asyncio.run(_train(config, progress))
+        with session(setup):
+            return asyncio.run(_train(setup, progress))
 
 
-async def _train(config: DictConfig, progress: Any) -> Any:
+async def _train(setup: Setup, progress: Any) -> Any:
     # heavy: imported once the configuration is known to be right
     from marl.build import build
     from marl.evaluation.baselines import run_baselines
 
     with ExitStack() as cleanup:
-        trainer = await build(config, cleanup, progress)
+        trainer = await build(setup, cleanup, progress)
         freeze_gc()
         await trainer.fit()
+    config = setup.config
     if config.baseline and not config.trainer.val_only:
         await run_baselines(config, trainer, build)
     return trainer

@@ -42,7 +42,7 @@ def drop_rejected(batch: JointBatch) -> None:
             index.masked_fill(rejected, -1), rows["turn_index"].offsets()
         )
     if not torch.equal(kept_ERA, batch.trained_ERA):
-        batch.value_rows = {}  # they line up with rows that are gone
+        batch.critic_data.value_rows = {}  # they line up with rows that are gone
     batch.trained_ERA = kept_ERA
 
 

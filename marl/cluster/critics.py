@@ -4,38 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
 
-from tensordict import TensorDict
-
-from marl.batch.critic_inputs import CentralTokens, CentralTurns, LocalTokens, LocalTurns
+from marl.batch.critic_spec import Reader
 from marl.batch.joint import JointBatch
-from marl.batch.utility_inputs import JointStates, UtilityTurns
+from marl.batch.utility_inputs import JointStates
 from marl.batch.values import place_values, policies_read
 from marl.cluster.critic_group import CriticGroup
 from marl.runners import ContextOverflow
 from marl.types import CriticName, Episode
-
-if TYPE_CHECKING:
-    from marl.controller.chat import ChatEncoder
-
-
-class Reader(Protocol):
-    """Makes of a step's episodes the rows of every critic."""
-
-    def rows(self, episodes: Sequence[Episode], batch: JointBatch) -> dict[CriticName, TensorDict]: ...
-
-
-def reader(kind: str, level: str, tokenizer: Any, encoder: ChatEncoder | None, shared: bool = False) -> Reader:
-    """What critics of a kind (local, central, utility) and level (turn, token) read.
-
-    ``encoder`` is that of a tokenizer of the critic's own; None where it has the policies'. ``shared``: one utility for all.
-    """
-    if kind == "utility":
-        return UtilityTurns(shared, encoder.encode, encoder.answer) if encoder else UtilityTurns(shared)
-    if kind == "local":
-        return LocalTurns(encoder.encode if encoder else None) if level == "turn" else LocalTokens()
-    return CentralTurns(tokenizer) if level == "turn" else CentralTokens(tokenizer)
 
 
 class Critics:

@@ -13,14 +13,15 @@ from omegaconf import DictConfig
 from verl.plugin.platform import get_platform
 
 import marl.config.schema  # noqa: F401 - registers our groups
-from marl.cluster.layout import Part, parts_of, pool_ranks
+from marl.cluster.layout import Part, parts_of
 from marl.config.errors import ConfigError
+from marl.setup import Setup
 
 
-def check_cluster(config: DictConfig) -> None:
+def check_cluster(setup: Setup) -> None:
     """Raise ConfigError if the cluster could never give the pools what they ask for."""
+    config, pools = setup.config, setup.ranks_by_pool
     resource = get_platform().ray_resource_name()
-    pools = pool_ranks(config)
     needed, there = sum(pools.values()), int(ray.cluster_resources().get(resource, 0))
     if needed > there:
         listed = ", ".join(f"{name}: {ranks}" for name, ranks in pools.items())
@@ -43,18 +44,19 @@ def check_cluster(config: DictConfig) -> None:
 
 
 def make_groups(
-    config: DictConfig, configs: dict[str, DictConfig], cleanup: ExitStack
+    setup: Setup, configs: dict[str, DictConfig], cleanup: ExitStack
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The worker groups of the policies and of the critics, by name; their models are not loaded yet."""
     from marl.cluster.critic_group import CriticGroup
     from marl.cluster.local import LocalPolicyGroup
     from marl.cluster.policy_group import RayPolicyGroup
 
+    config = setup.config
     policy_group = LocalPolicyGroup if config.resources.one_process else RayPolicyGroup
     groups: dict[str, Any] = {}
     critics: dict[str, Any] = {}
     locks: dict[str, asyncio.Lock] = {}
-    for part, workers in start_workers(config, parts_of(config, configs), cleanup):
+    for part, workers in start_workers(config, parts_of(setup, configs), cleanup):
         kind, members = (CriticGroup, critics) if part.is_critic else (policy_group, groups)
         own = next(iter(configs.values())) if part.is_critic else configs[part.name]
         members[part.name] = group = kind(

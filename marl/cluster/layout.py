@@ -5,38 +5,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from marl.batch.utility_inputs import SHARED
-from marl.config.policies import holds_reference, own_settings, policy_names, trained_policies
-from marl.learners import LEARNERS
+from marl.config.policies import holds_reference, own_settings, trained_policies
+from marl.setup import Setup
 from marl.utils.seeding import derive_seed
-
-
-def pool_of(config: DictConfig, policy: str) -> str:
-    named = (config.policies.get(policy) or {}).get("pool")
-    return named or ("shared" if config.resources.placement.name == "colocated" else policy)
-
-
-def critic_names(config: DictConfig) -> list[str]:
-    """A local critic for every policy that is trained, of its name; one central critic, or shared utility, for all."""
-    kind = LEARNERS.get(config.learner.name).critic
-    if kind == "none":
-        return []
-    if kind == "utility" and config.learner.share_utilities:
-        return [SHARED]
-    return ["central"] if kind == "central" else trained_policies(config.agents)
-
-
-def critic_pool(config: DictConfig, critic: str) -> str:
-    """Beside the policies where they are colocated; else a pool of its own."""
-    named = config.resources.critic_pool
-    return named or ("shared" if config.resources.placement.name == "colocated" else f"{critic}_critic")
-
-
-def pool_ranks(config: DictConfig) -> dict[str, int]:
-    """Ranks of every pool."""
-    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    pools = [pool_of(config, name) for name in policy_names(config)]
-    return dict.fromkeys([*pools, *(critic_pool(config, name) for name in critic_names(config))], ranks)
 
 
 def model_config(config: DictConfig, policy: str) -> Any:
@@ -80,20 +51,20 @@ class Part:
         return f"{self.name}_critic" if self.is_critic else self.name
 
 
-def parts_of(config: DictConfig, configs: dict[str, DictConfig]) -> list[Part]:
+def parts_of(setup: Setup, configs: dict[str, DictConfig]) -> list[Part]:
     from marl.cluster.workers.critic_worker import CriticWorker
     from marl.cluster.workers.policy_worker import PolicyWorker
 
-    parts = []
+    config, parts = setup.config, []
     for name, own in configs.items():
         held = name in trained_policies(config.agents) and holds_reference(own.algorithm, own.actor_rollout_ref)
         role = "actor_rollout_ref" if held else "actor_rollout"
         arguments = {"config": own.actor_rollout_ref, "role": role}
-        parts.append(Part(name, pool_of(config, name), PolicyWorker, arguments))
-    for name in critic_names(config):
+        parts.append(Part(name, setup.pool_by_policy[name], PolicyWorker, arguments))
+    for name, pool in setup.pool_by_critic.items():
         arguments = {
             "config": critic_config(next(iter(configs.values()))),
             "seed": derive_seed(config.seed, "critic", name),
         }
-        parts.append(Part(name, critic_pool(config, name), CriticWorker, arguments, is_critic=True))
+        parts.append(Part(name, pool, CriticWorker, arguments, is_critic=True))
     return parts

@@ -12,13 +12,16 @@ from omegaconf import DictConfig, OmegaConf
 from verl.plugin.platform import PlatformRegistry, get_platform, set_platform
 
 import marl.config.schema  # noqa: F401 - registers our groups
-from marl.cluster.layout import pool_ranks
 from marl.config.errors import ConfigError
+from marl.setup import Setup
 
 
-def session(config: DictConfig) -> AbstractContextManager[None]:
+def session(setup: Setup) -> AbstractContextManager[None]:
     """Where workers and servers live while the run lasts: a Ray cluster, or this process alone."""
-    return local_session(config) if config.resources.one_process else ray_session(config)
+    config = setup.config
+    if config.resources.one_process:
+        return local_session(config)
+    return ray_session(config, sum(setup.ranks_by_pool.values()))
 
 
 @contextmanager
@@ -33,8 +36,11 @@ def local_session(config: DictConfig) -> Iterator[None]:
 
 
 @contextmanager
-def ray_session(config: DictConfig) -> Iterator[None]:
-    """Join the cluster of ``RAY_ADDRESS``, or start one on this machine; what was started here is stopped at the end."""
+def ray_session(config: DictConfig, ranks: int) -> Iterator[None]:
+    """Join the cluster of ``RAY_ADDRESS``, or start one on this machine; what was started here is stopped at the end.
+
+    ``ranks``: of all pools, for which this machine is to have CPUs.
+    """
     environment = {
         "TOKENIZERS_PARALLELISM": "false",
         "VERL_LOGGING_LEVEL": os.environ.get("VERL_LOGGING_LEVEL", "WARN"),
@@ -48,7 +54,7 @@ def ray_session(config: DictConfig) -> Iterator[None]:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     started = not ray.is_initialized()
     if started:
-        ray.init(log_to_driver=False, **ray_arguments(config, environment))
+        ray.init(log_to_driver=False, **ray_arguments(config, environment, ranks))
     try:
         yield
     finally:
@@ -81,7 +87,7 @@ def fitting_platform(device: str) -> Any:
     return fitting[device]
 
 
-def ray_arguments(config: DictConfig, environment: dict[str, str]) -> dict[str, Any]:
+def ray_arguments(config: DictConfig, environment: dict[str, str], ranks: int) -> dict[str, Any]:
     """``ray_kwargs.ray_init`` with our defaults and our environment for all processes."""
     given: Any = OmegaConf.to_container(config.ray_kwargs.ray_init)
     runtime_env = {key: value for key, value in (given.pop("runtime_env", None) or {}).items() if value is not None}
@@ -92,5 +98,5 @@ def ray_arguments(config: DictConfig, environment: dict[str, str]) -> dict[str, 
     arguments: dict[str, Any] = {"address": "local", "include_dashboard": False} | given
     if cpus is None and config.trainer.device == "cpu":
         # Ray's CPUs are a count, not cores: a laptop may run more ranks than it has cores, if more slowly
-        cpus = max(os.cpu_count() or 1, sum(pool_ranks(config).values()))
+        cpus = max(os.cpu_count() or 1, ranks)
     return arguments | ({"num_cpus": cpus} if cpus is not None else {})

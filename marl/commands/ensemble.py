@@ -53,7 +53,7 @@ def _hydra_main(config: DictConfig) -> None:
 
 def run(config: DictConfig) -> dict[str, Any]:
     """Check, load, play, judge; print the table, and leave it as json beside the checkpoint that answered."""
-    config = prepare(config)
+    config = prepare(config).config
     check_settings(config)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as in servers: more have other last bits
     with ExitStack() as cleanup:

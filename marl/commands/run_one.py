@@ -26,8 +26,9 @@ from marl.config.overrides import hydra_overrides
 from marl.config.rules.agents import templates_can_be_filled
 from marl.report import dump
 from marl.rewards import answer_rules, check_extractors
-from marl.runners import RUNNERS, Generate, RecordedAnswers, scripted
+from marl.runners import Generate, RecordedAnswers, scripted
 from marl.runners.episode import Judge
+from marl.setup import make_runner
 from marl.types import Episode, Task, Turn
 
 
@@ -159,9 +160,9 @@ async def stage(options: Options, config: DictConfig) -> AsyncIterator[tuple[Tas
     from marl.preflight.prepare import prepare
 
     config.trainer.logger = []
-    config = prepare(config)
-    with session(config), ExitStack() as cleanup:
-        trainer = await build(config, cleanup)
+    setup = prepare(config)
+    with session(setup), ExitStack() as cleanup:
+        trainer = await build(setup, cleanup)
         await trainer.sync_weights()
         controller = trainer.controller
         if options.row >= len(trainer.validation):
@@ -198,7 +199,7 @@ async def play(options: Options, config: DictConfig, task: Task, generate: Gener
         generate = RecordedAnswers(record, generate if options.instead else None, instead(options, record))
     roles = {name: config.agents[name].role for name in agents if name in config.agents}
     try:
-        runner = RUNNERS.build(config.runner)
+        runner = make_runner(config)
         runner.check(agents)
         return await scripted.play(
             runner, task, agents, generate, judge=judge, roles=roles, seed=seed, accuracy=accuracy

@@ -15,11 +15,12 @@ from marl.learners import CREDITS
 from marl.marl_trainer import MARLTrainer
 from marl.report import summary
 from marl.runners import RUNNERS, majority
+from marl.setup import Setup
 from marl.types import Episode, Metrics
 from marl.utils.metrics import prefixed
 from marl.utils.seeding import derive_seed
 
-Build = Callable[[DictConfig, ExitStack], Awaitable[MARLTrainer]]
+Build = Callable[[Setup, ExitStack], Awaitable[MARLTrainer]]
 
 
 async def run_baselines(config: DictConfig, team: MARLTrainer, build: Build) -> None:
@@ -30,7 +31,7 @@ async def run_baselines(config: DictConfig, team: MARLTrainer, build: Build) -> 
         found["untrained"] = await untrained(config, team, build)
     if "solo" in wanted or "vote" in wanted:
         with ExitStack() as cleanup:
-            solo = await build(solo_config(config, turns_per_episode(team)), cleanup)
+            solo = await build(Setup.of(solo_config(config, turns_per_episode(team))), cleanup)
             await solo.fit(token_budget=team.sampled_tokens)
             found["solo"] = of_history(solo)
             if "vote" in wanted:
@@ -91,7 +92,7 @@ async def untrained(config: DictConfig, team: MARLTrainer, build: Build) -> Metr
             before.trainer.val_only, before.trainer.resume_mode, before.trainer.logger = True, "disable", []
             before.trainer.default_local_dir = f"{config.trainer.default_local_dir}/baseline_untrained"
         with ExitStack() as cleanup:
-            trainer = await build(before, cleanup)
+            trainer = await build(Setup.of(before), cleanup)
             await trainer.fit()
         first = trainer.history[0]
     return {"accuracy": summary.last_accuracy(first), "vote": first["vote"], "sampled_tokens": 0.0}

@@ -7,12 +7,13 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from marl.batch.critic_spec import CriticSpec
 from marl.batch.joint import JointBatch
 from marl.batch.values import training_rows
 from marl.learners.credit_schemes import Credit
@@ -27,10 +28,6 @@ class Learner(ABC):
     Facts about a learner are class attributes, so that nothing branches on its name.
     """
 
-    critic: ClassVar[Literal["none", "local", "central", "utility"]] = "none"
-    """What values its turns; ``utility``: local critics that read a turn before and after the answer."""
-    fits_first: ClassVar[bool] = False
-    """Its critics are fitted before they credit a step's turns; else while the policies are updated."""
     reads_joint: ClassVar[bool] = False
     """Wants ``JointBatch.critic_data.joint_ids``."""
     joint_actions: ClassVar[bool] = False
@@ -63,6 +60,16 @@ class Learner(ABC):
     def compares_samples(self) -> bool:
         """Whether it learns from differences between a task's samples, and therefore needs more than one of them."""
         return False
+
+    @property
+    def critics(self) -> CriticSpec | None:
+        """The critics that value its turns; None for a learner without any. A class attribute where no option matters."""
+        return None
+
+    @property
+    def fits_first(self) -> bool:
+        """Its critics are fitted before they credit a step's turns; else while the policies are updated."""
+        return self.critics is not None and self.critics.fits_first
 
     @property
     def exchange_every(self) -> int:

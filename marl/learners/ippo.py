@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 from omegaconf import II
 from torch import Tensor
 
+from marl.batch.critic_spec import CriticSpec, LocalCritics
 from marl.batch.joint import JointBatch
 from marl.learners import credit
 from marl.learners.base import Learner, register_learner
@@ -23,7 +23,7 @@ class IPPO(Learner):
     ``return`` holds the later rounds already, so that every turn ends its own estimate.
     """
 
-    critic: ClassVar[Literal["none", "local", "central"]] = "local"
+    critics: CriticSpec = LocalCritics()
 
     @dataclass
     class Config(Learner.Config):

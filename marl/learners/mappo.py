@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from marl.batch.critic_spec import CentralCritic
 from marl.batch.joint import JointBatch
 from marl.learners import credit
 from marl.learners.base import register_learner
@@ -21,7 +22,7 @@ from marl.types import AgentId, PolicyName
 
 @register_learner("mappo")
 class MAPPO(IPPO):
-    critic = "central"
+    critics = CentralCritic()
     default_credit = "team"
 
     @dataclass

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from omegaconf import II
 
+from marl.batch.critic_spec import UtilityCritics
 from marl.batch.joint import JointBatch
 from marl.learners.base import Learner, register_learner
 from marl.learners.credit_schemes import Credit
@@ -23,12 +24,9 @@ from marl.types import CriticGroup, CriticName, Metrics
 
 @register_learner("vdn")
 class VDN(Learner):
-    critic = "utility"
     default_credit = "team"
     credits = ("team",)
     joint_actions = True
-    fits_first = True
-    """What a utility says of answers that it has not met is noise at first, which whitening makes as large as a signal."""
 
     @dataclass
     class Config(Learner.Config):
@@ -57,6 +55,10 @@ class VDN(Learner):
     @property
     def compares_samples(self) -> bool:
         return self.config.advantage is Advantage.group
+
+    @property
+    def critics(self) -> UtilityCritics:
+        return UtilityCritics(self.config.share_utilities)
 
     def make_mixing(self, num_agents: int) -> Mixing:
         return Mixing(VDNMixer())

@@ -4,9 +4,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from marl.config.errors import ConfigError
 from marl.config.policies import policies_by_agent
-from marl.learners import CREDITS, LEARNERS, Learner
+from marl.learners import CREDITS, LEARNERS
 from marl.learners.credit_schemes import TeamOf
 from marl.runners import RUNNERS
+from marl.setup import Setup
 from marl.utils.registry import did_you_mean
 
 
@@ -19,16 +20,16 @@ def choose_credit(config: DictConfig) -> None:
         config.credit = OmegaConf.structured(CREDITS.get(chosen).Config(name=chosen, **incentives))
 
 
-def check_facts(config: DictConfig) -> None:
+def check_facts(setup: Setup) -> None:
     """Raise ConfigError where the configuration asks of a runner or a learner what its class says that it does not do."""
-    check_runner(config)
-    check_learner(config)
-    check_credit(config)
-    check_critics(config)
+    check_runner(setup)
+    check_learner(setup)
+    check_credit(setup)
+    check_critics(setup)
 
 
-def check_runner(config: DictConfig) -> None:
-    runner = RUNNERS.build(config.runner)
+def check_runner(setup: Setup) -> None:
+    config, runner = setup.config, setup.runner
     try:
         runner.check(list(config.agents))
     except ValueError as error:
@@ -41,9 +42,8 @@ def check_runner(config: DictConfig) -> None:
         )
 
 
-def check_learner(config: DictConfig) -> None:
-    credit = CREDITS.get(config.credit.name)
-    learner = make_learner(config)
+def check_learner(setup: Setup) -> None:
+    config, learner, credit = setup.config, setup.learner, setup.learner.credit
     if learner.credits and config.credit.name not in learner.credits:
         raise ConfigError(
             f"credit={config.credit.name}: learner={config.learner.name} is defined for credit={' and '.join(learner.credits)} "
@@ -60,7 +60,7 @@ def check_learner(config: DictConfig) -> None:
                 f"agents.{name}.{key}={agent[key]}: with learner={config.learner.name} agents exchange their policies every "
                 f"{learner.exchange_every} steps, and all must be trained and answer in the same way; leave it out"
             )
-    compares = RUNNERS.build(config.runner).compares_alternatives
+    compares = setup.runner.compares_alternatives
     alone = config.actor_rollout_ref.rollout.n < 2 and not compares
     if alone and learner.compares_samples and credit.kind != "advantage":
         raise ConfigError(
@@ -72,11 +72,11 @@ def check_learner(config: DictConfig) -> None:
             f"runner={config.runner.name} compares alternatives of one agent, and they are part of no joint action, on which "
             f"learner={config.learner.name} works; use runner.train=path (tree), another runner, or learner=grpo"
         )
-    check_estimators(config)
+    check_estimators(setup)
 
 
-def check_estimators(config: DictConfig) -> None:
-    known = LEARNERS.get(config.learner.name).estimators()
+def check_estimators(setup: Setup) -> None:
+    config, known = setup.config, setup.learner.estimators()
     named = {"algorithm.adv_estimator": config.algorithm.adv_estimator}
     if "estimator" in config.learner:
         named["learner.estimator"] = config.learner.estimator
@@ -88,23 +88,23 @@ def check_estimators(config: DictConfig) -> None:
             )
 
 
-def check_credit(config: DictConfig) -> None:
-    learner, credit, name = LEARNERS.get(config.learner.name), CREDITS.get(config.credit.name), config.credit.name
-    if credit.votes and not RUNNERS.build(config.runner).votes:
+def check_credit(setup: Setup) -> None:
+    config, learner, credit, name = setup.config, setup.learner, setup.learner.credit, setup.config.credit.name
+    if credit.votes and not setup.runner.votes:
         raise ConfigError(
             f"credit={name} shares out what a team's vote decided, and runner={config.runner.name} takes none; use a runner "
             "with runner.decide, such as debate or voting, or credit=team credit.of=answer"
         )
-    check_incentives(config)
+    check_incentives(setup)
     if credit.compares_samples and config.actor_rollout_ref.rollout.n < 2:
         raise ConfigError(
             f"actor_rollout_ref.rollout.n={config.actor_rollout_ref.rollout.n}: credit={name} compares a task's samples, and a "
             "single one teaches nothing; set it to at least 2"
         )
-    check_overlong(config)
+    check_overlong(setup)
     if credit.kind != "advantage":
         return
-    if learner.critic != "none":
+    if learner.critics:
         raise ConfigError(
             f"credit={name} gives advantages, and learner={config.learner.name} would fit a critic that nobody "
             "reads; use learner=grpo"
@@ -117,10 +117,10 @@ def check_credit(config: DictConfig) -> None:
         )
 
 
-def check_incentives(config: DictConfig) -> None:
+def check_incentives(setup: Setup) -> None:
     """They compare an answer with those beside it, and with those of the round after."""
+    config, runner, agents = setup.config, setup.runner, list(setup.config.agents)
     incentives = {key: config.credit[key] for key in ("alpha0", "alpha1", "beta0", "beta1") if config.credit[key]}
-    runner, agents = RUNNERS.build(config.runner), list(config.agents)
     if not incentives:
         return
     alone = len(agents) == 1 or runner.in_turn
@@ -134,9 +134,10 @@ def check_incentives(config: DictConfig) -> None:
         )
 
 
-def check_overlong(config: DictConfig) -> None:
+def check_overlong(setup: Setup) -> None:
     """A turn's penalty is taken off its own score, which some credits do not read."""
-    buffer, credit, scheme = config.controller.overlong_buffer, config.credit, CREDITS.get(config.credit.name)
+    config, credit, scheme = setup.config, setup.config.credit, setup.learner.credit
+    buffer = config.controller.overlong_buffer
     incentives = any(credit.get(key) for key in ("alpha0", "alpha1", "beta0", "beta1"))
     of_answer = credit.name == "team" and credit.of is TeamOf.answer and not incentives
     if buffer and (of_answer or scheme.votes or scheme.kind == "advantage"):
@@ -147,40 +148,18 @@ def check_overlong(config: DictConfig) -> None:
         )
 
 
-def check_critics(config: DictConfig) -> None:
-    learner = LEARNERS.get(config.learner.name)
-    if config.critic.enable not in (None, learner.critic != "none"):
+def check_critics(setup: Setup) -> None:
+    config, critics = setup.config, setup.critics
+    if config.critic.enable not in (None, critics is not None):
         raise ConfigError(
             f"critic.enable={config.critic.enable}: whether there are critics is the learner's to say, and "
-            f"learner={config.learner.name} has {learner.critic} ones; leave it null"
+            f"learner={config.learner.name} has {critics.kind if critics else 'none'} ones; leave it null"
         )
-    if learner.critic == "utility":
-        check_utilities(config)
+    if critics:
+        critics.check(config)
     warm_up = config.trainer.critic_warmup
-    if warm_up and learner.critic == "none":
+    if warm_up and not critics:
         raise ConfigError(
             f"trainer.critic_warmup={warm_up}: learner={config.learner.name} has no critic to warm up, and would train nothing "
             "until then; set it to 0"
         )
-    if learner.critic == "central" and config.critic.level == "token" and config.controller.pack_turns:
-        raise ConfigError(
-            f"controller.pack_turns=true: with critic.level=token the central critic of learner={config.learner.name} reads a "
-            "row a turn, each after its own joint observation; set controller.pack_turns=false or critic.level=turn"
-        )
-
-
-def check_utilities(config: DictConfig) -> None:
-    """What learners with a mixer ask beside that."""
-    learner, tasks = f"learner={config.learner.name}", config.data.train_batch_size
-    if config.critic.level == "token":
-        raise ConfigError(f"critic.level=token: {learner} mixes utilities of turns; set critic.level=turn")
-    if config.critic.ppo_epochs != 1 or config.critic.ppo_mini_batch_size != tasks:
-        raise ConfigError(
-            f"critic.ppo_epochs={config.critic.ppo_epochs}, critic.ppo_mini_batch_size={config.critic.ppo_mini_batch_size}: "
-            f"{learner} takes the derivatives of all utilities together, anew for every pass; set critic.ppo_epochs=1 and "
-            f"critic.ppo_mini_batch_size={tasks}, and the passes by learner.mixer_epochs"
-        )
-
-
-def make_learner(config: DictConfig) -> Learner:
-    return LEARNERS.build(config.learner, credit=CREDITS.build(config.credit))

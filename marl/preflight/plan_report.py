@@ -7,26 +7,25 @@ import psutil
 import torch
 from omegaconf import DictConfig
 
-from marl.config.policies import all_policies, holds_reference, own_settings, thinking_of
-from marl.learners import LEARNERS
+from marl.config.policies import holds_reference, own_settings, thinking_of
 from marl.modules import models
 from marl.preflight import batch_plan, memory_plan, model_checks, plan_report
 from marl.preflight.batch_plan import Batch
 from marl.preflight.memory_plan import Memory, pool_memory
 from marl.preflight.policies import encoder_of, key_of
 from marl.preflight.prompts import check_prompts, grows, growth_of, remedy
-from marl.runners import RUNNERS
+from marl.setup import Setup
 from marl.utils.tables import aligned
 
 
-def growth_text(config: DictConfig) -> str:
+def growth_text(setup: Setup) -> str:
     """How long prompts get, and a warning where that is longer than they may be."""
-    names, limit = all_policies(config.agents), config.data.max_prompt_length
+    config, limit = setup.config, setup.config.data.max_prompt_length
     encoders = {
         name: encoder_of(config, own_settings(config, name), key_of(config, name), thinking_of(config, name))
-        for name in names
+        for name in setup.policies
     }
-    growth = growth_of(config, encoders, [read[0] for read in check_prompts(config, encoders)])
+    growth = growth_of(setup, encoders, [read[0] for read in check_prompts(config, encoders)])
     if growth.unknown:
         return f"how long prompts get is not known: runner={config.runner.name} raised {growth.unknown}"
     lines = [f"{grows(config, growth)} with the longest answers; data.max_prompt_length={limit}"]
@@ -38,25 +37,24 @@ def growth_text(config: DictConfig) -> str:
     return "\n".join(lines)
 
 
-def plan_text(
-    config: DictConfig, pool_by_policy: Mapping[str, str], pool_by_critic: Mapping[str, str] | None = None
-) -> str:
+def plan_text(setup: Setup) -> str:
     """The batch arithmetic and the memory of a checked configuration, and a warning where that is more than there is."""
-    turns = RUNNERS.build(config.runner).most_turns(list(config.agents))
+    config = setup.config
+    turns = setup.runner.most_turns(list(config.agents))
     batch, card = batch_plan.batch_of(config, turns), card_bytes(config.trainer.device)
     pools: dict[str, list[tuple[str, memory_plan.Memory]]] = {}
     asleep: dict[str, bool] = {}
     for policy in batch.policies:
-        own, pool = own_settings(config, policy.policy), pool_by_policy[policy.policy]
+        own, pool = own_settings(config, policy.policy), setup.pool_by_policy[policy.policy]
         key = key_of(config, policy.policy)
         size = model_checks.size_of(models.load_config(own.model, key), f"{key}.path={own.model.path}")
         memory = memory_plan.policy_memory(own, policy, size, card, has_reference_here(config, own))
         pools.setdefault(pool, []).append((policy.policy, memory))
         asleep[pool] = own.rollout.free_cache_engine
-    for critic, pool in (pool_by_critic or {}).items():
+    for critic, pool in setup.pool_by_critic.items():
         size = model_checks.size_of(models.load_config(config.critic.model, "critic.model"), "critic.model.path")
         ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-        has_target = LEARNERS.get(config.learner.name).critic == "utility"
+        has_target = setup.critics is not None and setup.critics.keeps_target
         memory = memory_plan.critic_memory(config.critic, ranks, size, has_target)
         pools.setdefault(pool, []).append((f"{critic} critic", memory))
         asleep.setdefault(pool, False)
@@ -64,7 +62,7 @@ def plan_text(
         pool: memory_plan.pool_memory([memory for _, memory in members], asleep[pool])
         for pool, members in pools.items()
     }
-    lines = [plan_report.batch_text(batch), growth_text(config), plan_report.memory_text(pools, asleep)]
+    lines = [plan_report.batch_text(batch), growth_text(setup), plan_report.memory_text(pools, asleep)]
     return "\n".join([*lines, *warnings_of(config, peaks, card)])
 
 

@@ -8,22 +8,22 @@ from omegaconf import DictConfig
 from marl.cluster.workers.settings import check_settings, fields_of, known_keys
 from marl.config.errors import ConfigError, plain
 from marl.config.known_keys import check_known, check_typed
-from marl.config.policies import all_policies, changes_of, loops_of, own_settings, thinking_of
+from marl.config.policies import changes_of, loops_of, own_settings, thinking_of
 from marl.controller.agent_loop import check_loops
 from marl.controller.chat import ChatEncoder
 from marl.modules import models
 from marl.preflight import model_checks
 from marl.preflight.prompts import check_growth, check_prompts
+from marl.setup import Setup
 
 
-def preflight(config: DictConfig) -> None:
+def preflight(setup: Setup) -> None:
     """Raise ConfigError for what a worker, a server or the first episode would fail on."""
-    names = all_policies(config.agents)
-    encoders = {}
+    config, encoders = setup.config, {}
     check_settings(config.actor_rollout_ref)
     check_typed(config)
     check_known(plain(config), known_keys(), fields_of)
-    for name in names:
+    for name in setup.policies:
         own, key = own_settings(config, name), key_of(config, name)
         if changes_of(config.policies, name):
             check_settings(own, f"policies.{name}")
@@ -33,7 +33,7 @@ def preflight(config: DictConfig) -> None:
         check_loops(own.rollout, loops_of(config, name))
     tasks = check_prompts(config, encoders)
     if "ensemble" not in config:  # whose agents answer in single turns, whatever the runner
-        check_growth(config, encoders, tasks)
+        check_growth(setup, encoders, tasks)
 
 
 def key_of(config: DictConfig, name: str) -> str:

@@ -12,15 +12,17 @@ from marl.config.data import check_files, file_list
 from marl.config.errors import ConfigError, resolve
 from marl.config.rules import check
 from marl.preflight.compatibility import check_facts, choose_credit
+from marl.setup import Setup
 
 
-def prepare(config: DictConfig) -> DictConfig:
+def prepare(config: DictConfig) -> Setup:
     """Resolve, make paths absolute (workers have other working directories), and check every rule. Raises ConfigError."""
     config = OmegaConf.create(config)
     resolve(config)
     check(config)
     choose_credit(config)
-    check_facts(config)
+    setup = Setup.of(config)
+    check_facts(setup)
     with open_dict(config):
         absolutise(config)
     rows = {
@@ -40,8 +42,8 @@ def prepare(config: DictConfig) -> DictConfig:
 
     checked_function(config)
     check_extractors(config)
-    preflight(config)
-    return config
+    preflight(setup)
+    return setup
 
 
 def absolutise(config: DictConfig) -> None:

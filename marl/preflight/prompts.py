@@ -1,23 +1,22 @@
 """Checks of prompt lengths, at the start and as they grow over rounds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 from omegaconf import DictConfig
 
-from marl.batch.critic_inputs import CENTRAL
-from marl.cluster.critics import reader
+from marl.batch.critic_spec import CriticSpec
 from marl.config.data import file_list, rows_of
 from marl.config.errors import ConfigError
 from marl.config.policies import own_settings, policies_by_agent
 from marl.controller.chat import ChatEncoder
-from marl.learners import LEARNERS
 from marl.modules import models
 from marl.preflight.prompt_growth import Growth, Seat, measure
 from marl.rewards.answers import only_answer
-from marl.runners import RUNNERS, Overflow, TooManyTurns, followed_by
-from marl.types import Task
+from marl.runners import Overflow, TooManyTurns, followed_by
+from marl.setup import Setup
+from marl.types import Episode, Task
 
 PROMPTS_READ = 100
 """Of every file; encoding all of a large one takes minutes."""
@@ -52,9 +51,10 @@ def task_of(row: Mapping[str, Any], id: str, prompt_key: str) -> Task:
 
 
 def growth_of(
-    config: DictConfig, encoders: Mapping[str, ChatEncoder], tasks: Sequence[Task], shortest: bool = False
+    setup: Setup, encoders: Mapping[str, ChatEncoder], tasks: Sequence[Task], shortest: bool = False
 ) -> Growth:
     """How long the conversations about some tasks get, with the longest answers or the shortest. Raises ConfigError."""
+    config = setup.config
     policies = policies_by_agent(config.agents)
     allowed = {name: own_settings(config, name).rollout.response_length for name in encoders}
 
@@ -64,36 +64,43 @@ def growth_of(
         return Seat(policy, encoders[policy], 1 if shortest else most, ends=shortest and most > 1)
 
     roles = {name: agent.role for name, agent in config.agents.items()}
-    joint = {"joint": central_reader(config).longest} if has_central_critic(config) and not shortest else {}
+    critic = None if shortest else joint_critic(setup)
+    joint = {"joint": longest_row(config, critic)} if critic else {}
     try:
-        return measure(RUNNERS.build(config.runner), tasks, seat, roles, config.data.max_prompt_length, **joint)
+        return measure(setup.runner, tasks, seat, roles, config.data.max_prompt_length, **joint)
     except TooManyTurns as error:
         raise ConfigError(str(error)) from None
 
 
-def has_central_critic(config: DictConfig) -> bool:
-    return LEARNERS.get(config.learner.name).critic == CENTRAL
+def joint_critic(setup: Setup) -> CriticSpec | None:
+    """The critic whose rows grow with the conversation, where there is one."""
+    return setup.critics if setup.critics and setup.critics.reads_joint else None
 
 
-def central_reader(config: DictConfig) -> Any:
-    return reader(CENTRAL, config.critic.level, models.load_tokenizer(config.critic.model, "critic.model"), None)
+def longest_row(config: DictConfig, critic: CriticSpec) -> Callable[[Episode], int]:
+    """Tokens of the longest row of an episode that such a critic reads."""
+    longest: Callable[[Episode], int] = critic.reader(
+        config.critic.level, models.load_tokenizer(config.critic.model, "critic.model")
+    ).longest
+    return longest
 
 
-def check_growth(config: DictConfig, encoders: Mapping[str, ChatEncoder], tasks: Sequence[Sequence[Task]]) -> None:
+def check_growth(setup: Setup, encoders: Mapping[str, ChatEncoder], tasks: Sequence[Sequence[Task]]) -> None:
     """Raise ConfigError where conversations cannot be played to their end even with the shortest answers, or where the central
     critic could not read the longest."""
+    config = setup.config
     limit, share = config.data.max_prompt_length, config.controller.max_error_rate
     for read in tasks:
         # the longest that has to fit: as many as may fail are longer
         task = read[min(int(share * len(read)), len(read) - 1)]
-        least = growth_of(config, encoders, [task], shortest=True)
+        least = growth_of(setup, encoders, [task], shortest=True)
         if least.prompt > limit:
             raise ConfigError(
                 f"data.max_prompt_length={limit}: {grows(config, least)} even if every answer is a single token ({task.id}); "
                 f"{remedy(config, least)}"
             )
-    if has_central_critic(config):
-        check_joint(config, growth_of(config, encoders, [read[0] for read in tasks]))
+    if joint_critic(setup):
+        check_joint(config, growth_of(setup, encoders, [read[0] for read in tasks]))
 
 
 def check_joint(config: DictConfig, growth: Growth) -> None:

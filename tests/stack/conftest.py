@@ -45,7 +45,7 @@ SMALL = ("data.train_batch_size=4", "actor_rollout_ref.rollout.n=4", "trainer.lo
 def cluster(compose_config):
     from marl.cluster.session import ray_session
 
-    with ray_session(compose_config("ray_kwargs.ray_init.num_cpus=8")):
+    with ray_session(compose_config("ray_kwargs.ray_init.num_cpus=8"), ranks=8):
         yield
 
 
@@ -56,10 +56,10 @@ def live(cluster, compose_config, cold_assets, tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("live")
     overrides = (f"assets={cold_assets}", f"trainer.default_local_dir={folder}", "resources.placement=colocated")
-    config = prepare(compose_config(*overrides, *SMALL))
+    setup = prepare(compose_config(*overrides, *SMALL))
     loop = asyncio.new_event_loop()
     with ExitStack() as cleanup:
-        trainer = loop.run_until_complete(build(config, cleanup))
+        trainer = loop.run_until_complete(build(setup, cleanup))
         loop.run_until_complete(trainer.sync_weights())
         yield Live(trainer, loop)
     loop.close()
@@ -76,11 +76,11 @@ def alone(compose_config, cold_assets, tmp_path):
 
         def start(*overrides: str, **options: Any) -> Live:
             small = (f"assets={cold_assets}", f"trainer.default_local_dir={tmp_path}", *SMALL)
-            config = prepare(compose_config(*small, "resources.one_process=true", *overrides, **options))
-            cleanup.enter_context(session(config))
+            setup = prepare(compose_config(*small, "resources.one_process=true", *overrides, **options))
+            cleanup.enter_context(session(setup))
             loop = asyncio.new_event_loop()
             cleanup.callback(loop.close)
-            trainer = loop.run_until_complete(build(config, cleanup))
+            trainer = loop.run_until_complete(build(setup, cleanup))
             loop.run_until_complete(trainer.sync_weights())
             return Live(trainer, loop)
 

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from marl.cluster.layout import pool_ranks
 from marl.controller.controller import Controller
 from marl.evaluation.baselines import majority_is_right, solo_config
 from marl.main import run
 from marl.preflight.prepare import prepare
 from marl.report import summary
+from marl.setup import Setup
 from marl.types import Episode, Score, Task, Turn
 
 from .conftest import SMALL
@@ -50,12 +50,12 @@ def test_the_untrained_team_is_measured_where_the_run_did_not(small, tmp_path):
 def test_the_single_agent_is_the_first_that_is_trained(small):
     config = prepare(
         small("agents.alice.trainable=false", "+policies.carol.actor.optim.lr=0.5", "learner.train_rounds=[2]")
-    )
+    ).config
     solo = solo_config(config, answers=3)
     assert list(solo.agents) == ["carol"] and solo.actor_rollout_ref.rollout.n == 12
     assert (solo.runner.name, solo.credit.name, solo.learner.train_rounds) == ("single_turn", "own", None)
     assert solo.policies.carol.actor.optim.lr == 0.5 and len(config.agents) == 2, "the team's own is as it was"
-    assert pool_ranks(solo) == {"carol": 1}
+    assert Setup.of(solo).ranks_by_pool == {"carol": 1}
 
 
 @pytest.mark.parametrize(

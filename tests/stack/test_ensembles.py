@@ -80,8 +80,8 @@ def test_the_agents_and_their_vote_are_what_validation_says_to_the_last_bit(trai
     live, folder = trained
     collection = live.wait(live.trainer.controller.collect(live.trainer.validation, 3, 1, validate=True))
     episodes = live.wait(live.trainer.controller.score(collection.episodes, 1))
-    config = prepare(composed(f"ensemble.checkpoint={folder}", "ensemble.samples=3"))
-    ensemble, first = Ensemble(config), Ensemble(prepare(composed("ensemble.samples=3")))
+    config = prepare(composed(f"ensemble.checkpoint={folder}", "ensemble.samples=3")).config
+    ensemble, first = Ensemble(config), Ensemble(prepare(composed("ensemble.samples=3")).config)
     for k, name in enumerate(("alice", "carol")):
         expected = [(turn.response_ids, turn.log_probs) for e in episodes for turn in e.turns if turn.agent == name]
         assert [(answer.token_ids, answer.log_probs) for answer in ensemble._alone(k)[0]] == expected
@@ -95,7 +95,7 @@ def test_the_agents_and_their_vote_are_what_validation_says_to_the_last_bit(trai
 
 def test_a_vote_is_the_single_turns_and_its_ties_are_broken_alike(composed):
     """alice is right, carol never: who is heard is the episode's seed to say, for each sample of each task."""
-    ensemble = Ensemble(prepare(composed("ensemble.samples=3")))
+    ensemble = Ensemble(prepare(composed("ensemble.samples=3")).config)
     turns: dict = {"alice": [], "carol": []}
     expected = [[0.0] * 3 for _ in range(8)]
     for n, play in enumerate(ensemble.plays):
@@ -132,7 +132,7 @@ def test_weights_tasks_modes_roles_and_one_policy_for_all(composed):
 
 
 def test_an_agents_own_limits_count(composed):
-    ensemble = Ensemble(prepare(composed("agents.alice.max_tokens=1", "agents.carol.stop=['5']")))
+    ensemble = Ensemble(prepare(composed("agents.alice.max_tokens=1", "agents.carol.stop=['5']")).config)
     assert all(len(answer.token_ids) == 1 for answer in ensemble._alone(0)[0])
     assert any(len(answer.token_ids) > 1 for answer in ensemble._alone(1)[0])
     assert ensemble.sampling_together["max_tokens"] == 3 and ensemble.sampling_together["stop"] == ("5",)

@@ -7,7 +7,7 @@ import sys
 import pytest
 from verl.utils.config import omega_conf_to_dataclass
 
-from marl.cluster.layout import critic_names, parts_of, policy_config, pool_ranks
+from marl.cluster.layout import parts_of, policy_config
 from marl.cluster.workers.critic_worker import critic_settings
 from marl.preflight.prepare import prepare
 from tests.stack.conftest import ROOT, overrides_of
@@ -24,17 +24,18 @@ def test_a_script_is_composed_down_to_the_settings_of_its_workers(script, enviro
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
         "critic.ppo_mini_batch_size=2",
     ]
-    config = prepare(compose_config(*overrides, *smaller, name="marl"))
+    setup = prepare(compose_config(*overrides, *smaller, name="marl"))
+    config = setup.config
     assert config.trainer.device == "cuda" and config.actor_rollout_ref.rollout.name == "vllm"
-    assert pool_ranks(config) == {"shared": 8}
+    assert setup.ranks_by_pool == {"shared": 8}
     configs = {name: policy_config(config, name, i, "run", 10) for i, name in enumerate(("agent_0", "agent_1"))}
     for own in configs.values():
         actor = omega_conf_to_dataclass(own.actor_rollout_ref.actor)
         rollout = omega_conf_to_dataclass(own.actor_rollout_ref.rollout)
         assert (actor.strategy, actor.optim.lr, rollout.name) == ("fsdp2", 1e-6, "vllm")
         assert actor.optim.total_training_steps == 10 and rollout.gpu_memory_utilization == 0.4
-    parts = parts_of(config, configs)
-    assert [part.is_critic for part in parts] == [False, False, *[True] * len(critic_names(config))]
+    parts = parts_of(setup, configs)
+    assert [part.is_critic for part in parts] == [False, False, *[True] * len(setup.pool_by_critic)]
     for part in parts:
         if part.is_critic:
             settings = critic_settings(part.arguments["config"])

@@ -50,7 +50,7 @@ def overrides(request, environment, tmp_path):
 def test_a_recipe_is_composed_for_its_gpus(overrides, compose_config):
     name, given = overrides
     smaller = [f"{key}=8" for key in ("data.train_batch_size", *MINI_BATCHES)]
-    config = prepare(compose_config(*given, *smaller, name="marl"))
+    config = prepare(compose_config(*given, *smaller, name="marl")).config
     assert config.actor_rollout_ref.rollout.name == "vllm" and config.trainer.n_gpus_per_node == 8
     shipped = OmegaConf.load(ROOT / "recipe" / name / f"{name}.yaml")
     chosen = {group.removeprefix("override /"): option for entry in shipped.defaults for group, option in entry.items()}

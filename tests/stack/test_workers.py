@@ -20,6 +20,7 @@ from marl.cluster.failures import GroupFailed
 from marl.controller.controller import EpisodesFailed
 from marl.controller.episode_workers import EpisodeWorkers, SpreadController, spawn
 from marl.runners import RUNNERS, Decide, Runner, decide, register_runner
+from marl.setup import Setup
 
 REWARDS = """
 import os, time
@@ -90,7 +91,7 @@ def spread(live, lasting, monkeypatch):
             if not fresh:
                 patched.setattr("marl.build.spawn", lambda count, run_id: lasting[:count])
                 patched.setattr("marl.build.EpisodeWorkers", Lasting)
-            start = start_controller(config, trainer.policies, tokenizers, uuid.uuid4().hex[:8], cleanup)
+            start = start_controller(Setup.of(config), trainer.policies, tokenizers, uuid.uuid4().hex[:8], cleanup)
             trainer.controller = live.wait(start)
             trainer.controller.accuracy.load_state_dict(before.accuracy.state_dict())
             try:

@@ -14,7 +14,7 @@ import pytest
 from omegaconf import OmegaConf, open_dict
 
 from marl.cluster.launch import check_cluster
-from marl.cluster.layout import policy_config, pool_ranks
+from marl.cluster.layout import policy_config
 from marl.cluster.session import use_platform
 from marl.config.data import check_files, check_row
 from marl.config.errors import ConfigError, explain
@@ -23,6 +23,7 @@ from marl.config.overrides import find_verl, new_agents
 from marl.config.rules import RULES, check
 from marl.main import ConfigError as MainConfigError
 from marl.preflight.prepare import prepare
+from marl.setup import Setup
 from marl.utils.registry import did_you_mean
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -437,12 +438,12 @@ def test_at_least_one_agent_is_trained(quickstart):
 
 
 def test_a_right_configuration_passes_and_its_paths_are_absolute(quickstart):
-    config = prepare(quickstart())
+    config = prepare(quickstart()).config
     assert Path(config.actor_rollout_ref.model.path).is_absolute() and Path(config.data.train_files[0]).is_absolute()
 
 
 def test_a_policy_differs_from_the_others_where_it_says_so(quickstart):
-    config = prepare(quickstart("+policies.carol.actor.optim.lr=5", "+policies.carol.pool=own"))
+    config = prepare(quickstart("+policies.carol.actor.optim.lr=5", "+policies.carol.pool=own")).config
     alice, carol = (policy_config(config, name, i, "run", 9) for i, name in enumerate(("alice", "carol")))
     assert (alice.actor_rollout_ref.actor.optim.lr, carol.actor_rollout_ref.actor.optim.lr) == (1e-3, 5)
     assert carol.actor_rollout_ref.rollout.custom == {"policy": "carol", "run_id": "run", "replica_offset": 1024}
@@ -466,8 +467,7 @@ def test_a_policy_differs_from_the_others_where_it_says_so(quickstart):
     ],
 )
 def test_pools(quickstart, overrides, pools):
-    config = quickstart(*overrides)
-    assert pool_ranks(config) == pools
+    assert Setup.of(quickstart(*overrides)).ranks_by_pool == pools
 
 
 def test_the_driver_takes_the_platform_of_the_device_and_not_its_own_nodes():

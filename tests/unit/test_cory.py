@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from marl.batch.critic_spec import LocalCritics
 from marl.learners import LEARNERS
 from tests.builders import batch_of, build_learner as build, episode
 
@@ -34,7 +35,7 @@ def test_one_agent_alone_is_ippo():
 
 def test_what_is_different_from_ippo():
     cory, ippo = LEARNERS.get("cory"), LEARNERS.get("ippo")
-    assert cory.assign_credit is ippo.assign_credit and cory.critic == ippo.critic == "local"
+    assert cory.assign_credit is ippo.assign_credit and cory.critics == ippo.critics == LocalCritics()
     assert build("cory", "joint").exchange_every == 5 and build("ippo").exchange_every == 0
 
 
@@ -52,7 +53,7 @@ def test_who_cannot_exchange(compose_config, cold_assets, overrides, named):
     from marl.preflight.prepare import prepare
 
     common = [f"assets={cold_assets}", "learner=cory", "runner=pioneer_observer", "credit=auto"]
-    assert prepare(compose_config(*common)).credit.name == "joint"
+    assert prepare(compose_config(*common)).config.credit.name == "joint"
     with pytest.raises(ConfigError, match="cory") as told:
         prepare(compose_config(*common, *overrides))
     assert named in str(told.value)

@@ -10,7 +10,8 @@ from hydra import compose, initialize_config_dir
 
 from marl.config.overrides import find_verl
 from marl.preflight.compatibility import check_facts, choose_credit
-from marl.runners import RUNNERS, scripted
+from marl.runners import scripted
+from marl.setup import Setup
 from marl.types import Task
 from tests.builders import BUILT_IN
 
@@ -36,8 +37,9 @@ def test_every_yaml_is_composed_and_played(tmp_path, block):
         overrides = ["hydra.searchpath=[pkg://marl.configs]", "hardware=cpu"]
         config = compose("experiment", overrides=find_verl(overrides))
     choose_credit(config)
-    check_facts(config)
-    runner, agents = RUNNERS.build(config.runner), list(config.agents)
+    setup = Setup.of(config)
+    check_facts(setup)
+    runner, agents = setup.runner, list(config.agents)
     task = Task("t", [{"role": "user", "content": "2+2?"}], "4", "x", lambda text: text if text.isdigit() else None)
     record = asyncio.run(
         scripted.play(runner, task, agents, scripted.scripted(scripted.listed(["4", "5", "AGAIN", "7"])))

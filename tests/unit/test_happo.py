@@ -9,6 +9,7 @@ from hydra.errors import ConfigCompositionException
 from tensordict import TensorDict
 
 from marl.batch.build import joint_batch
+from marl.batch.critic_spec import CentralCritic
 from marl.learners import LEARNERS
 from marl.learners.ratios import Ratio, factors, laps, log_factors, log_ratios, share_laps
 from marl.types import Episode, Score, Task, Turn
@@ -432,7 +433,7 @@ def test_the_default_keeps_the_factor_within_two():
 
 def test_what_is_different():
     happo, mappo = LEARNERS.get("happo"), LEARNERS.get("mappo")
-    assert issubclass(happo, mappo) and (happo.critic, happo.default_credit) == ("central", "team")
+    assert issubclass(happo, mappo) and (happo.critics, happo.default_credit) == (CentralCritic(), "team")
     assert happo.estimators() == mappo.estimators() and happo.assign_credit is mappo.assign_credit
 
 
@@ -466,13 +467,9 @@ def test_alternatives_are_refused_where_all_turns_are_compared_with_them(compose
 
 
 def test_its_order_follows_the_runs_seed(compose_config, cold_assets):
-    from marl.preflight.compatibility import make_learner
     from marl.preflight.prepare import prepare
 
-    config = prepare(compose_config(f"assets={cold_assets}", "learner=happo", "seed=7"))
-    learner = make_learner(config)
+    learner = prepare(compose_config(f"assets={cold_assets}", "learner=happo", "seed=7")).learner
     assert (learner.config.seed, learner.config.ratio, learner.config.clip) == (7, Ratio.geometric, 2.0)
-    assert (
-        make_learner(prepare(compose_config(f"assets={cold_assets}", "learner=happo", "learner.clip=null"))).config.clip
-        is None
-    )
+    unclipped = prepare(compose_config(f"assets={cold_assets}", "learner=happo", "learner.clip=null")).learner
+    assert unclipped.config.clip is None

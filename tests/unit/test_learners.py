@@ -24,7 +24,7 @@ def test_every_learner_fills_advantages_and_updates_every_policy_once(name, cred
     learner, batch = build(name, credit), two_samples()
     if learner.credits and credit not in learner.credits:
         pytest.skip("not defined for it, and refused")
-    if learner.critic != "none":
+    if learner.critics:
         batch.critic_data.values_ERA = torch.full(batch.mask_ERA.shape, 0.25)
         batch.critic_data.utilities_ERA = torch.linspace(0, 1, batch.mask_ERA.numel()).view(batch.mask_ERA.shape)
         batch.critic_data.joint_ids = jagged([[1, 2, 3]] * 4, torch.long)  # of two episodes with two rounds
@@ -65,9 +65,7 @@ def variants():
 def step(learner, batch):
     """What a trainer asks of a learner, of policies a and b: its metrics, and the updates."""
     groups = {policy: FakeGroup() for policy in AGENTS}
-    metrics = (
-        learner.assign_credit(as_critics_leave_it(batch)) if learner.critic != "none" else learner.assign_credit(batch)
-    )
+    metrics = learner.assign_credit(as_critics_leave_it(batch)) if learner.critics else learner.assign_credit(batch)
     assert asyncio.run(learner.update_critics(batch, {})) == {}
     updates = asyncio.run(learner.update(batch, groups))
     assert all(math.isfinite(value) for value in metrics.values())

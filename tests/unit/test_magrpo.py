@@ -65,7 +65,7 @@ def test_what_it_is_defined_for(compose_config, cold_assets):
     from marl.preflight.prepare import prepare
 
     config = compose_config(f"assets={cold_assets}", "learner=magrpo", "credit=auto")
-    assert prepare(config).credit.name == "team"
+    assert prepare(config).config.credit.name == "team"
     with pytest.raises(ConfigError, match="credit=own: learner=magrpo is defined for credit=team alone"):
         prepare(compose_config(f"assets={cold_assets}", "learner=magrpo", "credit=own"))
     assert AGENTS == ("a", "b")

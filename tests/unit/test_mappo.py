@@ -5,6 +5,7 @@ import torch
 from tensordict import TensorDict
 
 from marl.batch.build import joint_batch
+from marl.batch.critic_spec import CentralCritic, LocalCritics
 from marl.learners import LEARNERS, credit
 from tests.builders import AGENTS, batch_of, branch, build_learner as build, episode, grid_of, two_samples
 
@@ -23,15 +24,15 @@ def test_with_the_same_values_and_credit_it_is_ippo():
 
 def test_what_is_different():
     ippo, mappo = LEARNERS.get("ippo"), LEARNERS.get("mappo")
-    assert (ippo.critic, ippo.default_credit) == ("local", "own")
-    assert (mappo.critic, mappo.default_credit) == ("central", "team")
+    assert (ippo.critics, ippo.default_credit) == (LocalCritics(), "own")
+    assert (mappo.critics, mappo.default_credit) == (CentralCritic(), "team")
 
 
 def test_auto_credit_is_the_learners_default(compose_config, cold_assets):
     from marl.preflight.prepare import prepare
 
     for learner, expected in {"ippo": "own", "mappo": "team", "grpo": "own"}.items():
-        config = prepare(compose_config(f"assets={cold_assets}", f"learner={learner}", "credit=auto"))
+        config = prepare(compose_config(f"assets={cold_assets}", f"learner={learner}", "credit=auto")).config
         assert config.credit.name == expected
 
 

@@ -9,7 +9,6 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from marl.config.errors import ConfigError
 from marl.controller.controller import overlong
-from marl.preflight.compatibility import make_learner
 from marl.preflight.prepare import prepare
 from tests.builders import batch_of, build_learner as build, episode
 
@@ -36,7 +35,7 @@ SETS = {
 def test_what_a_named_learner_sets_reaches_the_run(compose_config, cold_assets, name):
     from omegaconf import OmegaConf
 
-    config = prepare(compose_config(f"assets={cold_assets}", f"learner={name}", "credit=own"))
+    config = prepare(compose_config(f"assets={cold_assets}", f"learner={name}", "credit=own")).config
     assert config.learner.name == "grpo"
     for key, value in SETS[name].items():
         assert OmegaConf.select(config, key) == value
@@ -47,7 +46,7 @@ def of_one_group(name, compose_config, cold_assets):
     """The advantages of R = [1, 0, 0, 0] under a shipped configuration."""
     from omegaconf import OmegaConf
 
-    options = OmegaConf.to_object(prepare(compose_config(f"assets={cold_assets}", f"learner={name}")).learner)
+    options = OmegaConf.to_object(prepare(compose_config(f"assets={cold_assets}", f"learner={name}")).config.learner)
     settings = {key: getattr(options, key) for key in ("std", "estimator", "drop_equal", "group_by", "gamma")}
     batch = batch_of(*(episode("t", i, [[float(i == 0)], [None]]) for i in range(4)))
     build("grpo", **settings).assign_credit(batch)
@@ -75,7 +74,7 @@ def test_rloo_is_dr_grpo_times_g_over_g_minus_1(compose_config, cold_assets):
 
 def policy_loss(name, compose_config, cold_assets, deltas, advantages, mask):
     """verl's loss of the shipped configuration, and its gradient, at log-probs that moved by ``deltas``."""
-    actor = prepare(compose_config(f"assets={cold_assets}", f"learner={name}")).actor_rollout_ref.actor
+    actor = prepare(compose_config(f"assets={cold_assets}", f"learner={name}")).config.actor_rollout_ref.actor
     settings = omega_conf_to_dataclass(actor)
     old = torch.full(deltas.shape, -1.0)
     new = (old + deltas).requires_grad_()
@@ -119,8 +118,7 @@ def test_dr_grpo_divides_by_a_constant_and_not_by_the_length(compose_config, col
 def test_one_sample_a_task_is_enough_where_the_batch_is_the_baseline(compose_config, cold_assets):
     """As docs/algorithms.md recommends of it; whatever compares a task's samples refuses the same configuration."""
     alone = f"assets={cold_assets}", "credit=own", "actor_rollout_ref.rollout.n=1"
-    config = prepare(compose_config(*alone, "learner=reinforce_plus_plus"))
-    assert not make_learner(config).compares_samples
+    assert not prepare(compose_config(*alone, "learner=reinforce_plus_plus")).learner.compares_samples
     with pytest.raises(ConfigError, match="rollout.n=1: learner=grpo compares a task's samples"):
         prepare(compose_config(*alone, "learner=rloo"))
 

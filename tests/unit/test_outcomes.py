@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from marl.batch.build import joint_batch
+from marl.batch.critic_spec import UtilityCritics
 from marl.batch.evidence import ballots_of, outcomes_of
 from marl.learners import CREDITS, LEARNERS
 from marl.learners.credit_schemes import TeamOf
@@ -76,9 +77,9 @@ def returns_of(learner, joint):
     """What a learner's turns are compared by, or its critics fitted to [E, R, A]; without a discount."""
     if learner.credit.kind == "advantage":
         return learner.credit.of(joint)
-    if learner.critic == "utility":
+    if isinstance(learner.critics, UtilityCritics):
         return of_team(learner, joint)
-    if learner.critic != "none":
+    if learner.critics:
         learner.assign_credit(joint)
         return joint.returns_ERA
     paid = learner.credit.of(joint)
@@ -98,7 +99,7 @@ PAIRS = [
     if credit in (LEARNERS.get(name).credits or [credit])
     for own in LEARNER_OPTIONS.get(name, [{}])
     if not own or CREDITS.get(credit).kind == "reward"
-    if CREDITS.get(credit).kind != "advantage" or LEARNERS.get(name).critic == "none"
+    if CREDITS.get(credit).kind != "advantage" or not build(name).critics
     for options in CREDIT_OPTIONS.get(credit, [{}])
 ]
 

@@ -6,7 +6,6 @@ import pytest
 from transformers import LlamaConfig, Qwen2Config
 
 from marl.config.policies import own_settings
-from marl.main import policy_names, pool_of
 from marl.preflight import batch_plan, memory_plan
 from marl.preflight.memory_plan import Memory, ModelSize, Training
 from marl.preflight.model_checks import size_of
@@ -80,7 +79,7 @@ def test_policies_of_a_pool_keep_all_and_work_one_after_another():
 
 
 def test_a_steps_arithmetic(compose_config, cold_assets):
-    config = prepare(
+    setup = prepare(
         compose_config(
             f"assets={cold_assets}",
             "+agents.bob.policy=alice",
@@ -91,13 +90,14 @@ def test_a_steps_arithmetic(compose_config, cold_assets):
             "agents.carol.trainable=false",
         )
     )
+    config = setup.config
     batch = batch_plan.batch_of(config, dict.fromkeys(config.agents, 2))
     assert (batch.episodes, batch.turns) == (32 * 8, 32 * 8 * 3 * 2)
     alice, carol = batch.policies
     assert (alice.agents, alice.rows, alice.mini_batches, alice.rows_per_mini_batch) == (("alice", "bob"), 1024, 4, 256)
     assert (alice.updates, alice.ranks, alice.servers, alice.tokens) == (8, 2, 1, 128 * 43)
     assert (carol.rows, carol.updates) == (0, 0)
-    text = plan_text(config, {name: pool_of(config, name) for name in policy_names(config)})
+    text = plan_text(setup)
     assert "32 tasks x 8 samples = 256 episodes" in text and "1536 turns" in text and "4 x 256 rows" in text
     assert "\x1b" not in text and max(map(len, text.splitlines())) < 140
 
@@ -110,12 +110,12 @@ def test_more_than_there_is_is_warned_of():
 
 
 def test_a_critic_has_no_logits_and_a_reference_is_one_more_copy(compose_config, cold_assets):
-    config = prepare(
+    setup = prepare(
         compose_config(
             f"assets={cold_assets}", "learner=mappo", "algorithm.use_kl_in_reward=true", "trainer.n_gpus_per_node=2"
         )
     )
-    size = ModelSize(1000, 200, 4, 10, 20, 5, 50, 150)
+    config, size = setup.config, ModelSize(1000, 200, 4, 10, 20, 5, 50, 150)
     critic = memory_plan.critic_memory(config.critic, 2, size)
     assert (critic.weights, critic.moments, critic.logits) == (2000, 4000, 0.0)  # 1000 numbers of 4 bytes over 2 ranks
     assert memory_plan.critic_memory(config.critic, 2, size, target=True).kept - critic.kept == 2000
@@ -126,13 +126,13 @@ def test_a_critic_has_no_logits_and_a_reference_is_one_more_copy(compose_config,
     )
     assert (with_reference.reference, without.reference) == (2000, 0)
     assert with_reference.kept - without.kept == 2000
-    text = plan_text(config, {"alice": "alice", "carol": "carol"}, {"central": "central_critic"})
+    text = plan_text(setup)
     assert "central critic" in text and "reference" in text
 
 
 def test_policies_of_rounds_have_rows_of_their_rounds(compose_config, cold_assets):
     rounds = [f"agents.{name}.policy_by_round=[{name},later]" for name in ("alice", "carol")]
-    config = prepare(compose_config(f"assets={cold_assets}", "runner.num_rounds=3", *rounds))
+    config = prepare(compose_config(f"assets={cold_assets}", "runner.num_rounds=3", *rounds)).config
     batch = batch_plan.batch_of(config, dict.fromkeys(config.agents, 3))
     assert {policy.policy: policy.rows for policy in batch.policies} == {"alice": 256, "later": 1024, "carol": 256}
     assert {policy.policy: policy.agents for policy in batch.policies}["later"] == ("alice", "carol")

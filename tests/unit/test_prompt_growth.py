@@ -6,7 +6,6 @@ import pytest
 
 from marl.config.errors import ConfigError
 from marl.controller.chat import ChatEncoder
-from marl.main import policy_names, pool_of
 from marl.preflight.plan_report import growth_text, plan_text
 from marl.preflight.prepare import prepare
 from marl.preflight.prompt_growth import Seat, length_of, measure, spoken
@@ -133,8 +132,7 @@ def test_prompts_that_cannot_fit_are_refused_before_the_start(quickstart):
 
 
 def test_the_plan_shows_how_prompts_grow_and_warns_of_answers_that_are_too_long(quickstart):
-    config = prepare(quickstart())
-    plan = plan_text(config, {name: pool_of(config, name) for name in policy_names(config)})
+    plan = plan_text(prepare(quickstart()))
     assert "\nprompts grow to" in plan and "with the longest answers; data.max_prompt_length=40" in plan
     assert "warning" not in plan
     longer = growth_text(prepare(quickstart("data.max_response_length=16")))

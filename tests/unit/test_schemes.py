@@ -18,6 +18,7 @@ from marl.preflight.compatibility import check_facts, check_incentives
 from marl.preflight.prepare import prepare
 from marl.runners import RUNNERS, Decide
 from marl.runners.debate import Order
+from marl.setup import Setup
 from marl.types import Ballot, Rule, Score, Vote
 from tests.builders import DEBATE, batch_of, build_learner as build, episode, play, scheme
 
@@ -65,7 +66,7 @@ def test_incentives_are_paid_before_the_kind_applies():
 
 def test_what_auto_becomes_keeps_the_incentives(compose_config, cold_assets):
     words = ("learner=mappo", "credit=auto", "credit.alpha1=2", "credit.beta0=-1")
-    config = prepare(compose_config(f"assets={cold_assets}", *words))
+    config = prepare(compose_config(f"assets={cold_assets}", *words)).config
     assert (config.credit.name, config.credit.alpha1, config.credit.beta0) == ("team", 2.0, -1.0)
 
 
@@ -229,7 +230,7 @@ def checked(compose_config):
         for key, value in changes.items():
             OmegaConf.update(config, key.replace("__", "."), value)
         check_values(config)
-        check_facts(config)
+        check_facts(Setup.of(config))
 
     return checked
 
@@ -286,19 +287,19 @@ def test_incentives_that_would_pay_nothing_are_refused(compose_config, runner, o
     config.credit = OmegaConf.structured(CREDITS.get("own").Config("own", beta1=0.5))
     config.runner = RUNNERS.get(runner).Config(name=runner, **options)
     if said is None:
-        return check_incentives(config)
+        return check_incentives(Setup.of(config))
     with pytest.raises(ConfigError, match=rf"credit.beta1=0.5: .*runner={runner} {said}.*set credit.beta1=0, or use"):
-        check_incentives(config)
+        check_incentives(Setup.of(config))
     config.credit.beta1 = 0.0
-    check_incentives(config)
+    check_incentives(Setup.of(config))
 
 
 def test_incentives_of_one_agent_are_refused(compose_config):
     config = compose_config("credit=own", "credit.alpha0=1")
-    check_incentives(config)
+    check_incentives(Setup.of(config))
     del config.agents.carol
     with pytest.raises(ConfigError, match="credit.alpha0=1.*no two agents"):
-        check_incentives(config)
+        check_incentives(Setup.of(config))
 
 
 def test_replay_compares_within_an_episode_and_takes_a_single_sample(checked):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from marl.batch.build import pad_rows, rows_of
+from marl.batch.critic_spec import UtilityCritics
 from marl.batch.joint import Alternatives
 from marl.batch.utility_inputs import SHARED, JointStates, UtilityTurns
 from marl.batch.values import gradient_rows, lay_utilities, place_values
@@ -290,7 +291,9 @@ def test_a_batch_that_nobody_read_is_named():
 
 def test_facts():
     vdn = LEARNERS.get("vdn")
-    assert (vdn.critic, vdn.default_credit, vdn.credits, vdn.fits_first) == ("utility", "team", ("team",), True)
-    assert not build("vdn", "team").compares_samples and not vdn.reads_joint
+    assert (vdn.default_credit, vdn.credits, vdn.reads_joint) == ("team", ("team",), False)
+    own = build("vdn", "team")
+    assert own.critics == UtilityCritics(shared=False) and own.fits_first and not own.compares_samples
+    assert build("vdn", "team", share_utilities=True).critics == UtilityCritics(shared=True)
     assert build("vdn", "team", advantage=Advantage.group).compares_samples
     assert AGENTS == ("a", "b")
