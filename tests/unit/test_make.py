@@ -1,5 +1,6 @@
 """The Makefile's installation, with stand-ins for Python and pip: what a person sees meanwhile, and how it fails."""
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -32,8 +33,11 @@ def install(tmp_path):
         for name, text in (("python", PYTHON), ("pip", pip)):
             (tmp_path / name).write_text(text)
             (tmp_path / name).chmod(0o755)
+        # as from a shell, also where ``make test`` runs this
+        outer = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "VENV", "PYTHON", "CONSTRAINTS")
+        environment = {key: value for key, value in os.environ.items() if key not in outer}
         words = ["make", "PYTHON=./python", ".venv/installed"]
-        return subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        return subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
 
     return install
 
