@@ -173,8 +173,8 @@ def test_critics_that_had_read_before_a_rejection_value_what_is_left(reader):
     drop_rejected(batch)
     expected = reader.rows(records, batch)
     asyncio.run(critics.value(records, batch))
-    assert list(batch.value_rows) == list(expected)
+    assert list(batch.critic_data.value_rows) == list(expected)
     for name, own in expected.items():
-        assert torch.equal(batch.value_rows[name]["read_at"].values(), own["read_at"].values())
+        assert torch.equal(batch.critic_data.value_rows[name]["read_at"].values(), own["read_at"].values())
     if not isinstance(reader, LocalTurns):
         assert all(len(part["values"].values()) == len(part["responses"].values()) for part in batch.rows.values())
