@@ -1,4 +1,4 @@
-"""What the controller itself costs: turns a second in 0, 1, 2 workers, and agents that speak at the same time.
+"""Controller overhead: turns per second with 0, 1 and 2 workers, and with agents that speak simultaneously.
 
     python examples/bench_controller.py
 

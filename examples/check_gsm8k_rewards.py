@@ -1,4 +1,4 @@
-"""What the reward functions say of GSM8K's own solutions, and of damaged ones; and how long they take.
+"""Checks the reward functions on GSM8K's own solutions and on damaged ones, and measures how long they take.
 
     python examples/check_gsm8k_rewards.py ~/data/gsm8k/test.parquet
 

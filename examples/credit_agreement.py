@@ -1,10 +1,10 @@
-"""How well each credit agrees with replay credit, on the quick start's task: rank correlation over turns.
+"""Rank correlation over turns of each credit scheme with replay credit, on the quick start's task.
 
     python examples/credit_agreement.py --steps 30 --alternatives 16 --finishes 2 learner.std=false
 
-Replay credit says what a turn did to the team's return, as far as its alternatives show it; every other credit is a cheaper
-guess at that. Each is what the run's learner makes of it: a learner without a critic of all credits, one with critics of its own
-alone. Words with ``=`` are keys of the run.
+Replay credit estimates a turn's effect on the team's return from its alternatives; every other scheme is a cheaper
+estimate. Credits are as the run's learner computes them: a learner without a critic compares all schemes, one with
+critics only its own. Arguments with ``=`` are configuration keys.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def started(overrides: Sequence[str], loop: Any) -> Iterator[Any]:
 
 
 def advantages(trainer: Any, episodes: Sequence[Episode], credit: str, options: dict[str, Any]) -> list[float]:
-    """Of every turn, as the run's learner makes them of a credit."""
+    """Every turn's advantage under a credit scheme, as the run's learner computes it."""
     config = OmegaConf.create(trainer.config)
     config.credit = OmegaConf.merge(OmegaConf.structured(CREDITS.get(credit).Config(name=credit)), options)
     batch = trainer.batch_of(episodes)
@@ -83,7 +83,7 @@ def advantages(trainer: Any, episodes: Sequence[Episode], credit: str, options: 
 
 
 def own_advantages(trainer: Any, loop: Any, episodes: Sequence[Episode]) -> list[float]:
-    """Of every turn, as the run's learner and credit make them, with what its critics say."""
+    """Every turn's advantage under the run's own learner and credit, critics included."""
     batch = trainer.batch_of(episodes)
     loop.run_until_complete(trainer.critics.value(episodes, batch))
     if trainer.learner.fits_first:

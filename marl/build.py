@@ -1,4 +1,4 @@
-"""What stands between the configuration and the trainer: tokenizers, tasks, clients, the controller, and what critics read."""
+"""Builds the trainer's parts from the configuration: tokenizers, tasks, clients, controller, critic inputs."""
 
 import marl.platform.cpu  # isort: skip - registers the platform before anything of verl asks for one
 
@@ -82,7 +82,7 @@ def make_client(config: DictConfig, name: str, group: Any, tokenizer: Any) -> Po
 
 @dataclass(frozen=True)
 class ServedPolicy:
-    """What a client needs of a policy's group, and can be sent to another process."""
+    """The part of a policy's worker group that a client needs; picklable."""
 
     config: DictConfig
     server: LLMServerClient

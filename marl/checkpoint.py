@@ -1,4 +1,4 @@
-"""What a run leaves on disk: checkpoints (all policies and critics, the learner, the data order and the step, as one unit), and
+"""A run's files: checkpoints (all policies and critics, the learner, the data order and the step, as one unit), and
 its summary."""
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def load_learner(trainer: MARLTrainer, state: dict[str, Any]) -> None:
     except ValueError as error:
         if not any(key.split(".")[0] == "learner" for key in trainer.config.trainer.resume_changes):
             raise
-        logger.warning("the learner begins anew: %s", error)
+        logger.warning("the learner starts from scratch: %s", error)
 
 
 def summarise(trainer: MARLTrainer, baselines: Mapping[str, Metrics]) -> None:

@@ -1,4 +1,4 @@
-"""The trainer: one step is the paper's algorithm box, one verb a line. It knows no algorithm and no protocol by name."""
+"""The trainer: one step is the paper's algorithm box, one verb per line. It names no algorithm and no protocol."""
 
 import asyncio
 import logging
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Progress = Callable[[int, int, Metrics], None]
-"""Told of every step: the step, the last step, its metrics."""
+"""Callback for every step: the step, the last step, its metrics."""
 
 
 class MARLTrainer:
@@ -73,7 +73,7 @@ class MARLTrainer:
 
     @property
     def report_folder(self) -> Path:
-        """Where the summary lies: a run that is continued on other validation data keeps that of the first."""
+        """Folder of the summary: a run continued on other validation data leaves the first summary in place."""
         return self.folder / self._of_other_data()
 
     def _of_other_data(self) -> str:
@@ -137,7 +137,7 @@ class MARLTrainer:
         return metrics
 
     def is_over(self, token_budget: int | None) -> bool:
-        """Whether the last step is done, or the budget spent."""
+        """True if the last step is done, or the budget is spent."""
         spent = token_budget is not None and self.sampled_tokens >= token_budget
         return spent or self.step_number >= self.total_steps
 
@@ -209,7 +209,7 @@ class MARLTrainer:
         return turn.agent in self.trained_agents and (rounds is None or turn.round in rounds)
 
     async def _served(self, phase: str, work: Awaitable[T]) -> T:
-        """Await what asks the servers, and note how long each computed for it."""
+        """Await calls to the servers, and record the compute time of each."""
         before = await self._server_seconds()
         result = await work
         after = await self._server_seconds()
@@ -348,5 +348,5 @@ class MARLTrainer:
 
 
 def is_due(frequency: int, step: int) -> bool:
-    """Whether something that is done every ``frequency`` steps is done at this one; never where that is 0 or less."""
+    """True if something done every ``frequency`` steps is due at this one; never if that is 0 or less."""
     return frequency > 0 and step % frequency == 0

@@ -25,7 +25,7 @@ Metrics: TypeAlias = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One row of the dataset: what is asked, and what is needed to judge an answer."""
+    """One row of the dataset: the prompt, and what is needed to score an answer."""
 
     id: str
     messages: list[Message]
@@ -39,23 +39,23 @@ class Task:
     """A text without the final answer that it gives."""
 
     def observation(self, agent: AgentId) -> list[Message]:
-        """What this agent is shown of the task: its private messages where the row has them, else the prompt."""
+        """The task as this agent sees it: its private messages where the row has them, else the prompt."""
         private = self.extra.get("agent_prompts") or {}
         return list(private.get(agent) or self.messages)
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a reward function says of a turn."""
+    """A reward function's result for a turn."""
 
     value: float
     answer: str | None
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of a reward function that returns a dict; they become columns of the rollout dump."""
     penalty: float = 0.0
-    """What training takes off the score for the answer's form; nothing that is reported knows of it."""
+    """Penalty for the answer's form, subtracted from the score in training; reports leave it out."""
     failure: str | None = None
-    """Why the reward function could not judge the text, whose score is then ``controller.failure_score``."""
+    """Reason why the reward function failed on the text, whose score is then ``controller.failure_score``."""
 
     def worth(self, score: float) -> Score:
         """The same score, for which training pays ``score``; what is reported stays."""
@@ -89,33 +89,33 @@ class Turn:
     """The trainer's step whose weights generated this turn."""
     seed: int = 0
     branch: int = 0
-    """Which of the agent's alternatives at this point, from 0; below 0 for a note that it wrote for itself."""
+    """Index among the agent's alternatives at this point, from 0; negative for a note that it wrote for itself."""
     kept: bool = True
     """False: the conversation did not go on from it."""
     compared: bool = False
     """Compared with its alternatives, the agent's other turns of the same episode and round, by their scores alone."""
     answers: bool = True
-    """False: it is no answer to the task (a critique, a choice, a pass), and worth what the team's answer is worth."""
+    """False: it is no answer to the task (a critique, a choice, a pass), and gets the score of the team's answer."""
     trained: bool = True
-    """False: it is played and never trained, whatever the configuration says."""
+    """False: never trained on, whatever the configuration."""
     score: Score | None = None
     outcomes: list[float] = field(default_factory=list)
-    """What the team's return was with this answer, then with each other one that was tried in its place."""
+    """The team's return with this answer, then with each other one that was tried in its place."""
     thought: str | None = None
-    """What a reasoning model thought before ``text``; nobody is shown it, and nothing is read in it."""
+    """A reasoning model's thought before ``text``; no agent sees it, and no answer or word is extracted from it."""
 
     @property
     def place(self) -> tuple[AgentId, int, int]:
-        """What tells it from the other turns of its episode."""
+        """Unique key within the episode."""
         return self.agent, self.round, self.branch
 
     def extends(self, previous: Turn) -> bool:
-        """Whether its prompt begins with the ids of that turn's prompt and answer."""
+        """True if its prompt begins with the ids of that turn's prompt and answer."""
         ids = previous.prompt_ids + previous.response_ids
         return self.prompt_ids[: len(ids)] == ids
 
     def goes_on(self, previous: Turn) -> bool:
-        """Whether the same policy is shown that turn's observation and answer, and what came next."""
+        """True if the same policy is shown that turn's observation and answer, and what came next."""
         said = [*previous.observation, {"role": "assistant", "content": previous.text}]
         return self.policy == previous.policy and self.observation[: len(said)] == said
 
@@ -134,7 +134,7 @@ class Turn:
 
 
 class Rule(Enum):
-    """How a team's answer follows from votes."""
+    """Rule by which votes decide the team's answer."""
 
     heaviest = "heaviest"
     """The answer with the largest sum of weights."""
@@ -150,23 +150,23 @@ class Vote:
 
     agent: AgentId
     round: int
-    """Of the turn that gave it."""
+    """Round of the turn that gave it."""
     answer: str | None
     weight: float = 1.0
     score: float = 0.0
-    """The score of that turn, once it is judged."""
+    """The score of that turn, once it is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ballot:
-    """What a team decides on."""
+    """Votes of a team, and the rule that decides between them."""
 
     rule: Rule
     votes: tuple[Vote, ...]
     by_score: bool = False
-    """A vote weighs what the score of it says."""
+    """A vote's weight is its score."""
     no_answer: float = 0.0
-    """What no answer is worth."""
+    """Score of no answer."""
 
 
 @dataclass(slots=True)
@@ -175,7 +175,7 @@ class Episode:
 
     task: Task
     sample: int
-    """Which of the task's G samples this is, from 0."""
+    """Index among the task's G samples, from 0."""
     agents: list[AgentId]
     turns: list[Turn] = field(default_factory=list)
     answer: str | None = None
@@ -183,17 +183,17 @@ class Episode:
     score: Score | None = None
     """The score of the team's answer."""
     seed: int = 0
-    """Of everything that the runner draws."""
+    """Seeds ``episode.rng``."""
     accuracy: dict[AgentId, float] = field(default_factory=dict)
     """Each agent's share of right answers in training before this episode, of which runners may make weights."""
     counts: Counter[str] = field(default_factory=Counter)
-    """How often something happened that is worth counting, by its name: a dropped round, a choice of nobody."""
+    """Event counts by name, such as dropped rounds or choices of nobody."""
     ballot: Ballot | None = None
-    """What that was decided on; None where no rule decided."""
+    """Ballot that decided ``answer``; None where no rule decided."""
     settled: Score | None = None
-    """What the runner says of the team's answer; None leaves it to the scores of its turns."""
+    """Score of the team's answer set by the runner; None leaves it to the scores of its turns."""
     failure: str | None = None
-    """Why the conversation ended before its time: ``overflow`` (an observation did not fit) or, in validation, ``error`` (it
+    """Reason for an early end: ``overflow`` (an observation did not fit) or, in validation, ``error`` (the conversation
     was lost, and no turn of it is known). Such a team has no answer. None for an episode that was played to its end."""
     failure_message: str = ""
 

@@ -93,7 +93,7 @@ def columns_of(episode: Episode, num_rounds: int) -> list[int]:
 
 
 def continues(turn: Turn, previous: Turn) -> bool:
-    """Whether a turn's prompt begins with the ids of the previous turn of the same policy."""
+    """True if a turn's prompt begins with the ids of the previous turn of the same policy."""
     return turn.policy == previous.policy and turn.extends(previous)
 
 

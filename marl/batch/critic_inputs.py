@@ -1,4 +1,4 @@
-"""What a critic reads: its observation, as ids, and the positions at which its values are read.
+"""Critic inputs: the observation as ids, and the positions at which values are read.
 
 *Local*: what the agent itself was shown. *Central*: the joint observation, that is the task, every agent's private
 observation, the turns of earlier rounds, and whose turn it is. Never the ground truth, never a turn of the same round.
@@ -123,7 +123,7 @@ class JointObservation:
         self.encode = cached_by_bytes(encode, sys.getsizeof)
 
     def task(self, episode: Episode) -> list[int]:
-        """What all are shown, then what single agents are."""
+        """Ids of the shared prompt, then of each agent's private observation."""
         shared = "\n\n".join(message["content"] for message in episode.task.messages)
         ids = [*self.start, *self.encode(shared)]
         for agent in episode.agents:

@@ -26,7 +26,7 @@ def ballots_of(episode: Episode, no_answer: float = 0.0) -> list[Ballot]:
 
 
 def earlier(decided: Ballot, weights: dict[str, float], answers: list[Turn], round: int, episode: Episode) -> Ballot:
-    """What would have been decided on after this round."""
+    """The ballot as it would have stood after this round."""
     standing = {turn.agent: turn for turn in sorted(answers, key=lambda turn: turn.round) if turn.round <= round}
     votes = [
         Vote(

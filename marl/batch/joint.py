@@ -26,11 +26,11 @@ class CriticData:
     """Inputs and outputs of the critics, and the state of a mixer."""
 
     value_rows: dict[CriticName, TensorDict] = field(default_factory=dict)
-    """What each critic reads: ``input_ids``, and where in a row its values are read (``read_at``, ``turn_index``)."""
+    """Critic inputs: ``input_ids``, and the positions at which values are read (``read_at``, ``turn_index``)."""
     values_ERA: Tensor | None = None
     """A value of every trained turn, where critics value turns; values of tokens lie in the rows."""
     utilities_ERA: Tensor | None = None
-    """What a critic gives for a turn once it was taken, where critics give that: q(h, y) beside v(h), the value."""
+    """q(h, y), the utility of a turn after its answer, where critics give one; v(h) is the value."""
     joint_ids: Tensor | None = None
     """The joint observation of every round, as ids ragged over [E * R]: the state of a learner that reads one."""
 
@@ -68,19 +68,19 @@ class JointBatch:
     trained_ERA: Tensor
     """1 on the turns that are trained."""
     answers_ERA: Tensor
-    """1 on the turns that are answers to the task. The others are worth what the team's answer is."""
+    """1 on the turns that are answers to the task. The others get the team answer's score."""
     lengths_ERA: Tensor
-    """How many tokens of a turn its policy generated."""
+    """Number of tokens that the policy generated in a turn."""
     failed_E: Tensor
     """1 for episodes that ended before their time; ``team_score_E`` is then what that is worth."""
     rows: dict[PolicyName, TensorDict]
     """Rows with verl's keys, as jagged nested tensors; trained turns only."""
     cells: list[list[int]] = field(default_factory=list)
-    """Where every turn of every episode stands in a flattened grid; -1 for a turn that is in none."""
+    """Index of every turn in the flattened grid, per episode; -1 for a turn outside the grid."""
     sources_E: list[str] = field(default_factory=list)
     """The data source of every episode's task."""
     returns_ERA: Tensor | None = None
-    """What the learner compared turns by, or what the critics should have said of them."""
+    """Returns by which the learner compared turns, or value targets that it wrote for the critics."""
     alternatives: Alternatives | None = None
     """None where every turn is part of its conversation, and compared with none beside it."""
     critic_data: CriticData = field(default_factory=CriticData)

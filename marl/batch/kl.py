@@ -1,4 +1,4 @@
-"""What keeps a policy near its reference, and what mends the distance between servers and trainer. Pure, over rows."""
+"""KL penalties against the reference, and rollout correction between servers and trainer. Pure, over rows."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from marl.utils.ragged import dense, dense_to_jagged
 
 
 class KLInReward:
-    """Takes the divergence from the reference off the reward, token by token (``algorithm.use_kl_in_reward``).
+    """Subtracts the KL penalty against the reference from the reward, token by token (``algorithm.use_kl_in_reward``).
 
     ``algorithm.kl_penalty`` names the estimator, ``algorithm.kl_ctrl`` the coefficient: fixed, or adaptive towards
     ``target_kl`` (arXiv:1909.08593). Every policy has a coefficient of its own.

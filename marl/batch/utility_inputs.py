@@ -1,4 +1,4 @@
-"""What VDN and QMIX read: every trained turn of the conversations twice, before and after its answer, for the utilities;
+"""Inputs of VDN and QMIX: each trained turn twice, before and after its answer, for the utilities;
 and the joint observation of every round, for the mixer's state. A turn that was left out of training is read too, where the
 same agent's of another sample are trained: they are compared with it.
 

@@ -1,4 +1,4 @@
-"""What to say when a worker or a server fails: whose it was, what it was doing, its last lines."""
+"""Error messages for a failed worker or server: its owner, its current call, its last log lines."""
 
 import re
 from pathlib import Path

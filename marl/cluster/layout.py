@@ -1,4 +1,4 @@
-"""What a run consists of: a worker group for every policy and every critic, where each lives, and with which settings."""
+"""Layout of a run: a worker group for every policy and critic, with its pool and its settings."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +38,7 @@ def critic_config(config: DictConfig) -> DictConfig:
 
 @dataclass(frozen=True)
 class Part:
-    """What runs as one worker group: a policy's workers or a critic's."""
+    """One worker group: a policy's workers or a critic's."""
 
     name: str
     pool: str

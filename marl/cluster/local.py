@@ -28,7 +28,7 @@ ONE_RANK = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "0",
 }
-"""What verl's workers read of their place in the world. No port is opened: the store is in memory."""
+"""Environment variables from which verl's workers read their rank. No port is opened: the store is in memory."""
 
 
 @contextmanager

@@ -50,7 +50,7 @@ class RayPolicyGroup(WorkerGroup):
     FORWARD_KEYS = ("prompts", "responses", "input_ids", "position_ids", "loss_mask", "temperature")
     TRAIN_KEYS = (*FORWARD_KEYS, "response_mask", "old_log_probs", "advantages")
     OPTIONAL_KEYS = ("ref_log_prob", "rollout_is_weights")
-    """What verl's engines read. They pick rows of every key one by one: an unread key costs as much as the rest."""
+    """Keys that verl's engines read. They index every key separately: an unread key costs as much as any other."""
 
     async def compute_log_prob(self, rows: TensorDict) -> TensorDict:
         return await self._log_prob("log_probs", self.workers.compute_log_prob, rows, calculate_entropy=True)
@@ -79,7 +79,7 @@ class RayPolicyGroup(WorkerGroup):
 
     @property
     def read_by_loss(self) -> set[str]:
-        """Which of the optional keys this policy's loss reads."""
+        """Optional keys that this policy's loss reads."""
         return {"rollout_is_weights", *(["ref_log_prob"] if self.actor.use_kl_loss else [])}
 
     async def renew_reference(self) -> None:

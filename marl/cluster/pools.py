@@ -1,4 +1,4 @@
-"""Resource pools that do not wait for ever."""
+"""Resource pools whose allocation has a deadline."""
 
 import uuid
 from typing import Any

@@ -14,7 +14,7 @@ from marl.types import Metrics, PolicyName
 
 
 class References:
-    """Asks the references of the policies that have one, and corrects for the servers' distance where that is asked for."""
+    """Reference log-probs of the policies that have a reference, and rollout correction where it is configured."""
 
     def __init__(self, config: Any, policies: Mapping[PolicyName, RayPolicyGroup]) -> None:
         self.algorithm, self.update_freq = config.algorithm, config.trainer.ref_update_freq

@@ -17,7 +17,7 @@ from marl.setup import Setup
 
 
 def session(setup: Setup) -> AbstractContextManager[None]:
-    """Where workers and servers live while the run lasts: a Ray cluster, or this process alone."""
+    """Context in which workers and servers live during a run: a Ray cluster, or this process alone."""
     config = setup.config
     if config.resources.one_process:
         return local_session(config)

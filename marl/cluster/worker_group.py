@@ -1,4 +1,4 @@
-"""What the groups of workers of a policy and of a critic have in common: awaitable calls with deadlines."""
+"""Base class of policy and critic worker groups: awaitable calls with deadlines."""
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
@@ -37,7 +37,7 @@ class WorkerGroup:
         self.name, self.config, self.workers, self.pool, self.timeout = name, config, workers, pool, timeout
         self.in_turn: AbstractAsyncContextManager = lock if lock and workers.world_size > 1 else nullcontext()
         self.busy_seconds: dict[str, float] = {}
-        """What the slowest rank, or the server, spent computing, by phase of the current step."""
+        """Compute seconds of the slowest rank, or of the server, by phase of the current step."""
 
     async def start_workers(self) -> None:
         """Load the model in every rank."""
@@ -55,7 +55,7 @@ class WorkerGroup:
             ray.kill(actor)
 
     def mini_batches(self, rows: TensorDict, wanted: int, settings: Any) -> TensorDict:
-        """Rows that divide among mini-batches and ranks, with what verl asks for to optimise over them."""
+        """Rows that divide among mini-batches and ranks, with the keys that verl needs to optimise over them."""
         size = len(rows)
         count = even_mini_batches(size, wanted, self.workers.world_size)
         rows = self._for_workers(rows, count)
@@ -123,7 +123,7 @@ def seconds_by_pool(groups: Iterable[WorkerGroup], phase: str) -> dict[str, floa
 
 
 def even_mini_batches(rows: int, wanted: int, ranks: int) -> int:
-    """How many mini-batches: as many as wanted, or fewer where one of them would hold nothing but padding."""
+    """Number of mini-batches: ``wanted``, or fewer where one of them would hold only padding."""
     for count in range(min(wanted, max(1, rows // ranks)), 1, -1):
         size = -(-rows // (count * ranks)) * ranks
         if (count - 1) * size < rows:

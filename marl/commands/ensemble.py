@@ -1,4 +1,4 @@
-"""``marl ensemble key=value …``: one table of what the agents of a run are worth alone and together.
+"""``marl ensemble key=value …``: a table of the accuracy of a run's agents, alone and together.
 
 Each agent answers the validation tasks alone, as in a single turn; then their vote, and the ways to choose one common answer
 token by token (:mod:`marl.rollout.joint_decoding`).
@@ -52,7 +52,7 @@ def _hydra_main(config: DictConfig) -> None:
 
 
 def run(config: DictConfig) -> dict[str, Any]:
-    """Check, load, play, judge; print the table, and leave it as json beside the checkpoint that answered."""
+    """Check, load, run and score; print the table, and save it as JSON beside the checkpoint that answered."""
     config = prepare(config).config
     check_settings(config)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as in servers: more have other last bits

@@ -43,22 +43,22 @@ class Model(Enum):
 
 @dataclass
 class Options:
-    """The words of the command that are no keys of the configuration."""
+    """Arguments of the command that are not configuration keys."""
 
     model: Model = Model.scripted
     question: str | None = None
-    """What is asked; null: 2 + 2 of a scripted model, and the question of ``row`` of another one."""
+    """The question; null: 2 + 2 for a scripted model, the question of ``row`` for any other."""
     truth: str | None = None
     """The right answer to the question; null for 4 with a scripted model, and for not known with another one."""
     answers: list[str] = field(default_factory=list)
     row: int = 0
-    """With another model: which validation task, or in whose place ``question`` is asked."""
+    """With another model: index of the validation task, whose question ``question`` replaces."""
     dump: str | None = None
     """A file of trainer.rollout_data_dir or trainer.validation_data_dir, whose episode is played again from its answers."""
     episode: int = 0
-    """Which of its episodes."""
+    """Index of the episode within ``dump``."""
     instead: list[str] = field(default_factory=list)
-    """Other answers in the places of recorded ones, ``agent/round=text``; what comes after is asked of the model."""
+    """Answers that replace recorded ones, ``agent/round=text``; the model gives the later turns."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -182,7 +182,7 @@ def asked(options: Options, row: Task) -> Task:
 
 
 UNKNOWN = ""
-"""The ground truth of a question whose answer nobody told."""
+"""The ground truth of a question whose answer is unknown."""
 
 
 async def play(options: Options, config: DictConfig, task: Task, generate: Generate, judge: Judge) -> Episode:
@@ -221,7 +221,7 @@ def instead(options: Options, record: Episode) -> dict[tuple[str, int, int], Tur
 
 
 def show(episode: Episode, console: Console) -> None:
-    """Every turn: what the agent was shown, what it said; dim what it had been shown before."""
+    """Every turn: the agent's observation, with the parts it had seen before dimmed, and its response."""
     for turn in episode.turns:
         marks = (
             [f"branch {turn.branch}"] * bool(turn.branch)
@@ -241,7 +241,7 @@ def show(episode: Episode, console: Console) -> None:
     console.rule()
     counts = "".join(f"  {name}: {count}" for name, count in episode.counts.items())
     if episode.failure is not None:
-        console.print(Text(f"ended before its time ({episode.failure}): {episode.failure_message}", style="red"))
+        console.print(Text(f"ended early ({episode.failure}): {episode.failure_message}", style="red"))
     right = "" if episode.task.ground_truth == UNKNOWN else f"   right: {episode.task.ground_truth}"
     console.print(Text(f"the team's answer: {episode.answer}{right}{counts}", style="bold"))
 

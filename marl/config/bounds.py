@@ -1,4 +1,4 @@
-"""What single keys may hold: numbers and their ranges, switches, words. Pure.
+"""Allowed values of single keys: types, ranges, switches, choices. Pure.
 
 verl's YAML is untyped, so Hydra takes any value for its keys; a wrong one would be noticed by a worker after a minute,
 or never.

@@ -1,4 +1,4 @@
-"""One error for whatever is wrong with a configuration, and what it says."""
+"""The error for an invalid configuration, and its message."""
 
 import re
 import shlex
@@ -13,11 +13,11 @@ from marl.utils.registry import did_you_mean
 
 
 class ConfigError(ValueError):
-    """Names the key, its value, what was expected and how to mend it."""
+    """Names the key, its value, what was expected and how to fix it."""
 
 
 def explain(error: Exception) -> str:
-    """What is wrong, from what Hydra or OmegaConf raised: the key, the value, what was expected, the nearest known name."""
+    """Message for an error from Hydra or OmegaConf: the key, the value, what was expected, the nearest known name."""
     if isinstance(error, MissingConfigException):
         return missing_option(error)
     if isinstance(error, OverrideParseException):
@@ -44,7 +44,7 @@ SEVERAL_VALUES = re.compile(r"Ambiguous value for argument '(.*)'")
 
 
 def quote_it(override: str) -> str:
-    """How to write an override whose text holds what Hydra reads as more than text."""
+    """Hint on quoting an override whose text contains Hydra syntax."""
     key, _, value = override.partition("=")
     text = value.replace('"', r"\"")
     quoted = shlex.quote(f'"{text}"')

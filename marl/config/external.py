@@ -21,7 +21,7 @@ def find_own_modules() -> None:
 
 
 def check_modules(names: str) -> None:
-    """Raise ConfigError for the first module that cannot be found. What goes wrong within one is the module's to say."""
+    """Raise ConfigError for the first module that cannot be found. Errors within a module propagate."""
     for name in names.split(",") if names else []:
         if not is_found(name):
             raise ConfigError(

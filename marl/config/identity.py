@@ -58,7 +58,7 @@ MASKED = "***"
 PACKAGES = ("marl", "verl", "torch", "transformers", "ray", "tensordict", "numpy", "peft", "vllm", "sglang")
 PATH_KEY = re.compile(r"(^|(?<!save)(?<!output)(?<!log)_)(path|file|files)$")
 WHOLE_BYTES = 1 << 20
-"""Of a folder, such as a model's, files up to this size are read; of larger ones the size alone counts."""
+"""Size limit for hashing files of a folder, such as a model's; of larger files only the size counts."""
 
 
 def identity_of(config: Any) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def names_a_path(key: str, value: Any) -> bool:
-    """Whether a value names files or folders that are there: those are known by their contents."""
+    """True if a value names existing files or folders; these are identified by their contents."""
     paths = value if isinstance(value, list) else [value]
     named = PATH_KEY.search(key.rsplit(".", 1)[-1]) is not None and not may_differ(key, ())
     return named and bool(paths) and all(isinstance(path, str) and located(path) is not None for path in paths)
@@ -191,13 +191,13 @@ def same_content(key: str, saved: Mapping[str, Any], new: Mapping[str, Any]) -> 
 
 
 def may_differ(key: str, changes: tuple[str, ...]) -> bool:
-    """Whether a resumed run may have another value: ``changes`` are keys, or groups of keys, that the user allows."""
+    """True if a resumed run may change this key; ``changes`` are keys, or groups of keys, that the user allows."""
     allowed = any(key == change or key.startswith(f"{change}.") for change in changes)
     return allowed or any(fnmatchcase(key, pattern) for pattern in MAY_DIFFER)
 
 
 def refused(saved: Mapping[str, Any], new: Mapping[str, Any], changes: tuple[str, ...]) -> dict[str, tuple[Any, Any]]:
-    """What differs and may not. ``contents of x`` may where ``x`` may."""
+    """Differences that are not allowed. ``contents of x`` may differ where ``x`` may."""
     found = differences(saved, new)
     return {key: values for key, values in found.items() if not may_differ(key_of(key), changes)}
 

@@ -1,4 +1,4 @@
-"""Keys that nobody reads: Hydra's ``+`` and a YAML file may add any key to an untyped group, a misspelled one too. Pure."""
+"""Keys that nothing reads: Hydra's ``+`` and a YAML file may add any key to an untyped group, even a typo. Pure."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass

@@ -1,4 +1,4 @@
-"""Who acts with which policy, and how a policy differs from the others. Pure."""
+"""Assignment of policies to agents, and each policy's own settings. Pure."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,12 +21,12 @@ def all_policies(agents: Mapping[str, Any]) -> list[str]:
 
 
 def changes_of(policies: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """What ``policies.<name>`` changes in ``actor_rollout_ref``: all it says but the keys of ``OURS``."""
+    """Overrides of ``actor_rollout_ref`` in ``policies.<name>``: all its keys but those in ``OURS``."""
     return {key: value for key, value in (policies.get(name) or {}).items() if key not in OURS}
 
 
 def thinking_of(config: Any, name: str) -> Any:
-    """How a policy's thoughts are told from its answers: ``controller.thinking``, or what the policy says instead."""
+    """A policy's thinking setting: ``policies.<name>.thinking`` if set, else ``controller.thinking``."""
     return (config.policies.get(name) or {}).get("thinking", config.controller.thinking)
 
 
@@ -56,12 +56,12 @@ def policy_names(config: Any) -> list[str]:
 
 
 def reads_reference(algorithm: Any, actor: Any) -> bool:
-    """Whether a policy is held near a reference, by its loss or by its reward."""
+    """True if a policy has a KL penalty against a reference, in its loss or in its reward."""
     return bool(algorithm.use_kl_in_reward or actor.use_kl_loss)
 
 
 def holds_reference(algorithm: Any, own: Any) -> bool:
-    """Whether a policy's workers hold a reference model: with adapters it is the policy without them."""
+    """True if a policy's workers hold a reference model; with LoRA it is the policy without its adapters."""
     return reads_reference(algorithm, own.actor) and not own.model.lora_rank
 
 

@@ -42,7 +42,7 @@ class Placement(Enum):
 
 @dataclass
 class ResourcesConfig:
-    """Where policies live. A pool has ``trainer.nnodes`` x ``trainer.n_gpus_per_node`` ranks."""
+    """Placement of policies and critics. A pool has ``trainer.nnodes`` x ``trainer.n_gpus_per_node`` ranks."""
 
     placement: Placement = Placement.separate
     critic_pool: str | None = None
@@ -50,7 +50,7 @@ class ResourcesConfig:
     one_process: bool = False
     """Everything in the driver's process, without Ray: ``breakpoint()`` works anywhere. One rank, the hf rollout."""
     placement_timeout_s: float = 60.0
-    """How long the cluster may take to give a pool that it could give."""
+    """Deadline for the cluster to allocate a pool that fits on it."""
     timeout_s: float = 600.0
     """Deadline of every single call to workers and servers."""
     process_group_timeout_s: float = 120.0
@@ -66,56 +66,56 @@ class AnswerRule(Enum):
 
 @dataclass
 class ControllerConfig:
-    """How episodes are played."""
+    """Settings of episode generation."""
 
     num_workers: int = 0
-    """How many processes play and judge the episodes, half a gigabyte each; 0: the driver, whose thread needs 0.1 to 0.2 ms a
-    turn for that. The episodes are the same."""
+    """Number of processes that run and score episodes, half a gigabyte each; 0 runs them in the driver, whose thread
+    spends 0.1 to 0.2 ms per turn on it. Results are identical."""
     episode_timeout_s: float = 600.0
-    """Ends an episode that is stuck: what it may take itself, while it waits for no server and no reward function, which have
-    deadlines of their own (``resources.timeout_s``, ``reward_timeout_s``)."""
+    """Deadline of an episode, not counting its waits for servers and reward functions, which have deadlines of their
+    own (``resources.timeout_s``, ``reward_timeout_s``)."""
     max_error_rate: float = 0.5
-    """The run ends where a larger share of a step's episodes are lost at the first attempt, or of its texts cannot be judged."""
+    """Maximum share of a step's episodes lost at the first attempt, or of its texts not scored; more ends the run."""
     min_sample_share: float = 0.5
-    """Where less than this share of a task's samples is left, because the machine lost the others, those are played again; in
-    validation, where any is missing."""
+    """Minimum share of a task's samples: if errors leave fewer, the lost ones are run again; in validation, if any is
+    lost."""
     max_attempts: int = 2
-    """How often an episode is played, and a text judged, at most."""
+    """Maximum number of attempts to run an episode or to score a text."""
     failure_score: float = 0.0
     """The score of a conversation that outgrew its context, and of a text on which the reward function fails."""
     pack_turns: bool = False
     """Turns of an agent whose observations extend one another are trained as one sequence: fewer tokens, the same gradient."""
     log_prob_gap_alarm: float = 1.0
-    """A larger difference between a server's and the trainer's log-prob of a token is warned of."""
+    """Warns if the log-probs of a token in a server and in the trainer differ by more."""
     lazy_agent_share: float | None = 0.2
-    """An agent whose share of the credit, over twenty steps, is below so much of an equal one is warned of, once; null for never."""
+    """Warns once if an agent's credit share over twenty steps is below this part of an equal share; null: never."""
     degenerate_steps: int | None = 5
-    """After so many steps in a row all of whose groups are alike, a warning names likely causes; null for never."""
+    """Number of consecutive steps with only degenerate groups before a warning names likely causes; null for never."""
     answer_rule: AnswerRule = AnswerRule.strict
-    """Where a text gives its answer to a GSM8K question."""
+    """Rule that finds the answer in a response to a GSM8K question."""
     extractors: dict[str, str] = field(default_factory=dict)
-    """How texts give their final answers, by data source or how its name begins: only, strict, flexible, hashes, math, or
-    ``<file>.py:<function>`` of your own, text -> answer or None. Before ``extract(text)`` of the reward function's file, and
-    the built-in rules. Votes, credit, reports and ``hide_answers`` all go by it."""
+    """Answer extractors, by data source or its prefix: only, strict, flexible, hashes, math, or your own
+    ``<file>.py:<function>``, text -> answer or None. They override ``extract(text)`` in the reward function's file,
+    which overrides the built-in rules. Votes, credit, reports and ``hide_answers`` all use them."""
     no_answer_score: float | None = None
-    """The score of a turn that gives no answer where it should, and of a team without one: an abstention that helps the team
-    is otherwise learned as a trick. null: what the reward function says. What that calls right stays right."""
+    """Score of a turn that lacks a required answer, and of a team without one: otherwise agents learn to abstain where
+    that helps the team. null: the reward function's score. Turns that it scores as right keep their score."""
     truncated_score: float | None = None
-    """The score of an answer that was cut off at its limit; null: what the reward function says."""
+    """Score of an answer that was truncated at its limit; null: the reward function's score."""
     overlong_buffer: int = 0
-    """The last tokens before an answer's limit, in which its length begins to cost (DAPO's overlong shaping); 0 for none."""
+    """Number of tokens before an answer's limit in which length is penalised (DAPO's overlong shaping); 0 for none."""
     overlong_penalty: float = 1.0
-    """What an answer at its limit is charged in training."""
+    """Penalty for an answer that reaches its length limit; applied in training only."""
     train_truncated: bool = True
-    """Whether answers that were cut off are trained."""
+    """Train on truncated answers."""
     thinking: Any = "auto"
-    """How a reasoning model's thought is told from its answer, which alone others read and rewards judge: ``auto`` finds the
-    marks in the chat template, ``none`` takes all for the answer, {start: …, end: …} are marks. ``policies.<name>.thinking``
-    says it for one policy."""
+    """Marks that separate a reasoning model's thought from its answer; peers and rewards see the answer only. ``auto``
+    finds the marks in the chat template, ``none`` takes the whole response as the answer, {start: …, end: …} sets them.
+    ``policies.<name>.thinking`` overrides this for one policy."""
     reward_processes: int = 2
-    """How many processes judge what may hang: mathematics, and custom reward functions that are not async. They start
-    with the first text that needs one; every worker has its own. 0 judges in the driver (or the workers), without a
-    deadline, where a breakpoint works."""
+    """Number of processes that score what may hang: mathematics, and custom reward functions that are not async. They
+    start with the first text that needs one; every worker has its own. 0 scores in the driver (or the workers), without
+    a deadline; breakpoints work there."""
     reward_timeout_s: float = 30.0
     """Deadline of a reward function for one text."""
 
@@ -131,7 +131,7 @@ class EnsembleMode(Enum):
 
 @dataclass
 class EnsembleConfig:
-    """What ``marl ensemble`` measures: agents that answer together, without a word between them."""
+    """Settings of ``marl ensemble``, which measures agents that answer together without exchanging messages."""
 
     checkpoint: str | None = None
     """The folder ``…/global_step_N`` whose weights answer; null for the configuration's models, the first weights."""
@@ -140,9 +140,9 @@ class EnsembleConfig:
     samples: int | None = None
     """Answers to each task; null for ``rollout.val_kwargs.n``."""
     tasks: int | None = None
-    """How many validation tasks; null for all."""
+    """Number of validation tasks; null for all."""
     weights: list[float] | None = None
-    """Of the agents in a mean, in their order; null for equal ones."""
+    """Weights of the agents in a mean, in agent order; null for equal weights."""
     device: str | None = None
     """null for ``trainer.device``."""
 

@@ -36,7 +36,7 @@ from marl.utils.seeding import derive_seed
 
 ROLLOUT = "actor_rollout_ref.rollout"
 LIMITS = ("max_tokens", "max_new_tokens")
-"""How a loop may bound one request."""
+"""Sampling parameters by which a loop may limit the length of one request."""
 
 
 class LoopFailed(RuntimeError):
@@ -44,7 +44,7 @@ class LoopFailed(RuntimeError):
 
 
 def check_loops(rollout: Any, loops: Mapping[AgentId, str]) -> None:
-    """Raise ConfigError for a loop that nobody registered, or that with its tools cannot be loaded."""
+    """Raise ConfigError for a loop that is not registered, or that cannot be loaded with its tools."""
     for agent, name in loops.items():
         find_loop(rollout, name, f"agents.{agent}.agent_loop")
     if not loops:
@@ -59,7 +59,7 @@ def check_loops(rollout: Any, loops: Mapping[AgentId, str]) -> None:
 
 
 def find_loop(rollout: Any, name: str, key: str) -> Any:
-    """What hydra makes the loop of: verl's registry and ``agent_loop_config_path`` name it."""
+    """Hydra config of an agent loop, from verl's registry or ``agent_loop_config_path``."""
     known = dict(_agent_loop_registry) | listed_loops(rollout.agent.agent_loop_config_path)
     if name not in known:
         raise ConfigError(
@@ -146,7 +146,7 @@ class Loops:
 
 
 class LoopServer:
-    """What a loop takes for verl's server manager. Requests go to the policy's servers, all of a turn to the same one; no
+    """Stands in for verl's server manager. Requests go to the policy's servers, all of a turn to the same one; no
     two have the same seed. The tokens that come back are remembered with their log-probs."""
 
     def __init__(
@@ -285,7 +285,7 @@ class LoopClient(PolicyClient):
 
 
 def row_of(task: Task, observation: list[Message]) -> dict[str, Any]:
-    """What verl's dataset gives a loop of a row. Copies: a tool may write into them, and other episodes share the task."""
+    """A task as verl's dataset row for a loop. Copied: a tool may write into it, and episodes share the task."""
     extra = copy.deepcopy(dict(task.extra))
     own = {"index": 0, "tools_kwargs": {}, "interaction_kwargs": {}}
     return {

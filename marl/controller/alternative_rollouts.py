@@ -1,4 +1,4 @@
-"""Episodes taken up at a turn, answered anew there and played to their ends."""
+"""Counterfactual rollouts: episodes resumed at a turn with another answer and played to their ends."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ class AlternativeRollouts:
 
 
 def sampled(tried: Sequence[Tried]) -> tuple[int, int]:
-    """How many turns, and tokens of them, the servers were asked for: those with a seed that the record does not know."""
+    """Number of turns, and of their tokens, newly sampled from the servers: those whose seed is not in the record."""
     turns, tokens = 0, 0
     for entry in tried:
         known = {turn.seed for turn in entry.episode.turns}

@@ -25,14 +25,14 @@ MARKS = re.compile(r"MARL(\d+)CONTENT")
 
 @dataclass(frozen=True)
 class Frame:
-    """What the template puts before, between and after the contents of messages with certain roles."""
+    """The template's text before, between and after the contents of messages with certain roles."""
 
     pieces: list[array]
     """Ids; one more than there are contents."""
     texts: list[str]
-    """Of the pieces, a space before a content included."""
+    """Text of each piece, including a space before a content."""
     leads: list[tuple[str, bool]]
-    """Of each content, the space before it, which belongs to its first word, and whether it goes on inside a text."""
+    """For each content, its leading space, which belongs to its first word, and whether it continues a text."""
 
     def __sizeof__(self) -> int:
         return sum(map(sys.getsizeof, [*self.pieces, *self.texts, *self.leads]))
@@ -87,18 +87,18 @@ class ChatEncoder:
         return self.thinking.read(ids, self.thinking.opened_by(prompt_ids))
 
     def may_think(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether a response may begin with a thought, in which no stop string may end it."""
+        """True if a response may begin with a thought, in which no stop string may end it."""
         return self.thinking is not None and not self.thinking.closed_by(prompt_ids)
 
     def until_stop(self, prompt_ids: Sequence[int], ids: Sequence[int], stops: Sequence[str]) -> int | None:
-        """How many tokens of a response there are up to its first stop string after the thought; None for all of them."""
+        """Number of response tokens up to its first stop string after the thought; None for all of them."""
         if self.thinking is None or not stops:
             return None
         return self.thinking.until_stop(ids, stops, self.thinking.opened_by(prompt_ids))
 
     @cached_property
     def keeps_thoughts(self) -> bool:
-        """Whether the template shows an earlier answer with the thought that it holds."""
+        """True if the template keeps the thought of an earlier answer."""
         if self.thinking is None:
             return True
         marks, thought = self.thinking.marks, "MARLTHOUGHT"
@@ -107,7 +107,7 @@ class ChatEncoder:
         return thought in self._render([asked, said, asked])
 
     def _goes_on(self, frame: Frame, previous: Turn) -> bool:
-        """Whether the template shows the previous turn as the ids have it: same text before and around it, the thought kept."""
+        """True if the template renders the previous turn as its ids have it: same text around it, the thought kept."""
         size = len(previous.observation)
         asked = self._frame(roles_of(previous.observation)).texts
         same = frame.texts[:size] == asked[:size] and frame.texts[size].rstrip() == asked[size].rstrip()
@@ -126,8 +126,8 @@ class ChatEncoder:
         ]
 
     def _after_answer(self, answer: Sequence[int], after: array) -> array:
-        """What the template puts after an answer, from where the answer ended: one that was stopped has its end-of-turn token
-        already, one that was cut off has not."""
+        """The template's ids after an answer, from where the answer ended: one that was stopped already has its
+        end-of-turn token, a truncated one does not."""
         end = next((i for i, token in enumerate(after) if token in self.special_ids), None)
         return after if end is None or list(answer[-1:]) != [after[end]] else after[end + 1 :]
 
@@ -189,7 +189,7 @@ def content_of(message: Message) -> str:
 
 
 def extends(observation: Sequence[Message], previous: Turn) -> bool:
-    """Whether an observation begins with the previous one and the answer to it, whose ids are nothing but that answer."""
+    """True if an observation begins with the previous one and its answer, whose ids are nothing but that answer."""
     size = len(previous.observation)
     return (
         len(observation) > size

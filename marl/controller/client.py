@@ -15,11 +15,11 @@ from marl.types import AgentId, Message, PolicyName, Task, Turn
 from marl.utils.deadlines import HangsError, Watch, waiting_for_others
 
 SEED_KEYS = {"sglang": "sampling_seed"}
-"""Where a backend does not call it ``seed``."""
+"""Name of the seed parameter in backends that do not call it ``seed``."""
 
 
 class BadAnswer(ValueError):
-    """What a server returned is no turn that could be trained."""
+    """Raised when a server's output cannot be trained on."""
 
 
 def check_answer(output: Any, who: str, vocabulary: int, longest: int) -> None:
@@ -109,7 +109,7 @@ class PolicyClient:
     def split_stops(
         self, prompt_ids: list[int], sampling: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], Sequence[str]]:
-        """What a server is asked, and the stop strings that are left to us: a server would find them in a thought."""
+        """Splits off the stop strings that are applied here: a server would match them inside a thought too."""
         stops = sampling.get("stop") or ()
         if not stops or not self.encoder.may_think(prompt_ids):
             return sampling, ()
@@ -135,7 +135,7 @@ class PolicyClient:
         return "completed" if output.stop_reason == "length" else output.stop_reason
 
     def _ended(self, ids: list[int], params: Mapping[str, Any]) -> bool:
-        """Whether the last token is one that ends an answer, or completes a stop string."""
+        """True if the last token ends an answer or completes a stop string."""
         if ids[-1] in self.ends or ids[-1] in (params.get("stop_token_ids") or ()):
             return True
         stops = params.get("stop") or ()
@@ -158,7 +158,7 @@ class PolicyClient:
         return prompt_ids
 
     async def request(self, session: str, prompt_ids: list[int], sampling: Mapping[str, Any], seed: int) -> Any:
-        """Ask a server. Raises GroupFailed where it died, or answers nobody any more."""
+        """Ask a server. Raises GroupFailed where it died, or no longer answers any request."""
         params = {**sampling, self.seed_key: seed, "logprobs": True}
         try:
             with waiting_for_others():

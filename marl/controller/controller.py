@@ -38,7 +38,7 @@ class Collection:
     lost: list[Play] = field(default_factory=list)
     """The plays of ``failures``."""
     retried: int = 0
-    """How many plays were begun again."""
+    """Number of retried plays."""
 
     @property
     def refused(self) -> int:
@@ -74,7 +74,7 @@ def outcome(task: asyncio.Task[T]) -> T | Exception:
 
 
 def team_score(episode: Episode, no_answer_score: float = 0.0, failure_score: float = 0.0) -> Score:
-    """What the runner settled; else the best score of a turn that gave the team's answer, since only texts can be judged.
+    """The runner's own score, else the best score of a turn that gave the team's answer, since only texts are scored.
 
     The best one: a reward may judge two texts with the same answer differently, and the order of seats decides nothing.
     """
@@ -90,7 +90,7 @@ def team_score(episode: Episode, no_answer_score: float = 0.0, failure_score: fl
 
 
 def pay_failure(episode: Episode, score: float) -> None:
-    """Let training pay for a conversation that ended before its time: once to each agent, at its last turn.
+    """Scores a conversation that ended early, for training: once per agent, at its last turn.
 
     A turn that is compared with its alternatives keeps its own score, or the best of them would be punished.
     """
@@ -110,12 +110,12 @@ def failed_episode(task: Task, sample: int, agents: Sequence[AgentId], score: fl
 
 
 def overlong(length: int, limit: int, buffer: int) -> float:
-    """How far an answer reaches into the last ``buffer`` tokens before its limit, from 0 to 1 (DAPO, arXiv:2503.14476)."""
+    """Share of the last ``buffer`` tokens before its limit that an answer uses, 0 to 1 (DAPO, arXiv:2503.14476)."""
     return min(1.0, max(0.0, (length - (limit - buffer)) / buffer))
 
 
 def to_play_again(plays: Sequence[Play], results: Sequence[Episode | Exception], share: float) -> list[int]:
-    """Which plays were lost, of the tasks of which less than this share of the samples is left."""
+    """Indices of lost plays, for tasks with less than this share of their samples left."""
     samples, left = Counter(task.id for task, _ in plays), Counter[str]()
     for (task, _), result in zip(plays, results, strict=True):
         left[task.id] += isinstance(result, Episode)
@@ -127,12 +127,12 @@ def to_play_again(plays: Sequence[Play], results: Sequence[Episode | Exception],
 
 
 def collection_of(plays: Sequence[Play], results: Sequence[Episode | Exception], retried: int, step: int) -> Collection:
-    """Raises EpisodesFailed where nobody said a word, as where all prompts are too long."""
+    """Raises EpisodesFailed where no agent produced a turn, as where all prompts are too long."""
     lost = [(play, result) for play, result in zip(plays, results, strict=True) if isinstance(result, Exception)]
     episodes = [result for result in results if isinstance(result, Episode)]
     if episodes and not any(episode.turns for episode in episodes):
         raise EpisodesFailed(
-            f"in step {step} no episode has a single turn: {episodes[0].failure_message or 'the runner lets nobody act'}"
+            f"in step {step} no episode has a single turn: {episodes[0].failure_message or 'no agent has acted'}"
         )
     return Collection(episodes, [error for _, error in lost], [play for play, _ in lost], retried)
 
@@ -222,7 +222,7 @@ class Controller:
         return await outcomes([self.bounded(task, sample, step, validate) for task, sample in plays])
 
     async def score(self, episodes: Sequence[Episode], step: int) -> list[Episode]:
-        """Put a score of every turn and every team's answer. A text that cannot be judged scores ``failure_score``; an
+        """Score every turn and every team's answer. A text that cannot be scored gets ``failure_score``; an
         episode is dropped and logged where nothing was there to judge it. Raises EpisodesFailed for too many of either."""
         results = await outcomes([self.scored(episode) for episode in episodes])
         self.failures_of(results, "the reward function", step)
@@ -231,7 +231,7 @@ class Controller:
         return scored
 
     def _check_texts(self, episodes: Sequence[Episode], step: int) -> None:
-        """Log the first texts that could not be judged, and raise EpisodesFailed for too many."""
+        """Log the first texts that could not be scored, and raise EpisodesFailed for too many."""
         turns = [turn for episode in episodes for turn in episode.turns if turn.answers]
         reasons = [turn.scored.failure for turn in turns if turn.scored.failure is not None]
         for reason in reasons[:3]:
@@ -288,7 +288,7 @@ class Controller:
         return sampling
 
     async def judge(self, task: Task, turn: Turn) -> Score:
-        """The score with its price. Raises RewardUnavailable where nothing was there to judge, ``max_attempts`` times."""
+        """The score with its penalty. Raises RewardUnavailable where no scorer was there, ``max_attempts`` times."""
         for attempt in range(self.settings.max_attempts):
             try:
                 with waiting_for_others():
@@ -335,7 +335,7 @@ class Controller:
         )
 
     def generate(self, task: Task, key: tuple, step: int, validate: bool = False) -> Generate:
-        """What turns observations into turns of one episode; ``key`` names the episode, and seeds what is sampled."""
+        """Generate function of one episode: observations to turns. ``key`` names the episode and seeds the sampling."""
         policy_map = self.policy_map.at(step)
 
         async def generate(

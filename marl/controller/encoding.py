@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 PARTS = ("pretokenizers", "normalizers")
-"""Where ``tokenizer.json`` lists the members of a sequence."""
+"""Keys under which ``tokenizer.json`` lists the members of a sequence."""
 
 
 class TextEncoder:
@@ -44,7 +44,7 @@ class TextEncoder:
         return [*self.text(text[:start], inside=True), *self.tokenizer.encode(text[start:], add_special_tokens=False)]
 
     def goes_on(self, before: str, inside: bool) -> bool:
-        """Whether what follows ``before`` is encoded as inside a text; ``inside`` says it of ``before`` itself."""
+        """True if what follows ``before`` is encoded as inside a text; ``inside`` says so of ``before`` itself."""
         ends = [match.end() for match in self.added.finditer(before)]
         if ends and ends[-1] == len(before):
             return not self.prefix_after_special

@@ -1,4 +1,4 @@
-"""Episodes in processes of their own: ``controller.num_workers`` of them play and judge, the driver counts.
+"""Episode workers: ``controller.num_workers`` processes run and score episodes, the driver counts.
 
 A worker has a controller, built from the configuration, on the driver's node: it finds the same files there, and what it
 says last can be read. What an episode is depends on its seed alone, never on who plays it.
@@ -58,7 +58,7 @@ def cut(whole: slice, count: int) -> list[slice]:
 
 
 class EpisodeWorker:
-    """A Ray actor: plays and judges what it is given, all at once."""
+    """A Ray actor that runs and scores its episodes concurrently."""
 
     def __init__(self) -> None:
         self.cleanup = ExitStack()
@@ -71,7 +71,7 @@ class EpisodeWorker:
     async def play(
         self, plays: Sequence[Play], step: int, validate: bool, accuracy: Mapping[str, Any]
     ) -> tuple[list[Played], Counter[str]]:
-        """What became of the plays, in their order, and what the rewards counted. Raises GroupFailed at once."""
+        """Outcomes of the plays, in order, and counts of reward failures. Raises GroupFailed at once."""
         self.controller.accuracy.load_state_dict(accuracy)
         ended = await outcomes([self._play(task, sample, step, validate) for task, sample in plays])
         played = [entry if isinstance(entry, tuple) else (None, entry) for entry in ended]
@@ -135,7 +135,7 @@ class EpisodeWorkers:
     def __init__(self, actors: list[ActorHandle], episode_timeout: float) -> None:
         self.actors = actors
         self.deadline = 2 * episode_timeout + MARGIN_S
-        """How long a worker may give no sign of life: whatever its episodes wait for has a deadline of its own."""
+        """Deadline for a worker's sign of life; everything that its episodes wait for has a deadline of its own."""
         self.pids: list[int] = []
 
     async def start(self, make: Callable[[ExitStack], Controller], timeout: float) -> None:
@@ -149,7 +149,7 @@ class EpisodeWorkers:
     async def play(
         self, plays: Sequence[Play], step: int, validate: bool, accuracy: Mapping[str, Any]
     ) -> tuple[list[Played], Counter[str]]:
-        """What became of the plays, in their order, and what the rewards counted. Raises GroupFailed at once, where a policy
+        """Outcomes of the plays, in order, and counts of reward failures. Raises GroupFailed at once, where a policy
         or a worker failed."""
         asked = [
             asyncio.create_task(self._ask(worker, plays[part], step, validate, accuracy))
@@ -193,7 +193,7 @@ class EpisodeWorkers:
 
 
 class SpreadController(Controller):
-    """A controller whose episodes are played and judged by workers; what is counted, and where it ends, is decided here."""
+    """A controller whose episodes are run and scored by workers; counts and limits are handled here."""
 
     def __init__(self, workers: EpisodeWorkers, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -221,7 +221,7 @@ class SpreadController(Controller):
         return results
 
     async def scored(self, episode: Episode) -> Episode:
-        """Workers have judged what they played; what was played here is judged here."""
+        """Workers have scored the episodes that they ran; those that ran here are scored here."""
         if id(episode) in self.unjudged:
             raise self.unjudged.pop(id(episode))[1]
         return episode if episode.score is not None else await super().scored(episode)

@@ -1,4 +1,4 @@
-"""Which policy an agent acts with. Pure."""
+"""Maps agents to the policies that they act with. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PolicyMap:
         """The map of a trainer's step: every ``exchange_every`` steps the agents exchange their policies, in turn.
 
         Of two agents the entries are swapped, and after two exchanges all is as it was. What belongs to a policy goes
-        along: weights, moments, its critic and the coefficient of its divergence.
+        along: weights, moments, its critic and its KL coefficient.
         """
         if not self.exchange_every:
             return self
@@ -38,7 +38,7 @@ class PolicyMap:
         return policies[min(round, len(policies)) - 1]
 
     def label(self, agent: AgentId, policy: PolicyName) -> str:
-        """Under which name a policy's numbers stand: its agent's, and its own beside it where the agent has several."""
+        """Label of a policy's metrics: its agent's name, and its own beside it where the agent has several policies."""
         return agent if len(set(self._policies[agent])) == 1 else f"{agent}/{policy}"
 
     def agents(self, policy: PolicyName) -> list[AgentId]:

@@ -1,4 +1,4 @@
-"""A reasoning model's thought, told from the answer that follows it."""
+"""Separation of a reasoning model's thought from the answer that follows it."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ PROMPT_END = 16
 
 @dataclass(frozen=True)
 class Marks:
-    """What stands around a thought."""
+    """Start and end marks of a thought."""
 
     start: str
     end: str
@@ -45,11 +45,11 @@ class Thinking:
         self.special = matches_any(tokenizer.all_special_tokens)
 
     def opened_by(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether the prompt ends within a thought: templates of DeepSeek-R1's kind open it themselves."""
+        """True if the prompt ends within a thought: templates like DeepSeek-R1's open it themselves."""
         return self._ends_with(prompt_ids, self.marks.start)
 
     def closed_by(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether the prompt ends with an empty thought, so that the answer follows at once."""
+        """True if the prompt ends with an empty thought, so that the answer follows at once."""
         return self._ends_with(prompt_ids, self.marks.end)
 
     def _ends_with(self, prompt_ids: Sequence[int], mark: str) -> bool:
@@ -69,7 +69,7 @@ class Thinking:
         return self._thought(thought), (rest + answer).lstrip()
 
     def until_stop(self, ids: Sequence[int], stops: Sequence[str], opened: bool) -> int | None:
-        """How many tokens there are up to the end of the first stop string after the thought; None where there is no such string."""
+        """Number of tokens up to the end of the first stop string after the thought; None if there is none."""
 
         def stopped(size: int) -> bool:
             answer = self.read(ids[:size], opened)[1]
@@ -80,11 +80,11 @@ class Thinking:
         return bisect_left(range(len(ids)), True, lo=self._end_of_thought(ids), key=stopped)
 
     def _end_of_thought(self, ids: Sequence[int]) -> int:
-        """How many tokens there are up to the last end mark; 0 where there is none."""
+        """Number of tokens up to the last end mark; 0 if there is none."""
         return self._last(ids, self.marks.end) or 0
 
     def _last(self, ids: Sequence[int], mark: str) -> int | None:
-        """How many tokens there are up to the end of the last mark. A mark that is one token is not looked for in text."""
+        """Number of tokens up to the end of the last mark, or None. A single-token mark is matched by its id only."""
         if mark in self.added:
             return next((i + 1 for i in range(len(ids) - 1, -1, -1) if ids[i] == self.added[mark]), None)
         count = self._text(ids).count(mark)

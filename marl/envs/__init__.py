@@ -1,4 +1,4 @@
-"""What agents act in. Importing this package registers the built-in environments and games."""
+"""Environments and games. Importing this package registers the built-in ones."""
 
 from marl.envs.base import ENVIRONMENTS, Environment, make_environment, register_environment
 from marl.envs.games import GAMES, TABLES, Game, Joint, make_game, register_game

@@ -1,4 +1,4 @@
-"""What replies to an agent where nobody plays the user: a registered environment, one object an episode."""
+"""Environments: registered classes that reply to an agent in place of a user agent, one object per episode."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Environment(ABC):
 
     @abstractmethod
     async def reply(self, episode: LiveEpisode, turns: Sequence[Turn]) -> str | None:
-        """The text that the agent is told after its last turn; None ends the episode."""
+        """Reply to the agent's last turn; None ends the episode."""
 
 
 ENVIRONMENTS: Registry[Environment] = Registry("environment")

@@ -1,7 +1,7 @@
 """Games: who acts at a stage, and what the actions of all pay. Pure functions of what was done before.
 
 A seat is an agent's place in the team and an action its number in the game, both from 0. At every stage some seats act at
-the same time; a payoff belongs to its stage, and what a seat is paid in a game is their sum.
+the same time; a payoff belongs to its stage, and a seat's total in a game is their sum.
 """
 
 import functools
@@ -45,7 +45,7 @@ class Game(ABC):
         actions: list[str] | None = None
         """The words of the actions; null: 0, 1, …"""
         invalid: float | None = None
-        """What a stage pays all who act where somebody's text names no action; null: the worst payoff that there is."""
+        """Payoff of a stage for all acting agents if a text names no action; null: the game's lowest payoff."""
         scale: float = 1.0
         """Payoffs are divided by it. Reports call a score of 1 or more right: the best payoff is the number to choose."""
 
@@ -80,18 +80,18 @@ class Game(ABC):
 
     @abstractmethod
     def pays(self, joint: Joint, earlier: Sequence[Joint]) -> list[float]:
-        """What a stage pays each seat for these actions, after those of earlier stages; 0 for a seat that does not act."""
+        """Payoff per seat of a stage, given these actions and those of earlier stages; 0 for a seat that is idle."""
 
     def actors(self, earlier: Sequence[Joint]) -> list[int]:
         """The seats that act at the next stage."""
         return list(range(self.num_agents))
 
     def seen(self, seat: int, earlier: Sequence[Joint]) -> list[int]:
-        """The other seats whose actions of the last stage this one is told before it acts."""
+        """The other seats whose actions of the last stage this one sees before it acts."""
         return [other for other, action in enumerate(earlier[-1]) if action is not None and other != seat]
 
     def turns(self, seat: int) -> int:
-        """How often a seat acts at most."""
+        """Maximum number of actions of a seat."""
         return self.num_stages
 
     def action(self, text: str) -> int | None:
@@ -107,10 +107,10 @@ class Game(ABC):
         return None if action is None else self.words[action]
 
     def outcome(self, said: Mapping[int, str], earlier: Sequence[Joint]) -> tuple[Joint, list[float]]:
-        """What the seats that act did by what they said, and what that pays each seat, scaled.
+        """Joint action and each seat's scaled payoff, from the texts of the seats that act.
 
-        Where somebody names no action the game ends, and all who act are paid ``invalid`` for this stage and for every one
-        that is left: nobody gets out of a game that costs.
+        Where a text names no action the game ends, and all who act get ``invalid`` for this stage and for every
+        remaining one, so that nobody gains by leaving a costly game.
         """
         named = {seat: self.action(text) for seat, text in said.items()}
         joint = tuple(named.get(seat) for seat in range(self.num_agents))
@@ -154,7 +154,7 @@ class Repeated(Game):
 
     @abstractmethod
     def stage(self, joint: Joint) -> list[float]:
-        """What each seat is paid for these actions."""
+        """Payoff of each seat for these actions."""
 
     def pays(self, joint: Joint, earlier: Sequence[Joint]) -> list[float]:
         return self.stage(joint)

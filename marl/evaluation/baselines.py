@@ -1,4 +1,4 @@
-"""What a team has to beat: one agent that never talks, the vote over its answers, and the team before training.
+"""Baselines for a team: one agent that never talks, the vote over its answers, and the team before training.
 
 ``baseline=[solo,vote,untrained]`` trains and measures them after the run, in the same session and with the same settings,
 and puts them beside it in ``summary.json`` and in the trackers.
@@ -24,7 +24,7 @@ Build = Callable[[Setup, ExitStack], Awaitable[MARLTrainer]]
 
 
 async def run_baselines(config: DictConfig, team: MARLTrainer, build: Build) -> None:
-    """Measure every baseline that the configuration names, and write the team's summary anew with them."""
+    """Measure every baseline that the configuration names, and rewrite the team's summary with them."""
     wanted = [config.baseline] if isinstance(config.baseline, str) else list(config.baseline)
     found: dict[str, Metrics] = {}
     if "untrained" in wanted:
@@ -42,7 +42,7 @@ async def run_baselines(config: DictConfig, team: MARLTrainer, build: Build) -> 
 
 
 def turns_per_episode(team: MARLTrainer) -> int:
-    """How many answers an episode of the team takes: what a single agent may sample instead."""
+    """Number of answers per episode of the team, which is a single agent's sampling budget."""
     return max(1, round(team.turns_per_episode))
 
 

@@ -34,7 +34,7 @@ class Play:
     task: Task
     sample: int
     key: tuple[Any, ...]
-    """What its seeds are drawn from: the one that validation draws from."""
+    """Key of its sampling seeds, the same as in validation."""
     prompts: tuple[tuple[int, ...], ...]
     """Ids, of each agent."""
 
@@ -76,7 +76,7 @@ class Ensemble:
         return Play(task, sample, (self.config.seed, "validate", task.id, sample), prompts)
 
     def _prompt(self, task: Task, k: int) -> tuple[int, ...]:
-        """What agent k is shown in a single turn, as ids. Raises ConfigError where that is too long."""
+        """Ids of agent k's prompt in a single turn. Raises ConfigError if it is too long."""
         limit, policy = self.config.data.max_prompt_length, self.policy_of[k]
         ids = tuple(policy.encoder.encode(self._observation(task, k)))
         if len(ids) > limit:
@@ -96,7 +96,7 @@ class Ensemble:
         return followed_by(task.observation(self.agents[k]), self.config.agents[self.agents[k]].role)
 
     def _sampling(self, seats: Sequence[int]) -> dict[str, Any]:
-        """How these agents' answers are sampled: as in validation. A common answer is sampled as ``actor_rollout_ref`` says,
+        """Sampling parameters of these agents, as in validation. A joint answer follows ``actor_rollout_ref``,
         may be as long as any agent's, and ends where any agent's would."""
         agents = [self.config.agents[self.agents[k]] for k in seats]
         rollout = self.config.actor_rollout_ref.rollout

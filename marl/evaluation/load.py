@@ -19,7 +19,7 @@ from marl.utils import folders
 
 @dataclass(frozen=True)
 class Policy:
-    """What answers for the agents of one policy."""
+    """A loaded model that answers for the agents of one policy."""
 
     model: Any
     tokenizer: Any
@@ -61,7 +61,7 @@ def load_policy(config: DictConfig, name: str) -> Policy:
 
 
 def saved_weights(folder: str, policy: str) -> str:
-    """Where a checkpoint keeps a policy's model in Hugging Face's form. Raises ConfigError where it does not."""
+    """Folder of a policy's model in Hugging Face format within a checkpoint. Raises ConfigError if it is missing."""
     root = Path(folder).expanduser()
     try:
         state = folders.read_state(root)

@@ -1,4 +1,4 @@
-"""AT-GRPO: turns compared agent by agent and round by round, paid for themselves and for the team (arXiv:2510.11062)."""
+"""AT-GRPO: turns compared per agent and round, rewarded by their own scores and the team's (arXiv:2510.11062)."""
 
 from dataclasses import dataclass, field
 

@@ -33,7 +33,7 @@ class Learner(ABC):
     joint_actions: ClassVar[bool] = False
     """Works on what agents do together, of which the alternatives of a single agent are no part."""
     default_credit: ClassVar[str] = "own"
-    """What ``credit=auto`` stands for."""
+    """Credit scheme that ``credit=auto`` selects."""
     credits: ClassVar[tuple[str, ...]] = ()
     """The credit schemes that it is defined for; empty for all."""
 
@@ -58,7 +58,7 @@ class Learner(ABC):
 
     @property
     def compares_samples(self) -> bool:
-        """Whether it learns from differences between a task's samples, and therefore needs more than one of them."""
+        """True if it learns from differences between a task's samples, and therefore needs more than one of them."""
         return False
 
     @property
@@ -78,7 +78,7 @@ class Learner(ABC):
 
     @classmethod
     def estimators(cls) -> list[str]:
-        """What ``algorithm.adv_estimator`` may be; null is the learner's own."""
+        """Allowed values of ``algorithm.adv_estimator``; null is the learner's own."""
         return []
 
     def check(self, policies: Mapping[AgentId, Sequence[PolicyName]]) -> None:
@@ -104,7 +104,7 @@ class Learner(ABC):
         return dict(zip(names, results, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """What it remembers from step to step, for checkpoints: tensors, numbers and texts, and dicts and lists of them."""
+        """State between steps, for checkpoints: tensors, numbers and strings, and dicts and lists of them."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

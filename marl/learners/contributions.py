@@ -1,4 +1,4 @@
-"""What would have been otherwise: with another action, with another answer, without an agent. Pure functions."""
+"""Counterfactuals: another action, another answer, an agent left out. Pure functions."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ SAMPLED = 500
 
 
 def counterfactual(q_joint: Tensor, policies: Sequence[Tensor], joint_action: Sequence[int]) -> Tensor:
-    """COMA's advantages [A] (arXiv:1705.08926): what an agent's action is worth beside its policy, the others' held fixed.
+    """COMA's advantages [A] (arXiv:1705.08926): an agent's action against its policy, the others' actions fixed.
 
         A_i = Q(a) - sum_a' pi_i(a') Q(a_-i, a')
 

@@ -1,4 +1,4 @@
-"""CORY: a pioneer answers, an observer reads it and answers, both are paid for both, and in turn they exchange their
+"""CORY: a pioneer answers, an observer reads it and answers, both get both scores, and they regularly exchange their
 policies (arXiv:2410.06101)."""
 
 from collections.abc import Mapping, Sequence

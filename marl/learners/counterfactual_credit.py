@@ -15,12 +15,12 @@ from marl.types import Ballot, Episode, Vote
 from marl.utils.votes import winners
 
 Place = tuple[int, int, int]
-"""Where a turn stands in the grid: episode, round, agent."""
+"""A turn's position in the grid: episode, round, agent."""
 
 
 def worth(ballot: Ballot, votes: Sequence[Vote]) -> float:
-    """What the ballot's rule decides on these votes alone, as score; tied answers: their mean, which is what the seeded
-    tie-break is expected to give. An answer is worth the best score of the votes for it, as the team's is; no answer
+    """Score of the answer that the ballot's rule selects from these votes; for ties their mean, the expected value of
+    the seeded tie-break. An answer gets the best score of the votes for it, as the team's does; no answer gets
     ``ballot.no_answer``."""
     best = winners(ballot.rule, [vote.answer for vote in votes], [vote.weight for vote in votes])
     scores = [max(vote.score for vote in votes if vote.answer == answer) for answer in best]
@@ -56,10 +56,10 @@ class DecidedByVote(Credit):
 
 @register_credit("shapley")
 class Shapley(DecidedByVote, OutcomeCredit):
-    """The team's decision, shared out among those who voted: each one's Shapley value.
+    """The score of the team's decision, divided among its voters by Shapley value.
 
-    The shares of an episode sum to what was decided, in the mean over tie-breaks, less what no answer is worth. Where the
-    conversation ended before its time, all who spoke share alike what that is worth.
+    The shares of an episode sum to that score, averaged over tie-breaks, less the score of no answer. Where the
+    conversation ended early, all who spoke share its failure score equally.
     """
 
     def of_turns(self, batch: JointBatch) -> Tensor:
@@ -93,15 +93,15 @@ def shares_of(ballot: Ballot) -> Tensor:
 
 @register_credit("counterfactual")
 class Counterfactual(DecidedByVote):
-    """What a vote gains the team's decision beside what its agent says on this task otherwise (COMA, arXiv:1705.08926).
+    """Advantage of a vote over its agent's other answers to this task (COMA, arXiv:1705.08926).
 
         A_i = Q(a) - mean over a' of Q(a_-i, a')
 
     Q is the score of what the whole ballot decides. a' are the answers that the agent gave in this round in all samples of
     the task, its own included: its policy, as far as it was seen. A turn of an earlier round votes on what the team would
     have decided, had it ended there: all voters' last answers so far, by the same rule. What it does to later rounds is not
-    seen here; credit=replay sees it. A turn that could not vote gets 0. Where the conversation ended before its time, each
-    agent's last turn gets what that is worth less the mean over the task's samples of what the team got.
+    seen here; credit=replay sees it. A turn that could not vote gets 0. Where the conversation ended early, each
+    agent's last turn gets the failure score less the team's mean score over the task's samples.
     """
 
     kind = "advantage"
@@ -110,7 +110,7 @@ class Counterfactual(DecidedByVote):
     @dataclass
     class Config(Credit.Config):
         earlier_rounds: bool = True
-        """Whether turns of earlier rounds are credited; false leaves them at 0."""
+        """Credit turns of earlier rounds; false leaves them at 0."""
 
     config: Config
 
@@ -149,7 +149,7 @@ def votes_of(episode: int, ballots: Sequence[Ballot], batch: JointBatch) -> Iter
 
 
 def gain(ballot: Ballot, vote: Vote, alternatives: Sequence[Vote]) -> Tensor:
-    """A vote's advantage beside these alternatives of it, which are equally likely and hold itself."""
+    """A vote's advantage over these alternatives, which are equally likely and include itself."""
     at = ballot.votes.index(vote)
     q_K = [worth(ballot, [*ballot.votes[:at], other, *ballot.votes[at + 1 :]]) for other in alternatives]
     policy_K = torch.full((len(q_K),), 1 / len(q_K))

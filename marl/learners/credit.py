@@ -15,18 +15,18 @@ from marl.learners.contributions import (
 )
 
 ROUNDING = 1e-6
-"""What sums of the same rewards in another order may differ by, of numbers of order 1; in proportion, of larger ones."""
+"""Tolerance between sums of the same rewards in different order: absolute up to order 1, relative above."""
 
 
 def team_mean(scores_ERA: Tensor, mask_ERA: Tensor) -> Tensor:
-    """Mean score [E, R] over the agents that spoke in a round; 0 where nobody did."""
+    """Mean score [E, R] over the agents that spoke in a round; 0 where none did."""
     return (scores_ERA * mask_ERA).sum(-1) / mask_ERA.sum(-1).clamp(min=1)
 
 
 def at_last_speakers(rewards_ER: Tensor, mask_ERA: Tensor) -> Tensor:
     """Rewards of rounds [E, R, A], each at the last speaker of its round in the agents' order; 0 elsewhere.
 
-    Where agents are one chain of decisions, a round has paid once it is over, and it pays once.
+    In a chain of agents, a round gives its reward once, at its end.
     """
     mask_ERA = mask_ERA.to(rewards_ER.dtype)
     return rewards_ER[..., None] * mask_ERA * (mask_ERA.flip(-1).cumsum(-1).flip(-1) == 1)
@@ -145,7 +145,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float | Tensor, la
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """How much of the returns the values foretold: 1 is all, 0 no more than their mean does."""
+    """Explained variance of the returns: 1 is perfect, 0 no better than their mean."""
     spread = returns.var(unbiased=False)
     return float(1 - (returns - values).var(unbiased=False) / spread) if spread > 0 else 0.0
 
@@ -179,7 +179,7 @@ def group_index(keys_B: Sequence[Hashable] | Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unequal_groups(rewards_B: Tensor, index_B: Tensor, num_groups: int) -> Tensor:
-    """Which groups [G] hold two rewards that differ by more than rounding. The others teach nothing: they are degenerate."""
+    """Mask [G] of groups with two rewards that differ by more than rounding. The others are degenerate: no signal."""
     low_G = torch.full((num_groups,), torch.inf, dtype=rewards_B.dtype).scatter_reduce(0, index_B, rewards_B, "amin")
     high_G = torch.full((num_groups,), -torch.inf, dtype=rewards_B.dtype).scatter_reduce(0, index_B, rewards_B, "amax")
     return high_G - low_G > ROUNDING * torch.maximum(low_G.abs(), high_G.abs()).clamp(min=1)

@@ -1,4 +1,4 @@
-"""Credit schemes: how scores of turns become rewards of turns. A choice apart from the learner (``credit=<name>``)."""
+"""Credit schemes: rewards of turns from their scores. Chosen independently of the learner (``credit=<name>``)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
@@ -60,10 +60,10 @@ class Credit(ABC):
 
     @abstractmethod
     def assign(self, batch: JointBatch) -> Tensor:
-        """Credit [E, R, A] of every turn of the conversations, zero where nobody spoke."""
+        """Credit [E, R, A] of every turn of the conversations, zero where no agent spoke."""
 
     def of(self, batch: JointBatch) -> Tensor:
-        """Credit [E, R, A] of every turn. One that is compared with its alternatives is worth its own score: what came
+        """Credit [E, R, A] of every turn. One that is compared with its alternatives gets its own score only: what came
         after the kept one is not theirs to share."""
         path, config = batch.path(), self.config
         credit_ERA = self.assign(path)
@@ -94,7 +94,7 @@ ConfigStore.instance().store(group="credit", name="auto", node=Credit.Config(nam
 
 
 class OutcomeCredit(Credit):
-    """Credit of which a part is known only when the conversation has ended: the outcome. An agent is paid it once, at its last
+    """Credit with a part, the outcome, that is known only at the conversation's end. An agent gets it once, at its last
     turn, however often it spoke; the team once, in its last round. Override :meth:`of_turns` and :meth:`outcome`."""
 
     kind = "reward"
@@ -124,8 +124,8 @@ class OutcomeCredit(Credit):
 
 
 def standing(batch: JointBatch) -> Tensor:
-    """1 on the answers [E, R, A] that are worth the scores of them. Each agent's last turn before a conversation ended early is
-    worth that instead."""
+    """1 on the answers [E, R, A] that get their own scores. Each agent's last turn before an early end gets the failure
+    score instead."""
     return batch.answered_ERA & ~(batch.failed_E[:, None, None] & batch.last_turns_ERA.bool())
 
 
@@ -137,7 +137,7 @@ def unanswered(batch: JointBatch) -> Tensor:
 
 @register_credit("own")
 class Own(OutcomeCredit):
-    """An answer's reward is the score of it. Other turns earn nothing by themselves; an agent that never answers is paid the
+    """An answer's reward is its score. Other turns have no reward of their own; an agent that never answers gets the
     team's score."""
 
     def of_turns(self, batch: JointBatch) -> Tensor:
@@ -149,7 +149,7 @@ class Own(OutcomeCredit):
 
 class TeamOf(Enum):
     round = "round"
-    """The mean score of the answers of the same round; an agent that never answers is paid the team's score, once."""
+    """The mean score of the answers of the same round; an agent that never answers gets the team's score, once."""
     final = "final"
     """The mean score of the answers of the last round that has any, once."""
     answer = "answer"
@@ -190,7 +190,7 @@ class Mixed(Team):
     @dataclass
     class Config(Team.Config):
         weight: float = 1.0
-        """Of the team's part."""
+        """Weight of the team's part."""
 
     config: Config
 
@@ -217,7 +217,7 @@ class Joint(Credit):
 
 @register_credit("zero_sum")
 class ZeroSum(OutcomeCredit):
-    """What one side wins the others lose: the score of an agent's last answer, less the mean of the others' last ones.
+    """Zero-sum reward: the score of an agent's last answer, less the mean of the others' last ones.
 
     With two sides the rewards of an episode sum to 0 (SPIRAL, arXiv:2506.24119). 0 where nobody else answered, and for who
     never answers. An episode that ended before its time is no draw: all sides lose it, as if the others had been right.
@@ -250,8 +250,8 @@ class Influence(Credit):
     config: Config
 
     def assign(self, batch: JointBatch) -> Tensor:
-        """What is no answer enters no sum: such a turn gets the mean of the later rounds, after the last one the team's
-        score."""
+        """Turns that are no answers enter no sum: each gets the mean of the later rounds or, after the last one, the
+        team's score."""
         answered_ERA, gamma = batch.answered_ERA, self.config.gamma
         later_ER, weight_ER = credit.later_rounds(batch.scores_ERA, answered_ERA, gamma)
         later_ER = torch.where(weight_ER > 0, later_ER / weight_ER, batch.team_score_E[:, None])

@@ -1,4 +1,4 @@
-"""What a critic values and an estimator credits: turns, or the tokens of turns. Pure.
+"""Decisions, which critics value and estimators credit: turns, or the tokens of turns. Pure.
 
 A *decision* is a turn where the critic values turns (``critic.level=turn``), a token where it values tokens; what a rollout
 correction rejected is none, so that the reward of a turn stands at the last of its tokens that is left. A *trajectory*
@@ -22,7 +22,7 @@ from marl.learners.credit_schemes import CreditKind
 
 
 def kept_tokens(rows: TensorDict) -> Tensor:
-    """Which tokens [T] are answers that no rollout correction rejected."""
+    """Mask [T] of answer tokens that no rollout correction rejected."""
     return (rows["turn_index"].values() >= 0) & rows["response_mask"].values().bool()
 
 
@@ -32,10 +32,10 @@ class Decisions:
 
     rows: TensorDict
     cells_D: Tensor
-    """Where a decision's turn stands in the flattened [E, R, A] grid."""
+    """Index of each decision's turn in the flattened [E, R, A] grid."""
     values_D: Tensor
     penalties_D: Tensor
-    """What is taken off the reward: the divergence from the reference."""
+    """KL penalty against the reference, subtracted from the reward."""
     of_tokens: bool
 
     @classmethod
@@ -135,7 +135,7 @@ def whitened(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def penalties(batch: JointBatch) -> Tensor:
-    """What is taken off each turn's reward [E, R, A] in sum over its tokens, those that were rejected apart."""
+    """KL penalty of each turn [E, R, A], summed over its tokens except rejected ones."""
     penalties_ERA = torch.zeros(batch.mask_ERA.shape)
     for rows in batch.rows.values():
         if "kl_penalty" in rows:
@@ -145,8 +145,8 @@ def penalties(batch: JointBatch) -> Tensor:
 
 
 def returns(batch: JointBatch, credit_ERA: Tensor, kind: CreditKind, gamma: float) -> Tensor:
-    """What a turn is compared by [E, R, A], less its divergence: its credit and, where that is a reward, the agent's later
-    ones. A turn that is compared with its alternatives stands for itself."""
+    """Return by which a turn is compared [E, R, A], less its KL penalty: its credit and, where that is a reward, the
+    agent's later ones. A turn that is compared with its alternatives stands for itself."""
     rewards_ERA = credit_ERA - penalties(batch)
     if kind == "return":
         return rewards_ERA

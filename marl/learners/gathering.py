@@ -36,7 +36,7 @@ class Rollouts(Protocol):
     """Takes up a step's episodes, with the same weights; the controller's implementation asks its servers."""
 
     def trained(self, turn: Turn) -> bool:
-        """Whether the run trains such a turn."""
+        """True if the run trains such a turn."""
 
     def rng(self, episode: Episode) -> random.Random:
         """Random numbers of this episode in this step."""

@@ -65,7 +65,7 @@ def unequal_turns(batch: JointBatch, returns_ERA: Tensor, keys_ERA: Tensor) -> T
 
 
 def degenerate_share(batch: JointBatch, unequal_ERA: Tensor, keys_ERA: Tensor) -> Metrics:
-    """The share of groups that are all alike and teach nothing; per agent, the share of its turns in such groups."""
+    """Share of degenerate groups, whose rewards are all equal; per agent, the share of its turns in such groups."""
     spoke_ERA = batch.mask_ERA.bool()
     groups = keys_ERA[spoke_ERA].unique()
     shares = {}

@@ -36,7 +36,7 @@ class GRPO(Learner):
         token_gamma: float = 1.0
         """Discount of a turn's later tokens, for ``reinforce_plus_plus``."""
         drop_equal: bool = False
-        """Turns whose group is all alike are left out of the update, where they would weigh in its mean (arXiv:2503.14476)."""
+        """Leaves turns of degenerate groups out of the update, or they would count in its mean (arXiv:2503.14476)."""
 
     config: Config
 
@@ -72,7 +72,7 @@ class GRPO(Learner):
         return shares
 
     def returns(self, batch: JointBatch, credit_ERA: Tensor) -> Tensor:
-        """What a turn is compared by [E, R, A]: its credit and, where that is a reward, the agent's later ones."""
+        """Return by which turns are compared [E, R, A]: the credit and, if it is a reward, the agent's later ones."""
         return returns(batch, credit_ERA, self.credit.kind, self.config.gamma)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""HAPPO: MAPPO whose policies are updated one after another, each told what the earlier updates did (arXiv:2109.11251).
+"""HAPPO: MAPPO whose policies are updated one after another, each corrected for the earlier updates (arXiv:2109.11251).
 
 MARFT (arXiv:2504.16129) brings it to language models, with ``learner.chain=true``.
 """
@@ -40,7 +40,7 @@ class HAPPO(MAPPO):
         clip: float | None = 2.0
         """M is kept between its inverse and this; null for the exact form."""
         seed: int = II("seed")
-        """Of the order of updates."""
+        """Seed of the order of updates."""
 
     config: Config
 

@@ -30,7 +30,7 @@ class IPPO(Learner):
         gamma: float = II("algorithm.gamma")
         """Discount of a round of the episode, whether the agent speaks in it or not."""
         lam: float = II("algorithm.lam")
-        """Of GAE, from one of an agent's decisions to its next: a turn where the critic values turns, a token where tokens."""
+        """GAE's lambda from one of an agent's decisions to its next: a turn or a token, whichever the critic values."""
         token_gamma: float = 1.0
         """Discount of a turn's later tokens, where the critic values tokens."""
         whiten: bool = True

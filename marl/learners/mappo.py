@@ -29,7 +29,7 @@ class MAPPO(IPPO):
     class Config(IPPO.Config):
         chain: bool = False
         """GAE runs along the agents' order inside a round, then across rounds, over the decisions of all of them: lambda counts
-        every turn of the chain, gamma its rounds. The team's reward of a round is paid at its last speaker.
+        every turn of the chain, gamma its rounds. The team's reward of a round goes to its last speaker.
         Values bootstrap one another inside a round too, though the critic reads no turn of the same round."""
 
     config: Config

@@ -44,7 +44,7 @@ class Mixing(nn.Module):
         return self.encoder(joint.ids)[joint.index_B]
 
     def advantages(self, how: Advantage, joint: JointActions, q_BA: Tensor, v_BA: Tensor) -> Tensor:
-        """What actors are paid [B, A]."""
+        """Per-agent advantages [B, A]."""
         state_BS = self.states(joint).detach()
         if how is Advantage.group:
             return by_group(self, q_BA, joint.mask_BA, state_BS, joint.keys_B)
@@ -59,15 +59,15 @@ class JointActions:
     """The joint actions of a step, in the order of episodes and rounds. Who is not trained has utility 0 in them."""
 
     shape: torch.Size
-    """Of the turn grids [E, R, A]."""
+    """Shape [E, R, A] of the turn grids."""
     index_B: Tensor
-    """Where they stand in a flattened [E, R] grid."""
+    """Index of each joint action in the flattened [E, R] grid."""
     mask_BA: Tensor
     """1 where a trained agent speaks, though this turn of it may be left out of training."""
     next_B: Tensor
     """The episode's next joint action, -1 after its last."""
     rounds_B: Tensor
-    """How many rounds lie between it and the next one."""
+    """Number of rounds from it to the next one."""
     rewards_B: Tensor
     """The team's, with what it earns before the next joint action."""
     keys_B: list[Hashable]
@@ -117,8 +117,8 @@ class JointActions:
 
 
 def by_gradient(mix: Mix, q_BA: Tensor, v_BA: Tensor, state_BS: Tensor) -> Tensor:
-    """w_i (q_i - v_i) with w_i = dQ_tot / dq_i (DOP, arXiv:2007.12322): what the answer is worth to the team beyond what its
-    agent's answers are worth on average. A mixer may scale a utility as it likes: the raw one is no credit."""
+    """w_i (q_i - v_i) with w_i = dQ_tot / dq_i (DOP, arXiv:2007.12322): the answer's value to the team, above the mean
+    of its agent's answers. A mixer may scale a utility as it likes: the raw one is no credit."""
     with torch.enable_grad():
         q_BA = q_BA.detach().requires_grad_()
         (weights_BA,) = torch.autograd.grad(mix(q_BA, state_BS.detach()).sum(), q_BA)

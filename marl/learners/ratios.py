@@ -1,4 +1,4 @@
-"""How much likelier an update made a turn, and what that means for the turns beside it. Pure."""
+"""Likelihood ratios of updated turns, and how they correct other agents' turns. Pure."""
 
 import math
 from enum import Enum
@@ -13,7 +13,7 @@ from marl.types import Metrics
 
 
 class Ratio(Enum):
-    """What pi_new / pi_old of a turn is; d is the difference of a token's log-probs."""
+    """Definition of pi_new / pi_old for a turn; d is the difference of a token's log-probs."""
 
     sequence = "sequence"
     """exp(sum d): exact, and beyond all bounds for long answers."""
@@ -57,7 +57,7 @@ def log_factors(log_ratios_ERA: Tensor, batch: JointBatch) -> Tensor:
     """log M [E, R, A]: M is the product of the ratios of a lap's turns; 0 where it does not apply.
 
     An alternative that the conversation did not follow stands in a column behind the rounds, and is no part of their joint
-    actions. A turn that is compared with its alternatives is worth its own score, whatever the others did.
+    actions. A turn that is compared with its alternatives gets its own score, whatever the others did.
     """
     applies_ERA = batch.path().mask_ERA.bool()
     laps_ER = laps(applies_ERA)
@@ -91,7 +91,7 @@ def factor_metrics(log_factors_ERA: Tensor, factors_ERA: Tensor, rows: TensorDic
 
 
 def share_laps(rows: TensorDict, others: TensorDict, batch: JointBatch) -> bool:
-    """Whether some lap of some episode has turns of both, alternatives apart."""
+    """True if some lap of some episode has turns of both, alternatives excluded."""
     mask_ERA = batch.path().mask_ERA.bool()
     num_rounds, laps_ER = mask_ERA.shape[1], laps(mask_ERA)
     numbers_ER = torch.arange(len(laps_ER))[:, None] * num_rounds + laps_ER

@@ -34,10 +34,10 @@ class ReplayCredit(Credit):
         alternatives: int = 4
         """Answers to a turn that are compared, the recorded one included."""
         finishes: int = 1
-        """How often the conversation is played on from each, of whose returns the mean counts."""
+        """Number of continuations played from each answer; the mean of their returns counts."""
         of: ReturnOf = ReturnOf.final
         share: float = 1.0
-        """Of an episode's trained turns, drawn anew for each. The others are not trained."""
+        """Share of an episode's trained turns to credit, drawn anew for each episode. The others are not trained."""
         train_alternatives: bool = True
         """Train the other answers too."""
 

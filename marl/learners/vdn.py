@@ -1,7 +1,7 @@
 """VDN: the team's value is the sum of the agents' utilities, fitted to the team's return (arXiv:1706.05296).
 
 A utility is what a value head says of a turn after its answer, q(h, y); before the answer it says v(h), the mean of q.
-Actors are paid by what an answer is worth to the team beyond that. On-policy: there is no replay buffer.
+Advantages are the answer's gain for the team beyond that. On-policy: there is no replay buffer.
 """
 
 from collections.abc import Mapping
@@ -32,17 +32,17 @@ class VDN(Learner):
     class Config(Learner.Config):
         gamma: float = II("algorithm.gamma")
         seed: int = II("seed")
-        """Of the mixer's first weights."""
+        """Seed of the mixer's initial weights."""
         advantage: Advantage = Advantage.gradient
         whiten: bool = True
         """Advantages of a policy's batch get mean 0 and deviation 1."""
         share_utilities: bool = False
-        """One utility network for all agents, told apart by what they are shown; false: one for every trained policy."""
+        """One utility network for all agents, which differ by observation; false: one for every trained policy."""
         mixer_epochs: int = 8
         """Passes over a step's turns, each one optimiser step after a forward of its own. What the fit knows of the step's
         own answers is most of the signal while utilities say little about answers they have not met."""
         mixer_lr: float = 1e-3
-        """Of Adam, for the mixer and the encoder of its state."""
+        """Adam's learning rate for the mixer and the encoder of its state."""
         target_update_every: int = 10
         """Steps between renewals of the target copies of utilities and mixer."""
 

@@ -48,7 +48,7 @@ def batch_of(config: Any, turns_by_agent: Mapping[str, int]) -> Batch:
 
 
 def trained_turns(config: Any, policy: str, turns_by_agent: Mapping[str, int]) -> int:
-    """How many turns of an episode train a policy, at most."""
+    """Maximum number of turns per episode that train a policy."""
     taught, count = config.learner.get("train_rounds"), 0
     for agent, policies in policies_by_agent(config.agents).items():
         if config.agents[agent].trainable:

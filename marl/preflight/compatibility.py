@@ -1,4 +1,4 @@
-"""What classes say of themselves, and whether the configuration asks it of them: pure, without a model or a worker."""
+"""Checks that runner, learner and credit are compatible: pure, without a model or a worker."""
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -12,7 +12,7 @@ from marl.utils.registry import did_you_mean
 
 
 def choose_credit(config: DictConfig) -> None:
-    """What ``credit=auto`` stands for: the runner's choice where the learner takes it, else the learner's."""
+    """Resolves ``credit=auto``: the runner's choice if the learner accepts it, else the learner's."""
     if config.credit.name == "auto":
         learner, wanted = LEARNERS.get(config.learner.name), RUNNERS.get(config.runner.name).default_credit
         chosen = wanted if wanted and wanted in (learner.credits or [wanted]) else learner.default_credit
@@ -21,7 +21,7 @@ def choose_credit(config: DictConfig) -> None:
 
 
 def check_facts(setup: Setup) -> None:
-    """Raise ConfigError where the configuration asks of a runner or a learner what its class says that it does not do."""
+    """Raise ConfigError where a runner's or learner's class does not support what the configuration asks for."""
     check_runner(setup)
     check_learner(setup)
     check_credit(setup)
@@ -65,7 +65,7 @@ def check_learner(setup: Setup) -> None:
     if alone and learner.compares_samples and credit.kind != "advantage":
         raise ConfigError(
             f"actor_rollout_ref.rollout.n={config.actor_rollout_ref.rollout.n}: learner={config.learner.name} compares a "
-            "task's samples, and a group of one teaches nothing; set it to at least 2"
+            "task's samples, and a group of one gives no signal; set it to at least 2"
         )
     if learner.joint_actions and compares:
         raise ConfigError(
@@ -84,7 +84,7 @@ def check_estimators(setup: Setup) -> None:
         if wanted is not None and wanted not in known:
             raise ConfigError(
                 f"{key}={wanted}: learner={config.learner.name} knows {', '.join(known) or 'none'}; null is its own. "
-                f"'gae' belongs to learner=ippo, mappo and happo, what needs no critic to learner=grpo.{did_you_mean(str(wanted), known)}"
+                f"'gae' needs learner=ippo, mappo or happo, others learner=grpo.{did_you_mean(str(wanted), known)}"
             )
 
 
@@ -99,7 +99,7 @@ def check_credit(setup: Setup) -> None:
     if credit.compares_samples and config.actor_rollout_ref.rollout.n < 2:
         raise ConfigError(
             f"actor_rollout_ref.rollout.n={config.actor_rollout_ref.rollout.n}: credit={name} compares a task's samples, and a "
-            "single one teaches nothing; set it to at least 2"
+            "single one gives no signal; set it to at least 2"
         )
     check_overlong(setup)
     if credit.kind != "advantage":
@@ -113,7 +113,7 @@ def check_credit(setup: Setup) -> None:
         raise ConfigError(
             f"credit={name} gives advantages, which go to the loss as they are: algorithm.adv_estimator="
             f"{config.algorithm.adv_estimator} and algorithm.use_kl_in_reward={config.algorithm.use_kl_in_reward} would "
-            "change nothing; use null and false, and actor.use_kl_loss for a reference"
+            "have no effect; use null and false, and actor.use_kl_loss for a reference"
         )
 
 
@@ -144,7 +144,7 @@ def check_overlong(setup: Setup) -> None:
         of = " credit.of=answer" if of_answer else ""
         raise ConfigError(
             f"controller.overlong_buffer={buffer}: credit={credit.name}{of} does not read the score of a single turn, and its "
-            "penalty would change nothing; use another credit, such as own, or set it to 0"
+            "penalty would have no effect; use another credit, such as own, or set it to 0"
         )
 
 
@@ -152,7 +152,7 @@ def check_critics(setup: Setup) -> None:
     config, critics = setup.config, setup.critics
     if config.critic.enable not in (None, critics is not None):
         raise ConfigError(
-            f"critic.enable={config.critic.enable}: whether there are critics is the learner's to say, and "
+            f"critic.enable={config.critic.enable}: the learner decides whether there are critics, and "
             f"learner={config.learner.name} has {critics.kind if critics else 'none'} ones; leave it null"
         )
     if critics:

@@ -11,7 +11,7 @@ BYTES = {"fp32": 4, "float32": 4, "32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What a model's config.json says of its memory."""
+    """Model dimensions from config.json that determine memory."""
 
     parameters: int
     embedding: int
@@ -30,15 +30,15 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class Training:
-    """How a policy is trained."""
+    """Training settings of a policy that determine memory."""
 
     ranks: int
     tokens: int
     """The most tokens of a micro-batch."""
     master_bytes: int = 4
-    """Of a weight between steps, its gradient and each of its two moments (``fsdp_config.model_dtype``)."""
+    """Bytes of a weight between steps, of its gradient and of each of its two moments (``fsdp_config.model_dtype``)."""
     compute_bytes: int = 2
-    """Of a weight and an activation while computing (``fsdp_config.mixed_precision.param_dtype``)."""
+    """Bytes of a weight or an activation while computing (``fsdp_config.mixed_precision.param_dtype``)."""
     checkpointing: bool = True
     reshard: bool = True
     lora_rank: int = 0
@@ -59,7 +59,7 @@ class Memory:
 
     @property
     def kept(self) -> float:
-        """What lies there between phases; a server's share depends on the phase."""
+        """Memory held between phases; a server's share depends on the phase."""
         return self.weights + self.gradients + self.moments + self.reference
 
     @property
@@ -68,7 +68,7 @@ class Memory:
 
 
 def training_memory(size: ModelSize, training: Training) -> Memory:
-    """Of one rank of a trained model, at its peak. P parameters over R ranks, b bytes of a master number, c while computing:
+    """Peak memory of one rank of a trained model: P parameters, R ranks, b bytes per master number, c in computation.
 
     weights P b / R; gradients P b / R; two moments 2 P b / R (LoRA: of its own parameters alone);
     gathered: the embedding, the head and two layers of P c, and the gradient of one;
@@ -96,7 +96,7 @@ def training_memory(size: ModelSize, training: Training) -> Memory:
 
 
 def reference_memory(size: ModelSize, training: Training) -> float:
-    """Of a rank's share of a frozen copy; verl keeps it in the host's memory where there is an accelerator."""
+    """A rank's share of a frozen copy; verl keeps it in host memory where there is an accelerator."""
     return size.parameters * training.master_bytes / training.ranks
 
 
@@ -127,8 +127,8 @@ def training_of(own: Any, batch: PolicyBatch) -> Training:
 
 
 def policy_memory(own: Any, batch: PolicyBatch, size: ModelSize, card: float | None, reference: bool = False) -> Memory:
-    """Of one rank of a policy: its trainer, its reference and its share of a server. ``card``: an accelerator's bytes, where
-    known."""
+    """Memory of one rank of a policy: its trainer, its reference and its share of a server. ``card``: an accelerator's
+    bytes, where known."""
     training, rollout = training_of(own, batch), own.rollout
     memory = training_memory(size, training)
     if reference:
@@ -144,7 +144,7 @@ def policy_memory(own: Any, batch: PolicyBatch, size: ModelSize, card: float | N
 
 
 def critic_memory(critic: Any, ranks: int, size: ModelSize, target: bool = False) -> Memory:
-    """Of one rank of a critic: a value of every token in the place of its logits; ``target``: beside a copy of its weights."""
+    """Memory of one rank of a critic: a value per token in place of logits; ``target``: plus a copy of its weights."""
     precision = critic.fsdp.get("mixed_precision")
     training = Training(
         ranks=ranks,

@@ -83,6 +83,6 @@ def is_inner_linear(module: torch.nn.Module, vocabulary: int) -> bool:
 
 
 def blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """What FSDP gathers at a time: the repeated layers."""
+    """Units that FSDP gathers one at a time: the repeated layers."""
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     return [block for entry in lists for block in entry]

@@ -19,7 +19,7 @@ from marl.utils.tables import aligned
 
 
 def growth_text(setup: Setup) -> str:
-    """How long prompts get, and a warning where that is longer than they may be."""
+    """Prompt growth as text, with a warning if prompts exceed their limit."""
     config, limit = setup.config, setup.config.data.max_prompt_length
     encoders = {
         name: encoder_of(config, own_settings(config, name), key_of(config, name), thinking_of(config, name))
@@ -67,7 +67,7 @@ def plan_text(setup: Setup) -> str:
 
 
 def has_reference_here(config: DictConfig, own: DictConfig) -> bool:
-    """Whether the reference is on the device: verl keeps it in the host's memory where there is an accelerator."""
+    """True if the reference is on the device: where there is an accelerator, verl keeps it in host memory."""
     return holds_reference(config.algorithm, own) and config.trainer.device == "cpu"
 
 
@@ -79,7 +79,7 @@ def card_bytes(device: str) -> float | None:
 
 
 def warnings_of(config: DictConfig, peaks: Mapping[str, float], card: float | None) -> list[str]:
-    """What the estimate exceeds."""
+    """Warnings about limits that the estimate exceeds."""
     remedy = "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu, use more ranks, or a smaller model"
     if config.trainer.device == "cpu":
         needed = sum(peaks.values()) * config.trainer.n_gpus_per_node

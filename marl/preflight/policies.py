@@ -1,5 +1,4 @@
-"""What can be known before Ray starts: that every policy's settings, model and tokenizer can be used, that the prompts fit,
-and what a step will take."""
+"""Checks before Ray starts: every policy's settings, model and tokenizer can be used, and the prompts fit."""
 
 from typing import Any
 
@@ -37,7 +36,7 @@ def preflight(setup: Setup) -> None:
 
 
 def key_of(config: DictConfig, name: str) -> str:
-    """Where a policy's model is set."""
+    """Key that sets a policy's model."""
     return f"policies.{name}.model" if "model" in changes_of(config.policies, name) else "actor_rollout_ref.model"
 
 

@@ -1,7 +1,7 @@
-"""How long conversations get, before anything starts: the runner is played with answers of a given length and no model, and
+"""Prompt growth, measured before anything starts: the runner is played with answers of a given length and no model, and
 what agents and a central critic would read is measured.
 
-Which way a conversation goes depends on what is said, so that it is played in several ways, and the longest counts.
+The course of a conversation depends on its answers, so it is played in several ways, and the longest counts.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ class Seat:
     policy: str
     encoder: ChatEncoder
     tokens: int
-    """Of its answer's text."""
+    """Tokens of its answer's text."""
     ends: bool = False
-    """Whether its end comes after that: the longest answers are cut off at their limit."""
+    """True if an end token follows: the longest answers are truncated at their limit."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Growth:
     joint: int = 0
     """Tokens of the central critic's observation."""
     unknown: str = ""
-    """Why a way could not be played to its end: the runner asks for something that is not there yet."""
+    """Reason why a way could not be played to its end: the runner asks for something that is not there yet."""
 
     @property
     def prompt(self) -> int:
@@ -55,7 +55,7 @@ class Growth:
 
 @dataclass(frozen=True)
 class Way:
-    """What the answers say: ``word`` is in each of them."""
+    """Content of the scripted answers: ``word`` is in each of them."""
 
     extract: Callable[[str], str | None]
     score: float

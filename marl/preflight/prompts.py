@@ -19,7 +19,7 @@ from marl.setup import Setup
 from marl.types import Episode, Task
 
 PROMPTS_READ = 100
-"""Of every file; encoding all of a large one takes minutes."""
+"""Rows read of every file; encoding all of a large one takes minutes."""
 
 
 def check_prompts(config: DictConfig, encoders: Mapping[str, ChatEncoder]) -> list[list[Task]]:
@@ -53,7 +53,7 @@ def task_of(row: Mapping[str, Any], id: str, prompt_key: str) -> Task:
 def growth_of(
     setup: Setup, encoders: Mapping[str, ChatEncoder], tasks: Sequence[Task], shortest: bool = False
 ) -> Growth:
-    """How long the conversations about some tasks get, with the longest answers or the shortest. Raises ConfigError."""
+    """Prompt growth on some tasks, with the longest answers or the shortest. Raises ConfigError."""
     config = setup.config
     policies = policies_by_agent(config.agents)
     allowed = {name: own_settings(config, name).rollout.response_length for name in encoders}

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 RUN, LOCK, LATEST = "run.json", ".lock", "latest"
 RESULTS = ("global_step_*", "metrics.jsonl", "summary.json", "rollouts/*", "validation/*")
-"""What shows that a run got as far as its first step or validation."""
+"""Files that show that a run reached its first step or validation."""
 STAMPED = re.compile(r"\d{8}-\d{6}-\w{4}-seed\d+")
 """A folder that ``${new_run:…}`` named."""
 SHOWN = 10
@@ -140,7 +140,7 @@ def write_identity(folder: Path, new: dict[str, Any], origin: Path | None, saved
 
 
 def point_latest_at(folder: Path) -> None:
-    """Let ``latest`` beside folders that are named by their time lead to the newest of them."""
+    """Point the link ``latest`` at the newest of the time-stamped folders beside it."""
     if STAMPED.fullmatch(folder.name) is None:
         return
     link, temporary = folder.parent / LATEST, folder.parent / f".{LATEST}.{os.getpid()}"

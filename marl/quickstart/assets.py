@@ -1,4 +1,4 @@
-"""What the embedded tasks need on disk: a warm model with its tokenizer, and problems as parquet. Made once, kept."""
+"""Files of the embedded tasks: a warm-started model with its tokenizer, and problems as parquet. Made once, kept."""
 
 import json
 import os
@@ -25,7 +25,7 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a task's model is warmed up, and how many problems are made."""
+    """Warm-up settings of a task's model, and the number of problems."""
 
     task: str
     steps: int

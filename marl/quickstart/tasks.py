@@ -1,7 +1,8 @@
 """Two tasks that two agents solve only together, and games. Pure Python: sentences and answers, no tokens.
 
-*Smudged note*: both read one word problem, but in the copy of one of them a number is a smudge (``~``); nobody is told
-whose. Alone they can reach .50 between them. *Split information*: each holds one number; the answer is their sum mod 10.
+*Smudged note*: both read one word problem; one copy, chosen at random, has an unreadable number (``~``), and neither
+knows whose. Alone they can reach .50 between them.
+*Split information*: each holds one number; the answer is their sum mod 10.
 
 *Game*: an action in one token, 0 or 1, for games of ``runner=game``, whose payoffs are the scores.
 """
@@ -33,7 +34,7 @@ TEMPLATES = {
 QUESTION = "how many ?"
 SMUDGE = "~"
 PEER_TEMPLATE = "{agent} said {text}"
-"""How a peer's answer is shown; the runner's ``peer_template`` must be the same."""
+"""Template of a peer's answer; the runner's ``peer_template`` must be the same."""
 Split = Literal["train", "test"]
 
 
@@ -49,7 +50,7 @@ class Problem:
     observations: tuple[str, ...]
     answer: int
     wrong: int
-    """What the wrong operation gives."""
+    """Result of the wrong operation."""
 
     def row(self, data_source: str, index: int, split: Split) -> dict[str, Any]:
         """A dataset row with verl's columns."""
@@ -141,7 +142,7 @@ class Game:
         self.first = first
 
     def problem(self, rng: random.Random, split: Split) -> Problem:
-        """All rows are alike, and what is right the payoffs say."""
+        """All rows are equal; the payoffs define what is right."""
         return Problem(QUESTION, (QUESTION,) * len(AGENTS), answer=0, wrong=1)
 
     def action(self, rng: random.Random) -> str:
@@ -200,7 +201,7 @@ def smudge(question: str, number: int, rng: random.Random) -> str:
 
 
 def peers_text(agent: int, answers: list[int]) -> str:
-    """What the debate runner shows this agent of the others."""
+    """Text of the other agents' answers, as the debate runner shows it to this agent."""
     return " ".join(
         PEER_TEMPLATE.format(agent=name, text=answer_text(answers[i])) for i, name in enumerate(AGENTS) if i != agent
     )

@@ -8,7 +8,7 @@ logger = logging.getLogger(__name__)
 
 
 class DegenerateGroups:
-    """Warns, once in a row, of steps whose groups are all alike: nothing is learned from them."""
+    """Warns, once per streak, of steps whose groups are all degenerate: nothing is learned from them."""
 
     def __init__(self, steps: int | None) -> None:
         """After so many steps in a row; None for no warning."""

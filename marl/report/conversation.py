@@ -1,4 +1,4 @@
-"""What a conversation did to the answers: accuracy by round, transitions, persuasion, diversity. Pure, over episodes.
+"""Effect of a conversation on the answers: accuracy by round, transitions, persuasion, diversity. Pure, over episodes.
 
 All accuracies count alike: those of a round are over the answers given in it, ``final`` over the last answer of each agent
 that answered, the vote over the episodes; and a failed episode is wrong. For every answer that it does not hold, and that
@@ -40,7 +40,7 @@ def failures(episodes: Sequence[Episode]) -> list[Episode]:
 
 
 def num_missing(episodes: Sequence[Episode], counts_E: Sequence[int]) -> int:
-    """How many answers failed episodes lack to as many as any episode holds."""
+    """Number of answers that failed episodes lack, compared with the episode that has most."""
     most = max(counts_E, default=0)
     return sum(most - count for episode, count in zip(episodes, counts_E, strict=True) if episode.failure is not None)
 
@@ -97,7 +97,7 @@ def gain(episodes: Sequence[Episode]) -> float:
 
 
 def swayed(episodes: Sequence[Episode]) -> Metrics:
-    """Of right agents that met another answer, the share that took one of those over."""
+    """Share of initially correct agents that adopted a peer's different answer, among those who saw one."""
     outcomes = []
     for episode, first, last in first_and_last(episodes):
         peers = {
@@ -112,7 +112,7 @@ def swayed(episodes: Sequence[Episode]) -> Metrics:
 
 
 def diversity(answers: Sequence[str | None]) -> tuple[float, float]:
-    """Of the answers of one round: entropy in nats, and the share of pairs that disagree. Abstentions are an answer."""
+    """Diversity of a round's answers: entropy in nats, and share of disagreeing pairs. Abstentions are an answer."""
     counts = Counter(answers)
     entropy = -sum(n / len(answers) * math.log(n / len(answers)) for n in counts.values())
     pairs = list(combinations(answers, 2))
@@ -167,7 +167,7 @@ def known(metrics: Mapping[str, float | None]) -> Metrics:
 
 
 def count_metrics(episodes: Sequence[Episode]) -> Metrics:
-    """What runners counted, a mean over episodes."""
+    """Event counts of runners, as means over episodes."""
     total = sum((episode.counts for episode in episodes), Counter[str]())
     return {name: count / len(episodes) for name, count in total.items()}
 

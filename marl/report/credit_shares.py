@@ -1,4 +1,4 @@
-"""Who gets the credit: each agent's share of it, and a word about those that get next to none. Pure, over rows."""
+"""Each agent's share of the credit, and a warning about agents that get next to none. Pure, over rows."""
 
 import logging
 from collections import deque
@@ -16,8 +16,8 @@ WINDOW = 20
 
 
 def credit_shares(batch: JointBatch, agents: Sequence[AgentId]) -> dict[AgentId, float]:
-    """Of the size of all advantages, what these agents' trained turns got: |advantage| in the mean over a turn's tokens, in
-    sum over turns. Nothing where nobody got any."""
+    """Share of the total |advantage| that these agents' trained turns got: the mean over a turn's tokens, summed over
+    turns. Empty where nobody got any."""
     cells = batch.mask_ERA.numel()
     size, tokens = torch.zeros(cells, dtype=torch.float64), torch.zeros(cells, dtype=torch.float64)
     for rows in batch.rows.values():
@@ -51,7 +51,7 @@ class LazyAgents:
             if mean < self.fraction / len(shares):
                 self.warned.add(agent)
                 logger.warning(
-                    "agent %r got %.3f of the credit over the last %d steps, to step %d; an equal share is %.3f (warned of "
+                    "agent %r got %.3f of the credit over the last %d steps, to step %d; an equal share is %.3f (warns "
                     "below %g times that: controller.lazy_agent_share). Look at agent/%s/credit_share and what it says",
                     agent, mean, WINDOW, step, 1 / len(shares), self.fraction, agent,
                 )  # fmt: skip

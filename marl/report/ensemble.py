@@ -23,11 +23,11 @@ class Way:
     """Read by a model, over all agents."""
     seconds: float = 0
     reason: str = ""
-    """Why it is impossible."""
+    """Reason why it is impossible."""
 
 
 def mean_of_agents(agents: Sequence[Way]) -> Way:
-    """What one agent, drawn blindly, is worth and costs."""
+    """Accuracy and cost of one agent drawn at random."""
     by_task = zip(*(agent.correct_TS for agent in agents), strict=True)
     return Way(
         "mean of agents",

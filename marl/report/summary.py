@@ -1,4 +1,4 @@
-"""What a run leaves for a person: ``summary.json``, ``curves.png`` and a table."""
+"""Summary of a run for a reader: ``summary.json``, ``curves.png`` and a table."""
 
 import json
 from collections.abc import Mapping
@@ -77,10 +77,10 @@ def read_json(folder: Path) -> dict[str, Any]:
 def baseline_table(
     history: History, baselines: Mapping[str, Metrics], sampled_tokens: int, degenerate_groups: float | None = None
 ) -> Table:
-    """The trained team beside what it has to beat."""
+    """The trained team beside its baselines."""
     last = history[max(history)]
     result = Table(title="the team and its baselines (validation problems)")
-    for heading in ("", "accuracy", "tokens trained on", "groups that taught nothing"):
+    for heading in ("", "accuracy", "tokens trained on", "degenerate groups"):
         result.add_column(heading, justify="left" if not heading else "right")
     degenerate = share(degenerate_groups)
     result.add_row("team, last answers", f"{last_accuracy(last):.3f}", str(sampled_tokens), degenerate)
@@ -96,8 +96,8 @@ def share(value: float | None) -> str:
 
 
 def last_accuracy(team: Metrics) -> float:
-    """Of the agents' last answers; of the team's where no turn is one. In the last round alone speak those who had not
-    finished."""
+    """Accuracy of the agents' last answers; of the team's where no turn is one. The last round covers only those who
+    had not finished."""
     return team.get("accuracy/final", team["vote"])
 
 

@@ -1,4 +1,4 @@
-"""What the tokens of a step say: how far servers and trainer are apart, and how sure the agents are. Pure, over rows."""
+"""Token statistics of a step: the gap between servers and trainer, and the agents' entropy. Pure, over rows."""
 
 from collections.abc import Sequence
 

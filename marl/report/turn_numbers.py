@@ -1,4 +1,4 @@
-"""What training made of every turn: its reward, return, advantage and value. Pure, over rows and grids."""
+"""Training numbers of every turn: its reward, return, advantage and value. Pure, over rows and grids."""
 
 import torch
 from torch import Tensor

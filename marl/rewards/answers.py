@@ -1,4 +1,4 @@
-"""Where a text gives its final answer. Pure string rules, linear in the length of the text."""
+"""Extraction of a text's final answer. Pure string rules, linear in the length of the text."""
 
 import functools
 import re
@@ -64,12 +64,12 @@ def last_number(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str | None:
-    """What follows the last ``####`` of a text, else what its last ``\\boxed{…}`` holds, else None; a number is given plain."""
+    """Text after the last ``####``, else inside the last ``\\boxed{…}``, else None; numbers are in plain form."""
     return plain(after_hashes(text) or last_boxed(text))
 
 
 def math_answer(text: str) -> str | None:
-    """What the last ``\\boxed{…}`` holds, else the last ``Answer: …`` line, else what follows the last ``####``.
+    """Content of the last ``\\boxed{…}``, else of the last ``Answer: …`` line, else the text after the last ``####``.
 
     The box comes first, for ``####`` begins a headline in Markdown.
     """
@@ -86,7 +86,7 @@ def last_match(pattern: re.Pattern[str], text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """What the last closed ``\\boxed{…}`` holds; braces may be nested."""
+    """Content of the last closed ``\\boxed{…}``; braces may be nested."""
     _, begin, end = max(boxes(text), key=lambda box: box[1], default=(-1, -1, -1))
     return text[begin:end] if begin >= 0 else None
 
@@ -106,7 +106,7 @@ def boxes(text: str) -> Iterator[tuple[int, int, int]]:
 
 
 def hider(data_source: str, answer_rule: str = "strict") -> Callable[[str], str]:
-    """How a text of a data source is shown without its final answer."""
+    """Function that removes the final answer from a text of a data source."""
     loose = kind_of(data_source) == "gsm8k" and answer_rule == "flexible"
     return hide_last_number if loose else hide_answer
 
@@ -146,6 +146,6 @@ def plain_number(number: re.Match[str]) -> str:
 
 
 def agrees(answer: str | None, ground_truth: object) -> bool:
-    """Whether an answer is the ground truth as it stands in the data, or the same number given plain."""
+    """True if an answer is the ground truth as it stands in the data, or the same number in plain form."""
     truth = str(ground_truth)
     return answer is not None and answer in (truth, plain(truth))

@@ -88,7 +88,7 @@ class Reward:
             raise RewardError(f"it took longer than {TIMEOUT_KEY}={self.timeout_s:g} s", "timeouts") from None
 
     def metrics(self) -> Metrics:
-        """How many texts could not be judged since this was last asked; ``math_…`` were given the score 0."""
+        """Number of texts that could not be scored since the last call, by kind; ``math_…`` were given the score 0."""
         counts, kinds = Counter(self.failures), ("timeouts", "deaths", "errors")
         self.failures.clear()
         return {f"reward/{kind}": float(counts[kind]) for kind in (*kinds, *(f"math_{kind}" for kind in kinds))}

@@ -47,7 +47,7 @@ class Builtin:
         return float(answer == str(ground_truth) if kind == "embedded" else agrees(answer, ground_truth))
 
     async def mathematics(self, answer: str | None, ground_truth: Any) -> dict[str, Any]:
-        """1 or 0. That a wrong answer could not be read or computed is told, and counted, apart from other wrong ones."""
+        """1 or 0. Wrong answers that could not be read or computed are reported and counted separately."""
         outcome = "right" if agrees(answer, ground_truth) else "wrong"
         if answer is not None and outcome == "wrong":
             must_be_installed()
@@ -66,7 +66,7 @@ class Builtin:
 def score_of(equals: bool | None, ground_truth: Any) -> str:
     if equals is None:
         raise ValueError(
-            f"reward_model.ground_truth={ground_truth!r} cannot be read as mathematics; mend the row, or judge its "
+            f"reward_model.ground_truth={ground_truth!r} cannot be read as mathematics; fix the row, or score its "
             "data_source by reward.custom_reward_function.path"
         )
     return "right" if equals else "wrong"

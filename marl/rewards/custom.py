@@ -48,7 +48,7 @@ def load(path: str, name: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Custom:
-    """Where the function is; this, and not the function, goes to other processes."""
+    """Location of a custom reward function, which is sent to other processes in place of the function itself."""
 
     path: str
     name: str
@@ -83,7 +83,7 @@ def checked_function(config: Any) -> None:
 
 
 def custom_function(config: Any) -> Custom | None:
-    """What ``reward.custom_reward_function`` names, or verl's older ``custom_reward_function``."""
+    """The function named by ``reward.custom_reward_function``, or by verl's older ``custom_reward_function``."""
     if config.get("custom_reward_function") and config.custom_reward_function.path:
         from verl.experimental.reward_loop import migrate_legacy_reward_impl
 

@@ -103,7 +103,7 @@ def answer_rules(config: Any) -> AnswerRules:
 
 
 def check_extractors(config: Any) -> None:
-    """Raise ConfigError for a rule that nobody knows, or a function that cannot be loaded."""
+    """Raise ConfigError for an unknown rule, or a function that cannot be loaded."""
     for source, value in config.controller.extractors.items():
         chosen = own_or_named(value)
         if not isinstance(chosen, Own):

@@ -1,4 +1,4 @@
-"""Whether two mathematical answers are equal, by the package math-verify. It may take for ever: see ``processes``."""
+"""Equality of mathematical answers, by the package math-verify. It may never return: see ``processes``."""
 
 import importlib.util
 import logging

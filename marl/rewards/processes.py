@@ -17,11 +17,11 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 START_S = 120.0
-"""How long a process may take to start, and to load the file of a custom function."""
+"""Deadline for a process to start and to load the file of a custom function."""
 
 
 class RewardError(RuntimeError):
-    """A text could not be judged. ``kind`` says how it is counted: timeouts, deaths or errors."""
+    """Raised for a text that could not be scored. ``kind`` names its counter: timeouts, deaths or errors."""
 
     def __init__(self, message: str, kind: str = "errors") -> None:
         super().__init__(message)
@@ -29,7 +29,7 @@ class RewardError(RuntimeError):
 
 
 class RewardUnavailable(RewardError):
-    """Nothing was there to judge the text, which is the machine's fault and not the text's."""
+    """Raised where no scorer was available: an infrastructure failure, not the text's."""
 
 
 class LeanProcess(SpawnProcess):
@@ -67,8 +67,8 @@ class Processes:
     async def run(
         self, function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float | None = None
     ) -> Any:
-        """What ``function(**arguments)`` returns in a process. Raises RewardError where it raises, hangs or dies, and
-        RewardUnavailable where no process can be had."""
+        """Runs ``function(**arguments)`` in a process. Raises RewardError where it raises, hangs or dies, and
+        RewardUnavailable where no process is available."""
         call, timeout_s = pickle.dumps((function, dict(arguments))), timeout_s or self.timeout_s
         async with self._free:
             error, result = await self._ask_twice(call, timeout_s)

@@ -57,7 +57,7 @@ class Request:
 class Answer:
     token_ids: list[int]
     log_probs: list[float]
-    """Of the distribution that was sampled from: after temperature, top-k and top-p; of the plain one if greedy."""
+    """Log-probs under the sampling distribution: after temperature, top-k and top-p; under the plain one if greedy."""
     stop_reason: str
 
 
@@ -97,7 +97,7 @@ class PreallocatedLayer(DynamicLayer):
         self._view(width)
 
     def write_at(self, positions_B: Tensor) -> None:
-        """Where the next token of each row goes."""
+        """Sets the position of each row's next token."""
         self.positions_B = positions_B
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -116,7 +116,7 @@ class PreallocatedLayer(DynamicLayer):
 
 
 class Reader(Protocol):
-    """What says how an answer goes on: it reads the prompts, then every token that was chosen."""
+    """Model side of decoding: reads the prompts, then every token that was chosen."""
 
     def start(self, rows: Sequence[int]) -> Tensor:
         """Scores [B, V] of the first token; row b answers request ``rows[b]``."""
@@ -144,7 +144,7 @@ def decode(
 def answer(
     reader: Reader, requests: Sequence[Request], device: torch.device, to_text: Callable[[list[int]], str]
 ) -> list[Answer]:
-    """Sample what the reader's scores say, until every request has its answer."""
+    """Sample from the reader's scores until every request has its answer."""
     batch = _Batch(requests, device)
     answers = [Answer([], [], "length") for _ in requests]
     logits = reader.start([row or 0 for row in batch.rows])
@@ -167,7 +167,7 @@ def answer(
 
 
 def _append(answer: Answer, request: Request, token: int, log_prob: float, to_text: Callable[[list[int]], str]) -> bool:
-    """Record a token; say whether it was the last one."""
+    """Record a token; True if it was the last one."""
     answer.token_ids.append(token)
     answer.log_probs.append(log_prob)
     stopped = token in request.stop_token_ids
@@ -250,11 +250,11 @@ class ModelReader:
 
 
 class _Batch:
-    """How the rows of one batch are sampled; rows that have ended leave it in halves."""
+    """Sampling state of one batch; rows that have ended leave it in halves."""
 
     def __init__(self, requests: Sequence[Request], device: torch.device) -> None:
         self.rows: list[int | None] = [*range(len(requests)), *[None] * (MIN_ROWS - len(requests))]
-        """Which request a row decodes; None is padding, which decodes the first one once more."""
+        """Request that a row decodes; None is padding, which decodes the first one once more."""
         self.done = [False] * len(requests)
         decoded = [requests[row or 0] for row in self.rows]
         capacity = max(request.max_tokens for request in requests)
@@ -267,7 +267,7 @@ class _Batch:
         return self.sampling(logits_BV, self.uniforms_BT[:, position])
 
     def keep(self, kept: np.ndarray) -> Tensor:
-        """Keep these rows; says which ones the batch has now, padding included."""
+        """Keep these rows; returns those that the batch has now, padding included."""
         padding = max(0, MIN_ROWS - len(kept))
         self.rows = [*(self.rows[b] for b in kept), *[None] * padding]
         rows = torch.from_numpy(np.concatenate([kept, np.repeat(kept[:1], padding)])).to(self.uniforms_BT.device)

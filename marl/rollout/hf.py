@@ -24,7 +24,7 @@ from marl.rollout.vllm_sglang import offset_rank
 from marl.utils.garbage import freeze_gc
 
 GATHER_SECONDS = 0.002
-"""How long a request waits for others to share its batch."""
+"""Time that a request waits for others to share its batch."""
 
 
 LOCAL_SERVERS: dict[str, Any] = {}
@@ -134,7 +134,7 @@ class HFServer:
         ignore_eos = params.pop("ignore_eos", False)
         known = {key: params.pop(key) for key in ("temperature", "top_p", "top_k") if key in params}
         if params.pop("repetition_penalty", 1.0) != 1.0 or params:
-            raise ValueError(f"the hf rollout knows no sampling parameter {sorted(params) or ['repetition_penalty']}")
+            raise ValueError(f"the hf rollout has no sampling parameter {sorted(params) or ['repetition_penalty']}")
         longest = self.config.max_model_len or self.model.config.max_position_embeddings
         if len(prompt_ids) + int(limit) > longest:
             raise ValueError(

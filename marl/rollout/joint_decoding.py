@@ -78,13 +78,13 @@ class JointReader(ABC):
         return torch.tensor([self.weights[k] for k in agents], dtype=torch.float64, device=like.device)
 
     def joined(self, outputs: Mapping[PreTrainedModel, Tensor]) -> tuple[Tensor, Tensor]:
-        """What all agents say, and their weights in the same order."""
+        """All agents' outputs, and their weights in the same order."""
         together = torch.cat(list(outputs.values()))
         return together, self.weights_of([k for agents in self.agents_of.values() for k in agents], together)
 
     @abstractmethod
     def combine(self, outputs: Mapping[PreTrainedModel, Tensor]) -> Tensor:
-        """Scores [B, V] of the common token, from what each model says for its agents [A, B, …]."""
+        """Scores [B, V] of the common token, from each model's output for its agents [A, B, …]."""
 
 
 class DistributionReader(JointReader):
@@ -187,7 +187,7 @@ def check_states(mode: str, models: Mapping[str, PreTrainedModel]) -> None:
 
 @torch.inference_mode()
 def head_says_all(model: PreTrainedModel) -> bool:
-    """Whether a model's logits are what its head says of the state that the model gives without it."""
+    """True if a model's logits equal its head applied to the state that the model gives without it."""
     word = {key: torch.ones(1, 1, dtype=torch.long, device=model.device) for key in ("input_ids", "attention_mask")}
     logits = model(**word).logits
     with without_head(model):

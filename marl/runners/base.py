@@ -28,18 +28,18 @@ class Runner(ABC):
     seats: ClassVar[tuple[str, ...]] = ()
     """Keys of the configuration that name an agent; null leaves it to the runner."""
     votes: ClassVar[bool] = False
-    """The team's answer is decided by :func:`marl.runners.decide`, as the option ``runner.decide`` says."""
+    """True if :func:`marl.runners.decide` decides the team's answer, by the rule ``runner.decide``."""
     default_credit: ClassVar[str | None] = None
-    """What ``credit=auto`` stands for; None leaves it to the learner."""
+    """Credit scheme that ``credit=auto`` selects; None leaves it to the learner."""
 
     @property
     def compares_alternatives(self) -> bool:
-        """Whether an episode alone holds turns that are compared with one another."""
+        """True if a single episode holds turns that are compared with one another."""
         return False
 
     @property
     def in_turn(self) -> bool:
-        """Whether agents speak one after another, so that no two answers share a round."""
+        """True if agents speak one after another, so that no two answers share a round."""
         return False
 
     def last_round(self, agents: Sequence[AgentId]) -> int | None:
@@ -50,7 +50,7 @@ class Runner(ABC):
     class Config:
         name: str
         overflow: Overflow = Overflow.refuse
-        """What is done where a conversation exceeds ``data.max_prompt_length``."""
+        """Handling of a conversation that exceeds ``data.max_prompt_length``."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -60,7 +60,7 @@ class Runner(ABC):
         """Play one episode and return the team's final answer, or None where it has none."""
 
     def most_turns(self, agents: Sequence[AgentId]) -> dict[AgentId, int]:
-        """How often each agent speaks in an episode at most."""
+        """Maximum number of turns of each agent per episode."""
         return dict.fromkeys(agents, 1)
 
     def keywords(self, agents: Sequence[AgentId]) -> Sequence[str]:

@@ -14,11 +14,11 @@ class Chain(ConversationRunner):
     @dataclass
     class Config(ConversationRunner.Config):
         laps: int = 1
-        """How often the list of agents is gone through."""
+        """Number of passes through the list of agents."""
         hands_over_all: bool = False
-        """Everybody reads all that was said since its last turn, not the one before it alone."""
+        """Each agent reads all turns since its own last one, not only the previous one."""
         all_answer: bool = False
-        """Every turn is an answer to the task; else the last one is, and what is handed over is worth what comes of it."""
+        """Every turn is an answer to the task; else the last one is, and a hand-over gets the team's score."""
         instruction: str = "Go on from here."
         """Ends what is handed over."""
 

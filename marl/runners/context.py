@@ -1,4 +1,4 @@
-"""What is done with a conversation that has grown longer than a model may be shown. Pure, over messages."""
+"""Handling of a conversation that outgrows the context limit. Pure, over messages."""
 
 from collections.abc import Sequence
 from enum import Enum

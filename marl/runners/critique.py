@@ -18,7 +18,7 @@ class Critique(ConversationRunner):
     @dataclass
     class Config(ConversationRunner.Config):
         num_revisions: int = 1
-        """How often it is criticised and revised."""
+        """Number of critique and revision cycles."""
         critic_instruction: str = "Say what is wrong with this answer, and what is right. Do not answer yourself."
         reviser_instruction: str = "Answer again, with this criticism in mind."
 

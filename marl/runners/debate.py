@@ -33,7 +33,7 @@ class Debate(ConversationRunner):
     @dataclass
     class Config(ConversationRunner.Config):
         num_rounds: int = 2
-        """How often every agent speaks, the first answers included."""
+        """Number of rounds, in each of which every agent speaks; the first answers included."""
         instruction: str = "Consider the other answers, then give your updated answer."
         """Ends what is shown of the peers; empty for none."""
         sees: Sees = Sees.all
@@ -42,9 +42,9 @@ class Debate(ConversationRunner):
         stop_on_consensus: bool = False
         """Ends after a turn with which all give the same answer."""
         pass_word: str = ""
-        """Who says it and gives no answer keeps the one before and is not quoted; empty for no such word."""
+        """An agent that says it without an answer keeps its previous one and is not quoted; empty for no such word."""
         leave_word: str = ""
-        """Who says it speaks no more; the rest of what it says counts."""
+        """An agent that says it speaks no more; the rest of its text counts."""
         decide: Decide = Decide.majority
 
     config: Config

@@ -1,4 +1,4 @@
-"""How a team's answer follows from its agents' answers."""
+"""Decision rules: the team's answer from its agents' answers."""
 
 import random
 from collections.abc import Collection, Sequence

@@ -25,11 +25,11 @@ class Generate(Protocol):
 
 
 class TooManyTurns(ValueError):
-    """A runner lets an agent speak more often than its ``most_turns`` says, by which a run is planned."""
+    """Raised where an agent speaks more often than its runner's ``most_turns``, by which a run is planned."""
 
 
 class LiveEpisode:
-    """What a runner sees of the episode it plays: the task, the agents, a source of randomness and a judge."""
+    """A runner's view of the episode that it plays: the task, the agents, a source of randomness and a scorer."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class LiveEpisode:
         self._judge = judge
         self.runner = ""
         self.limits: Mapping[AgentId, int] | None = None
-        """How often each agent may speak; None for no limit."""
+        """Maximum number of turns of each agent; None for no limit."""
 
     def agent(self, name: AgentId) -> "Agent":
         return next(agent for agent in self.agents if agent.name == name)
@@ -64,11 +64,11 @@ class LiveEpisode:
         if self.limits is not None and turns > self.limits.get(agent, 0):
             raise TooManyTurns(
                 f"{self.runner}: agent {agent!r} speaks {turns} times, and its most_turns says {self.limits.get(agent, 0)}, by "
-                "which batches and memory are planned; mend most_turns, or run"
+                "which batches and memory are planned; fix most_turns, or run"
             )
 
     def count(self, what: str) -> None:
-        """Count something worth counting; it becomes the metric ``team/<what>``, a mean over episodes."""
+        """Count an event; it becomes the metric ``team/<what>``, a mean over episodes."""
         self.record.counts[what] += 1
 
 
@@ -93,7 +93,7 @@ class Agent:
 
     @property
     def prompt(self) -> list[Message]:
-        """What the task shows this agent, its role after the question: agents share the longer prefix."""
+        """The task as this agent sees it, its role after the question: agents share the longer prefix."""
         return followed_by(self._episode.task.observation(self.name), self.role)
 
     @property

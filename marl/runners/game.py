@@ -1,4 +1,4 @@
-"""Game: at every stage agents act at the same time, and what they are paid are the scores of their turns."""
+"""Game: at every stage agents act at the same time, and their payoffs are the scores of their turns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from marl.types import AgentId, Message, Score, Turn
 
 @register_runner("game")
 class Game(ConversationRunner):
-    """The team's answer is what was done at the last stage, and worth the mean of what the agents were paid in all."""
+    """The team's answer is what was done at the last stage, and its score is the mean of their total payoffs."""
 
     @dataclass
     class Config(ConversationRunner.Config):

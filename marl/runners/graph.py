@@ -20,7 +20,7 @@ from marl.utils.registry import did_you_mean
 
 
 class When(Enum):
-    """What an edge asks of the last turns of the node that it leaves."""
+    """An edge's condition on the last turns of the node that it leaves."""
 
     always = "always"
     agreed = "agreed"
@@ -36,7 +36,7 @@ class When(Enum):
 @dataclass
 class Node:
     agents: list[AgentId] = field(default_factory=list)
-    """Who speaks; empty for all."""
+    """Agents that speak; empty for all."""
     sees: list[str] = field(default_factory=list)
     """Nodes whose agents' last turns are shown, an agent's own excepted."""
     instruction: str = ""
@@ -53,7 +53,7 @@ class Edge:
     when: When = When.always
     word: str = ""
     limit: int = 1
-    """How often it is gone through at most."""
+    """Maximum number of times that it is taken."""
 
 
 @register_runner("graph")

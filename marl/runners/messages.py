@@ -6,7 +6,7 @@ from marl.types import Message
 
 
 def says(text: str, word: str) -> bool:
-    """Whether a text says a word, not within another one; the empty word is never said."""
+    """True if a text contains a word, not within another one; the empty word never matches."""
     return bool(word) and re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text) is not None
 
 

@@ -33,14 +33,14 @@ class MultiTurn(ConversationRunner):
     class Config(ConversationRunner.Config):
         peer_template: str = "{text}"
         num_turns: int = 2
-        """How many turns the first agent has at most."""
+        """Maximum number of turns of the first agent."""
         user: AgentId | None = None
         """The agent that plays the user; it reads what the other says as it is."""
         environment: Any = None
         """A registered environment that replies to every turn: its name, such as ``verifier``, or a group of its ``name``
         and its options."""
         instruction: str = "Check your answer, then answer again."
-        """What the agent is told where there is neither user nor environment."""
+        """Message to the agent where there is neither user nor environment."""
         stop: Stop = Stop.never
         stop_words: list[str] = field(default_factory=list)
         """Either side ends the conversation by saying one of them."""
@@ -94,7 +94,7 @@ class MultiTurn(ConversationRunner):
         super().check(agents)
         if not all(self.config.stop_words):
             raise ValueError(
-                f"runner.stop_words={self.config.stop_words}: an empty word ends no conversation; remove it"
+                f"runner.stop_words={self.config.stop_words}: an empty word never ends a conversation; remove it"
             )
         environment, user = self.config.environment, self.config.user
         if environment:

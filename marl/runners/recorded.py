@@ -66,7 +66,7 @@ class RecordedAnswers:
         return await self.generate(agent, observation, round, previous, branch)
 
     def _was_shortened(self, place: Place, observation: Sequence[Message]) -> bool:
-        """Whether this was too long for the agent when it was recorded."""
+        """True if this was too long for the agent when it was recorded."""
         shortened = self.episode.counts["dropped_rounds"] or self.episode.counts["summaries"]
         return bool(shortened) and place in self.turns and len(observation) > len(self.turns[place].observation)
 

@@ -21,11 +21,11 @@ class Router(ConversationRunner):
         router: AgentId | None = None
         """null: the first agent."""
         num_picks: int = 1
-        """How many times it picks at most."""
+        """Maximum number of picks."""
         stop_word: str = ""
         """The router ends the work by saying it, after the first pick; empty for no such word."""
         menu: str = "Who shall work on this: {workers}? Say the name."
-        """What the router is asked. Field: workers."""
+        """Question to the router. Field: workers."""
         instruction: str = "Go on from here."
         """Ends what a worker is shown of the answers since its last one, if there are any before."""
 

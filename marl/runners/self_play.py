@@ -21,13 +21,13 @@ class SelfPlay(ConversationRunner):
     @dataclass
     class Config(ConversationRunner.Config):
         num_rounds: int = 1
-        """How often each side speaks."""
+        """Number of turns of each side."""
         swap: bool = True
-        """Who begins is drawn for every episode; else it is the first agent."""
+        """Draw the side that begins for every episode; else the first agent begins."""
         instruction: str = ""
         """Ends what a side is shown of the other."""
         decide: Decide = Decide.majority
-        """How the team's answer follows from the two last answers."""
+        """Rule that decides the team's answer from the two last answers."""
 
     config: Config
 

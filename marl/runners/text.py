@@ -9,12 +9,12 @@ from marl.types import AgentId, Turn
 
 
 class ConversationRunner(Runner):
-    """A runner whose agents are shown what others said."""
+    """A runner whose agents are shown other agents' turns."""
 
     @dataclass
     class Config(Runner.Config):
         peer_template: str = "{agent} answered:\n{text}"
-        """How a turn is shown to others. Fields: agent, text, answer (the final one alone), score (the score of it)."""
+        """Template of a turn as others see it. Fields: agent, text, answer (the final one alone), score."""
         separator: str = "\n\n"
         """Between the parts of what is shown."""
         hide_answers: bool = False
@@ -31,7 +31,7 @@ class ConversationRunner(Runner):
             )
 
     async def shown(self, episode: LiveEpisode, turns: Iterable[Turn], instruction: str = "") -> str:
-        """What is shown of these turns, and an instruction."""
+        """Text that shows these turns, followed by an instruction."""
         parts = [await self._shown(episode, turn) for turn in turns]
         return self.config.separator.join(filter(None, [*parts, instruction]))
 

@@ -33,7 +33,7 @@ class Tree(ConversationRunner):
     class Config(ConversationRunner.Config):
         num_levels: int = 2
         num_branches: int = 4
-        """How many continuations every agent tries at a level."""
+        """Number of continuations that every agent tries at a level."""
         keep: Keep = Keep.score
         train: Train = Train.siblings
         instruction: str = "Improve on this."

@@ -8,7 +8,7 @@ from cachetools import LRUCache
 
 T = TypeVar("T")
 CACHE_BYTES = 64 << 20
-"""What a cache of encoded texts may take, in every process that encodes."""
+"""Memory limit of a cache of encoded texts, in every process that encodes."""
 ENTRY_BYTES = 400
 """About what an entry takes beside its key and its value."""
 

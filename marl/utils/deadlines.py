@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 async def wait_with_deadline(seconds: float, what: str, awaitable: Awaitable[T]) -> T:
-    """Wait, but not for ever. Raises TimeoutError that names what was waited for, and the key that sets the limit."""
+    """Wait with a deadline. Raises TimeoutError that names the awaited call, and the key that sets the limit."""
     try:
         return await asyncio.wait_for(awaitable, seconds)
     except TimeoutError:
@@ -72,11 +72,11 @@ def waiting_for_others() -> Iterator[None]:
 
 
 class HangsError(TimeoutError):
-    """Others answer nobody."""
+    """Raised where the other side answers no request."""
 
 
 class Watch:
-    """Notices others who answer nobody: a queue may be long, as long as it moves."""
+    """Detects servers that answer no request: a queue may be long, as long as it moves."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.heard = seconds, 0.0
@@ -89,7 +89,7 @@ class Watch:
             while not task.done():
                 left = max(begun, self.heard) + self.seconds - now()
                 if left <= 0:
-                    raise HangsError(f"nobody was answered for {self.seconds:g} s")
+                    raise HangsError(f"no request was answered for {self.seconds:g} s")
                 await asyncio.wait([task], timeout=None if left == math.inf else left)
             self.heard = now()
             return task.result()

@@ -45,7 +45,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     """Raises FileNotFoundError for a folder that is no checkpoint."""
     path = folder / STATE
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} holds no {STATE}: not a checkpoint of this project, or one cut short")
+        raise FileNotFoundError(f"{folder} holds no {STATE}: not a checkpoint of this project, or an incomplete one")
     return json.loads(path.read_text())
 
 

@@ -27,7 +27,7 @@ class PhaseTimer:
 
 
 class RunningMean:
-    """The mean of what it was told so far; None before that."""
+    """Mean of the values so far; None before the first."""
 
     def __init__(self, total: float = 0.0, count: int = 0) -> None:
         self.total, self.count = total, count

@@ -1,4 +1,4 @@
-"""Keeps what the libraries below say of themselves off the terminal: their notes, warnings and progress bars.
+"""Keeps the output of the libraries below off the terminal: their notes, warnings and progress bars.
 
 Errors and tracebacks pass, and so does every line that our code or the user's prints, logs or warns of.
 """
@@ -27,7 +27,7 @@ BEFORE_IMPORTS = {
 
 
 def is_library(module: str) -> bool:
-    """Whether a module, by its full name, belongs to one of the libraries."""
+    """True if a module, by its full name, belongs to one of the libraries."""
     return module.split(".")[0] in LIBRARIES
 
 

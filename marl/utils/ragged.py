@@ -29,6 +29,6 @@ def dense_to_jagged(x_BT: Tensor, nested: Tensor) -> Tensor:
 
 
 def inside(nested: Tensor) -> Tensor:
-    """Where a dense tensor [B, T] holds the rows of a nested one."""
+    """Mask [B, T] of the entries of a dense tensor that rows of a nested one fill."""
     lengths_B = nested.offsets().diff()  # type: ignore[attr-defined]
     return torch.arange(int(lengths_B.max()), device=lengths_B.device) < lengths_B[:, None]

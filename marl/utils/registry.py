@@ -85,7 +85,7 @@ CLOSE = 0.7
 
 
 def begins(word: str, name: str) -> bool:
-    """Whether one is the other's first part, as in ``reinforce_plus_plus``."""
+    """True if one is the other's first part, as in ``reinforce_plus_plus``."""
     return len(name) > 2 and (word.startswith(f"{name}_") or name.startswith(f"{word}_"))
 
 

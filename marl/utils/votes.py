@@ -1,4 +1,4 @@
-"""Which answers win a vote. Pure: runners decide by it, and credit asks it what others would have decided."""
+"""Winning answers of a vote. Pure: runners decide by it, and credit computes counterfactual decisions with it."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -11,7 +11,7 @@ FORMAT = re.compile(r"<response>.*?(?:</response>|$)", re.DOTALL)
 
 
 def exact_number(text: str, truth: str) -> float:
-    """Whether the last number of the text is the truth's last one; thousands' commas do not count."""
+    """1 if the last number of the text is the truth's last one; thousands separators do not count."""
     said, wanted = (NUMBER.findall(part.replace(",", "")) for part in (text, truth))
     return float(bool(said) and bool(wanted) and float(said[-1]) == float(wanted[-1]))
 
@@ -27,7 +27,7 @@ def variety(text: str) -> float:
 
 
 def well_formed(text: str) -> float:
-    """Whether there is a response in its tags; the closing one may be the stop string."""
+    """1 if there is a response in its tags; the closing one may be the stop string."""
     return float(FORMAT.search(text) is not None)
 
 

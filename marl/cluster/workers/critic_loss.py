@@ -1,4 +1,4 @@
-"""What critics minimise, at the positions where values are read: the clipped loss of PPO, or a loss of somebody else's."""
+"""Critic losses at the positions where values are read: PPO's clipped loss, or a linear loss with given gradients."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def read_values(values: torch.Tensor, rows: TensorDict) -> torch.Tensor:
 
 
 def critic_loss(config: Any, model_output: dict[str, torch.Tensor], data: TensorDict, dp_group: Any = None):
-    """Of rows with ``gradients`` the linear loss, of others PPO's."""
+    """Linear loss for rows with ``gradients``, PPO's clipped value loss for the others."""
     if "gradients" in data:
         return linear_loss(model_output, data)
     return value_loss(config, model_output, data, dp_group)

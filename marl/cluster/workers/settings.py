@@ -20,7 +20,7 @@ from marl.config.errors import ConfigError, plain
 from marl.utils.registry import did_you_mean
 
 BUILT = ("actor", "rollout")
-"""What is built whole. The model is not: that would load it."""
+"""Sections that are instantiated in full. The model is not: that would load it."""
 PRECISIONS = {"fp32", "bf16", "fp16", "float32", "bfloat16", "float16"}
 OURS = ("_target_", "total_training_steps", "custom")
 """Not the user's to set: what Hydra reads, and what we write before a worker reads it."""
@@ -82,7 +82,7 @@ def hints_of(target: str) -> dict[str, Any]:
 
 
 def takes(hint: Any, value: Any) -> bool:
-    """Whether a value is of a type, as YAML writes it: a list for a tuple, a whole number for a float."""
+    """True if a value matches a type as YAML writes it: a list for a tuple, an integer for a float."""
     origin = typing.get_origin(hint)
     if hint is Any or value == "???":
         return True
@@ -100,7 +100,7 @@ def takes(hint: Any, value: Any) -> bool:
 
 
 def words(hint: Any) -> str:
-    """A type as a user would say it."""
+    """A type in a user's words."""
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return " or ".join(words(option) for option in typing.get_args(hint))

@@ -94,7 +94,7 @@ def answers_fit(config: Any) -> None:
                 "lower it, or raise that"
             )
         if not all(agent.stop):
-            raise ConfigError(f"agents.{name}.stop={list(agent.stop)}: an empty text ends no answer; remove it")
+            raise ConfigError(f"agents.{name}.stop={list(agent.stop)}: an empty string cannot end an answer; remove it")
 
 
 def agent_loops_are_the_agents(config: Any) -> None:

@@ -11,7 +11,7 @@ def ranks_divide_among_servers(config: Any) -> None:
     if ranks < 1:
         raise ConfigError(
             f"trainer.nnodes={config.trainer.nnodes} x trainer.n_gpus_per_node={config.trainer.n_gpus_per_node} gives a "
-            "policy no rank; both must be at least 1"
+            "policy no ranks; both must be at least 1"
         )
     servers = ranks_per_server(rollout)
     if ranks % servers:

@@ -32,7 +32,7 @@ def overlong_penalties_have_a_buffer_and_a_price(config: Any) -> None:
         )
     if not buffer and price != ControllerConfig.overlong_penalty:
         raise ConfigError(
-            f"controller.overlong_penalty={price:g}: with controller.overlong_buffer=0 no answer is charged it; set "
+            f"controller.overlong_penalty={price:g}: with controller.overlong_buffer=0 it has no effect; set "
             "controller.overlong_buffer to the number of tokens before the limit in which length costs, or leave it out"
         )
 

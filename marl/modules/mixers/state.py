@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 PRIMES = (1_000_003, 998_244_353)
-"""Of the hash: a token and the one before it do not change places."""
+"""Multipliers of the hash: a token and the one before it are not interchangeable."""
 
 
 class StateEncoder(nn.Module):
