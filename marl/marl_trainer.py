@@ -173,7 +173,7 @@ class MARLTrainer:
         metrics |= self._team_metrics(scored, collection, refused=len(played) - len(episodes))
         metrics |= self._policy_metrics(updates) | self._critic_metrics(fits | later_fits) | gathered_metrics
         metrics |= self.controller.reward.metrics() | phase.metrics()
-        turns, critics = float(batch.mask_ERA.sum()), list(self.critics.groups.values())
+        turns, critics = float(batch.spoken_ERA.sum()), list(self.critics.groups.values())
         metrics |= throughput(list(self.policies.values()), critics, turns, seconds)
         if self.config.trainer.rollout_data_dir:
             numbers = turn_numbers(batch, self.learner.credit.of(batch))

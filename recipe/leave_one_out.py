@@ -20,7 +20,7 @@ class LeaveOneOut(Learner):
     config: Config
 
     def assign_credit(self, batch: JointBatch) -> Metrics:
-        mask_ERA = batch.mask_ERA.float()
+        mask_ERA = batch.spoken_ERA.float()
         credit_ERA = self.credit.of(batch) * mask_ERA
         others_ERA = credit_ERA.sum(-1, keepdim=True) - credit_ERA
         count_ERA = (mask_ERA.sum(-1, keepdim=True) - mask_ERA).clamp(min=1)

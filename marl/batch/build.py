@@ -29,7 +29,7 @@ def joint_batch(
     places = [columns_of(episode, num_rounds) for episode in episodes]
     width = max((column + 1 for columns in places for column in columns), default=0)
     shape = (len(episodes), max(num_rounds, width), len(agents))
-    mask_ERA, trained_ERA, answers_ERA = np.zeros((3, *shape), dtype=bool)
+    spoken_ERA, trained_ERA, answers_ERA = np.zeros((3, *shape), dtype=bool)
     scores_ERA, siblings_ERA = np.zeros(shape, dtype=np.float32), np.full(shape, -1)
     lengths_ERA = np.zeros(shape, dtype=np.int64)
     seat = {agent: a for a, agent in enumerate(agents)}
@@ -44,7 +44,7 @@ def joint_batch(
                 continue
             cell = (e, column, seat[turn.agent])
             cells[e][i] = int(np.ravel_multi_index(cell, shape))
-            mask_ERA[cell], scores_ERA[cell] = True, turn.scored.value - turn.scored.penalty
+            spoken_ERA[cell], scores_ERA[cell] = True, turn.scored.value - turn.scored.penalty
             answers_ERA[cell], lengths_ERA[cell] = turn.answers, sum(turn.response_mask)
             if turn.compared:
                 siblings_ERA[cell] = sets.setdefault((e, turn.agent, turn.round), len(sets))
@@ -65,7 +65,7 @@ def joint_batch(
         agents=list(agents),
         tasks_E=[episode.task.id for episode in episodes],
         sources_E=[episode.task.data_source for episode in episodes],
-        mask_ERA=torch.from_numpy(mask_ERA),
+        spoken_ERA=torch.from_numpy(spoken_ERA),
         scores_ERA=torch.from_numpy(scores_ERA),
         trained_ERA=torch.from_numpy(trained_ERA),
         answers_ERA=torch.from_numpy(answers_ERA),

@@ -53,7 +53,7 @@ def outcomes_of(episodes: Sequence[Episode], batch: JointBatch) -> torch.Tensor 
     if not placed:
         return None
     longest = max(len(returns) for _, returns in placed)
-    outcomes_NK = torch.full((batch.mask_ERA.numel(), longest), torch.nan)
+    outcomes_NK = torch.full((batch.spoken_ERA.numel(), longest), torch.nan)
     for cell, returns in placed:
         outcomes_NK[cell, : len(returns)] = torch.tensor(returns)
-    return outcomes_NK.view(*batch.mask_ERA.shape, longest)
+    return outcomes_NK.view(*batch.spoken_ERA.shape, longest)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import torch
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -52,7 +54,7 @@ class JointBatch:
     """One step's experience of all agents: dense turn grids, and ragged rows for every policy.
 
     Column R of a grid is a round. Where a conversation branched, the alternatives that it did not follow stand in further
-    columns behind the last round: the mathematics of conversations sees :meth:`path` alone.
+    columns behind the last round: ``mask_ERA`` shows the conversations alone, ``spoken_ERA`` all turns.
 
     A row's ``turn_index`` [T] points every answer token into a flattened [E, R, A] grid and is -1 elsewhere, so that
     numbers of turns reach tokens whether a row holds one turn or many.
@@ -60,8 +62,8 @@ class JointBatch:
 
     agents: list[AgentId]
     tasks_E: list[str]
-    mask_ERA: Tensor
-    """1 where the agent spoke."""
+    spoken_ERA: Tensor
+    """1 on every turn, alternatives that no conversation followed included."""
     scores_ERA: Tensor
     team_score_E: Tensor
     """The score of the team's answer."""
@@ -87,14 +89,35 @@ class JointBatch:
     evidence: Evidence = field(default_factory=Evidence)
 
     @property
-    def siblings_ERA(self) -> Tensor | None:
-        """The sets of alternatives that turns are compared with; None where there are none."""
-        return None if self.alternatives is None else self.alternatives.siblings_ERA
+    def mask_ERA(self) -> Tensor:
+        """1 where the agent spoke in the conversation."""
+        if self.alternatives is None:
+            return self.spoken_ERA
+        mask_ERA = self.spoken_ERA.clone()
+        mask_ERA[:, self.alternatives.num_rounds :] = 0
+        return mask_ERA
+
+    @property
+    def siblings_ERA(self) -> Tensor:
+        """The number of the set of alternatives that a turn is compared with, -1 for the others."""
+        if self.alternatives is None:
+            return torch.full(self.spoken_ERA.shape, -1)
+        return self.alternatives.siblings_ERA
+
+    @property
+    def chained_ERA(self) -> Tensor:
+        """1 on the turns of the conversations that answer for what came after them: all but those in a set."""
+        return self.mask_ERA & (self.siblings_ERA < 0)
+
+    def apart(self, x_ERA: Tensor, own_ERA: Tensor) -> Tensor:
+        """The numbers ``x_ERA``; of turns that are compared with their alternatives, their own ones instead, whatever came
+        after them."""
+        return torch.where(self.siblings_ERA >= 0, own_ERA, x_ERA)
 
     @property
     def last_turns_ERA(self) -> Tensor:
         """1 on each agent's last turn of every conversation."""
-        spoke_ERA = self.path().mask_ERA.long()
+        spoke_ERA = self.mask_ERA.long()
         return spoke_ERA * (spoke_ERA.flip(1).cumsum(1).flip(1) == 1)
 
     @property
@@ -105,17 +128,9 @@ class JointBatch:
         seats_GRA = self.trained_ERA.new_zeros(len(numbers), *self.trained_ERA.shape[1:])
         for task, trained_RA in zip(task_E, self.trained_ERA, strict=True):
             seats_GRA[task] |= trained_RA
-        return self.mask_ERA & seats_GRA[task_E]
+        return self.spoken_ERA & seats_GRA[task_E]
 
     @property
     def answered_ERA(self) -> Tensor:
         """1 on the turns of the conversations that are answers to the task."""
-        return self.path().mask_ERA & self.answers_ERA
-
-    def path(self) -> JointBatch:
-        """The same batch, as if the alternatives that no conversation followed had never been spoken."""
-        if self.alternatives is None:
-            return self
-        mask_ERA = self.mask_ERA.clone()
-        mask_ERA[:, self.alternatives.num_rounds :] = 0
-        return replace(self, mask_ERA=mask_ERA)
+        return self.mask_ERA & self.answers_ERA

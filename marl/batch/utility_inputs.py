@@ -81,7 +81,7 @@ class JointStates:
         self.text = JointObservation(tokenizer)
 
     def ids(self, episodes: Sequence[Episode], batch: JointBatch) -> Tensor:
-        width = batch.mask_ERA.shape[1]
+        width = batch.spoken_ERA.shape[1]
         states: list[list[int]] = [[] for _ in range(len(episodes) * width)]
         for e, turn, _ in turns_of(episodes, batch, batch.compared_ERA):
             if turn.kept and not states[e * width + turn.round - 1]:

@@ -17,13 +17,13 @@ def place_values(batch: JointBatch, critic: CriticName, values: Tensor) -> None:
     if "answered" in rows:
         if batch.critic_data.values_ERA is None or batch.critic_data.utilities_ERA is None:
             batch.critic_data.values_ERA, batch.critic_data.utilities_ERA = torch.zeros(
-                2, *batch.mask_ERA.shape
+                2, *batch.spoken_ERA.shape
             ).unbind()
         lay_utilities(rows, values, batch.critic_data.values_ERA, batch.critic_data.utilities_ERA)
         return
     if "turn_index" in rows:
         if batch.critic_data.values_ERA is None:
-            batch.critic_data.values_ERA = torch.zeros(batch.mask_ERA.shape)
+            batch.critic_data.values_ERA = torch.zeros(batch.spoken_ERA.shape)
         batch.critic_data.values_ERA.view(-1)[rows["turn_index"].values()] = values.values().float()
         return
     start = 0

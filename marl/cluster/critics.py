@@ -63,7 +63,7 @@ class Critics:
 
 def episodes_of(batch: JointBatch, critic: CriticName) -> list[int]:
     """The episode of each of a critic's rows."""
-    cells_an_episode = batch.mask_ERA[0].numel()
+    cells_an_episode = batch.spoken_ERA[0].numel()
     rows = batch.critic_data.value_rows[critic]
     read = [rows] if "turn_index" in rows else [batch.rows[name] for name in policies_read(batch, critic)]
     cells = [index[index >= 0][0] for part in read for index in part["turn_index"].unbind()]

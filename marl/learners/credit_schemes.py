@@ -65,24 +65,21 @@ class Credit(ABC):
     def of(self, batch: JointBatch) -> Tensor:
         """Credit [E, R, A] of every turn. One that is compared with its alternatives gets its own score only: what came
         after the kept one is not theirs to share."""
-        path, config = batch.path(), self.config
-        credit_ERA = self.assign(path)
-        if config.pays_incentives:
-            credit_ERA = credit_ERA + self.incentives(path)
-        if batch.siblings_ERA is None or self.kind == "advantage":
-            return credit_ERA
-        return torch.where(batch.siblings_ERA >= 0, batch.scores_ERA, credit_ERA)
+        credit_ERA = self.assign(batch)
+        if self.config.pays_incentives:
+            credit_ERA = credit_ERA + self.incentives(batch)
+        return credit_ERA if self.kind == "advantage" else batch.apart(credit_ERA, batch.scores_ERA)
 
     def of_team(self, batch: JointBatch) -> Tensor:
         """The team's reward [E, R] of every round, for learners to which the team is one decision maker."""
-        return credit.team_mean(self.of(batch), batch.path().mask_ERA)
+        return credit.team_mean(self.of(batch), batch.mask_ERA)
 
-    def incentives(self, path: JointBatch) -> Tensor:
+    def incentives(self, batch: JointBatch) -> Tensor:
         """Incentives [E, R, A] of every turn. A turn that is no answer neither earns them nor counts as a peer's, nor does one
         that a conversation ended early with, whose score is what that is worth."""
         config = self.config
         alpha, beta = (config.alpha0, config.alpha1), (config.beta0, config.beta1)
-        return credit.incentives(path.scores_ERA, standing(path), alpha, beta)
+        return credit.incentives(batch.scores_ERA, standing(batch), alpha, beta)
 
 
 CREDITS: Registry[Credit] = Registry("credit")
@@ -113,14 +110,14 @@ class OutcomeCredit(Credit):
     def of_team(self, batch: JointBatch) -> Tensor:
         """The mean over the answers of a round; in the last one, the mean outcome of those that answered too, of all if nobody
         did."""
-        path, answered_ERA = batch.path(), standing(batch)
-        rewards_ERA = self.of_turns(path)
+        answered_ERA = standing(batch)
+        rewards_ERA = self.of_turns(batch)
         if self.config.pays_incentives:
-            rewards_ERA = rewards_ERA + self.incentives(path)
-        answered_EA, spoke_EA = path.answered_ERA.any(1), path.mask_ERA.any(1)
+            rewards_ERA = rewards_ERA + self.incentives(batch)
+        answered_EA, spoke_EA = batch.answered_ERA.any(1), batch.mask_ERA.any(1)
         paid_EA = torch.where(answered_EA.any(-1, keepdim=True), answered_EA, spoke_EA)
-        outcome_E = credit.team_mean(self.outcome(path), paid_EA)
-        return credit.team_mean(rewards_ERA, answered_ERA) + credit.in_last_round(outcome_E, path.mask_ERA)
+        outcome_E = credit.team_mean(self.outcome(batch), paid_EA)
+        return credit.team_mean(rewards_ERA, answered_ERA) + credit.in_last_round(outcome_E, batch.mask_ERA)
 
 
 def standing(batch: JointBatch) -> Tensor:
@@ -255,5 +252,5 @@ class Influence(Credit):
         answered_ERA, gamma = batch.answered_ERA, self.config.gamma
         later_ER, weight_ER = credit.later_rounds(batch.scores_ERA, answered_ERA, gamma)
         later_ER = torch.where(weight_ER > 0, later_ER / weight_ER, batch.team_score_E[:, None])
-        others_ERA = batch.path().mask_ERA & ~answered_ERA
+        others_ERA = batch.mask_ERA & ~answered_ERA
         return credit.influence(batch.scores_ERA, answered_ERA, gamma) + later_ER[..., None] * others_ERA

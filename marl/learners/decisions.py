@@ -69,11 +69,11 @@ class Decisions:
             if returns_D is not None:
                 self.rows["returns"] = ragged(returns_D)
             return
-        grid = torch.zeros(batch.mask_ERA.numel()).index_put((self.cells_D,), advantages_D.float())
+        grid = torch.zeros(batch.spoken_ERA.numel()).index_put((self.cells_D,), advantages_D.float())
         self.rows["advantages"] = broadcast_to_tokens(grid, self.rows)
         if returns_D is not None:
             if batch.returns_ERA is None:
-                batch.returns_ERA = torch.zeros(batch.mask_ERA.shape)
+                batch.returns_ERA = torch.zeros(batch.spoken_ERA.shape)
             batch.returns_ERA.view(-1)[self.cells_D] = returns_D.float()
 
 
@@ -83,18 +83,16 @@ class Trajectories:
     def __init__(
         self,
         cells_D: Tensor,
-        shape: torch.Size,
+        batch: JointBatch,
         separate_turns: bool,
-        siblings_ERA: Tensor | None = None,
         chain: bool = False,
     ) -> None:
         """Turns that are compared with their alternatives are trajectories of their own."""
+        shape = batch.spoken_ERA.shape
         size, agents = shape.numel(), shape[-1]
         episode_D, _, agent_D = torch.unravel_index(cells_D, shape)
         seat_D = episode_D if chain else cells_D if separate_turns else episode_D * agents + agent_D
-        if siblings_ERA is not None:
-            alone_D = siblings_ERA.flatten()[cells_D] >= 0
-            seat_D = torch.where(alone_D, size + cells_D, seat_D)
+        seat_D = torch.where(batch.siblings_ERA.flatten()[cells_D] >= 0, size + cells_D, seat_D)
         order_D = torch.argsort(seat_D * size + cells_D, stable=True)  # cells rise with rounds, then with agents
         _, self.row_D = seat_D.unique(return_inverse=True)
         lengths_N = torch.bincount(self.row_D)
@@ -136,7 +134,7 @@ def whitened(x: Tensor, mask: Tensor) -> Tensor:
 
 def penalties(batch: JointBatch) -> Tensor:
     """KL penalty of each turn [E, R, A], summed over its tokens except rejected ones."""
-    penalties_ERA = torch.zeros(batch.mask_ERA.shape)
+    penalties_ERA = torch.zeros(batch.spoken_ERA.shape)
     for rows in batch.rows.values():
         if "kl_penalty" in rows:
             index_T, kept_T = rows["turn_index"].values(), kept_tokens(rows)
@@ -150,6 +148,4 @@ def returns(batch: JointBatch, credit_ERA: Tensor, kind: CreditKind, gamma: floa
     rewards_ERA = credit_ERA - penalties(batch)
     if kind == "return":
         return rewards_ERA
-    returns_ERA = returns_to_go(rewards_ERA, batch.path().mask_ERA, gamma)
-    alone = batch.siblings_ERA
-    return returns_ERA if alone is None else torch.where(alone >= 0, rewards_ERA, returns_ERA)
+    return batch.apart(returns_to_go(rewards_ERA, batch.mask_ERA, gamma), rewards_ERA)

@@ -28,7 +28,7 @@ def estimate(name: str, settings: AlgoConfig, batch: JointBatch, returns_ERA: Te
     function, keys, own_ERA = get_adv_estimator_fn(name), keys_ERA.flatten(), returns_ERA + penalties(batch)
     for rows in batch.rows.values():
         decisions = Decisions.of(batch, rows)
-        plan = Trajectories(decisions.cells_D, batch.mask_ERA.shape, separate_turns=True)
+        plan = Trajectories(decisions.cells_D, batch, separate_turns=True)
         cells_N = decisions.cells_D[plan.first_D]
         others_M = cells_N[:0] if name in UNGROUPED else others_of(batch, keys, cells_N)
         rewards_NT, mask_NT = with_others(
@@ -50,7 +50,7 @@ def estimate(name: str, settings: AlgoConfig, batch: JointBatch, returns_ERA: Te
 
 def others_of(batch: JointBatch, keys: Tensor, cells_N: Tensor) -> Tensor:
     """The cells of the turns that share a group with these, and are none of them."""
-    others = batch.mask_ERA.flatten() & torch.isin(keys, keys[cells_N])
+    others = batch.spoken_ERA.flatten() & torch.isin(keys, keys[cells_N])
     others[cells_N] = False
     return others.nonzero()[:, 0]
 

@@ -22,7 +22,7 @@ def group_keys(batch: JointBatch, group_by: Collection[GroupKey]) -> Tensor:
     """The group number [E, R, A] of every turn: turns that agree in all of ``group_by`` share one, alternatives of one turn
     have their own."""
     tasks_E, _ = credit.group_index(batch.tasks_E)
-    shape = batch.mask_ERA.shape
+    shape = batch.spoken_ERA.shape
     axes = [tasks_E, torch.arange(shape[1]), torch.arange(shape[2])]
     keys_ERA = torch.zeros(shape, dtype=torch.long)
     for axis, numbers in enumerate(axes):
@@ -30,8 +30,6 @@ def group_keys(batch: JointBatch, group_by: Collection[GroupKey]) -> Tensor:
             view = [1, 1, 1]
             view[axis] = -1
             keys_ERA = keys_ERA * (int(numbers.max()) + 1) + numbers.view(view)
-    if batch.siblings_ERA is None:
-        return keys_ERA
     sets_ERA = keys_ERA.max() + 1 + batch.siblings_ERA
     return torch.where(batch.siblings_ERA >= 0, sets_ERA, keys_ERA)
 
@@ -39,7 +37,7 @@ def group_keys(batch: JointBatch, group_by: Collection[GroupKey]) -> Tensor:
 def policy_keys(batch: JointBatch) -> Tensor:
     """The group number [E, R, A] of every turn where all turns that train a policy are one group; untrained turns have their
     own."""
-    keys_ERA = torch.zeros(batch.mask_ERA.shape, dtype=torch.long)
+    keys_ERA = torch.zeros(batch.spoken_ERA.shape, dtype=torch.long)
     for number, rows in enumerate(batch.rows.values(), start=1):
         index_T = rows["turn_index"].values()
         keys_ERA.view(-1)[index_T[index_T >= 0]] = number
@@ -57,7 +55,7 @@ def clear_turns(batch: JointBatch, turns_ERA: Tensor) -> None:
 
 def unequal_turns(batch: JointBatch, returns_ERA: Tensor, keys_ERA: Tensor) -> Tensor:
     """The turns [E, R, A] whose group holds two different returns: the others teach nothing."""
-    spoke_ERA = batch.mask_ERA.bool()
+    spoke_ERA = batch.spoken_ERA.bool()
     index_B, count_G = credit.group_index(keys_ERA[spoke_ERA])
     unequal_ERA = torch.zeros_like(spoke_ERA)
     unequal_ERA[spoke_ERA] = credit.unequal_groups(returns_ERA[spoke_ERA], index_B, len(count_G))[index_B]
@@ -66,7 +64,7 @@ def unequal_turns(batch: JointBatch, returns_ERA: Tensor, keys_ERA: Tensor) -> T
 
 def degenerate_share(batch: JointBatch, unequal_ERA: Tensor, keys_ERA: Tensor) -> Metrics:
     """Share of degenerate groups, whose rewards are all equal; per agent, the share of its turns in such groups."""
-    spoke_ERA = batch.mask_ERA.bool()
+    spoke_ERA = batch.spoken_ERA.bool()
     groups = keys_ERA[spoke_ERA].unique()
     shares = {}
     if len(groups):

@@ -55,7 +55,7 @@ class GRPO(Learner):
         keys_ERA = group_keys(batch, self.config.group_by) if self.compares_samples else policy_keys(batch)
         unequal_ERA = unequal_turns(batch, returns_ERA, keys_ERA)
         if self.config.estimator in (None, "grpo"):
-            advantages_ERA, spoke_ERA = torch.zeros_like(returns_ERA), batch.mask_ERA.bool()
+            advantages_ERA, spoke_ERA = torch.zeros_like(returns_ERA), batch.spoken_ERA.bool()
             groups = returns_ERA[spoke_ERA], keys_ERA[spoke_ERA]
             advantages_ERA[spoke_ERA] = credit.group_advantages(*groups, self.config.std)
             for rows in batch.rows.values():

@@ -52,7 +52,7 @@ class HAPPO(MAPPO):
         """Update one policy after another. New log-probs are asked for where a later policy spoke in the same lap."""
         order = self.order(name for name in batch.rows if name in policies)
         self.num_updates += 1
-        log_ratios_ERA = torch.zeros(batch.mask_ERA.shape)
+        log_ratios_ERA = torch.zeros(batch.spoken_ERA.shape)
         metrics: dict[PolicyName, Metrics] = {}
         for position, name in enumerate(order, start=1):
             rows, later = batch.rows[name], [batch.rows[other] for other in order[position:]]

@@ -55,7 +55,7 @@ class IPPO(Learner):
 
     def trajectories(self, batch: JointBatch, cells_D: Tensor) -> Trajectories:
         separate_turns = self.credit.kind == "return"
-        return Trajectories(cells_D, batch.mask_ERA.shape, separate_turns, batch.siblings_ERA)
+        return Trajectories(cells_D, batch, separate_turns)
 
     def estimate(
         self, batch: JointBatch, decisions: Mapping[PolicyName, Decisions], rewards_ERA: Tensor
@@ -77,19 +77,15 @@ class IPPO(Learner):
 
     def rewards(self, batch: JointBatch) -> Tensor:
         """Rewards [E, R, A] of the trained turns."""
-        credit_ERA = self.paid(batch)
+        credit_ERA, chained_ERA = self.credit.of(batch), batch.chained_ERA
         if self.credit.kind == "return":
             return credit_ERA
-        mask_ERA = batch.path().mask_ERA
-        if batch.siblings_ERA is None:
-            return self.fold(credit_ERA, mask_ERA, batch.trained_ERA)
-        alone_ERA = batch.siblings_ERA >= 0  # worth their own scores, whatever comes after
-        chained_ERA = batch.trained_ERA & mask_ERA & ~alone_ERA
-        return torch.where(alone_ERA, credit_ERA, self.fold(credit_ERA, mask_ERA & ~alone_ERA, chained_ERA))
+        paid_ERA = self.paid(batch, credit_ERA)
+        return batch.apart(self.fold(paid_ERA, chained_ERA, batch.trained_ERA & chained_ERA), credit_ERA)
 
-    def paid(self, batch: JointBatch) -> Tensor:
-        """Credit [E, R, A] of every turn."""
-        return self.credit.of(batch)
+    def paid(self, batch: JointBatch, credit_ERA: Tensor) -> Tensor:
+        """Rewards [E, R, A] of the conversations' turns, trained or not."""
+        return credit_ERA
 
     def fold(self, credit_ERA: Tensor, mask_ERA: Tensor, trained_ERA: Tensor) -> Tensor:
         """Rewards of trained turns, with what the untrained ones after them earn."""

@@ -28,10 +28,8 @@ class MAGRPO(GRPO):
 
     def returns(self, batch: JointBatch, credit_ERA: Tensor) -> Tensor:
         """The team's rewards from a round on [E, R, A], in which an agent's silence costs it nothing."""
-        mask_ERA = batch.path().mask_ERA
+        mask_ERA = batch.mask_ERA
         team_ER1 = self.credit.of_team(batch)[..., None]
         later_ERA = credit.returns_to_go(team_ER1, mask_ERA.any(-1, keepdim=True), self.config.gamma) * mask_ERA
         own_ERA = super().returns(batch, torch.zeros_like(credit_ERA))  # what each turn's divergence takes off
-        if batch.siblings_ERA is not None:
-            later_ERA = torch.where(batch.siblings_ERA >= 0, credit_ERA, later_ERA)
-        return later_ERA + own_ERA
+        return batch.apart(later_ERA, credit_ERA) + own_ERA

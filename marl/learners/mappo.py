@@ -50,17 +50,13 @@ class MAPPO(IPPO):
     def trajectories(self, batch: JointBatch, cells_D: Tensor) -> Trajectories:
         if not self.config.chain:
             return super().trajectories(batch, cells_D)
-        return Trajectories(cells_D, batch.mask_ERA.shape, False, batch.siblings_ERA, chain=True)
+        return Trajectories(cells_D, batch, separate_turns=False, chain=True)
 
-    def paid(self, batch: JointBatch) -> Tensor:
+    def paid(self, batch: JointBatch, credit_ERA: Tensor) -> Tensor:
         """In a chain the team's reward of every round, at its last speaker."""
-        credit_ERA, mask_ERA, alone = super().paid(batch), batch.path().mask_ERA, batch.siblings_ERA
         if not self.config.chain:
-            return credit_ERA
-        if alone is None:
-            return credit.at_last_speakers(self.credit.of_team(batch), mask_ERA)
-        paid_ERA = credit.at_last_speakers(self.credit.of_team(batch), mask_ERA & (alone < 0))
-        return torch.where(alone >= 0, credit_ERA, paid_ERA)
+            return super().paid(batch, credit_ERA)
+        return credit.at_last_speakers(self.credit.of_team(batch), batch.chained_ERA)
 
     def fold(self, credit_ERA: Tensor, mask_ERA: Tensor, trained_ERA: Tensor) -> Tensor:
         """In a chain what untrained turns earn goes to the last trained turn before them, whoever spoke it."""

@@ -78,7 +78,7 @@ class JointActions:
     @classmethod
     def of(cls, batch: JointBatch, rewards_ER: Tensor, gamma: float) -> JointActions:
         """``rewards_ER``: the team's reward of every round. Alternatives that no conversation followed are no part of it."""
-        spoke_ERA = batch.path().mask_ERA.bool()
+        spoke_ERA = batch.mask_ERA
         trained_ERA = batch.compared_ERA & spoke_ERA
         trained_ER = trained_ERA.any(-1)
         folded_ER = credit.fold_untrained(
@@ -89,7 +89,7 @@ class JointActions:
         same_B = torch.cat([episode_B[1:] == episode_B[:-1], torch.zeros(1, dtype=torch.bool)])[: len(episode_B)]
         next_B = torch.where(same_B, number_B + 1, -1)
         return cls(
-            shape=batch.mask_ERA.shape,
+            shape=batch.spoken_ERA.shape,
             index_B=episode_B * trained_ER.shape[1] + round_B,
             mask_BA=trained_ERA[episode_B, round_B],
             next_B=next_B,

@@ -56,7 +56,7 @@ class RAE(Learner):
 
     def relative(self, batch: JointBatch, credit_ERA: Tensor) -> Tensor:
         """Returns [E, R, A] less the mean of their role, which hears of them first."""
-        mask_ERA = batch.path().mask_ERA
+        mask_ERA = batch.mask_ERA
         returns_ERA = returns(batch, credit_ERA, self.credit.kind, self.config.gamma)
         batch.returns_ERA = returns_ERA
         outcomes_EA = (returns_ERA * mask_ERA).sum(1) / mask_ERA.sum(1).clamp(min=1)
@@ -68,7 +68,7 @@ class RAE(Learner):
                     played_E = of_game_E & (places_EA[:, a] == place)
                     if place:
                         baselines_EA[played_E, a] = self.followed(source, agent, place, outcomes_EA[played_E, a])
-        return (returns_ERA - baselines_EA[:, None]) * batch.mask_ERA
+        return (returns_ERA - baselines_EA[:, None]) * batch.spoken_ERA
 
     def followed(self, source: str, agent: str, place: int, outcomes_E: Tensor) -> float:
         """The role's mean after these episodes."""

@@ -59,13 +59,11 @@ def log_factors(log_ratios_ERA: Tensor, batch: JointBatch) -> Tensor:
     An alternative that the conversation did not follow stands in a column behind the rounds, and is no part of their joint
     actions. A turn that is compared with its alternatives gets its own score, whatever the others did.
     """
-    applies_ERA = batch.path().mask_ERA.bool()
+    applies_ERA = batch.mask_ERA
     laps_ER = laps(applies_ERA)
     round_sums_ER = torch.where(applies_ERA, log_ratios_ERA, 0.0).sum(-1)
     lap_sums_ER = torch.zeros_like(round_sums_ER).scatter_add(1, laps_ER, round_sums_ER).gather(1, laps_ER)
-    if batch.siblings_ERA is not None:
-        applies_ERA = applies_ERA & (batch.siblings_ERA < 0)
-    return torch.where(applies_ERA, lap_sums_ER[..., None], 0.0)
+    return torch.where(batch.chained_ERA, lap_sums_ER[..., None], 0.0)
 
 
 def factors(log_factors_ERA: Tensor, clip: float | None) -> Tensor:
@@ -92,7 +90,7 @@ def factor_metrics(log_factors_ERA: Tensor, factors_ERA: Tensor, rows: TensorDic
 
 def share_laps(rows: TensorDict, others: TensorDict, batch: JointBatch) -> bool:
     """True if some lap of some episode has turns of both, alternatives excluded."""
-    mask_ERA = batch.path().mask_ERA.bool()
+    mask_ERA = batch.mask_ERA.bool()
     num_rounds, laps_ER = mask_ERA.shape[1], laps(mask_ERA)
     numbers_ER = torch.arange(len(laps_ER))[:, None] * num_rounds + laps_ER
     own, theirs = (

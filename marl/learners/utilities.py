@@ -99,7 +99,7 @@ async def read(batch: JointBatch, critics: Critics, target: bool = False) -> tup
     results = await asyncio.gather(
         *(call(batch.critic_data.value_rows[name]) for call, name in zip(calls, names, strict=True))
     )
-    v_ERA, q_ERA = torch.zeros(2, *batch.mask_ERA.shape).unbind()
+    v_ERA, q_ERA = torch.zeros(2, *batch.spoken_ERA.shape).unbind()
     for name, values in zip(names, results, strict=True):
         lay_utilities(batch.critic_data.value_rows[name], values, v_ERA, q_ERA)
     return v_ERA, q_ERA

@@ -18,7 +18,7 @@ WINDOW = 20
 def credit_shares(batch: JointBatch, agents: Sequence[AgentId]) -> dict[AgentId, float]:
     """Share of the total |advantage| that these agents' trained turns got: the mean over a turn's tokens, summed over
     turns. Empty where nobody got any."""
-    cells = batch.mask_ERA.numel()
+    cells = batch.spoken_ERA.numel()
     size, tokens = torch.zeros(cells, dtype=torch.float64), torch.zeros(cells, dtype=torch.float64)
     for rows in batch.rows.values():
         index_T = rows["turn_index"].values()
@@ -26,7 +26,7 @@ def credit_shares(batch: JointBatch, agents: Sequence[AgentId]) -> dict[AgentId,
         own_T = rows["advantages"].values()[answered_T].abs().double()
         size.index_add_(0, index_T[answered_T], own_T)
         tokens.index_add_(0, index_T[answered_T], torch.ones_like(own_T))
-    size_A = (size / tokens.clamp(min=1)).view(batch.mask_ERA.shape).sum((0, 1))
+    size_A = (size / tokens.clamp(min=1)).view(batch.spoken_ERA.shape).sum((0, 1))
     total = float(sum(size_A[batch.agents.index(agent)] for agent in agents))
     return {agent: float(size_A[batch.agents.index(agent)]) / total for agent in agents} if total > 0 else {}
 

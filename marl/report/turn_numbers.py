@@ -16,7 +16,7 @@ def turn_numbers(batch: JointBatch, credit_ERA: Tensor) -> list[list[Numbers]]:
     by, or its critic fitted to; ``advantage`` the mean over its tokens. Of a critic that values tokens, ``value`` and
     ``return`` are those of the turn's first token. Tokens that a rollout correction rejected do not count. A turn that is not trained has no advantage, and no critic values it.
     """
-    spoke, trained = batch.mask_ERA, batch.trained_ERA
+    spoke, trained = batch.spoken_ERA, batch.trained_ERA
     columns = {
         "reward": table(credit_ERA, spoke),
         "return": table(batch.returns_ERA, spoke if batch.critic_data.values_ERA is None else trained)

@@ -14,12 +14,12 @@ TREE = [[1.0, 0.0], [None, 1.0]]
 def test_alternatives_stand_behind_the_rounds():
     batch = batch_of(branch(episode("t", 0, TREE), "a", 1, [0.5, 0.0]), episode("t", 1, TREE))
     assert batch.alternatives.num_rounds == 2 and batch.mask_ERA.shape == (2, 4, 2)
-    assert batch.mask_ERA[0].tolist() == [[True, False], [True, True], [True, False], [True, False]]
+    assert batch.spoken_ERA[0].tolist() == [[True, False], [True, True], [True, False], [True, False]]
     assert batch.scores_ERA[0, :, 0].tolist() == [1.0, 0.0, 0.5, 0.0]
     assert (
         batch.siblings_ERA[0].tolist() == [[0, -1], [-1, -1], [0, -1], [0, -1]] and batch.siblings_ERA[1].eq(-1).all()
     )
-    assert batch.path().mask_ERA[0].tolist() == [[True, False], [True, True], [False, False], [False, False]]
+    assert batch.mask_ERA[0].tolist() == [[True, False], [True, True], [False, False], [False, False]]
     assert len(batch.rows["a"]) == 4 + 2
 
 

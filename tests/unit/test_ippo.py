@@ -11,7 +11,7 @@ from marl.batch.values import place_values, training_rows
 from marl.learners import credit, decisions
 from marl.learners.decisions import Trajectories
 from marl.utils.ragged import dense, jagged
-from tests.builders import AGENTS, batch_of, build_learner as build, episode
+from tests.builders import AGENTS, batch_of, build_learner as build, episode, two_samples
 
 
 def nested(values, rows):
@@ -230,13 +230,13 @@ def test_the_divergence_from_the_reference_is_taken_off_the_reward(level):
 
 
 def test_trajectories_keep_the_order_of_rounds_whatever_the_order_of_rows():
-    shape = torch.Size([2, 2, 2])
+    batch = two_samples()
     cells = torch.tensor([7, 5, 3, 1, 1])  # (1,1,1) (1,0,1) (0,1,1) (0,0,1) twice: two tokens
-    plan = Trajectories(cells, shape, separate_turns=False)
+    plan = Trajectories(cells, batch, separate_turns=False)
     laid = plan.lay(torch.tensor([70.0, 50.0, 30.0, 10.0, 11.0]))
     assert laid.tolist() == [[10.0, 11.0, 30.0], [50.0, 70.0, 0.0]]
     assert plan.take(laid).tolist() == [70.0, 50.0, 30.0, 10.0, 11.0]
-    alone = Trajectories(cells, shape, separate_turns=True)
+    alone = Trajectories(cells, batch, separate_turns=True)
     assert alone.mask_NT.sum(1).tolist() == [2.0, 1.0, 1.0, 1.0] and alone.first_D.tolist() == [3, 2, 1, 0]
 
 

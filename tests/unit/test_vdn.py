@@ -141,7 +141,7 @@ def test_a_joint_action_is_what_trained_agents_say_in_a_round(name):
 def test_alternatives_are_no_joint_action():
     records = [episode("t", 0, [[1], [0]])]
     batch = batch_of(*records)
-    batch.mask_ERA = batch.trained_ERA = torch.ones(1, 2, 2, dtype=torch.bool)
+    batch.spoken_ERA = batch.trained_ERA = torch.ones(1, 2, 2, dtype=torch.bool)
     batch.alternatives = Alternatives(torch.full((1, 2, 2), -1), num_rounds=1)
     joint = JointActions.of(batch, torch.ones(1, 2), 1.0)
     assert joint.index_B.tolist() == [0] and joint.rewards_B.tolist() == [1.0]
