@@ -73,9 +73,7 @@ async def resume(trainer: MARLTrainer) -> None:
     if folder is None:
         return
     state = folders.read_state(folder)
-    for kind, groups in {"policies": trainer.policies, "critics": trainer.critics.groups}.items():
-        if state[kind] != sorted(groups):
-            raise ValueError(f"{folder} holds the {kind} {state[kind]}, this run has {sorted(groups)}")
+    check_state(trainer, folder, state)
     await asyncio.gather(
         *(group.load(folder / name / "actor") for name, group in trainer.policies.items()),
         *(group.load(folder / name / "critic") for name, group in trainer.critics.groups.items()),
@@ -89,6 +87,19 @@ async def resume(trainer: MARLTrainer) -> None:
     trainer.controller.accuracy.load_state_dict(state["accuracy"])
     trainer.histories = {data: dict(history) for data, history in state["histories"].items()}
     logger.warning("resumed from %s", folder)
+
+
+def check_state(trainer: MARLTrainer, folder: Path, state: Mapping[str, Any]) -> None:
+    """Raise ValueError for a checkpoint of another version, or one with other policies or critics."""
+    missing = sorted({"policies", "critics", "references", "running_means", "histories"} - set(state))
+    if missing:
+        raise ValueError(
+            f"{folder}: its state lacks {', '.join(missing)}: another version of marl saved it; resume with that version, or "
+            "start a new run in another trainer.default_local_dir"
+        )
+    for kind, groups in {"policies": trainer.policies, "critics": trainer.critics.groups}.items():
+        if state[kind] != sorted(groups):
+            raise ValueError(f"{folder} holds the {kind} {state[kind]}, this run has {sorted(groups)}")
 
 
 def load_learner(trainer: MARLTrainer, state: dict[str, Any]) -> None:

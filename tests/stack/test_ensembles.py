@@ -124,7 +124,7 @@ def test_weights_tasks_modes_roles_and_one_policy_for_all(composed):
         assert of(result, mode)["tokens"] == of(result, "alice")["tokens"]
         assert of(result, mode)["forward_tokens"] == 2 * of(result, "alice")["forward_tokens"]
     ensemble = Ensemble(
-        prepare(composed("agents.alice.policy=both", "agents.carol.policy=both", "agents.carol.role=how many ?"))
+        prepare(composed("agents.alice.policy=both", "agents.carol.policy=both", "agents.carol.role=how many ?")).config
     )
     assert len(ensemble.policies) == 1 and ensemble.policy_of[0] is ensemble.policy_of[1]
     (mine, yours), tokenizer = ensemble.plays[0].prompts, ensemble.policy_of[0].tokenizer

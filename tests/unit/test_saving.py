@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from marl.checkpoint import fingerprint
+from marl.checkpoint import check_state, fingerprint
 from marl.marl_trainer import MARLTrainer
 from marl.types import Task
 
@@ -27,9 +27,10 @@ class Stub(SimpleNamespace):
 def kept(step, total, save_freq=-1, save_final=True, test_freq=-1, spent=False, fails=False):
     settings = SimpleNamespace(save_freq=save_freq, save_final=save_final, test_freq=test_freq)
     config = SimpleNamespace(trainer=settings)
-    stub = Stub(config=config, step_number=step, total_steps=total, spent=spent, fails=fails, done=[])
+    tokens = 10 if spent else 9
+    stub = Stub(config=config, step_number=step, total_steps=total, sampled_tokens=tokens, fails=fails, done=[])
     try:
-        stub.metrics = asyncio.run(MARLTrainer.keep(stub))
+        stub.metrics = asyncio.run(MARLTrainer.keep(stub, last=MARLTrainer.is_over(stub, token_budget=10)))
     except RuntimeError as error:
         stub.done.append(str(error))
     return stub.done
@@ -74,3 +75,22 @@ def test_validation_data_are_known_by_their_tasks():
     assert fingerprint(tasks) == fingerprint([task(1), task(2)])
     others = ([task(1)], [task(1), task(2, "5")], [task(1), task(2, source="y")], [task(1), task(3)])
     assert len({fingerprint(other) for other in (tasks, *others)}) == 5
+
+
+@pytest.mark.parametrize(
+    "changes,said",
+    [
+        ({}, None),
+        ({"running_means": None}, "lacks running_means: another version of marl saved it"),
+        ({"policies": ["bob"]}, r"holds the policies \['bob'\], this run has \['alice'\]"),
+    ],
+)
+def test_a_checkpoint_of_another_version_or_run_is_refused_by_name(tmp_path, changes, said):
+    trainer = SimpleNamespace(policies={"alice": None}, critics=SimpleNamespace(groups={}))
+    state = {"policies": ["alice"], "critics": [], "references": {}, "running_means": {}, "histories": {}} | changes
+    state = {key: value for key, value in state.items() if value is not None}
+    if said is None:
+        check_state(trainer, tmp_path, state)
+    else:
+        with pytest.raises(ValueError, match=said):
+            check_state(trainer, tmp_path, state)
