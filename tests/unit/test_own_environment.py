@@ -11,6 +11,7 @@ from marl.config.known_keys import check_typed
 from marl.envs import ENVIRONMENTS, make_environment
 from marl.preflight.compatibility import check_facts, choose_credit
 from marl.runners import RUNNERS
+from marl.setup import Setup
 from marl.utils.registry import Registry
 from tests.builders import build_runner as build, play
 
@@ -45,7 +46,7 @@ def test_it_is_configured_like_a_game(hot_and_cold, compose_config):
     config = compose_config(*WORDS, "runner.environment={name: hot_and_cold, near: 1}", name="marl")
     check_typed(config)
     choose_credit(config)
-    check_facts(config)
+    check_facts(Setup.of(config))
     runner = RUNNERS.build(config.runner)
     assert make_environment(runner.config.environment).config.near == 1.0
     assert (
