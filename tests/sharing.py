@@ -14,12 +14,13 @@ def pytest_addoption(parser):
     parser.addoption(
         "--share", metavar="FOLDER", help="run only the files that no other process claimed in this folder"
     )
-    parser.addoption("--reverse", action="store_true", help="run the tests in the opposite order")
+    parser.addoption("--reverse", action="store_true", help="take the files from the end of the list")
 
 
 def pytest_collection_modifyitems(config, items):
     if config.getoption("reverse"):
-        items.reverse()
+        numbers = {path: number for number, path in enumerate(dict.fromkeys(item.path for item in items))}
+        items.sort(key=lambda item: -numbers[item.path])  # stable: the tests of a file keep their order
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -39,7 +40,7 @@ def is_mine(item):
 
 
 def claim(folder, path):
-    """Whether this process is the first to ask for a file. Creating one exclusively is atomic."""
+    """True for the first process that asks for a file. Exclusive creation is atomic."""
     try:
         (folder / "__".join(path.parts)).touch(exist_ok=False)
     except FileExistsError:

@@ -53,10 +53,15 @@ def test_a_file_is_run_by_the_process_that_claims_it_first(suite, tmp_path):
     assert suite(f"--share={tmp_path}") == [], "everything has been claimed"
 
 
+def test_from_the_other_end_the_tests_of_a_file_keep_their_order(suite):
+    found = suite("--reverse")
+    assert found == ["in two", "c1", "c2", "out two", "in one", "b1", "b2", "a1", "a2", "out one"]
+
+
 def test_the_last_file_of_a_folder_may_be_anothers(suite, tmp_path):
     (tmp_path / "one__test_b.py").touch()
     (tmp_path / "two__test_c.py").touch()
-    assert suite(f"--share={tmp_path}", "--reverse") == ["in one", "a2", "a1", "out one"]
+    assert suite(f"--share={tmp_path}", "--reverse") == ["in one", "a1", "a2", "out one"]
     (tmp_path / "one__test_a.py").unlink()
     (tmp_path / "two__test_c.py").unlink()
     assert suite(f"--share={tmp_path}") == ["in one", "a1", "a2", "out one", "in two", "c1", "c2", "out two"]
