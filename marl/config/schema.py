@@ -163,9 +163,12 @@ def register() -> None:
     OmegaConf.register_new_resolver("new_run", new_run, use_cache=True, replace=True)
 
 
-def new_run(seed: int) -> str:
-    """Name of the folder of a run that starts now: ``${new_run:${seed}}``, once for a configuration."""
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}-seed{seed}"
+def new_run() -> str:
+    """Stamp of a run that starts now, the same for a whole configuration: ``${new_run:}``.
+
+    The seed stands beside it in the folder's name: Hydra resolves once before it applies overrides, and that result is kept.
+    """
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 register()

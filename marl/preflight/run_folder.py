@@ -22,7 +22,7 @@ RUN, LOCK, LATEST = "run.json", ".lock", "latest"
 RESULTS = ("global_step_*", "metrics.jsonl", "summary.json", "rollouts/*", "validation/*")
 """Files that show that a run reached its first step or validation."""
 STAMPED = re.compile(r"\d{8}-\d{6}-\w{4}-seed\d+")
-"""A folder that ``${new_run:…}`` named."""
+"""A folder that ``${new_run:}`` named."""
 SHOWN = 10
 
 

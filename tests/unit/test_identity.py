@@ -274,8 +274,8 @@ def test_a_path_that_is_no_checkpoint_is_a_configuration_error(config, tmp_path)
 
 
 def test_every_run_has_a_folder_of_its_own_and_latest_leads_to_the_newest(config, tmp_path):
-    names = [new_run(3) for _ in range(20)]
-    assert len(set(names)) == 20 and all(name.endswith("-seed3") for name in names)
+    names = [f"{new_run()}-seed3" for _ in range(20)]
+    assert len(set(names)) == 20
     for name in names[:2]:
         with claimed(changed(config, trainer__default_local_dir=str(tmp_path / "runs" / name))) as folder:
             assert (tmp_path / "runs" / "latest").resolve() == folder
@@ -287,6 +287,7 @@ def test_a_shipped_configuration_names_a_new_folder_each_time_and_one_within_a_r
     assert folder.startswith("outputs/quickstart/") and folder.endswith("-seed0")
     assert first.trainer.validation_data_dir == f"{folder}/validation"
     assert second.trainer.default_local_dir != folder
+    assert compose_config("seed=3", name="quickstart").trainer.default_local_dir.endswith("-seed3"), "that of the run"
 
 
 def test_the_documentation_lists_what_may_differ():
