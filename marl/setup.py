@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from omegaconf import DictConfig
 
 from marl.batch.critic_spec import CriticSpec
-from marl.config.policies import policy_names, trained_policies
+from marl.config.policies import all_policies, trained_policies
 from marl.learners import CREDITS, LEARNERS, Learner
 from marl.runners import RUNNERS, Runner
 from marl.types import CriticName, PolicyName
@@ -27,7 +27,7 @@ class Setup:
     def of(cls, config: DictConfig) -> "Setup":
         """Build the runner and the learner with its credit. ``credit=auto`` must have been replaced before."""
         runner, learner = make_runner(config), make_learner(config)
-        policies, critics = policy_names(config), learner.critics
+        policies, critics = all_policies(config.agents), learner.critics
         names = critics.names(trained_policies(config.agents)) if critics else []
         return cls(
             config,

@@ -51,10 +51,6 @@ def trained_policies(agents: Mapping[str, Any]) -> list[str]:
     return all_policies({name: agent for name, agent in agents.items() if agent.trainable})
 
 
-def policy_names(config: Any) -> list[str]:
-    return all_policies(config.agents)
-
-
 def reads_reference(algorithm: Any, actor: Any) -> bool:
     """True if a policy has a KL penalty against a reference, in its loss or in its reward."""
     return bool(algorithm.use_kl_in_reward or actor.use_kl_loss)

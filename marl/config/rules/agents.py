@@ -5,7 +5,7 @@ import string
 from typing import Any
 
 from marl.config.errors import ConfigError
-from marl.config.policies import policy_names
+from marl.config.policies import all_policies
 from marl.utils.registry import did_you_mean
 
 
@@ -58,7 +58,7 @@ def names_are_valid(config: Any) -> None:
         if name is not None and (not isinstance(name, str) or not NAME.fullmatch(name) or "_fwmn_" in name):
             raise ConfigError(f"{key}: {name!r} is no name; expected up to 64 letters, digits, _ and -")
     folded: dict[str, str] = {}
-    for policy in policy_names(config):
+    for policy in all_policies(config.agents):
         other = folded.setdefault(policy.lower(), policy)
         if other != policy:
             raise ConfigError(

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from marl.config.errors import ConfigError
-from marl.config.policies import OURS, changes_of, own_settings, policies_by_agent, policy_names
+from marl.config.policies import OURS, all_policies, changes_of, own_settings, policies_by_agent
 from marl.utils.registry import did_you_mean
 
 
@@ -31,7 +31,7 @@ def rollout_n_is_global(config: Any) -> None:
 
 
 def policies_are_acted_with(config: Any) -> None:
-    known = policy_names(config)
+    known = all_policies(config.agents)
     for name in config.policies:
         if name not in known:
             raise ConfigError(
@@ -83,11 +83,11 @@ def leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
 
 
 def names_are_free_for_critics(config: Any) -> None:
-    if "central" in policy_names(config):
+    if "central" in all_policies(config.agents):
         raise ConfigError(
             "a policy may not be called 'central', which is the central critic's name; rename the agent or its agents.<name>.policy"
         )
-    for name in policy_names(config):
+    for name in all_policies(config.agents):
         if name.endswith("_critic"):
             raise ConfigError(
                 f"a policy may not be called {name!r}: names that end in _critic are those of critics' workers; rename the "
