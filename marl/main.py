@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import wraps
 from typing import Any
 
 from marl.config.external import find_own_modules
@@ -37,9 +38,24 @@ from marl.utils.garbage import freeze_gc
 
 def main(argv: list[str] | None = None) -> int:
     """Run, and return the exit code."""
+    return run_composed(hydra_overrides(sys.argv[1:] if argv is None else argv), run)
+
+
+def run_composed(words: list[str], work: Callable[[DictConfig], Any]) -> int:
+    """Give the configuration that Hydra composes of a command line to some work, and return the exit code."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us as they are; we print them
-    sys.argv[1:] = hydra_overrides(sys.argv[1:] if argv is None else argv)
-    return exit_code(_compose_and_run)
+    sys.argv[1:] = words  # Hydra reads no other
+
+    @hydra.main(config_path="pkg://marl.configs", config_name="marl", version_base="1.3")
+    @wraps(work)  # the job has the name of its module
+    def compose_and_work(config: DictConfig) -> None:
+        work(config)
+
+    def check_and_run() -> None:
+        options_are_words(words)
+        compose_and_work()
+
+    return exit_code(check_and_run)
 
 
 def exit_code(work: Callable[[], Any]) -> int:
@@ -57,16 +73,6 @@ def exit_code(work: Callable[[], Any]) -> int:
         print(f"run failed: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _compose_and_run() -> None:
-    options_are_words(sys.argv[1:])
-    _hydra_main()
-
-
-@hydra.main(config_path="pkg://marl.configs", config_name="marl", version_base="1.3")
-def _hydra_main(config: DictConfig) -> None:
-    run(config)
 
 
 def run(config: DictConfig, progress: Any = None) -> Any:

@@ -11,17 +11,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import hydra
 import torch
 from omegaconf import DictConfig
 from transformers.utils import logging as transformers_logging
 
 from marl.config.bounds import Number, count
 from marl.config.errors import ConfigError
-from marl.config.overrides import hydra_overrides, options_are_words
+from marl.config.overrides import hydra_overrides
 from marl.evaluation.ensemble import MODES, Ensemble, weights_of
 from marl.evaluation.load import device_of
-from marl.main import exit_code
+from marl.main import run_composed
 from marl.modules.models import line
 from marl.preflight.prepare import prepare
 from marl.report import ensemble as report
@@ -34,21 +33,9 @@ WEIGHT = Number(0)
 def main(argv: list[str] | None = None) -> int:
     """Measure, and return the exit code. The group ``ensemble`` is this command's alone."""
     transformers_logging.disable_progress_bar()
-    os.environ["HYDRA_FULL_ERROR"] = "1"
     words = hydra_overrides(sys.argv[1:] if argv is None else argv)
     place = next(i for i, word in enumerate(words) if word.startswith("hydra.searchpath="))
-    sys.argv[1:] = [*words[:place], "+ensemble=schema", *words[place:]]
-    return exit_code(_compose_and_run)
-
-
-def _compose_and_run() -> None:
-    options_are_words(sys.argv[1:])
-    _hydra_main()
-
-
-@hydra.main(config_path="pkg://marl.configs", config_name="marl", version_base="1.3")
-def _hydra_main(config: DictConfig) -> None:
-    run(config)
+    return run_composed([*words[:place], "+ensemble=schema", *words[place:]], run)
 
 
 def run(config: DictConfig) -> dict[str, Any]:
