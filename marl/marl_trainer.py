@@ -3,9 +3,10 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, repeat
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -13,7 +14,7 @@ from marl import checkpoint
 from marl.batch.build import joint_batch
 from marl.batch.joint import JointBatch
 from marl.cluster.critics import Critics
-from marl.cluster.policy_group import RayPolicyGroup
+from marl.cluster.policy_group import RayPolicyGroup, old_log_probs, served
 from marl.cluster.references import References
 from marl.cluster.worker_group import throughput
 from marl.config.identity import settings_of
@@ -21,9 +22,11 @@ from marl.controller.alternative_rollouts import AlternativeRollouts
 from marl.controller.controller import Collection, Controller
 from marl.controller.policy_map import PolicyMap
 from marl.learners import Learner
-from marl.report import conversation, dump, tokens
-from marl.report.alarms import DegenerateGroups
+from marl.report import conversation, dump
+from marl.report.alarms import DegenerateGroups, warn_of_gaps
 from marl.report.credit_shares import LazyAgents, credit_shares
+from marl.report.step_metrics import count_metrics, critic_metrics, episode_metrics, policy_metrics, share_metrics
+from marl.report.tokens import token_metrics
 from marl.report.turn_numbers import turn_numbers
 from marl.types import AgentId, CriticName, Episode, Metrics, PolicyName, Task, Turn
 from marl.utils.metrics import PhaseTimer, must_be_finite, prefixed
@@ -31,7 +34,6 @@ from marl.utils.tracking import tracking_of
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Progress = Callable[[int, int, Metrics], None]
 """Callback for every step: the step, the last step, its metrics."""
 
@@ -109,7 +111,7 @@ class MARLTrainer:
             self.tracking.log(await self.validate(), self.step_number)
         if trainer.val_only:
             return self.summarise()
-        batches = self._batches()
+        batches = chain.from_iterable(repeat(self.loader))
         while not self.is_over(token_budget):
             self.step_number += 1
             metrics = await self.step(next(batches))
@@ -143,42 +145,37 @@ class MARLTrainer:
 
     async def step(self, tasks: Sequence[Task]) -> Metrics:
         phase, started = PhaseTimer(), time.perf_counter()
-        with phase("collect"):
-            collection = await self.collect(tasks)
-        with phase("score"):
-            scored = await self.controller.score(collection.episodes, self.step_number)
+        collection = await phase.of("collect", self.collect(tasks))
+        scored = await phase.of("score", self.controller.score(collection.episodes, self.step_number))
         played = [episode for episode in scored if episode.turns]  # a prompt that is too long leaves nothing to train
         self._count(played)
-        gathered_metrics = await self.gather(played, phase)
+        gathered = await self.gather(played, phase)
         await asyncio.gather(*(group.free_servers() for group in self.policies.values()))
         episodes, batch = self.readable(played)
-        with phase("log_probs"):
-            token_metrics = await self.log_probs(batch)
-        with phase("ref_log_probs"):
-            reference_metrics = self._policy_metrics(await self.references.compare(batch))
-        with phase("values"):
-            await self.critics.value(episodes, batch)
-            fits = await self.fit_critics(batch) if self.learner.fits_first else {}
+        unread = len(played) - len(episodes)
+        token_numbers = await phase.of("log_probs", self.log_probs(batch))
+        distances = await phase.of("ref_log_probs", self.references.compare(batch))
+        fits = await phase.of("values", self.value(episodes, batch))
         with phase("credit"):
-            credit_metrics = self.learner.assign_credit(batch)
-            self.degenerate_alarm.look(credit_metrics, self.step_number)
-            credit_metrics |= self._credit_shares(batch)
-        with phase("update"):
-            updates, later_fits = await self.update(batch)
-            await self.references.renew(self.step_number)
-        with phase("sync_weights"):
-            await self.sync_weights()
+            credited = self.assign_credit(batch)
+        updates, late_fits = await phase.of("update", self.update(batch))
+        await phase.of("sync_weights", self.sync_weights())
         seconds = time.perf_counter() - started
-        metrics = credit_metrics | token_metrics | reference_metrics
-        metrics |= self._team_metrics(scored, collection, refused=len(played) - len(episodes))
-        metrics |= self._policy_metrics(updates) | self._critic_metrics(fits | later_fits) | gathered_metrics
-        metrics |= self.controller.reward.metrics() | phase.metrics()
-        turns, critics = float(batch.spoken_ERA.sum()), list(self.critics.groups.values())
-        metrics |= throughput(list(self.policies.values()), critics, turns, seconds)
-        if self.config.trainer.rollout_data_dir:
-            numbers = turn_numbers(batch, self.learner.credit.of(batch))
-            dump.write(episodes, self.step_number, self.config.trainer.rollout_data_dir, numbers)
-        return metrics
+        self.dump(episodes, batch)
+        labels, critics = self.policy_map.labels(self.trained_agents), list(self.critics.groups.values())
+        return (
+            credited
+            | token_numbers
+            | policy_metrics(distances, labels)
+            | episode_metrics(scored, self.config.agents)
+            | count_metrics(collection.started, len(scored) - unread, collection.refused, collection.retried)
+            | policy_metrics(updates, labels)
+            | (critic_metrics(fits | late_fits, unread) if critics else {})
+            | gathered
+            | self.controller.reward.metrics()
+            | phase.metrics()
+            | throughput(list(self.policies.values()), critics, float(batch.spoken_ERA.sum()), seconds)
+        )
 
     def _count(self, episodes: Sequence[Episode]) -> None:
         """Update the agents' accuracies, the tokens sampled so far and the turns of an episode."""
@@ -190,8 +187,8 @@ class MARLTrainer:
         """Play every task ``rollout.n`` times with the current weights."""
         for group in [*self.policies.values(), *self.critics.groups.values()]:
             group.busy_seconds = {}
-        samples = self.config.actor_rollout_ref.rollout.n
-        return await self._served("collect", self.controller.collect(tasks, samples, self.step_number))
+        work = self.controller.collect(tasks, self.config.actor_rollout_ref.rollout.n, self.step_number)
+        return await served(self.policies.values(), "collect", work)
 
     async def gather(self, episodes: Sequence[Episode], phase: PhaseTimer) -> Metrics:
         """Let the credit scheme play for its evidence with the same weights, where it needs more than the episodes."""
@@ -200,22 +197,13 @@ class MARLTrainer:
         if plays is None:
             return {}
         with phase("replay"):
-            gathered = await self._served("replay", plays)
+            gathered = await served(self.policies.values(), "replay", plays)
         self.sampled_tokens += gathered.sampled_tokens
         return gathered.metrics
 
     def _trains(self, turn: Turn) -> bool:
         rounds = self.learner.config.train_rounds
         return turn.agent in self.trained_agents and (rounds is None or turn.round in rounds)
-
-    async def _served(self, phase: str, work: Awaitable[T]) -> T:
-        """Await calls to the servers, and record the compute time of each."""
-        before = await self._server_seconds()
-        result = await work
-        after = await self._server_seconds()
-        for name, group in self.policies.items():
-            group.busy_seconds[phase] = after[name] - before[name]
-        return result
 
     def batch_of(self, episodes: Sequence[Episode]) -> JointBatch:
         rounds, settings = self.learner.config.train_rounds, self.config.controller
@@ -238,39 +226,35 @@ class MARLTrainer:
         return kept, batch
 
     async def log_probs(self, batch: JointBatch) -> Metrics:
-        """``old_log_probs`` of every row by the trainer's own forward pass; its gap to the servers' is measured.
-
-        ``algorithm.rollout_correction.bypass_mode`` saves the pass and takes the servers' log-probs for them.
-        """
-        if self.config.algorithm.rollout_correction.bypass_mode:
-            for rows in batch.rows.values():
-                rows["old_log_probs"] = rows["rollout_log_probs"]
-            return {}
-        names = list(batch.rows)
-        results = await asyncio.gather(*(self.policies[name].compute_log_prob(batch.rows[name]) for name in names))
-        metrics: Metrics = {}
-        for name, outputs in zip(names, results, strict=True):
-            rows = batch.rows[name]
-            rows["old_log_probs"] = outputs["log_probs"]
-            labels = [self.policy_map.label(agent, name) for agent in batch.agents]
-            gap, numbers = tokens.token_metrics(rows, outputs, labels)
-            metrics |= numbers
-            self.log_prob_gap_max = max(self.log_prob_gap_max, gap)
-            if gap > self.config.controller.log_prob_gap_alarm:
-                logger.warning(
-                    "policy %r, step %d: log-probs of server and trainer differ by up to %.2g (alarm at %g): is a weight sync "
-                    "missing, or does the server run in another precision?",
-                    name, self.step_number, gap, self.config.controller.log_prob_gap_alarm,
-                )  # fmt: skip
+        """``old_log_probs`` of every row; the gap between the trainer's forward pass and the servers is measured."""
+        outputs = await old_log_probs(self.policies, batch, self.config.algorithm.rollout_correction.bypass_mode)
+        gaps, metrics = token_metrics(batch.rows, outputs, batch.agents, self.policy_map.label)
+        self.log_prob_gap_max = max([self.log_prob_gap_max, *gaps.values()])
+        warn_of_gaps(gaps, self.step_number, self.config.controller.log_prob_gap_alarm)
         return metrics
 
+    async def value(self, episodes: Sequence[Episode], batch: JointBatch) -> dict[CriticName, Metrics]:
+        """Let the critics value the turns, and fit them where the learner wants that before it gives credit."""
+        await self.critics.value(episodes, batch)
+        return await self.fit_critics(batch) if self.learner.fits_first else {}
+
+    def assign_credit(self, batch: JointBatch) -> Metrics:
+        """Let the learner write the advantages; warn where groups or agents have nothing to learn from."""
+        metrics = self.learner.assign_credit(batch)
+        self.degenerate_alarm.look(metrics, self.step_number)
+        shares = credit_shares(batch, self.trained_agents)
+        self.lazy_agents.look(shares, self.step_number)
+        return metrics | share_metrics(shares)
+
     async def update(self, batch: JointBatch) -> tuple[dict[PolicyName, Metrics], dict[CriticName, Metrics]]:
-        """Policies and critics at the same time; critics alone before step ``trainer.critic_warmup``, as in verl."""
+        """Policies and critics at the same time; critics alone before step ``trainer.critic_warmup``, as in verl. References
+        that it is time for are renewed after it."""
         warm = self.step_number >= self.config.trainer.critic_warmup
         work = [self.learner.update(batch, self.policies if warm else {})]
         work += [] if self.learner.fits_first else [self.fit_critics(batch)]
         updates, *fits = await asyncio.gather(*work)
         must_be_finite("policy", updates, self.step_number)
+        await self.references.renew(self.step_number)
         return updates, fits[0] if fits else {}
 
     async def fit_critics(self, batch: JointBatch) -> dict[CriticName, Metrics]:
@@ -281,6 +265,12 @@ class MARLTrainer:
     async def sync_weights(self) -> None:
         """Give every policy's weights to its servers, all at once."""
         await asyncio.gather(*(group.sync_weights(self.step_number) for group in self.policies.values()))
+
+    def dump(self, episodes: Sequence[Episode], batch: JointBatch) -> None:
+        """Write the episodes with what their turns were trained on, if ``trainer.rollout_data_dir`` is set."""
+        if self.config.trainer.rollout_data_dir:
+            numbers = turn_numbers(batch, self.learner.credit.of(batch))
+            dump.write(episodes, self.step_number, self.config.trainer.rollout_data_dir, numbers)
 
     async def validate(self) -> Metrics:
         """Play the validation tasks; the episodes are dumped, the team's numbers are kept for the summary."""
@@ -301,50 +291,6 @@ class MARLTrainer:
     def summarise(self, baselines: Mapping[str, Metrics] | None = None) -> None:
         """Leave ``summary.json``, with these baselines, and ``curves.png``."""
         checkpoint.summarise(self, baselines or {})
-
-    def _batches(self):
-        while True:
-            yield from self.loader
-
-    def _team_metrics(self, episodes: Sequence[Episode], collection: Collection, refused: int) -> Metrics:
-        """``refused``: episodes that were too long for a critic."""
-        metrics = prefixed("team", conversation.team_metrics(episodes))
-        metrics |= prefixed("team", conversation.count_metrics(episodes))
-        metrics["team/episodes"] = float(len(episodes) - refused)
-        if self.critics.groups:
-            metrics["critic/refused_contexts"] = float(refused)
-        metrics["team/refused_contexts"] = float(collection.refused)
-        metrics["team/failed_episodes"] = float(
-            len(collection.failures) + len(collection.episodes) - len(episodes) + refused
-        )
-        metrics["team/retried_episodes"] = float(collection.retried)
-        for agent in self.config.agents:
-            metrics |= prefixed(f"agent/{agent}", conversation.agent_metrics(episodes, agent))
-        return metrics
-
-    def _credit_shares(self, batch: JointBatch) -> Metrics:
-        shares = credit_shares(batch, self.trained_agents)
-        self.lazy_agents.look(shares, self.step_number)
-        return {f"agent/{agent}/credit_share": share for agent, share in shares.items()}
-
-    def _policy_metrics(self, updates: Mapping[PolicyName, Metrics]) -> Metrics:
-        metrics: Metrics = {}
-        for name, numbers in updates.items():
-            metrics |= self._for_agents(name, {key.removeprefix("actor/"): value for key, value in numbers.items()})
-        return metrics
-
-    def _critic_metrics(self, fits: Mapping[CriticName, Metrics]) -> Metrics:
-        return {f"critic/{name}/{key}": value for name, numbers in fits.items() for key, value in numbers.items()}
-
-    def _for_agents(self, policy: PolicyName, metrics: Metrics) -> Metrics:
-        """A policy's numbers, under each agent that is trained with it."""
-        agents = [agent for agent in self.policy_map.agents(policy) if agent in self.trained_agents]
-        labels = [self.policy_map.label(agent, policy) for agent in agents]
-        return {f"agent/{label}/{key}": value for label in labels for key, value in metrics.items()}
-
-    async def _server_seconds(self) -> dict[PolicyName, float]:
-        seconds = await asyncio.gather(*(group.server_seconds() for group in self.policies.values()))
-        return dict(zip(self.policies, seconds, strict=True))
 
 
 def is_due(frequency: int, step: int) -> bool:

@@ -1,6 +1,7 @@
 """The workers and servers of one policy, as the trainer and the learners see them."""
 
 import asyncio
+from collections.abc import Awaitable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerClient
 
-from marl.cluster.worker_group import WorkerGroup, first_rows, flatten_metrics
+from marl.batch.joint import JointBatch
+from marl.cluster.worker_group import T, WorkerGroup, first_rows, flatten_metrics
 from marl.rollout.servers import PolicyServers
-from marl.types import Metrics
+from marl.types import Metrics, PolicyName
 
 
 class RayPolicyGroup(WorkerGroup):
@@ -118,3 +120,29 @@ class RayPolicyGroup(WorkerGroup):
         refs = [server.get_stats.remote() for server in self.servers.server_handles]
         stats = await self._wait("asking its servers", asyncio.gather(*refs))
         return max(entry["seconds"] for entry in stats)
+
+
+async def served(groups: Iterable[RayPolicyGroup], phase: str, work: Awaitable[T]) -> T:
+    """Await work that calls the policies' servers, and record the compute time of each server."""
+    asked = list(groups)
+    before = await asyncio.gather(*(group.server_seconds() for group in asked))
+    result = await work
+    after = await asyncio.gather(*(group.server_seconds() for group in asked))
+    for group, start, end in zip(asked, before, after, strict=True):
+        group.busy_seconds[phase] = end - start
+    return result
+
+
+async def old_log_probs(
+    groups: Mapping[PolicyName, RayPolicyGroup], batch: JointBatch, bypass: bool
+) -> dict[PolicyName, TensorDict]:
+    """Write ``old_log_probs`` of every row by the trainer's own forward pass, and return what it computed.
+
+    ``bypass`` (``algorithm.rollout_correction.bypass_mode``) saves the pass and takes the servers' log-probs for them.
+    """
+    computed = [] if bypass else list(batch.rows)
+    results = await asyncio.gather(*(groups[name].compute_log_prob(batch.rows[name]) for name in computed))
+    outputs = dict(zip(computed, results, strict=True))
+    for name, rows in batch.rows.items():
+        rows["old_log_probs"] = rows["rollout_log_probs"] if bypass else outputs[name]["log_probs"]
+    return outputs

@@ -41,6 +41,11 @@ class Collection:
     """Number of retried plays."""
 
     @property
+    def started(self) -> int:
+        """Number of episodes, however they ended."""
+        return len(self.episodes) + len(self.failures)
+
+    @property
     def refused(self) -> int:
         """Episodes that ended because a conversation grew too long."""
         return sum(episode.failure == "overflow" for episode in self.episodes)

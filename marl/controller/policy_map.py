@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from marl.config.policies import policies_by_agent
 from marl.config.schema import AgentConfig
@@ -44,3 +44,8 @@ class PolicyMap:
     def agents(self, policy: PolicyName) -> list[AgentId]:
         """The agents that act with it in any round."""
         return [agent for agent, policies in self._policies.items() if policy in policies]
+
+    def labels(self, agents: Collection[AgentId]) -> dict[PolicyName, list[str]]:
+        """Labels of every policy's metrics: those of these agents, as far as they act with it."""
+        names = {name: None for policies in self._policies.values() for name in policies}
+        return {name: [self.label(agent, name) for agent in self.agents(name) if agent in agents] for name in names}

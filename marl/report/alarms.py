@@ -1,8 +1,9 @@
-"""Words about a run that cannot learn."""
+"""Warnings about a run that cannot learn, or whose numbers cannot be right."""
 
 import logging
+from collections.abc import Mapping
 
-from marl.types import Metrics
+from marl.types import Metrics, PolicyName
 
 logger = logging.getLogger(__name__)
 
@@ -29,4 +30,15 @@ class DegenerateGroups:
                 "too hard (team/vote); all samples are the same (agents.<name>.temperature). Warned of after "
                 "controller.degenerate_steps=%d",
                 self.steps, step, self.steps,
+            )  # fmt: skip
+
+
+def warn_of_gaps(gaps: Mapping[PolicyName, float], step: int, alarm: float) -> None:
+    """Warn of policies whose log-probs differ by more than ``alarm`` between server and trainer."""
+    for policy, gap in gaps.items():
+        if gap > alarm:
+            logger.warning(
+                "policy %r, step %d: log-probs of server and trainer differ by up to %.2g (alarm at %g): is a weight sync "
+                "missing, or does the server run in another precision?",
+                policy, step, gap, alarm,
             )  # fmt: skip

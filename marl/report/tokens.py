@@ -1,14 +1,29 @@
 """Token statistics of a step: the gap between servers and trainer, and the agents' entropy. Pure, over rows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tensordict import TensorDict
 
-from marl.types import Metrics
+from marl.types import AgentId, Metrics, PolicyName
 from marl.utils.metrics import prefixed
 
 
-def token_metrics(rows: TensorDict, outputs: TensorDict, labels: Sequence[str]) -> tuple[float, Metrics]:
+def token_metrics(
+    rows: Mapping[PolicyName, TensorDict],
+    outputs: Mapping[PolicyName, TensorDict],
+    agents: Sequence[AgentId],
+    label: Callable[[AgentId, PolicyName], str],
+) -> tuple[dict[PolicyName, float], Metrics]:
+    """Each policy's largest gap between the trainer's log-probs (``outputs``) and the servers', and each agent's numbers."""
+    gaps: dict[PolicyName, float] = {}
+    metrics: Metrics = {}
+    for name, computed in outputs.items():
+        gaps[name], numbers = policy_tokens(rows[name], computed, [label(agent, name) for agent in agents])
+        metrics |= numbers
+    return gaps, metrics
+
+
+def policy_tokens(rows: TensorDict, outputs: TensorDict, labels: Sequence[str]) -> tuple[float, Metrics]:
     """The largest gap between the trainer's log-probs (``outputs``) and the servers', and each agent's numbers, under the
     labels of the team's agents."""
     index = rows["turn_index"].values()

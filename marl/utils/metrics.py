@@ -2,10 +2,13 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar
 
 from marl.types import Metrics
+
+T = TypeVar("T")
 
 
 class PhaseTimer:
@@ -21,6 +24,11 @@ class PhaseTimer:
             yield
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
+
+    async def of(self, phase: str, work: Awaitable[T]) -> T:
+        """Await the work of one phase."""
+        with self(phase):
+            return await work
 
     def metrics(self) -> Metrics:
         return {f"timing_s/{phase}": seconds for phase, seconds in self.seconds.items()}

@@ -2,6 +2,8 @@
 
 import torch
 
+from marl.report.step_metrics import policy_metrics
+
 START = (
     "learner=cory",
     "runner=pioneer_observer",
@@ -52,7 +54,9 @@ def test_metrics_and_rows_stand_under_the_agent_that_acted(alone):
     alice = batch.agents.index("alice")
     assert set((batch.rows["carol"]["turn_index"].values() % 2).tolist()) == {alice}
     assert set(batch.rows["carol"]["temperature"].tolist()) == {0.5}
-    metrics = live.trainer._policy_metrics({"alice": {"x": 1.0}, "carol": {"x": 2.0}})
+    metrics = policy_metrics(
+        {"alice": {"x": 1.0}, "carol": {"x": 2.0}}, live.trainer.policy_map.labels(["alice", "carol"])
+    )
     assert metrics == {"agent/carol/x": 1.0, "agent/alice/x": 2.0}
 
 
