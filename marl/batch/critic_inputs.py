@@ -19,6 +19,7 @@ import torch
 from tensordict import TensorDict
 
 from marl.batch.joint import JointBatch
+from marl.batch.values import TokenRows, TurnRows
 from marl.types import AgentId, CriticName, Episode, Message, Turn
 from marl.utils.cache import cached_by_bytes
 from marl.utils.ragged import jagged
@@ -76,7 +77,7 @@ class LocalTurns:
     def __init__(self, encode: Encode | None = None) -> None:
         self.encode = encode
 
-    def rows(self, episodes: Sequence[Episode], batch: JointBatch) -> dict[CriticName, TensorDict]:
+    def rows(self, episodes: Sequence[Episode], batch: JointBatch) -> TurnRows:
         found: dict[CriticName, list[ValueRow]] = {}
         open_rows: dict[tuple[int, AgentId, str], ValueRow] = {}
         for e, turn, cell in trained_turns(episodes, batch):
@@ -89,14 +90,14 @@ class LocalTurns:
             row.ids = list(ids)
             row.read_at.append(len(ids) - 1)
             row.cells.append(cell)
-        return {name: to_value_rows(rows) for name, rows in found.items()}
+        return TurnRows({name: to_value_rows(rows) for name, rows in found.items()})
 
 
 class LocalTokens:
     """A value before every token of an answer: the critic reads the policy's own rows."""
 
-    def rows(self, episodes: Sequence[Episode], batch: JointBatch) -> dict[CriticName, TensorDict]:
-        return {name: token_rows(rows["prompts"].unbind(), rows) for name, rows in batch.rows.items()}
+    def rows(self, episodes: Sequence[Episode], batch: JointBatch) -> TokenRows:
+        return TokenRows({name: token_rows(rows["prompts"].unbind(), rows) for name, rows in batch.rows.items()})
 
 
 def token_rows(prompts: Sequence[torch.Tensor], rows: TensorDict) -> TensorDict:
@@ -147,12 +148,12 @@ class CentralTurns:
     def __init__(self, tokenizer: Any) -> None:
         self.text = JointObservation(tokenizer)
 
-    def rows(self, episodes: Sequence[Episode], batch: JointBatch) -> dict[CriticName, TensorDict]:
+    def rows(self, episodes: Sequence[Episode], batch: JointBatch) -> TurnRows:
         cells: dict[int, list[tuple[Turn, int]]] = {}
         for e, turn, cell in trained_turns(episodes, batch):
             cells.setdefault(e, []).append((turn, cell))
         rows = [self._row(episodes[e], trained) for e, trained in cells.items()]
-        return {CENTRAL: to_value_rows(rows)} if rows else {}
+        return TurnRows({CENTRAL: to_value_rows(rows)} if rows else {})
 
     def _row(self, episode: Episode, trained: Sequence[tuple[Turn, int]]) -> ValueRow:
         row = ValueRow(self.text.task(episode))
@@ -189,13 +190,13 @@ class CentralTokens:
     def __init__(self, tokenizer: Any) -> None:
         self.text = JointObservation(tokenizer)
 
-    def rows(self, episodes: Sequence[Episode], batch: JointBatch) -> dict[CriticName, TensorDict]:
+    def rows(self, episodes: Sequence[Episode], batch: JointBatch) -> TokenRows:
         observations = {cell: self._observation(episodes[e], turn) for e, turn, cell in trained_turns(episodes, batch)}
         parts = []
         for rows in batch.rows.values():
             cells = [int(index[index >= 0][0]) for index in rows["turn_index"].unbind()]
             parts.append(token_rows([torch.tensor(observations[cell]) for cell in cells], rows))
-        return {CENTRAL: stacked(parts)} if parts else {}
+        return TokenRows({CENTRAL: stacked(parts)} if parts else {})
 
     def _observation(self, episode: Episode, turn: Turn) -> list[int]:
         earlier = [i for before in in_order(episode, 1, turn.round) for i in self.text.turn(before)]

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from tensordict import TensorDict
-
 from marl.batch.critic_inputs import CENTRAL, CentralTokens, CentralTurns, LocalTokens, LocalTurns
-from marl.batch.joint import JointBatch
+from marl.batch.joint import CriticRows, JointBatch
 from marl.batch.utility_inputs import SHARED, UtilityTurns
 from marl.config.errors import ConfigError
 from marl.types import CriticName, Episode, Message, PolicyName
@@ -19,7 +17,7 @@ from marl.types import CriticName, Episode, Message, PolicyName
 class Reader(Protocol):
     """Turns a step's episodes into the rows of every critic."""
 
-    def rows(self, episodes: Sequence[Episode], batch: JointBatch) -> dict[CriticName, TensorDict]: ...
+    def rows(self, episodes: Sequence[Episode], batch: JointBatch) -> CriticRows: ...
 
 
 class Encoder(Protocol):

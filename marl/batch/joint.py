@@ -23,11 +23,27 @@ class Alternatives:
     """Columns that are rounds; alternatives that no conversation followed stand in the ones behind them."""
 
 
+class CriticRows(dict["CriticName", "TensorDict"]):
+    """The rows that each critic reads. A subclass for every kind says where their values lie (:mod:`marl.batch.values`)."""
+
+    def place(self, batch: JointBatch, critic: CriticName, values: Tensor) -> None:
+        """Put a critic's values, ragged like ``read_at``, where the learner looks for them."""
+        raise NotImplementedError
+
+    def columns(self, batch: JointBatch, critic: CriticName) -> dict[str, Tensor]:
+        """``values``, ``returns`` and ``value_mask`` of all that is read of a critic's rows, one after another."""
+        raise NotImplementedError
+
+    def indexed(self, batch: JointBatch, critic: CriticName) -> list[TensorDict]:
+        """The rows, in a critic's order, whose ``turn_index`` tells the turns that it reads."""
+        raise NotImplementedError
+
+
 @dataclass(slots=True)
 class CriticData:
     """Inputs and outputs of the critics, and the state of a mixer."""
 
-    value_rows: dict[CriticName, TensorDict] = field(default_factory=dict)
+    value_rows: CriticRows = field(default_factory=CriticRows)
     """Critic inputs: ``input_ids``, and the positions at which values are read (``read_at``, ``turn_index``)."""
     values_ERA: Tensor | None = None
     """A value of every trained turn, where critics value turns; values of tokens lie in the rows."""

@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from marl.batch.joint import JointBatch
+from marl.batch.joint import CriticRows, JointBatch
 
 
 def rows_of(rows: TensorDict, index: Sequence[int], silent: int = 0) -> TensorDict:
@@ -42,7 +42,7 @@ def drop_rejected(batch: JointBatch) -> None:
             index.masked_fill(rejected, -1), rows["turn_index"].offsets()
         )
     if not torch.equal(kept_ERA, batch.trained_ERA):
-        batch.critic_data.value_rows = {}  # they line up with rows that are gone
+        batch.critic_data.value_rows = CriticRows()  # they line up with rows that are gone
     batch.trained_ERA = kept_ERA
 
 

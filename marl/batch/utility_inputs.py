@@ -17,6 +17,7 @@ from torch import Tensor
 
 from marl.batch.critic_inputs import Encode, JointObservation, ValueRow, in_order, to_value_rows, turns_of
 from marl.batch.joint import JointBatch
+from marl.batch.values import UtilityRows
 from marl.types import AgentId, CriticName, Episode
 from marl.utils.ragged import jagged
 
@@ -48,7 +49,7 @@ class UtilityTurns:
     ) -> None:
         self.shared, self.encode, self.answer = shared, encode, answer
 
-    def rows(self, episodes: Sequence[Episode], batch: JointBatch) -> dict[CriticName, TensorDict]:
+    def rows(self, episodes: Sequence[Episode], batch: JointBatch) -> UtilityRows:
         found: dict[CriticName, list[UtilityRow]] = {}
         open_rows: dict[tuple[int, AgentId, str], UtilityRow] = {}
         for e, turn, cell in turns_of(episodes, batch, batch.compared_ERA):
@@ -64,7 +65,7 @@ class UtilityTurns:
             row.read(cell, answered=0)
             row.ids += self.answer(turn.text) if self.answer else turn.response_ids
             row.read(cell, answered=1)
-        return {name: with_answered(rows) for name, rows in found.items()}
+        return UtilityRows({name: with_answered(rows) for name, rows in found.items()})
 
 
 def with_answered(rows: Sequence[UtilityRow]) -> TensorDict:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from marl.batch.critic_spec import Reader
 from marl.batch.joint import JointBatch
 from marl.batch.utility_inputs import JointStates
-from marl.batch.values import place_values, policies_read
+from marl.batch.values import place_values
 from marl.cluster.critic_group import CriticGroup
 from marl.runners import ContextOverflow
 from marl.types import CriticName, Episode
@@ -64,7 +64,6 @@ class Critics:
 def episodes_of(batch: JointBatch, critic: CriticName) -> list[int]:
     """The episode of each of a critic's rows."""
     cells_an_episode = batch.spoken_ERA[0].numel()
-    rows = batch.critic_data.value_rows[critic]
-    read = [rows] if "turn_index" in rows else [batch.rows[name] for name in policies_read(batch, critic)]
+    read = batch.critic_data.value_rows.indexed(batch, critic)
     cells = [index[index >= 0][0] for part in read for index in part["turn_index"].unbind()]
     return [int(cell) // cells_an_episode for cell in cells]
