@@ -21,6 +21,7 @@ from marl.cluster.launch import check_cluster, make_groups, start_groups
 from marl.cluster.layout import model_config, policy_config
 from marl.config.errors import ConfigError
 from marl.config.policies import loops_of, thinking_of
+from marl.config.schema import CriticLevel
 from marl.controller.agent_loop import LoopClient, Loops
 from marl.controller.chat import ChatEncoder, check_round_trip
 from marl.controller.client import PolicyClient
@@ -161,9 +162,9 @@ def critic_reader(config: DictConfig, critics: CriticSpec, policies: list[str]) 
     def folder(model: DictConfig) -> str:
         return str(model.tokenizer_path or model.path)
 
-    own = tokenizer_of(config.critic.model)
+    own, level = tokenizer_of(config.critic.model), CriticLevel.of(config)
     foreign = {folder(model_config(config, name)) for name in policies} - {folder(config.critic.model)}
-    if foreign and config.critic.level == "token":
+    if foreign and level is CriticLevel.token:
         raise ConfigError(
             f"critic.level=token values the agents' tokens, and {', '.join(sorted(foreign))} may cut a text into others than "
             f"the critic's {folder(config.critic.model)}. Set critic.level=turn, or critic.model.path to the agents' model"
@@ -175,7 +176,7 @@ def critic_reader(config: DictConfig, critics: CriticSpec, policies: list[str]) 
         )
     chat = foreign and not critics.reads_joint
     encoder = ChatEncoder(own, config.data.apply_chat_template_kwargs) if chat else None
-    reader: Reader = critics.reader(config.critic.level, own, encoder)
+    reader: Reader = critics.reader(level, own, encoder)
     return reader
 
 

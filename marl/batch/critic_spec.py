@@ -11,6 +11,7 @@ from marl.batch.critic_inputs import CENTRAL, CentralTokens, CentralTurns, Local
 from marl.batch.joint import CriticRows, JointBatch
 from marl.batch.utility_inputs import SHARED, UtilityTurns
 from marl.config.errors import ConfigError
+from marl.config.schema import CriticLevel
 from marl.types import CriticName, Episode, Message, PolicyName
 
 
@@ -51,8 +52,8 @@ class CriticSpec(ABC):
         """The critics of these trained policies."""
 
     @abstractmethod
-    def reader(self, level: str, tokenizer: Any, encoder: Encoder | None = None) -> Any:
-        """Make the :class:`Reader` for a ``critic.level``: values of turns or of tokens.
+    def reader(self, level: CriticLevel, tokenizer: Any, encoder: Encoder | None = None) -> Any:
+        """Make the :class:`Reader` for values of turns or of tokens.
 
         ``encoder``: for a critic with a tokenizer of its own; None where it shares the policies'. With ``reads_joint`` the
         reader also has ``longest``, which counts the tokens of an episode's longest row.
@@ -72,8 +73,8 @@ class LocalCritics(CriticSpec):
     def names(self, policies: Sequence[PolicyName]) -> list[CriticName]:
         return list(policies)
 
-    def reader(self, level: str, tokenizer: Any, encoder: Encoder | None = None) -> Reader:
-        return LocalTurns(encoder.encode if encoder else None) if level == "turn" else LocalTokens()
+    def reader(self, level: CriticLevel, tokenizer: Any, encoder: Encoder | None = None) -> Reader:
+        return LocalTokens() if level is CriticLevel.token else LocalTurns(encoder.encode if encoder else None)
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,13 @@ class CentralCritic(CriticSpec):
     def names(self, policies: Sequence[PolicyName]) -> list[CriticName]:
         return [CENTRAL]
 
-    def reader(self, level: str, tokenizer: Any, encoder: Encoder | None = None) -> CentralTurns | CentralTokens:
-        return CentralTurns(tokenizer) if level == "turn" else CentralTokens(tokenizer)
+    def reader(
+        self, level: CriticLevel, tokenizer: Any, encoder: Encoder | None = None
+    ) -> CentralTurns | CentralTokens:
+        return CentralTokens(tokenizer) if level is CriticLevel.token else CentralTurns(tokenizer)
 
     def check(self, config: Any) -> None:
-        if config.critic.level == "token" and config.controller.pack_turns:
+        if CriticLevel.of(config) is CriticLevel.token and config.controller.pack_turns:
             raise ConfigError(
                 f"controller.pack_turns=true: with critic.level=token the central critic of learner={config.learner.name} reads a "
                 "row a turn, each after its own joint observation; set controller.pack_turns=false or critic.level=turn"
@@ -116,12 +119,12 @@ class UtilityCritics(CriticSpec):
     def names(self, policies: Sequence[PolicyName]) -> list[CriticName]:
         return [SHARED] if self.shared else list(policies)
 
-    def reader(self, level: str, tokenizer: Any, encoder: Encoder | None = None) -> Reader:
+    def reader(self, level: CriticLevel, tokenizer: Any, encoder: Encoder | None = None) -> Reader:
         return UtilityTurns(self.shared, encoder.encode, encoder.answer) if encoder else UtilityTurns(self.shared)
 
     def check(self, config: Any) -> None:
         learner, tasks = f"learner={config.learner.name}", config.data.train_batch_size
-        if config.critic.level == "token":
+        if CriticLevel.of(config) is CriticLevel.token:
             raise ConfigError(f"critic.level=token: {learner} mixes utilities of turns; set critic.level=turn")
         if config.critic.ppo_epochs != 1 or config.critic.ppo_mini_batch_size != tasks:
             raise ConfigError(

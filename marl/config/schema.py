@@ -57,6 +57,17 @@ class ResourcesConfig:
     """Deadline of a collective between ranks on a CPU (gloo); it notices a hung or unreachable rank. Below ``timeout_s``."""
 
 
+class CriticLevel(Enum):
+    """``critic.level``: what a critic gives a value."""
+
+    turn = "turn"
+    token = "token"
+
+    @classmethod
+    def of(cls, config: Any) -> "CriticLevel":
+        return cls(config.critic.level)
+
+
 class AnswerRule(Enum):
     strict = "strict"
     """The last ``#### number`` counts, as verl has it."""

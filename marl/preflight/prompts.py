@@ -10,6 +10,7 @@ from marl.batch.critic_spec import CriticSpec
 from marl.config.data import file_list, rows_of
 from marl.config.errors import ConfigError
 from marl.config.policies import own_settings, policies_by_agent
+from marl.config.schema import CriticLevel
 from marl.controller.chat import ChatEncoder
 from marl.modules import models
 from marl.preflight.prompt_growth import Growth, Seat, measure
@@ -80,7 +81,7 @@ def joint_critic(setup: Setup) -> CriticSpec | None:
 def longest_row(config: DictConfig, critic: CriticSpec) -> Callable[[Episode], int]:
     """Tokens of the longest row of an episode that such a critic reads."""
     longest: Callable[[Episode], int] = critic.reader(
-        config.critic.level, models.load_tokenizer(config.critic.model, "critic.model")
+        CriticLevel.of(config), models.load_tokenizer(config.critic.model, "critic.model")
     ).longest
     return longest
 
