@@ -7,25 +7,21 @@ import psutil
 import torch
 from omegaconf import DictConfig
 
-from marl.config.policies import holds_reference, own_settings, thinking_of
+from marl.config.policies import holds_reference, own_settings
 from marl.modules import models
 from marl.preflight import batch_plan, memory_plan, model_checks, plan_report
 from marl.preflight.batch_plan import Batch
 from marl.preflight.memory_plan import Memory, pool_memory
-from marl.preflight.policies import encoder_of, key_of
-from marl.preflight.prompts import check_prompts, grows, growth_of, remedy
+from marl.preflight.policies import CheckedSetup
+from marl.preflight.prompts import grows, growth_of, remedy
 from marl.setup import Setup
 from marl.utils.tables import aligned
 
 
-def growth_text(setup: Setup) -> str:
+def growth_text(setup: CheckedSetup) -> str:
     """Prompt growth as text, with a warning if prompts exceed their limit."""
     config, limit = setup.config, setup.config.data.max_prompt_length
-    encoders = {
-        name: encoder_of(config, own_settings(config, name), key_of(config, name), thinking_of(config, name))
-        for name in setup.policies
-    }
-    growth = growth_of(setup, encoders, [read[0] for read in check_prompts(config, encoders)])
+    growth = growth_of(setup, setup.encoders, [read[0] for read in setup.tasks])
     if growth.unknown:
         return f"how long prompts get is not known: runner={config.runner.name} raised {growth.unknown}"
     lines = [f"{grows(config, growth)} with the longest answers; data.max_prompt_length={limit}"]
@@ -37,7 +33,7 @@ def growth_text(setup: Setup) -> str:
     return "\n".join(lines)
 
 
-def plan_text(setup: Setup) -> str:
+def plan_text(setup: CheckedSetup) -> str:
     """The batch arithmetic and the memory of a checked configuration, and a warning where that is more than there is."""
     config = setup.config
     turns = setup.runner.most_turns(list(config.agents))
@@ -46,17 +42,13 @@ def plan_text(setup: Setup) -> str:
     asleep: dict[str, bool] = {}
     for policy in batch.policies:
         own, pool = own_settings(config, policy.policy), setup.pool_by_policy[policy.policy]
-        key = key_of(config, policy.policy)
-        size = model_checks.size_of(models.load_config(own.model, key), f"{key}.path={own.model.path}")
-        memory = memory_plan.policy_memory(own, policy, size, card, has_reference_here(config, own))
+        size, has_reference = setup.sizes[policy.policy], has_reference_here(config, own)
+        memory = memory_plan.policy_memory(own, policy, size, card, has_reference)
         pools.setdefault(pool, []).append((policy.policy, memory))
         asleep[pool] = own.rollout.free_cache_engine
+    for_critic = critic_memory(setup) if setup.pool_by_critic else Memory()
     for critic, pool in setup.pool_by_critic.items():
-        size = model_checks.size_of(models.load_config(config.critic.model, "critic.model"), "critic.model.path")
-        ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-        has_target = setup.critics is not None and setup.critics.keeps_target
-        memory = memory_plan.critic_memory(config.critic, ranks, size, has_target)
-        pools.setdefault(pool, []).append((f"{critic} critic", memory))
+        pools.setdefault(pool, []).append((f"{critic} critic", for_critic))
         asleep.setdefault(pool, False)
     peaks = {
         pool: memory_plan.pool_memory([memory for _, memory in members], asleep[pool])
@@ -64,6 +56,15 @@ def plan_text(setup: Setup) -> str:
     }
     lines = [plan_report.batch_text(batch), growth_text(setup), plan_report.memory_text(pools, asleep)]
     return "\n".join([*lines, *warnings_of(config, peaks, card)])
+
+
+def critic_memory(setup: Setup) -> Memory:
+    """The memory of a critic's rank; all critics have one model."""
+    config = setup.config
+    size = model_checks.size_of(models.load_config(config.critic.model, "critic.model"), "critic.model.path")
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    has_target = setup.critics is not None and setup.critics.keeps_target
+    return memory_plan.critic_memory(config.critic, ranks, size, has_target)
 
 
 def has_reference_here(config: DictConfig, own: DictConfig) -> bool:

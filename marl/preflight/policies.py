@@ -1,5 +1,7 @@
 """Checks before Ray starts: every policy's settings, model and tokenizer can be used, and the prompts fit."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig
@@ -12,13 +14,25 @@ from marl.controller.agent_loop import check_loops
 from marl.controller.chat import ChatEncoder
 from marl.modules import models
 from marl.preflight import model_checks
+from marl.preflight.memory_plan import ModelSize
 from marl.preflight.prompts import check_growth, check_prompts
 from marl.setup import Setup
+from marl.types import PolicyName, Task
 
 
-def preflight(setup: Setup) -> None:
+@dataclass(frozen=True)
+class CheckedSetup(Setup):
+    """A run whose models and prompts were read, which its plan needs too."""
+
+    sizes: Mapping[PolicyName, ModelSize]
+    encoders: Mapping[PolicyName, ChatEncoder]
+    tasks: Sequence[Sequence[Task]]
+    """The tasks of every file that were read, the longest first."""
+
+
+def preflight(setup: Setup) -> CheckedSetup:
     """Raise ConfigError for what a worker, a server or the first episode would fail on."""
-    config, encoders = setup.config, {}
+    config, sizes, encoders = setup.config, {}, {}
     check_settings(config.actor_rollout_ref)
     check_typed(config)
     check_known(plain(config), known_keys(), fields_of)
@@ -26,13 +40,14 @@ def preflight(setup: Setup) -> None:
         own, key = own_settings(config, name), key_of(config, name)
         if changes_of(config.policies, name):
             check_settings(own, f"policies.{name}")
-        model_checks.size_of(models.load_config(own.model, key), f"{key}.path={own.model.path}")
+        sizes[name] = model_checks.size_of(models.load_config(own.model, key), f"{key}.path={own.model.path}")
         model_checks.check_weights(own.model, key)
         encoders[name] = encoder_of(config, own, key, thinking_of(config, name))
         check_loops(own.rollout, loops_of(config, name))
     tasks = check_prompts(config, encoders)
     if "ensemble" not in config:  # whose agents answer in single turns, whatever the runner
         check_growth(setup, encoders, tasks)
+    return CheckedSetup(**vars(setup), sizes=sizes, encoders=encoders, tasks=tasks)
 
 
 def key_of(config: DictConfig, name: str) -> str:

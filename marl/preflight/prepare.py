@@ -1,8 +1,11 @@
 """Checks and resolves a configuration before anything is started."""
 
+from __future__ import annotations
+
 import marl.platform.cpu  # isort: skip - registers the platform before anything of verl asks for one
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -14,8 +17,11 @@ from marl.config.rules import check
 from marl.preflight.compatibility import check_facts, choose_credit
 from marl.setup import Setup
 
+if TYPE_CHECKING:
+    from marl.preflight.policies import CheckedSetup
 
-def prepare(config: DictConfig) -> Setup:
+
+def prepare(config: DictConfig) -> CheckedSetup:
     """Resolve, make paths absolute (workers have other working directories), and check every rule. Raises ConfigError."""
     config = OmegaConf.create(config)
     resolve(config)
@@ -42,8 +48,7 @@ def prepare(config: DictConfig) -> Setup:
 
     checked_function(config)
     check_extractors(config)
-    preflight(setup)
-    return setup
+    return preflight(setup)
 
 
 def absolutise(config: DictConfig) -> None:
