@@ -101,6 +101,8 @@ class Turn:
     score: Score | None = None
     outcomes: list[float] = field(default_factory=list)
     """The team's return with this answer, then with each other one that was tried in its place."""
+    evidence: dict[str, float] = field(default_factory=dict)
+    """Numbers that a credit scheme's ``gather`` leaves here; ``assign`` reads each by ``batch.evidence_ERA(name)``."""
     thought: str | None = None
     """A reasoning model's thought before ``text``; no agent sees it, and no answer or word is extracted from it."""
 

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from marl.batch.joint import Alternatives, JointBatch
+from marl.batch.evidence import evidence_grids
+from marl.batch.joint import Alternatives, Evidence, JointBatch
 from marl.batch.rows import rows_of
 from marl.types import AgentId, Episode, PolicyName, Turn
 from marl.utils.ragged import jagged
@@ -59,6 +60,7 @@ def joint_batch(
                     chains.setdefault(turn.policy, []).append(last[turn.agent])
     return JointBatch(
         cells=cells,
+        evidence=Evidence(evidence_grids(episodes, cells, shape)),
         alternatives=Alternatives(torch.from_numpy(siblings_ERA), num_rounds)
         if sets or shape[1] > num_rounds
         else None,

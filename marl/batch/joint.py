@@ -39,8 +39,10 @@ class CriticData:
 
 @dataclass(slots=True)
 class Evidence:
-    """Whatever a credit scheme needs beyond grids; :meth:`Credit.add_evidence` puts it here."""
+    """Whatever a credit scheme needs beyond scores; :meth:`Credit.add_evidence` adds to it."""
 
+    grids: dict[str, Tensor] = field(default_factory=dict)
+    """The turns' ``evidence`` by name [E, R, A], NaN on turns without it."""
     ballots: list[list[Ballot]] = field(default_factory=list)
     """Each episode's ballots: what it would have decided on, had it ended after an earlier round, and at last what it did
     decide on. Empty for an episode in which no rule decided."""
@@ -87,6 +89,11 @@ class JointBatch:
     """None where every turn is part of its conversation, and compared with none beside it."""
     critic_data: CriticData = field(default_factory=CriticData)
     evidence: Evidence = field(default_factory=Evidence)
+
+    def evidence_ERA(self, name: str) -> Tensor:
+        """The turns' ``evidence`` of this name, NaN on turns without it."""
+        grids = self.evidence.grids
+        return grids[name] if name in grids else torch.full(self.spoken_ERA.shape, torch.nan)
 
     @property
     def mask_ERA(self) -> Tensor:

@@ -50,8 +50,8 @@ class Credit(ABC):
         self.config = config
 
     def gather(self, episodes: Sequence[Episode], rollouts: Rollouts) -> Awaitable[Gathered] | None:
-        """Plays for evidence that scored episodes do not hold, to be awaited while the servers still answer; it goes into the
-        episodes' turns. None where the scheme needs none."""
+        """Play for evidence that scored episodes do not hold, while the servers still answer; None where none is needed. An
+        override may be ``async``. It leaves numbers in ``turn.evidence``."""
         return None
 
     def add_evidence(self, batch: JointBatch, episodes: Sequence[Episode], no_answer: float = 0.0) -> None:
