@@ -15,7 +15,7 @@ from marl.types import AgentId, Ballot, CriticName, PolicyName
 
 @dataclass(slots=True)
 class Alternatives:
-    """Turns beside the conversations: where they stand, and what they are compared with."""
+    """Alternative turns: their columns in the grids and their comparison sets."""
 
     siblings_ERA: Tensor
     """The number of the set of alternatives that a turn is compared with, -1 for the others."""
@@ -76,7 +76,7 @@ class JointBatch:
     lengths_ERA: Tensor
     """Number of tokens that the policy generated in a turn."""
     failed_E: Tensor
-    """1 for episodes that ended before their time; ``team_score_E`` is then what that is worth."""
+    """1 for episodes that ended before their time; ``team_score_E`` is then the failure score."""
     rows: dict[PolicyName, TensorDict]
     """Rows with verl's keys, as jagged nested tensors; trained turns only."""
     cells: list[list[int]] = field(default_factory=list)
@@ -113,12 +113,11 @@ class JointBatch:
 
     @property
     def chained_ERA(self) -> Tensor:
-        """1 on the turns of the conversations that answer for what came after them: all but those in a set."""
+        """1 on the conversations' turns that are credited with later rounds: all but those in a comparison set."""
         return self.mask_ERA & (self.siblings_ERA < 0)
 
     def apart(self, x_ERA: Tensor, own_ERA: Tensor) -> Tensor:
-        """The numbers ``x_ERA``; of turns that are compared with their alternatives, their own ones instead, whatever came
-        after them."""
+        """``x_ERA``, except on turns that are compared with their alternatives: these keep ``own_ERA``, whatever came later."""
         return torch.where(self.siblings_ERA >= 0, own_ERA, x_ERA)
 
     @property

@@ -61,7 +61,7 @@ class Bar:
 
 
 def show_step(bar: Bar) -> Callable[[int, int, Metrics], None]:
-    """Tell of every step: the running accuracy by round, over the last few steps."""
+    """Show every step: the running accuracy by round over the last few steps."""
     recent: Metrics = {}
 
     def told(step: int, total: int, metrics: Metrics) -> None:

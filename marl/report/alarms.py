@@ -1,4 +1,4 @@
-"""Words about a run that cannot learn."""
+"""Warnings about a run that cannot learn."""
 
 import logging
 
