@@ -64,7 +64,7 @@ def load_tasks(config: DictConfig, tokenizers: dict[str, Any]) -> tuple[Any, lis
 
 
 def make_clients(config: DictConfig, groups: dict[str, Any], tokenizers: dict[str, Any]) -> dict[str, Any]:
-    """Each policy's way from messages to turns."""
+    """One client per policy, which turns messages into turns."""
     return {name: make_client(config, name, group, tokenizers[name]) for name, group in groups.items()}
 
 
@@ -99,7 +99,7 @@ class ServedPolicy:
 async def start_controller(
     setup: Setup, groups: dict[str, Any], tokenizers: dict[str, Any], run_id: str, cleanup: ExitStack
 ) -> Controller:
-    """The driver's controller, which plays itself or has ``controller.num_workers`` processes play."""
+    """The driver's controller; episodes run in it, or in ``controller.num_workers`` processes."""
     config, exchange_every = setup.config, setup.learner.exchange_every
     count = config.controller.num_workers
     if not count:

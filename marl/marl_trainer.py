@@ -89,7 +89,7 @@ class MARLTrainer:
 
     @property
     def temperatures(self) -> dict[AgentId, float]:
-        """At which every trained agent samples."""
+        """Sampling temperature of every trained agent."""
         policies = {agent: self.policy_map.policy(agent, 1) for agent in self.trained_agents}
         return {agent: self.controller.sampling(agent, own, False)["temperature"] for agent, own in policies.items()}
 
@@ -191,7 +191,7 @@ class MARLTrainer:
         return await served(self.policies.values(), "collect", work)
 
     async def gather(self, episodes: Sequence[Episode], phase: PhaseTimer) -> Metrics:
-        """Let the credit scheme play for its evidence with the same weights, where it needs more than the episodes."""
+        """Let the credit scheme run further rollouts with the same weights, if it needs evidence beyond the episodes."""
         rollouts = AlternativeRollouts(self.controller, self.step_number, self._trains)
         plays = self.learner.credit.gather(episodes, rollouts)
         if plays is None:
@@ -212,7 +212,7 @@ class MARLTrainer:
         return batch
 
     def readable(self, episodes: Sequence[Episode]) -> tuple[list[Episode], JointBatch]:
-        """The batch, without the episodes that are too long for a critic: these have failed, as those of too long a prompt."""
+        """The batch without the episodes that are too long for a critic; these count as failed."""
         batch = self.batch_of(episodes)
         self.critics.read(episodes, batch)
         errors = self.critics.too_long(batch)

@@ -58,7 +58,7 @@ class Score:
     """Reason why the reward function failed on the text, whose score is then ``controller.failure_score``."""
 
     def worth(self, score: float) -> Score:
-        """The same score, for which training pays ``score``; what is reported stays."""
+        """A copy that trains with ``score``; the reported value stays."""
         return replace(self, penalty=self.value - score)
 
 
@@ -91,7 +91,7 @@ class Turn:
     branch: int = 0
     """Index among the agent's alternatives at this point, from 0; negative for a note that it wrote for itself."""
     kept: bool = True
-    """False: the conversation did not go on from it."""
+    """False: the conversation did not continue from it."""
     compared: bool = False
     """Compared with its alternatives, the agent's other turns of the same episode and round, by their scores alone."""
     answers: bool = True
@@ -101,6 +101,8 @@ class Turn:
     score: Score | None = None
     outcomes: list[float] = field(default_factory=list)
     """The team's return with this answer, then with each other one that was tried in its place."""
+    evidence: dict[str, float] = field(default_factory=dict)
+    """Numbers that a credit scheme's ``gather`` leaves here; ``assign`` reads each by ``batch.evidence_ERA(name)``."""
     thought: str | None = None
     """A reasoning model's thought before ``text``; no agent sees it, and no answer or word is extracted from it."""
 
@@ -115,7 +117,7 @@ class Turn:
         return self.prompt_ids[: len(ids)] == ids
 
     def goes_on(self, previous: Turn) -> bool:
-        """True if the same policy is shown that turn's observation and answer, and what came next."""
+        """True if the same policy is shown that turn's observation and answer, then further messages."""
         said = [*previous.observation, {"role": "assistant", "content": previous.text}]
         return self.policy == previous.policy and self.observation[: len(said)] == said
 

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from marl.batch.joint import Alternatives, JointBatch
+from marl.batch.evidence import evidence_grids
+from marl.batch.joint import Alternatives, Evidence, JointBatch
 from marl.batch.rows import rows_of
 from marl.types import AgentId, Episode, PolicyName, Turn
 from marl.utils.ragged import jagged
@@ -59,6 +60,7 @@ def joint_batch(
                     chains.setdefault(turn.policy, []).append(last[turn.agent])
     return JointBatch(
         cells=cells,
+        evidence=Evidence(evidence_grids(episodes, cells, shape)),
         alternatives=Alternatives(torch.from_numpy(siblings_ERA), num_rounds)
         if sets or shape[1] > num_rounds
         else None,
@@ -77,8 +79,8 @@ def joint_batch(
 
 
 def columns_of(episode: Episode, num_rounds: int) -> list[int]:
-    """The column of each turn: of the path its round, of alternatives that are trained or compared with others the next free
-    one behind all rounds; -1 for a turn that stands in no grid."""
+    """The grid column of each turn: its round for turns of the path, the next free column behind all rounds for alternatives
+    that are trained or compared; -1 for turns outside the grid."""
     behind: Counter[AgentId] = Counter()
     columns = []
     for turn in episode.turns:
@@ -98,7 +100,7 @@ def continues(turn: Turn, previous: Turn) -> bool:
 
 
 def to_rows(chains: Sequence[Chain], temperatures: Mapping[AgentId, float]) -> TensorDict:
-    """One row a chain, with verl's keys. What was put between two answers belongs to the response, and is masked out."""
+    """One row per chain, with verl's keys. Text between two answers is part of the response, masked out."""
     columns: dict[str, list[list]] = {key: [] for key in ("prompts", "responses", "mask", "index", "log_probs")}
     for chain in chains:
         prompt = chain[0][0].prompt_ids
@@ -127,7 +129,7 @@ def to_rows(chains: Sequence[Chain], temperatures: Mapping[AgentId, float]) -> T
 
 
 def pad_rows(rows: TensorDict, multiple: int) -> TensorDict:
-    """Repeat the last row, with nothing in it to learn, until the rows divide."""
+    """Pad to a multiple by repeating the last row with an empty mask."""
     missing = -len(rows) % multiple
     if missing == 0:
         return rows

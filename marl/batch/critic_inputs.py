@@ -31,7 +31,7 @@ Encode = Callable[[Sequence[Message]], list[int]]
 
 @dataclass
 class ValueRow:
-    """One sequence, and for each value that is read of it the position and the cell of the turn grid."""
+    """One sequence; for every value read from it, the position and the cell of the turn grid."""
 
     ids: list[int]
     read_at: list[int] = field(default_factory=list)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from marl.batch.critic_inputs import CENTRAL, CentralTokens, CentralTurns, LocalTokens, LocalTurns
@@ -36,6 +36,9 @@ class CriticSpec(ABC):
     Facts are class attributes, so that nothing outside branches on the kind.
     """
 
+    levels: tuple[CriticLevel, ...] = field(default=tuple(CriticLevel), kw_only=True)
+    """Values of ``critic.level`` that the learner can work with."""
+
     kind: ClassVar[str]
     """Name used in error messages only."""
     fits_first: ClassVar[bool] = False
@@ -61,7 +64,11 @@ class CriticSpec(ABC):
 
     def check(self, config: Any) -> None:
         """Raise ConfigError for settings that these critics cannot work with."""
-        return None
+        if CriticLevel.of(config) not in self.levels:
+            expected = " or ".join(f"critic.level={level.value}" for level in self.levels)
+            raise ConfigError(
+                f"critic.level={config.critic.level}: learner={config.learner.name} does not work with such values; set {expected}"
+            )
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,7 @@ class CentralCritic(CriticSpec):
         return CentralTokens(tokenizer) if level is CriticLevel.token else CentralTurns(tokenizer)
 
     def check(self, config: Any) -> None:
+        super().check(config)
         if CriticLevel.of(config) is CriticLevel.token and config.controller.pack_turns:
             raise ConfigError(
                 f"controller.pack_turns=true: with critic.level=token the central critic of learner={config.learner.name} reads a "
@@ -110,6 +118,7 @@ class UtilityCritics(CriticSpec):
 
     shared: bool = False
     """One for all agents; else one for every trained policy."""
+    levels: tuple[CriticLevel, ...] = field(default=(CriticLevel.turn,), kw_only=True)
 
     kind = "utility"
     fits_first = True
@@ -123,9 +132,8 @@ class UtilityCritics(CriticSpec):
         return UtilityTurns(self.shared, encoder.encode, encoder.answer) if encoder else UtilityTurns(self.shared)
 
     def check(self, config: Any) -> None:
+        super().check(config)
         learner, tasks = f"learner={config.learner.name}", config.data.train_batch_size
-        if CriticLevel.of(config) is CriticLevel.token:
-            raise ConfigError(f"critic.level=token: {learner} mixes utilities of turns; set critic.level=turn")
         if config.critic.ppo_epochs != 1 or config.critic.ppo_mini_batch_size != tasks:
             raise ConfigError(
                 f"critic.ppo_epochs={config.critic.ppo_epochs}, critic.ppo_mini_batch_size={config.critic.ppo_mini_batch_size}: "

@@ -42,6 +42,18 @@ def earlier(decided: Ballot, weights: dict[str, float], answers: list[Turn], rou
     return replace(decided, votes=tuple(votes))
 
 
+def evidence_grids(
+    episodes: Sequence[Episode], cells: Sequence[Sequence[int]], shape: tuple[int, ...]
+) -> dict[str, torch.Tensor]:
+    """The turns' ``evidence`` by name [E, R, A], NaN on turns without it."""
+    grids: dict[str, torch.Tensor] = {}
+    for episode, own in zip(episodes, cells, strict=True):
+        for turn, cell in zip(episode.turns, own, strict=True):
+            for name, number in turn.evidence.items() if cell >= 0 else ():
+                grids.setdefault(name, torch.full(shape, torch.nan)).view(-1)[cell] = number
+    return grids
+
+
 def outcomes_of(episodes: Sequence[Episode], batch: JointBatch) -> torch.Tensor | None:
     """The turns' ``outcomes`` [E, R, A, K], NaN where there are fewer; None where there are none."""
     placed = [

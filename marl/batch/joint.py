@@ -15,7 +15,7 @@ from marl.types import AgentId, Ballot, CriticName, PolicyName
 
 @dataclass(slots=True)
 class Alternatives:
-    """Turns beside the conversations: where they stand, and what they are compared with."""
+    """Alternative turns: their columns in the grids and their comparison sets."""
 
     siblings_ERA: Tensor
     """The number of the set of alternatives that a turn is compared with, -1 for the others."""
@@ -55,8 +55,10 @@ class CriticData:
 
 @dataclass(slots=True)
 class Evidence:
-    """Whatever a credit scheme needs beyond grids; :meth:`Credit.add_evidence` puts it here."""
+    """Whatever a credit scheme needs beyond scores; :meth:`Credit.add_evidence` adds to it."""
 
+    grids: dict[str, Tensor] = field(default_factory=dict)
+    """The turns' ``evidence`` by name [E, R, A], NaN on turns without it."""
     ballots: list[list[Ballot]] = field(default_factory=list)
     """Each episode's ballots: what it would have decided on, had it ended after an earlier round, and at last what it did
     decide on. Empty for an episode in which no rule decided."""
@@ -90,7 +92,7 @@ class JointBatch:
     lengths_ERA: Tensor
     """Number of tokens that the policy generated in a turn."""
     failed_E: Tensor
-    """1 for episodes that ended before their time; ``team_score_E`` is then what that is worth."""
+    """1 for episodes that ended before their time; ``team_score_E`` is then the failure score."""
     rows: dict[PolicyName, TensorDict]
     """Rows with verl's keys, as jagged nested tensors; trained turns only."""
     cells: list[list[int]] = field(default_factory=list)
@@ -103,6 +105,11 @@ class JointBatch:
     """None where every turn is part of its conversation, and compared with none beside it."""
     critic_data: CriticData = field(default_factory=CriticData)
     evidence: Evidence = field(default_factory=Evidence)
+
+    def evidence_ERA(self, name: str) -> Tensor:
+        """The turns' ``evidence`` of this name, NaN on turns without it."""
+        grids = self.evidence.grids
+        return grids[name] if name in grids else torch.full(self.spoken_ERA.shape, torch.nan)
 
     @property
     def mask_ERA(self) -> Tensor:
@@ -122,12 +129,11 @@ class JointBatch:
 
     @property
     def chained_ERA(self) -> Tensor:
-        """1 on the turns of the conversations that answer for what came after them: all but those in a set."""
+        """1 on the conversations' turns that are credited with later rounds: all but those in a comparison set."""
         return self.mask_ERA & (self.siblings_ERA < 0)
 
     def apart(self, x_ERA: Tensor, own_ERA: Tensor) -> Tensor:
-        """The numbers ``x_ERA``; of turns that are compared with their alternatives, their own ones instead, whatever came
-        after them."""
+        """``x_ERA``, except on turns that are compared with their alternatives: these keep ``own_ERA``, whatever came later."""
         return torch.where(self.siblings_ERA >= 0, own_ERA, x_ERA)
 
     @property

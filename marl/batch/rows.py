@@ -24,8 +24,8 @@ def rows_of(rows: TensorDict, index: Sequence[int], silent: int = 0) -> TensorDi
 
 
 def drop_rejected(batch: JointBatch) -> None:
-    """Leave out what a rollout correction rejected: a turn of which no token is left is not trained, whatever else shares its
-    row, and a row without such a turn goes; of other turns the tokens that are left are trained. Critics are to read what is
+    """Drop what a rollout correction rejected: a turn without a remaining token is not trained, even if others share its
+    row, and a row without a trained turn is removed; other turns train their remaining tokens. Critics are to read what is
     left anew."""
     kept_ERA = torch.zeros_like(batch.trained_ERA)
     for name, rows in list(batch.rows.items()):
@@ -47,7 +47,7 @@ def drop_rejected(batch: JointBatch) -> None:
 
 
 def drop_turns(batch: JointBatch, dropped_ERA: Tensor) -> None:
-    """Take turns out of the update: out of the rows that they share with others, and with rows of their own."""
+    """Exclude turns from the update: mask them in shared rows, drop rows of their own."""
     for rows in batch.rows.values():
         index = rows["turn_index"]
         kept_T = (index.values() >= 0) & ~dropped_ERA.flatten()[index.values().clamp(min=0)]

@@ -1,4 +1,4 @@
-"""Values on their way from the critics to the learner, and returns on their way back. Pure."""
+"""Transfer of values from critics to the learner, and of returns back. Pure."""
 
 import torch
 from tensordict import TensorDict
@@ -80,14 +80,14 @@ class TokenRows(CriticRows):
 
 
 def lay_utilities(rows: TensorDict, values: Tensor, v_ERA: Tensor, q_ERA: Tensor) -> None:
-    """Write what was read before answers into one grid, what was read after them into the other."""
+    """Write values read before answers into one grid, values read after them into the other."""
     cells, answered = rows["turn_index"].values(), rows["answered"].values().bool()
     v_ERA.view(-1)[cells[~answered]] = values.values()[~answered].float()
     q_ERA.view(-1)[cells[answered]] = values.values()[answered].float()
 
 
 def gradient_rows(rows: TensorDict, dv_ERA: Tensor, dq_ERA: Tensor) -> TensorDict:
-    """A critic's rows with ``gradients`` and ``value_mask``, ragged like ``read_at``: the way back of :func:`lay_utilities`."""
+    """A critic's rows with ``gradients`` and ``value_mask``, ragged like ``read_at``: the inverse of :func:`lay_utilities`."""
     cells, answered = rows["turn_index"].values(), rows["answered"].values().bool()
     gradients = torch.where(answered, dq_ERA.flatten()[cells], dv_ERA.flatten()[cells])
     rows, offsets = rows.copy(), rows["read_at"].offsets()

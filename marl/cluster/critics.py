@@ -1,4 +1,4 @@
-"""The critics of a run: their workers, and what they read."""
+"""The critics of a run: worker groups and their inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from marl.types import CriticName, Episode
 
 
 class Critics:
-    """None of them, where the learner has no critic."""
+    """Empty for a learner without critics."""
 
     def __init__(
         self,
@@ -27,14 +27,14 @@ class Critics:
         self.groups, self.reader, self.states = groups, reader, states
 
     def read(self, episodes: Sequence[Episode], batch: JointBatch) -> None:
-        """Put what every critic reads into the batch."""
+        """Put every critic's inputs into the batch."""
         if self.reader is not None:
             batch.critic_data.value_rows = self.reader.rows(episodes, batch)
         if self.states is not None:
             batch.critic_data.joint_ids = self.states.ids(episodes, batch)
 
     def too_long(self, batch: JointBatch) -> dict[int, ContextOverflow]:
-        """The episodes of a batch of which a critic would read more than it can, by their number, each with why."""
+        """Errors of the episodes that are too long for a critic, by index in the batch."""
         found: dict[int, ContextOverflow] = {}
         for name, rows in batch.critic_data.value_rows.items():
             limit = self.groups[name].longest
@@ -48,7 +48,7 @@ class Critics:
         return found
 
     async def value(self, episodes: Sequence[Episode], batch: JointBatch) -> None:
-        """Let every critic value what it reads, all at the same time; the values lie in the batch then."""
+        """Compute all critics' values concurrently and put them into the batch."""
         if self.reader is None:
             return
         if not batch.critic_data.value_rows:

@@ -16,7 +16,7 @@ class GroupFailed(RuntimeError):
 
 
 def group_failed(whose: str, what: str, error: RayError) -> GroupFailed:
-    """Names whose process it was, what it was doing and the cause; for a process that died, its last lines."""
+    """Error naming the owner, the call and the cause; for a dead process, also its last log lines."""
     if isinstance(error, RayTaskError) and isinstance(error.cause, RayActorError):
         error = error.cause  # one of its processes tells of another's death
     if isinstance(error, RayTaskError):
@@ -45,7 +45,7 @@ def said_last(pid: int) -> str:
 
 
 def last_lines(pid: int) -> list[str]:
-    """The end of what a process of this machine wrote; Ray keeps it in the session's folder."""
+    """Last log lines of a local process, from Ray's session folder."""
     node = ray._private.worker._global_node
     if node is None:
         return []

@@ -98,7 +98,7 @@ class _LocalMethod:
 
 
 class LocalServer(HFServer):
-    """Decodes where it stands: the event loop waits, and a debugger has the terminal."""
+    """Decodes in the caller's thread: the event loop blocks, so that a debugger has the terminal."""
 
     async def _decode(self, requests: list[Request]) -> list[Answer]:
         return decode(self.model, requests, self.pad_id, self.tokenizer.decode)

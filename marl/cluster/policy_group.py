@@ -95,7 +95,7 @@ class RayPolicyGroup(WorkerGroup):
         await self._all(f"loading its reference from {folder}", self.workers.load_reference, str(folder))
 
     async def free_servers(self) -> None:
-        """Let servers that share an accelerator with the trainer give its memory back; a weight sync wakes them."""
+        """Release the memory of servers that share an accelerator with the trainer; a weight sync wakes them."""
         if self.rollout.free_cache_engine:
             await self._wait("putting its servers to sleep", self.weight_sync.sleep_replicas())
 

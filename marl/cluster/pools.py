@@ -23,7 +23,7 @@ class Pool(RayResourcePool):
         self.pgs: list | None = None
 
     def release(self) -> None:
-        """Give the cluster back what this pool holds; what runs in it ends."""
+        """Return the pool's resources to the cluster; its processes end."""
         for group in self.pgs or []:
             remove_placement_group(group)
 

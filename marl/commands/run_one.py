@@ -79,7 +79,7 @@ async def run(arguments: Sequence[str], console: Console) -> Episode:
 
 
 def parsed(arguments: Sequence[str]) -> tuple[Options, argparse.Namespace, list[str]]:
-    """Our own words, where the configuration is, and its overrides."""
+    """The command's own options, the configuration's location, and its overrides."""
     parser = argparse.ArgumentParser(prog="marl run-one", allow_abbrev=False)
     parser.add_argument("--config-name", "-cn")
     parser.add_argument("--config-dir", "-cd")
@@ -119,7 +119,7 @@ def options_of(words: Sequence[str]) -> Options:
 
 
 def unquoted(text: str) -> str | None:
-    """A text as it was meant: quotes around it are the command line's."""
+    """A text without the quotes that the command line needed."""
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         return text[1:-1]
     return None if text == "null" else text
@@ -137,7 +137,7 @@ def composed(where: argparse.Namespace, overrides: list[str]) -> DictConfig:
 
 @asynccontextmanager
 async def stage(options: Options, config: DictConfig) -> AsyncIterator[tuple[Task, Generate, Judge]]:
-    """The task, what answers, and what judges."""
+    """The task, the generate function and the judge."""
     if options.model is Model.scripted:
         resolve(config)
         check_values(config)

@@ -50,7 +50,7 @@ MAY_DIFFER = (
     "controller.lazy_agent_share",
     "controller.max_error_rate",
 )
-"""Keys of what changes no weight: how long, how often, where to, on which machines, and what is validated."""
+"""Keys that do not affect training: length, frequencies, output locations, machines, validation."""
 SECRET = re.compile(
     r"(api_?key|access_?key|secret|passw(or)?d|credential|(auth|access|hf|hub|bearer)_?token|^token$)", re.I
 )

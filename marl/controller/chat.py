@@ -189,7 +189,7 @@ def content_of(message: Message) -> str:
 
 
 def extends(observation: Sequence[Message], previous: Turn) -> bool:
-    """True if an observation begins with the previous one and its answer, whose ids are nothing but that answer."""
+    """True if an observation begins with the previous one and its answer, and the answer's ids hold nothing else."""
     size = len(previous.observation)
     return (
         len(observation) > size

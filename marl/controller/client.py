@@ -62,7 +62,7 @@ class PolicyClient:
         patience_s: float = math.inf,
     ) -> None:
         """``vocabulary``: the model's; a tokenizer's may be smaller. ``ends``: ids that end an answer; None for the tokenizer's.
-        ``patience_s``: for how long the servers may answer nobody."""
+        ``patience_s``: maximum time without any answer from the servers."""
         self.watch = Watch(patience_s)
         self.vocabulary, self.ends = vocabulary, end_ids(tokenizer) if ends is None else ends
         self.policy, self.rollout, self.server = policy, rollout, server

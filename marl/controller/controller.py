@@ -1,4 +1,4 @@
-"""The controller lets episodes talk: agent -> policy -> server, and back as recorded turns with scores."""
+"""The controller runs episodes: agent -> policy -> server, and back as recorded, scored turns."""
 
 import asyncio
 import functools
@@ -52,8 +52,8 @@ class Collection:
 
 
 async def outcomes(works: Sequence[Coroutine[Any, Any, T]]) -> list[T | Exception]:
-    """Do all at once, and give each one's result or error. A policy that failed, or a runner that breaks its own word, ends
-    the rest at once, and is raised."""
+    """Run all concurrently and return each one's result or error. A failed policy, or a runner that exceeds its own
+    ``most_turns``, cancels the rest and is raised."""
     running = [asyncio.create_task(work) for work in works]
     try:
         for ended in asyncio.as_completed(running):

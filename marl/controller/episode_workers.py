@@ -27,14 +27,14 @@ from marl.utils.deadlines import wait_with_deadline
 from marl.utils.garbage import freeze_gc
 
 CHUNK, CHUNKS_A_WORKER = 64, 16
-"""Episodes that travel together: what has ended is read while the rest still plays."""
+"""Episodes per message: finished ones are read while the rest still run."""
 MARGIN_S = 30.0
-"""For everything around playing and judging, which have their own deadlines."""
+"""Deadline for everything but running and scoring episodes, which have their own."""
 STOP_S = 5.0
 
 T = TypeVar("T")
 Played = tuple[Episode | None, Exception | None]
-"""An episode with its scores; or why it has none of them, or was not even played."""
+"""A scored episode, or the error that left it unscored or unplayed."""
 
 
 class EpisodeFailed(RuntimeError):
@@ -94,7 +94,7 @@ class EpisodeWorker:
 
 
 def sendable(error: Exception) -> Exception:
-    """The error itself, or what it says where it cannot be read elsewhere; with where it was raised."""
+    """The error with its traceback; its text alone if the class cannot be unpickled elsewhere."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # whatever its class does
@@ -130,7 +130,7 @@ async def answer_of(ref: Awaitable[T], ping: Callable[[], Awaitable[None]], dead
 
 
 class EpisodeWorkers:
-    """The driver's side of them."""
+    """The driver's handle on all workers."""
 
     def __init__(self, actors: list[ActorHandle], episode_timeout: float) -> None:
         self.actors = actors

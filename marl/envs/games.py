@@ -1,4 +1,4 @@
-"""Games: who acts at a stage, and what the actions of all pay. Pure functions of what was done before.
+"""Games: which seats act at a stage, and the payoffs of a joint action. Pure functions of earlier stages.
 
 A seat is an agent's place in the team and an action its number in the game, both from 0. At every stage some seats act at
 the same time; a payoff belongs to its stage, and a seat's total in a game is their sum.
@@ -76,7 +76,7 @@ class Game(ABC):
     @property
     @abstractmethod
     def worst(self) -> float:
-        """The least that a stage can pay a seat."""
+        """The lowest payoff of a seat at one stage."""
 
     @abstractmethod
     def pays(self, joint: Joint, earlier: Sequence[Joint]) -> list[float]:

@@ -1,4 +1,4 @@
-"""Counterfactuals: another action, another answer, an agent left out. Pure functions."""
+"""Counterfactual credit: replaced actions, replaced answers, removed agents. Pure functions."""
 
 import random
 from collections.abc import Callable, Sequence

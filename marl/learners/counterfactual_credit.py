@@ -1,4 +1,4 @@
-"""Credit schemes that ask what would have been otherwise: without an agent's vote, or with another vote."""
+"""Counterfactual credit schemes: an agent's vote is removed or replaced."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ def worth(ballot: Ballot, votes: Sequence[Vote]) -> float:
 
 
 def failed_of(batch: JointBatch) -> list[int]:
-    """The episodes that ended before their time: they decided nothing."""
+    """Indices of the episodes that ended early, without a decision."""
     return batch.failed_E.nonzero().flatten().tolist()
 
 

@@ -105,7 +105,7 @@ def returns_to_go(rewards_ERA: Tensor, mask_ERA: Tensor, gamma: float) -> Tensor
 
 
 def fold_untrained(rewards_ERA: Tensor, mask_ERA: Tensor, trained_ERA: Tensor, gamma: float | Tensor) -> Tensor:
-    """Give what an agent's untrained turns earn to its last trained turn before them; zero on untrained turns.
+    """Move rewards of an agent's untrained turns to its last trained turn before them; zero on untrained turns.
 
     Without it a learner that trains round 1 alone would never hear of what round 1 does to round 2. ``gamma`` discounts from
     one column to the next, whoever spoke in it; a tensor [R] where columns differ.

@@ -34,7 +34,7 @@ class Credit(ABC):
     class Config:
         name: str
         alpha0: float = 0.0
-        """Incentive to draw a right answer out of wrong peers. Paid on top of the credit, as the three below; may be negative."""
+        """Incentive to reach a right answer from wrong peers. Added to the credit, like the three below; may be negative."""
         alpha1: float = 0.0
         """Incentive to be persuaded by right peers."""
         beta0: float = 0.0
@@ -50,8 +50,8 @@ class Credit(ABC):
         self.config = config
 
     def gather(self, episodes: Sequence[Episode], rollouts: Rollouts) -> Awaitable[Gathered] | None:
-        """Plays for evidence that scored episodes do not hold, to be awaited while the servers still answer; it goes into the
-        episodes' turns. None where the scheme needs none."""
+        """Play for evidence that scored episodes do not hold, while the servers still answer; None where none is needed. An
+        override may be ``async``. It leaves numbers in ``turn.evidence``."""
         return None
 
     def add_evidence(self, batch: JointBatch, episodes: Sequence[Episode], no_answer: float = 0.0) -> None:
@@ -63,8 +63,8 @@ class Credit(ABC):
         """Credit [E, R, A] of every turn of the conversations, zero where no agent spoke."""
 
     def of(self, batch: JointBatch) -> Tensor:
-        """Credit [E, R, A] of every turn. One that is compared with its alternatives gets its own score only: what came
-        after the kept one is not theirs to share."""
+        """Credit [E, R, A] of every turn. One that is compared with its alternatives gets its own score only: later
+        rounds followed from the kept one."""
         credit_ERA = self.assign(batch)
         if self.config.pays_incentives:
             credit_ERA = credit_ERA + self.incentives(batch)
@@ -75,8 +75,8 @@ class Credit(ABC):
         return credit.team_mean(self.of(batch), batch.mask_ERA)
 
     def incentives(self, batch: JointBatch) -> Tensor:
-        """Incentives [E, R, A] of every turn. A turn that is no answer neither earns them nor counts as a peer's, nor does one
-        that a conversation ended early with, whose score is what that is worth."""
+        """Incentives [E, R, A] of every turn. Turns that are no answers get none and do not count as peers', nor does the last
+        turn before an early end, whose score is the failure score."""
         config = self.config
         alpha, beta = (config.alpha0, config.alpha1), (config.beta0, config.beta1)
         return credit.incentives(batch.scores_ERA, standing(batch), alpha, beta)
@@ -98,11 +98,11 @@ class OutcomeCredit(Credit):
 
     @abstractmethod
     def of_turns(self, batch: JointBatch) -> Tensor:
-        """Rewards [E, R, A] that answers earn at once."""
+        """Rewards [E, R, A] that answers get at once."""
 
     @abstractmethod
     def outcome(self, batch: JointBatch) -> Tensor:
-        """Rewards [E, A] that agents earn once the conversation has ended."""
+        """Rewards [E, A] that agents get when the conversation has ended."""
 
     def assign(self, batch: JointBatch) -> Tensor:
         return self.of_turns(batch) + self.outcome(batch)[:, None] * batch.last_turns_ERA

@@ -24,7 +24,7 @@ class Tried:
 
 @dataclass(slots=True)
 class Tries:
-    """Answers whose ends are scored, and the cost of all that were tried."""
+    """Answers with scored ends, and the cost of all that were tried."""
 
     tried: list[Tried]
     failed: int
@@ -33,7 +33,7 @@ class Tries:
 
 
 class Rollouts(Protocol):
-    """Takes up a step's episodes, with the same weights; the controller's implementation asks its servers."""
+    """Continues a step's episodes with the same weights; implemented by the controller."""
 
     def trained(self, turn: Turn) -> bool:
         """True if the run trains such a turn."""

@@ -88,5 +88,5 @@ class IPPO(Learner):
         return credit_ERA
 
     def fold(self, credit_ERA: Tensor, mask_ERA: Tensor, trained_ERA: Tensor) -> Tensor:
-        """Rewards of trained turns, with what the untrained ones after them earn."""
+        """Rewards of trained turns, including those of the untrained turns after them."""
         return credit.fold_untrained(credit_ERA, mask_ERA, trained_ERA, self.config.gamma)

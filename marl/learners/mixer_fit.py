@@ -1,4 +1,4 @@
-"""Utilities of agents and the team's value of them: what VDN and QMIX compute, beside the driver. Pure but for the modules.
+"""Agents' utilities and the team's mixed value: the mathematics of VDN and QMIX, beside the driver. Pure but for the modules.
 
 A *joint action* is what the trained agents say in one round of one episode. Axes: B joint actions, A agents, S the state.
 """
@@ -69,7 +69,7 @@ class JointActions:
     rounds_B: Tensor
     """Number of rounds from it to the next one."""
     rewards_B: Tensor
-    """The team's, with what it earns before the next joint action."""
+    """The team's reward up to the next joint action."""
     keys_B: list[Hashable]
     """Task and round: joint actions of one key are alternatives to one another."""
     ids: Tensor | None

@@ -55,7 +55,7 @@ class RAE(Learner):
         }
 
     def relative(self, batch: JointBatch, credit_ERA: Tensor) -> Tensor:
-        """Returns [E, R, A] less the mean of their role, which hears of them first."""
+        """Returns [E, R, A] less their role's mean, which is updated first."""
         mask_ERA = batch.mask_ERA
         returns_ERA = returns(batch, credit_ERA, self.credit.kind, self.config.gamma)
         batch.returns_ERA = returns_ERA

@@ -76,7 +76,7 @@ class ReplayCredit(Credit):
 
 
 def choose(episode: Episode, share: float, rollouts: Rollouts) -> list[Turn]:
-    """A share of the trained turns, in their order; the rest is not trained from now on."""
+    """A random share of the trained turns, in their order; the rest are no longer trained."""
     turns = [turn for turn in episode.turns if turn.trained and rollouts.trained(turn)]
     followed = [turn for turn in turns if turn.kept]
     places = sorted(rollouts.rng(episode).sample(range(len(followed)), ceil(len(followed) * share)))
@@ -87,7 +87,7 @@ def choose(episode: Episode, share: float, rollouts: Rollouts) -> list[Turn]:
 
 
 def compare(group: Sequence[Tried], config: ReplayCredit.Config) -> None:
-    """Write down the returns of a turn's alternatives, at each its own first; let the new ones be trained."""
+    """Record the returns of a turn's alternatives, each with its own first; mark the new ones for training."""
     returns = [mean_return(entry, config.of) for entry in group]
     for i, entry in enumerate(group):
         entry.turn.outcomes = [returns[i], *returns[:i], *returns[i + 1 :]]

@@ -1,6 +1,6 @@
 """VDN: the team's value is the sum of the agents' utilities, fitted to the team's return (arXiv:1706.05296).
 
-A utility is what a value head says of a turn after its answer, q(h, y); before the answer it says v(h), the mean of q.
+A utility q(h, y) is the value head's output after a turn's answer; its output before the answer is v(h), the mean of q.
 Advantages are the answer's gain for the team beyond that. On-policy: there is no replay buffer.
 """
 

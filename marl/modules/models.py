@@ -1,4 +1,4 @@
-"""A model's folder or hub id, looked at before anything is started: its configuration, tokenizer, weights and size."""
+"""Loading of a model's configuration and tokenizer from its folder or hub id, for checks before the start."""
 
 from typing import Any
 

@@ -17,7 +17,7 @@ class PolicyBatch:
     mini_batches: int
     rows_per_mini_batch: int
     tokens: int
-    """The most of a micro-batch."""
+    """Upper bound of a micro-batch."""
     updates: int
     ranks: int
     servers: int

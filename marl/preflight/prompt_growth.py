@@ -15,7 +15,7 @@ from marl.runners import ContextOverflow, Overflow, Runner, TooManyTurns, script
 from marl.types import AgentId, Episode, Message, Score, Task, Turn
 
 DEADLINE_S = 10.0
-"""For a runner that waits for something of its own."""
+"""Deadline for a runner that waits on its own."""
 
 
 NO_TOKEN = -1
@@ -24,7 +24,7 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True)
 class Seat:
-    """An agent in one round, as far as lengths go."""
+    """Lengths of one agent in one round."""
 
     policy: str
     encoder: ChatEncoder

@@ -46,7 +46,7 @@ def check_prompts(config: DictConfig, encoders: Mapping[str, ChatEncoder]) -> li
 
 
 def task_of(row: Mapping[str, Any], id: str, prompt_key: str) -> Task:
-    """A row as far as lengths go."""
+    """A row as a task that only lengths are read from."""
     truth, extra = row["reward_model"]["ground_truth"], row.get("extra_info") or {}
     return Task(id, list(row[prompt_key]), truth, row["data_source"], only_answer, extra)
 

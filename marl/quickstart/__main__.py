@@ -4,7 +4,7 @@ they learned."""
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from marl.config.external import find_own_modules
@@ -61,7 +61,7 @@ class Bar:
 
 
 def show_step(bar: Bar) -> Callable[[int, int, Metrics], None]:
-    """Tell of every step: the running accuracy by round, over the last few steps."""
+    """Show every step: the running accuracy by round over the last few steps."""
     recent: Metrics = {}
 
     def told(step: int, total: int, metrics: Metrics) -> None:
@@ -101,12 +101,12 @@ def warm_up_and_train(config: DictConfig) -> Any:
     return trainer
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     transformers_logging.disable_progress_bar()
     os.environ["HYDRA_FULL_ERROR"] = "1"
     parser = argparse.ArgumentParser(prog="python -m marl.quickstart", allow_abbrev=False)
     parser.add_argument("--config-name", "-cn", default="quickstart", choices=CONFIGS)
-    options, overrides = parser.parse_known_args()
+    options, overrides = parser.parse_known_args(arguments)
     return marl_main.exit_code(lambda: run(overrides, options.config_name))
 
 

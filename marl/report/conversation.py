@@ -46,7 +46,7 @@ def num_missing(episodes: Sequence[Episode], counts_E: Sequence[int]) -> int:
 
 
 def round_accuracy(episodes: Sequence[Episode], round: int, agent: AgentId | None = None) -> float | None:
-    """Share of right answers of a round; None where nobody gave any."""
+    """Share of right answers in a round; None without answers."""
     answers_E = [turns_in([episode], round, agent) for episode in episodes]
     right = [turn.correct for answers in answers_E for turn in answers]
     total = len(right) + num_missing(episodes, [len(answers) for answers in answers_E])

@@ -38,7 +38,7 @@ Hider = Callable[[str], Callable[[str], str]]
 def lines(
     episodes: Sequence[Episode], step: int, numbers: Sequence[Sequence[Numbers]] | None = None
 ) -> list[dict[str, Any]]:
-    """One line a turn; ``numbers``: what training made of each, where it did."""
+    """One line per turn; ``numbers``: each turn's training numbers, where it was trained."""
     return [
         line
         for e, episode in enumerate(episodes)
@@ -47,7 +47,7 @@ def lines(
 
 
 def lines_of(episode: Episode, step: int, numbers: Sequence[Numbers]) -> list[dict[str, Any]]:
-    """One line a turn; one without a turn for a failed episode that has none."""
+    """One line per turn; for a failed episode without turns, one line without a turn."""
     known = {
         "gts": episode.task.ground_truth,
         "step": step,

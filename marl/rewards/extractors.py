@@ -27,7 +27,7 @@ NAMED: dict[str, Extract] = {
 
 @dataclass(frozen=True)
 class Own:
-    """A user's function, by the path of its file and its name: this, and not the function, goes to other processes."""
+    """A user's function by file path and name, which travel to other processes in place of the function."""
 
     path: str
     name: str

@@ -1,4 +1,4 @@
-"""Reward functions in processes that can be killed: what hangs or dies takes its own answer with it and nothing else."""
+"""Reward functions in processes that can be killed: a hang or crash fails only its own text."""
 
 import asyncio
 import contextlib
@@ -142,7 +142,7 @@ def end_with_parent() -> None:
 
 
 def answer(call: bytes) -> tuple[str, bytes]:
-    """In the process: what went wrong, or what was returned.
+    """Run in the process: the error or the result.
 
     Calls and results cross as bytes and errors as text: one of a class that the other side cannot read would end the pool.
     """

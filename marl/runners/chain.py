@@ -1,4 +1,4 @@
-"""Chain: every agent works on what the one before it handed over; the last one's answer is the team's."""
+"""Chain: each agent works on the previous agent's output; the last answer is the team's."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

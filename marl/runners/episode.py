@@ -68,7 +68,7 @@ class LiveEpisode:
             )
 
     def count(self, what: str) -> None:
-        """Count an event; it becomes the metric ``team/<what>``, a mean over episodes."""
+        """Count an event, logged as ``team/<what>``, a mean over episodes."""
         self.record.counts[what] += 1
 
 

@@ -13,7 +13,7 @@ from marl.types import AgentId, Message, Score, Turn
 
 @register_runner("game")
 class Game(ConversationRunner):
-    """The team's answer is what was done at the last stage, and its score is the mean of their total payoffs."""
+    """The team's answer is the joint action of the last stage; its score is the mean of the agents' total payoffs."""
 
     @dataclass
     class Config(ConversationRunner.Config):

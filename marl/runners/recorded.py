@@ -53,6 +53,7 @@ class RecordedAnswers:
                 "compared": False,
                 "answers": True,
                 "outcomes": [],
+                "evidence": {},
             }  # the runner's to set anew
             marks |= {"agent": agent, "round": round, "branch": branch}
             if turn.observation != observation:  # another's answer: its tokens belong to another prompt

@@ -1,4 +1,4 @@
-"""Self-play: two sides answer each other in turn; what one wins the other loses (SPIRAL, arXiv:2506.24119)."""
+"""Self-play: two sides answer each other in turn, with zero-sum rewards (SPIRAL, arXiv:2506.24119)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

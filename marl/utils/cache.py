@@ -1,4 +1,4 @@
-"""Results that are kept, as many as a number of bytes holds."""
+"""A cache bounded by bytes."""
 
 import sys
 from collections.abc import Callable, Hashable
@@ -10,13 +10,13 @@ T = TypeVar("T")
 CACHE_BYTES = 64 << 20
 """Memory limit of a cache of encoded texts, in every process that encodes."""
 ENTRY_BYTES = 400
-"""About what an entry takes beside its key and its value."""
+"""Approximate overhead of an entry beside its key and value."""
 
 
 def cached_by_bytes(
     function: Callable[..., T], size_of: Callable[[T], int], limit: int = CACHE_BYTES
 ) -> Callable[..., T]:
-    """The function with a cache that forgets what was not asked for longest; a result beyond ``limit`` is never kept."""
+    """The function with a least-recently-used cache of ``limit`` bytes; a larger result is never kept."""
     cache: LRUCache = LRUCache(limit, getsizeof=lambda entry: entry[1])
 
     def cached(*key: Hashable) -> T:

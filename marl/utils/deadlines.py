@@ -1,4 +1,4 @@
-"""No wait without an end."""
+"""Deadlines for every wait."""
 
 import asyncio
 import math
@@ -50,8 +50,8 @@ CLOCK: ContextVar[Clock | None] = ContextVar("clock", default=None)
 
 @asynccontextmanager
 async def own_time(seconds: float) -> AsyncIterator[None]:
-    """Raises TimeoutError where the block needs more time of its own: what it spends in :func:`waiting_for_others`, in any of
-    its tasks, does not count."""
+    """Raises TimeoutError if the block takes longer; time spent in :func:`waiting_for_others`, in any of its tasks, does not
+    count."""
     async with asyncio.timeout(seconds) as timeout:
         token = CLOCK.set(Clock(timeout))
         try:
@@ -82,7 +82,7 @@ class Watch:
         self.seconds, self.heard = seconds, 0.0
 
     async def answer(self, asked: Awaitable[T]) -> T:
-        """The answer. Raises HangsError where none has come for so long, to anybody who asked here."""
+        """Await an answer. Raises HangsError if no caller here has had any answer for that long."""
         now = asyncio.get_running_loop().time
         task, begun = asyncio.ensure_future(asked), now()
         try:

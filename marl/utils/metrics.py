@@ -53,7 +53,7 @@ def prefixed(prefix: str, metrics: Metrics) -> Metrics:
 
 
 class NotFinite(RuntimeError):
-    """A number that must be finite is not; nothing of this step is saved."""
+    """Raised for a loss or gradient norm that is not finite; nothing of this step is saved."""
 
 
 def must_be_finite(kind: str, updates: Mapping[str, Metrics], step: int) -> None:

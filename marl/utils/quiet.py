@@ -32,7 +32,7 @@ def is_library(module: str) -> bool:
 
 
 def quiet_imports(arguments: list[str]) -> None:
-    """Set what the libraries read as they are imported, unless the command line says ``verbose=true``."""
+    """Set the environment that libraries read on import, unless the command line says ``verbose=true``."""
     if "verbose=true" not in arguments:
         for key, value in BEFORE_IMPORTS.items():
             os.environ.setdefault(key, value)

@@ -7,7 +7,7 @@ from marl.types import Rule
 
 
 def winners(rule: Rule, answers: Sequence[str | None], weights: Sequence[float]) -> list[str]:
-    """The answers between which a tie is to be broken; none where nobody wins. Abstentions (None) do not count for the
+    """The tied winning answers; none if no answer wins. Abstentions (None) do not count for the
     heaviest, are no agreement, and leave the last one without an answer."""
     if rule is Rule.heaviest:
         return heaviest(answers, weights)

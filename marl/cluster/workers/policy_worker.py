@@ -163,7 +163,7 @@ def reference_model(config: DictConfig) -> Any:
 
 
 def shards(worker: TrainingWorker) -> Iterator[tuple[str, torch.Tensor]]:
-    """The live parameters and buffers of this rank, by name: what is written into them changes the model.
+    """The live parameters and buffers of this rank, by name: writes into them change the model.
 
     ``state_dict()`` would not do: under FSDP1 it gives copies.
     """
@@ -175,7 +175,7 @@ def shards(worker: TrainingWorker) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def reshard(module: torch.nn.Module) -> None:
-    """Let go of what was gathered for a forward pass: it would hide what is written into the shards."""
+    """Free the parameters gathered for a forward pass: they would hide writes into the shards."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()

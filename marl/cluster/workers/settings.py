@@ -1,4 +1,4 @@
-"""verl's settings, built as its workers will build them: what they would refuse a minute later is refused here, by key."""
+"""verl's settings, built as its workers will build them, so that errors appear before the start and name their keys."""
 
 import types
 import typing

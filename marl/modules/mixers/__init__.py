@@ -1,4 +1,4 @@
-"""Mixers make of the agents' utilities the team's value: plain modules over a batch of joint actions."""
+"""Mixers combine the agents' utilities into the team's value: plain modules over a batch of joint actions."""
 
 from marl.modules.mixers.qmix import QMixer
 from marl.modules.mixers.state import StateEncoder
