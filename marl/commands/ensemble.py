@@ -15,7 +15,6 @@ import torch
 from omegaconf import DictConfig
 from transformers.utils import logging as transformers_logging
 
-from marl.config.bounds import Number, count
 from marl.config.errors import ConfigError
 from marl.config.overrides import hydra_overrides
 from marl.evaluation.ensemble import MODES, Ensemble, weights_of
@@ -25,8 +24,8 @@ from marl.modules.models import line
 from marl.preflight.prepare import prepare
 from marl.report import ensemble as report
 from marl.rewards import build_reward
+from marl.utils.numbers import Number
 
-NUMBERS = {"samples": count(null=True), "tasks": count(null=True)}
 WEIGHT = Number(0)
 
 
@@ -62,9 +61,6 @@ def run(config: DictConfig) -> dict[str, Any]:
 def check_settings(config: DictConfig) -> None:
     """Raise ConfigError for the first key of ``ensemble`` that holds what it cannot."""
     settings, agents = config.ensemble, list(config.agents)
-    for key, number in NUMBERS.items():
-        if not number.takes(settings[key]):
-            raise ConfigError(f"ensemble.{key}={settings[key]}: {number}")
     if settings.modes is not None and not settings.modes:
         raise ConfigError(f"ensemble.modes=[]: expected some of {', '.join(MODES)}, or null for all that are possible")
     weights = weights_of(config)

@@ -1,63 +1,20 @@
 """Allowed values of single keys: types, ranges, switches, choices. Pure.
 
 verl's YAML is untyped, so Hydra takes any value for its keys; a wrong one would be noticed by a worker after a minute,
-or never.
+or never. The tables hold its keys, and ours that stand among them; a group of ours is a dataclass, whose fields carry
+their bounds (:mod:`marl.utils.numbers`).
 """
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from marl.config.errors import ConfigError
+from marl.config.known_keys import TYPED
+from marl.utils.numbers import POSITIVE, SHARE, TEMPERATURE, TOKENS, TOP_K, TOP_P, Number, count, out_of_bounds
 from marl.utils.registry import did_you_mean
-
-FOREVER = 1e7
-"""Seconds that no deadline exceeds, a third of a year: timers take no more."""
-
-
-@dataclass(frozen=True)
-class Number:
-    low: float = -math.inf
-    high: float = math.inf
-    whole: bool = False
-    above: bool = False
-    """``low`` itself is excluded."""
-    null: bool = False
-    optional: bool = False
-    """Not every configuration has the key."""
-    also: float | None = None
-    """One value outside the range, such as -1 for none."""
-
-    def takes(self, value: Any) -> bool:
-        if value is None:
-            return self.null
-        if isinstance(value, bool) or not isinstance(value, int if self.whole else (int, float)):
-            return False
-        if self.also is not None and value == self.also:
-            return True
-        return math.isfinite(value) and self.low <= value <= self.high and not (self.above and value == self.low)
-
-    def __str__(self) -> str:
-        low = [f"{'above' if self.above else 'at least'} {self.low:.9g}"] if self.low > -math.inf else []
-        high = [f"at most {self.high:.9g}"] if self.high < math.inf else []
-        others = [f"or {self.also:g}"] if self.also is not None else []
-        others += ["or null"] if self.null else []
-        kind = "a whole number" if self.whole else "a finite number"
-        return ", ".join([" ".join(["expected", kind, " and ".join(low + high)]).strip(), *others])
-
-
-def count(low: int = 1, high: int = 2**31 - 1, **options: Any) -> Number:
-    return Number(low, high, whole=True, **options)
-
-
-SHARE = Number(0, 1)
-POSITIVE = Number(0, above=True)
-SECONDS = Number(0, FOREVER, above=True)
-TOKENS = count(1, 2**26)
-TEMPERATURE = Number(0, 100)
-TOP_P = Number(0, 1, above=True)
-TOP_K = count(1, also=-1)
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 
@@ -128,54 +85,9 @@ NUMBERS: dict[str, Number] = {
     "trainer.save_freq": count(0, also=-1),
     "trainer.test_freq": count(0, also=-1),
     "trainer.max_actor_ckpt_to_keep": count(1, null=True),
-    "resources.placement_timeout_s": SECONDS,
-    "resources.timeout_s": SECONDS,
-    "resources.process_group_timeout_s": SECONDS,
-    "controller.num_workers": count(0, 1024),
-    "controller.episode_timeout_s": SECONDS,
-    "controller.max_error_rate": SHARE,
-    "controller.min_sample_share": SHARE,
-    "controller.max_attempts": count(1, 100),
-    "controller.failure_score": Number(high=0.999),  # 1 would be a right answer
-    "controller.log_prob_gap_alarm": Number(0),
-    "controller.degenerate_steps": count(1, null=True),
-    "controller.lazy_agent_share": Number(0, 1, null=True),
-    "controller.no_answer_score": Number(null=True),
-    "controller.truncated_score": Number(null=True),
-    "controller.overlong_buffer": count(0),
-    "controller.overlong_penalty": Number(0),
     "algorithm.gamma": SHARE,
     "algorithm.lam": SHARE,
-    "learner.gamma": Number(0, 1, optional=True),
-    "learner.lam": Number(0, 1, optional=True),
-    "learner.token_gamma": Number(0, 1, optional=True),
-    "learner.decay": Number(0, 0.9999, optional=True),
-    "learner.exchange_every": count(0, optional=True),
-    "learner.clip": Number(1, null=True, optional=True),
-    "learner.seed": count(0, optional=True),
-    "credit.gamma": Number(0, 1, optional=True),
-    **{f"credit.{key}": Number(optional=True) for key in ("alpha0", "alpha1", "beta0", "beta1", "weight")},
-    "credit.alternatives": count(2, 1000, optional=True),
-    "credit.finishes": count(1, 1000, optional=True),
-    "credit.share": Number(0, 1, above=True, optional=True),
-    "learner.mixer_lr": Number(0, 1e3, optional=True),
-    "learner.mixer_epochs": count(1, 10**4, optional=True),
-    "learner.target_update_every": count(1, optional=True),
-    **{f"learner.{key}": count(1, 2**20, optional=True) for key in ("state_dim", "state_buckets", "embed_dim")},
-    **{
-        f"runner.{key}": count(1, 10_000, optional=True)
-        for key in ("num_rounds", "num_turns", "num_revisions", "num_picks", "num_peers", "laps")
-    },
-    "runner.num_levels": count(1, 100, optional=True),
-    "runner.num_branches": count(1, 1000, optional=True),
     "ray_kwargs.ray_init.num_cpus": count(1, null=True),
-}
-
-AGENT_NUMBERS: dict[str, Number] = {
-    "temperature": Number(0, 100, null=True),
-    "top_p": Number(0, 1, above=True, null=True),
-    "top_k": count(1, also=-1, null=True),
-    "max_tokens": count(1, 2**26, null=True),
 }
 
 SWITCHES = (
@@ -187,7 +99,6 @@ SWITCHES = (
     "trainer.val_only",
     "trainer.save_final",
     "critic.enable",
-    "controller.train_truncated",
     "algorithm.use_kl_in_reward",
     "algorithm.norm_adv_by_std_in_grpo",
 )
@@ -238,6 +149,8 @@ GROUPS = (
     "credit",
     "agents",
     "policies",
+    "resources",
+    "controller",
     "ray_kwargs.ray_init",
     "reward.custom_reward_function",
     "data.apply_chat_template_kwargs",
@@ -262,7 +175,8 @@ def check_values(config: Any) -> None:
         if value is not ABSENT and value not in words:
             raise ConfigError(f"{key}={value}: expected one of {', '.join(words)}.{did_you_mean(str(value), words)}")
     check_texts(config)
-    check_agents(config.agents)
+    for group in TYPED:
+        check_bounds(config.get(group), group)
 
 
 def check_number(config: Any, key: str) -> None:
@@ -283,12 +197,18 @@ def check_texts(config: Any) -> None:
             raise ConfigError(f"{key}={value}: expected text, or null")
 
 
-def check_agents(agents: Mapping[str, Any]) -> None:
-    for name, agent in agents.items():
-        must_be_a_group(f"agents.{name}", agent)
-        for key, number in AGENT_NUMBERS.items():
-            if not number.takes(agent[key]):
-                raise ConfigError(f"agents.{name}.{key}={agent[key]}: {number}")
+def check_bounds(node: Any, key: str) -> None:
+    """Raise ConfigError for the first field of a typed node, or of one inside it, that is out of its bounds."""
+    if OmegaConf.is_list(node):
+        for index, inner in enumerate(node):
+            check_bounds(inner, f"{key}[{index}]")
+    if not OmegaConf.is_dict(node):
+        return
+    kind = OmegaConf.get_type(node)
+    for message in out_of_bounds(key, kind, node) if is_dataclass(kind) else ():
+        raise ConfigError(message)
+    for name, inner in node.items():
+        check_bounds(inner, f"{key}.{name}")
 
 
 ABSENT = object()

@@ -9,6 +9,8 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
+from marl.utils.numbers import FINITE, SECONDS, SHARE, TEMPERATURE, TOKENS, TOP_K, TOP_P, Number, bounded, count
+
 
 @dataclass
 class AgentConfig:
@@ -24,11 +26,11 @@ class AgentConfig:
     """False: its turns are played and never trained."""
     agent_loop: str | None = None
     """verl's agent loop that makes its turns, by its registered name; null for one request a turn."""
-    temperature: float | None = None
+    temperature: float | None = bounded(None, TEMPERATURE.or_null())
     """Sampling in training; null for the policy's ``rollout`` value, as below."""
-    top_p: float | None = None
-    top_k: int | None = None
-    max_tokens: int | None = None
+    top_p: float | None = bounded(None, TOP_P.or_null())
+    top_k: int | None = bounded(None, TOP_K.or_null())
+    max_tokens: int | None = bounded(None, TOKENS.or_null())
     stop: list[str] = field(default_factory=list)
     """Strings that end an answer."""
 
@@ -49,11 +51,11 @@ class ResourcesConfig:
     """The pool of the critics; null for pools of their own, or the shared one where policies are colocated."""
     one_process: bool = False
     """Everything in the driver's process, without Ray: ``breakpoint()`` works anywhere. One rank, the hf rollout."""
-    placement_timeout_s: float = 60.0
+    placement_timeout_s: float = bounded(60.0, SECONDS)
     """Deadline for the cluster to allocate a pool that fits on it."""
-    timeout_s: float = 600.0
+    timeout_s: float = bounded(600.0, SECONDS)
     """Deadline of every single call to workers and servers."""
-    process_group_timeout_s: float = 120.0
+    process_group_timeout_s: float = bounded(120.0, SECONDS)
     """Deadline of a collective between ranks on a CPU (gloo); it notices a hung or unreachable rank. Below ``timeout_s``."""
 
 
@@ -79,28 +81,28 @@ class AnswerRule(Enum):
 class ControllerConfig:
     """Settings of episode generation."""
 
-    num_workers: int = 0
+    num_workers: int = bounded(0, count(0, 1024))
     """Number of processes that run and score episodes, half a gigabyte each; 0 runs them in the driver, whose thread
     spends 0.1 to 0.2 ms per turn on it. Results are identical."""
-    episode_timeout_s: float = 600.0
+    episode_timeout_s: float = bounded(600.0, SECONDS)
     """Deadline of an episode, not counting its waits for servers and reward functions, which have deadlines of their
     own (``resources.timeout_s``, ``reward_timeout_s``)."""
-    max_error_rate: float = 0.5
+    max_error_rate: float = bounded(0.5, SHARE)
     """Maximum share of a step's episodes lost at the first attempt, or of its texts not scored; more ends the run."""
-    min_sample_share: float = 0.5
+    min_sample_share: float = bounded(0.5, SHARE)
     """Minimum share of a task's samples: if errors leave fewer, the lost ones are run again; in validation, if any is
     lost."""
-    max_attempts: int = 2
+    max_attempts: int = bounded(2, count(1, 100))
     """Maximum number of attempts to run an episode or to score a text."""
-    failure_score: float = 0.0
+    failure_score: float = bounded(0.0, Number(high=0.999))  # 1 would be a right answer
     """The score of a conversation that outgrew its context, and of a text on which the reward function fails."""
     pack_turns: bool = False
     """Turns of an agent whose observations extend one another are trained as one sequence: fewer tokens, the same gradient."""
-    log_prob_gap_alarm: float = 1.0
+    log_prob_gap_alarm: float = bounded(1.0, Number(0))
     """Warns if the log-probs of a token in a server and in the trainer differ by more."""
-    lazy_agent_share: float | None = 0.2
+    lazy_agent_share: float | None = bounded(0.2, SHARE.or_null())
     """Warns once if an agent's credit share over twenty steps is below this part of an equal share; null: never."""
-    degenerate_steps: int | None = 5
+    degenerate_steps: int | None = bounded(5, count(null=True))
     """Number of consecutive steps with only degenerate groups before a warning names likely causes; null for never."""
     answer_rule: AnswerRule = AnswerRule.strict
     """Rule that finds the answer in a response to a GSM8K question."""
@@ -108,14 +110,14 @@ class ControllerConfig:
     """Answer extractors, by data source or its prefix: only, strict, flexible, hashes, math, or your own
     ``<file>.py:<function>``, text -> answer or None. They override ``extract(text)`` in the reward function's file,
     which overrides the built-in rules. Votes, credit, reports and ``hide_answers`` all use them."""
-    no_answer_score: float | None = None
+    no_answer_score: float | None = bounded(None, FINITE.or_null())
     """Score of a turn that lacks a required answer, and of a team without one: otherwise agents learn to abstain where
     that helps the team. null: the reward function's score. Turns that it scores as right keep their score."""
-    truncated_score: float | None = None
+    truncated_score: float | None = bounded(None, FINITE.or_null())
     """Score of an answer that was truncated at its limit; null: the reward function's score."""
-    overlong_buffer: int = 0
+    overlong_buffer: int = bounded(0, count(0))
     """Number of tokens before an answer's limit in which length is penalised (DAPO's overlong shaping); 0 for none."""
-    overlong_penalty: float = 1.0
+    overlong_penalty: float = bounded(1.0, Number(0))
     """Penalty for an answer that reaches its length limit; applied in training only."""
     train_truncated: bool = True
     """Train on truncated answers."""
@@ -148,9 +150,9 @@ class EnsembleConfig:
     """The folder ``…/global_step_N`` whose weights answer; null for the configuration's models, the first weights."""
     modes: list[EnsembleMode] | None = None
     """null for all that these models allow."""
-    samples: int | None = None
+    samples: int | None = bounded(None, count(null=True))
     """Answers to each task; null for ``rollout.val_kwargs.n``."""
-    tasks: int | None = None
+    tasks: int | None = bounded(None, count(null=True))
     """Number of validation tasks; null for all."""
     weights: list[float] | None = None
     """Weights of the agents in a mean, in agent order; null for equal weights."""

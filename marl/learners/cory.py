@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from marl.learners.base import register_learner
 from marl.learners.ippo import IPPO
 from marl.types import AgentId, PolicyName
+from marl.utils.numbers import bounded, count
 
 
 @register_learner("cory")
@@ -19,7 +20,7 @@ class CORY(IPPO):
 
     @dataclass
     class Config(IPPO.Config):
-        exchange_every: int = 5
+        exchange_every: int = bounded(5, count(0))
         """Steps between two exchanges; 0 for none."""
 
     config: Config

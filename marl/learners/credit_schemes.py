@@ -14,6 +14,7 @@ from marl.batch.joint import JointBatch
 from marl.learners import credit
 from marl.learners.gathering import Gathered, Rollouts
 from marl.types import Episode
+from marl.utils.numbers import FINITE, SHARE, bounded
 from marl.utils.registry import Registry
 
 CreditKind = Literal["reward", "return", "advantage"]
@@ -33,13 +34,13 @@ class Credit(ABC):
     @dataclass
     class Config:
         name: str
-        alpha0: float = 0.0
+        alpha0: float = bounded(0.0, FINITE)
         """Incentive to reach a right answer from wrong peers. Added to the credit, like the three below; may be negative."""
-        alpha1: float = 0.0
+        alpha1: float = bounded(0.0, FINITE)
         """Incentive to be persuaded by right peers."""
-        beta0: float = 0.0
+        beta0: float = bounded(0.0, FINITE)
         """Incentive to help the peers with a wrong answer."""
-        beta1: float = 0.0
+        beta1: float = bounded(0.0, FINITE)
         """Incentive to persuade the peers of a right answer."""
 
         @property
@@ -186,7 +187,7 @@ class Mixed(Team):
 
     @dataclass
     class Config(Team.Config):
-        weight: float = 1.0
+        weight: float = bounded(1.0, FINITE)
         """Weight of the team's part."""
 
     config: Config
@@ -241,7 +242,7 @@ class Influence(Credit):
 
     @dataclass
     class Config(Credit.Config):
-        gamma: float = 0.3
+        gamma: float = bounded(0.3, SHARE)
         """Weight of the next round's team score; the paper's value. 1 weighs all rounds alike."""
 
     config: Config

@@ -19,6 +19,7 @@ from marl.learners.decisions import returns
 from marl.learners.estimators import UNGROUPED, estimate, known_estimators
 from marl.learners.groups import GroupKey, clear_turns, degenerate_share, group_keys, policy_keys, unequal_turns
 from marl.types import Metrics
+from marl.utils.numbers import SHARE, bounded
 
 
 @register_learner("grpo")
@@ -29,11 +30,11 @@ class GRPO(Learner):
         """Turns that agree in all of these are compared with one another."""
         std: bool = II("algorithm.norm_adv_by_std_in_grpo")
         """Divide by the group's standard deviation; false gives Dr. GRPO (arXiv:2503.20783)."""
-        gamma: float = II("algorithm.gamma")
+        gamma: float = bounded(II("algorithm.gamma"), SHARE)
         """Discount of an agent's later rounds, for credit of kind ``reward``."""
         estimator: str | None = II("algorithm.adv_estimator")
         """``grpo``, the default, is ours; else one of verl's: rloo, opo, gpg, reinforce_plus_plus …"""
-        token_gamma: float = 1.0
+        token_gamma: float = bounded(1.0, SHARE)
         """Discount of a turn's later tokens, for ``reinforce_plus_plus``."""
         drop_equal: bool = False
         """Leaves turns of degenerate groups out of the update, or they would count in its mean (arXiv:2503.14476)."""

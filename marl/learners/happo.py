@@ -18,6 +18,7 @@ from marl.learners.credit_schemes import Credit
 from marl.learners.mappo import MAPPO
 from marl.learners.ratios import Ratio
 from marl.types import Metrics, PolicyGroup, PolicyName
+from marl.utils.numbers import Number, bounded, count
 from marl.utils.seeding import derive_seed
 
 
@@ -37,9 +38,9 @@ class HAPPO(MAPPO):
     @dataclass
     class Config(MAPPO.Config):
         ratio: Ratio = Ratio.geometric
-        clip: float | None = 2.0
+        clip: float | None = bounded(2.0, Number(1, null=True))
         """M is kept between its inverse and this; null for the exact form."""
-        seed: int = II("seed")
+        seed: int = bounded(II("seed"), count(0))
         """Seed of the order of updates."""
 
     config: Config

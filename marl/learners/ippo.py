@@ -13,6 +13,7 @@ from marl.learners import credit
 from marl.learners.base import Learner, register_learner
 from marl.learners.decisions import Decisions, Trajectories
 from marl.types import Metrics, PolicyName
+from marl.utils.numbers import SHARE, bounded
 
 
 @register_learner("ippo")
@@ -27,11 +28,11 @@ class IPPO(Learner):
 
     @dataclass
     class Config(Learner.Config):
-        gamma: float = II("algorithm.gamma")
+        gamma: float = bounded(II("algorithm.gamma"), SHARE)
         """Discount of a round of the episode, whether the agent speaks in it or not."""
-        lam: float = II("algorithm.lam")
+        lam: float = bounded(II("algorithm.lam"), SHARE)
         """GAE's lambda from one of an agent's decisions to its next: a turn or a token, whichever the critic values."""
-        token_gamma: float = 1.0
+        token_gamma: float = bounded(1.0, SHARE)
         """Discount of a turn's later tokens, where the critic values tokens."""
         whiten: bool = True
         """Advantages of a policy's batch get mean 0 and deviation 1, as in verl's PPO."""

@@ -9,6 +9,7 @@ from marl.learners.base import register_learner
 from marl.learners.mixer_fit import Mixing
 from marl.learners.vdn import VDN
 from marl.modules.mixers import QMixer, StateEncoder
+from marl.utils.numbers import bounded, count
 
 
 @register_learner("qmix")
@@ -17,11 +18,11 @@ class QMIX(VDN):
 
     @dataclass
     class Config(VDN.Config):
-        embed_dim: int = 32
+        embed_dim: int = bounded(32, count(1, 2**20))
         """Width of the mixer."""
-        state_dim: int = 32
+        state_dim: int = bounded(32, count(1, 2**20))
         """Width of the state that is made of the joint observation."""
-        state_buckets: int = 4096
+        state_buckets: int = bounded(4096, count(1, 2**20))
         """Into how many embeddings its tokens are hashed, and as many for pairs of them."""
 
     config: Config

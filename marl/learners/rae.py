@@ -13,6 +13,7 @@ from marl.batch.joint import JointBatch
 from marl.learners.base import Learner, broadcast_to_tokens, register_learner
 from marl.learners.decisions import returns
 from marl.types import Metrics
+from marl.utils.numbers import SHARE, Number, bounded
 
 
 @register_learner("rae")
@@ -29,9 +30,9 @@ class RAE(Learner):
 
     @dataclass
     class Config(Learner.Config):
-        decay: float = 0.95
+        decay: float = bounded(0.95, Number(0, 0.9999))
         """Weight of the mean beside one more episode."""
-        gamma: float = II("algorithm.gamma")
+        gamma: float = bounded(II("algorithm.gamma"), SHARE)
         """Discount of an agent's later rounds, for credit of kind ``reward``."""
 
     def __init__(self, config: Config, credit: Any) -> None:

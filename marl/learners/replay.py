@@ -13,6 +13,7 @@ from marl.learners import credit
 from marl.learners.credit_schemes import Credit, register_credit
 from marl.learners.gathering import Gathered, Rollouts, Tried
 from marl.types import Episode, Turn
+from marl.utils.numbers import Number, bounded, count
 
 
 class ReturnOf(Enum):
@@ -31,12 +32,12 @@ class ReplayCredit(Credit):
 
     @dataclass
     class Config(Credit.Config):
-        alternatives: int = 4
+        alternatives: int = bounded(4, count(2, 1000))
         """Answers to a turn that are compared, the recorded one included."""
-        finishes: int = 1
+        finishes: int = bounded(1, count(1, 1000))
         """Number of continuations played from each answer; the mean of their returns counts."""
         of: ReturnOf = ReturnOf.final
-        share: float = 1.0
+        share: float = bounded(1.0, Number(0, 1, above=True))
         """Share of an episode's trained turns to credit, drawn anew for each episode. The others are not trained."""
         train_alternatives: bool = True
         """Train the other answers too."""

@@ -20,6 +20,7 @@ from marl.learners.mixer_fit import Advantage, JointActions, Mixing
 from marl.learners.utilities import MixerFit
 from marl.modules.mixers import VDNMixer
 from marl.types import CriticGroup, CriticName, Metrics
+from marl.utils.numbers import SHARE, Number, bounded, count
 
 
 @register_learner("vdn")
@@ -30,20 +31,20 @@ class VDN(Learner):
 
     @dataclass
     class Config(Learner.Config):
-        gamma: float = II("algorithm.gamma")
-        seed: int = II("seed")
+        gamma: float = bounded(II("algorithm.gamma"), SHARE)
+        seed: int = bounded(II("seed"), count(0))
         """Seed of the mixer's initial weights."""
         advantage: Advantage = Advantage.gradient
         whiten: bool = True
         """Advantages of a policy's batch get mean 0 and deviation 1."""
         share_utilities: bool = False
         """One utility network for all agents, which differ by observation; false: one for every trained policy."""
-        mixer_epochs: int = 8
+        mixer_epochs: int = bounded(8, count(1, 10**4))
         """Passes over a step's turns, each one optimiser step after a forward of its own. What the fit knows of the step's
         own answers is most of the signal while utilities say little about answers they have not met."""
-        mixer_lr: float = 1e-3
+        mixer_lr: float = bounded(1e-3, Number(0, 1e3))
         """Adam's learning rate for the mixer and the encoder of its state."""
-        target_update_every: int = 10
+        target_update_every: int = bounded(10, count())
         """Steps between renewals of the target copies of utilities and mixer."""
 
     config: Config

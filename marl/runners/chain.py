@@ -7,13 +7,14 @@ from marl.runners.base import register_runner
 from marl.runners.episode import LiveEpisode
 from marl.runners.text import ConversationRunner
 from marl.types import AgentId, Turn
+from marl.utils.numbers import bounded, count
 
 
 @register_runner("chain")
 class Chain(ConversationRunner):
     @dataclass
     class Config(ConversationRunner.Config):
-        laps: int = 1
+        laps: int = bounded(1, count(1, 10_000))
         """Number of passes through the list of agents."""
         hands_over_all: bool = False
         """Each agent reads all turns since its own last one, not only the previous one."""

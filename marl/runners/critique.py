@@ -7,6 +7,7 @@ from marl.runners.base import register_runner
 from marl.runners.episode import LiveEpisode
 from marl.runners.text import ConversationRunner
 from marl.types import AgentId
+from marl.utils.numbers import bounded, count
 
 
 @register_runner("critique")
@@ -17,7 +18,7 @@ class Critique(ConversationRunner):
 
     @dataclass
     class Config(ConversationRunner.Config):
-        num_revisions: int = 1
+        num_revisions: int = bounded(1, count(1, 10_000))
         """Number of critique and revision cycles."""
         critic_instruction: str = "Say what is wrong with this answer, and what is right. Do not answer yourself."
         reviser_instruction: str = "Answer again, with this criticism in mind."

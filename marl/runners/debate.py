@@ -10,6 +10,7 @@ from marl.runners.episode import Agent, LiveEpisode, together
 from marl.runners.messages import says
 from marl.runners.text import ConversationRunner
 from marl.types import AgentId, Turn
+from marl.utils.numbers import bounded, count
 
 
 class Sees(Enum):
@@ -32,12 +33,12 @@ class Debate(ConversationRunner):
 
     @dataclass
     class Config(ConversationRunner.Config):
-        num_rounds: int = 2
+        num_rounds: int = bounded(2, count(1, 10_000))
         """Number of rounds, in each of which every agent speaks; the first answers included."""
         instruction: str = "Consider the other answers, then give your updated answer."
         """Ends what is shown of the peers; empty for none."""
         sees: Sees = Sees.all
-        num_peers: int = 1
+        num_peers: int = bounded(1, count(1, 10_000))
         order: Order = Order.simultaneous
         stop_on_consensus: bool = False
         """Ends after a turn with which all give the same answer."""

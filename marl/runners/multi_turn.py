@@ -12,6 +12,7 @@ from marl.runners.episode import Agent, LiveEpisode
 from marl.runners.messages import says
 from marl.runners.text import ConversationRunner
 from marl.types import AgentId, Turn
+from marl.utils.numbers import bounded, count
 
 
 class Stop(Enum):
@@ -32,7 +33,7 @@ class MultiTurn(ConversationRunner):
     @dataclass
     class Config(ConversationRunner.Config):
         peer_template: str = "{text}"
-        num_turns: int = 2
+        num_turns: int = bounded(2, count(1, 10_000))
         """Maximum number of turns of the first agent."""
         user: AgentId | None = None
         """The agent that plays the user; it reads what the other says as it is."""

@@ -9,6 +9,7 @@ from marl.runners.episode import Agent, LiveEpisode
 from marl.runners.messages import says
 from marl.runners.text import ConversationRunner
 from marl.types import AgentId, Turn
+from marl.utils.numbers import bounded, count
 
 
 @register_runner("router")
@@ -20,7 +21,7 @@ class Router(ConversationRunner):
     class Config(ConversationRunner.Config):
         router: AgentId | None = None
         """null: the first agent."""
-        num_picks: int = 1
+        num_picks: int = bounded(1, count(1, 10_000))
         """Maximum number of picks."""
         stop_word: str = ""
         """The router ends the work by saying it, after the first pick; empty for no such word."""

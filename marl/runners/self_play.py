@@ -8,6 +8,7 @@ from marl.runners.decisions import Decide, decide
 from marl.runners.episode import LiveEpisode
 from marl.runners.text import ConversationRunner
 from marl.types import AgentId, Turn
+from marl.utils.numbers import bounded, count
 
 
 @register_runner("self_play")
@@ -20,7 +21,7 @@ class SelfPlay(ConversationRunner):
 
     @dataclass
     class Config(ConversationRunner.Config):
-        num_rounds: int = 1
+        num_rounds: int = bounded(1, count(1, 10_000))
         """Number of turns of each side."""
         swap: bool = True
         """Draw the side that begins for every episode; else the first agent begins."""

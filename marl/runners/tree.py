@@ -9,6 +9,7 @@ from marl.runners.base import register_runner
 from marl.runners.episode import Agent, LiveEpisode, keep, together
 from marl.runners.text import ConversationRunner
 from marl.types import AgentId, Message, Turn
+from marl.utils.numbers import bounded, count
 
 
 class Keep(Enum):
@@ -31,8 +32,8 @@ class Tree(ConversationRunner):
 
     @dataclass
     class Config(ConversationRunner.Config):
-        num_levels: int = 2
-        num_branches: int = 4
+        num_levels: int = bounded(2, count(1, 100))
+        num_branches: int = bounded(4, count(1, 1000))
         """Number of continuations that every agent tries at a level."""
         keep: Keep = Keep.score
         train: Train = Train.siblings

@@ -23,7 +23,7 @@ class Pooled:
 
     def rows(self, episodes, batch):
         parts = self.local.rows(episodes, batch)
-        return {"pooled": stacked([parts[name] for name in batch.rows])} if parts else {}
+        return type(parts)({"pooled": stacked([parts[name] for name in batch.rows])} if parts else {})
 
 
 class PooledCritic(CriticSpec):
@@ -35,7 +35,7 @@ class PooledCritic(CriticSpec):
         return ["pooled"]
 
     def reader(self, level, tokenizer, encoder=None):
-        return Pooled(LocalTurns(encoder.encode if encoder else None) if level == "turn" else LocalTokens())
+        return Pooled(LocalTurns(encoder.encode if encoder else None) if level is CriticLevel.turn else LocalTokens())
 
 
 class PooledIPPO(IPPO):
@@ -54,7 +54,7 @@ def test_it_is_configured_and_placed_by_its_name(registered, compose_config):
     assert setup.pool_by_critic == {"pooled": "pooled_critic"}
 
 
-@pytest.mark.parametrize("level", ["turn", "token"])
+@pytest.mark.parametrize("level", CriticLevel)
 def test_its_values_reach_the_learner_and_returns_come_back(registered, level):
     batch, records = two_rounds()
     batch.critic_data.value_rows = PooledIPPO.critics.reader(level, None).rows(records, batch)

@@ -83,7 +83,9 @@ def read_outside_of_the_checks():
 
 def options():
     """(where, key) of every option that is ours, whatever other tests have registered."""
-    groups = {cls.__name__: cls for cls in vars(schema).values() if is_dataclass(cls)}
+    groups = {
+        cls.__name__: cls for cls in vars(schema).values() if is_dataclass(cls) and cls.__module__ == schema.__name__
+    }
     for registry in (LEARNERS, CREDITS, RUNNERS):
         ours = (cls for cls in map(registry.get, registry.names()) if cls.__module__.startswith("marl."))
         groups |= {cls.__name__: cls.Config for cls in ours}

@@ -1,0 +1,81 @@
+"""Bounds of numbers, which stand beside the dataclass fields that they hold for. Pure."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+FOREVER = 1e7
+"""Seconds that no deadline exceeds, a third of a year: timers take no more."""
+
+
+@dataclass(frozen=True)
+class Number:
+    low: float = -math.inf
+    high: float = math.inf
+    whole: bool = False
+    above: bool = False
+    """``low`` itself is excluded."""
+    null: bool = False
+    optional: bool = False
+    """Not every configuration has the key."""
+    also: float | None = None
+    """One value outside the range, such as -1 for none."""
+
+    def takes(self, value: Any) -> bool:
+        if value is None:
+            return self.null
+        if isinstance(value, bool) or not isinstance(value, int if self.whole else (int, float)):
+            return False
+        if self.also is not None and value == self.also:
+            return True
+        return math.isfinite(value) and self.low <= value <= self.high and not (self.above and value == self.low)
+
+    def or_null(self) -> "Number":
+        return replace(self, null=True)
+
+    def __str__(self) -> str:
+        low = [f"{'above' if self.above else 'at least'} {self.low:.9g}"] if self.low > -math.inf else []
+        high = [f"at most {self.high:.9g}"] if self.high < math.inf else []
+        others = [f"or {self.also:g}"] if self.also is not None else []
+        others += ["or null"] if self.null else []
+        kind = "a whole number" if self.whole else "a finite number"
+        return ", ".join([" ".join(["expected", kind, " and ".join(low + high)]).strip(), *others])
+
+
+def count(low: int = 1, high: int = 2**31 - 1, **options: Any) -> Number:
+    return Number(low, high, whole=True, **options)
+
+
+FINITE = Number()
+"""No bound but that it is a number."""
+SHARE = Number(0, 1)
+POSITIVE = Number(0, above=True)
+SECONDS = Number(0, FOREVER, above=True)
+TOKENS = count(1, 2**26)
+TEMPERATURE = Number(0, 100)
+TOP_P = Number(0, 1, above=True)
+TOP_K = count(1, also=-1)
+
+
+def bounded(default: Any, number: Number) -> Any:
+    """A dataclass field with a default and a bound: ``laps: int = bounded(1, count())``."""
+    return field(default=default, metadata={"bound": number})
+
+
+def bounds_of(config: type) -> dict[str, Number]:
+    """The bound of each field that has one. A subclass that gives a field another default keeps its parent's bound."""
+    return {
+        option.name: option.metadata["bound"]
+        for cls in reversed(config.__mro__)
+        if is_dataclass(cls)
+        for option in fields(cls)
+        if "bound" in option.metadata
+    }
+
+
+def out_of_bounds(key: str, config: type, values: Mapping[str, Any]) -> Iterator[str]:
+    """A message for each value outside its field's bound; ``key`` is where the fields stand in the configuration."""
+    for name, number in bounds_of(config).items():
+        if not number.takes(values[name]):
+            yield f"{key}.{name}={values[name]}: {number}"
