@@ -14,6 +14,7 @@ from verl.plugin.platform import PlatformRegistry, get_platform, set_platform
 import marl.config.schema  # noqa: F401 - registers our groups
 from marl.config.errors import ConfigError
 from marl.setup import Setup
+from marl.utils.garbage import freeze_gc
 
 
 def session(setup: Setup) -> AbstractContextManager[None]:
@@ -31,6 +32,7 @@ def local_session(config: DictConfig) -> Iterator[None]:
     os.environ.setdefault("MARL_PROCESS_GROUP_TIMEOUT", str(config.resources.process_group_timeout_s))
     from marl.cluster.local import one_process
 
+    freeze_gc()  # before there are models, which are to go with their run
     with one_process():
         yield
 

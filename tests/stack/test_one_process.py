@@ -1,8 +1,10 @@
 """Everything in one process, without Ray: equal to a run through Ray, and the place to look closely at gradients."""
 
 import functools
+import gc
 import sys
 import threading
+import weakref
 
 import pytest
 import ray
@@ -32,6 +34,26 @@ def test_its_results_are_those_of_a_run_through_ray(cluster, compose_config, col
         results.append(numbers(steps))
     assert len(results[0]) == 3 and len(results[0][0]) > 10
     assert results[0] == results[1], "to the last bit"
+
+
+def parts_of(trainer):
+    """Weak references to a trainer, its groups and the models of its workers and servers."""
+    policies, critics = trainer.policies.values(), trainer.critics.groups.values()
+    models = [policy.workers.worker.actor.engine.module for policy in policies]
+    models += [policy.servers.server_handles[0]._target.model for policy in policies]
+    models += [critic.workers.worker.engine.module for critic in critics]
+    return [weakref.ref(part) for part in (trainer, *policies, *critics, *models)]
+
+
+def test_what_a_run_leaves_behind_is_collected(compose_config, cold_assets, tmp_path):
+    """Runs of one process follow one another without its memory growing."""
+    config = compose_config(
+        f"assets={cold_assets}", f"trainer.default_local_dir={tmp_path}", "trainer.total_training_steps=1",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=0", "learner=mappo", "resources.one_process=true", *SMALL,
+    )  # fmt: skip
+    parts = parts_of(run(config))
+    gc.collect()
+    assert [type(part()).__name__ for part in parts if part() is not None] == []
 
 
 def stop_in(monkeypatch, cls, name):
