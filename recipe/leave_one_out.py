@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from marl.batch.joint import JointBatch
 from marl.learners import Learner, broadcast_to_tokens, register_learner
 from marl.types import Metrics
+from marl.utils.numbers import FINITE, bounded
 
 
 @register_learner("leave_one_out")
 class LeaveOneOut(Learner):
     @dataclass
     class Config(Learner.Config):
-        scale: float = 1.0
+        scale: float = bounded(1.0, FINITE)
         """Multiplies the advantage."""
 
     config: Config

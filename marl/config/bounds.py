@@ -6,10 +6,7 @@ their bounds (:mod:`marl.utils.numbers`).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import is_dataclass
 from typing import Any
-
-from omegaconf import OmegaConf
 
 from marl.config.errors import ConfigError
 from marl.config.known_keys import TYPED
@@ -175,8 +172,8 @@ def check_values(config: Any) -> None:
         if value is not ABSENT and value not in words:
             raise ConfigError(f"{key}={value}: expected one of {', '.join(words)}.{did_you_mean(str(value), words)}")
     check_texts(config)
-    for group in TYPED:
-        check_bounds(config.get(group), group)
+    for message in (message for group in TYPED for message in out_of_bounds(config.get(group), group)):
+        raise ConfigError(message)
 
 
 def check_number(config: Any, key: str) -> None:
@@ -195,20 +192,6 @@ def check_texts(config: Any) -> None:
         value = look_up(config, key, ())
         if value is not None and not isinstance(value, str):
             raise ConfigError(f"{key}={value}: expected text, or null")
-
-
-def check_bounds(node: Any, key: str) -> None:
-    """Raise ConfigError for the first field of a typed node, or of one inside it, that is out of its bounds."""
-    if OmegaConf.is_list(node):
-        for index, inner in enumerate(node):
-            check_bounds(inner, f"{key}[{index}]")
-    if not OmegaConf.is_dict(node):
-        return
-    kind = OmegaConf.get_type(node)
-    for message in out_of_bounds(key, kind, node) if is_dataclass(kind) else ():
-        raise ConfigError(message)
-    for name, inner in node.items():
-        check_bounds(inner, f"{key}.{name}")
 
 
 ABSENT = object()

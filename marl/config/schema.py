@@ -77,6 +77,11 @@ class AnswerRule(Enum):
     """The last number of the text counts."""
 
 
+SCORERS = count(
+    0, expected="must be at least 1, or 0 to judge in the driver, where nothing ends a reward function that hangs"
+)
+
+
 @dataclass
 class ControllerConfig:
     """Settings of episode generation."""
@@ -125,11 +130,11 @@ class ControllerConfig:
     """Marks that separate a reasoning model's thought from its answer; peers and rewards see the answer only. ``auto``
     finds the marks in the chat template, ``none`` takes the whole response as the answer, {start: …, end: …} sets them.
     ``policies.<name>.thinking`` overrides this for one policy."""
-    reward_processes: int = 2
+    reward_processes: int = bounded(2, SCORERS)
     """Number of processes that score what may hang: mathematics, and custom reward functions that are not async. They
     start with the first text that needs one; every worker has its own. 0 scores in the driver (or the workers), without
     a deadline; breakpoints work there."""
-    reward_timeout_s: float = 30.0
+    reward_timeout_s: float = bounded(30.0, SECONDS)
     """Deadline of a reward function for one text."""
 
 

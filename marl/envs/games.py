@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
+from marl.utils.numbers import FINITE, WHOLE, Number, bounded, count
 from marl.utils.registry import Registry, did_you_mean, typed
 
 Joint: TypeAlias = tuple[int | None, ...]
@@ -31,6 +32,9 @@ TABLES: dict[str, list] = {
 """Common payoffs of two agents, by name: ``TABLES[name][first agent's action][second agent's]``."""
 
 
+DIVISOR = Number(0, above=True, expected="payoffs are divided by it; expected a number above 0")
+
+
 class Game(ABC):
     """Override :meth:`pays`, ``worst`` and what else differs: ``num_stages``, :meth:`actors`, :meth:`seen`, :meth:`check`."""
 
@@ -44,9 +48,9 @@ class Game(ABC):
         name: str
         actions: list[str] | None = None
         """The words of the actions; null: 0, 1, …"""
-        invalid: float | None = None
+        invalid: float | None = bounded(None, FINITE.or_null())
         """Payoff of a stage for all acting agents if a text names no action; null: the game's lowest payoff."""
-        scale: float = 1.0
+        scale: float = bounded(1.0, DIVISOR)
         """Payoffs are divided by it. Reports call a score of 1 or more right: the best payoff is the number to choose."""
 
     def __init__(self, config: Config, num_agents: int) -> None:
@@ -63,10 +67,6 @@ class Game(ABC):
         if len(set(self.words)) != self.num_actions or not all(self.words):
             raise ValueError(
                 f"runner.game.actions={self.words}: expected {self.num_actions} different words, one an action; null for 0, 1, …"
-            )
-        if config.scale <= 0:
-            raise ValueError(
-                f"runner.game.scale={config.scale:g}: payoffs are divided by it; expected a number above 0"
             )
 
     def check(self) -> None:
@@ -142,15 +142,13 @@ class Repeated(Game):
 
     @dataclass
     class Config(Game.Config):
-        rounds: int = 1
+        rounds: int = bounded(1, count(expected="expected at least 1"))
 
     config: Config
 
     def __init__(self, config: Config, num_agents: int) -> None:
         super().__init__(config, num_agents)
         self.num_stages = config.rounds
-        if config.rounds < 1:
-            raise ValueError(f"runner.game.rounds={config.rounds}: expected at least 1")
 
     @abstractmethod
     def stage(self, joint: Joint) -> list[float]:
@@ -242,10 +240,10 @@ class Collaborate(Repeated):
 
     @dataclass
     class Config(Repeated.Config):
-        r_syn: float = 1.0
-        r_ind: float = 0.6
-        r_col: float = 0.0
-        enough: int | None = None
+        r_syn: float = bounded(1.0, FINITE)
+        r_ind: float = bounded(0.6, FINITE)
+        r_col: float = bounded(0.0, FINITE)
+        enough: int | None = bounded(None, WHOLE.or_null())
         """So many collaborate, oneself included; null: all."""
 
     config: Config

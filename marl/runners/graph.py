@@ -16,6 +16,7 @@ from marl.runners.episode import Agent, LiveEpisode, together
 from marl.runners.messages import says
 from marl.runners.text import ConversationRunner
 from marl.types import AgentId, Message, Turn
+from marl.utils.numbers import Number, bounded
 from marl.utils.registry import did_you_mean
 
 
@@ -52,7 +53,7 @@ class Edge:
     """Several nodes speak at the same time."""
     when: When = When.always
     word: str = ""
-    limit: int = 1
+    limit: int = bounded(1, Number(1, 10_000, whole=True))
     """Maximum number of times that it is taken."""
 
 
@@ -147,10 +148,9 @@ class Graph(ConversationRunner):
         for i, edge in enumerate(self.config.edges):
             named[f"runner.edges[{i}]"] = [edge.source, *edge.to]
             self.check_seats(f"runner.edges[{i}].to={edge.to}", edge.to, agents)
-            if edge.limit < 1 or not edge.to or (edge.when is When.says) is not bool(edge.word):
+            if not edge.to or (edge.when is When.says) is not bool(edge.word):
                 raise ValueError(
-                    f"runner.edges[{i}]={edge}: expected at least one node in to, a limit of 1 or more, and a word with "
-                    "when=says alone"
+                    f"runner.edges[{i}]={edge}: expected at least one node in to, and a word with when=says alone"
                 )
         self.check_nodes(named)
 

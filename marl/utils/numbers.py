@@ -1,9 +1,11 @@
 """Bounds of numbers, which stand beside the dataclass fields that they hold for. Pure."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
+
+from omegaconf import OmegaConf
 
 FOREVER = 1e7
 """Seconds that no deadline exceeds, a third of a year: timers take no more."""
@@ -21,6 +23,8 @@ class Number:
     """Not every configuration has the key."""
     also: float | None = None
     """One value outside the range, such as -1 for none."""
+    expected: str = ""
+    """Told in place of the range."""
 
     def takes(self, value: Any) -> bool:
         if value is None:
@@ -35,6 +39,8 @@ class Number:
         return replace(self, null=True)
 
     def __str__(self) -> str:
+        if self.expected:
+            return self.expected
         low = [f"{'above' if self.above else 'at least'} {self.low:.9g}"] if self.low > -math.inf else []
         high = [f"at most {self.high:.9g}"] if self.high < math.inf else []
         others = [f"or {self.also:g}"] if self.also is not None else []
@@ -48,7 +54,8 @@ def count(low: int = 1, high: int = 2**31 - 1, **options: Any) -> Number:
 
 
 FINITE = Number()
-"""No bound but that it is a number."""
+"""No bound, but a number that is one: for a field that any value suits, or whose rule knows more."""
+WHOLE = Number(whole=True)
 SHARE = Number(0, 1)
 POSITIVE = Number(0, above=True)
 SECONDS = Number(0, FOREVER, above=True)
@@ -74,8 +81,17 @@ def bounds_of(config: type) -> dict[str, Number]:
     }
 
 
-def out_of_bounds(key: str, config: type, values: Mapping[str, Any]) -> Iterator[str]:
-    """A message for each value outside its field's bound; ``key`` is where the fields stand in the configuration."""
-    for name, number in bounds_of(config).items():
-        if not number.takes(values[name]):
-            yield f"{key}.{name}={values[name]}: {number}"
+def out_of_bounds(node: Any, key: str) -> Iterator[str]:
+    """A message for each field of a typed OmegaConf node, or of one inside it, that is out of its bound; ``key`` is the
+    node's place in the configuration."""
+    if OmegaConf.is_list(node):
+        for index, inner in enumerate(node):
+            yield from out_of_bounds(inner, f"{key}[{index}]")
+    if not OmegaConf.is_dict(node):
+        return
+    kind = OmegaConf.get_type(node)
+    numbers = bounds_of(kind) if is_dataclass(kind) else {}
+    for name, value in node.items():
+        if name in numbers and not numbers[name].takes(value):
+            yield f"{key}.{name}={value}: {numbers[name]}"
+        yield from out_of_bounds(value, f"{key}.{name}")

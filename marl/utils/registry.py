@@ -7,6 +7,8 @@ from typing import Any, Generic, TypeVar
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
+from marl.utils.numbers import out_of_bounds
+
 T = TypeVar("T")
 
 
@@ -66,11 +68,15 @@ class Registry(Generic[T]):
 
 
 def typed(key: str, config: type, options: Mapping[str, Any]) -> Any:
-    """The typed config of these options. Raises ValueError for values of another type."""
+    """The typed config of these options. Raises ValueError for values of another type, or out of a field's bound."""
     try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config), dict(options)))
+        node = OmegaConf.merge(OmegaConf.structured(config), dict(options))
+        made = OmegaConf.to_object(node)
     except ValueError as error:
         raise ValueError(f"{key}={dict(options)}: {str(error).splitlines()[0]}") from None
+    for message in out_of_bounds(node, key):
+        raise ValueError(message)
+    return made
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Rules about the run as a whole: rewards, resuming, baselines, trackers."""
+"""Rules about the run as a whole: penalties, resuming, baselines, trackers."""
 
 from pathlib import Path
 from typing import Any
@@ -8,19 +8,6 @@ from omegaconf import OmegaConf
 from marl.config.errors import ConfigError
 from marl.config.schema import ControllerConfig
 from marl.utils.registry import did_you_mean
-
-
-def rewards_are_bounded(config: Any) -> None:
-    controller = config.controller
-    if controller.reward_processes < 0:
-        raise ConfigError(
-            f"controller.reward_processes={controller.reward_processes}: must be at least 1, or 0 to judge in the driver, "
-            "where nothing ends a reward function that hangs"
-        )
-    if controller.reward_timeout_s <= 0:
-        raise ConfigError(
-            f"controller.reward_timeout_s={controller.reward_timeout_s:g}: must be above 0, seconds for one text"
-        )
 
 
 def overlong_penalties_have_a_buffer_and_a_price(config: Any) -> None:
@@ -109,7 +96,6 @@ def what_is_not_there_yet_is_refused(config: Any) -> None:
 
 
 RULES = (
-    rewards_are_bounded,
     overlong_penalties_have_a_buffer_and_a_price,
     resuming_has_a_path,
     resume_changes_are_keys,
