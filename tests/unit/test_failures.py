@@ -34,8 +34,8 @@ class Skips(selectors.SelectSelector):
         return super().select(0)
 
 
-def in_no_time(coroutine):
-    selector = Skips()
+def in_no_time(coroutine, selector=None):
+    selector = selector or Skips()
 
     def loop():
         made = asyncio.SelectorEventLoop(selector)
@@ -385,6 +385,35 @@ def test_a_queue_that_moves_is_no_server_that_hangs():
             await watch.answer(asyncio.Event().wait())
 
     in_no_time(run())
+
+
+@pytest.mark.parametrize("after", [0.0, 0.3, 0.45])
+def test_a_loop_that_was_blocked_is_no_server_that_hangs(after):
+    """A reward function holds the driver's loop for longer than the patience, while the server works on its answer."""
+    selector = Skips()
+
+    async def run():
+        watch = Watch(0.5)
+
+        async def reward():
+            await asyncio.sleep(after)
+            selector.now += 7.0
+
+        async def server():
+            await asyncio.sleep(after)
+            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)
+            return "answer"
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(reward())
+            assert await watch.answer(server()) == "answer"
+        began = selector.now
+        with pytest.raises(HangsError):
+            await watch.answer(asyncio.Event().wait())
+        assert selector.now - began == pytest.approx(0.5, abs=0.05)
+
+    in_no_time(run(), selector)
 
 
 def test_a_worker_is_waited_for_as_long_as_it_lives():
