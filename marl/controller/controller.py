@@ -15,7 +15,7 @@ from marl.controller.policy_map import PolicyMap
 from marl.rewards import Reward, RewardUnavailable
 from marl.runners import Generate, LiveEpisode, RecordedAnswers, Runner, TooManyTurns, play_to_end
 from marl.types import AgentId, Episode, Message, PolicyName, Score, Task, Turn
-from marl.utils.deadlines import own_time, waiting_for_others
+from marl.utils.deadlines import OutOfTime, own_time, waiting_for_others
 from marl.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -315,7 +315,7 @@ class Controller:
         try:
             async with own_time(self.episode_timeout):
                 return await self._play(task, sample, step, validate)
-        except TimeoutError:
+        except OutOfTime:
             raise self._late(task, sample) from None
 
     def _late(self, task: Task, sample: int) -> TimeoutError:
@@ -377,5 +377,5 @@ class Controller:
         try:
             async with own_time(self.episode_timeout):
                 return await self._run(record, generate)
-        except TimeoutError:
+        except OutOfTime:
             raise self._late(episode.task, episode.sample) from None

@@ -48,16 +48,25 @@ class Clock:
 CLOCK: ContextVar[Clock | None] = ContextVar("clock", default=None)
 
 
+class OutOfTime(TimeoutError):
+    """Raised by :func:`own_time`; any other TimeoutError is of what was done meanwhile."""
+
+
 @asynccontextmanager
 async def own_time(seconds: float) -> AsyncIterator[None]:
-    """Raises TimeoutError where the block needs more time of its own: what it spends in :func:`waiting_for_others`, in any of
+    """Raises OutOfTime where the block needs more time of its own: what it spends in :func:`waiting_for_others`, in any of
     its tasks, does not count."""
-    async with asyncio.timeout(seconds) as timeout:
-        token = CLOCK.set(Clock(timeout))
-        try:
+    timeout = asyncio.timeout(seconds)
+    token = CLOCK.set(Clock(timeout))
+    try:
+        async with timeout:
             yield
-        finally:
-            CLOCK.reset(token)
+    except TimeoutError:
+        if not timeout.expired():
+            raise
+        raise OutOfTime from None
+    finally:
+        CLOCK.reset(token)
 
 
 @contextmanager

@@ -387,6 +387,32 @@ def test_a_queue_that_moves_is_no_server_that_hangs():
     in_no_time(run())
 
 
+@pytest.mark.parametrize("own", [TimeoutError("no answer from the shop"), TimeoutError()])
+def test_a_timeout_of_the_users_own_is_not_that_of_the_episode(own):
+    """An environment's, or a reward's that a runner asks for: whatever an episode may take."""
+
+    class Shops(Runner):
+        async def run(self, live):
+            raise own
+
+    team = controller(runner=Shops, episode_timeout_s=5)
+    outcome = in_no_time(team.outcomes_of([(task(), 0)], 1, False))[0]
+    assert outcome is own
+    with pytest.raises(TimeoutError) as resumed:
+        in_no_time(team.resume(episode("t", 0, DEBATE), Turn("a", 1, [], "4"), 1, 1))
+    assert resumed.value is own
+
+
+def test_an_episode_that_takes_too_long_names_its_key():
+    class Sleeps(Runner):
+        async def run(self, live):
+            await asyncio.Event().wait()
+
+    team = controller(runner=Sleeps, episode_timeout_s=5)
+    (outcome,) = in_no_time(team.outcomes_of([(task(), 0)], 1, False))
+    assert "val/0, sample 0 took longer than controller.episode_timeout_s=5" in str(outcome)
+
+
 @pytest.mark.parametrize("after", [0.0, 0.3, 0.45])
 def test_a_loop_that_was_blocked_is_no_server_that_hangs(after):
     """A reward function holds the driver's loop for longer than the patience, while the server works on its answer."""
