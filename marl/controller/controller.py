@@ -103,12 +103,6 @@ def pay_failure(episode: Episode, score: float) -> None:
                 turn.score = turn.scored.worth(0.0)
 
 
-def failed_episode(task: Task, sample: int, agents: Sequence[AgentId], score: float) -> Episode:
-    """Stands for an episode that was lost."""
-    lost = Score(score, None, failure="error")
-    return Episode(task, sample, list(agents), score=lost, failure="error")
-
-
 def overlong(length: int, limit: int, buffer: int) -> float:
     """Share of the last ``buffer`` tokens before its limit that an answer uses, 0 to 1 (DAPO, arXiv:2503.14476)."""
     return min(1.0, max(0.0, (length - (limit - buffer)) / buffer))
@@ -210,12 +204,7 @@ class Controller:
         collection = await self.collect(tasks, samples, step, validate)
         scored = await self.score(collection.episodes, step)
         found = {(episode.task.id, episode.sample): episode for episode in scored}
-        score, agents = self.settings.failure_score, list(self.agents)
-        return [
-            found.get((task.id, sample)) or failed_episode(task, sample, agents, score)
-            for task in tasks
-            for sample in range(samples)
-        ]
+        return [found.get((task.id, sample)) or self._lost(task, sample) for task in tasks for sample in range(samples)]
 
     async def outcomes_of(self, plays: Sequence[Play], step: int, validate: bool) -> list[Episode | Exception]:
         """Each play's episode, or what ended it."""
@@ -260,7 +249,7 @@ class Controller:
         for turn in episode.turns:
             if turn.answers and turn.score is None:
                 turn.score = await self.judge(episode.task, turn)
-        failure_score = self.settings.failure_score
+        failure_score = self.failure_score(episode)
         episode.score = team_score(episode, self.settings.no_answer_score or 0.0, failure_score)
         for turn in episode.turns:
             if not turn.answers:
@@ -269,6 +258,17 @@ class Controller:
                 turn.trained = False
         if episode.failure is not None:
             pay_failure(episode, failure_score)
+        return episode
+
+    def failure_score(self, episode: Episode) -> float:
+        """Score of a conversation that ended early: the runner's own where it has one."""
+        own = self.runner.failure_score(episode)
+        return self.settings.failure_score if own is None else own
+
+    def _lost(self, task: Task, sample: int) -> Episode:
+        """Stands for an episode that was lost."""
+        episode = Episode(task, sample, list(self.agents), failure="error")
+        episode.score = Score(self.failure_score(episode), None, failure="error")
         return episode
 
     def _sampling(self, agent: AgentId, policy: PolicyName, validate: bool) -> Mapping[str, Any]:

@@ -261,6 +261,29 @@ def test_where_nobody_says_a_word_the_run_ends_with_the_reason():
     assert [len(e.turns) for e in collected(one, tasks=2).episodes] == [1, 2], "b spoke"
 
 
+@pytest.mark.parametrize("at,score", [(1, -60.0), (2, -60.0), (3, -40.0)])
+def test_a_game_that_overflows_pays_its_own_invalid(at, score):
+    """Of three stages; -20 for each one from that of the last turns on, and what was earned before it."""
+    team = controller(overflows(at=at, who="ab"), failure_score=0.5)
+    team.runner = build_runner("game", game={"name": "matrix", "rounds": 3, "invalid": -20.0, "actions": ["4", "5"]})
+    (judged,) = asyncio.run(team.score(asyncio.run(team.outcomes_of([(task(), 0)], 1, False)), 1))
+    assert judged.failure == "overflow" and judged.scored.value == score
+    paid = [turn.scored.value - turn.scored.penalty for turn in judged.turns]
+    assert paid == [0.0] * (len(paid) - 2) + [score] * min(2, len(paid))
+
+
+def test_a_lost_game_counts_in_validation_as_its_own_invalid():
+    def dies(agent, round, task, **_):
+        if task.id == "val/0":
+            raise ConnectionError("the server is gone")
+        return "4"
+
+    team = controller(dies, failure_score=0.5, max_error_rate=0.5)
+    team.runner = build_runner("game", game={"name": "matrix", "rounds": 3, "invalid": -20.0, "actions": ["4", "5"]})
+    lost, played = asyncio.run(team.measure([task(0), task(1)], 1, 1))
+    assert lost.failure == "error" and lost.scored.value == -60.0 and played.scored.value == 0.0
+
+
 def bad_text(solution_str, **_):
     if solution_str == "bad":
         raise RecursionError("brackets")
