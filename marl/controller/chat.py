@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from marl.controller.encoding import TextEncoder, matches_any
-from marl.controller.thinking import KNOWN, Thinking, marks_of
+from marl.controller.thinking import KNOWN, Thinking, marks_of, until_stop
 from marl.types import Message, Turn
 from marl.utils.cache import cached_by_bytes
 
@@ -101,8 +101,10 @@ class ChatEncoder:
 
     def until_stop(self, prompt_ids: Sequence[int], ids: Sequence[int], stops: Sequence[str]) -> int | None:
         """Number of response tokens up to its first stop string after the thought; None for all of them."""
-        if self.thinking is None or not stops:
+        if not stops:
             return None
+        if self.thinking is None:
+            return until_stop(ids, stops, self.tokenizer.decode)
         return self.thinking.until_stop(ids, stops, self.thinking.opened_by(prompt_ids))
 
     @cached_property
