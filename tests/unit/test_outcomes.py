@@ -291,6 +291,7 @@ def ended_early(rounds, sample=0, score=-1.0):
         ("shapley", {}, [[0, -0.5], [0, 0], [-0.5, 0]]),
         ("counterfactual", {}, [[0, -1], [0, 0], [-1, 0]]),
         ("zero_sum", {}, [[0, -2], [0, 0], [-2, 0]]),
+        ("joint", {}, [[-1, -1], [-1, 0], [-1, 0]]),
     ],
 )
 def test_what_ended_early_is_paid_for_once_by_each_agent(credit, options, expected):
