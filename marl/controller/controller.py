@@ -131,6 +131,18 @@ def collection_of(plays: Sequence[Play], results: Sequence[Episode | Exception],
     return Collection(episodes, [error for _, error in lost], [play for play, _ in lost], retried)
 
 
+def with_turns(episodes: Sequence[Episode], step: int) -> list[Episode]:
+    """Without the episodes whose first prompt is too long, which leave nothing to train. Raises EpisodesFailed where none is
+    left."""
+    played = [episode for episode in episodes if episode.turns]
+    if not played:
+        raise EpisodesFailed(
+            f"in step {step} no scored episode has a single turn: {len(episodes)} were refused before anybody spoke, and the "
+            "others' scores were lost; see the warnings above; raise data.max_prompt_length, or mend the reward function"
+        )
+    return played
+
+
 class Accuracy:
     """Each agent's share of right answers in training so far; one half before it has given any."""
 

@@ -13,7 +13,7 @@ from marl.batch.evidence import ballots_of
 from marl.cluster.failures import GroupFailed
 from marl.config.schema import AgentConfig, ControllerConfig
 from marl.controller.client import PolicyClient
-from marl.controller.controller import Controller, EpisodesFailed, pay_failure, team_score
+from marl.controller.controller import Controller, EpisodesFailed, pay_failure, team_score, with_turns
 from marl.controller.episode_workers import answer_of
 from marl.learners.replay import ReturnOf, team_return
 from marl.rewards import Reward, RewardUnavailable
@@ -259,6 +259,20 @@ def test_where_nobody_says_a_word_the_run_ends_with_the_reason():
         collected(controller(overflows(at=1, who="ab"), max_error_rate=1.0), tasks=2)
     one = controller(overflows(at=1, on=lambda task: task.id == "val/0"), "single_turn")
     assert [len(e.turns) for e in collected(one, tasks=2).episodes] == [1, 2], "b spoke"
+
+
+def test_where_the_scores_of_all_that_spoke_are_lost_the_run_ends_with_the_reason():
+    """Of two tasks one is too long from the start, and nothing was there to judge the other."""
+
+    def away(solution_str, **_):
+        raise RewardUnavailable("no process", "deaths")
+
+    does = overflows(at=1, who="ab", on=lambda task: task.id == "val/0")
+    team = controller(does, "single_turn", away, max_error_rate=0.5)
+    scored = asyncio.run(team.score(collected(team, tasks=2).episodes, 7))
+    assert [len(episode.turns) for episode in scored] == [0]
+    with pytest.raises(EpisodesFailed, match="in step 7 no scored episode has a single turn: 1 were refused"):
+        with_turns(scored, 7)
 
 
 @pytest.mark.parametrize("at,score", [(1, -60.0), (2, -60.0), (3, -40.0)])
