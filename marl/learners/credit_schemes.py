@@ -201,7 +201,7 @@ class Mixed(Team):
 @register_credit("joint")
 class Joint(Credit):
     """Every turn of an episode gets the sum of the scores of all its answers (CORY, arXiv:2410.06101), the team's score
-    where there are none. Where the conversation ended early, every agent's last turn counts as such an answer."""
+    where there are none. Where the conversation ended early, each agent's last turn adds what that is worth."""
 
     kind = "return"
 
