@@ -19,7 +19,7 @@ from marl.cluster.references import References
 from marl.cluster.worker_group import throughput
 from marl.config.identity import settings_of
 from marl.controller.alternative_rollouts import AlternativeRollouts
-from marl.controller.controller import Collection, Controller
+from marl.controller.controller import Collection, Controller, with_turns
 from marl.controller.policy_map import PolicyMap
 from marl.learners import Learner
 from marl.report import conversation, dump
@@ -147,7 +147,7 @@ class MARLTrainer:
         phase, started = PhaseTimer(), time.perf_counter()
         collection = await phase.of("collect", self.collect(tasks))
         scored = await phase.of("score", self.controller.score(collection.episodes, self.step_number))
-        played = [episode for episode in scored if episode.turns]  # a prompt that is too long leaves nothing to train
+        played = with_turns(scored, self.step_number)
         self._count(played)
         gathered = await self.gather(played, phase)
         await asyncio.gather(*(group.free_servers() for group in self.policies.values()))

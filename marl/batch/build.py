@@ -24,12 +24,12 @@ def joint_batch(
     train_rounds: Sequence[int] | None = None,
     pack_turns: bool = False,
 ) -> JointBatch:
-    """Grids over all turns; rows of the turns that are trained: those of the agents in ``temperatures`` and of
-    ``train_rounds`` (None for all). With ``pack_turns`` a turn whose prompt extends the agent's last one shares its row."""
+    """Grids over all turns, of one round at least; rows of the turns that are trained: those of the agents in ``temperatures``
+    and of ``train_rounds`` (None for all). With ``pack_turns`` a turn whose prompt extends the agent's last one shares its row."""
     num_rounds = max((episode.num_rounds for episode in episodes), default=0)
     places = [columns_of(episode, num_rounds) for episode in episodes]
     width = max((column + 1 for columns in places for column in columns), default=0)
-    shape = (len(episodes), max(num_rounds, width), len(agents))
+    shape = (len(episodes), max(num_rounds, width, 1), len(agents))  # an empty round, where no turn was kept
     spoken_ERA, trained_ERA, answers_ERA = np.zeros((3, *shape), dtype=bool)
     scores_ERA, siblings_ERA = np.zeros(shape, dtype=np.float32), np.full(shape, -1)
     lengths_ERA = np.zeros(shape, dtype=np.int64)

@@ -15,12 +15,14 @@ from functools import cached_property
 from typing import Any
 
 from marl.controller.encoding import TextEncoder, matches_any
-from marl.controller.thinking import KNOWN, Thinking, marks_of
+from marl.controller.thinking import KNOWN, Thinking, marks_of, until_stop
 from marl.types import Message, Turn
 from marl.utils.cache import cached_by_bytes
 
 MARK = "MARL{index}CONTENT"
 MARKS = re.compile(r"MARL(\d+)CONTENT")
+PAD = "\v"
+"""Whitespace that no template writes."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,17 @@ class Frame:
     """Text of each piece, including a space before a content."""
     leads: list[tuple[str, bool]]
     """For each content, its leading space, which belongs to its first word, and whether it continues a text."""
+    trims: list[tuple[bool, bool]]
+    """For each content, whether the template trims its beginning, and its end."""
+
+    def content(self, index: int, text: str) -> tuple[str, bool]:
+        """A content as the template shows it, and whether it continues a text."""
+        (space, inside), (left, right) = self.leads[index], self.trims[index]
+        text = text.lstrip() if left else text
+        return space + (text.rstrip() if right else text), inside
 
     def __sizeof__(self) -> int:
-        return sum(map(sys.getsizeof, [*self.pieces, *self.texts, *self.leads]))
+        return sum(map(sys.getsizeof, [*self.pieces, *self.texts, *self.leads, *self.trims]))
 
 
 class ChatEncoder:
@@ -75,8 +85,7 @@ class ChatEncoder:
         else:
             ids, start = list(pieces[0]), 0
         for index in range(start, len(observation)):
-            space, inside = frame.leads[index]
-            ids.extend(self._content(space + contents[index], inside))
+            ids.extend(self._content(*frame.content(index, contents[index])))
             ids.extend(pieces[index + 1])
         return ids
 
@@ -92,8 +101,10 @@ class ChatEncoder:
 
     def until_stop(self, prompt_ids: Sequence[int], ids: Sequence[int], stops: Sequence[str]) -> int | None:
         """Number of response tokens up to its first stop string after the thought; None for all of them."""
-        if self.thinking is None or not stops:
+        if not stops:
             return None
+        if self.thinking is None:
+            return until_stop(ids, stops, self.tokenizer.decode)
         return self.thinking.until_stop(ids, stops, self.thinking.opened_by(prompt_ids))
 
     @cached_property
@@ -144,7 +155,7 @@ class ChatEncoder:
                 f"order (it shows {shown}); set actor_rollout_ref.model.custom_chat_template to one that does"
             )
         texts = MARKS.split(rendered)[::2]
-        frame, inside = Frame([], texts, []), False
+        frame, inside = Frame([], texts, [], self._trims(roles)), False
         *before_contents, end = texts
         for text in before_contents:
             piece = text.removesuffix(" ")
@@ -153,6 +164,13 @@ class ChatEncoder:
             inside = True
         frame.pieces.append(array("i", self.texts.template(end, inside)))
         return frame
+
+    def _trims(self, roles: tuple[str, ...]) -> list[tuple[bool, bool]]:
+        """See :class:`Frame`."""
+        marks = [MARK.format(index=i) for i in range(len(roles))]
+        padded = [{"role": role, "content": f"{PAD}{mark}{PAD}"} for role, mark in zip(roles, marks, strict=True)]
+        rendered = self._render(padded)
+        return [(f"{PAD}{mark}" not in rendered, f"{mark}{PAD}" not in rendered) for mark in marks]
 
     def _render(self, messages: Sequence[Message]) -> str:
         return self.tokenizer.apply_chat_template(

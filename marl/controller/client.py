@@ -17,6 +17,9 @@ from marl.utils.deadlines import HangsError, Watch, waiting_for_others
 SEED_KEYS = {"sglang": "sampling_seed"}
 """Name of the seed parameter in backends that do not call it ``seed``."""
 
+READS_NO_TEXT = frozenset({"sglang"})
+"""Backends whose servers see ids alone, as verl starts them (``skip_tokenizer_init``): they refuse stop strings, or die of them."""
+
 
 class BadAnswer(ValueError):
     """Raised when a server's output cannot be trained on."""
@@ -109,9 +112,10 @@ class PolicyClient:
     def split_stops(
         self, prompt_ids: list[int], sampling: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], Sequence[str]]:
-        """Splits off the stop strings that are applied here: a server would match them inside a thought too."""
+        """Splits off the stop strings that are applied here, where a server would match them inside a thought too, or has no
+        text to match them in."""
         stops = sampling.get("stop") or ()
-        if not stops or not self.encoder.may_think(prompt_ids):
+        if not stops or not (self.rollout.name in READS_NO_TEXT or self.encoder.may_think(prompt_ids)):
             return sampling, ()
         return {key: value for key, value in sampling.items() if key != "stop"}, stops
 

@@ -15,7 +15,7 @@ from marl.controller.policy_map import PolicyMap
 from marl.rewards import Reward, RewardUnavailable
 from marl.runners import Generate, LiveEpisode, RecordedAnswers, Runner, TooManyTurns, play_to_end
 from marl.types import AgentId, Episode, Message, PolicyName, Score, Task, Turn
-from marl.utils.deadlines import own_time, waiting_for_others
+from marl.utils.deadlines import OutOfTime, own_time, waiting_for_others
 from marl.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -108,12 +108,6 @@ def pay_failure(episode: Episode, score: float) -> None:
                 turn.score = turn.scored.worth(0.0)
 
 
-def failed_episode(task: Task, sample: int, agents: Sequence[AgentId], score: float) -> Episode:
-    """Stands for an episode that was lost."""
-    lost = Score(score, None, failure="error")
-    return Episode(task, sample, list(agents), score=lost, failure="error")
-
-
 def overlong(length: int, limit: int, buffer: int) -> float:
     """Share of the last ``buffer`` tokens before its limit that an answer uses, 0 to 1 (DAPO, arXiv:2503.14476)."""
     return min(1.0, max(0.0, (length - (limit - buffer)) / buffer))
@@ -140,6 +134,18 @@ def collection_of(plays: Sequence[Play], results: Sequence[Episode | Exception],
             f"in step {step} no episode has a single turn: {episodes[0].failure_message or 'no agent has acted'}"
         )
     return Collection(episodes, [error for _, error in lost], [play for play, _ in lost], retried)
+
+
+def with_turns(episodes: Sequence[Episode], step: int) -> list[Episode]:
+    """Without the episodes whose first prompt is too long, which leave nothing to train. Raises EpisodesFailed where none is
+    left."""
+    played = [episode for episode in episodes if episode.turns]
+    if not played:
+        raise EpisodesFailed(
+            f"in step {step} no scored episode has a single turn: {len(episodes)} were refused before anybody spoke, and the "
+            "others' scores were lost; see the warnings above; raise data.max_prompt_length, or mend the reward function"
+        )
+    return played
 
 
 class Accuracy:
@@ -215,12 +221,7 @@ class Controller:
         collection = await self.collect(tasks, samples, step, validate)
         scored = await self.score(collection.episodes, step)
         found = {(episode.task.id, episode.sample): episode for episode in scored}
-        score, agents = self.settings.failure_score, list(self.agents)
-        return [
-            found.get((task.id, sample)) or failed_episode(task, sample, agents, score)
-            for task in tasks
-            for sample in range(samples)
-        ]
+        return [found.get((task.id, sample)) or self._lost(task, sample) for task in tasks for sample in range(samples)]
 
     async def outcomes_of(self, plays: Sequence[Play], step: int, validate: bool) -> list[Episode | Exception]:
         """Each play's episode, or what ended it."""
@@ -265,7 +266,7 @@ class Controller:
         for turn in episode.turns:
             if turn.answers and turn.score is None:
                 turn.score = await self.judge(episode.task, turn)
-        failure_score = self.settings.failure_score
+        failure_score = self.failure_score(episode)
         episode.score = team_score(episode, self.settings.no_answer_score or 0.0, failure_score)
         for turn in episode.turns:
             if not turn.answers:
@@ -274,6 +275,17 @@ class Controller:
                 turn.trained = False
         if episode.failure is not None:
             pay_failure(episode, failure_score)
+        return episode
+
+    def failure_score(self, episode: Episode) -> float:
+        """Score of a conversation that ended early: the runner's own where it has one."""
+        own = self.runner.failure_score(episode)
+        return self.settings.failure_score if own is None else own
+
+    def _lost(self, task: Task, sample: int) -> Episode:
+        """Stands for an episode that was lost."""
+        episode = Episode(task, sample, list(self.agents), failure="error")
+        episode.score = Score(self.failure_score(episode), None, failure="error")
         return episode
 
     def _sampling(self, agent: AgentId, policy: PolicyName, validate: bool) -> Mapping[str, Any]:
@@ -320,7 +332,7 @@ class Controller:
         try:
             async with own_time(self.episode_timeout):
                 return await self._play(task, sample, step, validate)
-        except TimeoutError:
+        except OutOfTime:
             raise self._late(task, sample) from None
 
     def _late(self, task: Task, sample: int) -> TimeoutError:
@@ -382,5 +394,5 @@ class Controller:
         try:
             async with own_time(self.episode_timeout):
                 return await self._run(record, generate)
-        except TimeoutError:
+        except OutOfTime:
             raise self._late(episode.task, episode.sample) from None

@@ -1,7 +1,7 @@
 """Separation of a reasoning model's thought from the answer that follows it."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,19 @@ def marks_of(setting: Any, template: str) -> Marks | None:
     if setting == "auto":
         return next((marks for marks in KNOWN if marks.end in template), None)
     return None if setting == "none" else Marks(setting["start"], setting["end"])
+
+
+def until_stop(
+    ids: Sequence[int], stops: Sequence[str], read: Callable[[list[int]], str], start: int = 0
+) -> int | None:
+    """Number of tokens up to the end of the first stop string in the text that ``read`` gives, from ``start`` on; None if there
+    is none."""
+
+    def stopped(size: int) -> bool:
+        text = read(list(ids[:size]))
+        return any(stop in text for stop in stops)
+
+    return bisect_left(range(len(ids)), True, lo=start, key=stopped) if stopped(len(ids)) else None
 
 
 class Thinking:
@@ -70,14 +83,7 @@ class Thinking:
 
     def until_stop(self, ids: Sequence[int], stops: Sequence[str], opened: bool) -> int | None:
         """Number of tokens up to the end of the first stop string after the thought; None if there is none."""
-
-        def stopped(size: int) -> bool:
-            answer = self.read(ids[:size], opened)[1]
-            return any(stop in answer for stop in stops)
-
-        if not stopped(len(ids)):
-            return None
-        return bisect_left(range(len(ids)), True, lo=self._end_of_thought(ids), key=stopped)
+        return until_stop(ids, stops, lambda part: self.read(part, opened)[1], self._end_of_thought(ids))
 
     def _end_of_thought(self, ids: Sequence[int]) -> int:
         """Number of tokens up to the last end mark; 0 if there is none."""

@@ -115,12 +115,14 @@ class Game(ABC):
         named = {seat: self.action(text) for seat, text in said.items()}
         joint = tuple(named.get(seat) for seat in range(self.num_agents))
         if None in named.values():
-            invalid = self.worst if self.config.invalid is None else self.config.invalid
-            total = invalid * (self.num_stages - len(earlier))
-            payoffs = [total if seat in said else 0.0 for seat in range(self.num_agents)]
-        else:
-            payoffs = self.pays(joint, earlier)
-        return joint, [payoff / self.config.scale for payoff in payoffs]
+            total = self.forfeit(len(earlier))
+            return joint, [total if seat in said else 0.0 for seat in range(self.num_agents)]
+        return joint, [payoff / self.config.scale for payoff in self.pays(joint, earlier)]
+
+    def forfeit(self, played: int) -> float:
+        """Scaled payoff of a seat for all stages but those played, where the game ends before them."""
+        invalid = self.worst if self.config.invalid is None else self.config.invalid
+        return invalid * (self.num_stages - played) / self.config.scale
 
 
 GAMES: Registry[Game] = Registry("game")

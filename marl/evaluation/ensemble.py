@@ -1,6 +1,5 @@
 """The agents answer the tasks: each alone, and together."""
 
-import asyncio
 import logging
 import random
 import time
@@ -12,7 +11,7 @@ from omegaconf import DictConfig
 
 from marl.config.errors import ConfigError
 from marl.config.policies import own_settings, policies_by_agent
-from marl.controller.controller import team_score
+from marl.controller.controller import outcomes, team_score
 from marl.controller.tasks import validation_tasks
 from marl.evaluation.load import load_policy
 from marl.report.ensemble import Way
@@ -191,8 +190,13 @@ class Ensemble:
         judging = [
             reward.judge_or_fail(play.task, turn.text, score) for play, turn in zip(self.plays, turns, strict=True)
         ]
-        for turn, score in zip(turns, await asyncio.gather(*judging), strict=True):
-            turn.score = score
+        results = await outcomes(judging)
+        lost = [result for result in results if isinstance(result, Exception)]
+        if lost and len(lost) == len(results):
+            raise lost[0]
+        for turn, play, result in zip(turns, self.plays, results, strict=True):
+            failed = Score(score, play.task.extract(turn.text), failure=str(result))
+            turn.score = failed if isinstance(result, Exception) else result
         reasons = [turn.scored.failure for turn in turns if turn.scored.failure is not None]
         if reasons:
             logger.warning(

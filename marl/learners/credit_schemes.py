@@ -202,14 +202,14 @@ class Mixed(Team):
 @register_credit("joint")
 class Joint(Credit):
     """Every turn of an episode gets the sum of the scores of all its answers (CORY, arXiv:2410.06101), the team's score
-    where there are none."""
+    where there are none. Where the conversation ended early, each agent's last turn adds what that is worth."""
 
     kind = "return"
 
     def assign(self, batch: JointBatch) -> Tensor:
-        answered_ERA = batch.answered_ERA
-        sum_E = (batch.scores_ERA * answered_ERA).sum((1, 2))
-        sum_E = torch.where(answered_ERA.any((1, 2)), sum_E, batch.team_score_E)
+        spoke_E, unanswered_E = batch.mask_ERA.any(1).sum(-1), ~batch.answered_ERA.any((1, 2))
+        times_E = torch.where(batch.failed_E, spoke_E, unanswered_E.long())
+        sum_E = (batch.scores_ERA * standing(batch)).sum((1, 2)) + batch.team_score_E * times_E
         return sum_E[:, None, None] * batch.mask_ERA
 
 

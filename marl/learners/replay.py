@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 from math import ceil
 
+import torch
 from torch import Tensor
 
 from marl.batch.evidence import outcomes_of
@@ -71,6 +72,8 @@ class ReplayCredit(Credit):
         batch.evidence.outcomes_ERAK = outcomes_of(episodes, batch)
 
     def assign(self, batch: JointBatch) -> Tensor:
+        if batch.evidence.outcomes_ERAK is None and not batch.rows:  # nothing was trained, nor tried
+            return torch.zeros_like(batch.scores_ERA)
         if batch.evidence.outcomes_ERAK is None:
             raise ValueError("credit=replay needs other answers' returns: the trainer plays for them before this")
         return credit.replay_advantages(batch.evidence.outcomes_ERAK)[..., 0]

@@ -67,6 +67,11 @@ class Runner(ABC):
         """Words by which agents lead a conversation on: it is played with each of them to see how long it gets."""
         return ()
 
+    def failure_score(self, episode: Episode) -> float | None:
+        """Score of a conversation that ended early, which each agent gets at its last turn; None for
+        ``controller.failure_score``."""
+        return None
+
     def check(self, agents: Sequence[AgentId]) -> None:
         """Raise ValueError where these agents cannot play it."""
         low, high = self.num_agents

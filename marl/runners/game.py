@@ -8,7 +8,7 @@ from marl.envs import Joint, games
 from marl.runners.base import register_runner
 from marl.runners.episode import LiveEpisode, together
 from marl.runners.text import ConversationRunner
-from marl.types import AgentId, Message, Score, Turn
+from marl.types import AgentId, Episode, Message, Score, Turn
 
 
 @register_runner("game")
@@ -53,6 +53,11 @@ class Game(ConversationRunner):
             return episode.agents[seat].prompt
         shown = await self.shown(episode, [said[other] for other in game.seen(seat, earlier)], self.config.instruction)
         return episode.agents[seat].continue_with(shown)
+
+    def failure_score(self, episode: Episode) -> float:
+        """The game's ``invalid``, for the stage of the last turns and every one after it: who acted before is paid already."""
+        game = games.make_game(self.config.game, len(episode.agents))
+        return game.forfeit(max(0, episode.num_rounds - 1))
 
     def keywords(self, agents: Sequence[AgentId]) -> Sequence[str]:
         return games.make_game(self.config.game, len(agents)).words

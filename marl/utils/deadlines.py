@@ -48,16 +48,25 @@ class Clock:
 CLOCK: ContextVar[Clock | None] = ContextVar("clock", default=None)
 
 
+class OutOfTime(TimeoutError):
+    """Raised by :func:`own_time`; any other TimeoutError is of what was done meanwhile."""
+
+
 @asynccontextmanager
 async def own_time(seconds: float) -> AsyncIterator[None]:
-    """Raises TimeoutError if the block takes longer; time spent in :func:`waiting_for_others`, in any of its tasks, does not
+    """Raises OutOfTime if the block takes longer; time spent in :func:`waiting_for_others`, in any of its tasks, does not
     count."""
-    async with asyncio.timeout(seconds) as timeout:
-        token = CLOCK.set(Clock(timeout))
-        try:
+    timeout = asyncio.timeout(seconds)
+    token = CLOCK.set(Clock(timeout))
+    try:
+        async with timeout:
             yield
-        finally:
-            CLOCK.reset(token)
+    except TimeoutError:
+        if not timeout.expired():
+            raise
+        raise OutOfTime from None
+    finally:
+        CLOCK.reset(token)
 
 
 @contextmanager
@@ -75,22 +84,67 @@ class HangsError(TimeoutError):
     """Raised where the other side answers no request."""
 
 
+BEAT_S = 1.0
+
+
+class LoopTime:
+    """Time in which the event loop was free: it stands still while the loop is blocked, by more than a beat."""
+
+    def __init__(self, beat: float) -> None:
+        self.beat, self.blocked, self.readers = beat, 0.0, 0
+        self.timer: asyncio.TimerHandle | None = None
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time() - self.blocked
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Blocks are noticed only inside."""
+        self.readers += 1
+        if self.readers == 1:
+            self._wind()
+        try:
+            yield
+        finally:
+            self.readers -= 1
+            if not self.readers and self.timer is not None:
+                self.timer.cancel()
+
+    def _wind(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.timer = loop.call_at(loop.time() + self.beat, self._strike)
+
+    def _strike(self) -> None:
+        assert self.timer is not None
+        self.blocked += asyncio.get_running_loop().time() - self.timer.when()
+        self._wind()
+
+
 class Watch:
-    """Detects servers that answer no request: a queue may be long, as long as it moves."""
+    """Detects servers that answer no request: a queue may be long, as long as it moves. A loop that was blocked heard nobody,
+    and its time does not count."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.heard = seconds, 0.0
+        self.time = LoopTime(min(BEAT_S, seconds / 20))
 
     async def answer(self, asked: Awaitable[T]) -> T:
+<<<<<<< HEAD
         """Await an answer. Raises HangsError if no caller here has had any answer for that long."""
         now = asyncio.get_running_loop().time
         task, begun = asyncio.ensure_future(asked), now()
+=======
+        """The answer. Raises HangsError where none has come for so long, to anybody who asked here."""
+        task, now = asyncio.ensure_future(asked), self.time.now
+        begun = now()
+>>>>>>> m2
         try:
-            while not task.done():
-                left = max(begun, self.heard) + self.seconds - now()
-                if left <= 0:
-                    raise HangsError(f"no request was answered for {self.seconds:g} s")
-                await asyncio.wait([task], timeout=None if left == math.inf else left)
+            with self.time.running():
+                while not task.done():
+                    left = max(begun, self.heard) + self.seconds - now()
+                    if left <= 0:
+                        raise HangsError(f"no request was answered for {self.seconds:g} s")
+                    await asyncio.wait([task], timeout=None if left == math.inf else left)
             self.heard = now()
             return task.result()
         finally:

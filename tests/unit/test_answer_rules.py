@@ -15,7 +15,7 @@ from marl.controller.tasks import to_task
 from marl.evaluation.ensemble import Ensemble, Play
 from marl.report import conversation
 from marl.rewards import AnswerRules, Reward, answer_rules, build_reward, check_extractors
-from marl.rewards.processes import RewardError
+from marl.rewards.processes import RewardError, RewardUnavailable
 from marl.runners import RUNNERS, scripted
 from marl.types import Task
 
@@ -140,7 +140,8 @@ def test_a_rule_that_nobody_knows(config, tmp_path, value, said):
     check_extractors(config(extractors={"mine": "math"}))
 
 
-def test_an_ensemble_outlives_a_text_that_cannot_be_judged(caplog):
+@pytest.mark.parametrize("error", [RewardError, RewardUnavailable])
+def test_an_ensemble_outlives_a_text_that_cannot_be_judged(error, caplog):
     class Stands:
         config = OmegaConf.create({"controller": {"failure_score": 0.0}})
         plays = [Play(Task(f"t{i}", [], "1", "x", str), 0, (), ()) for i in range(2)]
@@ -151,7 +152,7 @@ def test_an_ensemble_outlives_a_text_that_cannot_be_judged(caplog):
 
     async def score(solution_str, **_):
         if solution_str == "bad":
-            raise RewardError("it died", "deaths")
+            raise error("it died", "deaths")
         return 1.0
 
     class Answered:
@@ -162,6 +163,9 @@ def test_an_ensemble_outlives_a_text_that_cannot_be_judged(caplog):
         turns = asyncio.run(Ensemble._turns(Stands(), "alice", [Answered(0), Answered(1)], [0], Reward(score)))
     assert [turn.scored.value for turn in turns] == [0.0, 1.0]
     assert "alice: 1 of 2 texts could not be judged" in caplog.text and "task t0: it died" in caplog.text
+    if error is RewardUnavailable:
+        with pytest.raises(RewardUnavailable, match="it died"):  # of all texts: nothing was measured
+            asyncio.run(Ensemble._turns(Stands(), "alice", [Answered(0), Answered(0)], [0], Reward(score)))
 
 
 def test_rules_are_set_on_the_command_line(compose_config):

@@ -1,5 +1,7 @@
 """Ids of a conversation: append-only, never re-tokenised, and not to be forged."""
 
+import copy
+
 import pytest
 
 from marl.controller.chat import ChatEncoder, check_round_trip, extends
@@ -43,6 +45,42 @@ def test_a_continued_observation_extends_the_ids_and_closes_the_turn_once(bpe_to
     )
 
 
+@pytest.fixture
+def trimming(bpe_tokenizer):
+    """A template of the shape of Llama 3's: it trims every content."""
+    tokenizer = copy.deepcopy(bpe_tokenizer)
+    tokenizer.chat_template = tokenizer.chat_template.replace("{{m.content}}", "{{m.content | trim}}")
+    return tokenizer
+
+
+@pytest.mark.parametrize("text", ["it is 4 \n", "\n it is 4", "  "])
+def test_where_the_template_trims_contents_an_agents_own_ids_stay_as_they_were(trimming, text):
+    encoder = ChatEncoder(trimming)
+    turn = answered(trimming, encoder, text)
+    ids = encoder.encode(goes_on(turn, " bob says 5\n"), turn)
+    prefix = turn.prompt_ids + turn.response_ids
+    assert ids[: len(prefix)] == prefix, "sampled, and never encoded again"
+    assert trimming.decode(ids[len(prefix) :]) == ("\n<|im_start|>user\nbob says 5<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_what_others_wrote_is_shown_as_the_template_trims_it(trimming):
+    observation = [{"role": "user", "content": "\n2+2? "}, {"role": "assistant", "content": " 4\n"}]
+    rendered = trimming.apply_chat_template(observation, tokenize=False, add_generation_prompt=True)
+    assert trimming.decode(ChatEncoder(trimming).encode(observation)) == rendered
+    assert "<|im_start|>user\n2+2?<|im_end|>" in rendered
+
+
+@pytest.mark.parametrize(
+    "how,shown", [("m.content.rstrip()", " 4"), ("m.content.lstrip()", "4 "), ("m.content", " 4 ")]
+)
+def test_a_template_may_trim_one_end_alone(bpe_tokenizer, how, shown):
+    tokenizer = copy.deepcopy(bpe_tokenizer)
+    tokenizer.chat_template = tokenizer.chat_template.replace("m.content", how)
+    assert f"user\n{shown}<|im_end|>" in tokenizer.decode(
+        ChatEncoder(tokenizer).encode([{"role": "user", "content": " 4 "}])
+    )
+
+
 def test_generated_ids_are_kept_where_the_tokenizer_would_encode_them_otherwise(bpe_tokenizer):
     encoder = ChatEncoder(bpe_tokenizer)
     turn = answered(bpe_tokenizer, encoder, "x")
@@ -78,8 +116,6 @@ def test_text_that_looks_like_our_marks_is_text(bpe_tokenizer):
 
 
 def test_a_template_that_hides_a_message_is_named(bpe_tokenizer):
-    import copy
-
     hiding = copy.deepcopy(bpe_tokenizer)
     hiding.chat_template = "{{ messages[-1].content }}"
     with pytest.raises(ValueError, match=r"does not show the messages \('user', 'user'\) once each"):
@@ -87,8 +123,6 @@ def test_a_template_that_hides_a_message_is_named(bpe_tokenizer):
 
 
 def test_a_tokenizer_without_a_template_is_named(bpe_tokenizer):
-    import copy
-
     bare = copy.deepcopy(bpe_tokenizer)
     bare.chat_template = None
     with pytest.raises(ValueError, match="has no chat template"):

@@ -55,6 +55,26 @@ def ask(client: PolicyClient, **sampling: Any) -> Turn:
     )
 
 
+@pytest.mark.parametrize("name,asked", [("vllm", True), ("hf", True), ("sglang", False)])
+def test_a_server_without_a_tokenizer_is_asked_for_no_stop_string(bpe_tokenizer, name, asked):
+    """verl starts SGLang with skip_tokenizer_init: the answer is cut here, where the server would have ended it."""
+    rollout, server = SimpleNamespace(name=name, response_length=64), Server(bpe_tokenizer.encode("4. no, 5"), "length")
+    client = PolicyClient(
+        "p",
+        rollout,
+        server,
+        bpe_tokenizer,
+        ChatEncoder(bpe_tokenizer),
+        len(bpe_tokenizer),  # type: ignore[arg-type]
+    )
+    turn = ask(client, stop=["."], max_tokens=8)
+    assert ("stop" in server.asked[0]["sampling_params"]) is asked
+    if not asked:
+        assert turn.text == "4." and turn.stop_reason == "completed" and not turn.truncated
+        assert len(turn.response_ids) == len(turn.response_mask) == len(turn.log_probs) == 2
+        assert ask(client, stop=["!"], max_tokens=8).truncated, "nothing ended it"
+
+
 @pytest.mark.parametrize("said", ["completed", "length", "stop", None])
 @pytest.mark.parametrize(
     ("text", "ended", "sampling", "truncated"),

@@ -13,7 +13,7 @@ from marl.batch.evidence import ballots_of
 from marl.cluster.failures import GroupFailed
 from marl.config.schema import AgentConfig, ControllerConfig
 from marl.controller.client import PolicyClient
-from marl.controller.controller import Controller, EpisodesFailed, pay_failure, team_score
+from marl.controller.controller import Controller, EpisodesFailed, pay_failure, team_score, with_turns
 from marl.controller.episode_workers import answer_of
 from marl.learners.replay import ReturnOf, team_return
 from marl.rewards import Reward, RewardUnavailable
@@ -34,8 +34,8 @@ class Skips(selectors.SelectSelector):
         return super().select(0)
 
 
-def in_no_time(coroutine):
-    selector = Skips()
+def in_no_time(coroutine, selector=None):
+    selector = selector or Skips()
 
     def loop():
         made = asyncio.SelectorEventLoop(selector)
@@ -261,6 +261,43 @@ def test_where_nobody_says_a_word_the_run_ends_with_the_reason():
     assert [len(e.turns) for e in collected(one, tasks=2).episodes] == [1, 2], "b spoke"
 
 
+def test_where_the_scores_of_all_that_spoke_are_lost_the_run_ends_with_the_reason():
+    """Of two tasks one is too long from the start, and nothing was there to judge the other."""
+
+    def away(solution_str, **_):
+        raise RewardUnavailable("no process", "deaths")
+
+    does = overflows(at=1, who="ab", on=lambda task: task.id == "val/0")
+    team = controller(does, "single_turn", away, max_error_rate=0.5)
+    scored = asyncio.run(team.score(collected(team, tasks=2).episodes, 7))
+    assert [len(episode.turns) for episode in scored] == [0]
+    with pytest.raises(EpisodesFailed, match="in step 7 no scored episode has a single turn: 1 were refused"):
+        with_turns(scored, 7)
+
+
+@pytest.mark.parametrize("at,score", [(1, -60.0), (2, -60.0), (3, -40.0)])
+def test_a_game_that_overflows_pays_its_own_invalid(at, score):
+    """Of three stages; -20 for each one from that of the last turns on, and what was earned before it."""
+    team = controller(overflows(at=at, who="ab"), failure_score=0.5)
+    team.runner = build_runner("game", game={"name": "matrix", "rounds": 3, "invalid": -20.0, "actions": ["4", "5"]})
+    (judged,) = asyncio.run(team.score(asyncio.run(team.outcomes_of([(task(), 0)], 1, False)), 1))
+    assert judged.failure == "overflow" and judged.scored.value == score
+    paid = [turn.scored.value - turn.scored.penalty for turn in judged.turns]
+    assert paid == [0.0] * (len(paid) - 2) + [score] * min(2, len(paid))
+
+
+def test_a_lost_game_counts_in_validation_as_its_own_invalid():
+    def dies(agent, round, task, **_):
+        if task.id == "val/0":
+            raise ConnectionError("the server is gone")
+        return "4"
+
+    team = controller(dies, failure_score=0.5, max_error_rate=0.5)
+    team.runner = build_runner("game", game={"name": "matrix", "rounds": 3, "invalid": -20.0, "actions": ["4", "5"]})
+    lost, played = asyncio.run(team.measure([task(0), task(1)], 1, 1))
+    assert lost.failure == "error" and lost.scored.value == -60.0 and played.scored.value == 0.0
+
+
 def bad_text(solution_str, **_):
     if solution_str == "bad":
         raise RecursionError("brackets")
@@ -385,6 +422,61 @@ def test_a_queue_that_moves_is_no_server_that_hangs():
             await watch.answer(asyncio.Event().wait())
 
     in_no_time(run())
+
+
+@pytest.mark.parametrize("own", [TimeoutError("no answer from the shop"), TimeoutError()])
+def test_a_timeout_of_the_users_own_is_not_that_of_the_episode(own):
+    """An environment's, or a reward's that a runner asks for: whatever an episode may take."""
+
+    class Shops(Runner):
+        async def run(self, live):
+            raise own
+
+    team = controller(runner=Shops, episode_timeout_s=5)
+    outcome = in_no_time(team.outcomes_of([(task(), 0)], 1, False))[0]
+    assert outcome is own
+    with pytest.raises(TimeoutError) as resumed:
+        in_no_time(team.resume(episode("t", 0, DEBATE), Turn("a", 1, [], "4"), 1, 1))
+    assert resumed.value is own
+
+
+def test_an_episode_that_takes_too_long_names_its_key():
+    class Sleeps(Runner):
+        async def run(self, live):
+            await asyncio.Event().wait()
+
+    team = controller(runner=Sleeps, episode_timeout_s=5)
+    (outcome,) = in_no_time(team.outcomes_of([(task(), 0)], 1, False))
+    assert "val/0, sample 0 took longer than controller.episode_timeout_s=5" in str(outcome)
+
+
+@pytest.mark.parametrize("after", [0.0, 0.3, 0.45])
+def test_a_loop_that_was_blocked_is_no_server_that_hangs(after):
+    """A reward function holds the driver's loop for longer than the patience, while the server works on its answer."""
+    selector = Skips()
+
+    async def run():
+        watch = Watch(0.5)
+
+        async def reward():
+            await asyncio.sleep(after)
+            selector.now += 7.0
+
+        async def server():
+            await asyncio.sleep(after)
+            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)
+            return "answer"
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(reward())
+            assert await watch.answer(server()) == "answer"
+        began = selector.now
+        with pytest.raises(HangsError):
+            await watch.answer(asyncio.Event().wait())
+        assert selector.now - began == pytest.approx(0.5, abs=0.05)
+
+    in_no_time(run(), selector)
 
 
 def test_a_worker_is_waited_for_as_long_as_it_lives():

@@ -15,7 +15,7 @@ from marl.learners.credit_schemes import TeamOf
 from marl.types import Turn
 from marl.utils.ragged import jagged
 from recipe import leave_one_out  # noqa: F401 - registers a learner from outside
-from tests.builders import AGENTS, FakeGroup, batch_of, build_learner as build, episode, two_samples
+from tests.builders import AGENTS, FakeGroup, batch_of, build_learner as build, episode, scheme, two_samples
 
 
 @pytest.mark.parametrize("credit", CREDITS.names())
@@ -81,6 +81,33 @@ def test_a_step_without_a_trained_turn_is_survived(name, credit, options):
     assert updates == {}, "nobody is updated"
     _, updates = step(learner, two_samples())
     assert set(updates) == set(AGENTS), "and the next step goes on"
+
+
+def ended_before_a_choice(task, sample):
+    """The context overflowed in round 1, before one of its answers was kept."""
+    record = episode(task, sample, [[sample], [0]])
+    record.failure, record.ballot = "overflow", None
+    for turn in record.turns:
+        turn.kept = turn.trained = False
+    return record
+
+
+@pytest.mark.parametrize("name,credit,options", variants())
+def test_a_step_of_alternatives_that_nobody_kept_is_survived(name, credit, options):
+    learner, records = build(name, credit, **options), [ended_before_a_choice("t", sample) for sample in range(2)]
+    batch = batch_of(*records)
+    assert batch.mask_ERA.shape == (2, 1, 2) and not batch.rows and not batch.spoken_ERA.any()
+    _, updates = step(learner, batch)
+    assert updates == {}, "nobody is updated"
+    _, updates = step(learner, two_samples())
+    assert set(updates) == set(AGENTS), "and the next step goes on"
+
+
+@pytest.mark.parametrize("credit", CREDITS.names())
+def test_every_credit_scheme_takes_alternatives_that_nobody_kept(credit):
+    batch, own = batch_of(*(ended_before_a_choice("t", sample) for sample in range(2))), scheme(credit)
+    assert own.of(batch).shape == own.assign(batch).shape == (2, 1, 2) and not own.of(batch).any()
+    assert own.of_team(batch).tolist() == [[0], [0]]
 
 
 @pytest.mark.parametrize("name,credit,options", variants())

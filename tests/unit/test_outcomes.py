@@ -1,8 +1,11 @@
 """An outcome is paid once: what is known only when a conversation ends, however long that was."""
 
+import asyncio
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from tensordict import TensorDict
 
 from marl.batch.build import joint_batch
 from marl.batch.critic_spec import UtilityCritics
@@ -10,10 +13,12 @@ from marl.batch.evidence import ballots_of, outcomes_of
 from marl.learners import CREDITS, LEARNERS
 from marl.learners.credit_schemes import TeamOf
 from marl.learners.decisions import returns
+from marl.learners.groups import GroupKey
+from marl.learners.mixer_fit import Advantage
 from marl.learners.replay import ReturnOf, team_return
 from marl.types import Ballot, Episode, Rule, Score, Task, Turn, Vote
 from marl.utils.ragged import jagged
-from tests.builders import AGENTS, batch_of, branch, build_learner as build, episode
+from tests.builders import AGENTS, FakeGroup, batch_of, branch, build_learner as build, episode, grid_of
 
 PASS = "pass"
 """A turn that is no answer."""
@@ -291,6 +296,7 @@ def ended_early(rounds, sample=0, score=-1.0):
         ("shapley", {}, [[0, -0.5], [0, 0], [-0.5, 0]]),
         ("counterfactual", {}, [[0, -1], [0, 0], [-1, 0]]),
         ("zero_sum", {}, [[0, -2], [0, 0], [-2, 0]]),
+        ("joint", {}, [[-1, -1], [-1, 0], [-1, 0]]),
     ],
 )
 def test_what_ended_early_is_paid_for_once_by_each_agent(credit, options, expected):
@@ -323,6 +329,67 @@ def test_shares_of_a_failure_sum_to_it():
 def test_every_learner_takes_what_ended_early(name, credit, options, own):
     joint = batch(ended_early([[1.0, None], [0.0, PASS]]), talk([[1.0, 0.0]], sample=1), ended_early([[1.0, 0.5]], 2))
     assert torch.isfinite(returns_of(build(name, credit, options, **own), joint)).all()
+
+
+class Moved(FakeGroup):
+    """Workers whose every token has become more likely."""
+
+    async def compute_log_prob(self, rows):
+        old = rows["old_log_probs"]
+        moved = torch.nested.nested_tensor_from_jagged(old.values() + 0.3, old.offsets())
+        return TensorDict({"log_probs": moved}, batch_size=[len(rows)])
+
+
+def beside(scores, trained):
+    """Two samples of three rounds; in the first, a's answer of round 1 was kept among these."""
+    record = branch(talk([[1.0, 0.0], [0.0, 1.0], [None, 0.5]]), "a", 1, scores)
+    for turn in record.turns:
+        turn.trained = turn.kept or trained
+    joint = batch(record, talk([[0.25, 1.0], [1.0, 0.5], [0.0, 0.25]], team=0.5, sample=1))
+    for rows in joint.rows.values():
+        rows["old_log_probs"] = rows["rollout_log_probs"]
+    v_ERA, q_ERA = torch.full((2, *joint.mask_ERA.shape), 10.0 * sum(scores))
+    v_ERA[:, :3], q_ERA[:, :3] = torch.linspace(0, 1, 12).view(2, 3, 2), torch.linspace(1, -1, 12).view(2, 3, 2)
+    joint.critic_data.values_ERA, joint.critic_data.utilities_ERA = v_ERA, q_ERA
+    return joint
+
+
+def later_advantages(learner, scores, trained, steps=3):
+    """Those that the policies are updated with, of the turns after round 1, in each of some steps."""
+    advantages = []
+    for _ in range(steps):  # policies take turns in being the first
+        joint = beside(scores, trained)
+        learner.assign_credit(joint)
+        groups = {policy: Moved() for policy in joint.rows}
+        asyncio.run(learner.update(joint, groups))
+        for policy, group in groups.items():
+            (joint.rows[policy],) = group.rows
+        advantages.append(sum(grid_of(joint, policy) for policy in joint.rows)[:, 1:3])
+    return torch.stack(advantages)
+
+
+OTHER_OPTIONS = {
+    "grpo": [{"group_by": [GroupKey.task]}, {"estimator": "rloo"}],
+    "vdn": [{"advantage": Advantage.group}],
+    "qmix": [{"advantage": Advantage.group}],
+}
+
+
+@pytest.mark.parametrize(
+    "name,credit,options,own",
+    [
+        *PAIRS,
+        *((name, LEARNERS.get(name).default_credit, {}, own) for name in OTHER_OPTIONS for own in OTHER_OPTIONS[name]),
+    ],
+)
+def test_what_was_not_kept_moves_no_later_round(name, credit, options, own):
+    """An alternative is compared with its set, and nothing after that is due to it; whitening a policy's batch aside."""
+    plain = {"whiten": False} if "whiten" in LEARNERS.get(name).Config.__dataclass_fields__ else {}
+    sets = [([0.5, 0.0], True), ([1.0, -3.0, 0.25], True), ([0.5, 7.0], False)]
+    first, *others = [later_advantages(build(name, credit, options, **own, **plain), *given) for given in sets]
+    assert first.any()
+    for other in others:
+        torch.testing.assert_close(other, first, atol=1e-6, rtol=0)
 
 
 def test_the_best_of_a_tree_is_not_punished_for_what_came_after_it():

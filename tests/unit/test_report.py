@@ -6,6 +6,7 @@ import math
 import pytest
 
 from marl.report import conversation, dump, summary
+from marl.report.conversation import agent_metrics, count_metrics, team_metrics
 from marl.types import Episode, Score, Task, Turn
 
 
@@ -69,6 +70,16 @@ def test_a_failed_episode_is_wrong_in_every_accuracy():
     assert agent["accuracy/round_2"] == agent["accuracy/final"] == 0.5
     assert conversation.team_metrics(right)["failed"] == 0.0
     assert conversation.team_metrics([lost()])["vote"] == 0.0, "nobody answered at all"
+
+
+def test_alternatives_of_which_none_was_kept_count_as_no_turns():
+    ended = debate(["1"], ["0"])
+    ended.failure, ended.score = "overflow", Score(0.0, None)
+    for turn in ended.turns:
+        turn.kept = turn.trained = False
+    assert team_metrics([ended])["failed"] == 1.0 and team_metrics([ended])["vote"] == 0.0
+    for numbers in (team_metrics([ended]), count_metrics([ended]), agent_metrics([ended], "agent_0")):
+        assert all(math.isfinite(value) for value in numbers.values())
 
 
 def test_what_a_failed_episode_still_said_counts_in_its_round_and_not_at_the_end():
