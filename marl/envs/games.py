@@ -22,7 +22,7 @@ TABLES: dict[str, list] = {
     "xor": [[0, 1], [1, 0]],
     # HAPPO (arXiv:2109.11251): from (.7, .7) both best responses at once give -1, one after the other 2
     "happo": [[0, 2], [2, -1]],
-    # a sum of what each action is worth: 0 or 2 of the first agent, 0 or 1 of the second
+    # a sum over actions: 0 or 2 for the first agent, 0 or 1 for the second
     "additive": [[0, 1], [2, 3]],
     # Claus and Boutilier (1998): what is best is surrounded by what is worst
     "climbing": [[11, -30, 0], [-30, 7, 6], [0, 0, 5]],
@@ -164,7 +164,7 @@ class Repeated(Game):
 class Matrix(Repeated):
     """Any table: ``payoffs[a_0][a_1]…`` with one axis an agent, of as many entries as there are actions.
 
-    An entry is one number, which pays all alike, or a list of one number an agent.
+    An entry is one common payoff, or a list with a payoff per agent.
     """
 
     team_size = (1, None)
@@ -235,8 +235,8 @@ class Halves(Repeated):
 class Collaborate(Repeated):
     """Collaborate (0) or act alone (1), after MAPoRL's analysis (arXiv:2502.18439), as a stag hunt of n agents.
 
-    Acting alone pays ``r_ind``, whatever the others do. Collaborating pays ``r_syn`` where at least ``enough`` agents do, and
-    ``r_col`` < ``r_ind`` < ``r_syn`` where fewer do. All alone and all together are equilibria, and the second is better for
+    Acting alone yields ``r_ind``, whatever the others do. Collaborating yields ``r_syn`` if at least ``enough`` agents do, and
+    ``r_col`` < ``r_ind`` < ``r_syn`` if fewer do. All alone and all together are equilibria, and the second is better for
     everyone: who is trained against peers that act alone learns to act alone.
     """
 
@@ -273,7 +273,7 @@ class Collaborate(Repeated):
 
 @register_game("two_step")
 class TwoStep(Game):
-    """The two-step game of QMIX (arXiv:1803.11485): the first agent's action, which pays nothing, picks the table that both
+    """The two-step game of QMIX (arXiv:1803.11485): the first agent's action, without a payoff, selects the table that both
     play next."""
 
     team_size = (2, 2)
