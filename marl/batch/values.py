@@ -19,7 +19,7 @@ def place_values(batch: JointBatch, critic: CriticName, values: Tensor) -> None:
             batch.critic_data.values_ERA, batch.critic_data.utilities_ERA = torch.zeros(
                 2, *batch.spoken_ERA.shape
             ).unbind()
-        lay_utilities(rows, values, batch.critic_data.values_ERA, batch.critic_data.utilities_ERA)
+        place_utilities(rows, values, batch.critic_data.values_ERA, batch.critic_data.utilities_ERA)
         return
     if "turn_index" in rows:
         if batch.critic_data.values_ERA is None:
@@ -34,7 +34,7 @@ def place_values(batch: JointBatch, critic: CriticName, values: Tensor) -> None:
         start += int(offsets[-1])
 
 
-def lay_utilities(rows: TensorDict, values: Tensor, v_ERA: Tensor, q_ERA: Tensor) -> None:
+def place_utilities(rows: TensorDict, values: Tensor, v_ERA: Tensor, q_ERA: Tensor) -> None:
     """Write values read before answers into one grid, values read after them into the other."""
     cells, answered = rows["turn_index"].values(), rows["answered"].values().bool()
     v_ERA.view(-1)[cells[~answered]] = values.values()[~answered].float()
@@ -42,7 +42,7 @@ def lay_utilities(rows: TensorDict, values: Tensor, v_ERA: Tensor, q_ERA: Tensor
 
 
 def gradient_rows(rows: TensorDict, dv_ERA: Tensor, dq_ERA: Tensor) -> TensorDict:
-    """A critic's rows with ``gradients`` and ``value_mask``, ragged like ``read_at``: the inverse of :func:`lay_utilities`."""
+    """A critic's rows with ``gradients`` and ``value_mask``, ragged like ``read_at``: the inverse of :func:`place_utilities`."""
     cells, answered = rows["turn_index"].values(), rows["answered"].values().bool()
     gradients = torch.where(answered, dq_ERA.flatten()[cells], dv_ERA.flatten()[cells])
     rows, offsets = rows.copy(), rows["read_at"].offsets()

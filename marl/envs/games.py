@@ -32,7 +32,7 @@ TABLES: dict[str, list] = {
 
 
 class Game(ABC):
-    """Override :meth:`pays`, ``worst`` and what else differs: ``num_stages``, :meth:`actors`, :meth:`seen`, :meth:`check`."""
+    """Override :meth:`payoffs`, ``worst`` and what else differs: ``num_stages``, :meth:`actors`, :meth:`seen`, :meth:`check`."""
 
     team_size: ClassVar[tuple[int, int | None]] = (2, None)
     """At least and at most so many agents; None for no limit."""
@@ -79,7 +79,7 @@ class Game(ABC):
         """The lowest payoff of a seat at one stage."""
 
     @abstractmethod
-    def pays(self, joint: Joint, earlier: Sequence[Joint]) -> list[float]:
+    def payoffs(self, joint: Joint, earlier: Sequence[Joint]) -> list[float]:
         """Payoff per seat of a stage, given these actions and those of earlier stages; 0 for a seat that is idle."""
 
     def actors(self, earlier: Sequence[Joint]) -> list[int]:
@@ -119,7 +119,7 @@ class Game(ABC):
             total = invalid * (self.num_stages - len(earlier))
             payoffs = [total if seat in said else 0.0 for seat in range(self.num_agents)]
         else:
-            payoffs = self.pays(joint, earlier)
+            payoffs = self.payoffs(joint, earlier)
         return joint, [payoff / self.config.scale for payoff in payoffs]
 
 
@@ -156,7 +156,7 @@ class Repeated(Game):
     def stage(self, joint: Joint) -> list[float]:
         """Payoff of each seat for these actions."""
 
-    def pays(self, joint: Joint, earlier: Sequence[Joint]) -> list[float]:
+    def payoffs(self, joint: Joint, earlier: Sequence[Joint]) -> list[float]:
         return self.stage(joint)
 
 
@@ -300,7 +300,7 @@ class TwoStep(Game):
     def turns(self, seat: int) -> int:
         return 2 - seat
 
-    def pays(self, joint: Joint, earlier: Sequence[Joint]) -> list[float]:
+    def payoffs(self, joint: Joint, earlier: Sequence[Joint]) -> list[float]:
         if not earlier:
             return [0.0, 0.0]
         entry: Any = self.config.payoffs

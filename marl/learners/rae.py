@@ -22,7 +22,7 @@ class RAE(Learner):
 
     The game is the data source; the role is the agent and its place in the order in which agents first speak, so that an agent
     that begins has a mean of its own if seats are swapped. R is the mean return of the agent's turns: the outcome, where that is
-    all they are paid. The episodes of a step update by their mean, so that their order does not matter.
+    all their rewards. The episodes of a step update by their mean, so that their order does not matter.
     """
 
     default_credit = "zero_sum"
