@@ -106,8 +106,8 @@ def measure(trainer: Any, loop: Any, given: argparse.Namespace) -> tuple[list[tu
     collection = loop.run_until_complete(controller.collect(trainer.validation[: given.tasks], given.samples, step))
     episodes = loop.run_until_complete(controller.score(collection.episodes, step))
     compared = CREDITS_COMPARED if trainer.learner.critics is None else {}
-    told = {name: advantages(trainer, episodes, name.split()[0], own) for name, own in compared.items()}
-    told[f"{trainer.config.learner.name}, {trainer.config.credit.name}"] = own_advantages(trainer, loop, episodes)
+    by_credit = {name: advantages(trainer, episodes, name.split()[0], own) for name, own in compared.items()}
+    by_credit[f"{trainer.config.learner.name}, {trainer.config.credit.name}"] = own_advantages(trainer, loop, episodes)
     replayed = [episode for episode in episodes if episode.sample < given.replayed]
     plan = ReplayCredit.Config(
         "replay",
@@ -124,7 +124,7 @@ def measure(trainer: Any, loop: Any, given: argparse.Namespace) -> tuple[list[tu
     rounds = torch.tensor([turns[i].round for i in tried])
     parts = [rounds > 0, *(rounds == r for r in sorted(set(rounds.tolist())))]
     table = []
-    for name, values in told.items():
+    for name, values in by_credit.items():
         own = torch.tensor(values)[tried]
         table.append((name, [spearman(own[part], truth[part]) for part in parts]))
     return table, [int(part.sum()) for part in parts]

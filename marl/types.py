@@ -57,7 +57,7 @@ class Score:
     failure: str | None = None
     """Reason why the reward function failed on the text, whose score is then ``controller.failure_score``."""
 
-    def worth(self, score: float) -> Score:
+    def for_training(self, score: float) -> Score:
         """A copy that trains with ``score``; the reported value stays."""
         return replace(self, penalty=self.value - score)
 
@@ -192,7 +192,7 @@ class Episode:
     """Event counts by name, such as dropped rounds or choices of nobody."""
     ballot: Ballot | None = None
     """Ballot that decided ``answer``; None where no rule decided."""
-    settled: Score | None = None
+    runner_score: Score | None = None
     """Score of the team's answer set by the runner; None leaves it to the scores of its turns."""
     failure: str | None = None
     """Reason for an early end: ``overflow`` (an observation did not fit) or, in validation, ``error`` (the conversation

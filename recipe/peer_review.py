@@ -26,14 +26,14 @@ class PeerReview(ConversationRunner):
         authors = episode.agents
         reviewers = [*authors[1:], authors[0]]
         drafts = await together(author.act(author.prompt) for author in authors)
-        asked = [await self.shown(episode, [draft], self.config.review) for draft in drafts]
+        review_prompts = [await self.shown(episode, [draft], self.config.review) for draft in drafts]
         reviews = await together(
             reviewer.act(reviewer.continue_with(text), answers=False)
-            for reviewer, text in zip(reviewers, asked, strict=True)
+            for reviewer, text in zip(reviewers, review_prompts, strict=True)
         )
-        told = [await self.shown(episode, [review], self.config.revise) for review in reviews]
+        revise_prompts = [await self.shown(episode, [review], self.config.revise) for review in reviews]
         finals = await together(
-            author.act(author.continue_with(text)) for author, text in zip(authors, told, strict=True)
+            author.act(author.continue_with(text)) for author, text in zip(authors, revise_prompts, strict=True)
         )
         return await decide(self.config.decide, finals, episode)
 

@@ -52,7 +52,7 @@ class UtilityRows(TurnRows):
         data = batch.critic_data
         if data.values_ERA is None or data.utilities_ERA is None:
             data.values_ERA, data.utilities_ERA = torch.zeros(2, *batch.spoken_ERA.shape).unbind()
-        lay_utilities(self[critic], values, data.values_ERA, data.utilities_ERA)
+        place_utilities(self[critic], values, data.values_ERA, data.utilities_ERA)
 
 
 class TokenRows(CriticRows):
@@ -79,7 +79,7 @@ class TokenRows(CriticRows):
         return [batch.rows[critic]] if critic in batch.rows else list(batch.rows.values())
 
 
-def lay_utilities(rows: TensorDict, values: Tensor, v_ERA: Tensor, q_ERA: Tensor) -> None:
+def place_utilities(rows: TensorDict, values: Tensor, v_ERA: Tensor, q_ERA: Tensor) -> None:
     """Write values read before answers into one grid, values read after them into the other."""
     cells, answered = rows["turn_index"].values(), rows["answered"].values().bool()
     v_ERA.view(-1)[cells[~answered]] = values.values()[~answered].float()
@@ -87,7 +87,7 @@ def lay_utilities(rows: TensorDict, values: Tensor, v_ERA: Tensor, q_ERA: Tensor
 
 
 def gradient_rows(rows: TensorDict, dv_ERA: Tensor, dq_ERA: Tensor) -> TensorDict:
-    """A critic's rows with ``gradients`` and ``value_mask``, ragged like ``read_at``: the inverse of :func:`lay_utilities`."""
+    """A critic's rows with ``gradients`` and ``value_mask``, ragged like ``read_at``: the inverse of :func:`place_utilities`."""
     cells, answered = rows["turn_index"].values(), rows["answered"].values().bool()
     gradients = torch.where(answered, dq_ERA.flatten()[cells], dv_ERA.flatten()[cells])
     rows, offsets = rows.copy(), rows["read_at"].offsets()

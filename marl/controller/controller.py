@@ -85,8 +85,8 @@ def team_score(episode: Episode, no_answer_score: float = 0.0, failure_score: fl
     """
     if episode.failure is not None:
         return Score(failure_score, None, failure=episode.failure)
-    if episode.settled is not None:
-        return episode.settled
+    if episode.runner_score is not None:
+        return episode.runner_score
     if episode.answer is None:
         return Score(no_answer_score, None)
     gave = [turn for turn in episode.path if turn.answers and episode.task.extract(turn.text) == episode.answer]
@@ -103,9 +103,9 @@ def pay_failure(episode: Episode, score: float) -> None:
         turns = episode.trajectory(agent)
         for turn in turns:
             if turn is turns[-1] and not turn.compared:
-                turn.score = turn.scored.worth(score)
+                turn.score = turn.scored.for_training(score)
             elif not turn.answers:
-                turn.score = turn.scored.worth(0.0)
+                turn.score = turn.scored.for_training(0.0)
 
 
 def overlong(length: int, limit: int, buffer: int) -> float:

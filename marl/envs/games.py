@@ -23,7 +23,7 @@ TABLES: dict[str, list] = {
     "xor": [[0, 1], [1, 0]],
     # HAPPO (arXiv:2109.11251): from (.7, .7) both best responses at once give -1, one after the other 2
     "happo": [[0, 2], [2, -1]],
-    # a sum of what each action is worth: 0 or 2 of the first agent, 0 or 1 of the second
+    # a sum over actions: 0 or 2 for the first agent, 0 or 1 for the second
     "additive": [[0, 1], [2, 3]],
     # Claus and Boutilier (1998): what is best is surrounded by what is worst
     "climbing": [[11, -30, 0], [-30, 7, 6], [0, 0, 5]],
@@ -36,7 +36,7 @@ DIVISOR = Number(0, above=True, expected="payoffs are divided by it; expected a 
 
 
 class Game(ABC):
-    """Override :meth:`pays`, ``worst`` and what else differs: ``num_stages``, :meth:`actors`, :meth:`seen`, :meth:`check`."""
+    """Override :meth:`payoffs`, ``worst`` and what else differs: ``num_stages``, :meth:`actors`, :meth:`seen`, :meth:`check`."""
 
     team_size: ClassVar[tuple[int, int | None]] = (2, None)
     """At least and at most so many agents; None for no limit."""
@@ -79,7 +79,7 @@ class Game(ABC):
         """The lowest payoff of a seat at one stage."""
 
     @abstractmethod
-    def pays(self, joint: Joint, earlier: Sequence[Joint]) -> list[float]:
+    def payoffs(self, joint: Joint, earlier: Sequence[Joint]) -> list[float]:
         """Payoff per seat of a stage, given these actions and those of earlier stages; 0 for a seat that is idle."""
 
     def actors(self, earlier: Sequence[Joint]) -> list[int]:
@@ -117,7 +117,7 @@ class Game(ABC):
         if None in named.values():
             total = self.forfeit(len(earlier))
             return joint, [total if seat in said else 0.0 for seat in range(self.num_agents)]
-        return joint, [payoff / self.config.scale for payoff in self.pays(joint, earlier)]
+        return joint, [payoff / self.config.scale for payoff in self.payoffs(joint, earlier)]
 
     def forfeit(self, played: int) -> float:
         """Scaled payoff of a seat for all stages but those played, where the game ends before them."""
@@ -156,7 +156,7 @@ class Repeated(Game):
     def stage(self, joint: Joint) -> list[float]:
         """Payoff of each seat for these actions."""
 
-    def pays(self, joint: Joint, earlier: Sequence[Joint]) -> list[float]:
+    def payoffs(self, joint: Joint, earlier: Sequence[Joint]) -> list[float]:
         return self.stage(joint)
 
 
@@ -164,7 +164,7 @@ class Repeated(Game):
 class Matrix(Repeated):
     """Any table: ``payoffs[a_0][a_1]…`` with one axis an agent, of as many entries as there are actions.
 
-    An entry is one number, which pays all alike, or a list of one number an agent.
+    An entry is one common payoff, or a list with a payoff per agent.
     """
 
     team_size = (1, None)
@@ -235,8 +235,8 @@ class Halves(Repeated):
 class Collaborate(Repeated):
     """Collaborate (0) or act alone (1), after MAPoRL's analysis (arXiv:2502.18439), as a stag hunt of n agents.
 
-    Acting alone pays ``r_ind``, whatever the others do. Collaborating pays ``r_syn`` where at least ``enough`` agents do, and
-    ``r_col`` < ``r_ind`` < ``r_syn`` where fewer do. All alone and all together are equilibria, and the second is better for
+    Acting alone yields ``r_ind``, whatever the others do. Collaborating yields ``r_syn`` if at least ``enough`` agents do, and
+    ``r_col`` < ``r_ind`` < ``r_syn`` if fewer do. All alone and all together are equilibria, and the second is better for
     everyone: who is trained against peers that act alone learns to act alone.
     """
 
@@ -273,7 +273,7 @@ class Collaborate(Repeated):
 
 @register_game("two_step")
 class TwoStep(Game):
-    """The two-step game of QMIX (arXiv:1803.11485): the first agent's action, which pays nothing, picks the table that both
+    """The two-step game of QMIX (arXiv:1803.11485): the first agent's action, without a payoff, selects the table that both
     play next."""
 
     team_size = (2, 2)
@@ -300,7 +300,7 @@ class TwoStep(Game):
     def turns(self, seat: int) -> int:
         return 2 - seat
 
-    def pays(self, joint: Joint, earlier: Sequence[Joint]) -> list[float]:
+    def payoffs(self, joint: Joint, earlier: Sequence[Joint]) -> list[float]:
         if not earlier:
             return [0.0, 0.0]
         entry: Any = self.config.payoffs

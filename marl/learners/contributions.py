@@ -51,14 +51,14 @@ def shapley(value: Callable[[frozenset[int]], float], num_agents: int) -> Tensor
 
     They sum to v(all) - v(none). All orders up to 6 agents; above, a thousand that are the same at every call.
     """
-    worth = cache(value)
+    cached_value = cache(value)
     orders = list(permutations(range(num_agents))) if num_agents <= EXACT else drawn_orders(num_agents)
     shares = [0.0] * num_agents
     for order in orders:
         joined: frozenset[int] = frozenset()
         for agent in order:
             before, joined = joined, joined | {agent}
-            shares[agent] += worth(joined) - worth(before)
+            shares[agent] += cached_value(joined) - cached_value(before)
     return torch.tensor([share / len(orders) for share in shares])
 
 

@@ -18,7 +18,7 @@ Place = tuple[int, int, int]
 """A turn's position in the grid: episode, round, agent."""
 
 
-def worth(ballot: Ballot, votes: Sequence[Vote]) -> float:
+def ballot_score(ballot: Ballot, votes: Sequence[Vote]) -> float:
     """Score of the answer that the ballot's rule selects from these votes; for ties their mean, the expected value of
     the seeded tie-break. An answer gets the best score of the votes for it, as the team's does; no answer gets
     ``ballot.no_answer``."""
@@ -32,7 +32,7 @@ def failed_of(batch: JointBatch) -> list[int]:
     return batch.failed_E.nonzero().flatten().tolist()
 
 
-def must_vote(batch: JointBatch, name: str) -> None:
+def require_votes(batch: JointBatch, name: str) -> None:
     """Raise ValueError where a team decided without a vote."""
     failed = set(failed_of(batch))
     missing = next(
@@ -66,7 +66,7 @@ class Shapley(DecidedByVote, OutcomeCredit):
         return torch.zeros_like(batch.scores_ERA)
 
     def outcome(self, batch: JointBatch) -> Tensor:
-        must_vote(batch, self.config.name)
+        require_votes(batch, self.config.name)
         shares_EA = torch.zeros_like(batch.scores_ERA[:, 0])
         shares = cache(shares_of)  # many teams vote alike
         for e, ballots in enumerate(batch.evidence.ballots):
@@ -86,7 +86,7 @@ def shares_of(ballot: Ballot) -> Tensor:
     """Shapley values of the voters "0", "1", …"""
 
     def value(voters: frozenset[int]) -> float:
-        return worth(ballot, [vote for vote in ballot.votes if int(vote.agent) in voters])
+        return ballot_score(ballot, [vote for vote in ballot.votes if int(vote.agent) in voters])
 
     return credit.shapley(value, len({vote.agent for vote in ballot.votes}))
 
@@ -115,7 +115,7 @@ class Counterfactual(DecidedByVote):
     config: Config
 
     def assign(self, batch: JointBatch) -> Tensor:
-        must_vote(batch, self.config.name)
+        require_votes(batch, self.config.name)
         cast = [
             (place, ballot, vote)
             for e, ballots in enumerate(batch.evidence.ballots)
@@ -151,6 +151,6 @@ def votes_of(episode: int, ballots: Sequence[Ballot], batch: JointBatch) -> Iter
 def gain(ballot: Ballot, vote: Vote, alternatives: Sequence[Vote]) -> Tensor:
     """A vote's advantage over these alternatives, which are equally likely and include itself."""
     at = ballot.votes.index(vote)
-    q_K = [worth(ballot, [*ballot.votes[:at], other, *ballot.votes[at + 1 :]]) for other in alternatives]
+    q_K = [ballot_score(ballot, [*ballot.votes[:at], other, *ballot.votes[at + 1 :]]) for other in alternatives]
     policy_K = torch.full((len(q_K),), 1 / len(q_K))
     return credit.counterfactual(torch.tensor(q_K), [policy_K], [alternatives.index(vote)])[0]

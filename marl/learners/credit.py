@@ -73,9 +73,9 @@ def incentives(scores_ERA: Tensor, mask_ERA: Tensor, alpha: tuple[float, float],
 
         R(r + 1, i) += alpha_{m(r, i)} (V(r + 1, i) - V(r, i))        R(r, i) += beta_{V(r, i)} (m(r + 1, i) - m(r, i))
 
-    m(r, i) is the score of the majority of i's peers in round r, 0 or 1 (right is above .5). So alpha_0 pays for a right
+    m(r, i) is the score of the majority of i's peers in round r, 0 or 1 (right is above .5). So alpha_0 rewards a right
     answer drawn out of wrong peers, alpha_1 for being persuaded by right ones; beta_0 for a wrong answer that still helps
-    the peers, beta_1 for persuading them while right. Nothing is paid where the peers are tied or silent in a round that is
+    the peers, beta_1 for persuading them while right. There is no incentive where the peers are tied or silent in a round that is
     asked for, or where i itself is. Rewards [E, R, A].
     """
     spoke_ERA, right_ERA = mask_ERA.bool(), scores_ERA > 0.5

@@ -44,7 +44,7 @@ class Credit(ABC):
         """Incentive to persuade the peers of a right answer."""
 
         @property
-        def pays_incentives(self) -> bool:
+        def has_incentives(self) -> bool:
             return any((self.alpha0, self.alpha1, self.beta0, self.beta1))
 
     def __init__(self, config: Config) -> None:
@@ -67,7 +67,7 @@ class Credit(ABC):
         """Credit [E, R, A] of every turn. One that is compared with its alternatives gets its own score only: later
         rounds followed from the kept one."""
         credit_ERA = self.assign(batch)
-        if self.config.pays_incentives:
+        if self.config.has_incentives:
             credit_ERA = credit_ERA + self.incentives(batch)
         return credit_ERA if self.kind == "advantage" else batch.apart(credit_ERA, batch.scores_ERA)
 
@@ -113,11 +113,11 @@ class OutcomeCredit(Credit):
         did."""
         answered_ERA = standing(batch)
         rewards_ERA = self.of_turns(batch)
-        if self.config.pays_incentives:
+        if self.config.has_incentives:
             rewards_ERA = rewards_ERA + self.incentives(batch)
         answered_EA, spoke_EA = batch.answered_ERA.any(1), batch.mask_ERA.any(1)
-        paid_EA = torch.where(answered_EA.any(-1, keepdim=True), answered_EA, spoke_EA)
-        outcome_E = credit.team_mean(self.outcome(batch), paid_EA)
+        counted_EA = torch.where(answered_EA.any(-1, keepdim=True), answered_EA, spoke_EA)
+        outcome_E = credit.team_mean(self.outcome(batch), counted_EA)
         return credit.team_mean(rewards_ERA, answered_ERA) + credit.in_last_round(outcome_E, batch.mask_ERA)
 
 
@@ -129,8 +129,8 @@ def standing(batch: JointBatch) -> Tensor:
 
 def unanswered(batch: JointBatch) -> Tensor:
     """The team's score [E, A] for agents that gave no answer to the task and where the conversation ended early, else 0."""
-    paid_EA = ~batch.answered_ERA.any(1) | batch.failed_E[:, None]
-    return paid_EA * batch.team_score_E[:, None]
+    gets_team_EA = ~batch.answered_ERA.any(1) | batch.failed_E[:, None]
+    return gets_team_EA * batch.team_score_E[:, None]
 
 
 @register_credit("own")

@@ -102,17 +102,17 @@ class Trajectories:
         self.shape = (len(lengths_N), int(lengths_N.max()))
         self.first_D = torch.nonzero(self.column_D == 0)[:, 0][self.row_D[self.column_D == 0].argsort()]
         """The first decision of every trajectory."""
-        self.mask_NT = self.lay(torch.ones(len(cells_D)))
+        self.mask_NT = self.to_matrix(torch.ones(len(cells_D)))
         self.cells_NT = self._matrix(cells_D)
         self.rounds_NT = torch.unravel_index(self.cells_NT, shape)[1]
 
-    def lay(self, x_D: Tensor) -> Tensor:
+    def to_matrix(self, x_D: Tensor) -> Tensor:
         return self._matrix(x_D.float())
 
     def _matrix(self, x_D: Tensor) -> Tensor:
         return torch.zeros(self.shape, dtype=x_D.dtype).index_put((self.row_D, self.column_D), x_D)
 
-    def take(self, x_NT: Tensor) -> Tensor:
+    def from_matrix(self, x_NT: Tensor) -> Tensor:
         return x_NT[self.row_D, self.column_D]
 
     def discounts(self, gamma: float, token_gamma: float) -> Tensor:
@@ -124,7 +124,7 @@ class Trajectories:
         return torch.nn.functional.pad(discounts_NT, (0, 1), value=1.0)
 
     def whitened(self, x_D: Tensor) -> Tensor:
-        return self.take(whitened(self.lay(x_D), self.mask_NT))
+        return self.from_matrix(whitened(self.to_matrix(x_D), self.mask_NT))
 
 
 def whitened(x: Tensor, mask: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ def estimate(name: str, settings: AlgoConfig, batch: JointBatch, returns_ERA: Te
         cells_N = decisions.cells_D[plan.first_D]
         others_M = cells_N[:0] if name in UNGROUPED else others_of(batch, keys, cells_N)
         rewards_NT, mask_NT = with_others(
-            plan.lay(decisions.rewards(own_ERA)), plan.mask_NT, batch, returns_ERA.flatten()[others_M], others_M
+            plan.to_matrix(decisions.rewards(own_ERA)), plan.mask_NT, batch, returns_ERA.flatten()[others_M], others_M
         )
         keys_N = keys[torch.cat([cells_N, others_M])]
         index_N, count_G = credit.group_index(keys_N)
@@ -45,7 +45,7 @@ def estimate(name: str, settings: AlgoConfig, batch: JointBatch, returns_ERA: Te
                 index=keys_N[compared_N].numpy(),
                 config=settings,
             )
-        decisions.write(batch, plan.take(advantages_NT))
+        decisions.write(batch, plan.from_matrix(advantages_NT))
 
 
 def others_of(batch: JointBatch, keys: Tensor, cells_N: Tensor) -> Tensor:

@@ -66,10 +66,10 @@ class IPPO(Learner):
             return {}
         parts, config = decisions.values(), self.config
         plan = self.trajectories(batch, torch.cat([own.cells_D for own in parts]))
-        rewards_NT = plan.lay(torch.cat([own.rewards(rewards_ERA) for own in parts]))
-        values_NT = plan.lay(torch.cat([own.values_D for own in parts]))
+        rewards_NT = plan.to_matrix(torch.cat([own.rewards(rewards_ERA) for own in parts]))
+        values_NT = plan.to_matrix(torch.cat([own.values_D for own in parts]))
         discounts_NT = plan.discounts(config.gamma, config.token_gamma)
-        advantages_D = plan.take(credit.gae(rewards_NT, values_NT, plan.mask_NT, discounts_NT, config.lam))
+        advantages_D = plan.from_matrix(credit.gae(rewards_NT, values_NT, plan.mask_NT, discounts_NT, config.lam))
         return dict(zip(decisions, advantages_D.split([len(own.cells_D) for own in parts]), strict=True))
 
     @classmethod
@@ -81,10 +81,10 @@ class IPPO(Learner):
         credit_ERA, chained_ERA = self.credit.of(batch), batch.chained_ERA
         if self.credit.kind == "return":
             return credit_ERA
-        paid_ERA = self.paid(batch, credit_ERA)
-        return batch.apart(self.fold(paid_ERA, chained_ERA, batch.trained_ERA & chained_ERA), credit_ERA)
+        rewards_ERA = self.turn_rewards(batch, credit_ERA)
+        return batch.apart(self.fold(rewards_ERA, chained_ERA, batch.trained_ERA & chained_ERA), credit_ERA)
 
-    def paid(self, batch: JointBatch, credit_ERA: Tensor) -> Tensor:
+    def turn_rewards(self, batch: JointBatch, credit_ERA: Tensor) -> Tensor:
         """Rewards [E, R, A] of the conversations' turns, trained or not."""
         return credit_ERA
 

@@ -38,12 +38,12 @@ class MAPPO(IPPO):
         super().check(policies)
         if self.config.chain and self.credit.kind != "reward":
             raise ValueError(
-                f"learner.chain=true with credit={self.credit.config.name}: a chain adds up what rounds pay, and this credit "
+                f"learner.chain=true with credit={self.credit.config.name}: a chain sums the rewards of rounds, and this credit "
                 f"is of kind {self.credit.kind}; use credit=team, or learner.chain=false"
             )
         if self.config.chain and isinstance(self.credit, ZeroSum):
             raise ValueError(
-                f"learner.chain=true with credit={self.credit.config.name}: a chain is paid the mean of what agents are paid, "
+                f"learner.chain=true with credit={self.credit.config.name}: a chain gets the mean of the agents' rewards, "
                 "which is 0 where one wins what the others lose; use credit=team, or learner.chain=false"
             )
 
@@ -52,10 +52,10 @@ class MAPPO(IPPO):
             return super().trajectories(batch, cells_D)
         return Trajectories(cells_D, batch, separate_turns=False, chain=True)
 
-    def paid(self, batch: JointBatch, credit_ERA: Tensor) -> Tensor:
+    def turn_rewards(self, batch: JointBatch, credit_ERA: Tensor) -> Tensor:
         """In a chain the team's reward of every round, at its last speaker."""
         if not self.config.chain:
-            return super().paid(batch, credit_ERA)
+            return super().turn_rewards(batch, credit_ERA)
         return credit.at_last_speakers(self.credit.of_team(batch), batch.chained_ERA)
 
     def fold(self, credit_ERA: Tensor, mask_ERA: Tensor, trained_ERA: Tensor) -> Tensor:

@@ -99,13 +99,13 @@ class JointActions:
             ids=batch.critic_data.joint_ids,
         )
 
-    def take(self, x_ERA: Tensor | None) -> Tensor:
+    def from_grid(self, x_ERA: Tensor | None) -> Tensor:
         """A grid's numbers of the joint actions [B, A], 0 for who is silent or not trained."""
         if x_ERA is None:
             raise ValueError("the batch holds no utilities: the critics have not read it")
         return x_ERA.reshape(-1, self.shape[-1])[self.index_B] * self.mask_BA
 
-    def lay(self, x_BA: Tensor) -> Tensor:
+    def to_grid(self, x_BA: Tensor) -> Tensor:
         """The grid [E, R, A] of these numbers, 0 elsewhere."""
         x_ERA = torch.zeros(self.shape)
         x_ERA.view(-1, self.shape[-1])[self.index_B] = (x_BA * self.mask_BA).float()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from marl.batch.joint import JointBatch
-from marl.batch.values import gradient_rows, lay_utilities
+from marl.batch.values import gradient_rows, place_utilities
 from marl.learners.credit import explained_variance
 from marl.learners.mixer_fit import JointActions, Mixing, baseline_loss
 from marl.types import CriticGroup, CriticName, Metrics
@@ -43,7 +43,7 @@ class MixerFit:
             return joint.rewards_B
         _, q_ERA = await read(batch, critics, target=True)
         with torch.no_grad():
-            q_tot_B = self.target(joint.take(q_ERA), self.target.states(joint))
+            q_tot_B = self.target(joint.from_grid(q_ERA), self.target.states(joint))
         return joint.targets(q_tot_B, gamma)
 
     async def descend(
@@ -51,7 +51,7 @@ class MixerFit:
     ) -> dict[CriticName, Metrics]:
         """One optimiser step of the mixer and of every critic, from the batch's values, which are of the present weights;
         then the batch has those of the new ones."""
-        v_BA, q_BA = joint.take(batch.critic_data.values_ERA), joint.take(batch.critic_data.utilities_ERA)
+        v_BA, q_BA = joint.from_grid(batch.critic_data.values_ERA), joint.from_grid(batch.critic_data.utilities_ERA)
         q_tot_B, dq_BA = self._descend(joint, q_BA, targets_B)
         v_loss, dv_BA = baseline_loss(v_BA, q_BA, joint.mask_BA)
         fitted = {
@@ -59,7 +59,7 @@ class MixerFit:
             "q_tot_explained_variance": explained_variance(q_tot_B, targets_B),
             "v_loss": float(v_loss),
         }
-        names, dv_ERA, dq_ERA = list(batch.critic_data.value_rows), joint.lay(dv_BA), joint.lay(dq_BA)
+        names, dv_ERA, dq_ERA = list(batch.critic_data.value_rows), joint.to_grid(dv_BA), joint.to_grid(dq_BA)
         rows = [gradient_rows(batch.critic_data.value_rows[name], dv_ERA, dq_ERA) for name in names]
         steps = (critics[name].descend(part, last) for name, part in zip(names, rows, strict=True))
         metrics = dict(zip(names, await asyncio.gather(*steps), strict=True))
@@ -101,5 +101,5 @@ async def read(batch: JointBatch, critics: Critics, target: bool = False) -> tup
     )
     v_ERA, q_ERA = torch.zeros(2, *batch.spoken_ERA.shape).unbind()
     for name, values in zip(names, results, strict=True):
-        lay_utilities(batch.critic_data.value_rows[name], values, v_ERA, q_ERA)
+        place_utilities(batch.critic_data.value_rows[name], values, v_ERA, q_ERA)
     return v_ERA, q_ERA

@@ -78,8 +78,8 @@ class VDN(Learner):
         if not batch.rows:  # nobody is trained in this step, and nothing was read
             return {}
         joint, mixing = self.joint(batch), self.fit(len(batch.agents)).mixing
-        v_BA, q_BA = joint.take(batch.critic_data.values_ERA), joint.take(batch.critic_data.utilities_ERA)
-        credit_ERA = joint.lay(mixing.advantages(self.config.advantage, joint, q_BA, v_BA))
+        v_BA, q_BA = joint.from_grid(batch.critic_data.values_ERA), joint.from_grid(batch.critic_data.utilities_ERA)
+        credit_ERA = joint.to_grid(mixing.advantages(self.config.advantage, joint, q_BA, v_BA))
         for rows in batch.rows.values():
             decisions = Decisions.of(batch, rows)
             credit_D = credit_ERA.flatten()[decisions.cells_D]

@@ -129,7 +129,7 @@ def check_incentives(setup: Setup) -> None:
         why = "no two agents answer in the same round" if alone else "nobody answers in a second round"
         raise ConfigError(
             f"credit.{key}={value}: with these agents and runner={config.runner.name} {why}, and incentives, which compare an "
-            f"answer with its peers' of the same round and of the next, would pay nothing; set credit.{key}=0, or use a runner "
+            f"answer with its peers' of the same round and of the next, would have no effect; set credit.{key}=0, or use a runner "
             "such as debate with runner.order=simultaneous and runner.num_rounds=2"
         )
 

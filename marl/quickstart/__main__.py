@@ -64,14 +64,14 @@ def show_step(bar: Bar) -> Callable[[int, int, Metrics], None]:
     """Show every step: the running accuracy by round over the last few steps."""
     recent: Metrics = {}
 
-    def told(step: int, total: int, metrics: Metrics) -> None:
+    def show(step: int, total: int, metrics: Metrics) -> None:
         shown = []
         for key in [key for key in metrics if key.startswith("team/accuracy/")] + ["team/vote"]:
             recent[key] = 0.8 * recent.get(key, metrics[key]) + 0.2 * metrics[key]
             shown.append(f"{key.rsplit('/', 1)[1].replace('_', ' ')} {recent[key]:.2f}")
         bar(step, total, "  ".join(shown))
 
-    return told
+    return show
 
 
 def run(overrides: list[str], config_name: str = "quickstart") -> Any:

@@ -47,18 +47,20 @@ RECIPES = {
 }
 
 
-def ensure_for(config: Any, told: Callable[[int, int], None] = lambda done, of: None) -> bool:
+def ensure_for(config: Any, on_step: Callable[[int, int], None] = lambda done, of: None) -> bool:
     """:func:`ensure` for a configuration's ``task``, ``seed`` and ``assets``. Raises ConfigError where these name nothing."""
     check_number(config, "seed")
     if config.task not in RECIPES:
         raise ConfigError(
             f"task={config.task}: expected one of {', '.join(RECIPES)}.{did_you_mean(str(config.task), RECIPES)}"
         )
-    return ensure(Path(config.assets), RECIPES[config.task], config.seed, told)
+    return ensure(Path(config.assets), RECIPES[config.task], config.seed, on_step)
 
 
-def ensure(folder: Path, recipe: Recipe, seed: int, told: Callable[[int, int], None] = lambda done, of: None) -> bool:
-    """Make what is not there yet; says whether it had to. ``told`` hears of every warm-up step."""
+def ensure(
+    folder: Path, recipe: Recipe, seed: int, on_step: Callable[[int, int], None] = lambda done, of: None
+) -> bool:
+    """Make what is not there yet; return whether it had to. ``on_step`` is called after every warm-up step."""
     fingerprint = asdict(recipe) | {"seed": seed}
     if (folder / FINGERPRINT).is_file() and json.loads((folder / FINGERPRINT).read_text()) == fingerprint:
         return False
@@ -70,7 +72,7 @@ def ensure(folder: Path, recipe: Recipe, seed: int, told: Callable[[int, int], N
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # two are slower on a model this small
     for step, _ in enumerate(warm_up(model, tokenizer, task, recipe.steps, recipe.batch, recipe.lr, seed), start=1):
-        told(step, recipe.steps)
+        on_step(step, recipe.steps)
     torch.set_num_threads(threads)
     save(model, tokenizer, making / "model")
     for name, count, split in (("train", recipe.train_problems, "train"), ("test", recipe.test_problems, "test")):

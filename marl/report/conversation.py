@@ -191,8 +191,10 @@ def agent_metrics(episodes: Sequence[Episode], agent: AgentId) -> Metrics:
     extended = [turn.extends(last) for e in episodes for last, turn in pairwise(e.trajectory(agent))]
     if extended:
         metrics["extended_prompts"] = mean(extended)
-    told = [turn.extends(last) for e in episodes for last, turn in pairwise(e.trajectory(agent)) if turn.goes_on(last)]
-    if told:
-        metrics["unpacked_turns"] = 1 - mean(told)
+    continued = [
+        turn.extends(last) for e in episodes for last, turn in pairwise(e.trajectory(agent)) if turn.goes_on(last)
+    ]
+    if continued:
+        metrics["unpacked_turns"] = 1 - mean(continued)
     by_round = {f"accuracy/round_{r}": round_accuracy(episodes, r, agent) for r in rounds_of(episodes)}
     return metrics | known(by_round | {"accuracy/final": final_accuracy(episodes, agent)})

@@ -93,8 +93,8 @@ def write(
     """Write ``<folder>/<step>.jsonl``."""
     path = Path(folder) / f"{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    told = lines(episodes, step, numbers)
-    path.write_text("".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in told))
+    written = lines(episodes, step, numbers)
+    path.write_text("".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in written))
     return path
 
 

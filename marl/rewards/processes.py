@@ -36,7 +36,7 @@ class LeanProcess(SpawnProcess):
     """Spawned, not forked, for the driver has Ray's threads; and without the driver's main module.
 
     Python would import that once more in every child: with torch and Ray, six seconds and half a gigabyte each.
-    It leaves out the ``__main__`` of a package, so that is what it is told of.
+    It skips the ``__main__`` of a package, so one is put in its place.
     """
 
     @staticmethod

@@ -100,7 +100,7 @@ async def play_to_end(runner: Runner, episode: LiveEpisode) -> Episode:
         record.answer = await runner.run(episode)
     except ContextOverflow as error:
         record.failure, record.failure_message = "overflow", str(error)
-        record.answer = record.ballot = record.settled = None
+        record.answer = record.ballot = record.runner_score = None
     for agent, turns in Counter(turn.agent for turn in record.turns if turn.trained).items():
         episode.must_be_within(agent, turns)
     record.sort()

@@ -28,7 +28,7 @@ class Game(ConversationRunner):
         game, agents = games.make_game(self.config.game, len(episode.agents)), episode.agents
         earlier: list[Joint] = []
         said: dict[int, Turn] = {}
-        paid, named = 0.0, True
+        total, named = 0.0, True
         while named and len(earlier) < game.num_stages:
             observations = {seat: await self.seen(game, seat, earlier, said, episode) for seat in game.actors(earlier)}
             turns = await together(agents[seat].act(shown) for seat, shown in observations.items())
@@ -40,9 +40,9 @@ class Game(ConversationRunner):
                 if joint[seat] is None:
                     named = False
                     episode.count("no_action")
-            paid += sum(payoffs) / len(agents)
+            total += sum(payoffs) / len(agents)
         answer = " ".join(str(turn.scored.answer) for turn in said.values()) if named else None
-        episode.record.settled = Score(paid, answer)
+        episode.record.runner_score = Score(total, answer)
         return answer
 
     async def seen(
@@ -55,7 +55,7 @@ class Game(ConversationRunner):
         return episode.agents[seat].continue_with(shown)
 
     def failure_score(self, episode: Episode) -> float:
-        """The game's ``invalid``, for the stage of the last turns and every one after it: who acted before is paid already."""
+        """The game's ``invalid``, for the stage of the last turns and every one after it: payoffs of earlier stages are already final."""
         game = games.make_game(self.config.game, len(episode.agents))
         return game.forfeit(max(0, episode.num_rounds - 1))
 

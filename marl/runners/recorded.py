@@ -46,7 +46,7 @@ class RecordedAnswers:
             if turn is not None and (turn.observation != observation or (self.last is not None and round > self.last)):
                 turn = None
         if turn is not None:
-            score = turn.score if turn.answers else None  # what is no answer is worth what becomes of it
+            score = turn.score if turn.answers else None  # a turn that is no answer is scored by its outcome
             marks: dict[str, Any] = {
                 "kept": True,
                 "trained": True,

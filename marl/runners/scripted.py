@@ -36,12 +36,12 @@ async def exact_match(task: Task, turn: Turn) -> Score:
 
 def listed(answers: Sequence[str]) -> Script:
     """These texts one after another, from the first again when they are used up."""
-    told = 0
+    count = 0
 
     def script(agent: AgentId, round: int, observation: list[Message]) -> str:
-        nonlocal told
-        told += 1
-        return answers[(told - 1) % len(answers)]
+        nonlocal count
+        count += 1
+        return answers[(count - 1) % len(answers)]
 
     return script
 

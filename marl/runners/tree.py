@@ -67,11 +67,11 @@ class Tree(ConversationRunner):
     async def best(self, turns: list[Turn], episode: LiveEpisode) -> Turn:
         """Ties are broken by the episode's seed."""
         if self.config.keep is Keep.score:
-            worth = [(await episode.score(turn)).value for turn in turns]
+            values = [(await episode.score(turn)).value for turn in turns]
         else:
             counts = Counter(answer for turn in turns if (answer := episode.answer(turn)) is not None)
-            worth = [float(counts[answer]) if (answer := episode.answer(turn)) else 0.0 for turn in turns]
-        return episode.rng.choice([turn for turn, value in zip(turns, worth, strict=True) if value == max(worth)])
+            values = [float(counts[answer]) if (answer := episode.answer(turn)) else 0.0 for turn in turns]
+        return episode.rng.choice([turn for turn, value in zip(turns, values, strict=True) if value == max(values)])
 
     def most_turns(self, agents: Sequence[AgentId]) -> dict[AgentId, int]:
         branches = self.config.num_branches if self.config.train is Train.siblings else 1

@@ -102,7 +102,7 @@ class LoopTime:
         """Blocks are noticed only inside."""
         self.readers += 1
         if self.readers == 1:
-            self._wind()
+            self._schedule()
         try:
             yield
         finally:
@@ -110,14 +110,14 @@ class LoopTime:
             if not self.readers and self.timer is not None:
                 self.timer.cancel()
 
-    def _wind(self) -> None:
+    def _schedule(self) -> None:
         loop = asyncio.get_running_loop()
-        self.timer = loop.call_at(loop.time() + self.beat, self._strike)
+        self.timer = loop.call_at(loop.time() + self.beat, self._beat)
 
-    def _strike(self) -> None:
+    def _beat(self) -> None:
         assert self.timer is not None
         self.blocked += asyncio.get_running_loop().time() - self.timer.when()
-        self._wind()
+        self._schedule()
 
 
 class Watch:
@@ -129,15 +129,9 @@ class Watch:
         self.time = LoopTime(min(BEAT_S, seconds / 20))
 
     async def answer(self, asked: Awaitable[T]) -> T:
-<<<<<<< HEAD
         """Await an answer. Raises HangsError if no caller here has had any answer for that long."""
-        now = asyncio.get_running_loop().time
-        task, begun = asyncio.ensure_future(asked), now()
-=======
-        """The answer. Raises HangsError where none has come for so long, to anybody who asked here."""
         task, now = asyncio.ensure_future(asked), self.time.now
         begun = now()
->>>>>>> m2
         try:
             with self.time.running():
                 while not task.done():

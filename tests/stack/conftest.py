@@ -132,7 +132,7 @@ def overrides_of(script, environment, folder):
     stand_in.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
     stand_in.chmod(0o755)
     environment = environment | {"PATH": f"{folder}{os.pathsep}{environment['PATH']}"}
-    told = subprocess.run(["bash", script], env=environment, capture_output=True, text=True, check=True)
-    words = told.stdout.splitlines()
+    printed = subprocess.run(["bash", script], env=environment, capture_output=True, text=True, check=True)
+    words = printed.stdout.splitlines()
     assert words[:2] == ["-m", "marl.main"]
     return words[2:]

@@ -324,7 +324,7 @@ class GoesWrong(CallsATool):
         return output.model_copy(update=change) if isinstance(change, dict) else change
 
 
-def test_what_is_no_turn_is_refused_by_name(alone, monkeypatch):
+def test_invalid_turns_are_refused_by_name(alone, monkeypatch):
     live = alone("agents.alice.agent_loop=test_goes_wrong", *ROOM)
     controller = live.trainer.controller
     for change, said in BAD.values():

@@ -40,7 +40,7 @@ def test_a_peers_text_changes_the_central_critics_values_and_not_the_local_ones(
 
 
 @pytest.mark.parametrize("learner", ["ippo", "mappo"])
-def test_nothing_that_the_critic_must_not_know_is_in_its_rows(alone, learner):
+def test_critic_inputs_hold_no_hidden_information(alone, learner):
     """Another ground truth, another order of ending and the turns to come leave every row as it was."""
     live = alone(f"learner={learner}")
     episodes = live.episodes()
@@ -86,7 +86,7 @@ def test_the_central_critic_reads_an_episode_once_and_each_speaker_where_the_rou
 
 @pytest.mark.parametrize("level", ["turn", "token"])
 @pytest.mark.parametrize("learner", ["ippo", "mappo"])
-def test_a_critic_learns_what_it_is_told(alone, learner, level):
+def test_a_critic_fits_its_targets(alone, learner, level):
     """Fitted to its own returns again and again on one batch, its error falls by far."""
     live = alone(f"learner={learner}", f"critic.level={level}", "critic.cliprange_value=10", "critic.optim.lr=0.01")
     trainer, episodes = live.trainer, live.episodes()

@@ -208,7 +208,7 @@ def test_attention_that_is_not_masked_is_refused(composed, cold_assets, tmp_path
         (["data.max_response_length=250"], ["data.max_response_length=250", "the model takes 256", "lower it"]),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(composed, overrides, said):
+def test_invalid_settings_are_named(composed, overrides, said):
     with pytest.raises(ConfigError) as caught:
         run(composed(*overrides))
     assert all(part in str(caught.value) for part in said), caught.value

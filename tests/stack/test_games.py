@@ -46,7 +46,7 @@ def named(episodes):
     [("{name: matrix, payoffs: happo}", [[[u, u] for u in row] for row in TABLES["happo"]]),
      (f"{{name: matrix, payoffs: {PRISONERS}}}", PRISONERS)],
 )  # fmt: skip
-def test_agents_act_in_one_token_and_are_paid_for_what_all_did(started, game, table):
+def test_agents_act_in_one_token_and_get_the_joint_payoff(started, game, table):
     live = started(game)
     episodes = live.episodes(samples=8)
     batch = live.trainer.batch_of(episodes)
@@ -79,8 +79,8 @@ def test_the_first_agent_picks_the_second_table(started, learner):
         first, *second = episode.turns
         assert (first.agent, first.round) == ("alice", 1) and first.scored.value == 0
         a, b = actions(second)
-        paid = 7 if first.text == "0" else [[0, 1], [1, 8]][a][b]
-        assert [turn.scored.value for turn in second] == [paid / 8] * 2 and episode.scored.value == paid / 8
+        payoff = 7 if first.text == "0" else [[0, 1], [1, 8]][a][b]
+        assert [turn.scored.value for turn in second] == [payoff / 8] * 2 and episode.scored.value == payoff / 8
         assert second[0].extends(first) and second[0].observation[-1]["content"] == "how many ?"
         assert second[1].observation[0]["content"].split() == f"how many ? alice said {first.text} how many ?".split()
     assert len({turn.text for episode in named(episodes) for turn in episode.turns[:1]}) == 2
@@ -118,7 +118,7 @@ def test_four_agents_of_one_policy_or_of_four(started, shared):
     assert live.step()["agent/alice/grad_norm"] >= 0
 
 
-def test_who_names_no_action_is_paid_the_worst_and_counted(alone, cold_assets):
+def test_naming_no_action_gets_the_worst_payoff_and_is_counted(alone, cold_assets):
     """A model that never heard of actions."""
     live = alone("+runner.game={invalid: -3}", f"assets={cold_assets}", name="game")
     metrics, episodes = live.step(), live.episodes()

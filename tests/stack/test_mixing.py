@@ -151,9 +151,9 @@ def test_the_gradient_is_that_of_one_graph_from_the_mixer_to_the_value_heads(mix
         grids[k].index_put((torch.tensor(cells[k]),), torch.stack(numbers[k])).view(batch.mask_ERA.shape)
         for k in (0, 1)
     )
-    loss = (mixing(joint.take(q_ERA), mixing.states(joint)) - targets_B).square().mean()
+    loss = (mixing(joint.from_grid(q_ERA), mixing.states(joint)) - targets_B).square().mean()
     turns = joint.mask_BA.sum()
-    (loss + (joint.take(v_ERA) - joint.take(q_ERA).detach()).square().sum() / turns).backward()
+    (loss + (joint.from_grid(v_ERA) - joint.from_grid(q_ERA).detach()).square().sum() / turns).backward()
     for name, module in modules.items():
         for ours, parameter in zip(found[name], module.parameters(), strict=True):
             torch.testing.assert_close(ours, parameter.grad.to_local(), atol=1e-6, rtol=1e-5)
@@ -179,7 +179,7 @@ def test_the_target_is_the_critic_of_its_last_renewal_and_leaves_the_present_one
         assert torch.equal(q_ERA, before if renewed else present.critic_data.utilities_ERA)
 
 
-def test_a_critic_that_has_no_target_says_so(mixed):
+def test_a_critic_without_a_target_raises(mixed):
     live = mixed("vdn")
     batch = valued(live, live.episodes())
     with pytest.raises(ValueError, match="no target yet"):
@@ -249,7 +249,7 @@ def test_a_critic_with_a_tokenizer_of_its_own(mixed, tmp_path, bpe_tokenizer):
         (("learner.mixer_epochs=0",), "learner.mixer_epochs=0"),
     ],
 )
-def test_what_they_cannot_do_is_refused(mixed, options, said):
+def test_unsupported_settings_are_refused(mixed, options, said):
     with pytest.raises(ConfigError, match=said):
         mixed("qmix", *options)
 

@@ -17,8 +17,8 @@ def marl(capsys, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["marl", "run-one", *arguments])
         monkeypatch.setattr(cli, "quiet_imports", lambda words: None)  # everything is imported
         code = cli.main()
-        told = capsys.readouterr()
-        return code, told.out, told.err
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
 
     return run
 
@@ -56,7 +56,7 @@ def test_a_game_is_played(marl):
         (["agents.agent_0.role=Solve it, step by step."], """role='"Solve it, step by step."'"""),
     ],
 )
-def test_what_cannot_be_played_is_told(marl, arguments, said):
+def test_invalid_arguments_are_errors(marl, arguments, said):
     code, _, err = marl(*arguments)
     assert code == 2 and said in err
 

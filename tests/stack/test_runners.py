@@ -65,23 +65,23 @@ def test_it_plays_trains_and_plays_again(alone, tmp_path, name):
 
 def rows_are_what_was_said(trainer, episodes, batch):
     """Each trained turn is in one row, with its ids and log-probs where its cell says; nothing else is trained."""
-    told = {}
+    in_rows = {}
     for rows in batch.rows.values():
         for ids, index, probs in zip(
             *(rows[key].unbind() for key in ("responses", "turn_index", "rollout_log_probs")), strict=True
         ):
             for cell in index[index >= 0].unique().tolist():
-                assert cell not in told
-                told[cell] = (ids[index == cell].tolist(), probs[index == cell].tolist())
+                assert cell not in in_rows
+                in_rows[cell] = (ids[index == cell].tolist(), probs[index == cell].tolist())
     spoken = {
         cell: (turn.response_ids, turn.log_probs)
         for episode, cells in zip(episodes, batch.cells, strict=True)
         for turn, cell in zip(episode.turns, cells, strict=True)
         if turn.trained
     }
-    assert told.keys() == spoken.keys() and spoken
+    assert in_rows.keys() == spoken.keys() and spoken
     for cell, (ids, probs) in spoken.items():
-        assert told[cell][0] == ids and told[cell][1] == pytest.approx(probs)
+        assert in_rows[cell][0] == ids and in_rows[cell][1] == pytest.approx(probs)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_run_that_cannot_learn_says_so(alone, caplog):
     assert "all groups of the last 2 steps, to step 2, were all alike" in caplog.text
 
 
-def test_what_an_answer_that_is_none_or_was_cut_off_is_worth(alone):
+def test_scores_of_missing_and_truncated_answers(alone):
     live = started(
         alone, "debate", "runner.stop_on_consensus=false", "controller.no_answer_score=-2", "controller.truncated_score=-1",
         "controller.train_truncated=false", "agents.alice.max_tokens=1",

@@ -16,7 +16,7 @@ def warnings_of(caplog, steps, *shares):
     return [record.getMessage() for record in caplog.records]
 
 
-def test_groups_that_are_all_alike_for_some_steps_are_warned_of_with_likely_causes(caplog):
+def test_only_degenerate_groups_for_some_steps_raise_a_warning_with_likely_causes(caplog):
     (said,) = warnings_of(caplog, 3, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0)
     assert "the last 3 steps, to step 4" in said
     for cause in ("same score", "controller.extractors", "extract(text)", "too easy", "temperature"):
@@ -32,5 +32,5 @@ def test_groups_that_are_all_alike_for_some_steps_are_warned_of_with_likely_caus
         (None, [1.0] * 9, 0),
     ],
 )
-def test_one_group_that_teaches_begins_the_count_anew(caplog, steps, shares, count):
+def test_one_informative_group_resets_the_count(caplog, steps, shares, count):
     assert len(warnings_of(caplog, steps, *shares)) == count

@@ -38,7 +38,7 @@ def test_a_group_of_one_gives_0_and_never_the_raw_reward():
     assert not any(x for values in advantages(batch).values() for x in values)
 
 
-def test_it_pays_an_agent_for_itself_and_for_the_team():
+def test_credit_is_the_agents_own_and_the_teams():
     batch = samples([1, 0], [1, 1])  # own + mean: a 1 + 1 and 0 + 1/2, b 1 + 1 and 1 + 1/2
     got = advantages(batch, credit="mixed", std=False)
     assert got["a"] == [0.75, -0.75] and got["b"] == [0.25, -0.25]

@@ -223,7 +223,7 @@ def test_a_text_that_is_empty_or_none(plain, key, value):
     ),
     value=st.sampled_from(["5", "null", "[1]", "word", "true"]),
 )
-def test_a_group_that_is_no_group(plain, key, value):
+def test_invalid_groups_are_errors(plain, key, value):
     assume(not (key in OPTIONS and value == "[1]"))  # Hydra takes these for options: see the command line below
     assert key.split(".")[-1] in refusal(plain, f"{key}={value}")
 
@@ -336,7 +336,7 @@ BAD_NAMES = st.sampled_from(
 
 @examples(13)
 @given(name=BAD_NAMES, place=st.sampled_from(["agent", "policy", "pool"]))
-def test_a_name_that_is_no_name(base, name, place):
+def test_invalid_names_are_errors(base, name, place):
     def work() -> None:
         config = base.copy()
         with open_dict(config):
@@ -406,7 +406,7 @@ BETWEEN_KEYS = {
 
 
 @pytest.mark.parametrize("overrides", BETWEEN_KEYS)
-def test_keys_that_do_not_go_together(base, overrides):
+def test_incompatible_keys_are_errors(base, overrides):
     text = refusal(base, *re.split(r" (?=[+a-z_.]+=)", overrides))
     assert all(part in text for part in BETWEEN_KEYS[overrides]), text
 
@@ -746,7 +746,7 @@ def bad_answer(draw: Any) -> tuple[dict[str, Any], str]:
 
 @examples(100)
 @given(data=st.data())
-def test_an_answer_that_is_no_turn(data):
+def test_invalid_server_answers_are_errors(data):
     answer, field = bad_answer(data.draw)
     assume(not torch.is_tensor(answer["token_ids"]))
     with pytest.raises(BadAnswer) as caught:
@@ -762,7 +762,7 @@ def test_an_answer_that_is_no_turn(data):
     fields=st.sampled_from([{}, None, {"global_steps": None}, {"global_steps": 4}, {"other": [1]}]),
     reason=st.sampled_from([None, "completed", "length", "aborted", ""]),
 )
-def test_an_answer_that_is_odd_is_a_turn_all_the_same(ids, fields, reason):
+def test_unusual_server_answers_are_accepted(ids, fields, reason):
     turn = act(token_ids=ids, log_probs=[-0.5] * len(ids), extra_fields=fields, stop_reason=reason)
     assert len(turn.response_ids) == len(turn.log_probs) == len(turn.response_mask) == len(ids)
     assert isinstance(turn.text, str) and isinstance(turn.version, int)
@@ -821,7 +821,7 @@ NO_SCORE = st.one_of(
 
 @examples(60)
 @given(result=NO_SCORE)
-def test_a_reward_that_is_no_score(result):
+def test_invalid_rewards_are_errors(result):
     with pytest.raises((TypeError, ValueError)) as caught:
         asyncio.run(Reward(lambda **_: result).judge(TASK, "text"))
     text = str(caught.value)

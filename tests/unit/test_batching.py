@@ -158,7 +158,7 @@ def test_a_turn_that_was_rejected_is_not_trained_though_its_row_is():
     assert batch.mask_ERA[0, :, 0].all(), "it was said, and its group still counts it"
 
 
-def test_what_an_answers_form_costs_is_taken_off_in_training_alone():
+def test_form_penalties_apply_in_training_only():
     said = turn("a", 1, [1], [2])
     said.score = Score(1.0, "1", penalty=0.25)
     record = Episode(Task("t", [], "1", "x", str), 0, ["a"], [said])

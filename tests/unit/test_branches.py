@@ -23,14 +23,14 @@ def test_alternatives_stand_behind_the_rounds():
     assert len(batch.rows["a"]) == 4 + 2
 
 
-def test_alternatives_that_are_not_trained_stand_nowhere():
+def test_untrained_alternatives_are_in_no_grid():
     batch = batch_of(branch(episode("t", 0, TREE), "a", 1, [0.5, 0.0], trained=False))
     assert batch.alternatives is None and batch.mask_ERA.shape == (1, 2, 2)
     assert batch.cells == [[0, 2, 3, -1, -1]] and len(batch.rows["a"]) == 2
 
 
 @pytest.mark.parametrize("name", ["grpo", "at_grpo"])
-def test_who_was_cut_off_is_compared_and_not_trained(name):
+def test_truncated_turns_are_compared_but_not_trained(name):
     """1 beside three that were cut off, 0 each: 1.5, though nobody else of the set is trained."""
     record = branch(episode("t", 0, [[1.0], []]), "a", 1, [0.0, 0.0, 0.0])
     for turn in record.turns[1:]:
@@ -58,14 +58,14 @@ def test_each_set_is_compared_within_itself():
     assert grid[2, 0, 0] == 0, "a group of one"
 
 
-def test_a_kept_turn_is_not_paid_for_what_came_after_it():
+def test_a_kept_turn_gets_no_credit_for_later_rounds():
     """Kept: 0, and right in round 2; its alternatives: 1 and .5. What came after is nobody's in the comparison."""
     batch = batch_of(branch(episode("t", 0, [[0.0, 1.0], []]), "a", 1, [1.0, 0.5]))
     build("grpo", std=False).assign_credit(batch)
     assert grid_of(batch, "a")[0, [0, 2, 3], 0].tolist() == [-0.5, 0.5, 0.0]
 
 
-def test_untrained_turns_pay_no_alternative():
+def test_untrained_turns_give_alternatives_no_credit():
     """Rounds after 1 are not trained: what they earn goes to the path before them, never to a set of alternatives."""
     record = branch(episode("t", 0, [[1.0, 0.5], [0.0, 0.25]]), "a", 1, [0.5, 0.0])
     record = branch(record, "a", 2, [0.75], trained=True)
@@ -113,7 +113,7 @@ class Words:
         return [len(self.texts)]
 
 
-def test_no_critic_reads_what_was_not_kept():
+def test_no_critic_reads_alternatives_that_were_not_kept():
     record = branch(episode("t", 0, TREE), "a", 1, [0.5, 0.0])
     batch = batch_of(record)
     words = Words()

@@ -33,7 +33,7 @@ def test_one_agent_alone_is_ippo():
     assert torch.equal(*(batch.rows["a"]["advantages"].values() for batch in batches))
 
 
-def test_what_is_different_from_ippo():
+def test_facts():
     cory, ippo = LEARNERS.get("cory"), LEARNERS.get("ippo")
     assert cory.assign_credit is ippo.assign_credit and cory.critics == ippo.critics == LocalCritics()
     assert build("cory", "joint").exchange_every == 5 and build("ippo").exchange_every == 0
@@ -48,12 +48,12 @@ def test_what_is_different_from_ippo():
         (["credit=own"], "credit=own: learner=cory is defined for credit=joint alone"),
     ],
 )
-def test_who_cannot_exchange(compose_config, cold_assets, overrides, named):
+def test_agents_that_cannot_exchange_are_refused(compose_config, cold_assets, overrides, named):
     from marl.config.errors import ConfigError
     from marl.preflight.prepare import prepare
 
     common = [f"assets={cold_assets}", "learner=cory", "runner=pioneer_observer", "credit=auto"]
     assert prepare(compose_config(*common)).config.credit.name == "joint"
-    with pytest.raises(ConfigError, match="cory") as told:
+    with pytest.raises(ConfigError, match="cory") as error:
         prepare(compose_config(*common, *overrides))
-    assert named in str(told.value)
+    assert named in str(error.value)

@@ -123,7 +123,7 @@ def test_last_round_is_the_last_in_which_anybody_spoke(last, expected):
 WRONG, RIGHT = 0.0, 1.0
 
 
-def paid(me, peers, alpha=(0.0, 0.0), beta=(0.0, 0.0)):
+def incentives_of(me, peers, alpha=(0.0, 0.0), beta=(0.0, 0.0)):
     """Incentives of the first agent, by round; ``me``: its scores by round, ``peers``: each peer's. None is silence."""
     spoken = [me, *peers]
     scores = torch.tensor([[[agent[r] or 0.0 for agent in spoken] for r in range(len(me))]])
@@ -146,51 +146,55 @@ BETA = [
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("next_of_the_other", [WRONG, RIGHT])
 @pytest.mark.parametrize("me,peer,following,expected", ALPHA)
-def test_alpha_pays_for_what_an_agent_makes_of_its_peers(me, peer, following, next_of_the_other, expected, sign):
-    got = paid([me, following], [[peer, next_of_the_other]], alpha=(2.0 * sign, 5.0 * sign))
+def test_alpha_rewards_an_agents_change_after_seeing_its_peers(me, peer, following, next_of_the_other, expected, sign):
+    got = incentives_of([me, following], [[peer, next_of_the_other]], alpha=(2.0 * sign, 5.0 * sign))
     assert got == [0.0, expected * sign], "in round 2, whatever the peer says there"
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("next_of_mine", [WRONG, RIGHT, None])
 @pytest.mark.parametrize("me,peer,following,expected", BETA)
-def test_beta_pays_for_what_the_peers_make_of_an_agent(me, peer, following, next_of_mine, expected, sign):
-    got = paid([me, next_of_mine], [[peer, following]], beta=(2.0 * sign, 5.0 * sign))
+def test_beta_rewards_the_peers_change_after_seeing_an_agent(me, peer, following, next_of_mine, expected, sign):
+    got = incentives_of([me, next_of_mine], [[peer, following]], beta=(2.0 * sign, 5.0 * sign))
     assert got == [expected * sign, 0.0], "in round 1, the first included, whatever it says next itself"
 
 
-def test_incentives_ask_the_majority_of_the_peers():
+def test_incentives_depend_on_the_majority_of_the_peers():
     """Two of three peers right, then one: alpha1 in round 2; beta0 in round 1 for turning them to wrong."""
     peers = [[RIGHT, WRONG], [RIGHT, WRONG], [WRONG, RIGHT]]
-    assert paid([WRONG, RIGHT], peers, (2.0, 5.0), (3.0, 7.0)) == [-3.0, 5.0]
-    assert paid([RIGHT, RIGHT], peers, (2.0, 5.0), (3.0, 7.0)) == [-7.0, 0.0]
+    assert incentives_of([WRONG, RIGHT], peers, (2.0, 5.0), (3.0, 7.0)) == [-3.0, 5.0]
+    assert incentives_of([RIGHT, RIGHT], peers, (2.0, 5.0), (3.0, 7.0)) == [-7.0, 0.0]
 
 
-def test_a_tie_of_the_peers_pays_nothing():
+def test_a_tie_among_peers_gives_no_incentive():
     tied, right = [[RIGHT, RIGHT], [WRONG, RIGHT]], [[RIGHT, RIGHT], [RIGHT, WRONG]]
-    assert paid([WRONG, RIGHT], tied, (2.0, 5.0), (3.0, 7.0)) == [0.0, 0.0], "tied before: neither alpha nor beta"
-    assert paid([WRONG, RIGHT], right, (2.0, 5.0), (3.0, 7.0)) == [0.0, 5.0], "tied after: no beta"
+    assert incentives_of([WRONG, RIGHT], tied, (2.0, 5.0), (3.0, 7.0)) == [0.0, 0.0], (
+        "tied before: neither alpha nor beta"
+    )
+    assert incentives_of([WRONG, RIGHT], right, (2.0, 5.0), (3.0, 7.0)) == [0.0, 5.0], "tied after: no beta"
 
 
-def test_silence_earns_no_incentive():
+def test_silent_agents_get_no_incentive():
     both = {"alpha": (2.0, 5.0), "beta": (3.0, 7.0)}
-    assert paid([RIGHT, None], [[RIGHT, RIGHT]], **both) == [0.0, 0.0], "silent in the next round: no alpha"
-    assert paid([None, RIGHT], [[WRONG, RIGHT]], **both) == [0.0, 0.0], "silent before: neither"
-    assert paid([WRONG, RIGHT], [[None, RIGHT]], **both) == [0.0, 0.0], "no peer before: neither"
-    assert paid([WRONG, RIGHT], [[WRONG, None]], **both) == [0.0, 2.0], "no peer after: no beta"
-    assert paid([WRONG, RIGHT], [], **both) == [0.0, 0.0], "alone"
-    assert paid([WRONG, RIGHT], [[WRONG, None], [None, RIGHT]], **both) == [3.0, 2.0], "another peer speaks for them"
+    assert incentives_of([RIGHT, None], [[RIGHT, RIGHT]], **both) == [0.0, 0.0], "silent in the next round: no alpha"
+    assert incentives_of([None, RIGHT], [[WRONG, RIGHT]], **both) == [0.0, 0.0], "silent before: neither"
+    assert incentives_of([WRONG, RIGHT], [[None, RIGHT]], **both) == [0.0, 0.0], "no peer before: neither"
+    assert incentives_of([WRONG, RIGHT], [[WRONG, None]], **both) == [0.0, 2.0], "no peer after: no beta"
+    assert incentives_of([WRONG, RIGHT], [], **both) == [0.0, 0.0], "alone"
+    assert incentives_of([WRONG, RIGHT], [[WRONG, None], [None, RIGHT]], **both) == [3.0, 2.0], (
+        "another peer speaks for them"
+    )
 
 
 def test_incentives_chain_over_rounds():
     """Wrong, right, wrong beside a peer who is right, right, wrong: alpha1, -alpha1; round 2 persuades to wrong: -beta1."""
-    got = paid([WRONG, RIGHT, WRONG], [[RIGHT, RIGHT, WRONG]], (2.0, 5.0), (3.0, 7.0))
+    got = incentives_of([WRONG, RIGHT, WRONG], [[RIGHT, RIGHT, WRONG]], (2.0, 5.0), (3.0, 7.0))
     assert got == [0.0, 5.0 - 7.0, -5.0]
 
 
-def test_a_score_above_one_half_is_right_and_its_change_is_paid():
-    assert paid([0.25, 0.75], [[0.5, 1.0]], alpha=(2.0, 5.0)) == [0.0, 1.0]
-    assert paid([0.25, 0.75], [[0.51, 1.0]], alpha=(2.0, 5.0)) == [0.0, 2.5]
+def test_scores_above_one_half_count_as_right():
+    assert incentives_of([0.25, 0.75], [[0.5, 1.0]], alpha=(2.0, 5.0)) == [0.0, 1.0]
+    assert incentives_of([0.25, 0.75], [[0.51, 1.0]], alpha=(2.0, 5.0)) == [0.0, 2.5]
 
 
 GAME = torch.tensor([[0.0, 2.0], [2.0, -1.0]])
@@ -219,7 +223,7 @@ def test_replay_advantages_leave_one_out():
     assert shifted.tolist() == [2.25, -2.25, 0.0], "what the context adds to all"
 
 
-def test_alternatives_that_were_not_tried_enter_no_mean():
+def test_untried_alternatives_are_left_out_of_the_mean():
     missing = float("nan")
     got = credit.replay_advantages(torch.tensor([[1.0, 0.0, missing], [5.0, missing, missing], [missing] * 3]))
     assert got.tolist() == [[1.0, -1.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
@@ -233,11 +237,11 @@ def test_shapley_of_a_veto_player():
 
 @settings(deadline=None)
 @given(st.lists(st.integers(-4, 4), min_size=16, max_size=16))
-def test_shapley_values_sum_to_what_all_gain(worth):
+def test_shapley_values_sum_to_the_grand_coalitions_gain(values):
     def value(s):
-        return float(worth[sum(1 << i for i in s)])
+        return float(values[sum(1 << i for i in s)])
 
-    assert credit.shapley(value, 4).sum().item() == pytest.approx(worth[15] - worth[0], abs=1e-5)
+    assert credit.shapley(value, 4).sum().item() == pytest.approx(values[15] - values[0], abs=1e-5)
 
 
 def test_a_dummy_gets_nothing_and_twins_the_same():

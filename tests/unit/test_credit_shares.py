@@ -38,7 +38,7 @@ def test_turns_that_share_a_row_are_counted_alike():
     assert credit_shares(batch, ["a", "b"]) == pytest.approx({"a": 4 / 6, "b": 2 / 6}), "nor what is no answer"
 
 
-def test_frozen_agents_are_no_part_of_it_and_nobody_shares_nothing():
+def test_frozen_agents_have_no_share_and_no_credit_has_no_shares():
     batch = credited([1.0, 1.0, 1.0], [3.0, 3.0, 3.0])
     assert credit_shares(batch, ["a"]) == {"a": 1.0}
     assert credit_shares(credited([0.0] * 3, [0.0] * 3), ["a", "b"]) == {}
@@ -68,7 +68,7 @@ def test_a_lazy_agent_is_warned_of_once(caplog):
 
 
 @pytest.mark.parametrize("fraction,share", [(None, 0.0), (0.25, 0.126)])
-def test_who_gets_enough_is_not_warned_of(caplog, fraction, share):
+def test_agents_with_enough_credit_raise_no_warning(caplog, fraction, share):
     lazy = LazyAgents(fraction)
     with caplog.at_level(logging.WARNING):
         for step in range(3 * WINDOW):

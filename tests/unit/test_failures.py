@@ -101,8 +101,8 @@ def test_an_overflow_is_an_outcome_with_the_turns_until_then():
     assert [(turn.agent, turn.round) for turn in judged.turns] == [("a", 1), ("b", 1), ("b", 2)]
     assert judged.scored.value == -0.5 and team_return(judged, ReturnOf.final) == -0.5
     assert [turn.scored.value for turn in judged.turns] == [1.0, 1.0, 1.0], "what was said was right"
-    paid = [turn.scored.value - turn.scored.penalty for turn in judged.turns]
-    assert paid == [-0.5, 1.0, -0.5], "each agent pays once, at its last turn"
+    trained_scores = [turn.scored.value - turn.scored.penalty for turn in judged.turns]
+    assert trained_scores == [-0.5, 1.0, -0.5], "each agent pays once, at its last turn"
     batch = batch_of(judged)
     assert batch.failed_E.tolist() == [True] and batch.scores_ERA.tolist() == [[[-0.5, 1.0], [0.0, -0.5]]]
     assert batch.mask_ERA.tolist() == batch.trained_ERA.tolist() == [[[True, True], [False, True]]]
@@ -149,7 +149,7 @@ def test_the_best_of_a_tree_is_not_punished_for_what_came_after_it():
     assert [turn.scored.value - turn.scored.penalty for turn in record.turns] == [1.0, 0.0, 0.5]
 
 
-def test_what_is_no_answer_pays_for_a_failure_once():
+def test_turns_that_are_no_answers_are_charged_for_a_failure_once():
     record = episode("t", 0, [[0.0, 0.0, 0.0], []])
     for turn in record.turns:
         turn.answers, turn.score = False, Score(-1.0, None)
@@ -254,7 +254,7 @@ def test_attempts_end_and_the_first_one_decides_whether_the_run_goes_on():
     assert collected(controller(Loses("val/0"), "single_turn", max_attempts=1), tasks=3).retried == 0
 
 
-def test_where_nobody_says_a_word_the_run_ends_with_the_reason():
+def test_a_step_without_any_turn_ends_the_run_with_the_reason():
     with pytest.raises(EpisodesFailed, match="no episode has a single turn: it was shown 99 tokens"):
         collected(controller(overflows(at=1, who="ab"), max_error_rate=1.0), tasks=2)
     one = controller(overflows(at=1, on=lambda task: task.id == "val/0"), "single_turn")
@@ -282,8 +282,8 @@ def test_a_game_that_overflows_pays_its_own_invalid(at, score):
     team.runner = build_runner("game", game={"name": "matrix", "rounds": 3, "invalid": -20.0, "actions": ["4", "5"]})
     (judged,) = asyncio.run(team.score(asyncio.run(team.outcomes_of([(task(), 0)], 1, False)), 1))
     assert judged.failure == "overflow" and judged.scored.value == score
-    paid = [turn.scored.value - turn.scored.penalty for turn in judged.turns]
-    assert paid == [0.0] * (len(paid) - 2) + [score] * min(2, len(paid))
+    trained_scores = [turn.scored.value - turn.scored.penalty for turn in judged.turns]
+    assert trained_scores == [0.0] * (len(trained_scores) - 2) + [score] * min(2, len(trained_scores))
 
 
 def test_a_lost_game_counts_in_validation_as_its_own_invalid():
@@ -337,7 +337,7 @@ def test_a_reward_that_is_not_there_is_asked_again_and_then_loses_the_episode():
         asyncio.run(Reward(lambda **_: 1 / 0).judge(task(), "4"))
 
 
-def test_the_answer_of_the_team_is_worth_its_best_text():
+def test_the_teams_answer_gets_the_score_of_its_best_text():
     """Two agents gave it, and a reward of the form liked one of them: seats decide nothing."""
     for scores in ((1.0, 0.5), (0.5, 1.0)):
         record = Episode(task(), 0, ["a", "b"], [Turn(a, 1, [], "4") for a in "ab"], "4")
@@ -396,7 +396,7 @@ class Server:
         return "answer"
 
 
-def test_a_server_that_answers_nobody_is_noticed():
+def test_a_hung_server_is_detected():
     client = PolicyClient(
         "p", OmegaConf.create({"name": "hf"}), Server(None), None, None, 9, frozenset(), patience_s=0.05
     )
@@ -404,7 +404,7 @@ def test_a_server_that_answers_nobody_is_noticed():
         in_no_time(client.request("s", [1], {}, 0))
 
 
-def test_a_queue_that_moves_is_no_server_that_hangs():
+def test_a_long_queue_that_moves_is_no_hang():
     """One waits longer than the patience, while others are answered."""
 
     async def run():

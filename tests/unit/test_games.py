@@ -42,7 +42,7 @@ def said(game, joint):
     return {seat: game.words[action] for seat, action in enumerate(joint) if action is not None}
 
 
-def pays(game, joint, earlier=()):
+def payoffs_of(game, joint, earlier=()):
     return game.outcome(said(game, joint), list(earlier))[1]
 
 
@@ -57,52 +57,54 @@ def pays(game, joint, earlier=()):
         ("climbing", (0, 0), 11), ("climbing", (1, 2), 6), ("climbing", (2, 1), 0), ("penalty", (0, 2), -100),
     ],
 )  # fmt: skip
-def test_a_common_payoff_is_everybodys(table, joint, payoff):
-    assert pays(make_game({"name": "matrix", "payoffs": table}, 2), joint) == [payoff, payoff]
+def test_common_payoffs_are_shared(table, joint, payoff):
+    assert payoffs_of(make_game({"name": "matrix", "payoffs": table}, 2), joint) == [payoff, payoff]
 
 
-def test_the_additive_table_is_a_sum_of_what_each_action_is_worth():
+def test_the_additive_table_is_a_sum_over_actions():
     assert all(TABLES["additive"][a][b] == 2 * a + b for a in (0, 1) for b in (0, 1))
 
 
 def test_an_entry_may_hold_a_payoff_for_every_agent():
     game = make_game({"name": "matrix", "payoffs": PRISONERS}, 2)
-    assert [pays(game, joint) for joint in joints(game)] == [[3, 3], [0, 4], [4, 0], [1, 1]] and game.worst == 0
+    assert [payoffs_of(game, joint) for joint in joints(game)] == [[3, 3], [0, 4], [4, 0], [1, 1]] and game.worst == 0
 
 
 def test_a_table_has_an_axis_for_every_agent():
     table = [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
     game = make_game({"name": "matrix", "payoffs": table}, 3)
-    assert [pays(game, joint)[0] for joint in joints(game)] == list(range(8))
-    assert pays(make_game({"name": "matrix", "payoffs": [3, 5]}, 1), (1,)) == [5]
+    assert [payoffs_of(game, joint)[0] for joint in joints(game)] == list(range(8))
+    assert payoffs_of(make_game({"name": "matrix", "payoffs": [3, 5]}, 1), (1,)) == [5]
 
 
 def test_the_two_step_game():
     game = make_game({"name": "two_step"}, 2)
     assert game.actors([]) == [0] and game.actors([(1, None)]) == [0, 1] and [game.turns(s) for s in (0, 1)] == [2, 1]
-    totals = {tuple(done): [sum(p) for p in zip(*paid, strict=True)] for done, paid in plays(game)}
+    totals = {tuple(done): [sum(p) for p in zip(*payoffs_S, strict=True)] for done, payoffs_S in plays(game)}
     assert {totals[(0, None), second] == [7, 7] for second in joints(game, [(0, None)])} == {True}
     assert [totals[(1, None), second][0] for second in ((0, 0), (0, 1), (1, 0), (1, 1))] == [0, 1, 1, 8]
-    assert pays(game, (1, None)) == [0, 0]
-    assert pays(make_game({"name": "two_step", "scale": 8}, 2), (1, 1), [(1, None)]) == [1, 1]
+    assert payoffs_of(game, (1, None)) == [0, 0]
+    assert payoffs_of(make_game({"name": "two_step", "scale": 8}, 2), (1, 1), [(1, None)]) == [1, 1]
 
 
 @pytest.mark.parametrize("num_agents", [2, 3, 4, 6])
-def test_halves_pays_two_joint_actions(num_agents):
+def test_halves_rewards_two_joint_actions(num_agents):
     game = make_game({"name": "halves"}, num_agents)
     half = num_agents // 2
-    paid = [joint for joint in joints(game) if pays(game, joint) == [1.0] * num_agents]
-    assert paid == [(0,) * half + (1,) * (num_agents - half), (1,) * half + (0,) * (num_agents - half)]
-    assert sum(pays(game, joint)[0] for joint in joints(game)) == 2
+    rewarded = [joint for joint in joints(game) if payoffs_of(game, joint) == [1.0] * num_agents]
+    assert rewarded == [(0,) * half + (1,) * (num_agents - half), (1,) * half + (0,) * (num_agents - half)]
+    assert sum(payoffs_of(game, joint)[0] for joint in joints(game)) == 2
 
 
-def test_collaborating_pays_with_enough_others():
+def test_collaborating_needs_enough_others():
     game = make_game({"name": "collaborate", "r_syn": 5, "r_ind": 2, "r_col": -1, "enough": 2}, 3)
     assert (
-        pays(game, (0, 0, 1)) == [5, 5, 2] and pays(game, (0, 1, 1)) == [-1, 2, 2] and pays(game, (1, 1, 1)) == [2] * 3
+        payoffs_of(game, (0, 0, 1)) == [5, 5, 2]
+        and payoffs_of(game, (0, 1, 1)) == [-1, 2, 2]
+        and payoffs_of(game, (1, 1, 1)) == [2] * 3
     )
     alone = make_game({"name": "collaborate"}, 3)
-    assert pays(alone, (0, 0, 1)) == [0, 0, 0.6] and pays(alone, (0, 0, 0)) == [1, 1, 1]
+    assert payoffs_of(alone, (0, 0, 1)) == [0, 0, 0.6] and payoffs_of(alone, (0, 0, 0)) == [1, 1, 1]
 
 
 EVERY = [
@@ -122,9 +124,9 @@ def test_every_game_is_among_those_whose_rules_are_tested():
 def test_rules_of_every_game(options, num_agents):
     game = make_game(options, num_agents)
     worst, acted = [], set()
-    for done, paid in plays(game):
+    for done, payoffs_S in plays(game):
         assert len(done) == game.num_stages
-        for joint, payoffs in zip(done, paid, strict=True):
+        for joint, payoffs in zip(done, payoffs_S, strict=True):
             assert len(payoffs) == len(joint) == num_agents
             assert all(payoff == 0 for payoff, action in zip(payoffs, joint, strict=True) if action is None)
             worst += [payoff for payoff, action in zip(payoffs, joint, strict=True) if action is not None]
@@ -146,7 +148,7 @@ def test_actions_have_words():
     assert game.action("I act alone.") == 1 and game.action("We act.") == 0 and game.action("react") is None
 
 
-def test_who_names_no_action_ends_the_game_and_pays_for_what_is_left_of_it():
+def test_naming_no_action_ends_the_game_with_the_invalid_payoff_for_all_remaining_stages():
     game = make_game({"name": "matrix", "payoffs": "happo", "rounds": 3, "scale": 2}, 2)
     assert game.outcome({0: "0", 1: "well"}, []) == ((0, None), [-1.5, -1.5])
     assert game.outcome({0: "?", 1: "?"}, [(0, 0), (0, 0)]) == ((None, None), [-0.5, -0.5])
@@ -178,7 +180,7 @@ def test_who_names_no_action_ends_the_game_and_pays_for_what_is_left_of_it():
         ({"name": "collaborate", "enough": 3}, 2, "enough=3: expected 2 to 2"),
     ],
 )  # fmt: skip
-def test_what_is_no_game_is_told(options, num_agents, said):
+def test_invalid_games_are_errors(options, num_agents, said):
     with pytest.raises(ValueError, match=said):
         make_game(options, num_agents)
 
@@ -189,7 +191,7 @@ def test_the_game_of_the_document_is_one(monkeypatch):
     (source,) = [block for block in blocks if "register_game" in block]
     exec(source, {"__name__": "own"})
     game = make_game({"name": "volunteer"}, 3)
-    assert pays(game, (0, 0, 1)) == [1, 1, 0.5] and pays(game, (0, 0, 0)) == [0, 0, 0]
+    assert payoffs_of(game, (0, 0, 1)) == [1, 1, 0.5] and payoffs_of(game, (0, 0, 0)) == [0, 0, 0]
     assert equilibria(game) == [(0, 0, 1), (0, 1, 0), (1, 0, 0)]
 
 
@@ -199,7 +201,7 @@ def test_the_game_of_the_document_is_one(monkeypatch):
 def expected(game):
     """The mean payoff over agents of a game of one stage, as a function of each agent's probability of the action 0."""
     actions_EA = torch.tensor(joints(game))
-    payoffs_E = torch.tensor([pays(game, joint) for joint in joints(game)], dtype=torch.float64).mean(-1)
+    payoffs_E = torch.tensor([payoffs_of(game, joint) for joint in joints(game)], dtype=torch.float64).mean(-1)
     return lambda p_A: (torch.where(actions_EA == 0, p_A, 1 - p_A).prod(-1) * payoffs_E).sum()
 
 
@@ -241,7 +243,7 @@ def equilibria(game):
 
     def gains(joint, seat):
         others = [(*joint[:seat], action, *joint[seat + 1 :]) for action in range(game.num_actions)]
-        return max(pays(game, other)[seat] for other in others) > pays(game, joint)[seat]
+        return max(payoffs_of(game, other)[seat] for other in others) > payoffs_of(game, joint)[seat]
 
     return [joint for joint in joints(game) if not any(gains(joint, seat) for seat in range(game.num_agents))]
 
@@ -250,7 +252,7 @@ def equilibria(game):
 def test_all_together_and_all_alone_are_the_equilibria_of_collaborating(num_agents):
     game = make_game({"name": "collaborate"}, num_agents)
     assert equilibria(game) == [(0,) * num_agents, (1,) * num_agents]
-    assert pays(game, (0,) * num_agents)[0] > pays(game, (1,) * num_agents)[0]
+    assert payoffs_of(game, (0,) * num_agents)[0] > payoffs_of(game, (1,) * num_agents)[0]
 
 
 def test_with_two_of_three_enough_nobody_is_left_out_in_an_equilibrium():
@@ -258,10 +260,10 @@ def test_with_two_of_three_enough_nobody_is_left_out_in_an_equilibrium():
     assert equilibria(game) == [(0, 0, 0), (1, 1, 1)]
 
 
-def test_the_mixed_equilibrium_of_collaborating_is_where_both_actions_are_worth_the_same():
+def test_both_actions_have_equal_value_in_the_mixed_equilibrium_of_collaborating():
     game = make_game({"name": "collaborate"}, 2)
-    worth = [0.6 * pays(game, (own, 0))[0] + 0.4 * pays(game, (own, 1))[0] for own in (0, 1)]
-    assert worth[0] == pytest.approx(worth[1]), "with a peer that collaborates in r_ind / r_syn of the cases"
+    values = [0.6 * payoffs_of(game, (own, 0))[0] + 0.4 * payoffs_of(game, (own, 1))[0] for own in (0, 1)]
+    assert values[0] == pytest.approx(values[1]), "with a peer that collaborates in r_ind / r_syn of the cases"
 
 
 def test_prisoners_end_where_both_lose():
@@ -272,9 +274,9 @@ def test_prisoners_end_where_both_lose():
 def credited(game, credit):
     """Every play of a game, and each turn's credit by one of the product's schemes, later rounds added up where they are
     to be: the actions [E, R, A] and the returns [E, R, A]."""
-    done, paid = zip(*plays(game), strict=True)
+    done, payoffs_S = zip(*plays(game), strict=True)
     mask_ERA = torch.tensor([[[action is not None for action in joint] for joint in play] for play in done])
-    scores_ERA = torch.tensor(paid, dtype=torch.float64)
+    scores_ERA = torch.tensor(payoffs_S, dtype=torch.float64)
     names = [str(seat) for seat in range(game.num_agents)]
     totals_E = scores_ERA.sum(1).mean(-1)
     failed_E = torch.zeros(len(done), dtype=torch.bool)
@@ -357,7 +359,7 @@ def contents(turn):
 def test_payoffs_are_the_scores_on_turns_and_the_actions_their_answers():
     _, record = play(lambda agent, round, seen: {"alice": "1", "carol": "0"}[agent], name="matrix", payoffs=PRISONERS)
     assert [turn.score for turn in record.turns] == [Score(4.0, "1"), Score(0.0, "0")]
-    assert record.answer == "1 0" and team_score(record) == record.settled == Score(2.0, "1 0")
+    assert record.answer == "1 0" and team_score(record) == record.runner_score == Score(2.0, "1 0")
     assert [contents(turn) for turn in record.turns] == [["how many ?"]] * 2
 
 
@@ -367,7 +369,7 @@ def test_a_repeated_game_shows_what_the_others_did_and_adds_up():
     assert contents(record.trajectory("alice")[1]) == ["how many ?", "0", "carol said 1 how many ?"]
     assert contents(record.trajectory("carol")[1]) == ["how many ?", "1", "alice said 0 how many ?"]
     assert [(turn.round, turn.scored.value) for turn in record.turns] == [(1, 2), (1, 2), (2, -1), (2, -1)]
-    assert record.settled == Score(1.0, "1 1")
+    assert record.runner_score == Score(1.0, "1 1")
 
 
 def test_the_second_agent_of_the_two_step_game_is_told_what_the_first_one_chose():
@@ -375,7 +377,7 @@ def test_the_second_agent_of_the_two_step_game_is_told_what_the_first_one_chose(
     assert [(turn.agent, turn.round) for turn in record.turns] == [("alice", 1), ("alice", 2), ("carol", 2)]
     assert contents(record.trajectory("alice")[1]) == ["how many ?", "1", "how many ?"]
     assert contents(record.trajectory("carol")[0]) == ["how many ?\n\nalice said 1 how many ?"]
-    assert [turn.scored.value for turn in record.turns] == [0, 8, 8] and record.settled == Score(8.0, "1 1")
+    assert [turn.scored.value for turn in record.turns] == [0, 8, 8] and record.runner_score == Score(8.0, "1 1")
     assert runner.most_turns(["alice", "carol"]) == {"alice": 2, "carol": 1} and runner.last_round(["a", "b"]) == 2
 
 
@@ -387,7 +389,7 @@ def test_a_game_is_told_of_earlier_stages_in_their_order(monkeypatch):
     class Echo(Game):
         num_stages, worst = 3, 0.0
 
-        def pays(self, joint, earlier):
+        def payoffs(self, joint, earlier):
             return [float(len(earlier) == 2 and action == earlier[0][seat]) for seat, action in enumerate(joint)]
 
     said = {"alice": "011", "carol": "100"}
@@ -395,17 +397,19 @@ def test_a_game_is_told_of_earlier_stages_in_their_order(monkeypatch):
     assert [turn.scored.value for turn in record.turns] == [0] * 6
     said |= {"alice": "010", "carol": "101"}
     _, record = play(lambda agent, round, seen: said[agent][round - 1], name="echo")
-    assert [turn.scored.value for turn in record.turns] == [0, 0, 0, 0, 1, 1] and record.settled == Score(1.0, "0 1")
+    assert [turn.scored.value for turn in record.turns] == [0, 0, 0, 0, 1, 1] and record.runner_score == Score(
+        1.0, "0 1"
+    )
 
 
-def test_who_names_no_action_is_counted():
+def test_turns_without_an_action_are_counted():
     _, record = play(
         lambda agent, round, seen: "well" if (agent, round) == ("carol", 2) else "0",
         name="matrix", payoffs="happo", rounds=3,
     )  # fmt: skip
     assert record.counts == {"no_action": 1} and record.num_rounds == 2
     assert [turn.score for turn in record.turns[2:]] == [Score(-2.0, "0"), Score(-2.0, None)]
-    assert record.answer is None and record.settled == Score(-2.0, None)
+    assert record.answer is None and record.runner_score == Score(-2.0, None)
 
 
 def test_a_recorded_game_is_played_again_and_goes_on_with_another_action():
@@ -417,7 +421,7 @@ def test_a_recorded_game_is_played_again_and_goes_on_with_another_action():
     )
     other.instead["alice", 1, 0] = type(record.turns[0])("alice", 1, record.turns[0].observation, "0")
     changed = asyncio.run(scripted.play(runner, TASK, record.agents, other))
-    assert changed.settled == Score(7.0, "1 1")
+    assert changed.runner_score == Score(7.0, "1 1")
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_offsets_between_rounds_and_agents_change_nothing_under_the_default_grou
         )
 
 
-def test_grpo_reports_the_share_of_groups_that_teach_nothing():
+def test_grpo_reports_the_share_of_degenerate_groups():
     metrics = build("grpo", gamma=0.0).assign_credit(two_samples())
     assert metrics == {
         "team/degenerate_groups": 0.5,
@@ -80,7 +80,7 @@ def test_reinforce_plus_plus_is_whitened_and_blind_to_a_constant():
 
 
 @pytest.mark.parametrize("estimator", GRPO.estimators())
-def test_a_step_whose_one_trained_token_is_alone_teaches_nothing(estimator):
+def test_a_single_trained_token_gives_zero(estimator):
     """verl's whitening raises for it, and would end the run."""
     batch = batch_of(episode("t", 0, [[1.0], [None]]))
     build("grpo", estimator=estimator).assign_credit(batch)
@@ -88,7 +88,7 @@ def test_a_step_whose_one_trained_token_is_alone_teaches_nothing(estimator):
 
 
 @pytest.mark.parametrize("estimator", sorted(set(GRPO.estimators()) - {"reinforce_plus_plus"}))
-def test_a_group_of_one_teaches_nothing_whatever_the_estimator(estimator):
+def test_a_group_of_one_gives_zero_under_every_estimator(estimator):
     """verl's own give the raw reward. Every estimator that is offered runs."""
     batch = batch_of(*(episode("t", i, [[float(i == 0)], [None]]) for i in range(3)), episode("u", 0, [[1.0], [None]]))
     build("grpo", estimator=estimator).assign_credit(batch)
@@ -107,7 +107,7 @@ def test_a_group_of_one_teaches_nothing_whatever_the_estimator(estimator):
         ("magrpo", {}, [0.75, -0.25]),
     ],
 )
-def test_who_is_not_trained_is_compared_all_the_same(name, options, expected):
+def test_untrained_turns_still_enter_comparisons(name, options, expected):
     """Four samples, 1 0 0 0; the last two were cut off, and have no rows. opo weighs by length: 1 of 1 + 1 + 4 + 4."""
     records = [episode("t", i, [[float(i == 0)], [None]]) for i in range(4)]
     for record in records[2:]:
@@ -119,7 +119,7 @@ def test_who_is_not_trained_is_compared_all_the_same(name, options, expected):
 
 
 @pytest.mark.parametrize("estimator", GRPO.estimators())
-def test_equal_rewards_teach_exactly_nothing_whatever_the_estimator(estimator):
+def test_equal_rewards_give_exactly_zero_under_every_estimator(estimator):
     """The mean of seven times .7 is not .7 to the last bit, and verl's divide what is left by next to nothing."""
     batch = batch_of(*(episode("t", i, [[0.7], [i / 7]]) for i in range(7)))
     build("grpo", estimator=estimator).assign_credit(batch)
@@ -135,7 +135,7 @@ def test_a_later_round_counts_for_an_earlier_one_under_every_estimator():
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus"])
-def test_divergence_in_the_reward_reaches_learners_without_a_critic(estimator):
+def test_kl_in_the_reward_reaches_learners_without_a_critic(estimator):
     batch = batch_of(*(episode("t", i, [[1.0], [None]]) for i in range(2)))
     rows = batch.rows["a"]
     rows["kl_penalty"] = torch.nested.nested_tensor_from_jagged(
@@ -146,7 +146,7 @@ def test_divergence_in_the_reward_reaches_learners_without_a_critic(estimator):
     assert low < 0 < high
 
 
-def test_dapo_drops_groups_that_are_all_alike():
+def test_dapo_drops_degenerate_groups():
     """Of the groups [1, 1, 1, 1] and [1, 0, 0, 1] the first has no part in the update, nor in the mean over its tokens."""
     scores = [1, 1, 1, 1, 1, 0, 0, 1]
     records = [episode(f"t{i // 4}", i % 4, [[score], [0]]) for i, score in enumerate(scores)]

@@ -132,7 +132,7 @@ def team_of_three(rounds=("abc", "ac", "b")):
     return set_advantages(batch)
 
 
-def test_each_policy_is_told_of_all_updates_before_its_own():
+def test_each_policy_is_corrected_for_all_earlier_updates():
     """Ratios 2 of c and 3 of a, in the order c, a, b. Rounds 2 and 3 are one lap: nobody speaks twice in them."""
     batch = team_of_three()
     shifts = {"a": math.log(3.0), "b": 9.0, "c": math.log(2.0)}
@@ -201,7 +201,7 @@ def test_the_factor_is_logged_before_it_is_clipped():
     assert given["a"]["advantages"].values().tolist() == pytest.approx([1.5] * 4 + [1.0] * 2)
 
 
-def test_nobody_is_asked_whose_laps_no_later_policy_speaks_in():
+def test_no_log_probs_are_computed_where_no_later_policy_shares_a_lap():
     batch = set_advantages(batch_of(episode("t", 0, [[1, 1], []]), episode("u", 0, [[], [1, 1]])))
     _, _, calls = update(build("happo"), batch, {"a": 1.0, "b": 1.0})
     assert {kind for kind, _ in calls} == {"update", "updated"}
@@ -210,7 +210,7 @@ def test_nobody_is_asked_whose_laps_no_later_policy_speaks_in():
     assert share_laps(one, two, batch) and not share_laps(one, other, batch)
 
 
-def test_nobody_is_asked_for_alternatives_alone():
+def test_no_log_probs_are_computed_for_alternatives_only():
     batch = batch_of(branch(episode("t", 0, [[1.0], [1.0]]), "a", 1, [0.5]))
     kept, alternative, beside = (ratio_rows([cells], [[1]], [[0.0]]) for cells in ([0], [2], [1]))
     assert share_laps(kept, beside, batch) and not share_laps(alternative, beside, batch)
@@ -431,7 +431,7 @@ def test_the_default_keeps_the_factor_within_two():
     assert sorted(second.given) == pytest.approx([-1.75 * 2, -0.75 / 2, 1.25 / 2, 1.25 * 2])
 
 
-def test_what_is_different():
+def test_facts():
     happo, mappo = LEARNERS.get("happo"), LEARNERS.get("mappo")
     assert issubclass(happo, mappo) and (happo.critics, happo.default_credit) == (CentralCritic(), "team")
     assert happo.estimators() == mappo.estimators() and happo.assign_credit is mappo.assign_credit
@@ -446,7 +446,7 @@ def test_what_is_different():
         ("learner.token_gamma=1.5", ["learner.token_gamma=1.5", "1"]),
     ],
 )
-def test_keys_that_it_cannot_take_are_named(compose_config, cold_assets, override, words):
+def test_invalid_keys_are_named(compose_config, cold_assets, override, words):
     from marl.config.errors import ConfigError, explain
     from marl.preflight.prepare import prepare
 

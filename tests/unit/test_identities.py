@@ -30,7 +30,7 @@ def scores(count, generator=0):
 
 
 @pytest.mark.parametrize("name", CREDIT_FREE)
-def test_equal_samples_teach_nothing(name):
+def test_equal_samples_give_no_gradient(name):
     batch = batch_of(*(episode("t", i, [[0.3, 0.7], [0.1, 0.9]]) for i in range(4)))
     assert not any(values.any() for values in advantages(name, batch).values())
 

@@ -104,7 +104,7 @@ def test_how_rounds_are_shared_out_among_policies_changes_no_estimate(level):
     assert seen[0] == seen[1]
 
 
-def test_credit_that_holds_the_future_ends_every_turns_own_estimate():
+def test_credit_of_kind_return_ends_the_estimate_at_every_turn():
     batch = batch_of(episode("t", 0, [[0, 1], [None, None]]))
     batch.critic_data.values_ERA = torch.tensor([[[0.4, 0.0], [0.6, 0.0]]])
     build("ippo", "influence", {"gamma": 0.3}, gamma=1.0, lam=0.5, whiten=False).assign_credit(batch)
@@ -190,7 +190,7 @@ def turn_tokens(batch, name, lengths):
     )
 
 
-def test_what_untrained_rounds_earn_goes_to_the_last_trained_one():
+def test_rewards_of_untrained_rounds_go_to_the_last_trained_one():
     batch = batch_of(episode("t", 0, [[0, 1], [0, 0]]), train_rounds=[1])
     batch.critic_data.values_ERA = torch.zeros(batch.mask_ERA.shape)
     build("ippo", whiten=False, gamma=0.5).assign_credit(batch)
@@ -216,7 +216,7 @@ def test_whitening_gives_each_policy_mean_0_and_deviation_1():
 
 
 @pytest.mark.parametrize("level", ["turn", "token"])
-def test_the_divergence_from_the_reference_is_taken_off_the_reward(level):
+def test_the_kl_penalty_is_subtracted_from_the_reward(level):
     batch = batch_of(episode("t", 0, [[None, 1], [None, None]]))
     rows = batch.rows["a"]
     rows["kl_penalty"] = nested([0.25, 0.5], rows)
@@ -233,9 +233,9 @@ def test_trajectories_keep_the_order_of_rounds_whatever_the_order_of_rows():
     batch = two_samples()
     cells = torch.tensor([7, 5, 3, 1, 1])  # (1,1,1) (1,0,1) (0,1,1) (0,0,1) twice: two tokens
     plan = Trajectories(cells, batch, separate_turns=False)
-    laid = plan.lay(torch.tensor([70.0, 50.0, 30.0, 10.0, 11.0]))
+    laid = plan.to_matrix(torch.tensor([70.0, 50.0, 30.0, 10.0, 11.0]))
     assert laid.tolist() == [[10.0, 11.0, 30.0], [50.0, 70.0, 0.0]]
-    assert plan.take(laid).tolist() == [70.0, 50.0, 30.0, 10.0, 11.0]
+    assert plan.from_matrix(laid).tolist() == [70.0, 50.0, 30.0, 10.0, 11.0]
     alone = Trajectories(cells, batch, separate_turns=True)
     assert alone.mask_NT.sum(1).tolist() == [2.0, 1.0, 1.0, 1.0] and alone.first_D.tolist() == [3, 2, 1, 0]
 

@@ -139,7 +139,7 @@ def test_every_credit_scheme_is_zero_where_nobody_spoke(credit):
         (TeamOf.answer, [[0.0, 0.0], [1.0, 1.0]]),
     ],
 )
-def test_team_credit_pays_everybody_the_same(of, expected):
+def test_team_credit_is_the_same_for_all_agents(of, expected):
     scheme = CREDITS.get("team")
     got = scheme(scheme.Config(name="team", of=of)).assign(batch_of(episode("t", 0, [[1, 0], [0, 1]])))
     assert got[0].tolist() == expected

@@ -38,7 +38,7 @@ def test_one_agent_is_dr_grpo_bit_for_bit():
     assert torch.equal(*(batch.rows["a"]["advantages"].values() for batch in (first, second)))
 
 
-def test_equal_samples_teach_nothing_and_a_sample_alone_neither():
+def test_equal_samples_and_single_samples_give_no_gradient():
     equal = assigned(batch_of(*(episode("t", i, [[1, 0], [0, 1]]) for i in range(3))))
     alone = assigned(batch_of(episode("t", 0, [[1, 0], [1, 1]]), episode("u", 0, [[0, 0], [0, 0]])))
     for got in (equal, alone):
@@ -53,14 +53,14 @@ def test_offsets_between_rounds_change_nothing():
             assert row == pytest.approx(wanted, abs=1e-5)
 
 
-def test_only_ones_own_divergence_is_taken_off():
+def test_only_an_agents_own_kl_is_subtracted():
     batch = batch_of(*(episode("t", i, [[1], [1]]) for i in range(2)))
     batch.rows["a"]["kl_penalty"] = jagged([[0.5], [0.0]], torch.float32)
     got = assigned(batch)
     assert [row[0] for row in got["a"]] == [-0.375, 0.125] and [row[0] for row in got["b"]] == [0.125, 0.125]
 
 
-def test_what_it_is_defined_for(compose_config, cold_assets):
+def test_supported_credit_schemes(compose_config, cold_assets):
     from marl.config.errors import ConfigError
     from marl.preflight.prepare import prepare
 

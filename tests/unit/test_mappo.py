@@ -22,7 +22,7 @@ def test_with_the_same_values_and_credit_it_is_ippo():
     assert torch.equal(results[0].returns_ERA, results[1].returns_ERA)
 
 
-def test_what_is_different():
+def test_facts():
     ippo, mappo = LEARNERS.get("ippo"), LEARNERS.get("mappo")
     assert (ippo.critics, ippo.default_credit) == (LocalCritics(), "own")
     assert (mappo.critics, mappo.default_credit) == (CentralCritic(), "team")
@@ -97,13 +97,13 @@ def ragged_like(rows, values):
     return torch.nested.nested_tensor_from_jagged(torch.tensor(values), offsets=rows["responses"].offsets())
 
 
-def test_a_round_pays_once_at_its_last_speaker():
+def test_a_rounds_reward_goes_once_to_its_last_speaker():
     rewards = torch.tensor([[0.5, 3.0, 7.0]])
     mask = torch.tensor([[[1, 1, 1], [1, 1, 0], [0, 0, 0]]])
     assert credit.at_last_speakers(rewards, mask).tolist() == [[[0, 0, 0.5], [0, 3, 0], [0, 0, 0]]]
 
 
-def test_what_untrained_turns_earn_goes_to_the_last_trained_one_of_the_chain():
+def test_rewards_of_untrained_turns_go_to_the_last_trained_turn_of_the_chain():
     """Round 1 alone is trained: round 2's reward 1 comes to b, one round later."""
     batch = batch_of(episode("t", 0, [[0, 1], [1, 1]]), train_rounds=[1])
     batch.critic_data.values_ERA = torch.zeros(batch.mask_ERA.shape)
@@ -170,7 +170,7 @@ def test_a_chain_is_whitened_by_policy():
         assert float(advantages.std()) == pytest.approx(1, abs=1e-5)
 
 
-def test_a_chain_of_one_agent_is_none():
+def test_a_chain_of_one_agent_is_plain_gae():
     """One agent's rounds are one chain anyway."""
     results = []
     for chain in (False, True):
@@ -182,14 +182,14 @@ def test_a_chain_of_one_agent_is_none():
     assert torch.equal(*(batch.returns_ERA for batch in results))
 
 
-def test_a_chain_takes_no_credit_that_holds_the_future():
+def test_a_chain_refuses_credit_of_kind_return():
     with pytest.raises(ValueError, match=r"learner.chain=true with credit=influence.*use credit=team"):
         build("mappo", "influence", chain=True).check({})
     build("mappo", "influence").check({})
 
 
 @pytest.mark.parametrize("name", ["mappo", "happo"])
-def test_a_chain_takes_no_credit_that_sums_to_0_over_the_team(name):
+def test_a_chain_refuses_zero_sum_credit(name):
     with pytest.raises(ValueError, match=r"learner.chain=true with credit=zero_sum.*use credit=team"):
         build(name, "zero_sum", chain=True).check({})
     build(name, "zero_sum").check({})

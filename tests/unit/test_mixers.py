@@ -136,7 +136,7 @@ def two_step_game(make_mixer, steps=400, renewals=2):
     return float(payoffs[second, 2 * best[1 + second, 0] + best[1 + second, 1]])
 
 
-def test_qmix_finds_the_8_of_the_two_step_game_and_vdn_the_sure_7():
+def test_qmix_solves_the_two_step_game_and_vdn_settles_for_7():
     assert two_step_game(VDNMixer) == 7.0
     assert two_step_game(lambda: QMixer(2, 3)) == 8.0
 

@@ -135,7 +135,7 @@ def test_its_advantages_of_one_sample_a_task():
 
 
 @pytest.mark.parametrize("length,share", [(1, 0.0), (96, 0.0), (98, 0.5), (100, 1.0), (120, 1.0)])
-def test_what_an_overlong_answer_costs(length, share):
+def test_the_penalty_of_an_overlong_answer(length, share):
     assert overlong(length, limit=100, buffer=4) == share
 
 

@@ -87,8 +87,12 @@ def returns_of(learner, joint):
     if learner.critics:
         learner.assign_credit(joint)
         return joint.returns_ERA
-    paid = learner.credit.of(joint)
-    return learner.returns(joint, paid) if hasattr(learner, "returns") else returns(joint, paid, learner.credit.kind, 1)
+    rewards = learner.credit.of(joint)
+    return (
+        learner.returns(joint, rewards)
+        if hasattr(learner, "returns")
+        else returns(joint, rewards, learner.credit.kind, 1)
+    )
 
 
 CREDIT_OPTIONS = {
@@ -147,7 +151,7 @@ def test_turns_that_change_nothing_change_no_return(name, credit, options, own):
                 ((said, [*said, [PASS, PASS]], range(len(said))), team) for (said, *_), team in conversations
             ]
         got = [
-            returns_of(build(name, credit, options, **own, **known), batch(*told(conversations, which)))
+            returns_of(build(name, credit, options, **own, **known), batch(*episodes_of(conversations, which)))
             for which in (0, 1)
         ]
         for e, ((said, _, places), _) in enumerate(conversations):
@@ -158,7 +162,7 @@ def test_turns_that_change_nothing_change_no_return(name, credit, options, own):
     check()
 
 
-def told(conversations, which):
+def episodes_of(conversations, which):
     """Each as the first of two samples of its task."""
     for number, (conversation, team) in enumerate(conversations):
         yield talk(conversation[which], team, task=f"t{number}")
@@ -181,7 +185,7 @@ def long_and_short(early, late):
         ("rae", "team", {"of": TeamOf.answer}),
     ],
 )
-def test_a_long_conversation_is_worth_no_more_than_a_short_one(name, credit, options, said):
+def test_long_and_short_conversations_have_the_same_return(name, credit, options, said):
     joint = batch(*long_and_short(said, said))
     got = returns_of(build(name, credit, options), joint)
     assert (got[joint.mask_ERA] == 1).all()
@@ -212,19 +216,19 @@ def test_a_critic_among_the_agents(credit, options, expected):
     assert scheme(scheme.Config(name=credit, **options)).assign(batch(record))[0].tolist() == expected
 
 
-def test_an_agent_that_answers_is_paid_nothing_for_passing():
+def test_passing_gives_no_reward_to_an_agent_that_answers():
     joint = batch(talk([[1.0, 0.0], [PASS, 1.0], [PASS, PASS]]))
     assert CREDITS.get("own")(CREDITS.get("own").Config("own")).assign(joint)[0].tolist() == [[1, 0], [0, 1], [0, 0]]
 
 
-def test_shapley_is_paid_at_an_agents_last_turn():
+def test_shapley_is_credited_at_an_agents_last_turn():
     """Its vote was given in round 1: who passes afterwards is worth what it said then."""
     joint = batch(talk([[1.0, 0.0], [PASS, None]]))
     shapley = CREDITS.get("shapley")
     assert shapley(shapley.Config("shapley")).assign(joint)[0].tolist() == [[0, -0.25], [0.75, 0]]
 
 
-def test_zero_sum_compares_last_answers_and_pays_last_turns():
+def test_zero_sum_compares_last_answers_and_credits_last_turns():
     joint = batch(talk([[1.0, 0.25], [PASS, None]]))
     zero = CREDITS.get("zero_sum")
     assert zero(zero.Config("zero_sum")).assign(joint)[0].tolist() == [[0, -0.75], [0.75, 0]]
@@ -238,14 +242,14 @@ def test_zero_sum_compares_last_answers_and_pays_last_turns():
         ({"of": TeamOf.answer}, [0, 0, 0.75]),
     ],
 )
-def test_the_team_is_paid_an_outcome_in_its_last_round_alone(options, expected):
+def test_the_teams_outcome_is_credited_in_its_last_round_only(options, expected):
     """a's last turn is in round 1, b's in round 3: with a payment at each the team would be paid twice."""
     team = CREDITS.get("team")
     record = talk([[1.0, 0.0], [None, 1.0], [None, PASS]], team=0.75)
     assert team(team.Config("team", **options)).of_team(batch(record))[0].tolist() == expected
 
 
-def test_a_team_that_never_answers_is_paid_its_score_once():
+def test_a_team_that_never_answers_gets_its_score_once():
     joint = batch(talk([[PASS, PASS], [PASS, None]], team=0.5))
     for name, options in [("own", {}), *(("team", {"of": of}) for of in TeamOf)]:
         scheme = CREDITS.get(name)(CREDITS.get(name).Config(name, **options))
@@ -299,7 +303,7 @@ def ended_early(rounds, sample=0, score=-1.0):
         ("joint", {}, [[-1, -1], [-1, 0], [-1, 0]]),
     ],
 )
-def test_what_ended_early_is_paid_for_once_by_each_agent(credit, options, expected):
+def test_an_early_end_is_charged_once_to_each_agent(credit, options, expected):
     """a answers, says something, and something again; b answers in round 1 alone. A whole sample is worth 1."""
     scheme = CREDITS.get(credit)
     joint = batch(ended_early([[1.0, 1.0], [PASS, None], [PASS, None]]), talk([[1.0, 1.0]], team=1.0, sample=1))
@@ -311,7 +315,7 @@ def test_what_ended_early_is_paid_for_once_by_each_agent(credit, options, expect
     assert team_return(ended_early([[1.0, 1.0]]), ReturnOf.final) == -1.0
 
 
-def test_a_right_answer_before_a_failure_was_no_turn_to_a_wrong_one():
+def test_a_right_answer_before_a_failure_is_no_change_to_a_wrong_one():
     """Both are right in all rounds; what the failure is worth stands at the last ones alone."""
     incentives = {"alpha0": 2.0, "alpha1": 4.0, "beta0": 8.0, "beta1": 16.0}
     joint = batch(ended_early([[1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]))
@@ -326,7 +330,7 @@ def test_shares_of_a_failure_sum_to_it():
 
 
 @pytest.mark.parametrize("name,credit,options,own", PAIRS)
-def test_every_learner_takes_what_ended_early(name, credit, options, own):
+def test_every_learner_handles_episodes_that_ended_early(name, credit, options, own):
     joint = batch(ended_early([[1.0, None], [0.0, PASS]]), talk([[1.0, 0.0]], sample=1), ended_early([[1.0, 0.5]], 2))
     assert torch.isfinite(returns_of(build(name, credit, options, **own), joint)).all()
 

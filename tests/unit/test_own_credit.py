@@ -2,53 +2,25 @@
 
 import asyncio
 import copy
+import importlib
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
 
 import pytest
-import torch
-from torch import Tensor
 
-from marl.batch.joint import JointBatch
-from marl.learners import CREDITS, Credit, Gathered, Rollouts, register_credit
+from marl.learners import CREDITS, Gathered
 from marl.learners.gathering import Tried, Tries
 from marl.runners import RecordedAnswers, scripted
-from marl.types import Episode
-from tests.builders import batch_of, build_learner, build_runner, episode, grid_of
+from tests.builders import batch_of, build_learner, build_runner, episode, grid_of, scheme
 
 
 @pytest.fixture
 def regret(monkeypatch):
-    """The scheme, registered for one test: the matrices over the registry are the built-in ones'."""
+    """The scheme, registered for one test: it is not among those that the matrices over the registry run."""
     monkeypatch.setattr(CREDITS, "_entries", dict(CREDITS._entries))
-
-    @register_credit("regret")
-    class Regret(Credit):
-        """A team's score less the best one that another first answer would have led to."""
-
-        kind = "advantage"
-
-        @dataclass
-        class Config(Credit.Config):
-            tries: int = 2
-
-        config: Config
-
-        async def gather(self, episodes: Sequence[Episode], rollouts: Rollouts) -> Gathered:
-            places = [
-                (one, turn) for one in episodes for turn in one.path if turn.round == 1 and rollouts.trained(turn)
-            ]
-            tries = await rollouts.try_answers(places, self.config.tries, finishes=1)
-            for entry in tries.tried:
-                best = max(end.scored.value for end in entry.ends)
-                entry.at.evidence["best"] = max(best, entry.at.evidence.get("best", best))
-            return Gathered({"regret/failed": float(tries.failed)}, tries.tokens)
-
-        def assign(self, batch: JointBatch) -> Tensor:
-            return torch.nan_to_num(batch.team_score_E[:, None, None] - batch.evidence_ERA("best"))
-
-    return Regret(Regret.Config("regret"))
+    monkeypatch.delitem(sys.modules, "recipe.regret", raising=False)
+    importlib.import_module("recipe.regret")
+    return scheme("regret", tries=3)
 
 
 class Scored:
@@ -73,7 +45,6 @@ class Scored:
 def test_its_evidence_reaches_the_learner(regret):
     records = [episode("t", 0, [[1, 0], [0, 1]]), episode("t", 1, [[0, None], [None, 0]])]
     records[1].score = type(records[1].scored)(0.0, None)
-    regret.config.tries = 3
     gathered = asyncio.run(regret.gather(records, Scored()))
     assert gathered == Gathered({"regret/failed": 0.0}, 5)
     learner, batch = build_learner("grpo"), batch_of(*records)

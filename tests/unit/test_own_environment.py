@@ -30,7 +30,7 @@ def hot_and_cold(monkeypatch, tmp_path):
     importlib.import_module("own_environment")
 
 
-def told(environment, *answers):
+def replies(environment, *answers):
     """What a team of one agent is told after each of these answers; the right one is 4."""
     runner = build("multi_turn", num_turns=8, environment=environment)
     record = play(runner, lambda agent, round: answers[round - 1], agents=("a",))
@@ -38,8 +38,8 @@ def told(environment, *answers):
 
 
 def test_its_option_is_a_typed_key(hot_and_cold):
-    assert told("hot_and_cold", "9", "2", "3", "4") == (["Smaller.", "Larger.", "Larger."], "4")
-    assert told({"name": "hot_and_cold", "near": 1}, "9", "2", "3") == (["Smaller.", "Larger."], "3")
+    assert replies("hot_and_cold", "9", "2", "3", "4") == (["Smaller.", "Larger.", "Larger."], "4")
+    assert replies({"name": "hot_and_cold", "near": 1}, "9", "2", "3") == (["Smaller.", "Larger."], "3")
 
 
 def test_it_is_configured_like_a_game(hot_and_cold, compose_config):
@@ -60,7 +60,7 @@ def test_every_episode_has_an_environment_of_its_own(hot_and_cold):
 
 
 def test_a_built_in_one_has_options():
-    assert told({"name": "verifier", "wrong": "No."}, "5", "6", "4") == (["No."] * 2, "4")
+    assert replies({"name": "verifier", "wrong": "No."}, "5", "6", "4") == (["No."] * 2, "4")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_built_in_one_has_options():
         (["verifier"], r"expected a name, or a group \{name: …, option: …\}"),
     ],
 )  # fmt: skip
-def test_what_is_no_environment_is_told(hot_and_cold, environment, said):
+def test_invalid_environments_are_errors(hot_and_cold, environment, said):
     runner = build("multi_turn", environment=environment)
     if said is None:
         return runner.check(["a"])

@@ -102,7 +102,7 @@ def test_a_steps_arithmetic(compose_config, cold_assets):
     assert "\x1b" not in text and max(map(len, text.splitlines())) < 140
 
 
-def test_more_than_there_is_is_warned_of():
+def test_estimates_above_the_machines_memory_raise_a_warning():
     config = SimpleNamespace(trainer=SimpleNamespace(device="cuda", n_gpus_per_node=1))
     assert warnings_of(config, {"a": 9e9}, 10e9) == [] == warnings_of(config, {"a": 9e9}, None)
     (warning,) = warnings_of(config, {"a": 9e9, "b": 11e9}, 10e9)

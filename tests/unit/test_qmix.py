@@ -32,21 +32,21 @@ def test_with_a_summing_mixer_it_is_vdn_bit_for_bit(advantage):
         assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
 
 
-def test_actors_are_paid_by_the_slope_of_the_mixer_times_q_less_v():
+def test_advantages_are_the_mixers_slope_times_q_minus_v():
     batch, records = two_rounds()
     batch, _ = read(batch, records)
     learner = build("qmix", "team", whiten=False)
     learner.assign_credit(batch)
     mixing, joint, step = learner.fit(2).mixing, learner.joint(batch), 1e-3
     with torch.no_grad():
-        state_BS, q_BA = mixing.states(joint), joint.take(batch.critic_data.utilities_ERA)
+        state_BS, q_BA = mixing.states(joint), joint.from_grid(batch.critic_data.utilities_ERA)
         for a, name in enumerate("ab"):
             moved = q_BA.clone()
             moved[:, a] += step
             back = q_BA.clone()
             back[:, a] -= step
             slope_B = (mixing(moved, state_BS) - mixing(back, state_BS)) / (2 * step)
-            expected = slope_B * (q_BA - joint.take(batch.critic_data.values_ERA))[:, a]
+            expected = slope_B * (q_BA - joint.from_grid(batch.critic_data.values_ERA))[:, a]
             got = torch.stack([row[0] for row in batch.rows[name]["advantages"].unbind()])
             # rows of a policy are in the order of episodes and rounds, as joint actions are
             torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
@@ -60,7 +60,7 @@ def test_another_answer_is_mixed_in_the_state_of_the_answer_that_it_replaces():
     learner.assign_credit(batch)
     mixing, joint = learner.fit(2).mixing, learner.joint(batch)
     with torch.no_grad():
-        states, q_BA = mixing.states(joint), joint.take(batch.critic_data.utilities_ERA)
+        states, q_BA = mixing.states(joint), joint.from_grid(batch.critic_data.utilities_ERA)
         for own, other in ((0, 1), (1, 0)):
             changed = q_BA[own].clone()
             changed[0] = q_BA[other, 0]
@@ -111,7 +111,7 @@ def test_the_bootstrap_is_the_target_mixers_of_the_target_utilities():
     fits.steps = 1
     targets = asyncio.run(fits.begin(batch, critics, joint, 0.5, target_update_every=2))
     with torch.no_grad():
-        q_tot_B = fits.target(joint.take(batch.critic_data.utilities_ERA) + 1.0, fits.target.states(joint))
+        q_tot_B = fits.target(joint.from_grid(batch.critic_data.utilities_ERA) + 1.0, fits.target.states(joint))
     assert float(targets[0]) == pytest.approx(0.5 * float(q_tot_B[1])) and float(targets[1]) == 1.0
 
 

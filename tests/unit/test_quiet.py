@@ -43,7 +43,7 @@ def log(path, level):
     logger.handle(logger.makeRecord(path, level, path, 1, f"{path} {level}", (), None))
 
 
-def test_records_are_told_by_their_file_and_errors_pass(caplog):
+def test_log_records_are_filtered_by_file_and_errors_pass(caplog):
     verl, own = (
         os.path.join(SITE, "verl", "utils", "logger", "aggregate_logger.py"),
         os.path.join(os.sep, "home", "me", "verl_rewards.py"),

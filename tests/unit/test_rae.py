@@ -95,7 +95,7 @@ def test_it_remembers_over_a_checkpoint(tmp_path):
     assert step(learner, [[0], [1]]) == step(again, [[0], [1]])
 
 
-def test_divergence_and_later_rounds_count():
+def test_kl_penalty_and_later_rounds_count():
     learner, batch = build("rae", "own", gamma=0.5), batch_of(episode("t", 0, [[0, 1], [None, None]]))
     batch.rows["a"]["kl_penalty"] = jagged([[0.25], [0.0, 0.5]], torch.float32)
     learner.assign_credit(batch)

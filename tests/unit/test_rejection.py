@@ -72,7 +72,7 @@ def test_the_reward_of_a_turn_whose_last_token_was_rejected_is_not_lost():
     assert [row.tolist() for row in rows["advantages"].unbind()] == [[0, 0], [1, 1, 0]]
 
 
-def test_the_divergence_of_rejected_tokens_is_no_cost():
+def test_rejected_tokens_have_no_kl_penalty():
     """Neither to a learner that counts tokens nor to one that counts turns."""
     batch = long_answers((2, 3))
     rows = batch.rows["a"]

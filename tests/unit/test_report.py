@@ -174,7 +174,7 @@ def test_a_dump_brings_back_the_episodes(tmp_path):
         list(dump.read(path, lambda source: str, lambda source: str))
 
 
-def test_a_score_that_is_not_there_is_named():
+def test_a_missing_score_is_named():
     episode = debate(["1", "1"])
     episode.turns[0].score = None
     with pytest.raises(ValueError, match="turn of 'agent_0' in round 1 has no score"):

@@ -119,7 +119,7 @@ def test_a_function_is_loaded_once_in_each_process_and_judges_there(built, funct
         ("odd", "task train/7: .*pickle", "errors"),
     ],
 )
-def test_what_goes_wrong_is_named_and_counted_and_the_others_go_on(built, text, said, kind):
+def test_failures_are_named_and_counted_and_others_continue(built, text, said, kind):
     reward = built(timeout_s=2.0)
     results = judge(reward, *["4"] * 5, text, *["4"] * 5)
     failed = results.pop(5)
@@ -131,7 +131,7 @@ def test_what_goes_wrong_is_named_and_counted_and_the_others_go_on(built, text, 
     assert not any(reward.metrics().values()) and len(metrics) == 6
 
 
-def test_many_that_die_are_each_told_and_the_pool_lives_on(built):
+def test_every_crash_is_reported_and_the_pool_survives(built):
     results = judge(built(), *["die"] * 3, "4", *["die"] * 3)
     assert [type(result) for result in results[:3] + results[4:]] == [RewardError] * 6
     assert results[3].value == 1.0
@@ -151,7 +151,7 @@ def test_a_text_whose_process_was_killed_by_the_machine_is_judged_again(tmp_path
     assert asyncio.run(run()) > 0 and died.exists()
 
 
-def test_a_pool_that_cannot_be_had_is_no_fault_of_the_text(monkeypatch):
+def test_an_unavailable_pool_is_an_infrastructure_failure(monkeypatch):
     async def broken(*_):
         raise BrokenProcessPool("no memory")
 

@@ -189,7 +189,7 @@ CANARIES = {
 @pytest.mark.parametrize(
     "source,rule", [("marl/x", "strict"), ("openai/gsm8k", "strict"), ("openai/gsm8k", "flexible"), ("aime", "strict")]
 )
-def test_what_holds_no_answer_does_not_win(source, rule):
+def test_texts_without_an_answer_score_zero(source, rule):
     reward = Reward(Builtin(rule))
     for name, text in CANARIES.items():
         score = asyncio.run(reward.judge(Task("t", [], "14", source, extractor(source, rule)), text))
@@ -205,7 +205,7 @@ GOOD = {
 
 
 @pytest.mark.parametrize("source,rule", GOOD)
-def test_right_answers_win(source, rule):
+def test_right_answers_score_one(source, rule):
     reward = Reward(Builtin(rule))
     for text in GOOD[source, rule]:
         score = asyncio.run(reward.judge(Task("t", [], "14", source, extractor(source, rule)), text))
@@ -281,7 +281,7 @@ def test_a_function_may_be_async():
         ({"score": float("inf")}, "finite"),
     ],
 )
-def test_what_is_no_score_is_named(returned, error):
+def test_invalid_scores_are_named(returned, error):
     with pytest.raises((TypeError, ValueError), match=error):
         judge(lambda **_: returned)
 
@@ -297,7 +297,7 @@ def judge_math(run, *texts, truth="14"):
     return asyncio.run(all_at_once()), reward.metrics()
 
 
-def test_math_verify_is_ended_where_it_hangs_and_its_failures_are_no_wrong_answers(monkeypatch):
+def test_math_verify_is_killed_when_it_hangs_and_failures_are_counted_apart_from_wrong_answers(monkeypatch):
     monkeypatch.setattr("marl.rewards.builtin.MATH_TIMEOUT_S", 6.0)
     processes, started = Processes(2, timeout_s=1000.0), time.monotonic()
     deep = r"\boxed{" + "(" * 5000 + "1" + ")" * 5000 + "}"
@@ -321,7 +321,7 @@ def test_math_verify_works_off_the_main_thread_too():
     assert score.value == 1.0 and not any(metrics.values())
 
 
-def test_without_math_verify_a_run_is_told_how_to_install_it(monkeypatch):
+def test_a_missing_math_verify_is_an_error_that_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (error,), metrics = judge_math(Builtin().run, r"\boxed{3}")
     assert isinstance(error, RewardError) and "pip install 'marl[math]'" in str(error)

@@ -60,7 +60,7 @@ def test_weights_are_kept_where_their_validation_fails():
     assert kept(2, 4, fails=True, test_freq=2) == ["validate", "the judge is gone"]
 
 
-def test_weights_that_are_not_kept_are_spoken_of(caplog):
+def test_discarded_weights_raise_a_warning(caplog):
     with caplog.at_level(logging.WARNING):
         kept(4, 4, save_final=False)
     assert "step, 4, are not kept: trainer.save_final=false" in caplog.text

@@ -11,7 +11,7 @@ from marl.batch.evidence import ballots_of
 from marl.config.bounds import check_values
 from marl.config.errors import ConfigError
 from marl.learners import CREDITS, LEARNERS
-from marl.learners.counterfactual_credit import worth
+from marl.learners.counterfactual_credit import ballot_score
 from marl.learners.credit_schemes import TeamOf
 from marl.learners.replay import ReturnOf, team_return
 from marl.preflight.compatibility import check_facts, check_incentives
@@ -30,7 +30,7 @@ def test_mixed_is_own_and_a_weight_of_the_teams():
     assert torch.equal(scheme("mixed", weight=0).assign(batch), scheme("own").assign(batch))
 
 
-def test_joint_pays_every_turn_the_sum_of_all():
+def test_joint_gives_every_turn_the_sum_of_all_scores():
     pioneer, observer = episode("t", 0, [[0.25, None], [None, 1.0]]), episode("t", 1, [[1.0, None], [None, 0.5]])
     got = scheme("joint").assign(batch_of(pioneer, observer))
     assert got.tolist() == [[[1.25, 0], [0, 1.25]], [[1.5, 0], [0, 1.5]]]
@@ -42,17 +42,17 @@ def test_joint_pays_every_turn_the_sum_of_all():
 
 
 @pytest.mark.parametrize("name", CREDITS.names())
-def test_incentives_come_on_top_of_any_credit(name):
+def test_incentives_are_added_to_any_credit(name):
     """a goes from right to wrong beside a wrong peer, b from wrong to right beside a right one."""
     batch = batch_of(episode("t", 0, DEBATE), episode("t", 1, [[1.0, None], [None, 1.0]]))
     plain = scheme(name).of(batch)
-    paid = scheme(name, alpha0=2.0, alpha1=4.0, beta0=8.0, beta1=16.0).of(batch) - plain
+    added = scheme(name, alpha0=2.0, alpha1=4.0, beta0=8.0, beta1=16.0).of(batch) - plain
     expected = torch.tensor([[[16.0, -8.0], [-2.0, 4.0]], [[0, 0], [0, 0]]])
-    torch.testing.assert_close(paid, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(added, expected, atol=1e-5, rtol=0)
     assert torch.equal(scheme(name, alpha0=0.0).of(batch), plain)
 
 
-def test_incentives_are_paid_before_the_kind_applies():
+def test_incentives_are_added_before_returns_are_summed():
     """``reward``: what round 2 is paid is part of round 1's return. ``return``: it is not."""
     batch = [batch_of(episode("t", 0, DEBATE), episode("t", 1, [[0.0, 0.0], [0.0, 0.0]])) for _ in range(2)]
     for one, name in zip(batch, ("own", "influence"), strict=True):
@@ -64,7 +64,7 @@ def test_incentives_are_paid_before_the_kind_applies():
     assert reward[1] == ended[1] == 2.5
 
 
-def test_what_auto_becomes_keeps_the_incentives(compose_config, cold_assets):
+def test_resolving_auto_keeps_the_incentives(compose_config, cold_assets):
     words = ("learner=mappo", "credit=auto", "credit.alpha1=2", "credit.beta0=-1")
     config = prepare(compose_config(f"assets={cold_assets}", *words)).config
     assert (config.credit.name, config.credit.alpha1, config.credit.beta0) == ("team", 2.0, -1.0)
@@ -91,9 +91,9 @@ def vote(agent, answer, score=0.0, weight=1.0, round=1):
         (Rule.last, [("4", 1.0, 1), (None, 0.0, 1)], -1.0),
     ],
 )
-def test_what_a_vote_is_worth(rule, votes, expected):
+def test_scores_of_ballots(rule, votes, expected):
     cast = tuple(vote(str(i), answer, score, weight) for i, (answer, score, weight) in enumerate(votes))
-    assert worth(Ballot(rule, cast, no_answer=-1.0), cast) == expected
+    assert ballot_score(Ballot(rule, cast, no_answer=-1.0), cast) == expected
 
 
 def decided(rule, *answers, accuracy=None, **options):
@@ -129,10 +129,10 @@ def test_a_ballot_holds_what_was_decided_on(rule, answers):
         (agent, 1, None if answer == "none" else answer) for agent, answer in zip("abc", answers, strict=True)
     ]
     assert [v.score for v in ballot.votes] == [float(answer == "4") for answer in answers]
-    known = {v.answer for v in ballot.votes if v.score == worth(ballot, ballot.votes)}
+    known = {v.answer for v in ballot.votes if v.score == ballot_score(ballot, ballot.votes)}
     if record.answer is None:
-        assert worth(ballot, ballot.votes) == -1.0
-    elif worth(ballot, ballot.votes) in (0.0, 1.0):
+        assert ballot_score(ballot, ballot.votes) == -1.0
+    elif ballot_score(ballot, ballot.votes) in (0.0, 1.0):
         assert record.answer in known
     else:
         assert len(set(answers)) > 1, "a tie"
@@ -151,7 +151,7 @@ def shares(rule, *answers):
     return scheme("shapley").assign(voted(rule, answers))[0, 0].tolist()
 
 
-def test_shapley_shares_out_a_decision():
+def test_shapley_divides_a_decisions_score():
     """4 4 5 by majority: v(a) = v(b) = v(ab) = v(abc) = 1, v(ac) = v(bc) = .5, v(c) = 0."""
     got = shares(Decide.majority, "4", "4", "5")
     assert got == pytest.approx([7 / 12, 7 / 12, -1 / 6]) and sum(got) == pytest.approx(1.0)
@@ -161,12 +161,12 @@ def test_shapley_shares_out_a_decision():
     assert shares(Decide.majority, *["4"] * 8) == pytest.approx([1 / 8] * 8, abs=0.04), "in a sample of orders"
 
 
-def test_shapley_is_paid_at_the_last_vote_and_sums_to_the_decision():
+def test_shapley_is_credited_at_the_last_vote_and_sums_to_the_decision():
     batch = batch_of(episode("t", 0, [[0.0, 1.0], [1.0, None]]), episode("t", 1, [[1.0, 0.0], [None, 0.0]]))
     got = scheme("shapley").assign(batch)
     assert got.tolist() == [[[0, 0.5], [0.5, 0]], [[0, 0], [0, 0]]]
     for credit, ballots in zip(got, batch.evidence.ballots, strict=True):
-        assert float(credit.sum()) == worth(ballots[-1], ballots[-1].votes)
+        assert float(credit.sum()) == ballot_score(ballots[-1], ballots[-1].votes)
 
 
 def test_counterfactual_by_hand():
@@ -262,7 +262,7 @@ def test_without_a_vote_the_error_says_what_to_use(name, checked):
         ("replay", {"credit__share": 0.0}, "credit.share=0.*above 0"),
     ],
 )
-def test_what_a_credit_needs_is_asked_for(checked, credit, changes, said):
+def test_unmet_requirements_of_a_credit_are_errors(checked, credit, changes, said):
     with pytest.raises(ConfigError, match=said):
         checked(credit, **changes)
 
@@ -282,7 +282,7 @@ def test_what_a_credit_needs_is_asked_for(checked, credit, changes, said):
         ("summary", {}, None),
     ],
 )
-def test_incentives_that_would_pay_nothing_are_refused(compose_config, runner, options, said):
+def test_incentives_without_effect_are_refused(compose_config, runner, options, said):
     config = compose_config("learner.std=true", "learner.gamma=1", "learner.estimator=null")
     config.credit = OmegaConf.structured(CREDITS.get("own").Config("own", beta1=0.5))
     config.runner = RUNNERS.get(runner).Config(name=runner, **options)
@@ -328,5 +328,5 @@ def test_the_return_of_an_episode_is_that_of_the_team_credit():
         record.score = Score(0.75, "x")
         batch = batch_of(record)
         for of in ("final", "answer"):
-            paid = scheme("team", of=TeamOf[of]).assign(batch)[0, :, 0].sum()
-            assert team_return(record, ReturnOf[of]) == float(paid)
+            added = scheme("team", of=TeamOf[of]).assign(batch)[0, :, 0].sum()
+            assert team_return(record, ReturnOf[of]) == float(added)

@@ -125,7 +125,7 @@ def act(*arguments: Any, **options: Any) -> Turn:
     return asyncio.run(turn_of(*arguments, **options))
 
 
-def told(turn: Turn, text: str = "bob says 5") -> list:
+def followed_by(turn: Turn, text: str = "bob says 5") -> list:
     return [*turn.observation, {"role": "assistant", "content": turn.text}, {"role": "user", "content": text}]
 
 
@@ -191,8 +191,8 @@ def test_the_text_of_a_turn_is_what_follows_the_thought(template, options, respo
 def test_a_template_that_drops_thoughts_is_followed_and_turns_are_not_packed(template, response):
     client = client_of(template, response, response)
     first = act(client)
-    second = act(client, told(first), 2, first)
-    assert client.tokenizer.decode(second.prompt_ids) == rendered(client, told(first))
+    second = act(client, followed_by(first), 2, first)
+    assert client.tokenizer.decode(second.prompt_ids) == rendered(client, followed_by(first))
     assert not second.extends(first) and "<think>5" not in client.tokenizer.decode(second.prompt_ids)
     assert agent_metrics([scored(first, second)], "a")["unpacked_turns"] == 1.0
     assert len(packed(first, second)) == 2
@@ -211,7 +211,7 @@ def test_a_template_that_drops_thoughts_is_followed_and_turns_are_not_packed(tem
 def test_where_nothing_is_dropped_ids_extend(template, thinking, response):
     client = client_of(template, response, response, thinking=thinking)
     first = act(client)
-    second = act(client, told(first), 2, first)
+    second = act(client, followed_by(first), 2, first)
     assert second.extends(first) and first.text == "It is 4"
     assert agent_metrics([scored(first, second)], "a")["unpacked_turns"] == 0.0
     assert len(packed(first, second)) == 1
@@ -220,9 +220,11 @@ def test_where_nothing_is_dropped_ids_extend(template, thinking, response):
 def test_an_empty_thought_that_the_template_writes_for_the_answer_only_is_not_kept():
     client = client_of(QWEN3, "It is 4<|im_end|>", "4<|im_end|>", enable_thinking=False)
     first = act(client)
-    second = act(client, told(first), 2, first)
+    second = act(client, followed_by(first), 2, first)
     assert client.tokenizer.decode(first.prompt_ids).endswith("<think>\n\n</think>\n\n")
-    assert client.tokenizer.decode(second.prompt_ids) == rendered(client, told(first)) and not second.extends(first)
+    assert client.tokenizer.decode(second.prompt_ids) == rendered(client, followed_by(first)) and not second.extends(
+        first
+    )
 
 
 def scored(*turns: Turn) -> Episode:
@@ -286,9 +288,11 @@ def test_another_policy_is_shown_what_was_said_and_no_thought():
     first_policy = client_of(MAGISTRAL, "[THINK]a secret[/THINK]It is 4<|im_end|>", policy="first")
     second_policy = client_of(LLAMA_3, "5<|im_end|>", policy="second")
     first = act(first_policy)
-    second = act(second_policy, told(first), 2, first)
-    assert second_policy.tokenizer.decode(second.prompt_ids) == rendered(second_policy, told(first))
-    assert "secret" not in rendered(second_policy, told(first)) and "It is 4" in rendered(second_policy, told(first))
+    second = act(second_policy, followed_by(first), 2, first)
+    assert second_policy.tokenizer.decode(second.prompt_ids) == rendered(second_policy, followed_by(first))
+    assert "secret" not in rendered(second_policy, followed_by(first)) and "It is 4" in rendered(
+        second_policy, followed_by(first)
+    )
 
 
 @pytest.mark.parametrize("template", [QWEN3, DEEPSEEK_R1])

@@ -26,8 +26,8 @@ def transcript(record):
 
 def says(**texts):
     """A script: agent -> what it says in its first, second … turn; the last of them again and again."""
-    told = {agent: itertools.chain(given, itertools.repeat(given[-1])) for agent, given in texts.items()}
-    return lambda agent, round, branch=0: next(told[agent])
+    answers = {agent: itertools.chain(given, itertools.repeat(given[-1])) for agent, given in texts.items()}
+    return lambda agent, round, branch=0: next(answers[agent])
 
 
 def test_every_runner_has_a_transcript():
@@ -239,8 +239,8 @@ def test_tree_transcript():
 
     runner = build("tree", num_branches=3, **BRIEF)
     record = play(runner, script, agents=("a", "b"))
-    told = transcript(record)
-    assert [entry[:3] for entry in told] == [
+    entries = transcript(record)
+    assert [entry[:3] for entry in entries] == [
         *[(agent, 1, ["2+2?"]) for agent in "aaabbb"],
         *[("a", 2, ["2+2?", "4", ""])] * 3,
         *[("b", 2, ["2+2?\n\na:4"])] * 3,
@@ -393,7 +393,7 @@ def test_graph_speaks_at_several_nodes_at_once():
         ("graph", {"edges": [Edge("answer", ["answer"], When.says)]}, ("a",), "a word with when=says alone"),
     ],
 )  # fmt: skip
-def test_a_team_that_cannot_play_is_told_so(name, options, agents, says_):
+def test_invalid_teams_are_refused(name, options, agents, says_):
     with pytest.raises(ValueError, match=says_):
         build(name, **options).check(agents)
 

@@ -7,7 +7,7 @@ from marl.batch.build import pad_rows, rows_of
 from marl.batch.critic_spec import UtilityCritics
 from marl.batch.joint import Alternatives
 from marl.batch.utility_inputs import SHARED, JointStates, UtilityTurns
-from marl.batch.values import gradient_rows, lay_utilities, place_values
+from marl.batch.values import gradient_rows, place_utilities, place_values
 from marl.cluster.workers.critic_loss import critic_loss
 from marl.learners import LEARNERS
 from marl.learners.decisions import whitened
@@ -55,7 +55,7 @@ def test_values_go_to_one_grid_and_utilities_to_the_other_and_derivatives_back()
     rows = UtilityTurns(False).rows(records, batch)["b"]
     v_ERA, q_ERA = torch.zeros(2, *batch.mask_ERA.shape).unbind()
     numbers = torch.arange(1.0, 9.0)
-    lay_utilities(
+    place_utilities(
         rows, torch.nested.nested_tensor_from_jagged(numbers, offsets=rows["read_at"].offsets()), v_ERA, q_ERA
     )
     assert v_ERA[..., 1].tolist() == [[1, 3], [5, 7]] and q_ERA[..., 1].tolist() == [[2, 4], [6, 8]]
@@ -134,8 +134,8 @@ def test_a_joint_action_is_what_trained_agents_say_in_a_round(name):
     )
     assert joint.keys_B == [("t", 0), ("t", 2), ("u", 0)]
     numbers = torch.arange(12.0).view(2, 3, 2)
-    assert joint.take(numbers).tolist() == [[0, 1], [4, 0], [6, 7]]
-    assert joint.lay(joint.take(numbers) + 1)[0].tolist() == [[1, 2], [0, 0], [5, 0]]
+    assert joint.from_grid(numbers).tolist() == [[0, 1], [4, 0], [6, 7]]
+    assert joint.to_grid(joint.from_grid(numbers) + 1)[0].tolist() == [[1, 2], [0, 0], [5, 0]]
 
 
 def test_alternatives_are_no_joint_action():
@@ -147,7 +147,7 @@ def test_alternatives_are_no_joint_action():
     assert joint.index_B.tolist() == [0] and joint.rewards_B.tolist() == [1.0]
 
 
-def test_the_divergence_from_the_references_is_taken_off_the_teams_reward():
+def test_the_kl_penalties_are_subtracted_from_the_teams_reward():
     records = [episode("t", 0, [[1], [1]])]
     batch = batch_of(*records)
     for name, penalty in {"a": 0.25, "b": 0.5}.items():
@@ -155,7 +155,7 @@ def test_the_divergence_from_the_references_is_taken_off_the_teams_reward():
     assert build("vdn", "team").joint(batch).rewards_B.tolist() == [0.25]
 
 
-def test_actors_are_paid_by_q_less_v():
+def test_advantages_are_q_minus_v():
     """With a sum every weight is 1. Silent agents get nothing."""
     records = [episode("t", 0, [[1, 0], [0, None]])]
     numbers = {"a": [0.5, 2.0, 1.0, -1.0], "b": [3.0, 3.25]}
@@ -165,7 +165,7 @@ def test_actors_are_paid_by_q_less_v():
     assert batch.rows["b"]["advantages"].values().tolist() == [0.25]
 
 
-def test_actors_are_paid_against_the_answers_of_the_other_samples():
+def test_advantages_against_the_answers_of_other_samples():
     """Three samples of one task in one round; a's answers are worth 1, 2 and 6, b is silent in the last."""
     records = [episode("t", i, [[0], [0 if i < 2 else None]]) for i in range(3)]
     numbers = {"a": [9.0, 1.0, 9.0, 2.0, 9.0, 6.0], "b": [9.0, 4.0, 9.0, 3.0]}
@@ -180,7 +180,7 @@ def test_actors_are_paid_against_the_answers_of_the_other_samples():
 
 
 @pytest.mark.parametrize("advantage,expected", [("group", [1 - 4, 2 - 3.5]), ("gradient", [0.5, 1.0])])
-def test_who_was_cut_off_is_compared_and_not_trained(advantage, expected):
+def test_truncated_turns_are_compared_but_not_trained(advantage, expected):
     """a's answers are worth 1, 2 and 6, the last cut off, and no row; b was never trained."""
     records = [episode("t", i, [[0], [0]]) for i in range(3)]
     records[2].turns[0].trained = False
@@ -255,7 +255,7 @@ def test_later_rounds_are_valued_by_targets_that_stay_until_they_are_renewed():
     assert torch.equal(critics["a"].target, present), "every second step"
 
 
-def test_an_additive_team_is_taken_apart():
+def test_an_additive_team_reward_is_decomposed():
     """Payoffs 1 - 2 x_1 + 3 x_2: fitted on all joint actions, the utilities differ by exactly what each agent adds."""
     scores = {(x, y): 1.0 - 2 * x + 3 * y for x in (0, 1) for y in (0, 1)}
     records = [episode("t", i, [[score], [score]]) for i, score in enumerate(scores.values())]
@@ -282,7 +282,7 @@ def test_an_additive_team_is_taken_apart():
     assert float(q_EA[1, 1] - q_EA[0, 1]) == pytest.approx(3, abs=1e-4)
 
 
-def test_a_batch_that_nobody_read_is_named():
+def test_a_batch_without_critic_inputs_is_an_error():
     batch, _ = two_rounds()
     with pytest.raises(ValueError, match="holds no utilities"):
         build("vdn", "team").assign_credit(batch)

@@ -43,7 +43,7 @@ def test_groups_of_one_pool_work_in_turn_where_they_share_collectives(ranks, ove
     assert (seen[1] == "carol begins") is overlap and len(seen) == 4
 
 
-def test_what_is_asked_for_twice_in_a_step_is_counted_twice():
+def test_repeated_calls_in_a_step_are_counted_twice():
     """HAPPO asks for log-probs again after an update."""
 
     def answer(rows):

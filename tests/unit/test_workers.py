@@ -81,7 +81,7 @@ class Slow:
 ROLLOUT = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "response_length": 3}
 
 
-def test_who_happens_to_answer_first_decides_nothing():
+def test_completion_order_does_not_matter():
     debate = RUNNERS.get("debate")
     agents = OmegaConf.create({"a": AgentConfig(), "b": AgentConfig()})
     clients = {"a": Slow(0.02), "b": Slow(0.0)}
