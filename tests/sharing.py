@@ -1,9 +1,11 @@
-"""Several pytest processes share the tests: each runs the files that it was the first to claim in a common folder.
+"""Several pytest processes share the tests: each runs the files, and the single slow tests, that it was the first to claim
+in a common folder.
 
 ``make test`` starts two of them, one from each end of the list, so that both end at about the same time.
 """
 
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -11,9 +13,7 @@ CLAIMED = pytest.StashKey[dict]()
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--share", metavar="FOLDER", help="run only the files that no other process claimed in this folder"
-    )
+    parser.addoption("--share", metavar="FOLDER", help="run only what no other process claimed in this folder")
     parser.addoption("--reverse", action="store_true", help="take the files from the end of the list")
 
 
@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item, nextitem):
-    """Pass over the tests of a file that another process has claimed; what they alone would need is torn down."""
+    """Pass over tests that another process has claimed; fixtures that they alone would need are torn down."""
     if is_mine(item):
         return None
     item.session._setupstate.teardown_exact(nextitem)
@@ -33,16 +33,21 @@ def pytest_runtest_protocol(item, nextitem):
 
 
 def is_mine(item):
-    folder, claimed = item.config.getoption("share"), item.config.stash.setdefault(CLAIMED, {})
-    if folder is not None and item.path not in claimed:
-        claimed[item.path] = claim(Path(folder), item.path.relative_to(item.config.rootpath))
-    return folder is None or claimed[item.path]
+    folder, claimed, part = item.config.getoption("share"), item.config.stash.setdefault(CLAIMED, {}), shared_part(item)
+    if folder is not None and part not in claimed:
+        claimed[part] = claim(Path(folder), part)
+    return folder is None or claimed[part]
 
 
-def claim(folder, path):
-    """True for the first process that asks for a file. Exclusive creation is atomic."""
+def shared_part(item):
+    """The file of a test; of a slow one, the test itself: a file of proofs takes an hour."""
+    return item.nodeid if item.get_closest_marker("slow") else item.nodeid.partition("::")[0]
+
+
+def claim(folder, part):
+    """True for the first process that asks for a part. Exclusive creation is atomic."""
     try:
-        (folder / "__".join(path.parts)).touch(exist_ok=False)
+        (folder / quote(part, safe="")).touch(exist_ok=False)
     except FileExistsError:
         return False
     return True

@@ -4,12 +4,14 @@ import ast
 import re
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
 from marl.config import schema
 from marl.learners import CREDITS, LEARNERS
 from marl.runners import RUNNERS
+from tests.sharing import claim
 
 pytest_plugins = ["pytester"]
 
@@ -48,7 +50,7 @@ def suite(pytester):
 def test_a_file_is_run_by_the_process_that_claims_it_first(suite, tmp_path):
     everything = ["in one", "a1", "a2", "b1", "b2", "out one", "in two", "c1", "c2", "out two"]
     assert suite() == everything
-    (tmp_path / "one__test_b.py").touch()
+    claim(tmp_path, "one/test_b.py")
     assert suite(f"--share={tmp_path}") == [step for step in everything if step not in ("b1", "b2")]
     assert suite(f"--share={tmp_path}") == [], "everything has been claimed"
 
@@ -59,12 +61,23 @@ def test_from_the_other_end_the_tests_of_a_file_keep_their_order(suite):
 
 
 def test_the_last_file_of_a_folder_may_be_anothers(suite, tmp_path):
-    (tmp_path / "one__test_b.py").touch()
-    (tmp_path / "two__test_c.py").touch()
+    claim(tmp_path, "one/test_b.py")
+    claim(tmp_path, "two/test_c.py")
     assert suite(f"--share={tmp_path}", "--reverse") == ["in one", "a1", "a2", "out one"]
-    (tmp_path / "one__test_a.py").unlink()
-    (tmp_path / "two__test_c.py").unlink()
+    (tmp_path / quote("one/test_a.py", safe="")).unlink()
+    (tmp_path / quote("two/test_c.py", safe="")).unlink()
     assert suite(f"--share={tmp_path}") == ["in one", "a1", "a2", "out one", "in two", "c1", "c2", "out two"]
+
+
+def test_a_slow_test_is_claimed_by_itself(suite, pytester, tmp_path):
+    """Two processes take a file of proofs in turns."""
+    pytester.makeini("[pytest]\nmarkers = slow")
+    slow = "import pytest\n@pytest.mark.slow\n@pytest.mark.parametrize('i', [1, 2])\ndef test_d(i):\n    print(f'> d{i}')\n"
+    (pytester.path / "two" / "test_c.py").write_text(f"{slow}\ndef test_quick():\n    print('> quick')\n")
+    claim(tmp_path, "one/test_a.py")
+    claim(tmp_path, "one/test_b.py")
+    claim(tmp_path, "two/test_c.py::test_d[1]")
+    assert suite(f"--share={tmp_path}") == ["d2", "quick"]
 
 
 def read_outside_of_the_checks():
