@@ -59,7 +59,7 @@ class MARLTrainer:
         self.progress = progress or (lambda step, total, metrics: None)
         self.folder = Path(config.trainer.default_local_dir)
         self.step_number, self.sampled_tokens = 0, 0
-        self.log_prob_gap_max, self.turns_per_episode = 0.0, 0.0
+        self.log_prob_gap_max, self.turns_per_episode, self.earlier_seconds = 0.0, 0.0, 0.0
         self.degenerate_alarm = DegenerateGroups(config.controller.degenerate_steps)
         self.lazy_agents = LazyAgents(config.controller.lazy_agent_share)
         self.histories: dict[str, dict[int, Metrics]] = {}

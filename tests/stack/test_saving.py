@@ -74,3 +74,14 @@ def test_a_last_validation_that_failed_is_done_on_resume(alone, tmp_path, monkey
     trained, validated = [json.loads(line)["data"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert "timing_s/step" in trained and "val/team/vote" in validated
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 1
+
+
+def test_a_resumed_run_counts_the_seconds_before_it(alone, tmp_path):
+    first = alone()
+    first.trainer.earlier_seconds, first.trainer.step_number = 1e6, 1
+    first.wait(first.trainer.save())
+    again = alone("trainer.resume_mode=auto")
+    again.wait(again.trainer.resume())
+    again.wait(again.trainer.validate())
+    again.trainer.summarise()
+    assert json.loads((tmp_path / "summary.json").read_text())["seconds"] > 1e6
