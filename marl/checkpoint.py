@@ -47,6 +47,7 @@ async def save(trainer: MARLTrainer) -> None:
         state: dict[str, Any] = {
             "sampled_tokens": trainer.sampled_tokens,
             "turns_per_episode": trainer.turns_per_episode,
+            "seconds": seconds_of(trainer),
             "step": trainer.step_number,
             "policies": sorted(trainer.policies),
             "critics": sorted(trainer.critics.groups),
@@ -83,6 +84,7 @@ async def resume(trainer: MARLTrainer) -> None:
     load_learner(trainer, torch.load(folder / "learner.pt", weights_only=True))
     trainer.step_number, trainer.log_prob_gap_max = state["step"], state["log_prob_gap_max"]
     trainer.sampled_tokens, trainer.turns_per_episode = state["sampled_tokens"], state["turns_per_episode"]
+    trainer.earlier_seconds = state["seconds"]
     trainer.learner.running_means = {name: RunningMean(*mean) for name, mean in state["running_means"].items()}
     trainer.controller.accuracy.load_state_dict(state["accuracy"])
     trainer.histories = {data: dict(history) for data, history in state["histories"].items()}
@@ -91,7 +93,7 @@ async def resume(trainer: MARLTrainer) -> None:
 
 def check_state(trainer: MARLTrainer, folder: Path, state: Mapping[str, Any]) -> None:
     """Raise ValueError for a checkpoint of another version, or one with other policies or critics."""
-    missing = sorted({"policies", "critics", "references", "running_means", "histories"} - set(state))
+    missing = sorted({"policies", "critics", "references", "running_means", "histories", "seconds"} - set(state))
     if missing:
         raise ValueError(
             f"{folder}: its state lacks {', '.join(missing)}: another version of marl saved it; resume with that version, or "
@@ -113,15 +115,19 @@ def load_learner(trainer: MARLTrainer, state: dict[str, Any]) -> None:
         logger.warning("the learner starts from scratch: %s", error)
 
 
+def seconds_of(trainer: MARLTrainer) -> float:
+    """Seconds up to the checkpoint that the run goes on from, and of this driver, its start-up included."""
+    return trainer.earlier_seconds + time.time() - psutil.Process().create_time()
+
+
 def summarise(trainer: MARLTrainer, baselines: Mapping[str, Metrics]) -> None:
     """Write ``summary.json`` and ``curves.png``, where anything was validated."""
     if not trainer.history:
         return
-    seconds = time.time() - psutil.Process().create_time()  # of the driver, its start-up included
     result = summary.summarise(
         trainer.history,
         steps=trainer.step_number,
-        seconds=seconds,
+        seconds=seconds_of(trainer),
         seed=trainer.config.seed,
         log_prob_gap_max=trainer.log_prob_gap_max,
         sampled_tokens=trainer.sampled_tokens,

@@ -58,10 +58,8 @@ class MARLTrainer:
         self.validation_id = checkpoint.fingerprint(validation)
         self.progress = progress or (lambda step, total, metrics: None)
         self.folder = Path(config.trainer.default_local_dir)
-        self.step_number = 0
-        self.log_prob_gap_max = 0.0
-        self.sampled_tokens = 0
-        self.turns_per_episode = 0.0
+        self.step_number, self.sampled_tokens = 0, 0
+        self.log_prob_gap_max, self.turns_per_episode, self.earlier_seconds = 0.0, 0.0, 0.0
         self.degenerate_alarm = DegenerateGroups(config.controller.degenerate_steps)
         self.lazy_agents = LazyAgents(config.controller.lazy_agent_share)
         self.histories: dict[str, dict[int, Metrics]] = {}
@@ -99,7 +97,8 @@ class MARLTrainer:
         trainer = self.config.trainer
         await self.resume()
         self.tracking = tracking_of(trainer, settings_of(self.config), self.step_number)
-        if 0 < self.step_number >= self.total_steps and not trainer.val_only:
+        finished = 0 < self.step_number >= self.total_steps and not trainer.val_only
+        if finished and self.step_number in self.history:
             logger.warning(
                 "nothing to do: already at step %d of %d; raise trainer.total_training_steps to go on",
                 self.step_number,
@@ -107,7 +106,7 @@ class MARLTrainer:
             )
             return self.summarise()
         await self.sync_weights()
-        if trainer.val_before_train or trainer.val_only:
+        if trainer.val_before_train or trainer.val_only or finished:
             self.tracking.log(await self.validate(), self.step_number)
         if trainer.val_only:
             return self.summarise()
@@ -115,8 +114,10 @@ class MARLTrainer:
         while not self.is_over(token_budget):
             self.step_number += 1
             metrics = await self.step(next(batches))
-            metrics |= await self.keep(last=self.is_over(token_budget))
-            self.tracking.log(metrics, self.step_number)
+            try:
+                metrics |= await self.keep(last=self.is_over(token_budget))
+            finally:
+                self.tracking.log(metrics, self.step_number)
             self.progress(self.step_number, self.total_steps, metrics)
         self.summarise()
 

@@ -19,7 +19,7 @@ def policy_config(config: DictConfig, name: str, index: int, run_id: str, total_
     own = OmegaConf.create(OmegaConf.to_container(config, resolve=True, enum_to_str=True))
     from marl.rollout.vllm_sglang import OFFSET
 
-    custom = {"policy": name, "run_id": run_id, "replica_offset": index * OFFSET}
+    custom = {"policy": name, "run_id": run_id, "replica_offset": index * OFFSET, "timeout_s": own.resources.timeout_s}
     with open_dict(own):
         own.actor_rollout_ref = own_settings(own, name)
         own.actor_rollout_ref.rollout.custom = (own.actor_rollout_ref.rollout.get("custom") or {}) | custom

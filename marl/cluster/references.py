@@ -20,6 +20,8 @@ class References:
         self.algorithm, self.update_freq = config.algorithm, config.trainer.ref_update_freq
         algorithm, trained = config.algorithm, trained_policies(config.agents)
         self.groups = {name: policies[name] for name in trained if reads_reference(algorithm, policies[name].actor)}
+        self.renewed: set[PolicyName] = set()
+        """Policies whose reference is no longer the model's first weights, which are on disk."""
         self.penalties = {name: KLInReward(algorithm) for name in self.groups if algorithm.use_kl_in_reward}
         correction = algorithm.rollout_correction
         # in bypass mode the loss itself corrects
@@ -44,15 +46,16 @@ class References:
         """Give every reference its policy's weights, every ``trainer.ref_update_freq`` steps."""
         if self.update_freq > 0 and step % self.update_freq == 0:
             await asyncio.gather(*(group.renew_reference() for group in self.groups.values()))
+            self.renewed = set(self.groups)
 
     async def save(self, folder: Path) -> None:
-        """References that are renewed; the others are the model's first weights, which are on disk."""
-        if self.update_freq > 0:
-            await asyncio.gather(*(group.save_reference(folder / name / "ref") for name, group in self.groups.items()))
+        """Write the references that were renewed, in this run or before its resume."""
+        await asyncio.gather(*(self.groups[name].save_reference(folder / name / "ref") for name in self.renewed))
 
     async def load(self, folder: Path, state: Mapping[str, Any]) -> None:
         saved = [name for name in self.groups if (folder / name / "ref").is_dir()]
         await asyncio.gather(*(self.groups[name].load_reference(folder / name / "ref") for name in saved))
+        self.renewed = set(saved)
         for name in set(self.penalties) & set(state):
             self.penalties[name].load_state_dict(state[name])
 

@@ -3,7 +3,7 @@
 import marl.platform.cpu  # isort: skip - registers the platform before anything of verl asks for one
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -15,6 +15,12 @@ import marl.config.schema  # noqa: F401 - registers our groups
 from marl.config.errors import ConfigError
 from marl.setup import Setup
 from marl.utils.garbage import freeze_gc
+
+FOLLOWING = {
+    "VERL_PLATFORM": "trainer.device",
+    "MARL_PROCESS_GROUP_TIMEOUT": "resources.process_group_timeout_s",
+}
+"""Environment variables that follow a key of the configuration."""
 
 
 def session(setup: Setup) -> AbstractContextManager[None]:
@@ -93,7 +99,7 @@ def ray_arguments(config: DictConfig, environment: dict[str, str], ranks: int) -
     """``ray_kwargs.ray_init`` with our defaults and our environment for all processes."""
     given: Any = OmegaConf.to_container(config.ray_kwargs.ray_init)
     runtime_env = {key: value for key, value in (given.pop("runtime_env", None) or {}).items() if value is not None}
-    given["runtime_env"] = runtime_env | {"env_vars": (runtime_env.get("env_vars") or {}) | environment}
+    given["runtime_env"] = runtime_env | {"env_vars": with_users(environment, runtime_env.get("env_vars") or {})}
     cpus = given.pop("num_cpus", None)
     if os.environ.get("RAY_ADDRESS"):
         return {"address": os.environ["RAY_ADDRESS"]} | given
@@ -102,3 +108,23 @@ def ray_arguments(config: DictConfig, environment: dict[str, str], ranks: int) -
         # Ray's CPUs are a count, not cores: a laptop may run more ranks than it has cores, if more slowly
         cpus = max(os.cpu_count() or 1, ranks)
     return arguments | ({"num_cpus": cpus} if cpus is not None else {})
+
+
+def with_users(environment: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, str]:
+    """Our environment with the user's variables, which win; paths and modules are joined. Raises ConfigError for one that
+    contradicts the key that it follows."""
+    users = {name: str(value) for name, value in given.items() if value is not None}
+    for name, key in FOLLOWING.items():
+        if users.get(name, environment[name]) != environment[name]:
+            raise ConfigError(
+                f"ray_kwargs.ray_init.runtime_env.env_vars.{name}={users[name]}: expected {environment[name]}, which follows "
+                f"{key}; leave it out, and set that key"
+            )
+    merged = {**environment, **users}
+    if "PYTHONPATH" in users:
+        merged["PYTHONPATH"] = os.pathsep.join([users["PYTHONPATH"], environment["PYTHONPATH"]])
+    if "VERL_USE_EXTERNAL_MODULES" in users:  # ours first: it registers the platform
+        merged["VERL_USE_EXTERNAL_MODULES"] = ",".join(
+            [environment["VERL_USE_EXTERNAL_MODULES"], users["VERL_USE_EXTERNAL_MODULES"]]
+        )
+    return merged

@@ -32,10 +32,10 @@ class WorkerGroup:
     def __init__(
         self, name: str, config: Any, workers: Any, pool: str, timeout: float, lock: asyncio.Lock | None = None
     ) -> None:
-        """``lock`` is that of the pool: groups of one pool share processes and their collectives, and Ray does not promise
-        that every rank takes two groups' calls in the same order."""
+        """``lock`` is that of the pool: groups of one pool share processes and their collectives. Ray does not promise that
+        every rank takes two groups' calls in the same order, and a deadline begins when the processes are free."""
         self.name, self.config, self.workers, self.pool, self.timeout = name, config, workers, pool, timeout
-        self.in_turn: AbstractAsyncContextManager = lock if lock and workers.world_size > 1 else nullcontext()
+        self.in_turn: AbstractAsyncContextManager = lock or nullcontext()
         self.busy_seconds: dict[str, float] = {}
         """Compute seconds of the slowest rank, or of the server, by phase of the current step."""
 

@@ -39,11 +39,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(config: DictConfig) -> dict[str, Any]:
     """Check, load, run and score; print the table, and save it as JSON beside the checkpoint that answered."""
-    config = prepare(config).config
+    setup = prepare(config)
+    config = setup.config
     check_settings(config)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as in servers: more have other last bits
     with ExitStack() as cleanup:
-        ensemble = Ensemble(config)
+        ensemble = Ensemble(setup)
         reward = build_reward(config, cleanup, in_driver=config.resources.one_process)
         ways = asyncio.run(ensemble.measure(reward))
     agents = ways[: len(config.agents)]

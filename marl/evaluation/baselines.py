@@ -32,6 +32,8 @@ async def run_baselines(config: DictConfig, team: MARLTrainer, build: Build) -> 
     if "solo" in wanted or "vote" in wanted:
         with ExitStack() as cleanup:
             solo = await build(Setup.of(solo_config(config, turns_per_episode(team))), cleanup)
+            # the token budget ends it, for its answers may be shorter; the schedule of the learning rate is the team's
+            solo.total_steps *= 2
             await solo.fit(token_budget=team.sampled_tokens)
             found["solo"] = of_history(solo)
             if "vote" in wanted:
@@ -59,10 +61,6 @@ def solo_config(config: DictConfig, answers: int) -> DictConfig:
         solo.learner.train_rounds = None
         solo.actor_rollout_ref.rollout.n = config.actor_rollout_ref.rollout.n * answers
         solo.trainer.default_local_dir = f"{config.trainer.default_local_dir}/baseline_solo"
-        # the token budget ends it: answers without a conversation may be shorter
-        steps = config.trainer.total_training_steps
-        solo.trainer.total_training_steps = None if steps is None else 2 * steps
-        solo.trainer.total_epochs = 2 * config.trainer.total_epochs
         solo.trainer.resume_mode, solo.trainer.logger = "disable", []
         solo.trainer.save_freq, solo.trainer.save_final = -1, False
         for key in ("rollout_data_dir", "validation_data_dir"):
@@ -72,7 +70,7 @@ def solo_config(config: DictConfig, answers: int) -> DictConfig:
 
 
 def of_history(trainer: MARLTrainer) -> Metrics:
-    """Accuracy of the last round at the last validation, the tokens that were trained on, and the share of groups that
+    """Accuracy of the last round at the last validation, the tokens that were sampled, and the share of groups that
     taught nothing."""
     last = trainer.history[max(trainer.history)]
     return trainer.learner.summary() | {

@@ -10,14 +10,16 @@ from typing import Any
 from omegaconf import DictConfig
 
 from marl.config.errors import ConfigError
-from marl.config.policies import own_settings, policies_by_agent
+from marl.config.policies import own_settings
 from marl.controller.controller import outcomes, team_score
+from marl.controller.policy_map import PolicyMap
 from marl.controller.tasks import validation_tasks
-from marl.evaluation.load import load_policy
+from marl.evaluation.load import load_policy, saved_step
 from marl.report.ensemble import Way
 from marl.rollout.decoding import Answer, Request, bucket, decode, end_ids, padding_token
 from marl.rollout.joint_decoding import READERS, check_together, decode_jointly
 from marl.runners import followed_by, majority
+from marl.setup import Setup
 from marl.types import Episode, Score, Task, Turn
 from marl.utils.seeding import derive_seed
 
@@ -41,10 +43,12 @@ class Play:
 class Ensemble:
     """The agents of a configuration with their weights, and the tasks that they are to answer."""
 
-    def __init__(self, config: DictConfig) -> None:
+    def __init__(self, setup: Setup) -> None:
+        config = setup.config
         self.config, self.agents = config, list(config.agents)
-        self.names = [policies[0] for policies in policies_by_agent(config.agents).values()]
-        """Each agent's policy of the first round."""
+        policy_map = PolicyMap(config.agents, setup.learner.exchange_every).at(saved_step(config.ensemble.checkpoint))
+        self.names = [policy_map.policy(agent, 1) for agent in self.agents]
+        """Each agent's policy of the first round, as at the checkpoint's validation."""
         self.policies = {name: load_policy(config, name) for name in dict.fromkeys(self.names)}
         self.policy_of = [self.policies[name] for name in self.names]
         everybody = range(len(self.agents))

@@ -60,13 +60,22 @@ def load_policy(config: DictConfig, name: str) -> Policy:
     )
 
 
-def saved_weights(folder: str, policy: str) -> str:
-    """Folder of a policy's model in Hugging Face format within a checkpoint. Raises ConfigError if it is missing."""
-    root = Path(folder).expanduser()
+def saved_step(folder: str | None) -> int:
+    """Step of a checkpoint; 0 without one."""
+    return 0 if folder is None else int(saved_state(folder)["step"])
+
+
+def saved_state(folder: str) -> dict[str, Any]:
+    """A checkpoint's state. Raises ConfigError for a folder that is no checkpoint."""
     try:
-        state = folders.read_state(root)
+        return folders.read_state(Path(folder).expanduser())
     except FileNotFoundError as error:
         raise ConfigError(f"ensemble.checkpoint={folder}: {error}; expected …/global_step_N") from None
+
+
+def saved_weights(folder: str, policy: str) -> str:
+    """Folder of a policy's model in Hugging Face format within a checkpoint. Raises ConfigError if it is missing."""
+    root, state = Path(folder).expanduser(), saved_state(folder)
     if policy not in state["policies"]:
         raise ConfigError(
             f"ensemble.checkpoint={folder}: it holds the policies {', '.join(state['policies'])}, and an agent acts with "

@@ -7,7 +7,7 @@ import psutil
 import torch
 from omegaconf import DictConfig
 
-from marl.config.policies import holds_reference, own_settings
+from marl.config.policies import holds_reference, own_settings, trained_policies
 from marl.modules import models
 from marl.preflight import batch_plan, memory_plan, model_checks, plan_report
 from marl.preflight.batch_plan import Batch
@@ -42,10 +42,10 @@ def plan_text(setup: CheckedSetup) -> str:
     asleep: dict[str, bool] = {}
     for policy in batch.policies:
         own, pool = own_settings(config, policy.policy), setup.pool_by_policy[policy.policy]
-        size, has_reference = setup.sizes[policy.policy], has_reference_here(config, own)
+        size, has_reference = setup.sizes[policy.policy], has_reference_here(config, policy.policy, own)
         memory = memory_plan.policy_memory(own, policy, size, card, has_reference)
         pools.setdefault(pool, []).append((policy.policy, memory))
-        asleep[pool] = own.rollout.free_cache_engine
+        asleep[pool] = asleep.get(pool, True) and own.rollout.free_cache_engine
     for_critic = critic_memory(setup) if setup.pool_by_critic else Memory()
     for critic, pool in setup.pool_by_critic.items():
         pools.setdefault(pool, []).append((f"{critic} critic", for_critic))
@@ -67,9 +67,10 @@ def critic_memory(setup: Setup) -> Memory:
     return memory_plan.critic_memory(config.critic, ranks, size, has_target)
 
 
-def has_reference_here(config: DictConfig, own: DictConfig) -> bool:
-    """True if the reference is on the device: where there is an accelerator, verl keeps it in host memory."""
-    return holds_reference(config.algorithm, own) and config.trainer.device == "cpu"
+def has_reference_here(config: DictConfig, name: str, own: DictConfig) -> bool:
+    """True if a policy's reference is on the device: where there is an accelerator, verl keeps it in host memory."""
+    trained = name in trained_policies(config.agents)
+    return trained and holds_reference(config.algorithm, own) and config.trainer.device == "cpu"
 
 
 def card_bytes(device: str) -> float | None:

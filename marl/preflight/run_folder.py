@@ -82,7 +82,7 @@ def origin_of(settings: Any, folder: Path) -> Path | None:
 
 def named_origin(source: Path, folder: Path, results: bool) -> Path:
     try:
-        folders.read_state(source)
+        step = folders.read_state(source)["step"]
     except FileNotFoundError as error:
         raise ConfigError(f"trainer.resume_from_path={source}: {error}; expected …/global_step_N") from None
     if source.parent != folder.resolve():
@@ -92,8 +92,7 @@ def named_origin(source: Path, folder: Path, results: bool) -> Path:
                 "set it to a new folder, or trainer.resume_mode=auto to go on with the run that it holds"
             )
         return source
-    found = folders.complete(folder)
-    later = [path.name for path in (found[found.index(folder / source.name) + 1 :] if found else [])]
+    later = [path.name for number, path in folders.numbered(folder) if number > step]
     if later:
         raise ConfigError(
             f"trainer.resume_from_path={source}: the run has later checkpoints, {', '.join(later)}, which a run from here "

@@ -17,7 +17,6 @@ from marl.config.policies import ranks_per_server
 
 OFFSET = 1024
 """Ranks between policies: above any policy's replica count, and a multiple of the GPUs of a node, which SGLang needs."""
-SYNC_TIMEOUT_MS = 300_000
 
 
 def replica_offset(config: Any) -> int:
@@ -68,16 +67,34 @@ def offset_rank(config: Any) -> int:
     return replica_offset(config) + int(os.environ["RANK"]) // ranks_per_server(config)
 
 
+def vllm_adapter_class() -> type:
+    """verl's adapter, whose weight sync names the key that limits its wait."""
+    import zmq
+    from verl.workers.rollout.vllm_rollout import ServerAdapter
+
+    class BoundedAdapter(ServerAdapter):
+        async def update_weights(self, *args: Any, **kwargs: Any) -> None:
+            try:
+                await super().update_weights(*args, **kwargs)
+            except zmq.Again:
+                raise TimeoutError(
+                    f"the vLLM server of policy {self.config.custom['policy']!r} took no weights for "
+                    f"resources.timeout_s={self.config.custom['timeout_s']:g} s; look at its log, and raise the key if it only "
+                    "needs longer"
+                ) from None
+
+    return BoundedAdapter
+
+
 class VLLMServerAdapter:
     """Built lazily, so that importing this module does not import vLLM."""
 
     def __new__(cls, config: Any, model_config: Any, device_mesh: Any, **_: Any) -> Any:
         import zmq
-        from verl.workers.rollout.vllm_rollout import ServerAdapter
 
         for option in (zmq.RCVTIMEO, zmq.SNDTIMEO):  # verl's sender waits for ever for a receiver that died
-            zmq.Context.instance().setsockopt(option, SYNC_TIMEOUT_MS)
-        adapter = ServerAdapter(config, model_config, device_mesh, replica_rank=offset_rank(config))
+            zmq.Context.instance().setsockopt(option, round(1000 * config.custom["timeout_s"]))
+        adapter = vllm_adapter_class()(config, model_config, device_mesh, replica_rank=offset_rank(config))
         adapter.zmq_handle = adapter.zmq_handle.replace("-replica-", f"-{run_id(config)}-replica-")
         return adapter
 

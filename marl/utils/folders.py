@@ -51,8 +51,13 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def complete(root: Path) -> list[Path]:
     """Finished checkpoints, oldest first."""
+    return [folder for _, folder in numbered(root)]
+
+
+def numbered(root: Path) -> list[tuple[int, Path]]:
+    """Finished checkpoints with their steps, oldest first."""
     found = [(int(match[1]), folder) for folder in root.glob("global_step_*") if (match := STEP.fullmatch(folder.name))]
-    return [folder for _, folder in sorted(found) if (folder / STATE).is_file()]
+    return [(step, folder) for step, folder in sorted(found) if (folder / STATE).is_file()]
 
 
 def prune(root: Path, keep: int | None) -> None:

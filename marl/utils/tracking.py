@@ -1,6 +1,7 @@
 """A run's trackers: verl's, and ``metrics.jsonl`` in the run's own folder."""
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ class MetricsFile:
     empties the file that it finds.
     """
 
-    def __init__(self, path: Path, step: int) -> None:
+    def __init__(self, path: Path, step: float) -> None:
         """``step`` is the step that the run goes on from: later lines are of work that is done again, and are dropped."""
         self.path = path
         keep_until(path, step)
@@ -34,7 +35,7 @@ class MetricsFile:
         """Asked for by verl; no file stays open."""
 
 
-def keep_until(path: Path, step: int) -> None:
+def keep_until(path: Path, step: float) -> None:
     """Drop the lines of later steps, and one that was cut short; all lines where the run begins at step 0."""
     if not path.exists():
         return
@@ -45,15 +46,18 @@ def keep_until(path: Path, step: int) -> None:
 
 
 def step_of(line: bytes) -> float:
-    """The step of a line; infinite where the line is not whole."""
+    """The step of a line; NaN, which is neither before nor after another, where the line is not whole."""
     try:
-        return float(json.loads(line)["step"]) if line.endswith(b"\n") else float("inf")
+        return float(json.loads(line)["step"]) if line.endswith(b"\n") else math.nan
     except (ValueError, KeyError, TypeError):
-        return float("inf")
+        return math.nan
 
 
 def tracking_of(trainer: Any, settings: dict[str, Any], step: int = 0) -> Tracking:
-    """The trackers that ``trainer.logger`` names, for a run that goes on from ``step``; they show ``settings``."""
+    """The trackers that ``trainer.logger`` names, for a run that goes on from ``step``; they show ``settings``.
+
+    Under ``trainer.val_only`` no step is done again, and the lines of all steps stay.
+    """
     folder = Path(trainer.default_local_dir)
     folder.mkdir(parents=True, exist_ok=True)
     with tracker_folders(folder):
@@ -64,7 +68,7 @@ def tracking_of(trainer: Any, settings: dict[str, Any], step: int = 0) -> Tracki
             config=settings,
         )
     if "file" in trainer.logger:
-        tracking.logger["file"] = MetricsFile(folder / METRICS, step)
+        tracking.logger["file"] = MetricsFile(folder / METRICS, math.inf if trainer.val_only else step)
     return tracking
 
 

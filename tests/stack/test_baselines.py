@@ -7,6 +7,7 @@ import pytest
 from marl.controller.controller import Controller
 from marl.evaluation.baselines import majority_is_right, solo_config
 from marl.main import run
+from marl.marl_trainer import MARLTrainer
 from marl.preflight.prepare import prepare
 from marl.report import summary
 from marl.setup import Setup
@@ -38,6 +39,20 @@ def test_baselines_stand_beside_the_team(small, tmp_path):
     logged = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert {"baseline/solo/accuracy", "baseline/vote/accuracy"} <= set(logged[-1]["data"])
     assert (tmp_path / "baseline_solo" / "summary.json").is_file()
+
+
+def test_the_single_agent_has_the_teams_schedule_and_twice_its_steps(small, monkeypatch):
+    """A learning rate that decays over twice the steps would be another recipe."""
+    built, original = [], MARLTrainer.fit
+
+    async def fit(self, token_budget=None):
+        lengths = {group.actor.optim.total_training_steps for group in self.policies.values()}
+        built.append((self.total_steps, lengths, self.config.trainer.total_training_steps))
+        await original(self, token_budget)
+
+    monkeypatch.setattr(MARLTrainer, "fit", fit)
+    run(small("baseline=[solo]", "trainer.total_training_steps=1"))
+    assert built == [(1, {1}, 1), (2, {1}, 1)]
 
 
 def test_the_untrained_team_is_measured_where_the_run_did_not(small, tmp_path):

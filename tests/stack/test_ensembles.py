@@ -80,8 +80,8 @@ def test_the_agents_and_their_vote_are_what_validation_says_to_the_last_bit(trai
     live, folder = trained
     collection = live.wait(live.trainer.controller.collect(live.trainer.validation, 3, 1, validate=True))
     episodes = live.wait(live.trainer.controller.score(collection.episodes, 1))
-    config = prepare(composed(f"ensemble.checkpoint={folder}", "ensemble.samples=3")).config
-    ensemble, first = Ensemble(config), Ensemble(prepare(composed("ensemble.samples=3")).config)
+    setup = prepare(composed(f"ensemble.checkpoint={folder}", "ensemble.samples=3"))
+    ensemble, first = Ensemble(setup), Ensemble(prepare(composed("ensemble.samples=3")))
     for k, name in enumerate(("alice", "carol")):
         expected = [(turn.response_ids, turn.log_probs) for e in episodes for turn in e.turns if turn.agent == name]
         assert [(answer.token_ids, answer.log_probs) for answer in ensemble._alone(k)[0]] == expected
@@ -95,7 +95,7 @@ def test_the_agents_and_their_vote_are_what_validation_says_to_the_last_bit(trai
 
 def test_a_vote_is_the_single_turns_and_its_ties_are_broken_alike(composed):
     """alice is right, carol never: who is heard is the episode's seed to say, for each sample of each task."""
-    ensemble = Ensemble(prepare(composed("ensemble.samples=3")).config)
+    ensemble = Ensemble(prepare(composed("ensemble.samples=3")))
     turns: dict = {"alice": [], "carol": []}
     expected = [[0.0] * 3 for _ in range(8)]
     for n, play in enumerate(ensemble.plays):
@@ -106,6 +106,17 @@ def test_a_vote_is_the_single_turns_and_its_ties_are_broken_alike(composed):
     way = ensemble._vote([Way("alice", tokens=3, seconds=1), Way("carol", tokens=4, seconds=2)], list(turns.values()))
     assert way.correct_TS == expected and 0 < sum(map(sum, expected)) < 24
     assert (way.tokens, way.seconds) == (7, 3), "it costs what all of them cost"
+
+
+def test_agents_act_with_the_policies_that_they_have_exchanged(trained, composed):
+    """As at the validation of the checkpoint's step."""
+    _, folder = trained
+    state = json.loads((folder / "trainer.json").read_text())
+    cory = ("learner=cory", "runner=pioneer_observer", "credit=auto", "learner.exchange_every=2")
+    for step, names in ((1, ["alice", "carol"]), (2, ["alice", "carol"]), (3, ["carol", "alice"])):
+        (folder / "trainer.json").write_text(json.dumps(state | {"step": step}))
+        assert Ensemble(prepare(composed(*cory, f"ensemble.checkpoint={folder}"))).names == names
+    assert Ensemble(prepare(composed(*cory))).names == ["alice", "carol"]
 
 
 def test_it_is_the_same_again_and_in_other_batches(composed):
@@ -124,7 +135,7 @@ def test_weights_tasks_modes_roles_and_one_policy_for_all(composed):
         assert of(result, mode)["tokens"] == of(result, "alice")["tokens"]
         assert of(result, mode)["forward_tokens"] == 2 * of(result, "alice")["forward_tokens"]
     ensemble = Ensemble(
-        prepare(composed("agents.alice.policy=both", "agents.carol.policy=both", "agents.carol.role=how many ?")).config
+        prepare(composed("agents.alice.policy=both", "agents.carol.policy=both", "agents.carol.role=how many ?"))
     )
     assert len(ensemble.policies) == 1 and ensemble.policy_of[0] is ensemble.policy_of[1]
     (mine, yours), tokenizer = ensemble.plays[0].prompts, ensemble.policy_of[0].tokenizer
@@ -132,7 +143,7 @@ def test_weights_tasks_modes_roles_and_one_policy_for_all(composed):
 
 
 def test_an_agents_own_limits_count(composed):
-    ensemble = Ensemble(prepare(composed("agents.alice.max_tokens=1", "agents.carol.stop=['5']")).config)
+    ensemble = Ensemble(prepare(composed("agents.alice.max_tokens=1", "agents.carol.stop=['5']")))
     assert all(len(answer.token_ids) == 1 for answer in ensemble._alone(0)[0])
     assert any(len(answer.token_ids) > 1 for answer in ensemble._alone(1)[0])
     assert ensemble.sampling_together["max_tokens"] == 3 and ensemble.sampling_together["stop"] == ("5",)

@@ -65,6 +65,24 @@ def test_a_renewed_reference_and_its_coefficient_are_in_the_checkpoint(alone, tm
     assert all(torch.equal(a, b) for a, b in zip(values, parameters(other, "critics"), strict=True))
 
 
+def test_a_renewed_reference_is_kept_where_no_more_are_renewed(alone, tmp_path):
+    renewing, resumed = "trainer.ref_update_freq=1", "trainer.resume_mode=auto"
+    live = alone(*KL_LOSS, renewing)
+    live.wait(live.trainer.references.save(tmp_path / "first"))
+    assert not (tmp_path / "first").exists(), "the first weights are on disk"
+    live.step()
+    live.wait(live.trainer.save())
+    rows = rows_of(live)
+    expected = ref_log_probs(live, rows)
+    for step in (2, 3):
+        live = alone(*KL_LOSS, resumed, "trainer.ref_update_freq=0")
+        live.wait(live.trainer.resume())
+        assert torch.equal(ref_log_probs(live, rows), expected)
+        live.trainer.step_number = step
+        live.wait(live.trainer.save())
+        assert (tmp_path / f"global_step_{step}" / "alice" / "ref").is_dir()
+
+
 def test_a_policy_may_have_another_models_weights_for_its_reference(alone, tmp_path):
     first = alone(*KL_LOSS)
     first.step(), first.step()

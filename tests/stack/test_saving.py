@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from marl.marl_trainer import MARLTrainer
 from marl.utils import folders
 
 
@@ -52,3 +53,35 @@ def test_a_run_is_kept_resumed_and_measured_on_other_data(alone, cold_assets, tm
     assert (tmp_path / "validation" / folder.name / "2.jsonl").is_file()
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert f"{folder.name}/team/vote" in last["data"] and not any(key.startswith("val/") for key in last["data"])
+
+
+def test_a_last_validation_that_failed_is_done_on_resume(alone, tmp_path, monkeypatch):
+    one_step = ("trainer.total_training_steps=1", "trainer.val_before_train=false", "trainer.logger=[file]")
+
+    async def fail(self):
+        raise RuntimeError("the judge is gone")
+
+    first = alone(*one_step)
+    with monkeypatch.context() as broken, pytest.raises(RuntimeError, match="the judge is gone"):
+        broken.setattr(MARLTrainer, "validate", fail)
+        first.wait(first.trainer.fit())
+    assert [folder.name for folder in folders.complete(tmp_path)] == ["global_step_1"]
+    assert logged(tmp_path) == [1] and not (tmp_path / "summary.json").exists()
+
+    again = alone(*one_step, "trainer.resume_mode=auto")
+    again.wait(again.trainer.fit())
+    assert sorted(again.trainer.history) == [1] and logged(tmp_path) == [1, 1]
+    trained, validated = [json.loads(line)["data"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert "timing_s/step" in trained and "val/team/vote" in validated
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 1
+
+
+def test_a_resumed_run_counts_the_seconds_before_it(alone, tmp_path):
+    first = alone()
+    first.trainer.earlier_seconds, first.trainer.step_number = 1e6, 1
+    first.wait(first.trainer.save())
+    again = alone("trainer.resume_mode=auto")
+    again.wait(again.trainer.resume())
+    again.wait(again.trainer.validate())
+    again.trainer.summarise()
+    assert json.loads((tmp_path / "summary.json").read_text())["seconds"] > 1e6

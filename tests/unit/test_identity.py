@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -246,6 +247,20 @@ def test_going_back_does_not_lose_the_later_checkpoints(config, tmp_path):
         left = json.loads((branch / RUN).read_text())
     assert left["resumed"][0]["from"] == str(folder / "global_step_1")
     assert [path.name for path in folders.complete(folder)] == [f"global_step_{step}" for step in (1, 2, 3)]
+
+
+def test_a_renamed_checkpoint_in_the_runs_own_folder_is_resumed_by_its_step(config):
+    """`best`, as a user may name a copy."""
+    folder = save(config, 1, 2)
+    for step in (1, 2):
+        shutil.copytree(folder / f"global_step_{step}", folder / f"best_{step}")
+    with claimed(from_path(config, folder / "best_2")):
+        pass
+    with (
+        pytest.raises(ConfigError, match="later checkpoints, global_step_2, which"),
+        claimed(from_path(config, folder / "best_1")),
+    ):
+        pass
 
 
 def test_a_named_checkpoint_is_compared_too(config, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 from transformers import LlamaConfig, Qwen2Config
 
 from marl.config.policies import own_settings
-from marl.preflight import batch_plan, memory_plan
+from marl.preflight import batch_plan, memory_plan, plan_report
 from marl.preflight.memory_plan import Memory, ModelSize, Training
 from marl.preflight.model_checks import size_of
 from marl.preflight.plan_report import plan_text, warnings_of
@@ -128,6 +128,26 @@ def test_a_critic_has_no_logits_and_a_reference_is_one_more_copy(compose_config,
     assert with_reference.kept - without.kept == 2000
     text = plan_text(setup)
     assert "central critic" in text and "reference" in text
+
+
+def test_untrained_policies_hold_no_reference_and_a_pool_sleeps_only_if_all_its_servers_do(
+    compose_config, cold_assets, monkeypatch
+):
+    shown = {}
+    monkeypatch.setattr(
+        plan_report, "memory_text", lambda pools, asleep: shown.update(pools=pools, asleep=asleep) or ""
+    )
+    options = (
+        "agents.carol.trainable=false",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "resources.placement=colocated",
+    )
+    plan_text(
+        prepare(compose_config(f"assets={cold_assets}", *options, "+policies.carol.rollout.free_cache_engine=true"))
+    )
+    memory = dict(shown["pools"]["shared"])
+    assert memory["alice"].reference > 0 and memory["carol"].reference == 0
+    assert shown["asleep"] == {"shared": False}
 
 
 def test_policies_of_rounds_have_rows_of_their_rounds(compose_config, cold_assets):

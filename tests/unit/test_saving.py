@@ -87,7 +87,14 @@ def test_validation_data_are_known_by_their_tasks():
 )
 def test_a_checkpoint_of_another_version_or_run_is_refused_by_name(tmp_path, changes, said):
     trainer = SimpleNamespace(policies={"alice": None}, critics=SimpleNamespace(groups={}))
-    state = {"policies": ["alice"], "critics": [], "references": {}, "running_means": {}, "histories": {}} | changes
+    state = {
+        "policies": ["alice"],
+        "critics": [],
+        "references": {},
+        "running_means": {},
+        "histories": {},
+        "seconds": 0.0,
+    } | changes
     state = {key: value for key, value in state.items() if value is not None}
     if said is None:
         check_state(trainer, tmp_path, state)

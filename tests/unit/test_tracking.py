@@ -10,10 +10,9 @@ from marl.config.identity import settings_of
 from marl.utils.tracking import METRICS, tracking_of
 
 
-def config_of(folder, *loggers):
-    return OmegaConf.create(
-        {"project_name": "p", "experiment_name": "e", "logger": list(loggers), "default_local_dir": str(folder)}
-    )
+def config_of(folder, *loggers, val_only=False):
+    run = {"project_name": "p", "experiment_name": "e", "default_local_dir": str(folder), "val_only": val_only}
+    return OmegaConf.create(run | {"logger": list(loggers)})
 
 
 def lines(folder):
@@ -62,6 +61,15 @@ def test_a_resumed_run_appends_to_the_steps_before_it(tmp_path, step, kept):
     (tmp_path / METRICS).write_text(whole + '{"step": 1, "da')
     tracking_of(config_of(tmp_path, "file"), {}, step).log({"x": 1.0}, step + 1)
     assert [line["step"] for line in lines(tmp_path)] == [*kept, step + 1]
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_run_that_only_validates_keeps_the_lines_of_all_steps(tmp_path, step):
+    """It does none of the later steps again; the last line was cut short by the end of the machine."""
+    whole = "".join(json.dumps({"step": step, "data": {}}) + "\n" for step in (0, 1, 2, 3))
+    (tmp_path / METRICS).write_text(whole + '{"step": 1, "da')
+    tracking_of(config_of(tmp_path, "file", val_only=True), {}, step).log({"x": 1.0}, step)
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, step]
 
 
 def test_without_the_tracker_there_is_no_file(tmp_path):

@@ -12,7 +12,7 @@ from marl.cluster.worker_group import WorkerGroup
 
 
 class Slow:
-    """Two ranks that note when they begin and end a call."""
+    """Ranks that note when they begin and end a call."""
 
     def __init__(self, name, ranks, seen):
         self.name, self.world_size, self.workers, self.seen = name, ranks, [], seen
@@ -26,21 +26,47 @@ class Slow:
         return [rank()]
 
 
-@pytest.mark.parametrize("ranks,overlap", [(2, False), (1, True)])
-def test_groups_of_one_pool_work_in_turn_where_they_share_collectives(ranks, overlap):
+async def save_both(workers, timeout, locks):
+    groups = [
+        WorkerGroup(name, None, own, "pool", timeout, lock)
+        for (name, own), lock in zip(workers.items(), locks, strict=True)
+    ]
+    for group in groups:
+        group.kind = "policy"
+    await asyncio.gather(*(group.save(SimpleNamespace()) for group in groups))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("shared", [True, False])
+def test_groups_of_one_pool_work_in_turn_and_pools_beside_one_another(ranks, shared):
     """Ray does not promise that two ranks take two groups' calls in the same order; a collective of one would meet the
     other's."""
+    seen, lock = [], asyncio.Lock()
+    workers = {name: Slow(name, ranks, seen) for name in ("alice", "carol")}
+    asyncio.run(save_both(workers, 5.0, [lock, lock if shared else asyncio.Lock()]))
+    assert (seen[1] == "alice ends") is shared and len(seen) == 4
 
-    async def both():
-        seen, lock = [], asyncio.Lock()
-        groups = [WorkerGroup(name, None, Slow(name, ranks, seen), "pool", 5.0, lock) for name in ("alice", "carol")]
-        for group in groups:
-            group.kind = "policy"
-        await asyncio.gather(*(group.save(SimpleNamespace()) for group in groups))
-        return seen
 
-    seen = asyncio.run(both())
-    assert (seen[1] == "carol begins") is overlap and len(seen) == 4
+class OneProcess:
+    """One rank, whose process does a call after another, as Ray's actors do."""
+
+    world_size, workers = 1, []
+
+    def __init__(self, seconds, process):
+        self.seconds, self.process = seconds, process
+
+    def save_checkpoint(self, *_):
+        async def rank():
+            async with self.process:
+                await asyncio.sleep(self.seconds)
+
+        return [rank()]
+
+
+def test_a_call_has_all_its_time_where_another_group_has_the_process():
+    process, lock = asyncio.Lock(), asyncio.Lock()
+    workers = {name: OneProcess(0.6, process) for name in ("alice", "carol")}
+    asyncio.run(save_both(workers, 1.0, [lock, lock]))
 
 
 def test_repeated_calls_in_a_step_are_counted_twice():

@@ -1,0 +1,43 @@
+"""What a run gives to Ray: its own environment and the user's."""
+
+import os
+
+import pytest
+
+from marl.cluster.session import ray_arguments
+from marl.config.errors import ConfigError
+
+OURS = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",
+    "VERL_PLATFORM": "cpu",
+    "MARL_PROCESS_GROUP_TIMEOUT": "600.0",
+    "VERL_USE_EXTERNAL_MODULES": "marl.platform.cpu",
+    "PYTHONPATH": "/work",
+}
+
+
+def env_vars(compose_config, **given):
+    overrides = [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}='{value}'" for name, value in given.items()]
+    return ray_arguments(compose_config(*overrides), OURS, 1)["runtime_env"]["env_vars"]
+
+
+def test_the_users_environment_wins(compose_config):
+    given = env_vars(compose_config, OMP_NUM_THREADS="4", TOKENIZERS_PARALLELISM="true", HF_HOME="/models")
+    assert given == OURS | {"OMP_NUM_THREADS": "4", "TOKENIZERS_PARALLELISM": "true", "HF_HOME": "/models"}
+    assert env_vars(compose_config) == OURS
+
+
+def test_paths_and_modules_are_joined(compose_config):
+    given = env_vars(compose_config, PYTHONPATH="/mine", VERL_USE_EXTERNAL_MODULES="mine.platform")
+    assert given["PYTHONPATH"] == f"/mine{os.pathsep}/work"
+    assert given["VERL_USE_EXTERNAL_MODULES"] == "marl.platform.cpu,mine.platform"
+
+
+@pytest.mark.parametrize(
+    "name,key", [("VERL_PLATFORM", "trainer.device"), ("MARL_PROCESS_GROUP_TIMEOUT", "process_group_timeout_s")]
+)
+def test_a_variable_that_contradicts_its_key_is_refused(compose_config, name, key):
+    assert env_vars(compose_config, **{name: OURS[name]}) == OURS
+    with pytest.raises(ConfigError, match=rf"env_vars.{name}=other: expected {OURS[name]}, which follows .*{key}"):
+        env_vars(compose_config, **{name: "other"})
