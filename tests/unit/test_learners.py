@@ -125,7 +125,7 @@ def test_only_the_named_rounds_are_trained():
 
 
 def test_numbers_of_turns_reach_the_tokens_of_a_packed_row():
-    """A row may hold several turns of an agent: spread reads turn_index and assumes nothing about rows."""
+    """A row may hold several turns of an agent: broadcast_to_tokens reads turn_index and assumes nothing about rows."""
     grid = torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])
     turn = Turn(
         "a", 1, [], "", prompt_ids=[1], response_ids=[5, 6, 9, 9, 7], response_mask=[1, 1, 0, 0, 1], log_probs=[0.0] * 5
