@@ -53,13 +53,14 @@ def as_critics_leave_it(batch):
 
 
 def variants():
-    """Every learner with its first credit; those that chain also with a chain."""
+    """Every learner with its first credit; those that chain also with a chain; GRPO with every credit."""
     for name in LEARNERS.names():
         cls = LEARNERS.get(name)
         credit = (cls.credits or ("own",))[0]
         yield name, credit, {}
         if any(option.name == "chain" for option in fields(cls.Config)):
             yield name, credit, {"chain": True}
+    yield from (("grpo", credit, {}) for credit in CREDITS.names() if credit != "own")
 
 
 def step(learner, batch):
@@ -75,7 +76,9 @@ def step(learner, batch):
 @pytest.mark.parametrize("name,credit,options", variants())
 def test_a_step_without_a_trained_turn_is_survived(name, credit, options):
     learner = build(name, credit, **options)
-    batch = joint_batch([episode("t", 0, [[1, 0], [0, 1]]), episode("t", 1, [[0, 0], [0, 0]])], AGENTS, {})
+    records = [episode("t", 0, [[1, 0], [0, 1]]), episode("t", 1, [[0, 0], [0, 0]])]
+    batch = joint_batch(records, AGENTS, {})
+    batch.evidence.ballots = [ballots_of(record) for record in records]
     assert not batch.rows and not batch.trained_ERA.any() and batch.mask_ERA.all()
     _, updates = step(learner, batch)
     assert updates == {}, "nobody is updated"
