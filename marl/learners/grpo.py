@@ -65,9 +65,9 @@ class GRPO(Learner):
             settings = AlgoConfig(gamma=self.config.token_gamma, norm_adv_by_std_in_grpo=self.config.std)
             estimate(self.config.estimator, settings, batch, returns_ERA, keys_ERA)
             clear_turns(batch, ~unequal_ERA)  # rounding leaves verl's with noise to divide
+        shares = degenerate_share(batch, unequal_ERA, keys_ERA)
         if self.config.drop_equal:
             drop_turns(batch, ~unequal_ERA)
-        shares = degenerate_share(batch, unequal_ERA, keys_ERA)
         if "team/degenerate_groups" in shares:
             self.follow("degenerate_groups", shares["team/degenerate_groups"])
         return shares
