@@ -50,7 +50,8 @@ class GRPO(Learner):
         if self.credit.kind == "advantage":
             for rows in batch.rows.values():
                 rows["advantages"] = broadcast_to_tokens(credit_ERA, rows)
-            return {}
+            turns = torch.arange(credit_ERA.numel()).view(credit_ERA.shape)
+            return self.without_equal(batch, credit_ERA.abs() > credit.ROUNDING, turns)
         returns_ERA = self.returns(batch, credit_ERA)
         batch.returns_ERA = returns_ERA
         keys_ERA = group_keys(batch, self.config.group_by) if self.compares_samples else policy_keys(batch)
@@ -65,6 +66,11 @@ class GRPO(Learner):
             settings = AlgoConfig(gamma=self.config.token_gamma, norm_adv_by_std_in_grpo=self.config.std)
             estimate(self.config.estimator, settings, batch, returns_ERA, keys_ERA)
             clear_turns(batch, ~unequal_ERA)  # rounding leaves verl's with noise to divide
+        return self.without_equal(batch, unequal_ERA, keys_ERA)
+
+    def without_equal(self, batch: JointBatch, unequal_ERA: Tensor, keys_ERA: Tensor) -> Metrics:
+        """Count degenerate groups and, with ``drop_equal``, drop their turns. To a credit of kind ``advantage`` each turn is
+        a group."""
         shares = degenerate_share(batch, unequal_ERA, keys_ERA)
         if self.config.drop_equal:
             drop_turns(batch, ~unequal_ERA)

@@ -175,3 +175,15 @@ def test_groups_without_a_trained_turn_do_not_count():
     records = [episode("t", i, [[1.0], [float(i)]]) for i in range(2)]
     metrics = build("grpo").assign_credit(joint_batch(records, AGENTS, {"a": 1.0}))
     assert metrics == {"team/degenerate_groups": 1.0, "agent/a/degenerate_groups": 1.0}
+
+
+def test_dapo_drops_turns_to_which_the_credit_gives_no_advantage():
+    """Replay: another answer of a would have scored .5, not 1; b's own and the other score .5 both."""
+    batch = batch_of(episode("t", 0, [[1.0], [0.5]]))
+    metrics = build("grpo", "replay", drop_equal=True).assign_credit(batch)
+    assert {name: rows["advantages"].values().tolist() for name, rows in batch.rows.items()} == {"a": [0.5]}
+    assert metrics == {
+        "team/degenerate_groups": 0.5,
+        "agent/a/degenerate_groups": 0.0,
+        "agent/b/degenerate_groups": 1.0,
+    }
