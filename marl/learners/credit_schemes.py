@@ -77,10 +77,10 @@ class Credit(ABC):
 
     def incentives(self, batch: JointBatch) -> Tensor:
         """Incentives [E, R, A] of every turn. Turns that are no answers get none and do not count as peers', nor does the last
-        turn before an early end, whose score is the failure score."""
+        turn before an early end, whose score is the failure score. Penalties are left out: an overlong answer may be right."""
         config = self.config
         alpha, beta = (config.alpha0, config.alpha1), (config.beta0, config.beta1)
-        return credit.incentives(batch.scores_ERA, standing(batch), alpha, beta)
+        return credit.incentives(batch.scores_ERA + batch.penalties_ERA, standing(batch), alpha, beta)
 
 
 CREDITS: Registry[Credit] = Registry("credit")

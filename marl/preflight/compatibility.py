@@ -135,11 +135,10 @@ def check_incentives(setup: Setup) -> None:
 
 
 def check_overlong(setup: Setup) -> None:
-    """A turn's penalty is taken off its own score, which some credits do not read."""
+    """A turn's penalty is taken off its own score, which some credits and all incentives do not read."""
     config, credit, scheme = setup.config, setup.config.credit, setup.learner.credit
     buffer = config.controller.overlong_buffer
-    incentives = any(credit.get(key) for key in ("alpha0", "alpha1", "beta0", "beta1"))
-    of_answer = credit.name == "team" and credit.of is TeamOf.answer and not incentives
+    of_answer = credit.name == "team" and credit.of is TeamOf.answer
     if buffer and (of_answer or scheme.votes or scheme.kind == "advantage"):
         of = " credit.of=answer" if of_answer else ""
         raise ConfigError(

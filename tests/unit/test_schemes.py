@@ -330,3 +330,13 @@ def test_the_return_of_an_episode_is_that_of_the_team_credit():
         for of in ("final", "answer"):
             paid = scheme("team", of=TeamOf[of]).assign(batch)[0, :, 0].sum()
             assert team_return(record, ReturnOf[of]) == float(paid)
+
+
+def test_a_length_penalty_makes_no_peer_wrong():
+    """a is right twice, the first time at such length that 1 - .6 is left; b follows it: b was persuaded by a right peer."""
+    record = episode("t", 0, [[1.0, 1.0], [0.0, 1.0]])
+    record.turns[0].score = Score(1.0, "1", penalty=0.6)
+    batch = batch_of(record)
+    assert batch.scores_ERA[0, 0, 0].item() == pytest.approx(0.4)
+    assert not scheme("own", alpha0=1.0).incentives(batch).any()
+    assert scheme("own", alpha1=1.0).incentives(batch)[0].tolist() == [[0.0, 0.0], [0.0, 1.0]]
