@@ -58,8 +58,9 @@ class GRPO(Learner):
         unequal_ERA = unequal_turns(batch, returns_ERA, keys_ERA)
         if self.config.estimator in (None, "grpo"):
             advantages_ERA, spoke_ERA = torch.zeros_like(returns_ERA), batch.spoken_ERA.bool()
-            groups = returns_ERA[spoke_ERA], keys_ERA[spoke_ERA]
-            advantages_ERA[spoke_ERA] = credit.group_advantages(*groups, self.config.std)
+            advantages_ERA[spoke_ERA] = credit.group_advantages(
+                returns_ERA[spoke_ERA], keys_ERA[spoke_ERA], self.config.std, weights_B=self.weights(batch)[spoke_ERA]
+            )
             for rows in batch.rows.values():
                 rows["advantages"] = broadcast_to_tokens(advantages_ERA, rows)
         else:
@@ -81,6 +82,10 @@ class GRPO(Learner):
     def returns(self, batch: JointBatch, credit_ERA: Tensor) -> Tensor:
         """Return by which turns are compared [E, R, A]: the credit and, if it is a reward, the agent's later ones."""
         return returns(batch, credit_ERA, self.credit.kind, self.config.gamma)
+
+    def weights(self, batch: JointBatch) -> Tensor:
+        """Weights of the turns [E, R, A] in the mean and the deviation of their group."""
+        return torch.ones(batch.spoken_ERA.shape)
 
     @classmethod
     def estimators(cls) -> list[str]:
