@@ -30,6 +30,8 @@ class Credit(ABC):
     """Needs a runner whose teams vote."""
     compares_samples: ClassVar[bool] = False
     """Compares a task's samples, and therefore needs more than one of them."""
+    own_scores: ClassVar[bool] = False
+    """Credits an answer with its own score alone, as is every turn that is compared with its alternatives."""
 
     @dataclass
     class Config:
@@ -137,6 +139,8 @@ def unanswered(batch: JointBatch) -> Tensor:
 class Own(OutcomeCredit):
     """An answer's reward is its score. Other turns have no reward of their own; an agent that never answers gets the
     team's score."""
+
+    own_scores = True
 
     def of_turns(self, batch: JointBatch) -> Tensor:
         return batch.scores_ERA * standing(batch)

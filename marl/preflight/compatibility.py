@@ -6,15 +6,14 @@ from marl.config.errors import ConfigError
 from marl.config.policies import policies_by_agent
 from marl.learners import CREDITS, LEARNERS
 from marl.learners.credit_schemes import TeamOf
-from marl.runners import RUNNERS
-from marl.setup import Setup
+from marl.setup import Setup, make_runner
 from marl.utils.registry import did_you_mean
 
 
 def choose_credit(config: DictConfig) -> None:
     """Resolves ``credit=auto``: the runner's choice if the learner accepts it, else the learner's."""
     if config.credit.name == "auto":
-        learner, wanted = LEARNERS.get(config.learner.name), RUNNERS.get(config.runner.name).default_credit
+        learner, wanted = LEARNERS.get(config.learner.name), make_runner(config).default_credit
         chosen = wanted if wanted and wanted in (learner.credits or [wanted]) else learner.default_credit
         incentives = {str(key): value for key, value in config.credit.items() if key != "name"}
         config.credit = OmegaConf.structured(CREDITS.get(chosen).Config(name=chosen, **incentives))
@@ -96,6 +95,11 @@ def check_credit(setup: Setup) -> None:
             "with runner.decide, such as debate or voting, or credit=team credit.of=answer"
         )
     check_incentives(setup)
+    if setup.runner.compares_alternatives and credit.kind != "advantage" and not credit.own_scores:
+        raise ConfigError(
+            f"credit={name}: runner={config.runner.name} compares every trained turn with its alternatives by their own "
+            "scores, and the credit would have no effect; use credit=own, runner.train=path (tree), or another runner"
+        )
     if credit.compares_samples and config.actor_rollout_ref.rollout.n < 2:
         raise ConfigError(
             f"actor_rollout_ref.rollout.n={config.actor_rollout_ref.rollout.n}: credit={name} compares a task's samples, and a "

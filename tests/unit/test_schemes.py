@@ -14,10 +14,11 @@ from marl.learners import CREDITS, LEARNERS
 from marl.learners.counterfactual_credit import worth
 from marl.learners.credit_schemes import TeamOf
 from marl.learners.replay import ReturnOf, team_return
-from marl.preflight.compatibility import check_facts, check_incentives
+from marl.preflight.compatibility import check_facts, check_incentives, choose_credit
 from marl.preflight.prepare import prepare
 from marl.runners import RUNNERS, Decide
 from marl.runners.debate import Order
+from marl.runners.tree import Train
 from marl.setup import Setup
 from marl.types import Ballot, Rule, Score, Vote
 from tests.builders import DEBATE, batch_of, build_learner as build, episode, play, scheme
@@ -340,3 +341,21 @@ def test_a_length_penalty_makes_no_peer_wrong():
     assert batch.scores_ERA[0, 0, 0].item() == pytest.approx(0.4)
     assert not scheme("own", alpha0=1.0).incentives(batch).any()
     assert scheme("own", alpha1=1.0).incentives(batch)[0].tolist() == [[0.0, 0.0], [0.0, 1.0]]
+
+
+TREE = {train: RUNNERS.get("tree").Config(name="tree", train=train) for train in Train}
+
+
+@pytest.mark.parametrize("credit", ["mixed", "team", "influence", "joint"])
+def test_a_credit_that_alternatives_would_not_get_is_refused(checked, credit):
+    with pytest.raises(ConfigError, match=rf"credit={credit}: runner=tree compares.*no effect.*credit=own"):
+        checked(credit, runner=TREE[Train.siblings])
+    checked(credit, runner=TREE[Train.path])
+    checked("own", runner=TREE[Train.siblings])
+
+
+@pytest.mark.parametrize("train,expected", [(Train.siblings, "own"), (Train.path, "mixed")])
+def test_auto_credit_of_alternatives_is_their_own_score(compose_config, train, expected):
+    config = compose_config("learner=at_grpo", "credit=auto", "runner=tree", f"runner.train={train.name}")
+    choose_credit(config)
+    assert config.credit.name == expected
