@@ -61,6 +61,12 @@ class Credit(ABC):
         """Put into the batch what :meth:`assign` needs of the episodes beyond grids; ``no_answer``: score of no answer."""
         return None
 
+    @property
+    def adds_answers(self) -> bool:
+        """True if an agent's return is the sum of scores of all its answers, so that a longer conversation earns more. A
+        class attribute where no option matters."""
+        return False
+
     @abstractmethod
     def assign(self, batch: JointBatch) -> Tensor:
         """Credit [E, R, A] of every turn of the conversations, zero where no agent spoke."""
@@ -141,6 +147,7 @@ class Own(OutcomeCredit):
     team's score."""
 
     own_scores = True
+    adds_answers = True
 
     def of_turns(self, batch: JointBatch) -> Tensor:
         return batch.scores_ERA * standing(batch)
@@ -168,6 +175,10 @@ class Team(OutcomeCredit):
 
     config: Config
 
+    @property
+    def adds_answers(self) -> bool:
+        return self.config.of is TeamOf.round
+
     def of_turns(self, batch: JointBatch) -> Tensor:
         answered_ERA = standing(batch)
         if self.config.of is not TeamOf.round:
@@ -189,6 +200,8 @@ class Team(OutcomeCredit):
 class Mixed(Team):
     """A turn's own score and, with a weight, the team's reward (AT-GRPO, arXiv:2510.11062)."""
 
+    adds_answers = True
+
     @dataclass
     class Config(Team.Config):
         weight: float = bounded(1.0, FINITE)
@@ -209,6 +222,7 @@ class Joint(Credit):
     where there are none."""
 
     kind = "return"
+    adds_answers = True
 
     def assign(self, batch: JointBatch) -> Tensor:
         answered_ERA = batch.answered_ERA

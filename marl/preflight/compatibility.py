@@ -1,5 +1,7 @@
 """Checks that runner, learner and credit are compatible: pure, without a model or a worker."""
 
+import logging
+
 from omegaconf import DictConfig, OmegaConf
 
 from marl.config.errors import ConfigError
@@ -8,6 +10,8 @@ from marl.learners import CREDITS, LEARNERS
 from marl.learners.credit_schemes import TeamOf
 from marl.setup import Setup, make_runner
 from marl.utils.registry import did_you_mean
+
+logger = logging.getLogger(__name__)
 
 
 def choose_credit(config: DictConfig) -> None:
@@ -25,6 +29,7 @@ def check_facts(setup: Setup) -> None:
     check_learner(setup)
     check_credit(setup)
     check_critics(setup)
+    warn_of_early_ends(setup)
 
 
 def check_runner(setup: Setup) -> None:
@@ -119,6 +124,20 @@ def check_credit(setup: Setup) -> None:
             f"{config.algorithm.adv_estimator} and algorithm.use_kl_in_reward={config.algorithm.use_kl_in_reward} would "
             "have no effect; use null and false, and actor.use_kl_loss for a reference"
         )
+
+
+def warn_of_early_ends(setup: Setup) -> None:
+    """Warn of a credit by which a team that ends early gets less than one that repeats its right answers."""
+    config, credit = setup.config, setup.learner.credit
+    discounted = credit.kind == "reward" and "gamma" in config.learner and config.learner.gamma == 0
+    if setup.runner.may_end_early and credit.adds_answers and not discounted:
+        logger.warning(
+            "runner=%s may end a conversation early, and credit=%s adds up the scores of an agent's answers: right answers of "
+            "one round earn less than the same answers repeated in three, so that ending early is discouraged. Credit an "
+            "outcome once, by credit=team credit.of=final (or of=answer), zero_sum or shapley, or weigh it by "
+            "credit=influence",
+            config.runner.name, config.credit.name,
+        )  # fmt: skip
 
 
 def check_incentives(setup: Setup) -> None:

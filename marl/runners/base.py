@@ -42,6 +42,11 @@ class Runner(ABC):
         return False
 
     @property
+    def may_end_early(self) -> bool:
+        """True if agents can end the conversation, or leave it, before its last round."""
+        return False
+
+    @property
     def in_turn(self) -> bool:
         """True if agents speak one after another, so that no two answers share a round."""
         return False

@@ -359,3 +359,33 @@ def test_auto_credit_of_alternatives_is_their_own_score(compose_config, train, e
     config = compose_config("learner=at_grpo", "credit=auto", "runner=tree", f"runner.train={train.name}")
     choose_credit(config)
     assert config.credit.name == expected
+
+
+@pytest.mark.parametrize(
+    "credit,runner,changes,warns",
+    [
+        ("own", {"stop_on_consensus": True}, {}, True),
+        ("own", {"leave_word": "BYE"}, {}, True),
+        ("team", {"stop_on_consensus": True}, {}, True),
+        ("mixed", {"stop_on_consensus": True}, {"credit__of": "answer"}, True),
+        ("joint", {"stop_on_consensus": True}, {}, True),
+        ("own", {}, {}, False),
+        ("own", {"stop_on_consensus": True}, {"learner__gamma": 0.0}, False),
+        ("team", {"stop_on_consensus": True}, {"credit__of": "final"}, False),
+        ("influence", {"stop_on_consensus": True}, {}, False),
+        ("zero_sum", {"stop_on_consensus": True}, {}, False),
+    ],
+)
+def test_credit_by_which_an_early_end_costs_is_warned_of(checked, caplog, credit, runner, changes, warns):
+    checked(credit, runner=RUNNERS.get("debate").Config(name="debate", **runner), **changes)
+    said = f"credit={credit} adds up the scores"
+    assert (said in caplog.text) == warns == ("credit.of=final" in caplog.text)
+
+
+def test_an_early_agreement_earns_less_where_answers_add_up():
+    """Two right answers at once, or the same after three rounds in which a was right throughout: 1 and 3 against 1."""
+    records = [episode("t", 0, [[1], [1]]), episode("t", 1, [[1, 1, 1], [0, 0, 1]])]
+    for name, options, expected in (("own", {}, [1.0, 3.0]), ("team", {"of": TeamOf.final}, [1.0, 1.0])):
+        batch = batch_of(*records)
+        build("grpo", name, options).assign_credit(batch)
+        assert batch.returns_ERA[:, 0, 0].tolist() == expected
