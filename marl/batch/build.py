@@ -31,7 +31,8 @@ def joint_batch(
     width = max((column + 1 for columns in places for column in columns), default=0)
     shape = (len(episodes), max(num_rounds, width, 1), len(agents))  # an empty round, where no turn was kept
     spoken_ERA, trained_ERA, answers_ERA = np.zeros((3, *shape), dtype=bool)
-    scores_ERA, siblings_ERA = np.zeros(shape, dtype=np.float32), np.full(shape, -1)
+    scores_ERA, penalties_ERA = np.zeros((2, *shape), dtype=np.float32)
+    siblings_ERA = np.full(shape, -1)
     lengths_ERA = np.zeros(shape, dtype=np.int64)
     seat = {agent: a for a, agent in enumerate(agents)}
     sets: dict[tuple, int] = {}
@@ -46,6 +47,7 @@ def joint_batch(
             cell = (e, column, seat[turn.agent])
             cells[e][i] = int(np.ravel_multi_index(cell, shape))
             spoken_ERA[cell], scores_ERA[cell] = True, turn.scored.value - turn.scored.penalty
+            penalties_ERA[cell] = turn.scored.penalty
             answers_ERA[cell], lengths_ERA[cell] = turn.answers, sum(turn.response_mask)
             if turn.compared:
                 siblings_ERA[cell] = sets.setdefault((e, turn.agent, turn.round), len(sets))
@@ -69,6 +71,7 @@ def joint_batch(
         sources_E=[episode.task.data_source for episode in episodes],
         spoken_ERA=torch.from_numpy(spoken_ERA),
         scores_ERA=torch.from_numpy(scores_ERA),
+        penalties_ERA=torch.from_numpy(penalties_ERA),
         trained_ERA=torch.from_numpy(trained_ERA),
         answers_ERA=torch.from_numpy(answers_ERA),
         lengths_ERA=torch.from_numpy(lengths_ERA),

@@ -159,10 +159,13 @@ class CentralTurns:
         row = ValueRow(self.text.task(episode))
         for r in sorted({turn.round for turn, _ in trained}):
             row.ids += [i for turn in between(episode, trained, r) for i in self.text.turn(turn)]
+            read_at: dict[AgentId, int] = {}
             for turn, cell in trained:
                 if turn.round == r:
-                    row.ids += self.text.speaker(turn.agent)
-                    row.read_at.append(len(row.ids) - 1)
+                    if turn.agent not in read_at:  # its alternatives follow from the same state
+                        row.ids += self.text.speaker(turn.agent)
+                        read_at[turn.agent] = len(row.ids) - 1
+                    row.read_at.append(read_at[turn.agent])
                     row.cells.append(cell)
         return row
 

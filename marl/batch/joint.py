@@ -83,6 +83,7 @@ class JointBatch:
     spoken_ERA: Tensor
     """1 on every turn, alternatives that no conversation followed included."""
     scores_ERA: Tensor
+    """Scores of turns, less their penalties."""
     team_score_E: Tensor
     """The score of the team's answer."""
     trained_ERA: Tensor
@@ -99,6 +100,8 @@ class JointBatch:
     """Index of every turn in the flattened grid, per episode; -1 for a turn outside the grid."""
     sources_E: list[str] = field(default_factory=list)
     """The data source of every episode's task."""
+    penalties_ERA: Tensor | float = 0.0
+    """Penalties for the form of answers, such as their length, that the scores have lost."""
     returns_ERA: Tensor | None = None
     """Returns by which the learner compared turns, or value targets that it wrote for the critics."""
     alternatives: Alternatives | None = None

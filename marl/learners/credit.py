@@ -150,23 +150,32 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
     return float(1 - (returns - values).var(unbiased=False) / spread) if spread > 0 else 0.0
 
 
-def group_advantages(rewards_B: Tensor, keys_B: Sequence[Hashable] | Tensor, std: bool, eps: float = 1e-6) -> Tensor:
+def group_advantages(
+    rewards_B: Tensor,
+    keys_B: Sequence[Hashable] | Tensor,
+    std: bool,
+    eps: float = 1e-6,
+    weights_B: Tensor | None = None,
+) -> Tensor:
     """Rewards relative to those with the same key (GRPO, arXiv:2402.03300; without std Dr. GRPO, arXiv:2503.20783).
 
         A = (R - mean) / (std + eps)      with the sample standard deviation
 
     Rewards that differ by no more than rounding give exactly 0, where the deviation would blow that up to advantages of order
-    1; so does a group of one, where verl's GRPO returns the raw reward.
+    1; so does a group of one, where verl's GRPO returns the raw reward. ``weights_B`` counts a reward as less than one.
     """
     index_B, count_G = group_index(keys_B)
-    mean_G = torch.zeros(len(count_G), dtype=rewards_B.dtype).index_add(0, index_B, rewards_B) / count_G
+    weights_B = torch.ones_like(rewards_B) if weights_B is None else weights_B.to(rewards_B.dtype)
+    zeros_G = torch.zeros(len(count_G), dtype=rewards_B.dtype)
+    weight_G = zeros_G.index_add(0, index_B, weights_B)
+    mean_G = zeros_G.index_add(0, index_B, rewards_B * weights_B) / weight_G
     centred_B = rewards_B - mean_G[index_B]
     equal_B = ~unequal_groups(rewards_B, index_B, len(count_G))[index_B]
     centred_B = centred_B.masked_fill(equal_B, 0.0)  # exactly: a mean of equal numbers may differ in its last bit
     if not std:
         return centred_B
-    sum_G = torch.zeros_like(mean_G).index_add(0, index_B, centred_B.square())
-    std_G = (sum_G / (count_G - 1).clamp(min=1)).sqrt()
+    sum_G = zeros_G.index_add(0, index_B, centred_B.square() * weights_B)
+    std_G = (sum_G / (weight_G - 1).clamp(min=1)).sqrt()
     return centred_B / (std_G[index_B] + eps)
 
 

@@ -30,6 +30,8 @@ class Credit(ABC):
     """Needs a runner whose teams vote."""
     compares_samples: ClassVar[bool] = False
     """Compares a task's samples, and therefore needs more than one of them."""
+    own_scores: ClassVar[bool] = False
+    """Credits an answer with its own score alone, as is every turn that is compared with its alternatives."""
 
     @dataclass
     class Config:
@@ -59,6 +61,12 @@ class Credit(ABC):
         """Put into the batch what :meth:`assign` needs of the episodes beyond grids; ``no_answer``: score of no answer."""
         return None
 
+    @property
+    def adds_answers(self) -> bool:
+        """True if an agent's return is the sum of scores of all its answers, so that a longer conversation earns more. A
+        class attribute where no option matters."""
+        return False
+
     @abstractmethod
     def assign(self, batch: JointBatch) -> Tensor:
         """Credit [E, R, A] of every turn of the conversations, zero where no agent spoke."""
@@ -77,10 +85,10 @@ class Credit(ABC):
 
     def incentives(self, batch: JointBatch) -> Tensor:
         """Incentives [E, R, A] of every turn. Turns that are no answers get none and do not count as peers', nor does the last
-        turn before an early end, whose score is the failure score."""
+        turn before an early end, whose score is the failure score. Penalties are left out: an overlong answer may be right."""
         config = self.config
         alpha, beta = (config.alpha0, config.alpha1), (config.beta0, config.beta1)
-        return credit.incentives(batch.scores_ERA, standing(batch), alpha, beta)
+        return credit.incentives(batch.scores_ERA + batch.penalties_ERA, standing(batch), alpha, beta)
 
 
 CREDITS: Registry[Credit] = Registry("credit")
@@ -138,6 +146,9 @@ class Own(OutcomeCredit):
     """An answer's reward is its score. Other turns have no reward of their own; an agent that never answers gets the
     team's score."""
 
+    own_scores = True
+    adds_answers = True
+
     def of_turns(self, batch: JointBatch) -> Tensor:
         return batch.scores_ERA * standing(batch)
 
@@ -164,6 +175,10 @@ class Team(OutcomeCredit):
 
     config: Config
 
+    @property
+    def adds_answers(self) -> bool:
+        return self.config.of is TeamOf.round
+
     def of_turns(self, batch: JointBatch) -> Tensor:
         answered_ERA = standing(batch)
         if self.config.of is not TeamOf.round:
@@ -185,6 +200,8 @@ class Team(OutcomeCredit):
 class Mixed(Team):
     """A turn's own score and, with a weight, the team's reward (AT-GRPO, arXiv:2510.11062)."""
 
+    adds_answers = True
+
     @dataclass
     class Config(Team.Config):
         weight: float = bounded(1.0, FINITE)
@@ -205,6 +222,7 @@ class Joint(Credit):
     where there are none. Where the conversation ended early, each agent's last turn adds what that is worth."""
 
     kind = "return"
+    adds_answers = True
 
     def assign(self, batch: JointBatch) -> Tensor:
         spoke_E, unanswered_E = batch.mask_ERA.any(1).sum(-1), ~batch.answered_ERA.any((1, 2))

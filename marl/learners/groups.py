@@ -63,14 +63,15 @@ def unequal_turns(batch: JointBatch, returns_ERA: Tensor, keys_ERA: Tensor) -> T
 
 
 def degenerate_share(batch: JointBatch, unequal_ERA: Tensor, keys_ERA: Tensor) -> Metrics:
-    """Share of degenerate groups, whose rewards are all equal; per agent, the share of its turns in such groups."""
-    spoke_ERA = batch.spoken_ERA.bool()
-    groups = keys_ERA[spoke_ERA].unique()
+    """Share of degenerate groups, whose rewards are all equal, among those with a trained turn; per agent, the share of its
+    trained turns in such groups."""
+    trained_ERA = batch.trained_ERA.bool()
+    groups = keys_ERA[trained_ERA].unique()
     shares = {}
     if len(groups):
-        shares["team/degenerate_groups"] = float(1 - len(keys_ERA[unequal_ERA].unique()) / len(groups))
+        shares["team/degenerate_groups"] = float(1 - len(keys_ERA[unequal_ERA & trained_ERA].unique()) / len(groups))
     return shares | {
-        f"agent/{agent}/degenerate_groups": float((~unequal_ERA[..., a])[spoke_ERA[..., a]].float().mean())
+        f"agent/{agent}/degenerate_groups": float((~unequal_ERA[..., a])[trained_ERA[..., a]].float().mean())
         for a, agent in enumerate(batch.agents)
-        if spoke_ERA[..., a].any()
+        if trained_ERA[..., a].any()
     }

@@ -50,24 +50,31 @@ class GRPO(Learner):
         if self.credit.kind == "advantage":
             for rows in batch.rows.values():
                 rows["advantages"] = broadcast_to_tokens(credit_ERA, rows)
-            return {}
+            turns = torch.arange(credit_ERA.numel()).view(credit_ERA.shape)
+            return self.without_equal(batch, credit_ERA.abs() > credit.ROUNDING, turns)
         returns_ERA = self.returns(batch, credit_ERA)
         batch.returns_ERA = returns_ERA
         keys_ERA = group_keys(batch, self.config.group_by) if self.compares_samples else policy_keys(batch)
         unequal_ERA = unequal_turns(batch, returns_ERA, keys_ERA)
         if self.config.estimator in (None, "grpo"):
             advantages_ERA, spoke_ERA = torch.zeros_like(returns_ERA), batch.spoken_ERA.bool()
-            groups = returns_ERA[spoke_ERA], keys_ERA[spoke_ERA]
-            advantages_ERA[spoke_ERA] = credit.group_advantages(*groups, self.config.std)
+            advantages_ERA[spoke_ERA] = credit.group_advantages(
+                returns_ERA[spoke_ERA], keys_ERA[spoke_ERA], self.config.std, weights_B=self.weights(batch)[spoke_ERA]
+            )
             for rows in batch.rows.values():
                 rows["advantages"] = broadcast_to_tokens(advantages_ERA, rows)
         else:
             settings = AlgoConfig(gamma=self.config.token_gamma, norm_adv_by_std_in_grpo=self.config.std)
             estimate(self.config.estimator, settings, batch, returns_ERA, keys_ERA)
             clear_turns(batch, ~unequal_ERA)  # rounding leaves verl's with noise to divide
+        return self.without_equal(batch, unequal_ERA, keys_ERA)
+
+    def without_equal(self, batch: JointBatch, unequal_ERA: Tensor, keys_ERA: Tensor) -> Metrics:
+        """Count degenerate groups and, with ``drop_equal``, drop their turns. To a credit of kind ``advantage`` each turn is
+        a group."""
+        shares = degenerate_share(batch, unequal_ERA, keys_ERA)
         if self.config.drop_equal:
             drop_turns(batch, ~unequal_ERA)
-        shares = degenerate_share(batch, unequal_ERA, keys_ERA)
         if "team/degenerate_groups" in shares:
             self.follow("degenerate_groups", shares["team/degenerate_groups"])
         return shares
@@ -75,6 +82,10 @@ class GRPO(Learner):
     def returns(self, batch: JointBatch, credit_ERA: Tensor) -> Tensor:
         """Return by which turns are compared [E, R, A]: the credit and, if it is a reward, the agent's later ones."""
         return returns(batch, credit_ERA, self.credit.kind, self.config.gamma)
+
+    def weights(self, batch: JointBatch) -> Tensor:
+        """Weights of the turns [E, R, A] in the mean and the deviation of their group."""
+        return torch.ones(batch.spoken_ERA.shape)
 
     @classmethod
     def estimators(cls) -> list[str]:

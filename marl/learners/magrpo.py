@@ -33,3 +33,10 @@ class MAGRPO(GRPO):
         later_ERA = credit.returns_to_go(team_ER1, mask_ERA.any(-1, keepdim=True), self.config.gamma) * mask_ERA
         own_ERA = super().returns(batch, torch.zeros_like(credit_ERA))  # what each turn's divergence takes off
         return batch.apart(later_ERA, credit_ERA) + own_ERA
+
+    def weights(self, batch: JointBatch) -> Tensor:
+        """Each sample counts once in a round, however many agents spoke."""
+        if GroupKey.agent in self.config.group_by:
+            return super().weights(batch)
+        speakers_ER1 = batch.chained_ERA.sum(-1, keepdim=True).clamp(min=1)
+        return batch.apart(1.0 / speakers_ER1, super().weights(batch))

@@ -72,11 +72,12 @@ class ReplayCredit(Credit):
         batch.evidence.outcomes_ERAK = outcomes_of(episodes, batch)
 
     def assign(self, batch: JointBatch) -> Tensor:
-        if batch.evidence.outcomes_ERAK is None and not batch.rows:  # nothing was trained, nor tried
-            return torch.zeros_like(batch.scores_ERA)
-        if batch.evidence.outcomes_ERAK is None:
+        outcomes_ERAK = batch.evidence.outcomes_ERAK
+        if outcomes_ERAK is not None:
+            return credit.replay_advantages(outcomes_ERAK)[..., 0]
+        if batch.trained_ERA.any():
             raise ValueError("credit=replay needs other answers' returns: the trainer plays for them before this")
-        return credit.replay_advantages(batch.evidence.outcomes_ERAK)[..., 0]
+        return torch.zeros_like(batch.scores_ERA)
 
 
 def choose(episode: Episode, share: float, rollouts: Rollouts) -> list[Turn]:

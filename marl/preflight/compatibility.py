@@ -1,20 +1,23 @@
 """Checks that runner, learner and credit are compatible: pure, without a model or a worker."""
 
+import logging
+
 from omegaconf import DictConfig, OmegaConf
 
 from marl.config.errors import ConfigError
 from marl.config.policies import policies_by_agent
 from marl.learners import CREDITS, LEARNERS
 from marl.learners.credit_schemes import TeamOf
-from marl.runners import RUNNERS
-from marl.setup import Setup
+from marl.setup import Setup, make_runner
 from marl.utils.registry import did_you_mean
+
+logger = logging.getLogger(__name__)
 
 
 def choose_credit(config: DictConfig) -> None:
     """Resolves ``credit=auto``: the runner's choice if the learner accepts it, else the learner's."""
     if config.credit.name == "auto":
-        learner, wanted = LEARNERS.get(config.learner.name), RUNNERS.get(config.runner.name).default_credit
+        learner, wanted = LEARNERS.get(config.learner.name), make_runner(config).default_credit
         chosen = wanted if wanted and wanted in (learner.credits or [wanted]) else learner.default_credit
         incentives = {str(key): value for key, value in config.credit.items() if key != "name"}
         config.credit = OmegaConf.structured(CREDITS.get(chosen).Config(name=chosen, **incentives))
@@ -26,6 +29,7 @@ def check_facts(setup: Setup) -> None:
     check_learner(setup)
     check_credit(setup)
     check_critics(setup)
+    warn_of_early_ends(setup)
 
 
 def check_runner(setup: Setup) -> None:
@@ -96,6 +100,11 @@ def check_credit(setup: Setup) -> None:
             "with runner.decide, such as debate or voting, or credit=team credit.of=answer"
         )
     check_incentives(setup)
+    if setup.runner.compares_alternatives and credit.kind != "advantage" and not credit.own_scores:
+        raise ConfigError(
+            f"credit={name}: runner={config.runner.name} compares every trained turn with its alternatives by their own "
+            "scores, and the credit would have no effect; use credit=own, runner.train=path (tree), or another runner"
+        )
     if credit.compares_samples and config.actor_rollout_ref.rollout.n < 2:
         raise ConfigError(
             f"actor_rollout_ref.rollout.n={config.actor_rollout_ref.rollout.n}: credit={name} compares a task's samples, and a "
@@ -117,6 +126,20 @@ def check_credit(setup: Setup) -> None:
         )
 
 
+def warn_of_early_ends(setup: Setup) -> None:
+    """Warn of a credit by which a team that ends early gets less than one that repeats its right answers."""
+    config, credit = setup.config, setup.learner.credit
+    discounted = credit.kind == "reward" and "gamma" in config.learner and config.learner.gamma == 0
+    if setup.runner.may_end_early and credit.adds_answers and not discounted:
+        logger.warning(
+            "runner=%s may end a conversation early, and credit=%s adds up the scores of an agent's answers: right answers of "
+            "one round earn less than the same answers repeated in three, so that ending early is discouraged. Credit an "
+            "outcome once, by credit=team credit.of=final (or of=answer), zero_sum or shapley, or weigh it by "
+            "credit=influence",
+            config.runner.name, config.credit.name,
+        )  # fmt: skip
+
+
 def check_incentives(setup: Setup) -> None:
     """They compare an answer with those beside it, and with those of the round after."""
     config, runner, agents = setup.config, setup.runner, list(setup.config.agents)
@@ -135,11 +158,10 @@ def check_incentives(setup: Setup) -> None:
 
 
 def check_overlong(setup: Setup) -> None:
-    """A turn's penalty is taken off its own score, which some credits do not read."""
+    """A turn's penalty is taken off its own score, which some credits and all incentives do not read."""
     config, credit, scheme = setup.config, setup.config.credit, setup.learner.credit
     buffer = config.controller.overlong_buffer
-    incentives = any(credit.get(key) for key in ("alpha0", "alpha1", "beta0", "beta1"))
-    of_answer = credit.name == "team" and credit.of is TeamOf.answer and not incentives
+    of_answer = credit.name == "team" and credit.of is TeamOf.answer
     if buffer and (of_answer or scheme.votes or scheme.kind == "advantage"):
         of = " credit.of=answer" if of_answer else ""
         raise ConfigError(

@@ -29,12 +29,21 @@ class Runner(ABC):
     """Keys of the configuration that name an agent; null leaves it to the runner."""
     votes: ClassVar[bool] = False
     """True if :func:`marl.runners.decide` decides the team's answer, by the rule ``runner.decide``."""
-    default_credit: ClassVar[str | None] = None
-    """Credit scheme that ``credit=auto`` selects; None leaves it to the learner."""
+
+    @property
+    def default_credit(self) -> str | None:
+        """Credit scheme that ``credit=auto`` selects; None leaves it to the learner. A class attribute where no option
+        matters."""
+        return None
 
     @property
     def compares_alternatives(self) -> bool:
-        """True if a single episode holds turns that are compared with one another."""
+        """True if every trained turn is compared with alternatives in its own episode, by their own scores."""
+        return False
+
+    @property
+    def may_end_early(self) -> bool:
+        """True if agents can end the conversation, or leave it, before its last round."""
         return False
 
     @property

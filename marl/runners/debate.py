@@ -54,6 +54,10 @@ class Debate(ConversationRunner):
     def in_turn(self) -> bool:
         return self.config.order is Order.sequential
 
+    @property
+    def may_end_early(self) -> bool:
+        return self.config.stop_on_consensus or bool(self.config.leave_word)
+
     async def run(self, episode: LiveEpisode) -> str | None:
         standing: dict[AgentId, Turn] = {}
         present = list(episode.agents)

@@ -77,6 +77,10 @@ class Graph(ConversationRunner):
         super().__init__(config)
         self.nodes = config.nodes or {config.start: Node()}
 
+    @property
+    def may_end_early(self) -> bool:
+        return any(edge.when in (When.agreed, When.disagreed, When.says) for edge in self.config.edges)
+
     async def run(self, episode: LiveEpisode) -> str | None:
         last: dict[str, dict[AgentId, Turn]] = {}
         gone: Counter[int] = Counter()

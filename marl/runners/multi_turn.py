@@ -52,6 +52,11 @@ class MultiTurn(ConversationRunner):
     def in_turn(self) -> bool:
         return True
 
+    @property
+    def may_end_early(self) -> bool:
+        """Not with the other rules: until a first answer, or a right one, there is nothing to add up."""
+        return self.config.stop is Stop.repeated or bool(self.config.stop_words)
+
     async def run(self, episode: LiveEpisode) -> str | None:
         agent = next(agent for agent in episode.agents if agent.name != self.config.user)
         environment = make_environment(self.config.environment) if self.config.environment else None

@@ -36,6 +36,10 @@ class Router(ConversationRunner):
     def in_turn(self) -> bool:
         return True
 
+    @property
+    def may_end_early(self) -> bool:
+        return bool(self.config.stop_word)
+
     async def run(self, episode: LiveEpisode) -> str | None:
         router = episode.agent(self.config.router or episode.agents[0].name)
         workers = [agent for agent in episode.agents if agent is not router]

@@ -83,3 +83,7 @@ class Tree(ConversationRunner):
     @property
     def compares_alternatives(self) -> bool:
         return self.config.train is Train.siblings and self.config.num_branches > 1
+
+    @property
+    def default_credit(self) -> str | None:
+        return "own" if self.compares_alternatives else None

@@ -23,7 +23,7 @@ MORE = {
     "self_play": ["runner.num_rounds=2", "credit=auto"],
     "summary": ["+agents.bob={}"],
     "voting": ["runner.ballot=true"],
-    "tree": ["runner.num_branches=3"],
+    "tree": ["runner.num_branches=3", "credit=auto"],
     "game": ["+runner.game={rounds: 2, invalid: -1}", "runner.instruction='?'"],
 }
 

@@ -131,3 +131,15 @@ def test_zero_sum():
     credit = scheme.assign(batch)
     assert credit[0].tolist() == [[0, 0], [0, -0.75], [0.75, 0]] and (credit[1] == 0).all()
     assert AGENTS == ("a", "b") and scheme.kind == "reward"
+
+
+def test_alternatives_have_one_value_for_the_state_that_they_share():
+    """The central critic reads the task, a, what a said, a and b: each name once a round, however many answers follow."""
+    record = branch(episode("t", 0, TREE), "a", 1, [0.5, 0.0])
+    batch = batch_of(record)
+    rows = CentralTurns(Words()).rows([record], batch)["central"]
+    position = dict(zip(rows["turn_index"].values().tolist(), rows["read_at"].values().tolist(), strict=True))
+    siblings = batch.siblings_ERA.flatten()
+    assert {position[cell] for cell in position if siblings[cell] >= 0} == {1}
+    assert sorted(position[cell] for cell in position if siblings[cell] < 0) == [3, 4]
+    assert len(rows["input_ids"].values()) == 5

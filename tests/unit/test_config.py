@@ -371,6 +371,10 @@ BAD = {
     ],
     "controller.overlong_penalty=0.5": ["overlong_penalty=0.5", "with controller.overlong_buffer=0"],
     "controller.overlong_buffer=2 credit=team credit.of=answer": ["overlong_buffer=2", "credit=team credit.of=answer"],
+    "controller.overlong_buffer=2 credit=team credit.of=answer credit.alpha0=0.5": [
+        "overlong_buffer=2",
+        "credit=team credit.of=answer",
+    ],
     "controller.overlong_buffer=2 credit=shapley": ["overlong_buffer=2", "credit=shapley", "such as own"],
     "controller.overlong_buffer=2 credit=replay": ["overlong_buffer=2", "credit=replay"],
     "agents={}": ["agents"],
@@ -380,7 +384,6 @@ BAD = {
 def test_an_overlong_penalty_that_has_an_effect_is_taken(quickstart):
     for words in (["credit=own"], ["credit=team"], ["credit=mixed", "credit.of=answer"]):
         prepare(quickstart("controller.overlong_buffer=2", *words))
-    prepare(quickstart("controller.overlong_buffer=2", "credit=team", "credit.of=answer", "credit.alpha0=0.5"))
 
 
 @pytest.fixture(scope="module")

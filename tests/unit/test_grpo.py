@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from marl.batch.build import joint_batch
 from marl.learners.groups import GroupKey
 from marl.learners.grpo import GRPO
 from tests.builders import AGENTS, batch_of, build_learner as build, episode, two_samples
@@ -167,3 +168,22 @@ def test_dapo_drops_turns_out_of_rows_that_they_share():
     assert len(batch.rows["a"]) == 2
     build("grpo", gamma=0.0, drop_equal=True).assign_credit(batch)
     assert [row.tolist() for row in batch.rows["a"]["response_mask"].unbind()] == [[0, 0, 1, 1]] * 2
+
+
+def test_groups_without_a_trained_turn_do_not_count():
+    """b's answers differ, and b is not trained; a's are all alike."""
+    records = [episode("t", i, [[1.0], [float(i)]]) for i in range(2)]
+    metrics = build("grpo").assign_credit(joint_batch(records, AGENTS, {"a": 1.0}))
+    assert metrics == {"team/degenerate_groups": 1.0, "agent/a/degenerate_groups": 1.0}
+
+
+def test_dapo_drops_turns_to_which_the_credit_gives_no_advantage():
+    """Replay: another answer of a would have scored .5, not 1; b's own and the other score .5 both."""
+    batch = batch_of(episode("t", 0, [[1.0], [0.5]]))
+    metrics = build("grpo", "replay", drop_equal=True).assign_credit(batch)
+    assert {name: rows["advantages"].values().tolist() for name, rows in batch.rows.items()} == {"a": [0.5]}
+    assert metrics == {
+        "team/degenerate_groups": 0.5,
+        "agent/a/degenerate_groups": 0.0,
+        "agent/b/degenerate_groups": 1.0,
+    }

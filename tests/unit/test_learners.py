@@ -53,13 +53,14 @@ def as_critics_leave_it(batch):
 
 
 def variants():
-    """Every learner with its first credit; those that chain also with a chain."""
+    """Every learner with its first credit; those that chain also with a chain; GRPO with every credit."""
     for name in LEARNERS.names():
         cls = LEARNERS.get(name)
         credit = (cls.credits or ("own",))[0]
         yield name, credit, {}
         if any(option.name == "chain" for option in fields(cls.Config)):
             yield name, credit, {"chain": True}
+    yield from (("grpo", credit, {}) for credit in CREDITS.names() if credit != "own")
 
 
 def step(learner, batch):
@@ -75,7 +76,9 @@ def step(learner, batch):
 @pytest.mark.parametrize("name,credit,options", variants())
 def test_a_step_without_a_trained_turn_is_survived(name, credit, options):
     learner = build(name, credit, **options)
-    batch = joint_batch([episode("t", 0, [[1, 0], [0, 1]]), episode("t", 1, [[0, 0], [0, 0]])], AGENTS, {})
+    records = [episode("t", 0, [[1, 0], [0, 1]]), episode("t", 1, [[0, 0], [0, 0]])]
+    batch = joint_batch(records, AGENTS, {})
+    batch.evidence.ballots = [ballots_of(record) for record in records]
     assert not batch.rows and not batch.trained_ERA.any() and batch.mask_ERA.all()
     _, updates = step(learner, batch)
     assert updates == {}, "nobody is updated"
@@ -152,7 +155,7 @@ def test_only_the_named_rounds_are_trained():
 
 
 def test_numbers_of_turns_reach_the_tokens_of_a_packed_row():
-    """A row may hold several turns of an agent: spread reads turn_index and assumes nothing about rows."""
+    """A row may hold several turns of an agent: broadcast_to_tokens reads turn_index and assumes nothing about rows."""
     grid = torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])
     turn = Turn(
         "a", 1, [], "", prompt_ids=[1], response_ids=[5, 6, 9, 9, 7], response_mask=[1, 1, 0, 0, 1], log_probs=[0.0] * 5

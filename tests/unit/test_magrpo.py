@@ -76,3 +76,13 @@ def test_alternatives_stand_for_themselves():
     batch = batch_of(episode("t", 0, [[0, 1], [None, None]]))
     batch.alternatives = Alternatives(torch.where(batch.mask_ERA, 0, -1), num_rounds=2)
     assert assigned(batch)["a"] == [[-0.5], [0.5, 0.5]]
+
+
+def test_a_sample_counts_once_however_many_agents_speak():
+    """The team's returns are 1 and 0: the samples' mean is .5, though b is silent in one of two rounds."""
+    records = [episode("t", 0, [[0, 1], [0, 1]]), episode("t", 1, [[0, 0], [0, None]])]
+    got = assigned(batch_of(*records))
+    assert [row[0] for row in got["a"]] == pytest.approx([0.5, 0.5, -0.5, -0.5])
+    assert [row[0] for row in got["b"]] == pytest.approx([0.5, 0.5, -0.5])
+    divided = assigned(batch_of(*records), std=True)  # by the deviation of the samples 1 and 0
+    assert [row[0] for row in divided["a"]] == pytest.approx([0.5**0.5, 0.5**0.5, -(0.5**0.5), -(0.5**0.5)], abs=1e-4)

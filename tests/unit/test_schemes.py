@@ -14,10 +14,11 @@ from marl.learners import CREDITS, LEARNERS
 from marl.learners.counterfactual_credit import ballot_score
 from marl.learners.credit_schemes import TeamOf
 from marl.learners.replay import ReturnOf, team_return
-from marl.preflight.compatibility import check_facts, check_incentives
+from marl.preflight.compatibility import check_facts, check_incentives, choose_credit
 from marl.preflight.prepare import prepare
 from marl.runners import RUNNERS, Decide
 from marl.runners.debate import Order
+from marl.runners.tree import Train
 from marl.setup import Setup
 from marl.types import Ballot, Rule, Score, Vote
 from tests.builders import DEBATE, batch_of, build_learner as build, episode, play, scheme
@@ -330,3 +331,61 @@ def test_the_return_of_an_episode_is_that_of_the_team_credit():
         for of in ("final", "answer"):
             added = scheme("team", of=TeamOf[of]).assign(batch)[0, :, 0].sum()
             assert team_return(record, ReturnOf[of]) == float(added)
+
+
+def test_a_length_penalty_makes_no_peer_wrong():
+    """a is right twice, the first time at such length that 1 - .6 is left; b follows it: b was persuaded by a right peer."""
+    record = episode("t", 0, [[1.0, 1.0], [0.0, 1.0]])
+    record.turns[0].score = Score(1.0, "1", penalty=0.6)
+    batch = batch_of(record)
+    assert batch.scores_ERA[0, 0, 0].item() == pytest.approx(0.4)
+    assert not scheme("own", alpha0=1.0).incentives(batch).any()
+    assert scheme("own", alpha1=1.0).incentives(batch)[0].tolist() == [[0.0, 0.0], [0.0, 1.0]]
+
+
+TREE = {train: RUNNERS.get("tree").Config(name="tree", train=train) for train in Train}
+
+
+@pytest.mark.parametrize("credit", ["mixed", "team", "influence", "joint"])
+def test_a_credit_that_alternatives_would_not_get_is_refused(checked, credit):
+    with pytest.raises(ConfigError, match=rf"credit={credit}: runner=tree compares.*no effect.*credit=own"):
+        checked(credit, runner=TREE[Train.siblings])
+    checked(credit, runner=TREE[Train.path])
+    checked("own", runner=TREE[Train.siblings])
+
+
+@pytest.mark.parametrize("train,expected", [(Train.siblings, "own"), (Train.path, "mixed")])
+def test_auto_credit_of_alternatives_is_their_own_score(compose_config, train, expected):
+    config = compose_config("learner=at_grpo", "credit=auto", "runner=tree", f"runner.train={train.name}")
+    choose_credit(config)
+    assert config.credit.name == expected
+
+
+@pytest.mark.parametrize(
+    "credit,runner,changes,warns",
+    [
+        ("own", {"stop_on_consensus": True}, {}, True),
+        ("own", {"leave_word": "BYE"}, {}, True),
+        ("team", {"stop_on_consensus": True}, {}, True),
+        ("mixed", {"stop_on_consensus": True}, {"credit__of": "answer"}, True),
+        ("joint", {"stop_on_consensus": True}, {}, True),
+        ("own", {}, {}, False),
+        ("own", {"stop_on_consensus": True}, {"learner__gamma": 0.0}, False),
+        ("team", {"stop_on_consensus": True}, {"credit__of": "final"}, False),
+        ("influence", {"stop_on_consensus": True}, {}, False),
+        ("zero_sum", {"stop_on_consensus": True}, {}, False),
+    ],
+)
+def test_credit_by_which_an_early_end_costs_is_warned_of(checked, caplog, credit, runner, changes, warns):
+    checked(credit, runner=RUNNERS.get("debate").Config(name="debate", **runner), **changes)
+    said = f"credit={credit} adds up the scores"
+    assert (said in caplog.text) == warns == ("credit.of=final" in caplog.text)
+
+
+def test_an_early_agreement_earns_less_where_answers_add_up():
+    """Two right answers at once, or the same after three rounds in which a was right throughout: 1 and 3 against 1."""
+    records = [episode("t", 0, [[1], [1]]), episode("t", 1, [[1, 1, 1], [0, 0, 1]])]
+    for name, options, expected in (("own", {}, [1.0, 3.0]), ("team", {"of": TeamOf.final}, [1.0, 1.0])):
+        batch = batch_of(*records)
+        build("grpo", name, options).assign_credit(batch)
+        assert batch.returns_ERA[:, 0, 0].tolist() == expected
