@@ -371,6 +371,11 @@ BAD = {
     "controller.overlong_buffer=2 credit=team credit.of=answer": ["overlong_buffer=2", "credit=team credit.of=answer"],
     "controller.overlong_buffer=2 credit=shapley": ["overlong_buffer=2", "credit=shapley", "such as own"],
     "controller.overlong_buffer=2 credit=replay": ["overlong_buffer=2", "credit=replay"],
+    "controller.overlong_buffer=2 runner=game": [
+        "controller.overlong_buffer=2",
+        "runner=game",
+        "set it to 0",
+    ],
     "agents={}": ["agents"],
 }
 
