@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def fingerprint(tasks: Sequence[Task]) -> str:
-    """Digest of the tasks that a validation plays: its numbers compare with those of the same tasks alone."""
-    content = [[task.id, task.messages, task.ground_truth, task.data_source] for task in tasks]
+def fingerprint(tasks: Sequence[Task], sampling: Any = None) -> str:
+    """Digest of the tasks that a validation plays and of how it samples: its numbers compare with those of the same
+    validation alone."""
+    rows = [[task.id, task.messages, task.ground_truth, task.data_source, task.extra] for task in tasks]
+    content = [rows, sampling]
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 

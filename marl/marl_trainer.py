@@ -18,6 +18,7 @@ from marl.cluster.policy_group import RayPolicyGroup, old_log_probs, served
 from marl.cluster.references import References
 from marl.cluster.worker_group import throughput
 from marl.config.identity import settings_of
+from marl.config.policies import policies_by_agent
 from marl.controller.alternative_rollouts import AlternativeRollouts
 from marl.controller.controller import Collection, Controller
 from marl.controller.policy_map import PolicyMap
@@ -55,7 +56,7 @@ class MARLTrainer:
         self.critics = critics
         self.references = References(config, policies)
         self.loader, self.validation, self.total_steps = loader, validation, total_steps
-        self.validation_id = checkpoint.fingerprint(validation)
+        self.validation_id = checkpoint.fingerprint(validation, self._validation_sampling())
         self.progress = progress or (lambda step, total, metrics: None)
         self.folder = Path(config.trainer.default_local_dir)
         self.step_number = 0
@@ -77,6 +78,15 @@ class MARLTrainer:
     def report_folder(self) -> Path:
         """Folder of the summary: a run continued on other validation data leaves the first summary in place."""
         return self.folder / self._of_other_data()
+
+    def _validation_sampling(self) -> dict[str, Any]:
+        """Number of validation samples, and sampling parameters of every agent with each of its policies."""
+        agents, sampling = self.config.agents, self.controller.sampling
+        by_agent = {
+            agent: [dict(sampling(agent, policy, True)) for policy in policies]
+            for agent, policies in policies_by_agent(agents).items()
+        }
+        return {"n": self.config.actor_rollout_ref.rollout.val_kwargs.n, "agents": by_agent}
 
     def _of_other_data(self) -> str:
         """Name of a folder for what is of other validation data than the run began with; empty for the first."""

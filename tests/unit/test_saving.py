@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -75,6 +76,24 @@ def test_validation_data_are_known_by_their_tasks():
     assert fingerprint(tasks) == fingerprint([task(1), task(2)])
     others = ([task(1)], [task(1), task(2, "5")], [task(1), task(2, source="y")], [task(1), task(3)])
     assert len({fingerprint(other) for other in (tasks, *others)}) == 5
+    private = task(1)
+    private = replace(private, extra={"agent_prompts": {"alice": [{"role": "user", "content": "half of it"}]}})
+    assert fingerprint([private]) != fingerprint([task(1)]), "an agent is shown something else"
+
+
+def test_validation_data_are_known_by_how_answers_are_sampled():
+    sampled = [{"n": n, "alice": [{"temperature": heat}]} for n in (1, 4) for heat in (0.0, 1.0)]
+    assert len({fingerprint([task(1)], sampling) for sampling in sampled}) == 4
+    assert fingerprint([task(1)], sampled[0]) == fingerprint([task(1)], dict(sampled[0]))
+
+
+def test_sampling_of_a_validation_is_that_of_every_agent_with_each_of_its_policies():
+    agents = {"alice": SimpleNamespace(policy_by_round=["a", "b"])}
+    rollout = SimpleNamespace(val_kwargs=SimpleNamespace(n=3))
+    config = SimpleNamespace(agents=agents, actor_rollout_ref=SimpleNamespace(rollout=rollout))
+    controller = SimpleNamespace(sampling=lambda agent, policy, validate: {"of": (agent, policy, validate)})
+    found = MARLTrainer._validation_sampling(SimpleNamespace(config=config, controller=controller))
+    assert found == {"n": 3, "agents": {"alice": [{"of": ("alice", "a", True)}, {"of": ("alice", "b", True)}]}}
 
 
 @pytest.mark.parametrize(
