@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from marl.marl_trainer import MARLTrainer
 
 logger = logging.getLogger(__name__)
+REQUIRED = {"policies", "critics", "references", "running_means", "histories", "answers_per_episode"}
 
 
 def fingerprint(tasks: Sequence[Task], sampling: Any = None) -> str:
@@ -48,7 +49,7 @@ async def save(trainer: MARLTrainer) -> None:
         torch.save(trainer.learner.state_dict(), folder / "learner.pt")
         state: dict[str, Any] = {
             "sampled_tokens": trainer.sampled_tokens,
-            "turns_per_episode": trainer.turns_per_episode,
+            "answers_per_episode": [trainer.answers_per_episode.total, trainer.answers_per_episode.count],
             "step": trainer.step_number,
             "policies": sorted(trainer.policies),
             "critics": sorted(trainer.critics.groups),
@@ -84,7 +85,8 @@ async def resume(trainer: MARLTrainer) -> None:
     trainer.loader.load_state_dict(torch.load(folder / "data.pt", weights_only=True))
     load_learner(trainer, torch.load(folder / "learner.pt", weights_only=True))
     trainer.step_number, trainer.log_prob_gap_max = state["step"], state["log_prob_gap_max"]
-    trainer.sampled_tokens, trainer.turns_per_episode = state["sampled_tokens"], state["turns_per_episode"]
+    trainer.sampled_tokens = state["sampled_tokens"]
+    trainer.answers_per_episode = RunningMean(*state["answers_per_episode"])
     trainer.learner.running_means = {name: RunningMean(*mean) for name, mean in state["running_means"].items()}
     trainer.controller.accuracy.load_state_dict(state["accuracy"])
     trainer.histories = {data: dict(history) for data, history in state["histories"].items()}
@@ -93,7 +95,7 @@ async def resume(trainer: MARLTrainer) -> None:
 
 def check_state(trainer: MARLTrainer, folder: Path, state: Mapping[str, Any]) -> None:
     """Raise ValueError for a checkpoint of another version, or one with other policies or critics."""
-    missing = sorted({"policies", "critics", "references", "running_means", "histories"} - set(state))
+    missing = sorted(REQUIRED - set(state))
     if missing:
         raise ValueError(
             f"{folder}: its state lacks {', '.join(missing)}: another version of marl saved it; resume with that version, or "

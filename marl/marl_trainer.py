@@ -30,7 +30,7 @@ from marl.report.step_metrics import count_metrics, critic_metrics, episode_metr
 from marl.report.tokens import token_metrics
 from marl.report.turn_numbers import turn_numbers
 from marl.types import AgentId, CriticName, Episode, Metrics, PolicyName, Task, Turn
-from marl.utils.metrics import PhaseTimer, must_be_finite, prefixed
+from marl.utils.metrics import PhaseTimer, RunningMean, must_be_finite, prefixed
 from marl.utils.tracking import tracking_of
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class MARLTrainer:
         self.step_number = 0
         self.log_prob_gap_max = 0.0
         self.sampled_tokens = 0
-        self.turns_per_episode = 0.0
+        self.answers_per_episode = RunningMean()
         self.degenerate_alarm = DegenerateGroups(config.controller.degenerate_steps)
         self.lazy_agents = LazyAgents(config.controller.lazy_agent_share)
         self.histories: dict[str, dict[int, Metrics]] = {}
@@ -188,10 +188,11 @@ class MARLTrainer:
         )
 
     def _count(self, episodes: Sequence[Episode]) -> None:
-        """Update the agents' accuracies, the tokens sampled so far and the turns of an episode."""
+        """Update the agents' accuracies, the tokens sampled so far and the answers of an episode."""
         self.controller.accuracy.update(episodes)
         self.sampled_tokens += sum(sum(turn.response_mask) for episode in episodes for turn in episode.turns)
-        self.turns_per_episode = sum(len(episode.turns) for episode in episodes) / len(episodes)
+        for episode in episodes:
+            self.answers_per_episode.add(len(conversation.team_turns(episode, self.trained_agents)))
 
     async def collect(self, tasks: Sequence[Task]) -> Collection:
         """Play every task ``rollout.n`` times with the current weights."""

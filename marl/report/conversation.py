@@ -8,7 +8,7 @@ others gave there, it counts as one wrong answer; its last answers are wrong, fo
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import combinations, pairwise
 
 from marl.types import AgentId, Episode, Metrics, Turn
@@ -23,6 +23,12 @@ def mean(values: Sequence[float]) -> float:
 def answers_of(episode: Episode) -> list[Turn]:
     """The turns of the path that are meant to answer the task."""
     return [turn for turn in episode.path if turn.answers]
+
+
+def team_turns(episode: Episode, trained: Collection[AgentId]) -> list[Turn]:
+    """The turns that a single agent would be given to sample instead: without notes, and without what an agent that is not
+    trained says that is no answer, such as a simulated user."""
+    return [turn for turn in episode.turns if turn.branch >= 0 and (turn.answers or turn.agent in trained)]
 
 
 def turns_in(episodes: Sequence[Episode], round: int, agent: AgentId | None = None) -> list[Turn]:

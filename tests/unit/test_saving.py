@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from marl.checkpoint import check_state, fingerprint
+from marl.evaluation.baselines import answers_per_episode
 from marl.marl_trainer import MARLTrainer
-from marl.types import Task
+from marl.types import Episode, Task, Turn
+from marl.utils.metrics import RunningMean
 
 
 class Stub(SimpleNamespace):
@@ -96,6 +98,29 @@ def test_sampling_of_a_validation_is_that_of_every_agent_with_each_of_its_polici
     assert found == {"n": 3, "agents": {"alice": [{"of": ("alice", "a", True)}, {"of": ("alice", "b", True)}]}}
 
 
+def spoken(agent="alice", **marks):
+    turn = Turn(agent, 1, [], "4")
+    for name, value in marks.items():
+        setattr(turn, name, value)
+    return turn
+
+
+def test_the_answers_of_an_episode_are_those_of_the_whole_run():
+    """A baseline gets as many: notes count for nothing, nor does a user that is played but not trained."""
+    note = spoken(branch=-1, kept=False, trained=False, answers=False)
+    user, critique = spoken("user", answers=False), spoken(answers=False)
+    steps = (
+        [[spoken(), critique, spoken()], [spoken(), critique, spoken()]],
+        [[spoken(), user, note], [spoken(), user]],
+    )
+    trainer = SimpleNamespace(sampled_tokens=0, answers_per_episode=RunningMean(), trained_agents=["alice"])
+    trainer.controller = SimpleNamespace(accuracy=SimpleNamespace(update=lambda episodes: None))
+    for step in steps:
+        MARLTrainer._count(trainer, [Episode(task(1), 0, ["alice", "user"], turns) for turns in step])
+    assert trainer.answers_per_episode.mean == 2.0 and answers_per_episode(trainer) == 2
+    assert answers_per_episode(SimpleNamespace(answers_per_episode=RunningMean())) == 1
+
+
 @pytest.mark.parametrize(
     "changes,said",
     [
@@ -106,7 +131,8 @@ def test_sampling_of_a_validation_is_that_of_every_agent_with_each_of_its_polici
 )
 def test_a_checkpoint_of_another_version_or_run_is_refused_by_name(tmp_path, changes, said):
     trainer = SimpleNamespace(policies={"alice": None}, critics=SimpleNamespace(groups={}))
-    state = {"policies": ["alice"], "critics": [], "references": {}, "running_means": {}, "histories": {}} | changes
+    state = {"policies": ["alice"], "critics": [], "references": {}, "running_means": {}, "histories": {}}
+    state |= {"answers_per_episode": [0.0, 0]} | changes
     state = {key: value for key, value in state.items() if value is not None}
     if said is None:
         check_state(trainer, tmp_path, state)
