@@ -376,6 +376,15 @@ BAD = {
         "runner=game",
         "set it to 0",
     ],
+    "algorithm.rollout_correction.bypass_mode=true actor_rollout_ref.actor.policy_loss.loss_mode=gspo": [
+        "algorithm.rollout_correction.bypass_mode=True",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
+        "vanilla",
+    ],
+    "algorithm.rollout_correction.bypass_mode=true +policies.alice.actor.policy_loss.loss_mode=gspo": [
+        "policies.alice",
+        "loss_mode=gspo",
+    ],
     "agents={}": ["agents"],
 }
 

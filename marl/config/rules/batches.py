@@ -67,6 +67,15 @@ def corrections_are_whole(config: Any) -> None:
         )
 
 
+def bypassing_replaces_no_loss(config: Any) -> None:
+    bypass, loss = config.algorithm.rollout_correction.bypass_mode, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if bypass and loss not in ("vanilla", "bypass_mode"):
+        raise ConfigError(
+            f"algorithm.rollout_correction.bypass_mode={bypass}: its own loss would replace "
+            f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}; set loss_mode=vanilla, or bypass_mode=false"
+        )
+
+
 def packed_turns_are_weighed_by_token(config: Any) -> None:
     if not config.controller.pack_turns:
         return
@@ -107,6 +116,7 @@ RULES = (
     micro_batches_are_by_tokens,
     critic_batches_divide,
     corrections_are_whole,
+    bypassing_replaces_no_loss,
     packed_turns_are_weighed_by_token,
     a_conversation_fits_the_server,
     adam_betas_valid,
