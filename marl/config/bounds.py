@@ -20,6 +20,7 @@ ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", 
 
 NUMBERS: dict[str, Number] = {
     "critic.optim.lr": Number(0, 1e3),
+    "critic.fsdp.ulysses_sequence_parallel_size": count(1, 1024),
     "critic.cliprange_value": POSITIVE,
     "critic.ppo_epochs": count(1, 10**4),
     "critic.ppo_max_token_len_per_gpu": TOKENS,
@@ -49,6 +50,7 @@ NUMBERS: dict[str, Number] = {
     f"{ACTOR}.grad_clip": POSITIVE,
     f"{ACTOR}.data_loader_seed": count(0, null=True),
     f"{ACTOR}.ulysses_sequence_parallel_size": count(1, 1024),
+    f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": count(1, 1024, optional=True),
     f"{ACTOR}.optim.lr": Number(0, 1e3),
     f"{ACTOR}.optim.weight_decay": Number(0),
     f"{ACTOR}.optim.clip_grad": POSITIVE,

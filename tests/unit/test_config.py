@@ -13,6 +13,7 @@ import pyarrow.parquet
 import pytest
 from omegaconf import OmegaConf, open_dict
 
+from marl.cluster.critic_group import CriticGroup
 from marl.cluster.launch import check_cluster
 from marl.cluster.layout import policy_config
 from marl.cluster.session import use_platform
@@ -389,6 +390,19 @@ BAD = {
 }
 
 
+def test_a_row_may_be_as_long_as_all_ranks_of_a_sequence_hold(quickstart):
+    """The quick start's rows are 43 tokens, and two ranks hold 24 each."""
+    few = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24"
+    with pytest.raises(ConfigError, match=r"ppo_max_token_len_per_gpu=24.*43 tokens"):
+        check(quickstart(few))
+    check(quickstart(few, "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"))
+    check(quickstart(few, "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"))
+
+
+def test_a_critic_reads_as_much_as_all_ranks_of_a_sequence_hold(quickstart):
+    config = quickstart("critic.ppo_max_token_len_per_gpu=24", "critic.fsdp.ulysses_sequence_parallel_size=2")
+    group = CriticGroup("central", config, None, "pool", 1.0)
+    assert group.longest == 48
 def test_an_overlong_penalty_that_has_an_effect_is_taken(quickstart):
     for words in (["credit=own"], ["credit=team"], ["credit=mixed", "credit.of=answer"]):
         prepare(quickstart("controller.overlong_buffer=2", *words))

@@ -3,6 +3,7 @@
 from typing import Any
 
 from marl.config.errors import ConfigError
+from marl.config.policies import sequence_parallel
 from marl.utils.registry import did_you_mean
 
 
@@ -25,12 +26,12 @@ def micro_batches_are_by_tokens(config: Any) -> None:
             "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
         )
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    longest = rollout.prompt_length + rollout.response_length
-    if actor.ppo_max_token_len_per_gpu < longest:
+    longest, ranks = rollout.prompt_length + rollout.response_length, sequence_parallel(actor)
+    if actor.ppo_max_token_len_per_gpu * ranks < longest:
         raise ConfigError(
             f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu} cannot hold one row of "
             f"data.max_prompt_length + data.max_response_length = {rollout.prompt_length} + {rollout.response_length} = "
-            f"{longest} tokens; raise it to at least that"
+            f"{longest} tokens{f' on {ranks} ranks' if ranks > 1 else ''}; raise it to at least {-(-longest // ranks)}"
         )
 
 
