@@ -657,6 +657,7 @@ def not_utf8() -> pyarrow.Table:
 BAD_TABLES = {
     "no rows, no columns": (lambda: pyarrow.table({}), "no column 'prompt'"),
     "no column data_source": (lambda: column_of(["x"]).drop_columns(["data_source"]), "no column 'data_source'"),
+    "columns, no rows": (lambda: column_of(["x"]).slice(0, 0), "rows.parquet: there are no rows"),
     "a null in the middle": (lambda: column_of(["x", None, "x"]), "row 1"),
     "numbers": (lambda: column_of([1, 2]), "row 0"),
     "prompts are text": (lambda: column_of(["x"]).set_column(0, "prompt", pyarrow.array(["2+2?"])), "'prompt'"),
