@@ -225,6 +225,8 @@ def test_agents_are_added_and_typed_from_the_command_line(quickstart):
         "agents.bob.trainable=false",
         "seed=1",
     ]
+    lines = quickstart("+agents.bob.role='first line\nsecond line'")
+    assert lines.agents.bob.role == "first line\nsecond line" and lines.agents.bob.trainable
     config = quickstart("+agents.bob.role=hello", "+agents.eve={}")
     assert list(config.agents) == ["alice", "carol", "bob", "eve"] and config.agents.bob.role == "hello"
     with pytest.raises(Exception, match="rool"):
