@@ -388,6 +388,10 @@ BAD = {
         "policies.alice",
         "loss_mode=gspo",
     ],
+    "trainer.n_gpus_per_node=2 resources.timeout_s=100": [
+        "resources.process_group_timeout_s=120",
+        "below resources.timeout_s=100",
+    ],
     "agents={}": ["agents"],
 }
 
@@ -409,6 +413,8 @@ def test_a_checkpoint_may_be_named_from_the_home_folder(quickstart, tmp_path, mo
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "global_step_4").mkdir()
     check(quickstart("trainer.resume_mode=resume_path", "trainer.resume_from_path='~/global_step_4'"))
+def test_one_rank_has_no_collective_that_could_be_late(quickstart):
+    check(quickstart("resources.timeout_s=100"))
 def test_an_overlong_penalty_that_has_an_effect_is_taken(quickstart):
     for words in (["credit=own"], ["credit=team"], ["credit=mixed", "credit.of=answer"]):
         prepare(quickstart("controller.overlong_buffer=2", *words))
