@@ -285,9 +285,11 @@ TYPED: dict[str, list] = {}
 @examples(40)
 @given(data=st.data())
 def test_a_value_that_verls_worker_would_not_take(plain, data):
-    group = data.draw(st.sampled_from(["actor", "rollout", "model"]))
+    group = data.draw(
+        st.sampled_from([*(f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model")), "critic"])
+    )
     if group not in TYPED:
-        TYPED[group] = sorted(typed(plain.actor_rollout_ref[group], f"actor_rollout_ref.{group}"), key=lambda e: e[0])
+        TYPED[group] = sorted(typed(OmegaConf.select(plain, group), group), key=lambda e: e[0])
     key, hint = data.draw(st.sampled_from(TYPED[group]))
     wrong = sorted(text for text, value in WRONG.items() if not verl_settings.takes(hint, value))
     assume(wrong and not key.endswith("rollout.n"))

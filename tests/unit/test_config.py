@@ -392,6 +392,11 @@ BAD = {
         "resources.process_group_timeout_s=120",
         "below resources.timeout_s=100",
     ],
+    "critic.optim.betas=[2,3]": ["critic.optim.betas=[2, 3]", "two numbers"],
+    "critic.optim.weight_decay=often": ["critic.optim.weight_decay=often"],
+    "critic.fsdp.param_offload=often": ["critic.fsdp.param_offload=often", "true or false"],
+    "critic.fsdp.model_dtype=fp8": ["critic.fsdp.model_dtype=fp8", "bf16"],
+    "+critic.fsdp.mixed_precision={param_dtype:fp8}": ["critic.fsdp.mixed_precision.param_dtype=fp8", "bf16"],
     "agents={}": ["agents"],
 }
 
@@ -409,12 +414,18 @@ def test_a_critic_reads_as_much_as_all_ranks_of_a_sequence_hold(quickstart):
     config = quickstart("critic.ppo_max_token_len_per_gpu=24", "critic.fsdp.ulysses_sequence_parallel_size=2")
     group = CriticGroup("central", config, None, "pool", 1.0)
     assert group.longest == 48
+
+
 def test_a_checkpoint_may_be_named_from_the_home_folder(quickstart, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "global_step_4").mkdir()
     check(quickstart("trainer.resume_mode=resume_path", "trainer.resume_from_path='~/global_step_4'"))
+
+
 def test_one_rank_has_no_collective_that_could_be_late(quickstart):
     check(quickstart("resources.timeout_s=100"))
+
+
 def test_an_overlong_penalty_that_has_an_effect_is_taken(quickstart):
     for words in (["credit=own"], ["credit=team"], ["credit=mixed", "credit.of=answer"]):
         prepare(quickstart("controller.overlong_buffer=2", *words))

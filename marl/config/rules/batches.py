@@ -104,12 +104,14 @@ def a_conversation_fits_the_server(config: Any) -> None:
 
 
 def adam_betas_valid(config: Any) -> None:
-    betas = config.actor_rollout_ref.actor.optim.betas
-    two = hasattr(betas, "__len__") and not isinstance(betas, str) and len(betas) == 2
-    if not two or not all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in betas):
-        raise ConfigError(
-            f"actor_rollout_ref.actor.optim.betas={betas}: expected two numbers, at least 0 and below 1, as in [0.9,0.95]"
-        )
+    groups = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor, "critic": config.critic}
+    for key, group in groups.items():
+        betas = group.optim.betas
+        two = hasattr(betas, "__len__") and not isinstance(betas, str) and len(betas) == 2
+        if not two or not all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in betas):
+            raise ConfigError(
+                f"{key}.optim.betas={betas}: expected two numbers, at least 0 and below 1, as in [0.9,0.95]"
+            )
 
 
 RULES = (
