@@ -26,11 +26,14 @@ if TYPE_CHECKING:
     from marl.marl_trainer import MARLTrainer
 
 logger = logging.getLogger(__name__)
+REQUIRED = {"policies", "critics", "references", "running_means", "histories", "answers_per_episode", "seconds"}
 
 
-def fingerprint(tasks: Sequence[Task]) -> str:
-    """Digest of the tasks that a validation plays: its numbers compare with those of the same tasks alone."""
-    content = [[task.id, task.messages, task.ground_truth, task.data_source] for task in tasks]
+def fingerprint(tasks: Sequence[Task], sampling: Any = None) -> str:
+    """Digest of the tasks that a validation plays and of how it samples: its numbers compare with those of the same
+    validation alone."""
+    rows = [[task.id, task.messages, task.ground_truth, task.data_source, task.extra] for task in tasks]
+    content = [rows, sampling]
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
@@ -46,8 +49,8 @@ async def save(trainer: MARLTrainer) -> None:
         torch.save(trainer.learner.state_dict(), folder / "learner.pt")
         state: dict[str, Any] = {
             "sampled_tokens": trainer.sampled_tokens,
-            "turns_per_episode": trainer.turns_per_episode,
             "seconds": seconds_of(trainer),
+            "answers_per_episode": [trainer.answers_per_episode.total, trainer.answers_per_episode.count],
             "step": trainer.step_number,
             "policies": sorted(trainer.policies),
             "critics": sorted(trainer.critics.groups),
@@ -83,7 +86,8 @@ async def resume(trainer: MARLTrainer) -> None:
     trainer.loader.load_state_dict(torch.load(folder / "data.pt", weights_only=True))
     load_learner(trainer, torch.load(folder / "learner.pt", weights_only=True))
     trainer.step_number, trainer.log_prob_gap_max = state["step"], state["log_prob_gap_max"]
-    trainer.sampled_tokens, trainer.turns_per_episode = state["sampled_tokens"], state["turns_per_episode"]
+    trainer.sampled_tokens = state["sampled_tokens"]
+    trainer.answers_per_episode = RunningMean(*state["answers_per_episode"])
     trainer.earlier_seconds = state["seconds"]
     trainer.learner.running_means = {name: RunningMean(*mean) for name, mean in state["running_means"].items()}
     trainer.controller.accuracy.load_state_dict(state["accuracy"])
@@ -93,7 +97,7 @@ async def resume(trainer: MARLTrainer) -> None:
 
 def check_state(trainer: MARLTrainer, folder: Path, state: Mapping[str, Any]) -> None:
     """Raise ValueError for a checkpoint of another version, or one with other policies or critics."""
-    missing = sorted({"policies", "critics", "references", "running_means", "histories", "seconds"} - set(state))
+    missing = sorted(REQUIRED - set(state))
     if missing:
         raise ValueError(
             f"{folder}: its state lacks {', '.join(missing)}: another version of marl saved it; resume with that version, or "

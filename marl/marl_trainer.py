@@ -18,6 +18,7 @@ from marl.cluster.policy_group import RayPolicyGroup, old_log_probs, served
 from marl.cluster.references import References
 from marl.cluster.worker_group import throughput
 from marl.config.identity import settings_of
+from marl.config.policies import policies_by_agent
 from marl.controller.alternative_rollouts import AlternativeRollouts
 from marl.controller.controller import Collection, Controller, with_turns
 from marl.controller.policy_map import PolicyMap
@@ -29,7 +30,7 @@ from marl.report.step_metrics import count_metrics, critic_metrics, episode_metr
 from marl.report.tokens import token_metrics
 from marl.report.turn_numbers import turn_numbers
 from marl.types import AgentId, CriticName, Episode, Metrics, PolicyName, Task, Turn
-from marl.utils.metrics import PhaseTimer, must_be_finite, prefixed
+from marl.utils.metrics import PhaseTimer, RunningMean, must_be_finite, prefixed
 from marl.utils.tracking import tracking_of
 
 logger = logging.getLogger(__name__)
@@ -55,11 +56,12 @@ class MARLTrainer:
         self.critics = critics
         self.references = References(config, policies)
         self.loader, self.validation, self.total_steps = loader, validation, total_steps
-        self.validation_id = checkpoint.fingerprint(validation)
+        self.validation_id = checkpoint.fingerprint(validation, self._validation_sampling())
         self.progress = progress or (lambda step, total, metrics: None)
         self.folder = Path(config.trainer.default_local_dir)
         self.step_number, self.sampled_tokens = 0, 0
-        self.log_prob_gap_max, self.turns_per_episode, self.earlier_seconds = 0.0, 0.0, 0.0
+        self.log_prob_gap_max, self.earlier_seconds = 0.0, 0.0
+        self.answers_per_episode = RunningMean()
         self.degenerate_alarm = DegenerateGroups(config.controller.degenerate_steps)
         self.lazy_agents = LazyAgents(config.controller.lazy_agent_share)
         self.histories: dict[str, dict[int, Metrics]] = {}
@@ -75,6 +77,15 @@ class MARLTrainer:
     def report_folder(self) -> Path:
         """Folder of the summary: a run continued on other validation data leaves the first summary in place."""
         return self.folder / self._of_other_data()
+
+    def _validation_sampling(self) -> dict[str, Any]:
+        """Number of validation samples, and sampling parameters of every agent with each of its policies."""
+        agents, sampling = self.config.agents, self.controller.sampling
+        by_agent = {
+            agent: [dict(sampling(agent, policy, True)) for policy in policies]
+            for agent, policies in policies_by_agent(agents).items()
+        }
+        return {"n": self.config.actor_rollout_ref.rollout.val_kwargs.n, "agents": by_agent}
 
     def _of_other_data(self) -> str:
         """Name of a folder for what is of other validation data than the run began with; empty for the first."""
@@ -179,10 +190,11 @@ class MARLTrainer:
         )
 
     def _count(self, episodes: Sequence[Episode]) -> None:
-        """Update the agents' accuracies, the tokens sampled so far and the turns of an episode."""
+        """Update the agents' accuracies, the tokens sampled so far and the answers of an episode."""
         self.controller.accuracy.update(episodes)
         self.sampled_tokens += sum(sum(turn.response_mask) for episode in episodes for turn in episode.turns)
-        self.turns_per_episode = sum(len(episode.turns) for episode in episodes) / len(episodes)
+        for episode in episodes:
+            self.answers_per_episode.add(len(conversation.team_turns(episode, self.trained_agents)))
 
     async def collect(self, tasks: Sequence[Task]) -> Collection:
         """Play every task ``rollout.n`` times with the current weights."""

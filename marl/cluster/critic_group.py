@@ -9,6 +9,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
 from marl.cluster.worker_group import WorkerGroup, first_rows, flatten_metrics
+from marl.config.policies import critic_tokens
 from marl.modules.models import load_config
 from marl.types import Metrics
 
@@ -25,12 +26,12 @@ class CriticGroup(WorkerGroup):
     @property
     def longest(self) -> int:
         """Tokens of the longest row that it can read: of a micro-batch, and of its model's context."""
-        return min(self.critic.ppo_max_token_len_per_gpu, self._context)
+        return min(critic_tokens(self.critic), self._context)
 
     @cached_property
     def _context(self) -> int:
         model = load_config(self.critic.model, "critic.model").get_text_config()
-        return getattr(model, "max_position_embeddings", None) or self.critic.ppo_max_token_len_per_gpu
+        return getattr(model, "max_position_embeddings", None) or critic_tokens(self.critic)
 
     FORWARD_KEYS = ("input_ids", "position_ids", "read_at")
 

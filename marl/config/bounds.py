@@ -17,8 +17,16 @@ ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", 
 
 NUMBERS: dict[str, Number] = {
     "critic.optim.lr": Number(0, 1e3),
+    "critic.optim.weight_decay": Number(0),
+    "critic.optim.clip_grad": POSITIVE,
+    "critic.optim.lr_warmup_steps": count(0, null=True, also=-1),
+    "critic.optim.lr_warmup_steps_ratio": SHARE,
+    "critic.optim.min_lr_ratio": Number(0, 1, null=True),
+    "critic.optim.num_cycles": POSITIVE,
+    "critic.fsdp.ulysses_sequence_parallel_size": count(1, 1024),
     "critic.cliprange_value": POSITIVE,
     "critic.ppo_epochs": count(1, 10**4),
+    "critic.ppo_mini_batch_size": count(1, 2**20),
     "critic.ppo_max_token_len_per_gpu": TOKENS,
     "trainer.critic_warmup": count(0),
     "trainer.ref_update_freq": count(0),
@@ -46,6 +54,7 @@ NUMBERS: dict[str, Number] = {
     f"{ACTOR}.grad_clip": POSITIVE,
     f"{ACTOR}.data_loader_seed": count(0, null=True),
     f"{ACTOR}.ulysses_sequence_parallel_size": count(1, 1024),
+    f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": count(1, 1024, optional=True),
     f"{ACTOR}.optim.lr": Number(0, 1e3),
     f"{ACTOR}.optim.weight_decay": Number(0),
     f"{ACTOR}.optim.clip_grad": POSITIVE,
@@ -115,6 +124,8 @@ WORDS: dict[str, tuple[str, ...]] = {
     "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
     "algorithm.kl_penalty": ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"),
     f"{ACTOR}.optim.lr_scheduler_type": ("constant", "cosine"),
+    "critic.optim.lr_scheduler_type": ("constant", "cosine"),
+    "critic.fsdp.model_dtype": ("fp32", "bf16", "fp16", "float32", "bfloat16", "float16"),
     f"{ACTOR}.fsdp_config.model_dtype": ("fp32", "bf16", "fp16", "float32", "bfloat16", "float16"),
     f"{ROLLOUT}.dtype": ("bfloat16", "float16", "float32"),
     f"{ROLLOUT}.mode": ("async",),
@@ -128,11 +139,13 @@ TEXTS = (
     "trainer.default_local_dir",
     "trainer.device",
     "actor_rollout_ref.model.path",
+    "critic.model.path",
 )
 """Words that cannot be left empty."""
 
 TEXTS_OR_NULL = (
     "actor_rollout_ref.model.tokenizer_path",
+    "critic.model.tokenizer_path",
     "actor_rollout_ref.model.custom_chat_template",
     "trainer.rollout_data_dir",
     "trainer.validation_data_dir",

@@ -27,6 +27,8 @@ def check_file(file: str, prompt_key: str, agents: Sequence[str]) -> int:
     number = -1
     for number, row in enumerate(rows_of(file, prompt_key)):
         check_row(row, f"{file}, row {number}", prompt_key, agents)
+    if number < 0:
+        raise ConfigError(f"{file}: there are no rows; expected at least one: write the file again, or leave it out")
     return number + 1
 
 

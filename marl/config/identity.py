@@ -48,6 +48,7 @@ MAY_DIFFER = (
     "controller.*_timeout_s",
     "controller.log_prob_gap_alarm",
     "controller.lazy_agent_share",
+    "controller.degenerate_steps",
     "controller.max_error_rate",
 )
 """Keys that do not affect training: length, frequencies, output locations, machines, validation."""

@@ -7,7 +7,7 @@ from marl.config.errors import ConfigError
 
 OPTIONS = ("agents", "runner", "learner", "credit", "hardware")
 VERL = "pkg://verl.trainer.config"
-NEW_AGENT = re.compile(r"\+agents\.([^.=]+)(?:\.(.*)|=\{\})$")
+NEW_AGENT = re.compile(r"\+agents\.([^.=]+)(?:\.(.*)|=\{\})$", re.DOTALL)
 
 
 def hydra_overrides(words: Sequence[str]) -> list[str]:

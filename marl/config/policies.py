@@ -61,5 +61,16 @@ def holds_reference(algorithm: Any, own: Any) -> bool:
     return reads_reference(algorithm, own.actor) and not own.model.lora_rank
 
 
+def sequence_parallel(actor: Any) -> int:
+    """Number of ranks among which a policy's sequences are cut; verl's older key overrides the newer one where set."""
+    older = actor.ulysses_sequence_parallel_size
+    return int(older if older > 1 else actor.fsdp_config.ulysses_sequence_parallel_size)
+
+
+def critic_tokens(critic: Any) -> int:
+    """Tokens of a micro-batch of a critic, and so of its longest row: of all ranks among which a sequence is cut."""
+    return int(critic.ppo_max_token_len_per_gpu * critic.fsdp.ulysses_sequence_parallel_size)
+
+
 def ranks_per_server(rollout: Any) -> int:
     return rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size

@@ -31,21 +31,21 @@ async def run_baselines(config: DictConfig, team: MARLTrainer, build: Build) -> 
         found["untrained"] = await untrained(config, team, build)
     if "solo" in wanted or "vote" in wanted:
         with ExitStack() as cleanup:
-            solo = await build(Setup.of(solo_config(config, turns_per_episode(team))), cleanup)
+            solo = await build(Setup.of(solo_config(config, answers_per_episode(team))), cleanup)
             # the token budget ends it, for its answers may be shorter; the schedule of the learning rate is the team's
             solo.total_steps *= 2
             await solo.fit(token_budget=team.sampled_tokens)
             found["solo"] = of_history(solo)
             if "vote" in wanted:
-                found["vote"] = await vote(solo, turns_per_episode(team))
+                found["vote"] = await vote(solo, answers_per_episode(team))
     numbers = {f"{name}/{key}": value for name, entry in found.items() for key, value in entry.items()}
     team.tracking.log(prefixed("baseline", numbers), team.step_number)
     team.summarise(found)
 
 
-def turns_per_episode(team: MARLTrainer) -> int:
-    """Number of answers per episode of the team, which is a single agent's sampling budget."""
-    return max(1, round(team.turns_per_episode))
+def answers_per_episode(team: MARLTrainer) -> int:
+    """Number of answers per episode of the team in the whole run, which is a single agent's sampling budget."""
+    return max(1, round(team.answers_per_episode.mean or 0))
 
 
 def solo_config(config: DictConfig, answers: int) -> DictConfig:

@@ -161,6 +161,11 @@ def check_overlong(setup: Setup) -> None:
     """A turn's penalty is taken off its own score, which some credits and all incentives do not read."""
     config, credit, scheme = setup.config, setup.config.credit, setup.learner.credit
     buffer = config.controller.overlong_buffer
+    if buffer and setup.runner.scores_turns:
+        raise ConfigError(
+            f"controller.overlong_buffer={buffer}: runner={config.runner.name} gives every turn its score, which length does "
+            "not change; set it to 0"
+        )
     of_answer = credit.name == "team" and credit.of is TeamOf.answer
     if buffer and (of_answer or scheme.votes or scheme.kind == "advantage"):
         of = " credit.of=answer" if of_answer else ""

@@ -6,7 +6,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from marl.cluster.workers.settings import check_settings, fields_of, known_keys
+from marl.cluster.layout import critic_config
+from marl.cluster.workers.settings import check_critic_settings, check_settings, fields_of, known_keys
 from marl.config.errors import ConfigError, plain
 from marl.config.known_keys import check_known, check_typed
 from marl.config.policies import changes_of, loops_of, own_settings, thinking_of
@@ -36,6 +37,7 @@ def preflight(setup: Setup) -> CheckedSetup:
     check_settings(config.actor_rollout_ref)
     check_typed(config)
     check_known(plain(config), known_keys(), fields_of)
+    check_critic_settings(critic_config(config))
     for name in setup.policies:
         own, key = own_settings(config, name), key_of(config, name)
         if changes_of(config.policies, name):

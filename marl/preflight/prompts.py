@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from marl.batch.critic_spec import CriticSpec
 from marl.config.data import file_list, rows_of
 from marl.config.errors import ConfigError
-from marl.config.policies import own_settings, policies_by_agent
+from marl.config.policies import critic_tokens, own_settings, policies_by_agent
 from marl.config.schema import CriticLevel
 from marl.controller.chat import ChatEncoder
 from marl.modules import models
@@ -109,11 +109,12 @@ def check_joint(config: DictConfig, growth: Growth) -> None:
     longest = config.data.max_prompt_length + config.data.max_response_length
     most = len(config.agents) * longest if config.runner.overflow == Overflow.refuse else growth.joint
     needed, limit = min(growth.joint, most), config.critic.ppo_max_token_len_per_gpu
-    if needed > limit:
+    if needed > critic_tokens(config.critic):
         raise ConfigError(
             f"critic.ppo_max_token_len_per_gpu={limit}: the central critic of learner={config.learner.name} reads the whole "
             f"conversation, up to {needed} tokens with answers of data.max_response_length={config.data.max_response_length}; "
-            f"set it to at least {needed}, or lower data.max_response_length or the number of rounds"
+            f"set it to at least {-(-needed * limit // critic_tokens(config.critic))}, or lower data.max_response_length or the "
+            "number of rounds"
         )
 
 

@@ -8,7 +8,7 @@ others gave there, it counts as one wrong answer; its last answers are wrong, fo
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import combinations, pairwise
 
 from marl.types import AgentId, Episode, Metrics, Turn
@@ -23,6 +23,12 @@ def mean(values: Sequence[float]) -> float:
 def answers_of(episode: Episode) -> list[Turn]:
     """The turns of the path that are meant to answer the task."""
     return [turn for turn in episode.path if turn.answers]
+
+
+def team_turns(episode: Episode, trained: Collection[AgentId]) -> list[Turn]:
+    """The turns that a single agent would be given to sample instead: without notes, and without what an agent that is not
+    trained says that is no answer, such as a simulated user."""
+    return [turn for turn in episode.turns if turn.branch >= 0 and (turn.answers or turn.agent in trained)]
 
 
 def turns_in(episodes: Sequence[Episode], round: int, agent: AgentId | None = None) -> list[Turn]:
@@ -59,9 +65,14 @@ def final_accuracy(episodes: Sequence[Episode], agent: AgentId | None = None) ->
         [turns[-1] for name in episode.agents if agent in (None, name) and (turns := answers_by(episode, name))]
         for episode in episodes
     ]
-    right = [turn.correct and e.failure is None for e, last in zip(episodes, last_E, strict=True) for turn in last]
+    right = [ends_right(episode, turn) for episode, last in zip(episodes, last_E, strict=True) for turn in last]
     total = len(right) + num_missing(episodes, [len(last) for last in last_E])
     return sum(right) / total if right else None
+
+
+def ends_right(episode: Episode, last: Turn) -> bool:
+    """True if an agent's last answer is right and its episode was played to the end."""
+    return last.correct and episode.failure is None
 
 
 def answers_by(episode: Episode, agent: AgentId) -> list[Turn]:
@@ -85,15 +96,21 @@ def first_and_last(episodes: Sequence[Episode]) -> Iterator[tuple[Episode, Turn,
 def transitions(episodes: Sequence[Episode]) -> Metrics:
     """Share of each change of an agent's answer from its first turn to its last; the four sum to 1."""
     names = ("wrong", "right")
-    counts = Counter(f"{names[first.correct]}_{names[last.correct]}" for _, first, last in first_and_last(episodes))
+    changes = [(first.correct, ends_right(episode, last)) for episode, first, last in first_and_last(episodes)]
+    counts = Counter(f"{names[before]}_{names[after]}" for before, after in changes)
     total = sum(counts.values())
     return {name: counts[name] / total for name in TRANSITIONS} if total else {}
 
 
 def gain(episodes: Sequence[Episode]) -> float:
     """Accuracy of all agents' last answers less that of their first ones: whoever stopped early stands by its answer."""
-    answered = [answers_by(episode, agent) for episode in episodes for agent in episode.agents]
-    return mean([float(turns[-1].correct) - float(turns[0].correct) for turns in answered if turns])
+    answered_E = [[turns for agent in e.agents if (turns := answers_by(e, agent))] for e in episodes]
+    gains = [
+        float(ends_right(episode, turns[-1])) - float(turns[0].correct)
+        for episode, answered in zip(episodes, answered_E, strict=True)
+        for turns in answered
+    ]
+    return sum(gains) / (len(gains) + num_missing(episodes, [len(answered) for answered in answered_E]))
 
 
 def swayed(episodes: Sequence[Episode]) -> Metrics:

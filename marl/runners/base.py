@@ -29,6 +29,8 @@ class Runner(ABC):
     """Keys of the configuration that name an agent; null leaves it to the runner."""
     votes: ClassVar[bool] = False
     """True if :func:`marl.runners.decide` decides the team's answer, by the rule ``runner.decide``."""
+    scores_turns: ClassVar[bool] = False
+    """True if it gives turns their scores itself, and no reward function is asked."""
 
     @property
     def default_credit(self) -> str | None:

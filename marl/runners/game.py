@@ -15,6 +15,8 @@ from marl.types import AgentId, Episode, Message, Score, Turn
 class Game(ConversationRunner):
     """The team's answer is the joint action of the last stage; its score is the mean of the agents' total payoffs."""
 
+    scores_turns = True
+
     @dataclass
     class Config(ConversationRunner.Config):
         game: dict[str, Any] = field(default_factory=lambda: {"name": "halves"})

@@ -1,6 +1,5 @@
 """Winning answers of a vote. Pure: runners decide by it, and credit computes counterfactual decisions with it."""
 
-from collections import Counter
 from collections.abc import Sequence
 
 from marl.types import Rule
@@ -16,9 +15,13 @@ def winners(rule: Rule, answers: Sequence[str | None], weights: Sequence[float])
 
 
 def heaviest(answers: Sequence[str | None], weights: Sequence[float]) -> list[str]:
-    sums: Counter[str] = Counter()
-    for answer, weight in zip(answers, weights, strict=True):
-        if answer is not None:
-            sums[answer] += weight  # type: ignore[assignment]
-    most = max(sums.values(), default=0)
-    return [answer for answer, weight in sums.items() if weight == most]
+    """The answers with the largest sum of weights. Where a weight is negative, all are counted from the least one, for no
+    vote weighs against its own answer; and of equal sums the one of more votes wins."""
+    cast = [(answer, weight) for answer, weight in zip(answers, weights, strict=True) if answer is not None]
+    least = min([0.0, *(weight for _, weight in cast)])
+    sums: dict[str, tuple[float, int]] = {}
+    for answer, weight in cast:
+        total, count = sums.get(answer, (0.0, 0))
+        sums[answer] = total + weight - least, count + (least < 0)
+    most = max(sums.values(), default=None)
+    return [answer for answer, support in sums.items() if support == most]

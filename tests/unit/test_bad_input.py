@@ -285,9 +285,11 @@ TYPED: dict[str, list] = {}
 @examples(40)
 @given(data=st.data())
 def test_a_value_that_verls_worker_would_not_take(plain, data):
-    group = data.draw(st.sampled_from(["actor", "rollout", "model"]))
+    group = data.draw(
+        st.sampled_from([*(f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model")), "critic"])
+    )
     if group not in TYPED:
-        TYPED[group] = sorted(typed(plain.actor_rollout_ref[group], f"actor_rollout_ref.{group}"), key=lambda e: e[0])
+        TYPED[group] = sorted(typed(OmegaConf.select(plain, group), group), key=lambda e: e[0])
     key, hint = data.draw(st.sampled_from(TYPED[group]))
     wrong = sorted(text for text, value in WRONG.items() if not verl_settings.takes(hint, value))
     assume(wrong and not key.endswith("rollout.n"))
@@ -657,6 +659,7 @@ def not_utf8() -> pyarrow.Table:
 BAD_TABLES = {
     "no rows, no columns": (lambda: pyarrow.table({}), "no column 'prompt'"),
     "no column data_source": (lambda: column_of(["x"]).drop_columns(["data_source"]), "no column 'data_source'"),
+    "columns, no rows": (lambda: column_of(["x"]).slice(0, 0), "rows.parquet: there are no rows"),
     "a null in the middle": (lambda: column_of(["x", None, "x"]), "row 1"),
     "numbers": (lambda: column_of([1, 2]), "row 0"),
     "prompts are text": (lambda: column_of(["x"]).set_column(0, "prompt", pyarrow.array(["2+2?"])), "'prompt'"),

@@ -13,6 +13,7 @@ import pyarrow.parquet
 import pytest
 from omegaconf import OmegaConf, open_dict
 
+from marl.cluster.critic_group import CriticGroup
 from marl.cluster.launch import check_cluster
 from marl.cluster.layout import policy_config
 from marl.cluster.session import use_platform
@@ -224,6 +225,8 @@ def test_agents_are_added_and_typed_from_the_command_line(quickstart):
         "agents.bob.trainable=false",
         "seed=1",
     ]
+    lines = quickstart("+agents.bob.role='first line\nsecond line'")
+    assert lines.agents.bob.role == "first line\nsecond line" and lines.agents.bob.trainable
     config = quickstart("+agents.bob.role=hello", "+agents.eve={}")
     assert list(config.agents) == ["alice", "carol", "bob", "eve"] and config.agents.bob.role == "hello"
     with pytest.raises(Exception, match="rool"):
@@ -377,8 +380,56 @@ BAD = {
     ],
     "controller.overlong_buffer=2 credit=shapley": ["overlong_buffer=2", "credit=shapley", "such as own"],
     "controller.overlong_buffer=2 credit=replay": ["overlong_buffer=2", "credit=replay"],
+    "controller.overlong_buffer=2 runner=game": [
+        "controller.overlong_buffer=2",
+        "runner=game",
+        "set it to 0",
+    ],
+    "algorithm.rollout_correction.bypass_mode=true actor_rollout_ref.actor.policy_loss.loss_mode=gspo": [
+        "algorithm.rollout_correction.bypass_mode=True",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
+        "vanilla",
+    ],
+    "algorithm.rollout_correction.bypass_mode=true +policies.alice.actor.policy_loss.loss_mode=gspo": [
+        "policies.alice",
+        "loss_mode=gspo",
+    ],
+    "trainer.n_gpus_per_node=2 resources.timeout_s=100": [
+        "resources.process_group_timeout_s=120",
+        "below resources.timeout_s=100",
+    ],
+    "critic.optim.betas=[2,3]": ["critic.optim.betas=[2, 3]", "two numbers"],
+    "critic.optim.weight_decay=often": ["critic.optim.weight_decay=often"],
+    "critic.fsdp.param_offload=often": ["critic.fsdp.param_offload=often", "true or false"],
+    "critic.fsdp.model_dtype=fp8": ["critic.fsdp.model_dtype=fp8", "bf16"],
+    "+critic.fsdp.mixed_precision={param_dtype:fp8}": ["critic.fsdp.mixed_precision.param_dtype=fp8", "bf16"],
     "agents={}": ["agents"],
 }
+
+
+def test_a_row_may_be_as_long_as_all_ranks_of_a_sequence_hold(quickstart):
+    """The quick start's rows are 43 tokens, and two ranks hold 24 each."""
+    few = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24"
+    with pytest.raises(ConfigError, match=r"ppo_max_token_len_per_gpu=24.*43 tokens"):
+        check(quickstart(few))
+    check(quickstart(few, "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"))
+    check(quickstart(few, "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"))
+
+
+def test_a_critic_reads_as_much_as_all_ranks_of_a_sequence_hold(quickstart):
+    config = quickstart("critic.ppo_max_token_len_per_gpu=24", "critic.fsdp.ulysses_sequence_parallel_size=2")
+    group = CriticGroup("central", config, None, "pool", 1.0)
+    assert group.longest == 48
+
+
+def test_a_checkpoint_may_be_named_from_the_home_folder(quickstart, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "global_step_4").mkdir()
+    check(quickstart("trainer.resume_mode=resume_path", "trainer.resume_from_path='~/global_step_4'"))
+
+
+def test_one_rank_has_no_collective_that_could_be_late(quickstart):
+    check(quickstart("resources.timeout_s=100"))
 
 
 def test_an_overlong_penalty_that_has_an_effect_is_taken(quickstart):

@@ -96,6 +96,7 @@ def test_how_long_where_and_how_often_may_differ(config):
     other = changed(
         config, trainer__total_training_steps=9, actor_rollout_ref__actor__optim__total_training_steps=9,
         trainer__logger=["console"], trainer__save_freq=-1, trainer__default_local_dir="/elsewhere",
+        controller__degenerate_steps=9,
     )  # fmt: skip
     assert differing(config, other) == {}
 

@@ -93,6 +93,18 @@ def test_what_a_failed_episode_still_said_counts_in_its_round_and_not_at_the_end
     assert (agent["accuracy/round_1"], agent["accuracy/round_2"], agent["accuracy/final"]) == (0.5, 0.5, 0.5)
 
 
+def test_the_change_of_answers_counts_a_failed_episode_as_the_accuracy_of_last_answers_does():
+    """Both episodes were right in both rounds, and the context of one overflowed afterwards."""
+    whole, ended = (debate(["1", "1"], ["1", "1"], vote="1") for _ in range(2))
+    ended.failure, ended.score = "overflow", Score(0.0, None)
+    got = conversation.team_metrics([whole, ended])
+    assert (got["accuracy/round_1"], got["accuracy/final"], got["gain"]) == (1.0, 0.5, -0.5)
+    assert (got["transitions/right_right"], got["transitions/right_wrong"]) == (0.5, 0.5)
+    assert conversation.team_metrics([whole, lost()])["gain"] == 0.0, "what was never said is wrong from the start"
+    half = conversation.team_metrics([debate(["2", "1"], ["2", "1"], vote="1"), lost()])
+    assert half["gain"] == half["accuracy/final"] - half["accuracy/round_1"] == 0.5
+
+
 def test_the_final_accuracy_is_of_each_agents_last_answer_whenever_it_was_given():
     """One episode agreed in round 1; of the last round alone speak those who had not."""
     short, long = debate(["1"], ["1"], vote="1"), debate(["2", "2"], ["1", "2"], vote="2")

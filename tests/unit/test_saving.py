@@ -2,13 +2,16 @@
 
 import asyncio
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from marl.checkpoint import check_state, fingerprint
+from marl.evaluation.baselines import answers_per_episode
 from marl.marl_trainer import MARLTrainer
-from marl.types import Task
+from marl.types import Episode, Task, Turn
+from marl.utils.metrics import RunningMean
 
 
 class Stub(SimpleNamespace):
@@ -75,6 +78,47 @@ def test_validation_data_are_known_by_their_tasks():
     assert fingerprint(tasks) == fingerprint([task(1), task(2)])
     others = ([task(1)], [task(1), task(2, "5")], [task(1), task(2, source="y")], [task(1), task(3)])
     assert len({fingerprint(other) for other in (tasks, *others)}) == 5
+    private = task(1)
+    private = replace(private, extra={"agent_prompts": {"alice": [{"role": "user", "content": "half of it"}]}})
+    assert fingerprint([private]) != fingerprint([task(1)]), "an agent is shown something else"
+
+
+def test_validation_data_are_known_by_how_answers_are_sampled():
+    sampled = [{"n": n, "alice": [{"temperature": heat}]} for n in (1, 4) for heat in (0.0, 1.0)]
+    assert len({fingerprint([task(1)], sampling) for sampling in sampled}) == 4
+    assert fingerprint([task(1)], sampled[0]) == fingerprint([task(1)], dict(sampled[0]))
+
+
+def test_sampling_of_a_validation_is_that_of_every_agent_with_each_of_its_policies():
+    agents = {"alice": SimpleNamespace(policy_by_round=["a", "b"])}
+    rollout = SimpleNamespace(val_kwargs=SimpleNamespace(n=3))
+    config = SimpleNamespace(agents=agents, actor_rollout_ref=SimpleNamespace(rollout=rollout))
+    controller = SimpleNamespace(sampling=lambda agent, policy, validate: {"of": (agent, policy, validate)})
+    found = MARLTrainer._validation_sampling(SimpleNamespace(config=config, controller=controller))
+    assert found == {"n": 3, "agents": {"alice": [{"of": ("alice", "a", True)}, {"of": ("alice", "b", True)}]}}
+
+
+def spoken(agent="alice", **marks):
+    turn = Turn(agent, 1, [], "4")
+    for name, value in marks.items():
+        setattr(turn, name, value)
+    return turn
+
+
+def test_the_answers_of_an_episode_are_those_of_the_whole_run():
+    """A baseline gets as many: notes count for nothing, nor does a user that is played but not trained."""
+    note = spoken(branch=-1, kept=False, trained=False, answers=False)
+    user, critique = spoken("user", answers=False), spoken(answers=False)
+    steps = (
+        [[spoken(), critique, spoken()], [spoken(), critique, spoken()]],
+        [[spoken(), user, note], [spoken(), user]],
+    )
+    trainer = SimpleNamespace(sampled_tokens=0, answers_per_episode=RunningMean(), trained_agents=["alice"])
+    trainer.controller = SimpleNamespace(accuracy=SimpleNamespace(update=lambda episodes: None))
+    for step in steps:
+        MARLTrainer._count(trainer, [Episode(task(1), 0, ["alice", "user"], turns) for turns in step])
+    assert trainer.answers_per_episode.mean == 2.0 and answers_per_episode(trainer) == 2
+    assert answers_per_episode(SimpleNamespace(answers_per_episode=RunningMean())) == 1
 
 
 @pytest.mark.parametrize(
@@ -87,14 +131,8 @@ def test_validation_data_are_known_by_their_tasks():
 )
 def test_a_checkpoint_of_another_version_or_run_is_refused_by_name(tmp_path, changes, said):
     trainer = SimpleNamespace(policies={"alice": None}, critics=SimpleNamespace(groups={}))
-    state = {
-        "policies": ["alice"],
-        "critics": [],
-        "references": {},
-        "running_means": {},
-        "histories": {},
-        "seconds": 0.0,
-    } | changes
+    state = {"policies": ["alice"], "critics": [], "references": {}, "running_means": {}, "histories": {}}
+    state |= {"answers_per_episode": [0.0, 0], "seconds": 0.0} | changes
     state = {key: value for key, value in state.items() if value is not None}
     if said is None:
         check_state(trainer, tmp_path, state)

@@ -22,6 +22,8 @@ from marl.utils.registry import did_you_mean
 BUILT = ("actor", "rollout")
 """Sections that are instantiated in full. The model is not: that would load it."""
 PRECISIONS = {"fp32", "bf16", "fp16", "float32", "bfloat16", "float16"}
+UNREAD = ("forward_micro_batch_size", "forward_micro_batch_size_per_gpu")
+"""Numbers of verl's critic that its own YAML leaves null; batches by tokens have no use for them."""
 OURS = ("_target_", "total_training_steps", "custom")
 """Not the user's to set: what Hydra reads, and what we write before a worker reads it."""
 
@@ -34,15 +36,31 @@ def check_settings(actor_rollout_ref: Any, name: str = "actor_rollout_ref") -> N
     must_be_known(f"{name}.rollout.name", actor_rollout_ref.rollout.name, {backend for backend, _ in _ROLLOUT_REGISTRY})
     loss = actor_rollout_ref.actor.policy_loss.loss_mode
     must_be_known(f"{name}.actor.policy_loss.loss_mode", loss, set(POLICY_LOSS_REGISTRY))
-    precision = actor_rollout_ref.actor.fsdp_config.get("mixed_precision") or {}
-    for key, value in precision.items():
-        must_be_known(f"{name}.actor.fsdp_config.mixed_precision.{key}", value, PRECISIONS)
+    check_precision(f"{name}.actor.fsdp_config", actor_rollout_ref.actor.fsdp_config)
     for group in BUILT:
-        try:
-            omega_conf_to_dataclass(actor_rollout_ref[group])
-        except (InstantiationException, ValueError, TypeError, AssertionError, NotImplementedError) as error:
-            cause = error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error
-            raise ConfigError(f"{name}.{group}: verl refuses it: {cause}; expected settings that go together") from None
+        must_be_buildable(f"{name}.{group}", actor_rollout_ref[group])
+
+
+def check_critic_settings(critic: Any) -> None:
+    """The same for ``critic``, without our keys beside verl's."""
+    given = [key for key in critic if key not in UNREAD or critic[key] is not None]
+    for key, value, expected in wrong_values(OmegaConf.masked_copy(critic, given), "critic"):
+        raise ConfigError(f"{key}={value}: {expected}")
+    check_precision("critic.fsdp", critic.fsdp)
+    must_be_buildable("critic", OmegaConf.masked_copy(critic, [key for key in critic if key != "model"]))
+
+
+def check_precision(name: str, engine: Any) -> None:
+    for key, value in (engine.get("mixed_precision") or {}).items():
+        must_be_known(f"{name}.mixed_precision.{key}", value, PRECISIONS)
+
+
+def must_be_buildable(key: str, group: Any) -> None:
+    try:
+        omega_conf_to_dataclass(group)
+    except (InstantiationException, ValueError, TypeError, AssertionError, NotImplementedError) as error:
+        cause = error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error
+        raise ConfigError(f"{key}: verl refuses it: {cause}; expected settings that go together") from None
 
 
 def must_be_known(key: str, value: Any, known: set[str]) -> None:

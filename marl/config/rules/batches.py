@@ -3,6 +3,7 @@
 from typing import Any
 
 from marl.config.errors import ConfigError
+from marl.config.policies import sequence_parallel
 from marl.utils.registry import did_you_mean
 
 
@@ -25,12 +26,12 @@ def micro_batches_are_by_tokens(config: Any) -> None:
             "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
         )
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    longest = rollout.prompt_length + rollout.response_length
-    if actor.ppo_max_token_len_per_gpu < longest:
+    longest, ranks = rollout.prompt_length + rollout.response_length, sequence_parallel(actor)
+    if actor.ppo_max_token_len_per_gpu * ranks < longest:
         raise ConfigError(
             f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu} cannot hold one row of "
             f"data.max_prompt_length + data.max_response_length = {rollout.prompt_length} + {rollout.response_length} = "
-            f"{longest} tokens; raise it to at least that"
+            f"{longest} tokens{f' on {ranks} ranks' if ranks > 1 else ''}; raise it to at least {-(-longest // ranks)}"
         )
 
 
@@ -67,6 +68,15 @@ def corrections_are_whole(config: Any) -> None:
         )
 
 
+def bypassing_replaces_no_loss(config: Any) -> None:
+    bypass, loss = config.algorithm.rollout_correction.bypass_mode, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if bypass and loss not in ("vanilla", "bypass_mode"):
+        raise ConfigError(
+            f"algorithm.rollout_correction.bypass_mode={bypass}: its own loss would replace "
+            f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}; set loss_mode=vanilla, or bypass_mode=false"
+        )
+
+
 def packed_turns_are_weighed_by_token(config: Any) -> None:
     if not config.controller.pack_turns:
         return
@@ -94,12 +104,14 @@ def a_conversation_fits_the_server(config: Any) -> None:
 
 
 def adam_betas_valid(config: Any) -> None:
-    betas = config.actor_rollout_ref.actor.optim.betas
-    two = hasattr(betas, "__len__") and not isinstance(betas, str) and len(betas) == 2
-    if not two or not all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in betas):
-        raise ConfigError(
-            f"actor_rollout_ref.actor.optim.betas={betas}: expected two numbers, at least 0 and below 1, as in [0.9,0.95]"
-        )
+    groups = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor, "critic": config.critic}
+    for key, group in groups.items():
+        betas = group.optim.betas
+        two = hasattr(betas, "__len__") and not isinstance(betas, str) and len(betas) == 2
+        if not two or not all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in betas):
+            raise ConfigError(
+                f"{key}.optim.betas={betas}: expected two numbers, at least 0 and below 1, as in [0.9,0.95]"
+            )
 
 
 RULES = (
@@ -107,6 +119,7 @@ RULES = (
     micro_batches_are_by_tokens,
     critic_batches_divide,
     corrections_are_whole,
+    bypassing_replaces_no_loss,
     packed_turns_are_weighed_by_token,
     a_conversation_fits_the_server,
     adam_betas_valid,

@@ -81,6 +81,17 @@ def a_laptop_has_so_many_ranks(config: Any) -> None:
 CPU_RANKS = 64
 
 
+def collectives_end_before_calls(config: Any) -> None:
+    """The shorter deadline names the rank that is missing."""
+    resources = config.resources
+    several = config.trainer.nnodes * config.trainer.n_gpus_per_node > 1
+    if several and resources.process_group_timeout_s >= resources.timeout_s:
+        raise ConfigError(
+            f"resources.process_group_timeout_s={resources.process_group_timeout_s:g}: must be below resources.timeout_s="
+            f"{resources.timeout_s:g}, which would end the call before a missing rank is noticed; lower it, or raise that"
+        )
+
+
 RULES = (
     ranks_divide_among_servers,
     a_cpu_has_its_engines,
@@ -88,4 +99,5 @@ RULES = (
     hf_serves_whole_models,
     one_process_has_no_workers,
     a_laptop_has_so_many_ranks,
+    collectives_end_before_calls,
 )

@@ -31,7 +31,8 @@ def resuming_has_a_path(config: Any) -> None:
             f"trainer.resume_mode={config.trainer.resume_mode}; expected one of {', '.join(modes)}."
             f"{did_you_mean(str(config.trainer.resume_mode), modes)}"
         )
-    if config.trainer.resume_mode == "resume_path" and not Path(str(config.trainer.resume_from_path)).is_dir():
+    path = Path(str(config.trainer.resume_from_path)).expanduser()
+    if config.trainer.resume_mode == "resume_path" and not path.is_dir():
         raise ConfigError(
             f"trainer.resume_from_path={config.trainer.resume_from_path}: no such folder; expected …/global_step_N"
         )
