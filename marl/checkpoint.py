@@ -9,13 +9,14 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 
+from marl.config.policies import policies_by_agent
 from marl.preflight.run_folder import RUN
 from marl.report import summary
 from marl.types import Metrics, Task
@@ -27,6 +28,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 REQUIRED = {"policies", "critics", "references", "running_means", "histories", "answers_per_episode", "seconds"}
+
+
+def validation_sampling(config: Any, sampling: Callable[..., Mapping[str, Any]]) -> dict[str, Any]:
+    """Number of validation samples, and sampling parameters of every agent with each of its policies."""
+    by_agent = {
+        agent: [dict(sampling(agent, policy, True)) for policy in policies]
+        for agent, policies in policies_by_agent(config.agents).items()
+    }
+    return {"n": config.actor_rollout_ref.rollout.val_kwargs.n, "agents": by_agent}
 
 
 def fingerprint(tasks: Sequence[Task], sampling: Any = None) -> str:

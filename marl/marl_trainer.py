@@ -18,7 +18,6 @@ from marl.cluster.policy_group import RayPolicyGroup, old_log_probs, served
 from marl.cluster.references import References
 from marl.cluster.worker_group import throughput
 from marl.config.identity import settings_of
-from marl.config.policies import policies_by_agent
 from marl.controller.alternative_rollouts import AlternativeRollouts
 from marl.controller.controller import Collection, Controller, with_turns
 from marl.controller.policy_map import PolicyMap
@@ -56,7 +55,9 @@ class MARLTrainer:
         self.critics = critics
         self.references = References(config, policies)
         self.loader, self.validation, self.total_steps = loader, validation, total_steps
-        self.validation_id = checkpoint.fingerprint(validation, self._validation_sampling())
+        self.validation_id = checkpoint.fingerprint(
+            validation, checkpoint.validation_sampling(config, controller.sampling)
+        )
         self.progress = progress or (lambda step, total, metrics: None)
         self.folder = Path(config.trainer.default_local_dir)
         self.step_number, self.sampled_tokens = 0, 0
@@ -77,15 +78,6 @@ class MARLTrainer:
     def report_folder(self) -> Path:
         """Folder of the summary: a run continued on other validation data leaves the first summary in place."""
         return self.folder / self._of_other_data()
-
-    def _validation_sampling(self) -> dict[str, Any]:
-        """Number of validation samples, and sampling parameters of every agent with each of its policies."""
-        agents, sampling = self.config.agents, self.controller.sampling
-        by_agent = {
-            agent: [dict(sampling(agent, policy, True)) for policy in policies]
-            for agent, policies in policies_by_agent(agents).items()
-        }
-        return {"n": self.config.actor_rollout_ref.rollout.val_kwargs.n, "agents": by_agent}
 
     def _of_other_data(self) -> str:
         """Name of a folder for what is of other validation data than the run began with; empty for the first."""
