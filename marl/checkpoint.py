@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from marl.preflight.run_folder import RUN
-from marl.report import summary
+from marl.report import run_summary
 from marl.types import Metrics, Task
 from marl.utils import folders
 from marl.utils.metrics import RunningMean
@@ -118,7 +118,7 @@ def summarise(trainer: MARLTrainer, baselines: Mapping[str, Metrics]) -> None:
     if not trainer.history:
         return
     seconds = time.time() - psutil.Process().create_time()  # of the driver, its start-up included
-    result = summary.summarise(
+    result = run_summary.summarise(
         trainer.history,
         steps=trainer.step_number,
         seconds=seconds,
@@ -130,5 +130,5 @@ def summarise(trainer: MARLTrainer, baselines: Mapping[str, Metrics]) -> None:
     )
     folder = trainer.report_folder
     folder.mkdir(parents=True, exist_ok=True)
-    summary.write_json(result, folder / "summary.json")
-    summary.plot(trainer.history, folder / "curves.png")
+    run_summary.write_json(result, folder / "summary.json")
+    run_summary.plot(trainer.history, folder / "curves.png")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from marl.batch.joint import JointBatch
 from marl.learners import credit
-from marl.learners.gathering import Gathered, Rollouts
+from marl.learners.extra_rollouts import Gathered, Rollouts
 from marl.types import Episode
 from marl.utils.numbers import FINITE, SHARE, bounded
 from marl.utils.registry import Registry

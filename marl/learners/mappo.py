@@ -15,8 +15,8 @@ from marl.batch.joint import JointBatch
 from marl.learners import credit
 from marl.learners.base import register_learner
 from marl.learners.credit_schemes import ZeroSum
-from marl.learners.decisions import Trajectories
 from marl.learners.ippo import IPPO
+from marl.learners.trajectories import Trajectories
 from marl.types import AgentId, PolicyName
 
 

@@ -6,8 +6,8 @@ from marl.config.errors import ConfigError
 from marl.config.policies import policies_by_agent
 from marl.learners import CREDITS, LEARNERS
 from marl.learners.credit_schemes import TeamOf
+from marl.run_setup import Setup
 from marl.runners import RUNNERS
-from marl.setup import Setup
 from marl.utils.registry import did_you_mean
 
 

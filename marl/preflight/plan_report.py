@@ -8,13 +8,13 @@ import torch
 from omegaconf import DictConfig
 
 from marl.config.policies import holds_reference, own_settings
-from marl.modules import models
+from marl.modules import pretrained
 from marl.preflight import batch_plan, memory_plan, model_checks, plan_report
 from marl.preflight.batch_plan import Batch
+from marl.preflight.checks import CheckedSetup
 from marl.preflight.memory_plan import Memory, pool_memory
-from marl.preflight.policies import CheckedSetup
 from marl.preflight.prompts import grows, growth_of, remedy
-from marl.setup import Setup
+from marl.run_setup import Setup
 from marl.utils.tables import aligned
 
 
@@ -61,7 +61,7 @@ def plan_text(setup: CheckedSetup) -> str:
 def critic_memory(setup: Setup) -> Memory:
     """The memory of a critic's rank; all critics have one model."""
     config = setup.config
-    size = model_checks.size_of(models.load_config(config.critic.model, "critic.model"), "critic.model.path")
+    size = model_checks.size_of(pretrained.load_config(config.critic.model, "critic.model"), "critic.model.path")
     ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
     has_target = setup.critics is not None and setup.critics.keeps_target
     return memory_plan.critic_memory(config.critic, ranks, size, has_target)

@@ -15,7 +15,7 @@ from marl.config.schema import AgentConfig, ControllerConfig
 from marl.controller.client import PolicyClient
 from marl.controller.controller import Controller, EpisodesFailed, pay_failure, team_score, with_turns
 from marl.controller.episode_workers import answer_of
-from marl.learners.replay import ReturnOf, team_return
+from marl.learners.replay_credit import ReturnOf, team_return
 from marl.rewards import Reward, RewardUnavailable
 from marl.rewards.processes import RewardError
 from marl.runners import RUNNERS, ContextOverflow, Runner

@@ -14,7 +14,7 @@ from marl.config.policies import own_settings, policies_by_agent
 from marl.controller.controller import outcomes, team_score
 from marl.controller.tasks import validation_tasks
 from marl.evaluation.load import load_policy
-from marl.report.ensemble import Way
+from marl.report.ensemble_table import Way
 from marl.rollout.decoding import Answer, Request, bucket, decode, end_ids, padding_token
 from marl.rollout.joint_decoding import READERS, check_together, decode_jointly
 from marl.runners import followed_by, majority
