@@ -61,5 +61,14 @@ def holds_reference(algorithm: Any, own: Any) -> bool:
     return reads_reference(algorithm, own.actor) and not own.model.lora_rank
 
 
+def ranks_per_pool(trainer: Any) -> int:
+    return trainer.nnodes * trainer.n_gpus_per_node
+
+
+def longest_row(rollout: Any) -> int:
+    """Tokens of a longest prompt and a longest answer."""
+    return rollout.prompt_length + rollout.response_length
+
+
 def ranks_per_server(rollout: Any) -> int:
     return rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size

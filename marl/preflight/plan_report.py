@@ -7,7 +7,7 @@ import psutil
 import torch
 from omegaconf import DictConfig
 
-from marl.config.policies import holds_reference, own_settings
+from marl.config.policies import holds_reference, own_settings, ranks_per_pool
 from marl.modules import pretrained
 from marl.preflight import batch_plan, memory_plan, model_checks, plan_report
 from marl.preflight.batch_plan import Batch
@@ -62,7 +62,7 @@ def critic_memory(setup: Setup) -> Memory:
     """The memory of a critic's rank; all critics have one model."""
     config = setup.config
     size = model_checks.size_of(pretrained.load_config(config.critic.model, "critic.model"), "critic.model.path")
-    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    ranks = ranks_per_pool(config.trainer)
     has_target = setup.critics is not None and setup.critics.keeps_target
     return memory_plan.critic_memory(config.critic, ranks, size, has_target)
 
