@@ -20,6 +20,10 @@ from marl.utils.registry import Registry
 CreditKind = Literal["reward", "return", "advantage"]
 
 
+INCENTIVES = ("alpha0", "alpha1", "beta0", "beta1")
+"""Keys of a credit's incentives."""
+
+
 class Credit(ABC):
     """Override :meth:`assign`."""
 
@@ -30,6 +34,8 @@ class Credit(ABC):
     """Needs a runner whose teams vote."""
     compares_samples: ClassVar[bool] = False
     """Compares a task's samples, and therefore needs more than one of them."""
+    sums_to_zero: ClassVar[bool] = False
+    """The agents' credits of an episode cancel out, and so does their mean."""
 
     @dataclass
     class Config:
@@ -45,10 +51,15 @@ class Credit(ABC):
 
         @property
         def has_incentives(self) -> bool:
-            return any((self.alpha0, self.alpha1, self.beta0, self.beta1))
+            return any(getattr(self, key) for key in INCENTIVES)
 
     def __init__(self, config: Config) -> None:
         self.config = config
+
+    @property
+    def reads_turn_scores(self) -> bool:
+        """True if the score of a single turn enters its credit."""
+        return not self.votes and self.kind != "advantage"
 
     def gather(self, episodes: Sequence[Episode], rollouts: Rollouts) -> Awaitable[Gathered] | None:
         """Play for evidence that scored episodes do not hold, while the servers still answer; None where none is needed. An
@@ -164,6 +175,10 @@ class Team(OutcomeCredit):
 
     config: Config
 
+    @property
+    def reads_turn_scores(self) -> bool:
+        return self.config.of is not TeamOf.answer or self.config.has_incentives
+
     def of_turns(self, batch: JointBatch) -> Tensor:
         answered_ERA = standing(batch)
         if self.config.of is not TeamOf.round:
@@ -191,6 +206,10 @@ class Mixed(Team):
         """Weight of the team's part."""
 
     config: Config
+
+    @property
+    def reads_turn_scores(self) -> bool:
+        return True
 
     def of_turns(self, batch: JointBatch) -> Tensor:
         return batch.scores_ERA * standing(batch) + self.config.weight * super().of_turns(batch)
@@ -220,6 +239,8 @@ class ZeroSum(OutcomeCredit):
     With two sides the rewards of an episode sum to 0 (SPIRAL, arXiv:2506.24119). 0 where nobody else answered, and for who
     never answers. An episode that ended before its time is no draw: all sides lose it, as if the others had been right.
     """
+
+    sums_to_zero = True
 
     def of_turns(self, batch: JointBatch) -> Tensor:
         return torch.zeros_like(batch.scores_ERA)
