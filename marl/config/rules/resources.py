@@ -69,7 +69,7 @@ def one_process_has_no_workers(config: Any) -> None:
         )
 
 
-def a_laptop_has_so_many_ranks(config: Any) -> None:
+def cpu_ranks_are_limited(config: Any) -> None:
     ranks = ranks_per_pool(config.trainer)
     if config.trainer.device == "cpu" and ranks > CPU_RANKS:
         raise ConfigError(
@@ -87,5 +87,5 @@ RULES = (
     one_process_is_one_rank,
     hf_serves_whole_models,
     one_process_has_no_workers,
-    a_laptop_has_so_many_ranks,
+    cpu_ranks_are_limited,
 )
