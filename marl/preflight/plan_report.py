@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from marl.config.policies import holds_reference, own_settings, ranks_per_pool
 from marl.modules import pretrained
-from marl.preflight import batch_plan, memory_plan, model_checks, plan_report
+from marl.preflight import batch_plan, memory_plan, model_checks
 from marl.preflight.batch_plan import Batch
 from marl.preflight.checks import CheckedSetup
 from marl.preflight.memory_plan import Memory, pool_memory
@@ -54,7 +54,7 @@ def plan_text(setup: CheckedSetup) -> str:
         pool: memory_plan.pool_memory([memory for _, memory in members], asleep[pool])
         for pool, members in pools.items()
     }
-    lines = [plan_report.batch_text(batch), growth_text(setup), plan_report.memory_text(pools, asleep)]
+    lines = [batch_text(batch), growth_text(setup), memory_text(pools, asleep)]
     return "\n".join([*lines, *warnings_of(config, peaks, card)])
 
 
