@@ -30,7 +30,7 @@ from marl.controller.tasks import validation_tasks
 from marl.preflight.prepare import prepare
 from marl.quickstart.assets import Recipe, ensure
 from marl.rollout.servers import CoalescingClient
-from marl.setup import Setup
+from marl.run_setup import Setup
 from marl.types import Task
 from marl.utils.garbage import freeze_gc
 

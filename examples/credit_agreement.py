@@ -26,10 +26,10 @@ from marl.cluster.session import session
 from marl.config.overrides import hydra_overrides
 from marl.controller.alternative_rollouts import AlternativeRollouts
 from marl.learners import CREDITS
-from marl.learners.replay import ReplayCredit, ReturnOf
+from marl.learners.replay_credit import ReplayCredit, ReturnOf
 from marl.preflight.prepare import prepare
 from marl.quickstart.assets import RECIPES, ensure
-from marl.setup import make_learner
+from marl.run_setup import make_learner
 from marl.types import Episode
 
 CREDITS_COMPARED: dict[str, dict[str, Any]] = {

@@ -28,11 +28,11 @@ from marl.controller.client import PolicyClient
 from marl.controller.controller import Controller
 from marl.controller.episode_workers import EpisodeWorkers, SpreadController, spawn
 from marl.controller.tasks import train_loader, validation_tasks
-from marl.modules.models import load_config, load_generation_config
+from marl.modules.pretrained import load_config, load_generation_config
 from marl.rewards import build_reward
 from marl.rollout.decoding import end_ids
+from marl.run_setup import Setup, make_runner
 from marl.runners import Runner, register_runner
-from marl.setup import Setup, make_runner
 
 
 def tokenizer_of(model: DictConfig) -> Any:

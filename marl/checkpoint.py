@@ -18,7 +18,7 @@ import torch
 
 from marl.config.policies import policies_by_agent
 from marl.preflight.run_folder import RUN
-from marl.report import summary
+from marl.report import run_summary
 from marl.types import Metrics, Task
 from marl.utils import folders
 from marl.utils.metrics import RunningMean
@@ -138,7 +138,7 @@ def summarise(trainer: MARLTrainer, baselines: Mapping[str, Metrics]) -> None:
     """Write ``summary.json`` and ``curves.png``, where anything was validated."""
     if not trainer.history:
         return
-    result = summary.summarise(
+    result = run_summary.summarise(
         trainer.history,
         steps=trainer.step_number,
         seconds=seconds_of(trainer),
@@ -150,5 +150,5 @@ def summarise(trainer: MARLTrainer, baselines: Mapping[str, Metrics]) -> None:
     )
     folder = trainer.report_folder
     folder.mkdir(parents=True, exist_ok=True)
-    summary.write_json(result, folder / "summary.json")
-    summary.plot(trainer.history, folder / "curves.png")
+    run_summary.write_json(result, folder / "summary.json")
+    run_summary.plot(trainer.history, folder / "curves.png")

@@ -32,7 +32,7 @@ from marl.config.errors import ConfigError, explain
 from marl.config.overrides import hydra_overrides, options_are_words
 from marl.preflight.prepare import prepare
 from marl.preflight.run_folder import claimed
-from marl.setup import Setup
+from marl.run_setup import Setup
 from marl.utils.garbage import freeze_gc
 
 

@@ -23,6 +23,10 @@ Message: TypeAlias = dict[str, Any]
 Metrics: TypeAlias = dict[str, float]
 
 
+class ContextOverflow(ValueError):
+    """An observation is longer than ``data.max_prompt_length`` tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """One row of the dataset: the prompt, and what is needed to score an answer."""

@@ -6,7 +6,7 @@ VERL_USE_EXTERNAL_MODULES=recipe.peer_review python -m marl.main runner=peer_rev
 from dataclasses import dataclass
 
 from marl.runners import ConversationRunner, LiveEpisode, decide, register_runner, together
-from marl.runners.decisions import Decide
+from marl.runners.team_answer import Decide
 
 
 @register_runner("peer_review")

@@ -10,7 +10,7 @@ from verl.utils import tensordict_utils as tu
 
 from marl.cluster.worker_group import WorkerGroup, first_rows, flatten_metrics
 from marl.config.policies import critic_tokens
-from marl.modules.models import load_config
+from marl.modules.pretrained import load_config
 from marl.types import Metrics
 
 

@@ -10,8 +10,7 @@ from marl.batch.joint import JointBatch
 from marl.batch.utility_inputs import JointStates
 from marl.batch.values import place_values
 from marl.cluster.critic_group import CriticGroup
-from marl.runners import ContextOverflow
-from marl.types import CriticName, Episode
+from marl.types import ContextOverflow, CriticName, Episode
 
 
 class Critics:

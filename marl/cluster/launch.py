@@ -15,7 +15,7 @@ from verl.plugin.platform import get_platform
 import marl.config.schema  # noqa: F401 - registers our groups
 from marl.cluster.layout import Part, parts_of
 from marl.config.errors import ConfigError
-from marl.setup import Setup
+from marl.run_setup import Setup, colocated
 
 
 def check_cluster(setup: Setup) -> None:
@@ -25,9 +25,10 @@ def check_cluster(setup: Setup) -> None:
     needed, there = sum(pools.values()), int(ray.cluster_resources().get(resource, 0))
     if needed > there:
         listed = ", ".join(f"{name}: {ranks}" for name, ranks in pools.items())
-        separate = config.resources.placement.name != "colocated"
         remedy = (
-            "Set resources.placement=colocated, use" if separate else "They share a pool already where they can; use"
+            "They share a pool already where they can; use"
+            if colocated(config)
+            else "Set resources.placement=colocated, use"
         )
         raise ConfigError(
             f"the pools ask for {needed} {resource} ({listed}; each trainer.nnodes={config.trainer.nnodes} x "

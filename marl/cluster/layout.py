@@ -6,7 +6,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from marl.config.policies import holds_reference, own_settings, trained_policies
-from marl.setup import Setup
+from marl.run_setup import Setup
 from marl.utils.seeding import derive_seed
 
 

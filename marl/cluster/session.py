@@ -13,7 +13,7 @@ from verl.plugin.platform import PlatformRegistry, get_platform, set_platform
 
 import marl.config.schema  # noqa: F401 - registers our groups
 from marl.config.errors import ConfigError
-from marl.setup import Setup
+from marl.run_setup import Setup
 from marl.utils.garbage import freeze_gc
 
 FOLLOWING = {

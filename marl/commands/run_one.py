@@ -26,9 +26,9 @@ from marl.config.overrides import hydra_overrides
 from marl.config.rules.agents import templates_can_be_filled
 from marl.report import dump
 from marl.rewards import answer_rules, check_extractors
+from marl.run_setup import make_runner
 from marl.runners import Generate, RecordedAnswers, scripted
 from marl.runners.episode import Judge
-from marl.setup import make_runner
 from marl.types import Episode, Task, Turn
 
 

@@ -72,5 +72,14 @@ def critic_tokens(critic: Any) -> int:
     return int(critic.ppo_max_token_len_per_gpu * critic.fsdp.ulysses_sequence_parallel_size)
 
 
+def ranks_per_pool(trainer: Any) -> int:
+    return trainer.nnodes * trainer.n_gpus_per_node
+
+
+def longest_row(rollout: Any) -> int:
+    """Tokens of a longest prompt and a longest answer."""
+    return rollout.prompt_length + rollout.response_length
+
+
 def ranks_per_server(rollout: Any) -> int:
     return rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size

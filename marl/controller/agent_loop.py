@@ -29,8 +29,7 @@ from verl.utils.tokenizer import continuous_token_wiring
 from marl.cluster.failures import GroupFailed
 from marl.config.errors import ConfigError
 from marl.controller.client import BadAnswer, PolicyClient, check_answer, version_of
-from marl.runners import ContextOverflow
-from marl.types import AgentId, Message, Score, Task, Turn
+from marl.types import AgentId, ContextOverflow, Message, Score, Task, Turn
 from marl.utils.registry import did_you_mean
 from marl.utils.seeding import derive_seed
 

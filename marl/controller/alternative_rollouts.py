@@ -4,14 +4,14 @@ import random
 from collections.abc import Callable, Sequence
 
 from marl.controller.controller import Controller, outcomes
-from marl.learners.gathering import Tried, Tries
+from marl.learners.extra_rollouts import Tried, Tries
 from marl.runners import together
 from marl.types import Episode, Turn
 from marl.utils.seeding import derive_seed
 
 
 class AlternativeRollouts:
-    """The controller's :class:`marl.learners.gathering.Rollouts` of one step."""
+    """The controller's :class:`marl.learners.extra_rollouts.Rollouts` of one step."""
 
     def __init__(self, controller: Controller, step: int, trained: Callable[[Turn], bool]) -> None:
         self.controller, self.step, self.trained = controller, step, trained

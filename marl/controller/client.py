@@ -10,8 +10,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from marl.cluster.failures import GroupFailed, group_failed
 from marl.controller.chat import ChatEncoder
 from marl.rollout.decoding import end_ids
-from marl.runners import ContextOverflow
-from marl.types import AgentId, Message, PolicyName, Task, Turn
+from marl.types import AgentId, ContextOverflow, Message, PolicyName, Task, Turn
 from marl.utils.deadlines import HangsError, Watch, waiting_for_others
 
 SEED_KEYS = {"sglang": "sampling_seed"}

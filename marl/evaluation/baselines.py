@@ -13,9 +13,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from marl.config.policies import all_policies
 from marl.learners import CREDITS
 from marl.marl_trainer import MARLTrainer
-from marl.report import summary
+from marl.report import run_summary
+from marl.run_setup import Setup
 from marl.runners import RUNNERS, majority
-from marl.setup import Setup
 from marl.types import Episode, Metrics
 from marl.utils.metrics import prefixed
 from marl.utils.seeding import derive_seed
@@ -74,7 +74,7 @@ def of_history(trainer: MARLTrainer) -> Metrics:
     taught nothing."""
     last = trainer.history[max(trainer.history)]
     return trainer.learner.summary() | {
-        "accuracy": summary.last_accuracy(last),
+        "accuracy": run_summary.last_accuracy(last),
         "sampled_tokens": float(trainer.sampled_tokens),
         "steps": float(trainer.step_number),
     }
@@ -93,7 +93,7 @@ async def untrained(config: DictConfig, team: MARLTrainer, build: Build) -> Metr
             trainer = await build(Setup.of(before), cleanup)
             await trainer.fit()
         first = trainer.history[0]
-    return {"accuracy": summary.last_accuracy(first), "vote": first["vote"], "sampled_tokens": 0.0}
+    return {"accuracy": run_summary.last_accuracy(first), "vote": first["vote"], "sampled_tokens": 0.0}
 
 
 async def vote(solo: MARLTrainer, answers: int) -> Metrics:

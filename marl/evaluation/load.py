@@ -12,7 +12,7 @@ from marl.build import tokenizer_of
 from marl.config.errors import ConfigError
 from marl.config.policies import own_settings, thinking_of
 from marl.controller.chat import ChatEncoder
-from marl.modules.models import WEIGHTS, line
+from marl.modules.pretrained import WEIGHTS, line
 from marl.rollout.hf import decodable_config
 from marl.utils import folders
 

@@ -1,9 +1,22 @@
 """Importing this package registers the built-in learners and credit schemes."""
 
-from marl.learners import at_grpo, cory, counterfactual_credit, grpo, happo, ippo, magrpo, mappo, qmix, rae, replay, vdn
+from marl.learners import (
+    at_grpo,
+    cory,
+    counterfactual_credit,
+    grpo,
+    happo,
+    ippo,
+    magrpo,
+    mappo,
+    qmix,
+    rae,
+    replay_credit,
+    vdn,
+)
 from marl.learners.base import LEARNERS, Learner, broadcast_to_tokens, register_learner
 from marl.learners.credit_schemes import CREDITS, Credit, register_credit
-from marl.learners.gathering import Gathered, Rollouts
+from marl.learners.extra_rollouts import Gathered, Rollouts
 
 __all__ = [
     "CREDITS",
@@ -25,6 +38,6 @@ __all__ = [
     "rae",
     "register_credit",
     "register_learner",
-    "replay",
+    "replay_credit",
     "vdn",
 ]

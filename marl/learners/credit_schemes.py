@@ -12,12 +12,16 @@ from torch import Tensor
 
 from marl.batch.joint import JointBatch
 from marl.learners import credit
-from marl.learners.gathering import Gathered, Rollouts
+from marl.learners.extra_rollouts import Gathered, Rollouts
 from marl.types import Episode
 from marl.utils.numbers import FINITE, SHARE, bounded
 from marl.utils.registry import Registry
 
 CreditKind = Literal["reward", "return", "advantage"]
+
+
+INCENTIVES = ("alpha0", "alpha1", "beta0", "beta1")
+"""Keys of a credit's incentives."""
 
 
 class Credit(ABC):
@@ -32,6 +36,8 @@ class Credit(ABC):
     """Compares a task's samples, and therefore needs more than one of them."""
     own_scores: ClassVar[bool] = False
     """Credits an answer with its own score alone, as is every turn that is compared with its alternatives."""
+    sums_to_zero: ClassVar[bool] = False
+    """The agents' credits of an episode cancel out, and so does their mean."""
 
     @dataclass
     class Config:
@@ -47,10 +53,15 @@ class Credit(ABC):
 
         @property
         def has_incentives(self) -> bool:
-            return any((self.alpha0, self.alpha1, self.beta0, self.beta1))
+            return any(getattr(self, key) for key in INCENTIVES)
 
     def __init__(self, config: Config) -> None:
         self.config = config
+
+    @property
+    def reads_turn_scores(self) -> bool:
+        """True if the score of a single turn enters its credit."""
+        return not self.votes and self.kind != "advantage"
 
     def gather(self, episodes: Sequence[Episode], rollouts: Rollouts) -> Awaitable[Gathered] | None:
         """Play for evidence that scored episodes do not hold, while the servers still answer; None where none is needed. An
@@ -179,6 +190,10 @@ class Team(OutcomeCredit):
     def adds_answers(self) -> bool:
         return self.config.of is TeamOf.round
 
+    @property
+    def reads_turn_scores(self) -> bool:
+        return self.config.of is not TeamOf.answer
+
     def of_turns(self, batch: JointBatch) -> Tensor:
         answered_ERA = standing(batch)
         if self.config.of is not TeamOf.round:
@@ -209,6 +224,10 @@ class Mixed(Team):
 
     config: Config
 
+    @property
+    def reads_turn_scores(self) -> bool:
+        return True
+
     def of_turns(self, batch: JointBatch) -> Tensor:
         return batch.scores_ERA * standing(batch) + self.config.weight * super().of_turns(batch)
 
@@ -238,6 +257,8 @@ class ZeroSum(OutcomeCredit):
     With two sides the rewards of an episode sum to 0 (SPIRAL, arXiv:2506.24119). 0 where nobody else answered, and for who
     never answers. An episode that ended before its time is no draw: all sides lose it, as if the others had been right.
     """
+
+    sums_to_zero = True
 
     def of_turns(self, batch: JointBatch) -> Tensor:
         return torch.zeros_like(batch.scores_ERA)

@@ -8,7 +8,7 @@ from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, get_adv_estimato
 
 from marl.batch.joint import JointBatch
 from marl.learners import credit
-from marl.learners.decisions import Decisions, Trajectories, penalties
+from marl.learners.trajectories import Decisions, Trajectories, penalties
 
 NEED_MORE = {"gae", "remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"}
 """Those that need a critic, greedy answers, or gradients."""

@@ -15,9 +15,9 @@ from marl.batch.joint import JointBatch
 from marl.batch.rows import drop_turns
 from marl.learners import credit
 from marl.learners.base import Learner, broadcast_to_tokens, register_learner
-from marl.learners.decisions import returns
 from marl.learners.estimators import UNGROUPED, estimate, known_estimators
 from marl.learners.groups import GroupKey, clear_turns, degenerate_share, group_keys, policy_keys, unequal_turns
+from marl.learners.trajectories import returns
 from marl.types import Metrics
 from marl.utils.numbers import SHARE, bounded
 

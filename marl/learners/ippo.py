@@ -11,7 +11,7 @@ from marl.batch.critic_spec import CriticSpec, LocalCritics
 from marl.batch.joint import JointBatch
 from marl.learners import credit
 from marl.learners.base import Learner, register_learner
-from marl.learners.decisions import Decisions, Trajectories
+from marl.learners.trajectories import Decisions, Trajectories
 from marl.types import Metrics, PolicyName
 from marl.utils.numbers import SHARE, bounded
 

@@ -14,9 +14,8 @@ from marl.batch.critic_spec import CentralCritic
 from marl.batch.joint import JointBatch
 from marl.learners import credit
 from marl.learners.base import register_learner
-from marl.learners.credit_schemes import ZeroSum
-from marl.learners.decisions import Trajectories
 from marl.learners.ippo import IPPO
+from marl.learners.trajectories import Trajectories
 from marl.types import AgentId, PolicyName
 
 
@@ -41,7 +40,7 @@ class MAPPO(IPPO):
                 f"learner.chain=true with credit={self.credit.config.name}: a chain sums the rewards of rounds, and this credit "
                 f"is of kind {self.credit.kind}; use credit=team, or learner.chain=false"
             )
-        if self.config.chain and isinstance(self.credit, ZeroSum):
+        if self.config.chain and self.credit.sums_to_zero:
             raise ValueError(
                 f"learner.chain=true with credit={self.credit.config.name}: a chain gets the mean of the agents' rewards, "
                 "which is 0 where one wins what the others lose; use credit=team, or learner.chain=false"

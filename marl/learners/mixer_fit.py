@@ -1,156 +1,105 @@
-"""Agents' utilities and the team's mixed value: the mathematics of VDN and QMIX, beside the driver. Pure but for the modules.
-
-A *joint action* is what the trained agents say in one round of one episode. Axes: B joint actions, A agents, S the state.
+"""The fit of utilities and mixer together. The mixer stays here: its derivatives by the utilities go to the critics' workers
+as coefficients of a linear loss, whose gradient at the same weights is that of one graph from the mixer to the value heads.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from enum import Enum
+import asyncio
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from marl.batch.joint import JointBatch
-from marl.learners import credit
-from marl.modules.mixers import StateEncoder
+from marl.batch.values import gradient_rows, place_utilities
+from marl.learners.credit import explained_variance
+from marl.learners.mixing import JointActions, Mixing, baseline_loss
+from marl.types import CriticGroup, CriticName, Metrics
+
+Critics = Mapping[CriticName, CriticGroup]
 
 
-class Advantage(Enum):
-    gradient = "gradient"
-    """w_i (q_i - v_i) with w_i = dQ_tot / dq_i (DOP, arXiv:2007.12322)."""
-    group = "group"
-    """Q_tot less its mean with the agent's answers in the task's other samples instead of its own."""
+class MixerFit:
+    """A mixer that is being fitted, with its target copy and its optimiser; ``steps`` counts the training steps of the fit."""
 
+    def __init__(self, make: Callable[[int], Mixing], num_agents: int, lr: float, seed: int) -> None:
+        """The first weights are drawn from ``seed``, whatever else is drawn in this process."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.mixing = make(num_agents)
+        self.target, self.num_agents, self.steps = deepcopy(self.mixing), num_agents, 0
+        parameters = list(self.mixing.parameters())
+        self.optimizer = torch.optim.Adam(parameters, lr=lr) if parameters else None  # a sum has none
 
-Mix = Callable[[Tensor, Tensor], Tensor]
-"""Utilities [B, A] and states [B, S] to Q_tot [B]."""
+    async def begin(
+        self, batch: JointBatch, critics: Critics, joint: JointActions, gamma: float, target_update_every: int
+    ) -> Tensor:
+        """Begin a training step: renew the targets if it is time, and return what Q_tot is fitted to, y [B]."""
+        if self.steps % target_update_every == 0:
+            self.target.load_state_dict(self.mixing.state_dict())
+            await asyncio.gather(*(critic.renew_target() for critic in critics.values()))
+        self.steps += 1
+        if gamma == 0 or not (joint.next_B >= 0).any():
+            return joint.rewards_B
+        _, q_ERA = await read(batch, critics, target=True)
+        with torch.no_grad():
+            q_tot_B = self.target(joint.from_grid(q_ERA), self.target.states(joint))
+        return joint.targets(q_tot_B, gamma)
 
+    async def descend(
+        self, batch: JointBatch, critics: Critics, joint: JointActions, targets_B: Tensor, last: bool
+    ) -> dict[CriticName, Metrics]:
+        """One optimiser step of the mixer and of every critic, from the batch's values, which are of the present weights;
+        then the batch has those of the new ones."""
+        v_BA, q_BA = joint.from_grid(batch.critic_data.values_ERA), joint.from_grid(batch.critic_data.utilities_ERA)
+        q_tot_B, dq_BA = self._descend(joint, q_BA, targets_B)
+        v_loss, dv_BA = baseline_loss(v_BA, q_BA, joint.mask_BA)
+        fitted = {
+            "q_tot_loss": float((q_tot_B - targets_B).square().mean()),
+            "q_tot_explained_variance": explained_variance(q_tot_B, targets_B),
+            "v_loss": float(v_loss),
+        }
+        names, dv_ERA, dq_ERA = list(batch.critic_data.value_rows), joint.to_grid(dv_BA), joint.to_grid(dq_BA)
+        rows = [gradient_rows(batch.critic_data.value_rows[name], dv_ERA, dq_ERA) for name in names]
+        steps = (critics[name].descend(part, last) for name, part in zip(names, rows, strict=True))
+        metrics = dict(zip(names, await asyncio.gather(*steps), strict=True))
+        batch.critic_data.values_ERA, batch.critic_data.utilities_ERA = await read(batch, critics)
+        return {name: numbers | fitted for name, numbers in metrics.items()}
 
-class Mixing(nn.Module):
-    """A mixer and, where it reads a state, the encoder that makes it; both are learned together."""
-
-    def __init__(self, mixer: nn.Module, encoder: StateEncoder | None = None) -> None:
-        super().__init__()
-        self.mixer, self.encoder = mixer, encoder
-
-    def states(self, joint: JointActions) -> Tensor:
-        """[B, S]; S is 0 for a mixer that reads none. Raises ValueError where it reads one and there are no ids."""
-        if self.encoder is None:
-            return torch.zeros(len(joint.index_B), 0)
-        if joint.ids is None:
-            raise ValueError("the mixer reads the joint observation, and the batch holds no joint_ids")
-        return self.encoder(joint.ids)[joint.index_B]
-
-    def advantages(self, how: Advantage, joint: JointActions, q_BA: Tensor, v_BA: Tensor) -> Tensor:
-        """Per-agent advantages [B, A]."""
-        state_BS = self.states(joint).detach()
-        if how is Advantage.group:
-            return by_group(self, q_BA, joint.mask_BA, state_BS, joint.keys_B)
-        return by_gradient(self, q_BA, v_BA, state_BS)
-
-    def forward(self, q_BA: Tensor, state_BS: Tensor) -> Tensor:
-        return self.mixer(q_BA, state_BS)
-
-
-@dataclass
-class JointActions:
-    """The joint actions of a step, in the order of episodes and rounds. Who is not trained has utility 0 in them."""
-
-    shape: torch.Size
-    """Shape [E, R, A] of the turn grids."""
-    index_B: Tensor
-    """Index of each joint action in the flattened [E, R] grid."""
-    mask_BA: Tensor
-    """1 where a trained agent speaks, though this turn of it may be left out of training."""
-    next_B: Tensor
-    """The episode's next joint action, -1 after its last."""
-    rounds_B: Tensor
-    """Number of rounds from it to the next one."""
-    rewards_B: Tensor
-    """The team's reward up to the next joint action."""
-    keys_B: list[Hashable]
-    """Task and round: joint actions of one key are alternatives to one another."""
-    ids: Tensor | None
-    """The joint observation's, ragged over [E * R]."""
-
-    @classmethod
-    def of(cls, batch: JointBatch, rewards_ER: Tensor, gamma: float) -> JointActions:
-        """``rewards_ER``: the team's reward of every round. Alternatives that no conversation followed are no part of it."""
-        spoke_ERA = batch.mask_ERA
-        trained_ERA = batch.compared_ERA & spoke_ERA
-        trained_ER = trained_ERA.any(-1)
-        folded_ER = credit.fold_untrained(
-            rewards_ER[..., None], spoke_ERA.any(-1, keepdim=True), trained_ER[..., None], gamma
-        )[..., 0]
-        episode_B, round_B = trained_ER.nonzero(as_tuple=True)
-        number_B = torch.arange(len(episode_B))
-        same_B = torch.cat([episode_B[1:] == episode_B[:-1], torch.zeros(1, dtype=torch.bool)])[: len(episode_B)]
-        next_B = torch.where(same_B, number_B + 1, -1)
-        return cls(
-            shape=batch.spoken_ERA.shape,
-            index_B=episode_B * trained_ER.shape[1] + round_B,
-            mask_BA=trained_ERA[episode_B, round_B],
-            next_B=next_B,
-            rounds_B=torch.where(same_B, round_B[next_B] - round_B, 0),
-            rewards_B=folded_ER[episode_B, round_B],
-            keys_B=[(batch.tasks_E[e], r) for e, r in zip(episode_B.tolist(), round_B.tolist(), strict=True)],
-            ids=batch.critic_data.joint_ids,
-        )
-
-    def from_grid(self, x_ERA: Tensor | None) -> Tensor:
-        """A grid's numbers of the joint actions [B, A], 0 for who is silent or not trained."""
-        if x_ERA is None:
-            raise ValueError("the batch holds no utilities: the critics have not read it")
-        return x_ERA.reshape(-1, self.shape[-1])[self.index_B] * self.mask_BA
-
-    def to_grid(self, x_BA: Tensor) -> Tensor:
-        """The grid [E, R, A] of these numbers, 0 elsewhere."""
-        x_ERA = torch.zeros(self.shape)
-        x_ERA.view(-1, self.shape[-1])[self.index_B] = (x_BA * self.mask_BA).float()
-        return x_ERA
-
-    def targets(self, q_tot_B: Tensor, gamma: float) -> Tensor:
-        """y = r + gamma^k Q_tot of the episode's next joint action, k rounds later; 0 after the last."""
-        return self.rewards_B + gamma**self.rounds_B * torch.where(self.next_B >= 0, q_tot_B[self.next_B], 0.0)
-
-
-def by_gradient(mix: Mix, q_BA: Tensor, v_BA: Tensor, state_BS: Tensor) -> Tensor:
-    """w_i (q_i - v_i) with w_i = dQ_tot / dq_i (DOP, arXiv:2007.12322): the answer's value to the team, above the mean
-    of its agent's answers. A mixer may scale a utility as it likes: the raw one is no credit."""
-    with torch.enable_grad():
+    def _descend(self, joint: JointActions, q_BA: Tensor, targets_B: Tensor) -> tuple[Tensor, Tensor]:
+        """One step of the mixer on the mean of (Q_tot - y)^2: Q_tot before it, and the loss's derivatives [B, A] by the
+        utilities."""
         q_BA = q_BA.detach().requires_grad_()
-        (weights_BA,) = torch.autograd.grad(mix(q_BA, state_BS.detach()).sum(), q_BA)
-    return weights_BA * (q_BA.detach() - v_BA)
+        q_tot_B = self.mixing(q_BA, self.mixing.states(joint))
+        loss = (q_tot_B - targets_B).square().mean()
+        dq_BA, *gradients = torch.autograd.grad(loss, [q_BA, *self.mixing.parameters()])
+        if self.optimizer is not None:
+            for parameter, gradient in zip(self.mixing.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+            self.optimizer.step()
+        return q_tot_B.detach(), dq_BA
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"num_agents": self.num_agents, "steps": self.steps}
+        state |= {"mixing": self.mixing.state_dict(), "target": self.target.state_dict()}
+        return state | ({"optimizer": self.optimizer.state_dict()} if self.optimizer else {})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps = state["steps"]
+        self.mixing.load_state_dict(state["mixing"])
+        self.target.load_state_dict(state["target"])
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(state["optimizer"])
 
 
-@torch.no_grad()
-def by_group(mix: Mix, q_BA: Tensor, mask_BA: Tensor, state_BS: Tensor, keys_B: list[Hashable]) -> Tensor:
-    """Q_tot(q) - mean_k Q_tot(q_-i, q_i^k) over the agent's own other answers k of the same key; 0 where it gave no other."""
-    pairs_P2 = pairs_within(keys_B)
-    q_tot_B = mix(q_BA, state_BS)
-    credit_BA = torch.zeros_like(q_BA)
-    for a in range(q_BA.shape[1]):
-        own_P, other_P = pairs_P2[mask_BA[pairs_P2].all(1)[:, a]].unbind(1)
-        changed_PA = q_BA[own_P]
-        changed_PA[:, a] = q_BA[other_P, a]
-        count_B = torch.bincount(own_P, minlength=len(q_BA))
-        sum_B = torch.zeros_like(q_tot_B).index_add(0, own_P, mix(changed_PA, state_BS[own_P]))
-        credit_BA[:, a] = torch.where(count_B > 0, q_tot_B - sum_B / count_B.clamp(min=1), 0.0)
-    return credit_BA
-
-
-def pairs_within(keys_B: list[Hashable]) -> Tensor:
-    """All ordered pairs [P, 2] of different entries with the same key."""
-    index_B, count_G = credit.group_index(keys_B)
-    members = index_B.argsort(stable=True).split(count_G.tolist())
-    pairs_P2 = torch.cat([torch.cartesian_prod(group, group).view(-1, 2) for group in members])
-    return pairs_P2[pairs_P2[:, 0] != pairs_P2[:, 1]]
-
-
-def baseline_loss(v_BA: Tensor, q_BA: Tensor, mask_BA: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean over turns of (v - q)^2, in which q is the target, and its derivatives [B, A] by v."""
-    error_BA = (v_BA - q_BA) * mask_BA
-    turns = mask_BA.sum().clamp(min=1)
-    return error_BA.square().sum() / turns, 2 * error_BA / turns
+async def read(batch: JointBatch, critics: Critics, target: bool = False) -> tuple[Tensor, Tensor]:
+    """v and q [E, R, A] of the trained turns, under the critics' current weights or their target's."""
+    names = list(batch.critic_data.value_rows)
+    calls = [critics[name].compute_targets if target else critics[name].compute_values for name in names]
+    results = await asyncio.gather(
+        *(call(batch.critic_data.value_rows[name]) for call, name in zip(calls, names, strict=True))
+    )
+    v_ERA, q_ERA = torch.zeros(2, *batch.spoken_ERA.shape).unbind()
+    for name, values in zip(names, results, strict=True):
+        place_utilities(batch.critic_data.value_rows[name], values, v_ERA, q_ERA)
+    return v_ERA, q_ERA

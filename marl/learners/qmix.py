@@ -6,7 +6,7 @@ The state is the joint observation: the task, every agent's private observation,
 from dataclasses import dataclass
 
 from marl.learners.base import register_learner
-from marl.learners.mixer_fit import Mixing
+from marl.learners.mixing import Mixing
 from marl.learners.vdn import VDN
 from marl.modules.mixers import QMixer, StateEncoder
 from marl.utils.numbers import bounded, count

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from marl.batch.joint import JointBatch
 from marl.learners.base import Learner, broadcast_to_tokens, register_learner
-from marl.learners.decisions import returns
+from marl.learners.trajectories import returns
 from marl.types import Metrics
 from marl.utils.numbers import SHARE, Number, bounded
 

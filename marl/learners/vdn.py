@@ -15,9 +15,9 @@ from marl.batch.critic_spec import UtilityCritics
 from marl.batch.joint import JointBatch
 from marl.learners.base import Learner, register_learner
 from marl.learners.credit_schemes import Credit
-from marl.learners.decisions import Decisions, penalties, whitened
-from marl.learners.mixer_fit import Advantage, JointActions, Mixing
-from marl.learners.utilities import MixerFit
+from marl.learners.mixer_fit import MixerFit
+from marl.learners.mixing import Advantage, JointActions, Mixing
+from marl.learners.trajectories import Decisions, penalties, whitened
 from marl.modules.mixers import VDNMixer
 from marl.types import CriticGroup, CriticName, Metrics
 from marl.utils.numbers import SHARE, Number, bounded, count

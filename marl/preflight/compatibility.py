@@ -7,8 +7,8 @@ from omegaconf import DictConfig, OmegaConf
 from marl.config.errors import ConfigError
 from marl.config.policies import policies_by_agent
 from marl.learners import CREDITS, LEARNERS
-from marl.learners.credit_schemes import TeamOf
-from marl.setup import Setup, make_runner
+from marl.learners.credit_schemes import INCENTIVES, TeamOf
+from marl.run_setup import Setup, make_runner
 from marl.utils.registry import did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ def warn_of_early_ends(setup: Setup) -> None:
 def check_incentives(setup: Setup) -> None:
     """They compare an answer with those beside it, and with those of the round after."""
     config, runner, agents = setup.config, setup.runner, list(setup.config.agents)
-    incentives = {key: config.credit[key] for key in ("alpha0", "alpha1", "beta0", "beta1") if config.credit[key]}
+    incentives = {key: config.credit[key] for key in INCENTIVES if config.credit[key]}
     if not incentives:
         return
     alone = len(agents) == 1 or runner.in_turn
@@ -166,9 +166,8 @@ def check_overlong(setup: Setup) -> None:
             f"controller.overlong_buffer={buffer}: runner={config.runner.name} gives every turn its score, which length does "
             "not change; set it to 0"
         )
-    of_answer = credit.name == "team" and credit.of is TeamOf.answer
-    if buffer and (of_answer or scheme.votes or scheme.kind == "advantage"):
-        of = " credit.of=answer" if of_answer else ""
+    if buffer and not scheme.reads_turn_scores:
+        of = " credit.of=answer" if credit.get("of") is TeamOf.answer else ""
         raise ConfigError(
             f"controller.overlong_buffer={buffer}: credit={credit.name}{of} does not read the score of a single turn, and its "
             "penalty would have no effect; use another credit, such as own, or set it to 0"

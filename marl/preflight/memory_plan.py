@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from marl.config.policies import longest_row
 from marl.preflight.batch_plan import PolicyBatch
 
 BYTES = {"fp32": 4, "float32": 4, "32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "16": 2}
@@ -134,7 +135,7 @@ def policy_memory(own: Any, batch: PolicyBatch, size: ModelSize, card: float | N
     if reference:
         memory = replace(memory, reference=reference_memory(size, training))
     if rollout.name == "hf":
-        length = rollout.prompt_length + rollout.response_length
+        length = longest_row(rollout)
         server = (
             hf_server_memory(size, BYTES[rollout.dtype], rollout.max_num_seqs, length) * batch.servers / batch.ranks
         )

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM
 
 from marl.config.errors import ConfigError
-from marl.modules.models import WEIGHTS, line
+from marl.modules.pretrained import WEIGHTS, line
 from marl.preflight.memory_plan import ModelSize
 
 INDEX = "model.safetensors.index.json"

@@ -7,14 +7,14 @@ import psutil
 import torch
 from omegaconf import DictConfig
 
-from marl.config.policies import holds_reference, own_settings, trained_policies
-from marl.modules import models
-from marl.preflight import batch_plan, memory_plan, model_checks, plan_report
+from marl.config.policies import holds_reference, own_settings, ranks_per_pool, trained_policies
+from marl.modules import pretrained
+from marl.preflight import batch_plan, memory_plan, model_checks
 from marl.preflight.batch_plan import Batch
+from marl.preflight.checks import CheckedSetup
 from marl.preflight.memory_plan import Memory, pool_memory
-from marl.preflight.policies import CheckedSetup
 from marl.preflight.prompts import grows, growth_of, remedy
-from marl.setup import Setup
+from marl.run_setup import Setup
 from marl.utils.tables import aligned
 
 
@@ -54,15 +54,15 @@ def plan_text(setup: CheckedSetup) -> str:
         pool: memory_plan.pool_memory([memory for _, memory in members], asleep[pool])
         for pool, members in pools.items()
     }
-    lines = [plan_report.batch_text(batch), growth_text(setup), plan_report.memory_text(pools, asleep)]
+    lines = [batch_text(batch), growth_text(setup), memory_text(pools, asleep)]
     return "\n".join([*lines, *warnings_of(config, peaks, card)])
 
 
 def critic_memory(setup: Setup) -> Memory:
     """The memory of a critic's rank; all critics have one model."""
     config = setup.config
-    size = model_checks.size_of(models.load_config(config.critic.model, "critic.model"), "critic.model.path")
-    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    size = model_checks.size_of(pretrained.load_config(config.critic.model, "critic.model"), "critic.model.path")
+    ranks = ranks_per_pool(config.trainer)
     has_target = setup.critics is not None and setup.critics.keeps_target
     return memory_plan.critic_memory(config.critic, ranks, size, has_target)
 

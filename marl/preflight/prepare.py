@@ -11,14 +11,14 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 import marl.config.schema  # noqa: F401 - registers our groups
 from marl.cluster.session import fitting_platform
-from marl.config.data import check_files, file_list
+from marl.config.dataset_rows import check_files, file_list
 from marl.config.errors import ConfigError, resolve
 from marl.config.rules import check
 from marl.preflight.compatibility import check_facts, choose_credit
-from marl.setup import Setup
+from marl.run_setup import Setup
 
 if TYPE_CHECKING:
-    from marl.preflight.policies import CheckedSetup
+    from marl.preflight.checks import CheckedSetup
 
 
 def prepare(config: DictConfig) -> CheckedSetup:
@@ -42,7 +42,7 @@ def prepare(config: DictConfig) -> CheckedSetup:
         )
     fitting_platform(config.trainer.device)
     # heavy: imported once the rules hold
-    from marl.preflight.policies import preflight
+    from marl.preflight.checks import preflight
     from marl.rewards.custom import checked_function
     from marl.rewards.extractors import check_extractors
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from marl.controller.chat import ChatEncoder
-from marl.runners import ContextOverflow, Overflow, Runner, TooManyTurns, scripted
-from marl.types import AgentId, Episode, Message, Score, Task, Turn
+from marl.runners import Overflow, Runner, TooManyTurns, scripted
+from marl.types import AgentId, ContextOverflow, Episode, Message, Score, Task, Turn
 
 DEADLINE_S = 10.0
 """Deadline for a runner that waits on its own."""

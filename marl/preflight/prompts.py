@@ -7,16 +7,16 @@ from typing import Any
 from omegaconf import DictConfig
 
 from marl.batch.critic_spec import CriticSpec
-from marl.config.data import file_list, rows_of
+from marl.config.dataset_rows import file_list, rows_of
 from marl.config.errors import ConfigError
 from marl.config.policies import critic_tokens, own_settings, policies_by_agent
 from marl.config.schema import CriticLevel
 from marl.controller.chat import ChatEncoder
-from marl.modules import models
+from marl.modules import pretrained
 from marl.preflight.prompt_growth import Growth, Seat, measure
 from marl.rewards.answers import only_answer
+from marl.run_setup import Setup
 from marl.runners import Overflow, TooManyTurns, followed_by
-from marl.setup import Setup
 from marl.types import Episode, Task
 
 PROMPTS_READ = 100
@@ -81,7 +81,7 @@ def joint_critic(setup: Setup) -> CriticSpec | None:
 def longest_row(config: DictConfig, critic: CriticSpec) -> Callable[[Episode], int]:
     """Tokens of the longest row of an episode that such a critic reads."""
     longest: Callable[[Episode], int] = critic.reader(
-        CriticLevel.of(config), models.load_tokenizer(config.critic.model, "critic.model")
+        CriticLevel.of(config), pretrained.load_tokenizer(config.critic.model, "critic.model")
     ).longest
     return longest
 

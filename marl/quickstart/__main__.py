@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 from marl import main as marl_main
 from marl.config.overrides import hydra_overrides
 from marl.quickstart.assets import ensure_for
-from marl.report import summary
+from marl.report import run_summary
 from marl.types import Metrics
 
 console = Console()
@@ -92,11 +92,11 @@ def warm_up_and_train(config: DictConfig) -> Any:
     finally:
         bar.progress.stop()  # gives the terminal its cursor back, whatever happened
     if trainer.history:
-        console.print(summary.table(trainer.history))
-    found = summary.read_json(trainer.report_folder) if config.baseline else {}
+        console.print(run_summary.table(trainer.history))
+    found = run_summary.read_json(trainer.report_folder) if config.baseline else {}
     if found.get("baselines"):
         keys = ("baselines", "sampled_tokens", "degenerate_groups")
-        console.print(summary.baseline_table(trainer.history, *(found[key] for key in keys)))
+        console.print(run_summary.baseline_table(trainer.history, *(found[key] for key in keys)))
     console.print(f"curves: {trainer.report_folder / 'curves.png'}   numbers: {trainer.report_folder / 'summary.json'}")
     return trainer
 

@@ -18,7 +18,7 @@ from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
 
 from marl.config.policies import ranks_per_server
-from marl.modules.models import load_generation_config
+from marl.modules.pretrained import load_generation_config
 from marl.rollout.decoding import ATTENTION, Answer, Request, bucket, decode, end_ids, padding_token
 from marl.rollout.vllm_sglang import offset_rank
 from marl.utils.garbage import freeze_gc

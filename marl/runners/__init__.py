@@ -17,18 +17,17 @@ from marl.runners import (
     voting,
 )
 from marl.runners.base import RUNNERS, Runner, play_to_end, register_runner
-from marl.runners.context import ContextOverflow, Overflow
-from marl.runners.decisions import Decide, decide, majority
+from marl.runners.context import Overflow
 from marl.runners.episode import Agent, Generate, LiveEpisode, TooManyTurns, keep, together
 from marl.runners.messages import followed_by, says, user
 from marl.runners.recorded import RecordedAnswers, ReplayDiverged
+from marl.runners.team_answer import Decide, decide, majority
 from marl.runners.text import ConversationRunner
 
 __all__ = [
     "ENVIRONMENTS",
     "RUNNERS",
     "Agent",
-    "ContextOverflow",
     "ConversationRunner",
     "Decide",
     "Environment",

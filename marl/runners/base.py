@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
-from marl.runners.context import ContextOverflow, Overflow
+from marl.runners.context import Overflow
 from marl.runners.episode import LiveEpisode
-from marl.types import AgentId, Episode
+from marl.types import AgentId, ContextOverflow, Episode
 from marl.utils.registry import Registry, did_you_mean
 
 T = TypeVar("T")

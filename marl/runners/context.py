@@ -6,10 +6,6 @@ from enum import Enum
 from marl.types import Message
 
 
-class ContextOverflow(ValueError):
-    """An observation is longer than ``data.max_prompt_length`` tokens."""
-
-
 class Overflow(Enum):
     refuse = "refuse"
     """The episode ends there, without an answer: its outcome is ``controller.failure_score``, and its turns are trained."""

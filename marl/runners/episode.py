@@ -5,9 +5,9 @@ import random
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from marl.runners.context import ContextOverflow, Overflow, drop_oldest, to_summarise, with_summary
+from marl.runners.context import Overflow, drop_oldest, to_summarise, with_summary
 from marl.runners.messages import followed_by, user
-from marl.types import AgentId, Episode, Message, Score, Task, Turn
+from marl.types import AgentId, ContextOverflow, Episode, Message, Score, Task, Turn
 
 T = TypeVar("T")
 

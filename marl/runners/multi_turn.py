@@ -7,9 +7,9 @@ from typing import Any
 
 from marl.envs.base import make_environment
 from marl.runners.base import register_runner
-from marl.runners.decisions import agreed
 from marl.runners.episode import Agent, LiveEpisode
 from marl.runners.messages import says
+from marl.runners.team_answer import agreed
 from marl.runners.text import ConversationRunner
 from marl.types import AgentId, Turn
 from marl.utils.numbers import bounded, count

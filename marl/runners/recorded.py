@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from marl.runners.context import ContextOverflow
 from marl.runners.episode import Generate
-from marl.types import AgentId, Episode, Message, Turn
+from marl.types import AgentId, ContextOverflow, Episode, Message, Turn
 
 Place = tuple[AgentId, int, int]
 """Agent, round, branch: what tells a turn from the others of its episode."""

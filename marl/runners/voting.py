@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from marl.runners.base import register_runner
-from marl.runners.decisions import Decide, decide
 from marl.runners.episode import LiveEpisode, together
+from marl.runners.team_answer import Decide, decide
 from marl.runners.text import ConversationRunner
 from marl.types import AgentId
 

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2
 from marl.cli import main as cli
 from marl.commands.ensemble import run
 from marl.config.errors import ConfigError
-from marl.evaluation.ensemble import Ensemble
+from marl.evaluation.ensemble_answers import Ensemble
 from marl.evaluation.load import saved_weights
 from marl.preflight.prepare import prepare
 from marl.quickstart.model import build_model
-from marl.report.ensemble import Way
+from marl.report.ensemble_table import Way
 from marl.runners import majority
 from marl.types import Score, Turn
 from marl.utils.seeding import derive_seed

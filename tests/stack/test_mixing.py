@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from marl.config.errors import ConfigError
-from marl.learners.utilities import read
+from marl.learners.mixer_fit import read
 from tests.stack.builders import valued, with_another_answer
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from marl.controller.alternative_rollouts import AlternativeRollouts
-from marl.learners.replay import ReplayCredit, ReturnOf
+from marl.learners.replay_credit import ReplayCredit, ReturnOf
 from marl.report import dump
 from marl.rewards import extractor, hider
 from tests.stack.builders import plays_again

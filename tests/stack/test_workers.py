@@ -19,8 +19,8 @@ from marl.build import start_controller
 from marl.cluster.failures import GroupFailed
 from marl.controller.controller import EpisodesFailed
 from marl.controller.episode_workers import EpisodeWorkers, SpreadController, spawn
+from marl.run_setup import Setup
 from marl.runners import RUNNERS, Decide, Runner, decide, register_runner
-from marl.setup import Setup
 
 REWARDS = """
 import os, time

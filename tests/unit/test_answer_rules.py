@@ -12,7 +12,7 @@ from marl.config.errors import ConfigError
 from marl.config.schema import ControllerConfig
 from marl.controller.controller import team_score
 from marl.controller.tasks import to_task
-from marl.evaluation.ensemble import Ensemble, Play
+from marl.evaluation.ensemble_answers import Ensemble, Play
 from marl.report import conversation
 from marl.rewards import AnswerRules, Reward, answer_rules, build_reward, check_extractors
 from marl.rewards.processes import RewardError, RewardUnavailable

@@ -26,9 +26,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import HealthCheck, Phase, assume, given, settings, strategies as st
 from omegaconf import OmegaConf, open_dict
 
-from marl.cluster.workers import settings as verl_settings
 from marl.config.bounds import GROUPS, NUMBERS, SWITCHES, TEXTS, WORDS
-from marl.config.data import check_files, check_row
+from marl.config.dataset_rows import check_files, check_row
 from marl.config.errors import ConfigError
 from marl.config.overrides import OPTIONS
 from marl.config.schema import AgentConfig, ControllerConfig, ResourcesConfig
@@ -37,6 +36,7 @@ from marl.controller.client import BadAnswer, PolicyClient
 from marl.controller.controller import Controller
 from marl.learners import CREDITS, LEARNERS
 from marl.main import exit_code, main
+from marl.preflight import verl_settings
 from marl.preflight.prepare import prepare
 from marl.quickstart.model import build_tokenizer
 from marl.rewards import Reward, RewardError

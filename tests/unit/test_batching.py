@@ -6,7 +6,7 @@ from marl.batch.rows import drop_rejected
 from marl.cluster.critic_group import with_loss_mask
 from marl.cluster.worker_group import even_mini_batches
 from marl.cluster.workers.policy_worker import of_responses
-from marl.learners.decisions import Decisions
+from marl.learners.trajectories import Decisions
 from marl.types import Episode, Score, Task, Turn
 from marl.utils.ragged import jagged
 

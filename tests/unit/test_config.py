@@ -17,14 +17,14 @@ from marl.cluster.critic_group import CriticGroup
 from marl.cluster.launch import check_cluster
 from marl.cluster.layout import policy_config
 from marl.cluster.session import use_platform
-from marl.config.data import check_files, check_row
+from marl.config.dataset_rows import check_files, check_row
 from marl.config.errors import ConfigError, explain
 from marl.config.external import check_modules, find_own_modules
 from marl.config.overrides import find_verl, new_agents
 from marl.config.rules import RULES, check
 from marl.main import ConfigError as MainConfigError
 from marl.preflight.prepare import prepare
-from marl.setup import Setup
+from marl.run_setup import Setup
 from marl.utils.registry import did_you_mean
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -577,7 +577,7 @@ def test_a_missing_column_and_an_unreadable_file_are_named(tmp_path):
 
 
 def test_checking_a_configuration_imports_neither_torch_nor_ray():
-    code = "import sys, marl.config.rules, marl.config.data, marl.config.schema; print([m for m in ('torch', 'ray', 'verl') if m in sys.modules])"
+    code = "import sys, marl.config.rules, marl.config.dataset_rows, marl.config.schema; print([m for m in ('torch', 'ray', 'verl') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert out.stdout.strip() == "[]"
 

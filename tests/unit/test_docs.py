@@ -10,8 +10,8 @@ from hydra import compose, initialize_config_dir
 
 from marl.config.overrides import find_verl
 from marl.preflight.compatibility import check_facts, choose_credit
+from marl.run_setup import Setup
 from marl.runners import scripted
-from marl.setup import Setup
 from marl.types import Task
 from tests.builders import BUILT_IN
 

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from marl.config.errors import ConfigError
-from marl.report.ensemble import Way, best_agent, mean_and_error, mean_of_agents, numbers, table
+from marl.report.ensemble_table import Way, best_agent, mean_and_error, mean_of_agents, numbers, table
 from marl.rollout.decoding import ATTENTION, Request, decode
 from marl.rollout.joint_decoding import READERS, check_together, decode_jointly, mean_distribution, weighted_mean
 

@@ -15,11 +15,11 @@ from marl.config.schema import AgentConfig, ControllerConfig
 from marl.controller.client import PolicyClient
 from marl.controller.controller import Controller, EpisodesFailed, pay_failure, team_score, with_turns
 from marl.controller.episode_workers import answer_of
-from marl.learners.replay import ReturnOf, team_return
+from marl.learners.replay_credit import ReturnOf, team_return
 from marl.rewards import Reward, RewardUnavailable
 from marl.rewards.processes import RewardError
-from marl.runners import RUNNERS, ContextOverflow, Runner
-from marl.types import Episode, Score, Task, Turn
+from marl.runners import RUNNERS, Runner
+from marl.types import ContextOverflow, Episode, Score, Task, Turn
 from marl.utils.deadlines import HangsError, Watch, own_time, waiting_for_others
 from tests.builders import DEBATE, batch_of, branch, build_learner as build, build_runner, episode, scheme
 

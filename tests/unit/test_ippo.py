@@ -8,8 +8,8 @@ from verl.trainer.ppo.core_algos import compute_gae_advantage_return
 
 from marl.batch.critic_inputs import LocalTokens, LocalTurns
 from marl.batch.values import place_values, training_rows
-from marl.learners import credit, decisions
-from marl.learners.decisions import Trajectories
+from marl.learners import credit, trajectories
+from marl.learners.trajectories import Trajectories
 from marl.utils.ragged import dense, jagged
 from tests.builders import AGENTS, batch_of, build_learner as build, episode, two_samples
 
@@ -154,7 +154,7 @@ def test_gamma_means_the_same_to_every_learner(name):
             learner.assign_credit(batch)
             returns = batch.returns_ERA
         else:
-            returns = decisions.returns(batch, learner.credit.of(batch), learner.credit.kind, learner.config.gamma)
+            returns = trajectories.returns(batch, learner.credit.of(batch), learner.credit.kind, learner.config.gamma)
             if name != "rae":
                 returns = learner.returns(batch, learner.credit.of(batch))
         assert returns[0, 0, 0] == 0.25

@@ -12,10 +12,10 @@ from marl.batch.critic_spec import UtilityCritics
 from marl.batch.evidence import ballots_of, outcomes_of
 from marl.learners import CREDITS, LEARNERS
 from marl.learners.credit_schemes import TeamOf
-from marl.learners.decisions import returns
 from marl.learners.groups import GroupKey
-from marl.learners.mixer_fit import Advantage
-from marl.learners.replay import ReturnOf, team_return
+from marl.learners.mixing import Advantage
+from marl.learners.replay_credit import ReturnOf, team_return
+from marl.learners.trajectories import returns
 from marl.types import Ballot, Episode, Rule, Score, Task, Turn, Vote
 from marl.utils.ragged import jagged
 from tests.builders import AGENTS, FakeGroup, batch_of, branch, build_learner as build, episode, grid_of

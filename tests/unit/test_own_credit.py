@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from marl.learners import CREDITS, Gathered
-from marl.learners.gathering import Tried, Tries
+from marl.learners.extra_rollouts import Tried, Tries
 from marl.runners import RecordedAnswers, scripted
 from tests.builders import batch_of, build_learner, build_runner, episode, grid_of, scheme
 

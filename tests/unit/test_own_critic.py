@@ -11,7 +11,7 @@ from marl.config.schema import CriticLevel
 from marl.learners import LEARNERS
 from marl.learners.ippo import IPPO
 from marl.preflight.compatibility import check_facts
-from marl.setup import Setup
+from marl.run_setup import Setup
 from tests.builders import build_learner, two_rounds
 
 

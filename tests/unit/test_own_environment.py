@@ -10,8 +10,8 @@ import pytest
 from marl.config.known_keys import check_typed
 from marl.envs import ENVIRONMENTS, make_environment
 from marl.preflight.compatibility import check_facts, choose_credit
+from marl.run_setup import Setup
 from marl.runners import RUNNERS
-from marl.setup import Setup
 from marl.utils.registry import Registry
 from tests.builders import build_runner as build, play
 

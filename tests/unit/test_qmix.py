@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from marl.learners import LEARNERS
-from marl.learners.mixer_fit import Advantage, Mixing
+from marl.learners.mixing import Advantage, Mixing
 from marl.learners.qmix import QMIX
 from marl.modules.mixers import VDNMixer
 from tests.builders import batch_of, build_learner as build, episode, fit, read, two_rounds

@@ -12,7 +12,7 @@ from marl.batch.kl import correct
 from marl.batch.rows import drop_rejected
 from marl.batch.values import place_values, training_rows
 from marl.cluster.critics import Critics
-from marl.learners.decisions import Decisions, penalties
+from marl.learners.trajectories import Decisions, penalties
 from marl.utils.ragged import dense, jagged
 from tests.builders import batch_of, build_learner as build, episode
 

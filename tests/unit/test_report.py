@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from marl.report import conversation, dump, summary
+from marl.report import conversation, dump, run_summary
 from marl.report.conversation import agent_metrics, count_metrics, team_metrics
 from marl.types import Episode, Score, Task, Turn
 
@@ -110,10 +110,10 @@ def test_the_final_accuracy_is_of_each_agents_last_answer_whenever_it_was_given(
     short, long = debate(["1"], ["1"], vote="1"), debate(["2", "2"], ["1", "2"], vote="2")
     got = conversation.team_metrics([short, long])
     assert got["accuracy/round_2"] == 0.0 and got["accuracy/final"] == 0.5 and got["plurality/round_2"] == 0.0
-    assert summary.last_accuracy(got) == 0.5
+    assert run_summary.last_accuracy(got) == 0.5
     handed = debate(["1"], vote="1")
     handed.turns[0].answers = False
-    assert summary.last_accuracy(conversation.team_metrics([handed])) == 1.0, "no turn is an answer: the team's"
+    assert run_summary.last_accuracy(conversation.team_metrics([handed])) == 1.0, "no turn is an answer: the team's"
     turned = debate(["2", "1"], ["3", "1"], vote="1")
     assert conversation.team_metrics([short, turned])["plurality/round_2"] == 1.0, "of those who still spoke"
 
@@ -206,7 +206,7 @@ def test_dumps_have_verls_columns_and_ours(tmp_path):
 def test_summary_and_curves(tmp_path):
     before = conversation.team_metrics([debate(["2", "2"], ["2", "2"], vote="2")])
     after = conversation.team_metrics([debate(["1", "1"], ["2", "1"], vote="1")])
-    got = summary.summarise(
+    got = run_summary.summarise(
         {0: before, 5: after},
         steps=5,
         seconds=1.234,
@@ -229,10 +229,10 @@ def test_summary_and_curves(tmp_path):
             "after": {"round_1": 0.5, "round_2": 1.0, "final": 1.0, "vote": 1.0},
         },
     }
-    summary.plot({0: before, 5: after}, tmp_path / "curves.png")
+    run_summary.plot({0: before, 5: after}, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert summary.table({0: before, 5: after}).row_count == 10
-    beside = summary.baseline_table({0: before, 5: after}, got["baselines"], got["sampled_tokens"], 0.25)
+    assert run_summary.table({0: before, 5: after}).row_count == 10
+    beside = run_summary.baseline_table({0: before, 5: after}, got["baselines"], got["sampled_tokens"], 0.25)
     assert [column.header for column in beside.columns] == ["", "accuracy", "tokens sampled", "degenerate groups"]
     assert list(beside.columns[3].cells) == ["0.250", "0.250", "0.750"]
     assert list(beside.columns[1].cells) == ["1.000", "1.000", "0.500"] and list(beside.columns[2].cells) == [

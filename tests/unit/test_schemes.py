@@ -13,13 +13,13 @@ from marl.config.errors import ConfigError
 from marl.learners import CREDITS, LEARNERS
 from marl.learners.counterfactual_credit import ballot_score
 from marl.learners.credit_schemes import TeamOf
-from marl.learners.replay import ReturnOf, team_return
+from marl.learners.replay_credit import ReturnOf, team_return
 from marl.preflight.compatibility import check_facts, check_incentives, choose_credit
 from marl.preflight.prepare import prepare
+from marl.run_setup import Setup
 from marl.runners import RUNNERS, Decide
 from marl.runners.debate import Order
 from marl.runners.tree import Train
-from marl.setup import Setup
 from marl.types import Ballot, Rule, Score, Vote
 from tests.builders import DEBATE, batch_of, build_learner as build, episode, play, scheme
 

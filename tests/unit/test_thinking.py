@@ -20,7 +20,7 @@ from marl.controller.agent_loop import LoopClient
 from marl.controller.chat import ChatEncoder
 from marl.controller.client import PolicyClient
 from marl.controller.thinking import Marks, Thinking, marks_of
-from marl.evaluation.ensemble import Ensemble
+from marl.evaluation.ensemble_answers import Ensemble
 from marl.report import dump
 from marl.report.conversation import agent_metrics
 from marl.runners import RUNNERS, LiveEpisode, play_to_end, scripted

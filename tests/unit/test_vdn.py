@@ -10,8 +10,8 @@ from marl.batch.utility_inputs import SHARED, JointStates, UtilityTurns
 from marl.batch.values import gradient_rows, place_utilities, place_values
 from marl.cluster.workers.critic_loss import critic_loss
 from marl.learners import LEARNERS
-from marl.learners.decisions import whitened
-from marl.learners.mixer_fit import Advantage, JointActions, pairs_within
+from marl.learners.mixing import Advantage, JointActions, pairs_within
+from marl.learners.trajectories import whitened
 from marl.utils.ragged import jagged
 from tests.builders import AGENTS, TableCritic, batch_of, build_learner as build, episode, fit, read, two_rounds
 

@@ -10,8 +10,8 @@ from marl.config.schema import AgentConfig, ControllerConfig
 from marl.controller.controller import Controller
 from marl.controller.episode_workers import CHUNK, CHUNKS_A_WORKER, EpisodeFailed, chunks, sendable
 from marl.rewards import Reward, RewardError, extractor, hider
-from marl.runners import RUNNERS, ContextOverflow
-from marl.types import Task, Turn
+from marl.runners import RUNNERS
+from marl.types import ContextOverflow, Task, Turn
 
 
 @pytest.mark.parametrize("plays", [0, 1, 2, 7, 64, 65, 1000, 16384, 98001])

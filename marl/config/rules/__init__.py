@@ -23,6 +23,8 @@ RULES: tuple[Callable[[Any], None], ...] = (
     *files.RULES,
     *run.RULES,
 )
+RULES_PER_POLICY = tuple(rule for rule in RULES if rule not in policies.OF_ALL_POLICIES)
+"""Those that are asked again of every policy's own settings."""
 
 
 def check(config: Any) -> None:
@@ -33,8 +35,7 @@ def check(config: Any) -> None:
         own = OmegaConf.create(config)
         own.actor_rollout_ref = own_settings(config, name)
         try:
-            for rule in RULES:
-                if rule is not policies.policies_of_rounds_take_turns:  # it looks at every policy itself
-                    rule(own)
+            for rule in RULES_PER_POLICY:
+                rule(own)
         except ConfigError as error:
             raise ConfigError(f"policies.{name}: {error}") from None

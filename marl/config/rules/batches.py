@@ -3,7 +3,7 @@
 from typing import Any
 
 from marl.config.errors import ConfigError
-from marl.config.policies import sequence_parallel
+from marl.config.policies import longest_row, sequence_parallel
 from marl.utils.registry import did_you_mean
 
 
@@ -26,7 +26,7 @@ def micro_batches_are_by_tokens(config: Any) -> None:
             "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
         )
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    longest, ranks = rollout.prompt_length + rollout.response_length, sequence_parallel(actor)
+    longest, ranks = longest_row(rollout), sequence_parallel(actor)
     if actor.ppo_max_token_len_per_gpu * ranks < longest:
         raise ConfigError(
             f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu} cannot hold one row of "
@@ -95,7 +95,7 @@ def packed_turns_are_weighed_by_token(config: Any) -> None:
 
 def a_conversation_fits_the_server(config: Any) -> None:
     rollout = config.actor_rollout_ref.rollout
-    if rollout.max_model_len is not None and rollout.max_model_len < rollout.prompt_length + rollout.response_length:
+    if rollout.max_model_len is not None and rollout.max_model_len < longest_row(rollout):
         raise ConfigError(
             f"actor_rollout_ref.rollout.max_model_len={rollout.max_model_len}: expected at least "
             f"data.max_prompt_length + data.max_response_length = {rollout.prompt_length} + {rollout.response_length}; "

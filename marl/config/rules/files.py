@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from marl.config.data import DATA_SUFFIXES, file_list
+from marl.config.dataset_rows import DATA_SUFFIXES, file_list
 from marl.config.errors import ConfigError
 
 

@@ -95,6 +95,9 @@ def names_are_free_for_critics(config: Any) -> None:
             )
 
 
+OF_ALL_POLICIES = (policies_of_rounds_take_turns,)
+"""Rules that look at every policy themselves."""
+
 RULES = (
     policies_change_groups,
     rollout_n_is_global,

@@ -3,11 +3,11 @@
 from typing import Any
 
 from marl.config.errors import ConfigError
-from marl.config.policies import ranks_per_server
+from marl.config.policies import ranks_per_pool, ranks_per_server
 
 
 def ranks_divide_among_servers(config: Any) -> None:
-    ranks, rollout = config.trainer.nnodes * config.trainer.n_gpus_per_node, config.actor_rollout_ref.rollout
+    ranks, rollout = ranks_per_pool(config.trainer), config.actor_rollout_ref.rollout
     if ranks < 1:
         raise ConfigError(
             f"trainer.nnodes={config.trainer.nnodes} x trainer.n_gpus_per_node={config.trainer.n_gpus_per_node} gives a "
@@ -39,7 +39,7 @@ def a_cpu_has_its_engines(config: Any) -> None:
 def one_process_is_one_rank(config: Any) -> None:
     if not config.resources.one_process:
         return
-    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    ranks = ranks_per_pool(config.trainer)
     if ranks != 1:
         raise ConfigError(
             f"resources.one_process=true has one rank, and trainer.nnodes={config.trainer.nnodes} x trainer.n_gpus_per_node="
@@ -69,8 +69,8 @@ def one_process_has_no_workers(config: Any) -> None:
         )
 
 
-def a_laptop_has_so_many_ranks(config: Any) -> None:
-    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+def cpu_ranks_are_limited(config: Any) -> None:
+    ranks = ranks_per_pool(config.trainer)
     if config.trainer.device == "cpu" and ranks > CPU_RANKS:
         raise ConfigError(
             f"trainer.nnodes={config.trainer.nnodes} x trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: every "
@@ -98,6 +98,6 @@ RULES = (
     one_process_is_one_rank,
     hf_serves_whole_models,
     one_process_has_no_workers,
-    a_laptop_has_so_many_ranks,
+    cpu_ranks_are_limited,
     collectives_end_before_calls,
 )

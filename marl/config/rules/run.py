@@ -79,7 +79,7 @@ def trackers_are_listed(config: Any) -> None:
 TRACKERS = ("console", "file", "tensorboard", "wandb", "mlflow", "swanlab", "vemlp_wandb", "clearml", "trackio")
 
 
-def what_is_not_there_yet_is_refused(config: Any) -> None:
+def unsupported_keys_are_unset(config: Any) -> None:
     """Keys of verl that change results and that this version does not read."""
     for key in (
         "algorithm.filter_groups.enable",
@@ -102,5 +102,5 @@ RULES = (
     resume_changes_are_keys,
     baselines_are_known,
     trackers_are_listed,
-    what_is_not_there_yet_is_refused,
+    unsupported_keys_are_unset,
 )

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from omegaconf import DictConfig
 
 from marl.batch.critic_spec import CriticSpec
-from marl.config.policies import all_policies, trained_policies
+from marl.config.policies import all_policies, ranks_per_pool, trained_policies
+from marl.config.schema import Placement
 from marl.learners import CREDITS, LEARNERS, Learner
 from marl.runners import RUNNERS, Runner
 from marl.types import CriticName, PolicyName
@@ -44,9 +45,8 @@ class Setup:
 
     @property
     def ranks_by_pool(self) -> dict[str, int]:
-        trainer = self.config.trainer
         pools = [*self.pool_by_policy.values(), *self.pool_by_critic.values()]
-        return dict.fromkeys(pools, trainer.nnodes * trainer.n_gpus_per_node)
+        return dict.fromkeys(pools, ranks_per_pool(self.config.trainer))
 
 
 def make_runner(config: DictConfig) -> Runner:
@@ -57,12 +57,17 @@ def make_learner(config: DictConfig) -> Learner:
     return LEARNERS.build(config.learner, credit=CREDITS.build(config.credit))
 
 
+def colocated(config: DictConfig) -> bool:
+    """True if policies and critics that name no pool share one."""
+    return config.resources.placement is Placement.colocated
+
+
 def pool_of(config: DictConfig, policy: PolicyName) -> str:
     named = (config.policies.get(policy) or {}).get("pool")
-    return named or ("shared" if config.resources.placement.name == "colocated" else policy)
+    return named or ("shared" if colocated(config) else policy)
 
 
 def critic_pool(config: DictConfig, critic: CriticName) -> str:
     """Beside the policies where they are colocated; else a pool of its own."""
     named = config.resources.critic_pool
-    return named or ("shared" if config.resources.placement.name == "colocated" else f"{critic}_critic")
+    return named or ("shared" if colocated(config) else f"{critic}_critic")

@@ -15,11 +15,11 @@ from marl.controller.controller import outcomes, team_score
 from marl.controller.policy_map import PolicyMap
 from marl.controller.tasks import validation_tasks
 from marl.evaluation.load import load_policy, saved_step
-from marl.report.ensemble import Way
+from marl.report.ensemble_table import Way
 from marl.rollout.decoding import Answer, Request, bucket, decode, end_ids, padding_token
 from marl.rollout.joint_decoding import READERS, check_together, decode_jointly
+from marl.run_setup import Setup
 from marl.runners import followed_by, majority
-from marl.setup import Setup
 from marl.types import Episode, Score, Task, Turn
 from marl.utils.seeding import derive_seed
 

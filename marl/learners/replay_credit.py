@@ -12,7 +12,7 @@ from marl.batch.evidence import outcomes_of
 from marl.batch.joint import JointBatch
 from marl.learners import credit
 from marl.learners.credit_schemes import Credit, register_credit
-from marl.learners.gathering import Gathered, Rollouts, Tried
+from marl.learners.extra_rollouts import Gathered, Rollouts, Tried
 from marl.types import Episode, Turn
 from marl.utils.numbers import Number, bounded, count
 

@@ -7,17 +7,17 @@ from typing import Any
 from omegaconf import DictConfig
 
 from marl.cluster.layout import critic_config
-from marl.cluster.workers.settings import check_critic_settings, check_settings, fields_of, known_keys
 from marl.config.errors import ConfigError, plain
 from marl.config.known_keys import check_known, check_typed
 from marl.config.policies import changes_of, loops_of, own_settings, thinking_of
 from marl.controller.agent_loop import check_loops
 from marl.controller.chat import ChatEncoder
-from marl.modules import models
+from marl.modules import pretrained
 from marl.preflight import model_checks
 from marl.preflight.memory_plan import ModelSize
 from marl.preflight.prompts import check_growth, check_prompts
-from marl.setup import Setup
+from marl.preflight.verl_settings import check_critic_settings, check_settings, fields_of, known_keys
+from marl.run_setup import Setup
 from marl.types import PolicyName, Task
 
 
@@ -42,7 +42,7 @@ def preflight(setup: Setup) -> CheckedSetup:
         own, key = own_settings(config, name), key_of(config, name)
         if changes_of(config.policies, name):
             check_settings(own, f"policies.{name}")
-        sizes[name] = model_checks.size_of(models.load_config(own.model, key), f"{key}.path={own.model.path}")
+        sizes[name] = model_checks.size_of(pretrained.load_config(own.model, key), f"{key}.path={own.model.path}")
         model_checks.check_weights(own.model, key)
         encoders[name] = encoder_of(config, own, key, thinking_of(config, name))
         check_loops(own.rollout, loops_of(config, name))
@@ -58,14 +58,14 @@ def key_of(config: DictConfig, name: str) -> str:
 
 
 def encoder_of(config: DictConfig, own: DictConfig, key: str, thinking: Any) -> ChatEncoder:
-    tokenizer = models.load_tokenizer(own.model, key)
+    tokenizer = pretrained.load_tokenizer(own.model, key)
     path = own.model.tokenizer_path or own.model.path
     try:
         encoder = ChatEncoder(tokenizer, config.data.apply_chat_template_kwargs, thinking)
         encoder.encode([{"role": "user", "content": "hello"}])
     except Exception as error:  # a template is a program of its own
         raise ConfigError(
-            f"{key}.path={path}: its chat template cannot be used: {models.line(error)}; expected an instruct model's, or "
+            f"{key}.path={path}: its chat template cannot be used: {pretrained.line(error)}; expected an instruct model's, or "
             f"set {key}.custom_chat_template"
         ) from None
     return encoder
