@@ -1,8 +1,12 @@
 """The arithmetic of ``benchmarks/``: ratios, order of steps, equal work, the regression check. No system is started."""
 
 import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -140,6 +144,11 @@ def test_the_committed_figures_have_every_ratio():
     assert set(check.CHECKED) <= set(RATIOS) and not set(RATIOS) & set(EXTRA)
 
 
+def test_every_figure_is_explained():
+    text = (check.COMMITTED.parent / "README.md").read_text()
+    assert [name for name in [*FIGURES, QUICK_START] if f"`{name}`" not in text] == []
+
+
 def test_the_fewest_tokens_of_a_debate_by_hand():
     # 2 questions of 64, 8 episodes of 3 agents; later rounds: two peers' 32 tokens, 21 of the template, 1 of the own answer
     debate = Load(questions=2, samples=4, response=32, agents=3, rounds=3)
@@ -185,13 +194,48 @@ def test_a_system_pays_for_its_children_and_its_noise_goes_to_its_log(tmp_path):
     assert "noise of a library" in child.log.read_text()
 
 
-def test_processes_of_other_systems_do_not_count(monkeypatch):
+def test_an_orphan_counts_by_its_mark_alone(monkeypatch):
     monkeypatch.setenv(SYSTEM, "mine")
-    environment = {"PATH": "/usr/bin:/bin"}
+    command = ["sh", "-c", "sleep 30 >/dev/null 2>&1 & echo $!"]  # its parent ends at once, as a daemon's does
     for value, counts in (("mine", True), ("yours", False)):
-        other = subprocess.Popen(["sleep", "30"], env=environment | {SYSTEM: value})
+        environment = {"PATH": os.environ["PATH"], SYSTEM: value}
+        orphan = int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
         try:
-            assert (other.pid in cpu_of_others()) == counts
+            assert (orphan in cpu_of_others()) == counts
         finally:
-            other.kill()
-            other.wait()
+            os.kill(orphan, signal.SIGKILL)
+
+
+PYTHON = """#!/bin/sh
+mkdir -p .venv-bench/bin && cp pip .venv-bench/bin/pip
+"""
+PIP = """#!/bin/sh
+echo "$@" >> asked
+case "$*" in *"${MISSING:-nothing}"*) exit 1;; esac
+"""
+
+
+def test_a_peer_that_cannot_be_installed_does_not_stop_the_others(tmp_path):
+    root = Path(__file__).parents[2]
+    (tmp_path / "benchmarks").mkdir()
+    for name in ("Makefile", "benchmarks/peers.txt"):
+        shutil.copy(root / name, tmp_path / name)
+    for name, text in (("python", PYTHON), ("pip", PIP)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": os.environ["PATH"]}
+
+    def install(**settings):
+        words = ["make", "PYTHON=./python", ".venv-bench/installed"]
+        return subprocess.run(
+            words, cwd=tmp_path, env=environment | settings, capture_output=True, text=True, timeout=60
+        )
+
+    done = install(MISSING="comlrl")
+    assert done.returncode == 0 and "not installed: comlrl==" in done.stdout
+    assert [line.rsplit(" ", 1)[1].split("==")[0] for line in (tmp_path / "asked").read_text().splitlines()] == [
+        "torch", "trl", "comlrl", "psutil",
+    ]  # fmt: skip
+    assert not (tmp_path / ".venv-bench" / "installed").exists()
+    install()
+    assert (tmp_path / ".venv-bench" / "installed").exists(), "the next attempt tries again"
