@@ -15,6 +15,7 @@ from benchmarks.cases import EXTRA, FIGURES, QUICK_START, RATIOS, SYSTEMS, Selec
 from benchmarks.gate import SYSTEM, cpu_of_others
 from benchmarks.interleave import Child, SystemFailed, interleave, turns
 from benchmarks.ratios import KEYS, Spread, WorkDiffers, paired, paired_rates, require_same_work, require_training
+from benchmarks.run import Bench, as_json, parse, table
 from benchmarks.work import Load, questions, score
 
 
@@ -26,6 +27,9 @@ def step(cpu=1.0, changed=True, rollout=0.5, **work):
         "work": dict.fromkeys(KEYS, 8) | work,
         "changed": changed,
     }
+
+
+REPORT = step(cpu=2.0) | {"processes": 1}
 
 
 def test_a_ratio_is_of_the_same_round_and_its_figure_the_median():
@@ -163,6 +167,28 @@ def test_a_load_travels_to_its_system_unchanged():
     assert Load.loads(load.dumps()) == load
     assert questions(5) == questions(5) and {len(text) for text in questions(50)} == {45}
     assert score("some answer") == score("some answer")
+
+
+def test_without_peers_their_ratios_are_null_and_the_reason_is_told(tmp_path):
+    words = ["--only", "trl_tiny,floor_tiny", "--peers", str(tmp_path / "none"), "--out", str(tmp_path / "bench.json")]
+    bench = Bench(parse(words))
+    bench.run_case("tiny", ["trl_tiny"])
+    bench.outcome.reports |= {"floor_tiny": [REPORT], "ours_tiny": [REPORT | {"cpu": 3.0}]}
+    bench.outcome.starts |= {"floor_tiny": 1.0, "ours_tiny": 1.0}
+    bench.derive()
+    result = as_json(bench, [0.0, 0.0], None)
+    assert result["ratios"] == dict.fromkeys(RATIOS) | {"floor_tiny": 1.5}
+    assert result["not_measured"]["trl_tiny"] == f"trl is not installed in {tmp_path / 'none'}"
+    assert result["not_measured"]["comlrl_two"] == "not selected" and bench.outcome.errors == []
+    assert "trl_tiny                 not measured: trl is not installed" in table(result)
+
+
+def test_unequal_work_is_an_error_of_the_run_and_no_figure(tmp_path):
+    bench = Bench(parse(["--only", "floor_tiny", "--out", str(tmp_path / "bench.json")]))
+    bench.outcome.reports |= {"floor_tiny": [REPORT], "ours_tiny": [REPORT | {"work": dict.fromkeys(KEYS, 7)}]}
+    bench.derive()
+    assert "samples of ours_tiny is 7, of floor_tiny 8" in bench.outcome.errors[0]
+    assert "floor_tiny" not in bench.outcome.spreads and "floor_tiny" in bench.outcome.not_measured
 
 
 CHILD = """
