@@ -153,7 +153,7 @@ def make_tokenizer() -> None:
     characters = [chr(code) for code in range(32, 127)] + ["\n"]
     characters += [chr(0x100 + i) for i in range(CHARACTERS - len(characters))]
     vocabulary = {character: i for i, character in enumerate(characters)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="?"))
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.decoder = decoders.Fuse()
     spare = [f"<|spare_{i}|>" for i in range(VOCABULARY - CHARACTERS - len(SPECIALS))]
     tokenizer.add_special_tokens([*SPECIALS, *spare, "<|end|>"])
@@ -161,7 +161,6 @@ def make_tokenizer() -> None:
         tokenizer_object=tokenizer,
         pad_token=SPECIALS[0],
         eos_token="<|end|>",
-        unk_token="?",
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )

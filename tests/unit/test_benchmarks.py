@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import check
+from benchmarks import check, work
 from benchmarks.cases import EXTRA, FIGURES, QUICK_START, RATIOS, SYSTEMS, Selection, ratio
 from benchmarks.gate import SYSTEM, cpu_of_others
 from benchmarks.interleave import Child, SystemFailed, interleave, turns
@@ -189,6 +189,23 @@ def test_unequal_work_is_an_error_of_the_run_and_no_figure(tmp_path):
     bench.derive()
     assert "samples of ours_tiny is 7, of floor_tiny 8" in bench.outcome.errors[0]
     assert "floor_tiny" not in bench.outcome.spreads and "floor_tiny" in bench.outcome.not_measured
+
+
+def test_a_text_of_any_sampled_tokens_has_as_many_tokens(monkeypatch, tmp_path):
+    from transformers import AutoTokenizer
+
+    monkeypatch.setattr(work, "TOKENIZER", tmp_path)
+    work.make_tokenizer()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    for shift in range(0, work.CHARACTERS, 7):
+        ids = [(i + shift) % work.CHARACTERS for i in range(work.CHARACTERS)]
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        assert tokenizer.encode(text, add_special_tokens=False) == ids
+    asked = [{"role": "user", "content": questions(1)[0]}]
+    assert tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True) == work.prompt_of(
+        asked[0]["content"]
+    )
+    assert len(tokenizer.encode(work.prompt_of(asked[0]["content"]), add_special_tokens=False)) == work.PROMPT
 
 
 CHILD = """
