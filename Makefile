@@ -1,4 +1,4 @@
-# make quickstart | test | test-all | check | format | gpu-smoke
+# make quickstart | test | test-all | check | format | gpu-smoke | bench | bench-check
 SEED ?= 0
 VENV := .venv
 # the first Python of a version that verl and torch are built for
@@ -14,7 +14,7 @@ install = { $(VENV)/bin/pip install --disable-pip-version-check --progress-bar o
 	/^Installing/ {print "    Unpacking " NF - 3 " packages"; fflush()}'; \
 	! rm $(VENV)/failed 2>/dev/null
 
-.PHONY: quickstart test test-all check format gpu-smoke clean
+.PHONY: quickstart test test-all check format gpu-smoke bench bench-check clean
 
 quickstart: $(VENV)/installed
 	$(RUN) -m marl.quickstart seed=$(SEED) $(ARGS)
@@ -39,6 +39,17 @@ test-all: $(VENV)/installed
 gpu-smoke: $(VENV)/installed
 	$(RUN) -m pytest -m gpu $(ARGS)
 
+# benchmarks/README.md. ONLY=floor_tiny,trl_tiny: these figures; PEERS= (empty): without other frameworks; SMOKE=1: hardly any work
+ROUNDS ?= 5
+PEERS ?= 1
+PEERS_VENV := .venv-bench
+
+bench: $(VENV)/installed $(if $(PEERS),$(PEERS_VENV)/installed)
+	$(RUN) -m benchmarks.run --rounds $(ROUNDS) --only "$(ONLY)" --peers $(PEERS_VENV)/bin/python $(if $(SMOKE),--smoke) $(ARGS)
+
+bench-check: $(VENV)/installed
+	$(RUN) -m benchmarks.check $(ARGS)
+
 check: $(VENV)/installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -61,5 +72,13 @@ $(VENV)/installed: pyproject.toml constraints-cpu.txt
 	@$(call install,-e ".[dev]")
 	@touch $@
 
+# each on its own: one that cannot be installed costs its own ratios alone
+$(PEERS_VENV)/installed: benchmarks/peers.txt
+	@echo "other frameworks, to compare with: an environment in $(PEERS_VENV)"
+	@$(PYTHON) -m venv $(PEERS_VENV)
+	@failed=; for peer in $$(cat $<); do \
+		$(PEERS_VENV)/bin/pip install --quiet --disable-pip-version-check -c $< $$peer || failed="$$failed $$peer"; done; \
+	if [ -z "$$failed" ]; then touch $@; else echo "not installed:$$failed; what needs it will not be measured"; fi
+
 clean:
-	rm -rf $(VENV) outputs .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(PEERS_VENV) outputs .pytest_cache .ruff_cache .mypy_cache

@@ -1,0 +1,1 @@
+"""The systems that are compared, each a process of its own that speaks the protocol of ``benchmarks.gate``."""
