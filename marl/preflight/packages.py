@@ -15,7 +15,7 @@ SERVERS = {
     "vllm": "install it by pip install -e '.[vllm]'",
     "sglang": "install it, or use verl's image for it",
 }
-"""Remedy for each server whose package is named as it is."""
+"""Remedies by server; each server's package has its name."""
 FLASH = "flash_attention_2"
 FLASH_PACKAGES = ("flash_attn", "kernels")
 """The package itself, or the one by which transformers loads it from the hub."""
