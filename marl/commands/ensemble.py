@@ -25,6 +25,7 @@ from marl.preflight.prepare import prepare
 from marl.report import ensemble_table as report
 from marl.rewards import build_reward
 from marl.utils.numbers import Number
+from marl.utils.quiet import quiet
 
 WEIGHT = Number(0)
 
@@ -39,6 +40,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(config: DictConfig) -> dict[str, Any]:
     """Check, load, run and score; print the table, and save it as JSON beside the checkpoint that answered."""
+    with quiet(bool(config.verbose)):
+        return measure(config)
+
+
+def measure(config: DictConfig) -> dict[str, Any]:
     setup = prepare(config)
     config = setup.config
     check_settings(config)

@@ -44,7 +44,7 @@ def check_fields(node: Any, key: str) -> None:
     for name in node:
         if name not in names:
             raise ConfigError(
-                f"unknown key '{key}.{name}' (={node[name]}): nobody reads it.{did_you_mean(str(name), names)}{listing(names)} "
+                f"unknown key '{key}.{name}' (={node[name]}): it has no effect.{did_you_mean(str(name), names)}{listing(names)} "
                 "Use one of them, or remove it"
             )
         check_fields(node[name], f"{key}.{name}")
@@ -59,7 +59,9 @@ def check_known(config: Mapping[str, Any], known: Mapping[str, Any], fields_of: 
     for key in config:
         near = did_you_mean(key, [*known, *TYPED])
         if key not in known and key not in TYPED and near:
-            raise ConfigError(f"unknown key '{key}': nobody reads it.{near} Use it, or a name of your own less like it")
+            raise ConfigError(
+                f"unknown key '{key}': it has no effect.{near} Use it, or a name of your own less like it"
+            )
     own_data = bool(config["data"]["custom_cls"]["path"])  # a data set of the user's reads keys of its own
     for key, nodes in groups(config, known):
         if key == "data" and own_data:
@@ -70,7 +72,7 @@ def check_known(config: Mapping[str, Any], known: Mapping[str, Any], fields_of: 
             if name not in allowed:
                 hint = did_you_mean(name, allowed) or elsewhere(name, known)
                 raise ConfigError(
-                    f"unknown key '{key}.{name}' (={node[name]}): nobody reads it.{hint} Use a key of '{key}' as --cfg job "
+                    f"unknown key '{key}.{name}' (={node[name]}): it has no effect.{hint} Use a key of '{key}' as --cfg job "
                     "shows them, or remove it; keys of your own belong at the top of the configuration"
                 )
 

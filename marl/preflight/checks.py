@@ -15,6 +15,7 @@ from marl.controller.chat import ChatEncoder
 from marl.modules import pretrained
 from marl.preflight import model_checks
 from marl.preflight.memory_plan import ModelSize
+from marl.preflight.packages import check_packages
 from marl.preflight.prompts import check_growth, check_prompts
 from marl.preflight.verl_settings import check_critic_settings, check_settings, fields_of, known_keys
 from marl.run_setup import Setup
@@ -46,6 +47,7 @@ def preflight(setup: Setup) -> CheckedSetup:
         model_checks.check_weights(own.model, key)
         encoders[name] = encoder_of(config, own, key, thinking_of(config, name))
         check_loops(own.rollout, loops_of(config, name))
+    check_packages(config, setup.policies, bool(setup.pool_by_critic))
     tasks = check_prompts(config, encoders)
     if "ensemble" not in config:  # whose agents answer in single turns, whatever the runner
         check_growth(setup, encoders, tasks)

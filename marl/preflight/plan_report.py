@@ -23,7 +23,7 @@ def growth_text(setup: CheckedSetup) -> str:
     config, limit = setup.config, setup.config.data.max_prompt_length
     growth = growth_of(setup, setup.encoders, [read[0] for read in setup.tasks])
     if growth.unknown:
-        return f"how long prompts get is not known: runner={config.runner.name} raised {growth.unknown}"
+        return f"how long prompts get is not known: runner={config.runner.name}: {growth.unknown}"
     lines = [f"{grows(config, growth)} with the longest answers; data.max_prompt_length={limit}"]
     if growth.prompt > limit:
         lines.append(
@@ -99,7 +99,7 @@ def warnings_of(config: DictConfig, peaks: Mapping[str, float], card: float | No
 
 
 def batch_text(batch: Batch) -> str:
-    """The arithmetic of a step, for a person."""
+    """The arithmetic of a step as text."""
     rows = [("policy", "agents", "rows", "mini-batches", "micro-batch", "updates", "ranks", "servers")]
     rows += [
         (
@@ -123,7 +123,7 @@ def batch_text(batch: Batch) -> str:
 
 
 def memory_text(pools: Mapping[str, Sequence[tuple[str, Memory]]], asleep: Mapping[str, bool]) -> str:
-    """Every policy's memory by what it is for, and every pool's peak, for a person."""
+    """Every policy's memory by use, and every pool's peak, as text."""
     names = [field.name for field in fields(Memory)]
     rows = [("pool", "policy", *names, "peak")]
     for pool, members in pools.items():

@@ -8,14 +8,16 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import count
 
 from marl.controller.chat import ChatEncoder
 from marl.runners import Overflow, Runner, TooManyTurns, scripted
 from marl.types import AgentId, ContextOverflow, Episode, Message, Score, Task, Turn
+from marl.utils.deadlines import OutOfTime, own_time, waiting_for_others
 
 DEADLINE_S = 10.0
-"""Deadline for a runner that waits on its own."""
+"""Deadline for a runner that waits on its own, in each conversation; the time to encode its prompts does not count."""
 
 
 NO_TOKEN = -1
@@ -84,16 +86,17 @@ def measure(
     growth, agents = Growth(), list(roles)
 
     async def play_all() -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            for task in tasks:
-                for way in ways_of(runner, agents):
-                    await play(runner, task, way, seats, roles, limit, joint, growth)
+        for task in tasks:
+            for way in ways_of(runner, agents):
+                await play(runner, task, way, seats, roles, limit, joint, growth)
 
     with ThreadPoolExecutor(1) as thread:  # the caller may have a loop of its own
         try:
             thread.submit(asyncio.run, play_all()).result()
         except TooManyTurns:
             raise
+        except OutOfTime:
+            growth.unknown = f"not played to its end within {DEADLINE_S:g} s"
         except Exception as error:  # a runner's own: it is its episodes' to fail
             growth.unknown = f"{type(error).__name__}: {error}"
     return growth
@@ -111,9 +114,7 @@ async def play(
 ) -> None:
     shortens = runner.config.overflow is not Overflow.refuse
 
-    async def generate(
-        agent: AgentId, observation: list[Message], round: int, previous: Turn | None, branch: int
-    ) -> Turn:
+    def answer(agent: AgentId, observation: list[Message], round: int, previous: Turn | None, branch: int) -> Turn:
         seat = seats(agent, round)
         own = previous if previous is not None and previous.policy == seat.policy else None
         prompt = seat.encoder.encode(observation, own)
@@ -121,16 +122,21 @@ async def play(
             raise ContextOverflow(f"{len(prompt)}")
         growth.read(round, len(prompt))
         text = spoken(seat.encoder, seat.tokens, way.word, content_of(task))
-        answer = [NO_TOKEN] * seat.tokens + [seat.encoder.tokenizer.eos_token_id] * seat.ends
-        return Turn(
-            agent, round, list(observation), text, seat.policy, prompt, answer, [1] * len(answer), branch=branch
-        )
+        ids = [NO_TOKEN] * seat.tokens + [seat.encoder.tokenizer.eos_token_id] * seat.ends
+        return Turn(agent, round, list(observation), text, seat.policy, prompt, ids, [1] * len(ids), branch=branch)
+
+    async def generate(
+        agent: AgentId, observation: list[Message], round: int, previous: Turn | None, branch: int
+    ) -> Turn:
+        with waiting_for_others():
+            return answer(agent, observation, round, previous, branch)
 
     async def judge(task: Task, turn: Turn) -> Score:
         return Score(way.score, task.extract(turn.text))
 
     own_task = Task(task.id, task.messages, task.ground_truth, task.data_source, way.extract, task.extra)
-    episode = await scripted.play(runner, own_task, list(roles), generate, judge=judge, roles=roles)
+    async with own_time(DEADLINE_S):
+        episode = await scripted.play(runner, own_task, list(roles), generate, judge=judge, roles=roles)
     if episode.failure is not None:  # it cannot be made any shorter
         growth.read(0, int(episode.failure_message))
     else:
@@ -141,6 +147,7 @@ def content_of(task: Task) -> str:
     return " ".join(message["content"] for message in task.messages)
 
 
+@lru_cache(maxsize=64)
 def spoken(encoder: ChatEncoder, tokens: int, word: str, sample: str) -> str:
     """A text of so many tokens: a word, then one of the sample's tokens again and again."""
     start = f"{word} " if word else ""

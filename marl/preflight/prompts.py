@@ -1,5 +1,6 @@
 """Checks of prompt lengths, at the start and as they grow over rounds."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -18,6 +19,8 @@ from marl.rewards.answers import only_answer
 from marl.run_setup import Setup
 from marl.runners import Overflow, TooManyTurns, followed_by
 from marl.types import Episode, Task
+
+logger = logging.getLogger(__name__)
 
 PROMPTS_READ = 100
 """Rows read of every file; encoding all of a large one takes minutes."""
@@ -105,6 +108,13 @@ def check_growth(setup: Setup, encoders: Mapping[str, ChatEncoder], tasks: Seque
 
 
 def check_joint(config: DictConfig, growth: Growth) -> None:
+    """Raise ConfigError where the central critic could not read the longest conversation; warn if its length is unknown."""
+    if growth.unknown:
+        logger.warning(
+            "how much the central critic of learner=%s will read is not known, runner=%s: %s; an episode is "
+            "refused where that exceeds critic.ppo_max_token_len_per_gpu=%d",
+            *(config.learner.name, config.runner.name, growth.unknown, config.critic.ppo_max_token_len_per_gpu),
+        )
     # where agents are refused longer prompts, no conversation is longer than all of these
     longest = config.data.max_prompt_length + config.data.max_response_length
     most = len(config.agents) * longest if config.runner.overflow == Overflow.refuse else growth.joint
@@ -119,7 +129,7 @@ def check_joint(config: DictConfig, growth: Growth) -> None:
 
 
 def grows(config: DictConfig, growth: Growth) -> str:
-    """The rounds' prompts, for a person."""
+    """The prompt lengths of the rounds as text."""
     lengths = [str(growth.by_round[round]) for round in sorted(growth.by_round) if round]
     shown = lengths if len(lengths) <= ROUNDS_SHOWN else [*lengths[: ROUNDS_SHOWN - 1], "…", lengths[-1]]
     return f"prompts grow to {growth.prompt} tokens (runner={config.runner.name}, by round: {', '.join(shown)})"

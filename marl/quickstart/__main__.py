@@ -90,7 +90,7 @@ def warm_up_and_train(config: DictConfig) -> Any:
     try:
         trainer = marl_main.run(config, show_step(bar))
     finally:
-        bar.progress.stop()  # gives the terminal its cursor back, whatever happened
+        bar.progress.stop()  # always restores the cursor
     if trainer.history:
         console.print(run_summary.table(trainer.history))
     found = run_summary.read_json(trainer.report_folder) if config.baseline else {}

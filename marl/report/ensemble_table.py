@@ -76,7 +76,7 @@ def numbers(way: Way, single: Way) -> dict[str, Any]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The table for a person: a dash and the reason where a way is impossible."""
+    """The table as text: a dash and the reason where a way is impossible."""
     cells = [("", "accuracy", "± s.e.", "over the mean", "± s.e.", "tokens", "forward tokens", "seconds")]
     for row in rows:
         if "reason" in row:

@@ -80,7 +80,7 @@ def baseline_table(
     """The trained team beside its baselines."""
     last = history[max(history)]
     result = Table(title="the team and its baselines (validation problems)")
-    for heading in ("", "accuracy", "tokens sampled", "degenerate groups"):
+    for heading in ("", "accuracy", "sampled tokens", "degenerate groups"):
         result.add_column(heading, justify="left" if not heading else "right")
     degenerate = share(degenerate_groups)
     result.add_row("team, last answers", f"{last_accuracy(last):.3f}", str(sampled_tokens), degenerate)

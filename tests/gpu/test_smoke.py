@@ -1,21 +1,26 @@
 """The quick start's run on one GPU, two policies in one pool, for a few steps. Run by ``make gpu-smoke``."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
 from marl.main import run
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 FULL_PRECISION = "{param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def machine():
+    """A machine that lacks something fails: a skipped smoke test would pass for a proof."""
+    assert torch.cuda.is_available(), "torch finds no GPU; run make gpu-smoke on a machine with one"
+    assert find_spec("vllm"), 'vLLM is not installed; run .venv/bin/pip install -e ".[vllm]"'
+
+
 @pytest.mark.parametrize("rollout", ["hf", "vllm"])
 def test_two_policies_on_one_gpu(compose_config, cold_assets, tmp_path, rollout):
-    pytest.importorskip("vllm") if rollout == "vllm" else None
     steps = []
     config = compose_config(
         "hardware=gpu",

@@ -7,15 +7,22 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from marl.config.overrides import find_verl
 from marl.preflight.compatibility import check_facts, choose_credit
+from marl.preflight.prepare import prepare
 from marl.run_setup import Setup
 from marl.runners import scripted
 from marl.types import Task
 from tests.builders import BUILT_IN
 
 RUNNERS_DOC = Path("docs/runners.md").read_text()
+GPU_COMMANDS = {
+    name: shlex.split(re.search(r"bash marl/marl\.sh ((?:.*\\\n)*.*)", Path(name).read_text())[1].replace("\\\n", ""))
+    for name in ("README.md", "docs/clusters.md")
+}
+CLUSTERS_DOC = Path("docs/clusters.md").read_text()
 HEAD = "defaults: [marl, override agents: [schema], override runner: {name}, _self_]\n"
 BLOCKS = re.findall(r"```yaml\n(.*?)```", RUNNERS_DOC, re.DOTALL)
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", RUNNERS_DOC, re.DOTALL) for line in block.splitlines()]
@@ -51,3 +58,26 @@ def test_its_commands_are_those_that_tests_run():
     """tests/stack/test_run_one.py runs each kind: with a script, with a model, from a record, a runner of one's own."""
     words = [shlex.split(line, comments=True) for line in COMMANDS]
     assert len(words) == 6 and all("run-one" in command for command in words)
+
+
+@pytest.mark.parametrize("name", GPU_COMMANDS)
+def test_a_command_for_gpus_is_prepared_with_a_batch_of_data(name, compose_config, cold_assets, tmp_path):
+    """With the tiny model, and as many of the README's row as the command's batch names."""
+    row = re.search(r"```json\n(.*)\n```", Path("README.md").read_text())[1]
+    words = [word for word in GPU_COMMANDS[name] if not word.startswith(("data.train_f", "data.val_f"))]
+    batch = int(next(word for word in words if word.startswith("data.train_batch_size=")).partition("=")[2])
+    (tmp_path / "rows.jsonl").write_text(f"{row}\n" * batch)
+    files = [f"data.{key}={tmp_path}/rows.jsonl" for key in ("train_files", "val_files")]
+    model = compose_config(f"assets={cold_assets}").actor_rollout_ref.model.path
+    here = [f"actor_rollout_ref.model.path={model}", f"trainer.default_local_dir={tmp_path}"]
+    config = prepare(compose_config(*words, *files, *here, name="marl")).config
+    assert config.trainer.device == "cuda" and config.actor_rollout_ref.rollout.name == "vllm"
+    assert config.data.train_batch_size == batch
+
+
+def test_the_keys_of_clusters_are_there(compose_config):
+    config = compose_config(name="marl")
+    keys = set(re.findall(r"`((?:trainer|resources|controller|data)\.\w+)", CLUSTERS_DOC))
+    assert len(keys) > 6 and all(OmegaConf.select(config, key, default="none") != "none" for key in keys)
+    deadlines = re.findall(r"\| `(resources\.\w+)` \| (\d+) s", CLUSTERS_DOC)
+    assert len(deadlines) == 3 and all(OmegaConf.select(config, key) == float(seconds) for key, seconds in deadlines)

@@ -1,5 +1,6 @@
 """One common answer of several agents: literal numbers, and what a direct computation without cache and padding gives."""
 
+import builtins
 import math
 import random
 from dataclasses import replace
@@ -18,6 +19,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from marl.commands import ensemble
 from marl.config.errors import ConfigError
 from marl.report.ensemble_table import Way, best_agent, mean_and_error, mean_of_agents, numbers, table
 from marl.rollout.decoding import ATTENTION, Request, decode
@@ -342,3 +344,17 @@ def test_the_rows_of_the_table():
         "1.00",
     ]
     assert shown[3].split() == ["hidden", *["-"] * 7, "sizes", "differ"]
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_libraries_are_quiet_unless_verbose_is_set(monkeypatch, verbose):
+    printed, during = builtins.print, []
+
+    def prepare(config):
+        during.append(builtins.print)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr(ensemble, "prepare", prepare)
+    with pytest.raises(ConfigError, match="seen"):
+        ensemble.run(SimpleNamespace(verbose=verbose))
+    assert (during == [printed]) == verbose and builtins.print is printed

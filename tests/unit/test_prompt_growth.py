@@ -1,11 +1,14 @@
 """How long prompts and a central critic's observation get, against lengths that were counted by hand."""
 
 import asyncio
+import logging
+import time
 
 import pytest
 
 from marl.config.errors import ConfigError
 from marl.controller.chat import ChatEncoder
+from marl.preflight import prompt_growth
 from marl.preflight.plan_report import growth_text, plan_text
 from marl.preflight.prepare import prepare
 from marl.preflight.prompt_growth import Seat, length_of, measure, spoken
@@ -111,6 +114,55 @@ def test_a_runner_that_cannot_be_played_yet_is_not_refused_and_one_that_breaks_i
     assert played(Broken).unknown == "LookupError: no such server"
     with pytest.raises(TooManyTurns, match="runner=own"):
         played(Endless)
+
+
+class Waiting(Runner):
+    async def run(self, episode):
+        await asyncio.sleep(60)
+
+
+class Impatient(Runner):
+    async def run(self, episode):
+        raise TimeoutError("no answer")
+
+
+def test_the_deadline_is_the_runners_own_and_named_as_such(encoder, monkeypatch):
+    monkeypatch.setattr(prompt_growth, "DEADLINE_S", 0.2)
+
+    def unknown(kind):
+        return measure(kind(Runner.Config("own")), [TASK], lambda a, r: Seat(a, encoder, 3), {"alice": ""}, 99).unknown
+
+    assert unknown(Waiting) == "not played to its end within 0.2 s"
+    assert unknown(Impatient) == "TimeoutError: no answer"
+
+
+def test_encoding_long_answers_takes_none_of_the_runners_time(grown, monkeypatch):
+    def slowly(*arguments):
+        time.sleep(0.15)
+        return spoken(*arguments)
+
+    monkeypatch.setattr(prompt_growth, "DEADLINE_S", 0.2)
+    monkeypatch.setattr(prompt_growth, "spoken", slowly)
+    growth = grown("debate", num_rounds=2, **BRIEF)
+    assert growth.unknown == "" and len(growth.by_round) == 2
+
+
+def test_an_answer_is_made_once_for_all_turns_of_its_length(grown, monkeypatch):
+    made = []
+    monkeypatch.setattr(prompt_growth, "length_of", lambda *of: made.append(of) or length_of(*of))
+    prompt_growth.spoken.cache_clear()
+    assert len(grown("debate", num_rounds=5, tokens=11, **BRIEF).by_round) == 5
+    assert len(made) <= prompt_growth.TRIED
+
+
+def test_a_central_critics_unknown_observation_is_warned_of(quickstart, caplog, monkeypatch):
+    monkeypatch.setattr("marl.runners.debate.Debate.run", Impatient.run)
+    with caplog.at_level(logging.WARNING):
+        setup = prepare(quickstart("learner=mappo"))
+    (warned,) = [record.getMessage() for record in caplog.records if "central critic" in record.getMessage()]
+    assert "learner=mappo" in warned and "TimeoutError: no answer" in warned
+    assert "critic.ppo_max_token_len_per_gpu" in warned
+    assert "runner=debate: TimeoutError: no answer" in growth_text(setup)
 
 
 @pytest.fixture

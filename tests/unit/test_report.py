@@ -233,7 +233,7 @@ def test_summary_and_curves(tmp_path):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert run_summary.table({0: before, 5: after}).row_count == 10
     beside = run_summary.baseline_table({0: before, 5: after}, got["baselines"], got["sampled_tokens"], 0.25)
-    assert [column.header for column in beside.columns] == ["", "accuracy", "tokens sampled", "degenerate groups"]
+    assert [column.header for column in beside.columns] == ["", "accuracy", "sampled tokens", "degenerate groups"]
     assert list(beside.columns[3].cells) == ["0.250", "0.250", "0.750"]
     assert list(beside.columns[1].cells) == ["1.000", "1.000", "0.500"] and list(beside.columns[2].cells) == [
         "7",

@@ -1,7 +1,10 @@
 """The suite itself: what tests may lean on."""
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -110,3 +113,10 @@ def test_every_option_is_read_by_more_than_its_checks():
     assert len(options()) > 100
     known = read_outside_of_the_checks()
     assert sorted(option for option in options() if option[1] not in known) == []
+
+
+def test_the_smoke_test_fails_where_there_is_no_gpu():
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests/gpu"]
+    ran = subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 1 and "run make gpu-smoke on a machine with one" in ran.stdout and "2 errors" in ran.stdout

@@ -1,0 +1,63 @@
+"""Checks of packages that workers and servers import and that no installation without a GPU needs."""
+
+import os
+from collections.abc import Iterable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from marl.config.errors import ConfigError
+from marl.config.policies import changes_of, own_settings
+
+SERVERS = {
+    "vllm": "install it by pip install -e '.[vllm]'",
+    "sglang": "install it, or use verl's image for it",
+}
+"""Remedies by server; each server's package has its name."""
+FLASH = "flash_attention_2"
+FLASH_PACKAGES = ("flash_attn", "kernels")
+"""The package itself, or the one by which transformers loads it from the hub."""
+
+
+def check_packages(config: DictConfig, policies: Iterable[str], has_critics: bool) -> None:
+    """Raise ConfigError for a package that is missing on this machine, if the workers will run on it."""
+    if not runs_here(config):
+        return
+    for name in policies:
+        own, key = own_settings(config, name), settings_key(config, name)
+        server = own.rollout.name
+        if server in SERVERS and not find_spec(server):
+            raise ConfigError(
+                f"{key}.rollout.name={server}: the package {server} is not installed; {SERVERS[server]}, or set "
+                "actor_rollout_ref.rollout.name=hf"
+            )
+        check_attention(own.model, f"{key}.model")
+    if has_critics:
+        check_attention(config.critic.model, "critic.model")
+
+
+def check_attention(model: Any, key: str) -> None:
+    chosen = model.override_config.get("attn_implementation", FLASH)  # as verl's workers do
+    if chosen == FLASH and not any(find_spec(package) for package in FLASH_PACKAGES):
+        raise ConfigError(
+            f"{key}.override_config.attn_implementation={FLASH} (verl's default): the package flash-attn is not installed; "
+            f"install it (docs/clusters.md), or set +{key}.override_config.attn_implementation=sdpa"
+        )
+
+
+def runs_here(config: DictConfig) -> bool:
+    """True if the workers run on this machine's GPUs, in this environment: a cluster's machines have packages of their own."""
+    ray_init = config.ray_kwargs.ray_init
+    elsewhere = os.environ.get("RAY_ADDRESS") or ray_init.get("address") or own_environment(ray_init)
+    return config.trainer.device == "cuda" and not elsewhere and torch.cuda.is_available()
+
+
+def own_environment(ray_init: Any) -> bool:
+    """True if ``runtime_env`` may give the workers other packages."""
+    return any((ray_init.get("runtime_env") or {}).values())
+
+
+def settings_key(config: DictConfig, name: str) -> str:
+    return f"policies.{name}" if changes_of(config.policies, name) else "actor_rollout_ref"
