@@ -246,7 +246,7 @@ class MARLTrainer:
     def assign_credit(self, batch: JointBatch) -> Metrics:
         """Let the learner write the advantages; warn where groups or agents have nothing to learn from."""
         metrics = self.learner.assign_credit(batch)
-        self.degenerate_alarm.look(metrics, self.step_number)
+        self.degenerate_alarm.look(self.learner.degenerate_share(metrics), self.step_number)
         shares = credit_shares(batch, self.trained_agents)
         self.lazy_agents.look(shares, self.step_number)
         return metrics | share_metrics(shares)

@@ -89,6 +89,10 @@ class Learner(ABC):
     def assign_credit(self, batch: JointBatch) -> Metrics:
         """Write ``advantages``, ragged like ``response_mask``, into the rows of every policy."""
 
+    def degenerate_share(self, metrics: Metrics) -> float | None:
+        """The share of groups that taught nothing in a step, of :meth:`assign_credit`'s metrics; None without groups."""
+        return None
+
     async def update(self, batch: JointBatch, policies: Mapping[PolicyName, PolicyGroup]) -> dict[PolicyName, Metrics]:
         """Update every policy that has rows, all at the same time."""
         names = [name for name in batch.rows if name in policies]

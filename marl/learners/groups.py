@@ -11,6 +11,8 @@ from marl.learners import credit
 from marl.learners.base import broadcast_to_tokens
 from marl.types import Metrics
 
+DEGENERATE = "team/degenerate_groups"
+
 
 class GroupKey(Enum):
     task = 0
@@ -69,7 +71,7 @@ def degenerate_share(batch: JointBatch, unequal_ERA: Tensor, keys_ERA: Tensor) -
     groups = keys_ERA[trained_ERA].unique()
     shares = {}
     if len(groups):
-        shares["team/degenerate_groups"] = float(1 - len(keys_ERA[unequal_ERA & trained_ERA].unique()) / len(groups))
+        shares[DEGENERATE] = float(1 - len(keys_ERA[unequal_ERA & trained_ERA].unique()) / len(groups))
     return shares | {
         f"agent/{agent}/degenerate_groups": float((~unequal_ERA[..., a])[trained_ERA[..., a]].float().mean())
         for a, agent in enumerate(batch.agents)

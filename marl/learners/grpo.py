@@ -16,7 +16,15 @@ from marl.batch.rows import drop_turns
 from marl.learners import credit
 from marl.learners.base import Learner, broadcast_to_tokens, register_learner
 from marl.learners.estimators import UNGROUPED, estimate, known_estimators
-from marl.learners.groups import GroupKey, clear_turns, degenerate_share, group_keys, policy_keys, unequal_turns
+from marl.learners.groups import (
+    DEGENERATE,
+    GroupKey,
+    clear_turns,
+    degenerate_share,
+    group_keys,
+    policy_keys,
+    unequal_turns,
+)
 from marl.learners.trajectories import returns
 from marl.types import Metrics
 from marl.utils.numbers import SHARE, bounded
@@ -75,9 +83,13 @@ class GRPO(Learner):
         shares = degenerate_share(batch, unequal_ERA, keys_ERA)
         if self.config.drop_equal:
             drop_turns(batch, ~unequal_ERA)
-        if "team/degenerate_groups" in shares:
-            self.follow("degenerate_groups", shares["team/degenerate_groups"])
+        share = self.degenerate_share(shares)
+        if share is not None:
+            self.follow("degenerate_groups", share)
         return shares
+
+    def degenerate_share(self, metrics: Metrics) -> float | None:
+        return metrics.get(DEGENERATE)
 
     def returns(self, batch: JointBatch, credit_ERA: Tensor) -> Tensor:
         """Return by which turns are compared [E, R, A]: the credit and, if it is a reward, the agent's later ones."""

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping
 
-from marl.types import Metrics, PolicyName
+from marl.types import PolicyName
 
 logger = logging.getLogger(__name__)
 
@@ -15,9 +15,8 @@ class DegenerateGroups:
         """After so many steps in a row; None for no warning."""
         self.steps, self.in_a_row = steps, 0
 
-    def look(self, metrics: Metrics, step: int) -> None:
-        """Read a step's share of groups that are all alike, where its learner compares groups."""
-        share = metrics.get("team/degenerate_groups")
+    def look(self, share: float | None, step: int) -> None:
+        """Read a step's share of groups that are all alike; None where its learner compares no groups."""
         if share is None:
             return
         self.in_a_row = self.in_a_row + 1 if share >= 1.0 else 0

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from marl.runners.base import register_runner
 from marl.runners.episode import LiveEpisode
-from marl.runners.text import ConversationRunner
+from marl.runners.text import ConversationRunner, since_own
 from marl.types import AgentId, Turn
 from marl.utils.numbers import bounded, count
 
@@ -33,8 +33,7 @@ class Chain(ConversationRunner):
         said: list[Turn] = []
         seats = [*episode.agents] * self.config.laps
         for place, agent in enumerate(seats, start=1):
-            own = max((i + 1 for i, turn in enumerate(said) if turn.agent == agent.name), default=0)
-            handed = said[own:] if self.config.hands_over_all else said[-1:]
+            handed = since_own(said, agent.name) if self.config.hands_over_all else said[-1:]
             shown = await self.shown(episode, handed, self.config.instruction) if said else ""
             answers = self.config.all_answer or place == len(seats)
             said.append(await agent.act(agent.continue_with(shown), answers=answers))

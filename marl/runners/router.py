@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from marl.runners.base import register_runner
 from marl.runners.episode import Agent, LiveEpisode
 from marl.runners.messages import says
-from marl.runners.text import ConversationRunner
+from marl.runners.text import ConversationRunner, since_own
 from marl.types import AgentId, Turn
 from marl.utils.numbers import bounded, count
 
@@ -50,8 +50,7 @@ class Router(ConversationRunner):
             if work and says(choice.text, self.config.stop_word):
                 break
             worker = self.pick(choice, workers, episode)
-            own = max((i + 1 for i, turn in enumerate(work) if turn.agent == worker.name), default=0)
-            seen = work[own:]
+            seen = since_own(work, worker.name)
             shown = await self.shown(episode, seen, self.config.instruction) if work else ""
             work.append(await worker.act(worker.continue_with(shown)))
         return episode.answer(work[-1])

@@ -40,3 +40,8 @@ class ConversationRunner(Runner):
         text = episode.task.hide(turn.text) if self.config.hide_answers else turn.text
         score = (await episode.score(turn)).value if "{score" in template else 0.0
         return template.format(agent=turn.agent, text=text, answer=episode.answer(turn), score=score)
+
+
+def since_own(turns: Sequence[Turn], agent: AgentId) -> Sequence[Turn]:
+    """The turns after the agent's own last one; all where it has none."""
+    return turns[max((i + 1 for i, turn in enumerate(turns) if turn.agent == agent), default=0) :]

@@ -12,7 +12,7 @@ def warnings_of(caplog, steps, *shares):
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         for step, share in enumerate(shares, start=1):
-            alarm.look({"team/degenerate_groups": share}, step)
+            alarm.look(share, step)
     return [record.getMessage() for record in caplog.records]
 
 
