@@ -102,11 +102,8 @@ class MARLTrainer:
         self.tracking = tracking_of(trainer, settings_of(self.config), self.step_number)
         finished = 0 < self.step_number >= self.total_steps and not trainer.val_only
         if finished and self.step_number in self.history:
-            logger.warning(
-                "nothing to do: already at step %d of %d; raise trainer.total_training_steps to go on",
-                self.step_number,
-                self.total_steps,
-            )
+            steps = f"step {self.step_number} of {self.total_steps}"
+            logger.warning("nothing to do: already at %s; raise trainer.total_training_steps to go on", steps)
             return self.summarise()
         await self.sync_weights()
         if trainer.val_before_train or trainer.val_only or finished:
