@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from torch import Tensor
 from marl.types import AgentId, Ballot, CriticName, PolicyName
+from marl.utils.masks import last_along
 
 
 @dataclass(slots=True)
@@ -142,8 +143,7 @@ class JointBatch:
     @property
     def last_turns_ERA(self) -> Tensor:
         """1 on each agent's last turn of every conversation."""
-        spoke_ERA = self.mask_ERA.long()
-        return spoke_ERA * (spoke_ERA.flip(1).cumsum(1).flip(1) == 1)
+        return last_along(self.mask_ERA.long(), 1)
 
     @property
     def compared_ERA(self) -> Tensor:

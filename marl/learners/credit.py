@@ -13,6 +13,7 @@ from marl.learners.contributions import (
     replay_advantages as replay_advantages,
     shapley as shapley,
 )
+from marl.utils.masks import last_along
 
 ROUNDING = 1e-6
 """Tolerance between sums of the same rewards in different order: absolute up to order 1, relative above."""
@@ -29,13 +30,13 @@ def at_last_speakers(rewards_ER: Tensor, mask_ERA: Tensor) -> Tensor:
     In a chain of agents, a round gives its reward once, at its end.
     """
     mask_ERA = mask_ERA.to(rewards_ER.dtype)
-    return rewards_ER[..., None] * mask_ERA * (mask_ERA.flip(-1).cumsum(-1).flip(-1) == 1)
+    return rewards_ER[..., None] * last_along(mask_ERA, -1)
 
 
 def in_last_round(x_E: Tensor, mask_ERA: Tensor) -> Tensor:
     """Numbers of episodes [E, R], each in the last round in which anybody spoke; 0 elsewhere."""
     spoke_ER = mask_ERA.amax(-1).to(x_E.dtype)
-    return x_E[:, None] * spoke_ER * (spoke_ER.flip(1).cumsum(1).flip(1) == 1)
+    return x_E[:, None] * last_along(spoke_ER, 1)
 
 
 def last_round(x_ER: Tensor, mask_ERA: Tensor) -> Tensor:

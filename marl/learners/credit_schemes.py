@@ -14,6 +14,7 @@ from marl.batch.joint import JointBatch
 from marl.learners import credit
 from marl.learners.extra_rollouts import Gathered, Rollouts
 from marl.types import Episode
+from marl.utils.masks import last_along
 from marl.utils.numbers import FINITE, SHARE, bounded
 from marl.utils.registry import Registry
 
@@ -265,7 +266,7 @@ class ZeroSum(OutcomeCredit):
 
     def outcome(self, batch: JointBatch) -> Tensor:
         answered_ERA = batch.answered_ERA.to(batch.scores_ERA.dtype)
-        last_ERA = answered_ERA * (answered_ERA.flip(1).cumsum(1).flip(1) == 1)
+        last_ERA = last_along(answered_ERA, 1)
         final_EA, answered_EA = (batch.scores_ERA * last_ERA).sum(1), last_ERA.sum(1)
         others_EA = answered_EA.sum(-1, keepdim=True) - answered_EA
         lost_EA = (final_EA.sum(-1, keepdim=True) - final_EA) / others_EA.clamp(min=1)
