@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from marl.checkpoint import check_state, fingerprint
+from marl.checkpoint import check_state, fingerprint, validation_sampling
 from marl.evaluation.baselines import answers_per_episode
 from marl.marl_trainer import MARLTrainer
 from marl.types import Episode, Task, Turn
@@ -93,8 +93,7 @@ def test_sampling_of_a_validation_is_that_of_every_agent_with_each_of_its_polici
     agents = {"alice": SimpleNamespace(policy_by_round=["a", "b"])}
     rollout = SimpleNamespace(val_kwargs=SimpleNamespace(n=3))
     config = SimpleNamespace(agents=agents, actor_rollout_ref=SimpleNamespace(rollout=rollout))
-    controller = SimpleNamespace(sampling=lambda agent, policy, validate: {"of": (agent, policy, validate)})
-    found = MARLTrainer._validation_sampling(SimpleNamespace(config=config, controller=controller))
+    found = validation_sampling(config, lambda agent, policy, validate: {"of": (agent, policy, validate)})
     assert found == {"n": 3, "agents": {"alice": [{"of": ("alice", "a", True)}, {"of": ("alice", "b", True)}]}}
 
 
