@@ -7,6 +7,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from marl.rollout.decoding import ATTENTION, Request, bucket, decode
+from marl.rollout.reader import padded
 
 EOS = 7
 
@@ -172,7 +173,7 @@ def test_equal_prompts_are_prefilled_once(model):
         decode(model, [Request(prompt, 2, seed) for seed in range(32)], 0, text_of)
     finally:
         model.forward = forward
-    assert seen == [(4, bucket(len(prompt))), (32, 1)], "one prompt, padded to four rows; then all rows together"
+    assert seen == [(1, padded(len(prompt))), (32, 1)], "one prompt; then all rows together"
 
 
 def test_rows_that_ended_leave_the_batch(model):
