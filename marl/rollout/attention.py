@@ -1,5 +1,7 @@
 """Attention of the hf server's models: transformers' sdpa, but for single queries."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
@@ -11,7 +13,7 @@ ATTENTION = "marl_sdpa"
 
 
 def heads_as_rows(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: object
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """sdpa, but of a single query the heads that share a key head are its rows: the cache is read as it lies, not repeated
     for each of them. On a CPU they are asked until there are ``MIN_ROWS``."""

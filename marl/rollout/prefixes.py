@@ -17,8 +17,8 @@ class Node:
         """The root is its own."""
         self.start, self.tokens = start, tokens
         self.children: dict[int, Node] = {}
-        self.segment: Segment | None = None
-        """None until a model has read them."""
+        self.segment: Segment = []
+        """Empty until a model has read them."""
         self.used = 0
 
     @property
@@ -34,7 +34,7 @@ class Node:
         return nodes[::-1]
 
     def nbytes(self) -> int:
-        return sum(x.nbytes for layer in self.segment or () for x in layer)
+        return sum(x.nbytes for layer in self.segment for x in layer)
 
 
 class Prefixes:
@@ -95,11 +95,10 @@ class Prefixes:
         """Cut a node after ``size`` tokens; returns the first part. The rest stays who it was."""
         first = self._add(node.parent, node.start, node.tokens[:size])
         first.children[node.tokens[size]] = node
-        if node.segment is not None:
-            first.segment, node.segment = (
-                [tuple(x[:, part].clone() for x in layer) for layer in node.segment]
-                for part in (slice(size), slice(size, None))
-            )
+        first.segment, node.segment = (
+            [tuple(x[:, part].clone() for x in layer) for layer in node.segment]
+            for part in (slice(size), slice(size, None))
+        )
         node.parent, node.start, node.tokens = first, node.start + size, node.tokens[size:]
         return first
 

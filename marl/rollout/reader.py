@@ -7,6 +7,7 @@ transformers drops it, and takes another kernel, whenever no row happens to be p
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,12 +58,12 @@ class ModelReader:
         return self._forward(self.slots, ids_B[:, None], at_B, end, key_width(end)).logits[: len(tokens), 0]
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows in this order; remember what the others have read."""
+        """Go on with these rows; remember what the others have read. Rows change places only into those of the others."""
         for row in set(range(len(self.read))) - set(rows):
-            self.prefixes.insert(self.read[row], lambda start, end, row=row: self.slots.take(row, start, end))
-        moved = [(to, row) for to, row in enumerate(rows) if to != row]
-        if moved:
-            self.slots.move(*zip(*moved, strict=True), max(len(self.read[row]) for _, row in moved))
+            self.prefixes.insert(self.read[row], partial(self.slots.take, row))
+        for to, row in enumerate(rows):
+            if to != row:
+                self.slots.move(row, to, len(self.read[row]))
         self.read = [self.read[row] for row in rows]
         self.prefixes.trim()
 
@@ -118,7 +119,7 @@ def in_batches(leaves: Iterable[Node]) -> Iterator[list[Node]]:
     """The unread nodes that lead to these, parents first, of like lengths together."""
     waves: dict[int, dict[int, Node]] = {}
     for leaf in leaves:
-        unread = [node for node in leaf.path() if node.segment is None]
+        unread = [node for node in leaf.path() if not node.segment]
         for depth, node in enumerate(unread):
             waves.setdefault(depth, {})[id(node)] = node
     for _, wave in sorted(waves.items()):

@@ -37,11 +37,11 @@ class Draft:
     """Place among the requests of its engine."""
     request: Request
     answer: Answer = field(default_factory=lambda: Answer([], [], "length"))
-    uniforms: np.ndarray = field(init=False)
+    uniforms: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
         generator = np.random.Generator(np.random.Philox(self.request.seed))
-        self.uniforms = generator.random(self.request.max_tokens)
+        self.uniforms = generator.random(self.request.max_tokens).tolist()
 
     @property
     def context(self) -> tuple[int, ...]:

@@ -41,7 +41,8 @@ class Slots(Cache):
             self._places[heads] = (lanes_BH1 * self.capacity + self.positions_BN[:, None]).flatten()
         return self._places[heads]
 
-    def move(self, to: Sequence[int], source: Sequence[int], length: int) -> None:
+    def move(self, source: int, to: int, length: int) -> None:
+        """Copy a row's first tokens into another row."""
         for layer in self.layers:
             for kept in layer.stored:
                 kept[to, :, :length] = kept[source, :, :length]
