@@ -10,8 +10,12 @@ MIN_ROWS = 4
 MIN_WIDTH = 32
 
 
+def near_width(length: int) -> int:
+    """Width to which so many keys are padded where last bits do not matter."""
+    return -(-max(length, MIN_WIDTH) // 16) * 16
+
+
 def key_width(length: int) -> int:
     """Width to which so many keys are padded: what attention gives at a position is then the same at every greater one."""
-    blocks, rest = divmod(max(length, MIN_WIDTH), 512)
-    rest = -(-rest // 16) * 16
+    blocks, rest = divmod(near_width(length), 512)
     return 512 * blocks + (384 if 192 < rest < 384 else rest)

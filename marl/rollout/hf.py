@@ -19,9 +19,10 @@ from verl.utils.device import get_device_name
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
 
+from marl.config.errors import ConfigError
 from marl.config.policies import ranks_per_server
 from marl.modules.models import load_generation_config
-from marl.rollout.attention import ATTENTION
+from marl.rollout.attention import ATTENTION, NEAR_ATTENTION
 from marl.rollout.decoding import Engine, SingleReader, end_ids, padding_token
 from marl.rollout.prefixes import Prefixes
 from marl.rollout.requests import Draft, Request
@@ -59,7 +60,9 @@ class HFServer:
     def __init__(self, config: Any, model_config: Any, device: str) -> None:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         self.config, self.device = config, device
-        self.model = build_model(model_config, getattr(torch, config.dtype), device)
+        exact = is_exact(config)
+        attention = ATTENTION if exact else NEAR_ATTENTION
+        self.model = build_model(model_config, getattr(torch, config.dtype), device, attention)
         self.tokenizer = AutoTokenizer.from_pretrained(
             model_config["tokenizer_path"] or model_config["path"], trust_remote_code=model_config["trust_remote_code"]
         )
@@ -68,7 +71,8 @@ class HFServer:
         self.pad_id = padding_token(self.tokenizer)
         self.global_steps: int | None = None
         self.received: set[str] = set()
-        self.reader = SingleReader(self.model, Prefixes(PREFIX_BYTES * config.enable_prefix_caching), self.pad_id)
+        prefixes = Prefixes(PREFIX_BYTES * config.enable_prefix_caching)
+        self.reader = SingleReader(self.model, prefixes, self.pad_id, exact)
         self.engine = Engine(self.reader, torch.device(device), self.tokenizer.decode, config.max_num_seqs)
         self.futures: dict[Draft, asyncio.Future] = {}
         self.tickets: dict[int, asyncio.Future] = {}
@@ -256,16 +260,27 @@ def outcome(future: asyncio.Future) -> tuple | BaseException:
     return future.exception() or future.result()
 
 
-def build_model(model_config: Any, dtype: torch.dtype, device: str) -> PreTrainedModel:
+def is_exact(config: Any) -> bool:
+    """``rollout.custom.exact``, on by default: an answer depends on seed and prompt alone, bit for bit, so that a run can be
+    repeated. Off, what was read before moves log-probs by 1e-7, and a token in some ten million."""
+    exact = config.custom.get("exact", True)
+    if not isinstance(exact, bool):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.custom.exact={exact!r}; expected true or false; leave it out for true"
+        )
+    return exact
+
+
+def build_model(model_config: Any, dtype: torch.dtype, device: str, attention: str = ATTENTION) -> PreTrainedModel:
     """The trainer's module, with weights yet to come."""
-    config = decodable_config(model_config, model_config["path"])
+    config = decodable_config(model_config, model_config["path"], attention)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=model_config["trust_remote_code"])
     return model.to(device).eval()
 
 
-def decodable_config(model_config: Any, path: str) -> Any:
+def decodable_config(model_config: Any, path: str, attention: str = ATTENTION) -> Any:
     """The configuration at ``path``, with our attention. Raises ValueError for one that the decoding loop does not mask."""
-    changes = dict(model_config["override_config"] or {}) | {"attn_implementation": ATTENTION}
+    changes = dict(model_config["override_config"] or {}) | {"attn_implementation": attention}
     config = AutoConfig.from_pretrained(path, trust_remote_code=model_config["trust_remote_code"], **changes)
     windows = [kind for kind in getattr(config, "layer_types", None) or [] if kind != "full_attention"]
     if windows:

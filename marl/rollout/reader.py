@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from marl.platform.shapes import MIN_ROWS, key_width
+from marl.platform.shapes import MIN_ROWS, key_width, near_width
 from marl.rollout.prefixes import Node, Prefixes
 from marl.rollout.slots import Slots
 
@@ -23,9 +23,10 @@ READ_TOKENS = 4096
 
 
 class ModelReader:
-    def __init__(self, model: PreTrainedModel, prefixes: Prefixes, pad_id: int) -> None:
-        """``prefixes``: what this model has read."""
+    def __init__(self, model: PreTrainedModel, prefixes: Prefixes, pad_id: int, exact: bool = True) -> None:
+        """``prefixes``: what this model has read; ``exact``: bit for bit, as above."""
         self.model, self.device, self.prefixes, self.pad_id = model, model.device, prefixes, pad_id
+        self.key_width = key_width if exact else near_width
         self.prefilled = 0
         self.clear()
 
@@ -41,7 +42,7 @@ class ModelReader:
         for nodes in in_batches(leaves.values()):
             scores |= zip(map(id, nodes), self._read(nodes), strict=True)
         first = len(self.read)
-        self.slots.reserve(max(first + len(contexts), MIN_ROWS), key_width(room))
+        self.slots.reserve(max(first + len(contexts), MIN_ROWS), self.key_width(room))
         fill(self.slots, [leaves[context] for context in contexts], first)
         self.read += map(list, contexts)
         self.prefixes.trim()
@@ -55,7 +56,7 @@ class ModelReader:
         for read, token in zip(self.read, tokens, strict=True):
             read.append(token)
         end = max(map(len, self.read))
-        return self._forward(self.slots, ids_B[:, None], at_B, end, key_width(end)).logits[: len(tokens), 0]
+        return self._forward(self.slots, ids_B[:, None], at_B, end, self.key_width(end)).logits[: len(tokens), 0]
 
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with these rows; remember what the others have read. Rows change places only into those of the others."""
@@ -73,7 +74,7 @@ class ModelReader:
         size = padded(max(len(node.tokens) for node in nodes))
         padding = [[self.pad_id] * (size - len(node.tokens)) for node in nodes]
         ids_UN = torch.tensor([[*n.tokens, *pad] for n, pad in zip(nodes, padding, strict=True)], device=self.device)
-        width = key_width(max(node.start for node in nodes) + size)
+        width = self.key_width(max(node.start for node in nodes) + size)
         scratch = Slots(len(nodes), width)
         fill(scratch, [node.parent for node in nodes], 0)
         last = [len(node.tokens) - 1 for node in nodes]

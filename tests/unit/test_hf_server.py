@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from marl.config.errors import ConfigError
+from marl.rollout.attention import NEAR_ATTENTION
 from marl.rollout.hf import HFServer, Pending
 from marl.rollout.requests import Request
 from marl.rollout.servers import CoalescingClient
@@ -14,10 +16,19 @@ from tests.unit.test_decoding import answers, make_model
 
 @pytest.fixture
 def server(tmp_path, bpe_tokenizer):
+    return served(tmp_path, bpe_tokenizer, {})
+
+
+def served(tmp_path, bpe_tokenizer, custom):
     make_model().save_pretrained(tmp_path / "model")
     bpe_tokenizer.save_pretrained(tmp_path / "words")
     rollout = SimpleNamespace(
-        dtype="float32", enable_prefix_caching=True, max_num_seqs=64, response_length=40, max_model_len=200
+        custom=custom,
+        dtype="float32",
+        enable_prefix_caching=True,
+        max_num_seqs=64,
+        response_length=40,
+        max_model_len=200,
     )
     model = {
         "path": str(tmp_path / "model"), "tokenizer_path": str(tmp_path / "words"), "trust_remote_code": False,
@@ -73,6 +84,7 @@ def test_a_short_answer_does_not_wait_for_a_long_one_of_its_call(server):
 
 
 def test_the_client_hands_answers_out_as_they_come(server):
+    server.handover = 0.0
     client, handle = client_of(server)
     ended = []
 
@@ -83,10 +95,10 @@ def test_the_client_hands_answers_out_as_they_come(server):
         assert output.token_ids == expected(tokens, seed)[0]
 
     async def run():
-        await asyncio.gather(one(40, 1), one(2, 2), one(20, 3))
+        await asyncio.gather(one(150, 1), one(2, 2), one(40, 3))
 
     asyncio.run(run())
-    assert ended == [2, 20, 40] and handle.calls[0] == "generate_many" and set(handle.calls[1:]) == {"collect"}
+    assert ended[0] == 2 and sorted(ended) == [2, 40, 150] and handle.calls[0] == "generate_many" and set(handle.calls[1:]) == {"collect"}
 
 
 def test_a_bad_request_fails_alone(server):
@@ -106,7 +118,7 @@ def test_weights_that_come_between_tokens_are_never_mixed_with_what_was_read_und
         request = asyncio.ensure_future(server.generate_many([ask(2, 5, (30, 31, 32, 33))]))
         await request
         new = {name: 1.05 * tensor for name, tensor in make_model().named_parameters()}
-        asked = asyncio.ensure_future(server.generate_many([ask(40, 1)]))
+        asked = asyncio.ensure_future(server.generate_many([ask(150, 1)]))
         await asyncio.sleep(0.02)
         await server.load_weights({name: tensor.detach() for name, tensor in new.items()})
         await server.finish_weights(3)
@@ -131,7 +143,7 @@ def test_a_cache_that_outlives_a_weight_sync_is_caught(server, monkeypatch):
 
 def test_aborted_requests_are_cancelled_and_the_server_goes_on(server):
     async def run():
-        asked = asyncio.ensure_future(server.generate_many([ask(40, 1), ask(40, 2)]))
+        asked = asyncio.ensure_future(server.generate_many([ask(150, 1), ask(150, 2)]))
         await asyncio.sleep(0.02)
         await server.abort_all_requests()
         assert all(isinstance(answer, asyncio.CancelledError) for answer in await asked)
@@ -162,3 +174,21 @@ def test_sleep_forgets_and_waking_goes_on(server):
         assert (await server.generate_many([ask(3, 4)])) == [expected(3, 4)]
 
     asyncio.run(run())
+
+
+def test_without_the_exact_form_answers_are_near(tmp_path, bpe_tokenizer):
+    server = served(tmp_path, bpe_tokenizer, {"exact": False})
+    assert server.model.config._attn_implementation == NEAR_ATTENTION
+
+    async def run():
+        (answer,) = await server.generate_many([ask(20, 4)])
+        ids, log_probs, *_ = expected(20, 4)
+        assert answer[0] == ids
+        torch.testing.assert_close(torch.tensor(answer[1]), torch.tensor(log_probs), atol=1e-5, rtol=0)
+
+    asyncio.run(run())
+
+
+def test_the_exact_form_is_on_or_off(tmp_path, bpe_tokenizer):
+    with pytest.raises(ConfigError, match=r"rollout\.custom\.exact='no'; expected true or false"):
+        served(tmp_path, bpe_tokenizer, {"exact": "no"})
