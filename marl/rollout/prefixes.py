@@ -4,13 +4,15 @@ read once. It is of one model with one set of weights: whoever changes them clea
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, takewhile
 
+import torch
+
 from marl.rollout.slots import Segment
 
 
 class Node:
     """Consecutive tokens after those of the parent."""
 
-    __slots__ = ("children", "parent", "segment", "start", "tokens", "used")
+    __slots__ = ("children", "parent", "scores", "segment", "start", "tokens", "used")
 
     def __init__(self, parent: "Node | None", start: int, tokens: tuple[int, ...]) -> None:
         self.parent = parent or self
@@ -19,6 +21,8 @@ class Node:
         self.children: dict[int, Node] = {}
         self.segment: Segment = []
         """Empty until a model has read them."""
+        self.scores = torch.empty(0)
+        """Of what follows, where a context ends here [V]."""
         self.used = 0
 
     @property
@@ -34,7 +38,7 @@ class Node:
         return nodes[::-1]
 
     def nbytes(self) -> int:
-        return sum(x.nbytes for layer in self.segment for x in layer)
+        return sum(x.nbytes for layer in self.segment for x in layer) + self.scores.nbytes
 
 
 class Prefixes:
@@ -53,9 +57,10 @@ class Prefixes:
             self.bytes += node.nbytes()
 
     def extend(self, context: tuple[int, ...]) -> Node:
-        """The node that ends with this context, unread. Of a context that is known to its end, the last token is read again,
-        for its scores."""
+        """The node that ends with this context. Where the context is known but its scores are not, the last token is unread."""
         node, known = self._descend(context)
+        if node.end == len(context) and len(node.scores):
+            return node
         if known == len(context):
             return Node(node, known - 1, context[-1:])
         return self._add(node, known, context[known:])

@@ -38,15 +38,14 @@ class ModelReader:
     def append(self, contexts: Sequence[tuple[int, ...]], room: int) -> Tensor:
         """Append a row per context; scores [B, V] of what follows. ``room``: the most tokens a row may have."""
         leaves = {context: self.prefixes.extend(context) for context in dict.fromkeys(contexts)}
-        scores: dict[int, Tensor] = {}
         for nodes in in_batches(leaves.values()):
-            scores |= zip(map(id, nodes), self._read(nodes), strict=True)
+            self._read(nodes)
         first = len(self.read)
         self.slots.reserve(max(first + len(contexts), MIN_ROWS), self.key_width(room))
         fill(self.slots, [leaves[context] for context in contexts], first)
         self.read += map(list, contexts)
         self.prefixes.trim()
-        return torch.stack([scores[id(leaves[context])] for context in contexts])
+        return torch.stack([leaves[context].scores for context in contexts])
 
     def step(self, tokens: Sequence[int]) -> Tensor:
         """Scores [B, V] of the token after these."""
@@ -68,8 +67,8 @@ class ModelReader:
         self.read = [self.read[row] for row in rows]
         self.prefixes.trim()
 
-    def _read(self, nodes: Sequence[Node]) -> Tensor:
-        """Read nodes whose parents were read; scores [U, V] after each."""
+    def _read(self, nodes: Sequence[Node]) -> None:
+        """Read nodes whose parents were read."""
         start_U = torch.tensor([node.start for node in nodes], device=self.device)
         size = padded(max(len(node.tokens) for node in nodes))
         padding = [[self.pad_id] * (size - len(node.tokens)) for node in nodes]
@@ -83,9 +82,9 @@ class ModelReader:
         with picked(self.model.get_output_embeddings(), lambda hidden: hidden[picked_rows, picked_last][:, None]):
             scores = self._forward(scratch, ids_UN, start_U, max(node.end for node in nodes), width).logits
         for u, node in enumerate(nodes):
+            node.scores = scores[u, 0].clone()
             self.prefixes.hold(node, scratch.take(u, node.start, node.end))
         self.prefilled += sum(len(node.tokens) for node in nodes)
-        return scores[: len(nodes), 0]
 
     def _forward(self, cache: Slots, ids_BN: Tensor, start_B: Tensor, end: int, width: int) -> Any:
         """Read tokens into the first B rows of a cache, from ``start_B`` on; past ``end`` there is padding alone."""

@@ -98,7 +98,12 @@ def test_the_client_hands_answers_out_as_they_come(server):
         await asyncio.gather(one(150, 1), one(2, 2), one(40, 3))
 
     asyncio.run(run())
-    assert ended[0] == 2 and sorted(ended) == [2, 40, 150] and handle.calls[0] == "generate_many" and set(handle.calls[1:]) == {"collect"}
+    assert (
+        ended[0] == 2
+        and sorted(ended) == [2, 40, 150]
+        and handle.calls[0] == "generate_many"
+        and set(handle.calls[1:]) == {"collect"}
+    )
 
 
 def test_a_bad_request_fails_alone(server):

@@ -193,6 +193,18 @@ def test_a_request_that_is_given_up_leaves_its_neighbours_alone(model):
     assert len(drafts[0].answer.token_ids) == 4
 
 
+def test_a_prompt_that_comes_again_is_not_read_again(model):
+    engine = engine_of(model)
+    prompt = tuple(range(20, 60))
+    first = finish(engine, [Request(prompt, 5, 1)])
+    assert engine.reader.prefilled == 40
+    assert finish(engine, [Request(prompt, 5, seed) for seed in (1, 2)])[:1] == first
+    assert engine.reader.prefilled == 40
+    longer = finish(engine, [Request((*prompt, *first[0][0][:2]), 5, 3)])
+    assert engine.reader.prefilled == 41, "decoded, but its scores were not kept"
+    assert longer == answers(model, [Request((*prompt, *first[0][0][:2]), 5, 3)])
+
+
 def test_common_prefixes():
     assert [common(a, b) for a, b in [((1, 2), (1, 2)), ((1, 2, 3), (1, 2)), ((1, 2), (1, 3)), ((1,), (2,))]] == [
         2,
