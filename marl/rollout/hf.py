@@ -149,7 +149,8 @@ class HFServer:
         """The same for many requests in one call: of each (token ids, log-probs, stop reason, version), its error, or a
         ticket. Returns as soon as one has ended."""
         futures = [self._submit(prompt_ids, sampling_params) for prompt_ids, sampling_params in requests]
-        await self._any(futures)
+        if futures:
+            await self._any(futures)
         return [outcome(future) if future.done() else self._ticket(future) for future in futures]
 
     async def collect(self, tickets: list[int]) -> list[tuple[int, tuple | BaseException]]:
