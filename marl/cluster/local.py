@@ -14,8 +14,8 @@ from verl.utils.device import get_device_name
 
 from marl.cluster.policy_group import RayPolicyGroup
 from marl.cluster.workers.policy_worker import process_group_backend
-from marl.rollout.decoding import Answer, Request, decode
 from marl.rollout.hf import LOCAL_SERVERS, HFServer, server_name
+from marl.rollout.requests import Draft
 from marl.rollout.servers import CoalescingClient
 from marl.rollout.vllm_sglang import replica_offset
 
@@ -100,8 +100,10 @@ class _LocalMethod:
 class LocalServer(HFServer):
     """Decodes in the caller's thread: the event loop blocks, so that a debugger has the terminal."""
 
-    async def _decode(self, requests: list[Request]) -> list[Answer]:
-        return decode(self.model, requests, self.pad_id, self.tokenizer.decode)
+    handover = 0.0
+
+    async def _decode(self) -> list[Draft]:
+        return self.engine.step()
 
 
 class LocalServers:

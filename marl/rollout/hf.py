@@ -5,10 +5,12 @@ servers) and the adapter (lives in the training ranks and ships their weights).
 """
 
 import asyncio
+import itertools
 import os
 import secrets
-from collections.abc import Generator
-from typing import Any
+from collections.abc import AsyncIterator, Generator, Iterable
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
 
 import ray
 import torch
@@ -17,14 +19,28 @@ from verl.utils.device import get_device_name
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
 
+from marl.config.errors import ConfigError
 from marl.config.policies import ranks_per_server
 from marl.modules.pretrained import load_generation_config
-from marl.rollout.decoding import ATTENTION, Answer, Request, bucket, decode, end_ids, padding_token
+from marl.rollout.attention import ATTENTION, NEAR_ATTENTION
+from marl.rollout.decoding import Engine, SingleReader, end_ids, padding_token
+from marl.rollout.prefixes import Prefixes
+from marl.rollout.requests import Draft, Request
 from marl.rollout.vllm_sglang import offset_rank
 from marl.utils.garbage import freeze_gc
 
 GATHER_SECONDS = 0.002
-"""Time that a request waits for others to share its batch."""
+"""Time that an idle server waits for more requests to begin with."""
+HANDOVER_SECONDS = 0.01
+"""Time that an answer waits for others to travel with."""
+PREFIX_BYTES = 1 << 30
+"""Keys and values of earlier conversations that a server keeps, unless ``rollout.enable_prefix_caching`` is off."""
+
+
+class Pending(NamedTuple):
+    """Stands for an answer that will be there later: :meth:`HFServer.collect` gives it for its ticket."""
+
+    ticket: int
 
 
 LOCAL_SERVERS: dict[str, Any] = {}
@@ -37,12 +53,16 @@ def server_name(config: Any, replica_rank: int) -> str:
 
 
 class HFServer:
-    """Token-in, token-out server of one policy: dynamic batching over all waiting requests."""
+    """Token-in, token-out server of one policy: requests join what is being decoded, and leave it, between tokens."""
+
+    handover = HANDOVER_SECONDS
 
     def __init__(self, config: Any, model_config: Any, device: str) -> None:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         self.config, self.device = config, device
-        self.model = build_model(model_config, getattr(torch, config.dtype), device)
+        exact = is_exact(config)
+        attention = ATTENTION if exact else NEAR_ATTENTION
+        self.model = build_model(model_config, getattr(torch, config.dtype), device, attention)
         self.tokenizer = AutoTokenizer.from_pretrained(
             model_config["tokenizer_path"] or model_config["path"], trust_remote_code=model_config["trust_remote_code"]
         )
@@ -51,35 +71,46 @@ class HFServer:
         self.pad_id = padding_token(self.tokenizer)
         self.global_steps: int | None = None
         self.received: set[str] = set()
-        self.waiting: list[tuple[Request, asyncio.Future]] = []
+        prefixes = Prefixes(PREFIX_BYTES * config.enable_prefix_caching)
+        self.reader = SingleReader(self.model, prefixes, self.pad_id, exact)
+        self.engine = Engine(self.reader, torch.device(device), self.tokenizer.decode, config.max_num_seqs)
+        self.futures: dict[Draft, asyncio.Future] = {}
+        self.tickets: dict[int, asyncio.Future] = {}
+        self.issued = itertools.count()
+        self.model_lock, self.interrupted = asyncio.Lock(), False
         self.loop_task: asyncio.Task | None = None
-        self.stats = {"batches": 0, "requests": 0, "tokens": 0, "prefilled_tokens": 0, "seconds": 0.0}
+        self.stats = {"requests": 0, "tokens": 0, "seconds": 0.0}
         freeze_gc()
 
     async def ready(self) -> bool:
         return True
 
     async def sleep(self) -> None:
-        self.model.to("cpu")
+        async with self._between_tokens():
+            self.engine.forget()
+            self.model.to("cpu")
 
     async def wake_up(self) -> None:
-        self.model.to(self.device)
+        async with self._between_tokens():
+            self.model.to(self.device)
 
-    async def clear_kv_cache(self) -> None: ...
+    async def clear_kv_cache(self) -> None:
+        async with self._between_tokens():
+            self.engine.forget()
 
     async def release_kv_cache(self) -> None: ...
 
     async def resume_kv_cache(self) -> None: ...
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
-        for _, future in self.waiting:
+        """Cancel every request, half answered or not."""
+        for future in self.futures.values():
             future.cancel()
-        self.waiting.clear()
 
     async def resume_generation(self) -> None: ...
 
     async def get_stats(self) -> dict[str, float]:
-        return dict(self.stats)
+        return self.stats | {"prefilled_tokens": self.reader.prefilled}
 
     async def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
         """Overwrite the named parameters. Raises KeyError for a name that this model does not have."""
@@ -87,9 +118,11 @@ class HFServer:
         unknown = sorted(set(weights) - set(own))
         if unknown:
             raise KeyError(f"weight sync: the server's model has no {unknown[:3]}; is its path the trainer's?")
-        with torch.inference_mode():
-            for name, tensor in weights.items():
-                own[name].copy_(tensor)
+        async with self._between_tokens():
+            self.engine.forget()
+            with torch.inference_mode():
+                for name, tensor in weights.items():
+                    own[name].copy_(tensor)
         self.received |= set(weights)
 
     async def finish_weights(self, global_steps: int | None) -> None:
@@ -100,29 +133,52 @@ class HFServer:
         if missing:
             raise KeyError(f"weight sync: the trainer sent no {missing[:3]}")
         self.received.clear()
-        self.global_steps = global_steps
+        async with self._between_tokens():
+            self.engine.forget()
+            self.global_steps = global_steps
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **_: Any
     ) -> TokenOutput:
         """verl's contract: one request. ``log_probs`` are of the distribution that was sampled from."""
-        (answer,) = await self.generate_many([(prompt_ids, sampling_params)])
-        if isinstance(answer, BaseException):
-            raise answer
-        return to_token_output(answer)
+        return to_token_output(await self._submit(prompt_ids, sampling_params))
 
-    async def generate_many(self, requests: list[tuple[list[int], dict[str, Any]]]) -> list[tuple | BaseException]:
-        """The same for many requests in one call: of each (token ids, log-probs, stop reason, version), or its error."""
+    async def generate_many(
+        self, requests: list[tuple[list[int], dict[str, Any]]]
+    ) -> list[tuple | BaseException | Pending]:
+        """The same for many requests in one call: of each (token ids, log-probs, stop reason, version), its error, or a
+        ticket. Returns as soon as one has ended."""
+        futures = [self._submit(prompt_ids, sampling_params) for prompt_ids, sampling_params in requests]
+        if futures:
+            await self._any(futures)
+        return [outcome(future) if future.done() else self._ticket(future) for future in futures]
+
+    async def collect(self, tickets: list[int]) -> list[tuple[int, tuple | BaseException]]:
+        """(ticket, answer or error) of those that have ended, as soon as there is one."""
+        futures = {ticket: self.tickets[ticket] for ticket in tickets}
+        await self._any(futures.values())
+        ended = [ticket for ticket, future in futures.items() if future.done()]
+        return [(ticket, outcome(self.tickets.pop(ticket))) for ticket in ended]
+
+    async def _any(self, futures: Iterable[asyncio.Future]) -> None:
+        _, pending = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        if pending and self.handover:
+            await asyncio.wait(pending, timeout=self.handover)
+
+    def _ticket(self, future: asyncio.Future) -> Pending:
+        pending = Pending(next(self.issued))
+        self.tickets[pending.ticket] = future
+        return pending
+
+    def _submit(self, prompt_ids: list[int], sampling_params: dict[str, Any]) -> asyncio.Future:
+        future = asyncio.get_running_loop().create_future()
+        try:
+            self.futures[self.engine.add(self._request(prompt_ids, sampling_params))] = future
+        except (ValueError, TypeError) as error:
+            future.set_exception(error)
         if self.loop_task is None or self.loop_task.done():
             self.loop_task = asyncio.get_running_loop().create_task(self._serve())
-        futures = []
-        for prompt_ids, sampling_params in requests:
-            futures.append(asyncio.get_running_loop().create_future())
-            try:
-                self.waiting.append((self._request(prompt_ids, sampling_params), futures[-1]))
-            except (ValueError, TypeError) as error:
-                futures[-1].set_exception(error)
-        return await asyncio.gather(*futures, return_exceptions=True)
+        return future
 
     def _request(self, prompt_ids: list[int], params: dict[str, Any]) -> Request:
         params = dict(params)
@@ -151,58 +207,81 @@ class HFServer:
         )
 
     async def _serve(self) -> None:
-        while self.waiting:
-            await asyncio.sleep(GATHER_SECONDS)
-            batch = self._next_batch()
-            if not batch:
-                continue
-            requests = [request for request, _ in batch]
-            started = asyncio.get_running_loop().time()
-            try:
-                answers = await self._decode(requests)
-            except Exception as error:
-                for _, future in batch:
-                    if not future.done():
-                        future.set_exception(error)
-                continue
-            self._count(requests, answers, asyncio.get_running_loop().time() - started)
-            for (_, future), answer in zip(batch, answers, strict=True):
-                if not future.done():
-                    future.set_result((answer.token_ids, answer.log_probs, answer.stop_reason, self.global_steps))
+        await asyncio.sleep(GATHER_SECONDS)
+        while self.engine.busy:
+            async with self.model_lock:
+                self._remove_cancelled()
+                started = asyncio.get_running_loop().time()
+                try:
+                    self._answer(await self._decode())
+                except Exception as error:
+                    for draft in self.engine.fail():
+                        self.futures.pop(draft).set_exception(error)
+                self.stats["seconds"] += asyncio.get_running_loop().time() - started
+            await asyncio.sleep(0)
 
-    async def _decode(self, requests: list[Request]) -> list[Answer]:
-        return await asyncio.to_thread(decode, self.model, requests, self.pad_id, self.tokenizer.decode)
+    def _remove_cancelled(self) -> None:
+        gone = [draft for draft, future in self.futures.items() if future.done()]
+        if gone:
+            self.engine.remove(gone)
+            for draft in gone:
+                del self.futures[draft]
 
-    def _next_batch(self) -> list[tuple[Request, asyncio.Future]]:
-        """The oldest request and all that can share its batch, up to ``rollout.max_num_seqs``."""
-        self.waiting = [entry for entry in self.waiting if not entry[1].done()]
-        if not self.waiting:
-            return []
-        width = bucket(len(self.waiting[0][0].prompt_ids))
-        batch = [entry for entry in self.waiting if bucket(len(entry[0].prompt_ids)) == width]
-        batch = batch[: self.config.max_num_seqs]
-        taken = {id(future) for _, future in batch}
-        self.waiting = [entry for entry in self.waiting if id(entry[1]) not in taken]
-        return batch
+    async def _decode(self) -> list[Draft]:
+        """Those that have ended, as soon as there is one, or something has to be done between tokens."""
+        return await asyncio.to_thread(self._run)
 
-    def _count(self, requests: list[Request], answers: list, seconds: float) -> None:
-        self.stats["batches"] += 1
-        self.stats["requests"] += len(requests)
-        self.stats["tokens"] += sum(len(answer.token_ids) for answer in answers)
-        self.stats["prefilled_tokens"] += sum(len(prompt) for prompt in {request.prompt_ids for request in requests})
-        self.stats["seconds"] += seconds
+    def _run(self) -> list[Draft]:
+        ended: list[Draft] = []
+        while self.engine.busy and not ended and not self.interrupted:
+            ended = self.engine.step()
+        return ended
+
+    @asynccontextmanager
+    async def _between_tokens(self) -> AsyncIterator[None]:
+        self.interrupted = True
+        async with self.model_lock:
+            self.interrupted = False
+            yield
+
+    def _answer(self, drafts: list[Draft]) -> None:
+        for draft in drafts:
+            answer = draft.answer
+            self.stats["requests"] += 1
+            self.stats["tokens"] += len(answer.token_ids)
+            future = self.futures.pop(draft)
+            if not future.done():
+                future.set_result((answer.token_ids, answer.log_probs, answer.stop_reason, self.global_steps))
 
 
-def build_model(model_config: Any, dtype: torch.dtype, device: str) -> PreTrainedModel:
+def outcome(future: asyncio.Future) -> tuple | BaseException:
+    """Its result or its error."""
+    if future.cancelled():
+        return asyncio.CancelledError()
+    return future.exception() or future.result()
+
+
+def is_exact(config: Any) -> bool:
+    """``rollout.custom.exact``, on by default: an answer depends on seed and prompt alone, bit for bit, so that a run can be
+    repeated. Off, what was read before moves log-probs by 1e-7, and a token in some ten million."""
+    exact = config.custom.get("exact", True)
+    if not isinstance(exact, bool):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.custom.exact={exact!r}; expected true or false; leave it out for true"
+        )
+    return exact
+
+
+def build_model(model_config: Any, dtype: torch.dtype, device: str, attention: str = ATTENTION) -> PreTrainedModel:
     """The trainer's module, with weights yet to come."""
-    config = decodable_config(model_config, model_config["path"])
+    config = decodable_config(model_config, model_config["path"], attention)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=model_config["trust_remote_code"])
     return model.to(device).eval()
 
 
-def decodable_config(model_config: Any, path: str) -> Any:
+def decodable_config(model_config: Any, path: str, attention: str = ATTENTION) -> Any:
     """The configuration at ``path``, with our attention. Raises ValueError for one that the decoding loop does not mask."""
-    changes = dict(model_config["override_config"] or {}) | {"attn_implementation": ATTENTION}
+    changes = dict(model_config["override_config"] or {}) | {"attn_implementation": attention}
     config = AutoConfig.from_pretrained(path, trust_remote_code=model_config["trust_remote_code"], **changes)
     windows = [kind for kind in getattr(config, "layer_types", None) or [] if kind != "full_attention"]
     if windows:

@@ -17,7 +17,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from marl.config.errors import ConfigError
-from marl.rollout.decoding import Answer, ModelReader, Request, answer
+from marl.platform.shapes import MIN_ROWS
+from marl.rollout.decoding import answer
+from marl.rollout.prefixes import Prefixes
+from marl.rollout.reader import ModelReader
+from marl.rollout.requests import Answer, Draft, Request
 
 
 def weighted_mean(values_KBX: Tensor, weights_K: Tensor) -> Tensor:
@@ -39,39 +43,46 @@ class JointReader(ABC):
         models_K: Sequence[PreTrainedModel],
         prompts_KN: Sequence[Sequence[tuple[int, ...]]],
         weights_K: Sequence[float],
-        capacity: int,
         pad_id: int,
     ) -> None:
-        """``models_K`` and ``prompts_KN``: of each agent, for each request; ``capacity``: the most tokens of an answer."""
-        self.requests, self.weights = len(prompts_KN[0]), list(weights_K)
+        """``models_K`` and ``prompts_KN``: of each agent, for each request."""
+        self.prompts_KN, self.weights = prompts_KN, list(weights_K)
         self.agents_of: dict[PreTrainedModel, list[int]] = {}
         for k, model in enumerate(models_K):
             self.agents_of.setdefault(model, []).append(k)
-        self.readers = {
-            model: ModelReader(model, [prompt for k in agents for prompt in prompts_KN[k]], capacity, pad_id)
-            for model, agents in self.agents_of.items()
-        }
+        self.readers = {model: ModelReader(model, Prefixes(limit=0), pad_id) for model in self.agents_of}
         self.width = min(head_of(model).weight.shape[0] for model in self.readers)
         """Vocabularies of one tokenizer may be padded to different sizes."""
 
-    def start(self, rows: Sequence[int]) -> Tensor:
-        self.rows = len(rows)
+    def join(self, drafts: Sequence[Draft]) -> Tensor:
+        """A model's rows are its agents, request after request."""
+
+        def contexts(model: PreTrainedModel) -> list[tuple[int, ...]]:
+            prompts = ((self.prompts_KN[k][s.index], s) for s in drafts for k in self.agents_of[model])
+            return [(*prompt, *s.answer.token_ids) for prompt, s in prompts]
+
+        room = max(len(prompts[s.index]) + s.request.max_tokens for prompts in self.prompts_KN for s in drafts)
+        return self._read(lambda model: self.readers[model].append(contexts(model), room))
+
+    def step(self, tokens: Sequence[int]) -> Tensor:
         return self._read(
-            lambda model: self.readers[model].start(
-                [i * self.requests + row for i in range(len(self.agents_of[model])) for row in rows]
-            )
+            lambda model: self.readers[model].step([token for token in tokens for _ in self.agents_of[model]])
         )
 
-    def step(self, tokens_B: Tensor) -> Tensor:
-        return self._read(lambda model: self.readers[model].step(tokens_B.repeat(len(self.agents_of[model]))))
-
-    def keep(self, rows_B: Tensor) -> None:
+    def keep(self, rows: Sequence[int]) -> None:
         for model, reader in self.readers.items():
-            reader.keep(torch.cat([i * self.rows + rows_B for i in range(len(self.agents_of[model]))]))
-        self.rows = len(rows_B)
+            agents = len(self.agents_of[model])
+            reader.keep([row * agents + i for row in rows for i in range(agents)])
+
+    def clear(self) -> None:
+        for reader in self.readers.values():
+            reader.clear()
 
     def _read(self, read: Callable[[PreTrainedModel], Tensor]) -> Tensor:
-        outputs = {model: read(model).unflatten(0, (len(agents), -1)) for model, agents in self.agents_of.items()}
+        outputs = {
+            model: read(model).unflatten(0, (-1, len(agents))).transpose(0, 1)
+            for model, agents in self.agents_of.items()
+        }
         return self.combine(outputs)
 
     def weights_of(self, agents: Sequence[int], like: Tensor) -> Tensor:
@@ -101,8 +112,10 @@ class HiddenReader(JointReader):
 
     def combine(self, outputs: Mapping[PreTrainedModel, Tensor]) -> Tensor:
         states_KBH, weights_K = self.joined(outputs)
-        state_B1H = weighted_mean(states_KBH, weights_K).to(states_KBH.dtype)[:, None]
-        said = torch.stack([head(state_B1H)[:, 0, : self.width] for head in self.heads.values()])
+        state_BH = weighted_mean(states_KBH, weights_K).to(states_KBH.dtype)
+        rows = len(state_BH)
+        state_B1H = torch.cat([state_BH, *[state_BH[:1]] * (MIN_ROWS - rows)])[:, None]
+        said = torch.stack([head(state_B1H)[:rows, 0, : self.width] for head in self.heads.values()])
         shares = torch.stack([self.weights_of(agents, said).sum() for agents in self.agents_of.values()])
         return weighted_mean(said, shares)
 
@@ -140,10 +153,8 @@ def decode_jointly(
     to_text: Callable[[list[int]], str],
     weights_K: Sequence[float] | None = None,
 ) -> list[Answer]:
-    """The common answers. An agent's prompts share one bucket; ``requests_N`` say how answers are sampled, their own
-    ``prompt_ids`` are not read."""
-    capacity = max(request.max_tokens for request in requests_N)
-    reader = READERS[mode](models_K, prompts_KN, weights_K or [1.0] * len(models_K), capacity, pad_id)
+    """The common answers. ``requests_N`` say how answers are sampled, their own ``prompt_ids`` are not read."""
+    reader = READERS[mode](models_K, prompts_KN, weights_K or [1.0] * len(models_K), pad_id)
     return answer(reader, requests_N, models_K[0].device, to_text)
 
 

@@ -9,7 +9,7 @@ from verl.utils import normalize_token_ids
 from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 from verl.workers.rollout.replica import TokenOutput
 
-from marl.rollout.hf import to_token_output
+from marl.rollout.hf import Pending, to_token_output
 from marl.rollout.vllm_sglang import offset_replica_class, replica_offset
 
 
@@ -68,19 +68,30 @@ class CoalescingClient(LLMServerClient):
                 task.add_done_callback(self.sending.discard)
 
     async def _send(self, server: ray.actor.ActorHandle, requests: list[tuple]) -> None:
+        """Answers are handed out as they come."""
         try:
             answers = await server.generate_many.remote([(prompt, params) for prompt, params, _ in requests])
+            pending = {}
+            for (*_, future), answer in zip(requests, answers, strict=True):
+                if isinstance(answer, Pending):
+                    pending[answer.ticket] = future
+                else:
+                    settle(future, answer)
+            while pending:
+                for ticket, answer in await server.collect.remote(list(pending)):
+                    settle(pending.pop(ticket), answer)
         except BaseException as error:
             for *_, future in requests:
-                if not future.done():
-                    future.set_exception(error)
+                settle(future, error)
             if not isinstance(error, Exception):
                 raise
-            return
-        for (*_, future), answer in zip(requests, answers, strict=True):
-            if future.done():  # its episode has ended meanwhile
-                continue
-            if isinstance(answer, BaseException):
-                future.set_exception(answer)
-            else:
-                future.set_result(answer)
+
+
+def settle(future: asyncio.Future, answer: tuple | BaseException) -> None:
+    """Hand out an answer or an error, unless its episode has ended meanwhile."""
+    if future.done():
+        return
+    if isinstance(answer, BaseException):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)

@@ -6,7 +6,9 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from marl.rollout.decoding import ATTENTION, Request, bucket, decode
+from marl.rollout.decoding import ATTENTION, Engine, Request, SingleReader, bucket, decode
+from marl.rollout.prefixes import Prefixes
+from marl.rollout.reader import padded
 
 EOS = 7
 
@@ -172,7 +174,7 @@ def test_equal_prompts_are_prefilled_once(model):
         decode(model, [Request(prompt, 2, seed) for seed in range(32)], 0, text_of)
     finally:
         model.forward = forward
-    assert seen == [(4, bucket(len(prompt))), (32, 1)], "one prompt, padded to four rows; then all rows together"
+    assert seen == [(1, padded(len(prompt))), (32, 1)], "one prompt; then all rows together"
 
 
 def test_rows_that_ended_leave_the_batch(model):
@@ -193,3 +195,15 @@ def test_rows_that_ended_leave_the_batch(model):
 
 def test_buckets_do_not_depend_on_the_neighbours():
     assert [bucket(n) for n in (1, 32, 33, 512, 513)] == [32, 32, 64, 512, 640]
+
+
+def test_ragged_answers_keep_the_rows_busy(model):
+    """Uniformly 1 to 64 tokens: a row that has ended is soon another request's."""
+    rng = random.Random(0)
+    engine = Engine(SingleReader(model, Prefixes(1 << 30), 0), model.device, text_of, 16)
+    drafts = [engine.add(Request((20, 21, rng.randrange(30, 40)), rng.randint(1, 64), i)) for i in range(160)]
+    steps = 0
+    while engine.busy:
+        engine.step()
+        steps += 1
+    assert sum(len(draft.answer.token_ids) for draft in drafts) >= 0.8 * 16 * steps

@@ -244,7 +244,7 @@ def test_agents_of_one_model_share_its_batch(models, mode):
         decode_jointly(mode, [models[0]] * 3, asked, requests(6, max_tokens=2, stop_token_ids=frozenset()), 0, text_of)
     finally:
         models[0].forward = forward
-    assert seen == [(18, 32), (18, 1)]
+    assert sum(rows for rows, _ in seen[:-1]) == 18 and seen[-1] == (18, 1)
 
 
 @pytest.mark.parametrize("tied", [False, True])

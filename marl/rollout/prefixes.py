@@ -1,0 +1,122 @@
+"""Conversations that were read: a tree of tokens with their keys and values, bounded by bytes, so that equal prefixes are
+read once. It is of one model with one set of weights: whoever changes them clears it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count, takewhile
+
+import torch
+
+from marl.rollout.slots import Segment
+
+
+class Node:
+    """Consecutive tokens after those of the parent."""
+
+    __slots__ = ("children", "parent", "scores", "segment", "start", "tokens", "used")
+
+    def __init__(self, parent: "Node | None", start: int, tokens: tuple[int, ...]) -> None:
+        self.parent = parent or self
+        """The root is its own."""
+        self.start, self.tokens = start, tokens
+        self.children: dict[int, Node] = {}
+        self.segment: Segment = []
+        """Empty until a model has read them."""
+        self.scores = torch.empty(0)
+        """Of what follows, where a context ends here [V]."""
+        self.used = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+    def path(self) -> list["Node"]:
+        """From the root's child to this one."""
+        nodes, node = [], self
+        while node.parent is not node:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    def nbytes(self) -> int:
+        return sum(x.nbytes for layer in self.segment for x in layer) + self.scores.nbytes
+
+
+class Prefixes:
+    def __init__(self, limit: int) -> None:
+        """``limit``: of bytes that outlast a request."""
+        self.limit, self.clock = limit, count(1)
+        self.clear()
+
+    def clear(self) -> None:
+        self.root, self.bytes = Node(None, 0, ()), 0
+
+    def hold(self, node: Node, segment: Segment) -> None:
+        """Give a node what a model has read."""
+        node.segment = segment
+        if node.parent.children.get(node.tokens[0]) is node:
+            self.bytes += node.nbytes()
+
+    def extend(self, context: tuple[int, ...]) -> Node:
+        """The node that ends with this context. Where the context is known but its scores are not, the last token is unread."""
+        node, known = self._descend(context)
+        if node.end == len(context) and len(node.scores):
+            return node
+        if known == len(context):
+            return Node(node, known - 1, context[-1:])
+        return self._add(node, known, context[known:])
+
+    def insert(self, ids: Sequence[int], take: Callable[[int, int], Segment]) -> None:
+        """Remember what a model has read; ``take(start, end)`` gives its keys and values."""
+        if self.limit:
+            node, known = self._descend(tuple(ids))
+            if known < len(ids):
+                self.hold(self._add(node, known, tuple(ids[known:])), take(known, len(ids)))
+
+    def trim(self) -> None:
+        """Forget the conversations used longest ago until the rest fits."""
+        while self.bytes > self.limit:
+            for leaf in sorted((n for n in self._nodes() if not n.children), key=lambda n: n.used):
+                if self.bytes > self.limit:
+                    del leaf.parent.children[leaf.tokens[0]]
+                    self.bytes -= leaf.nbytes()
+
+    def _descend(self, context: tuple[int, ...]) -> tuple[Node, int]:
+        """The deepest node that this context goes through, and how many of its tokens are known."""
+        node, known, now = self.root, 0, next(self.clock)
+        while known < len(context) and (child := node.children.get(context[known])) is not None:
+            same = common(child.tokens, context[known : known + len(child.tokens)])
+            known += same
+            if same < len(child.tokens) and known < len(context):
+                child = self._split(child, same)
+            node, child.used = child, now
+        return node, known
+
+    def _add(self, parent: Node, start: int, tokens: tuple[int, ...]) -> Node:
+        node = parent.children[tokens[0]] = Node(parent, start, tokens)
+        node.used = parent.used
+        return node
+
+    def _split(self, node: Node, size: int) -> Node:
+        """Cut a node after ``size`` tokens; returns the first part. The rest stays who it was."""
+        first = self._add(node.parent, node.start, node.tokens[:size])
+        first.children[node.tokens[size]] = node
+        first.segment, node.segment = (
+            [tuple(x[:, part].clone() for x in layer) for layer in node.segment]
+            for part in (slice(size), slice(size, None))
+        )
+        node.parent, node.start, node.tokens = first, node.start + size, node.tokens[size:]
+        return first
+
+    def _nodes(self) -> Iterator[Node]:
+        found = list(self.root.children.values())
+        while found:
+            node = found.pop()
+            found += node.children.values()
+            yield node
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two sequences share from their start."""
+    if one == other:
+        return len(one)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -1,0 +1,152 @@
+"""One model, and the rows that it reads: they join with a context and leave between tokens.
+
+Scores depend on a row's own tokens, bit for bit on a CPU, whatever is read beside it and whatever was read before: no
+product has fewer than ``MIN_ROWS`` rows, attention sees ``key_width`` keys, and its mask is always explicit (left to itself,
+transformers drops it, and takes another kernel, whenever no row happens to be padded).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from marl.platform.shapes import MIN_ROWS, key_width, near_width
+from marl.rollout.prefixes import Node, Prefixes
+from marl.rollout.slots import Slots
+
+READ_TOKENS = 4096
+"""Tokens that one forward pass over contexts reads, padding included."""
+
+
+class ModelReader:
+    def __init__(self, model: PreTrainedModel, prefixes: Prefixes, pad_id: int, exact: bool = True) -> None:
+        """``prefixes``: what this model has read; ``exact``: bit for bit, as above."""
+        self.model, self.device, self.prefixes, self.pad_id = model, model.device, prefixes, pad_id
+        self.key_width = key_width if exact else near_width
+        self.prefilled = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all rows and all that was read."""
+        self.prefixes.clear()
+        self.slots, self.read = Slots(), list[list[int]]()
+
+    def append(self, contexts: Sequence[tuple[int, ...]], room: int) -> Tensor:
+        """Append a row per context; scores [B, V] of what follows. ``room``: the most tokens a row may have."""
+        leaves = {context: self.prefixes.extend(context) for context in dict.fromkeys(contexts)}
+        for nodes in in_batches(leaves.values()):
+            self._read(nodes)
+        first = len(self.read)
+        self.slots.reserve(max(first + len(contexts), MIN_ROWS), self.key_width(room))
+        fill(self.slots, [leaves[context] for context in contexts], first)
+        self.read += map(list, contexts)
+        self.prefixes.trim()
+        return torch.stack([leaves[context].scores for context in contexts])
+
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """Scores [B, V] of the token after these."""
+        idle = max(0, MIN_ROWS - len(tokens))
+        at_B = torch.tensor([*map(len, self.read), *[0] * idle], device=self.device)
+        ids_B = torch.tensor([*tokens, *[self.pad_id] * idle], device=self.device)
+        for read, token in zip(self.read, tokens, strict=True):
+            read.append(token)
+        end = max(map(len, self.read))
+        return self._forward(self.slots, ids_B[:, None], at_B, end, self.key_width(end)).logits[: len(tokens), 0]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these rows; remember what the others have read. Rows change places only into those of the others."""
+        for row in set(range(len(self.read))) - set(rows):
+            self.prefixes.insert(self.read[row], partial(self.slots.take, row))
+        for to, row in enumerate(rows):
+            if to != row:
+                self.slots.move(row, to, len(self.read[row]))
+        self.read = [self.read[row] for row in rows]
+        self.prefixes.trim()
+
+    def _read(self, nodes: Sequence[Node]) -> None:
+        """Read nodes whose parents were read."""
+        start_U = torch.tensor([node.start for node in nodes], device=self.device)
+        size = padded(max(len(node.tokens) for node in nodes))
+        padding = [[self.pad_id] * (size - len(node.tokens)) for node in nodes]
+        ids_UN = torch.tensor([[*n.tokens, *pad] for n, pad in zip(nodes, padding, strict=True)], device=self.device)
+        width = self.key_width(max(node.start for node in nodes) + size)
+        scratch = Slots(len(nodes), width)
+        fill(scratch, [node.parent for node in nodes], 0)
+        last = [len(node.tokens) - 1 for node in nodes]
+        rows = [*range(len(nodes)), *[0] * (MIN_ROWS - len(nodes))]
+        picked_rows, picked_last = (torch.tensor(x, device=self.device) for x in (rows, [last[u] for u in rows]))
+        with picked(self.model.get_output_embeddings(), lambda hidden: hidden[picked_rows, picked_last][:, None]):
+            scores = self._forward(scratch, ids_UN, start_U, max(node.end for node in nodes), width).logits
+        for u, node in enumerate(nodes):
+            node.scores = scores[u, 0].clone()
+            self.prefixes.hold(node, scratch.take(u, node.start, node.end))
+        self.prefilled += sum(len(node.tokens) for node in nodes)
+
+    def _forward(self, cache: Slots, ids_BN: Tensor, start_B: Tensor, end: int, width: int) -> Any:
+        """Read tokens into the first B rows of a cache, from ``start_B`` on; past ``end`` there is padding alone."""
+        positions_BN = start_B[:, None] + torch.arange(ids_BN.shape[1], device=self.device)
+        cache.aim(positions_BN, width)
+        unseen_BNW = torch.arange(width, device=self.device) > positions_BN[..., None]
+        mask_BNW = torch.zeros(unseen_BNW.shape, dtype=self.model.dtype, device=self.device)
+        return self.model(
+            input_ids=ids_BN,
+            attention_mask=mask_BNW.masked_fill_(unseen_BNW, -torch.inf)[:, None],
+            position_ids=positions_BN.clamp(max=end - 1),
+            past_key_values=cache,
+            use_cache=True,
+        )
+
+
+def padded(size: int) -> int:
+    return -(-size // MIN_ROWS) * MIN_ROWS
+
+
+def fill(slots: Slots, ends: Sequence[Node], first: int) -> None:
+    """Write into row ``first + i`` the context that ends with ``ends[i]``."""
+    rows_of: dict[int, tuple[Node, list[int]]] = {}
+    for row, end in enumerate(ends, first):
+        for node in end.path():
+            rows_of.setdefault(id(node), (node, []))[1].append(row)
+    for node, rows in rows_of.values():
+        slots.fill(rows, node.start, node.segment)
+
+
+def in_batches(leaves: Iterable[Node]) -> Iterator[list[Node]]:
+    """The unread nodes that lead to these, parents first, of like lengths together."""
+    waves: dict[int, dict[int, Node]] = {}
+    for leaf in leaves:
+        unread = [node for node in leaf.path() if not node.segment]
+        for depth, node in enumerate(unread):
+            waves.setdefault(depth, {})[id(node)] = node
+    for _, wave in sorted(waves.items()):
+        yield from cut(sorted(wave.values(), key=lambda node: len(node.tokens)))
+
+
+def cut(nodes: Sequence[Node]) -> Iterator[list[Node]]:
+    """Nodes sorted by length, in batches of ``READ_TOKENS`` with little padding: more than a quarter, and more than 64 tokens,
+    cost more than another forward pass."""
+    batch: list[Node] = []
+    tokens = 0
+    for node in nodes:
+        size = padded(len(node.tokens)) * (len(batch) + 1)
+        if batch and (size > READ_TOKENS or 4 * (size - tokens - len(node.tokens)) > size + 256):
+            yield batch
+            batch, tokens = [], 0
+        batch.append(node)
+        tokens += len(node.tokens)
+    if batch:
+        yield batch
+
+
+@contextmanager
+def picked(head: torch.nn.Module, pick: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Let a module see only what ``pick`` takes of its input: logits of one position a row, not of all."""
+    hook = head.register_forward_pre_hook(lambda _, inputs: (pick(inputs[0]), *inputs[1:]))
+    try:
+        yield
+    finally:
+        hook.remove()

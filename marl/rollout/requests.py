@@ -1,0 +1,66 @@
+"""Requests of a rollout server, and their answers while they grow."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 is off."""
+    stop_token_ids: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = ()
+    """Strings; the answer ends with the token that completes one."""
+
+
+@dataclass(slots=True)
+class Answer:
+    token_ids: list[int]
+    log_probs: list[float]
+    """Log-probs under the sampling distribution: after temperature, top-k and top-p; under the plain one if greedy."""
+    stop_reason: str
+
+
+@dataclass(slots=True, eq=False)
+class Draft:
+    """A request and its answer while it is written."""
+
+    index: int
+    """Place among the requests of its engine."""
+    request: Request
+    answer: Answer = field(default_factory=lambda: Answer([], [], "length"))
+    uniforms: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        generator = np.random.Generator(np.random.Philox(self.request.seed))
+        self.uniforms = generator.random(self.request.max_tokens).tolist()
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """What a model has to read before it goes on."""
+        return (*self.request.prompt_ids, *self.answer.token_ids)
+
+    def uniform(self) -> float:
+        """The number that its next token is drawn with."""
+        return self.uniforms[len(self.answer.token_ids)]
+
+    def append(self, token: int, log_prob: float, to_text: Callable[[list[int]], str]) -> bool:
+        """Record a token; True if it was the last one."""
+        answer, request = self.answer, self.request
+        answer.token_ids.append(token)
+        answer.log_probs.append(log_prob)
+        stopped = token in request.stop_token_ids
+        if not stopped and request.stop:
+            text = to_text(answer.token_ids)
+            stopped = any(stop in text for stop in request.stop)
+        if stopped:
+            answer.stop_reason = "completed"
+        return stopped or len(answer.token_ids) >= request.max_tokens

@@ -1,0 +1,199 @@
+"""The hf server without Ray: requests come and go between tokens, weights and sleep come in between."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from marl.config.errors import ConfigError
+from marl.rollout.attention import NEAR_ATTENTION
+from marl.rollout.hf import HFServer, Pending
+from marl.rollout.requests import Request
+from marl.rollout.servers import CoalescingClient
+from tests.unit.test_decoding import answers, make_model
+
+
+@pytest.fixture
+def server(tmp_path, bpe_tokenizer):
+    return served(tmp_path, bpe_tokenizer, {})
+
+
+def served(tmp_path, bpe_tokenizer, custom):
+    make_model().save_pretrained(tmp_path / "model")
+    bpe_tokenizer.save_pretrained(tmp_path / "words")
+    rollout = SimpleNamespace(
+        custom=custom,
+        dtype="float32",
+        enable_prefix_caching=True,
+        max_num_seqs=64,
+        response_length=40,
+        max_model_len=200,
+    )
+    model = {
+        "path": str(tmp_path / "model"), "tokenizer_path": str(tmp_path / "words"), "trust_remote_code": False,
+        "override_config": {},
+    }  # fmt: skip
+    made = HFServer(rollout, model, "cpu")
+    made.eos_ids, made.reader.pad_id = frozenset(), 0
+    made.model.load_state_dict(make_model().state_dict())
+    made.model.tie_weights()
+    return made
+
+
+def ask(tokens, seed, prompt=(20, 21, 22)):
+    return [*prompt], {"max_tokens": tokens, "seed": seed}
+
+
+def expected(tokens, seed, prompt=(20, 21, 22)):
+    ids, log_probs, reason = answers(make_model(), [Request(tuple(prompt), tokens, seed)])[0]
+    return ids, log_probs, reason, None
+
+
+class Handle:
+    """The server as the handle of an actor."""
+
+    def __init__(self, server):
+        self.calls = []
+        for name in ("generate_many", "collect"):
+            setattr(self, name, SimpleNamespace(remote=self.counted(name, getattr(server, name))))
+
+    def counted(self, name, method):
+        async def call(*args):
+            self.calls.append(name)
+            return await method(*args)
+
+        return call
+
+
+def client_of(server):
+    rollout = SimpleNamespace(max_num_seqs=100)
+    handle = Handle(server)
+    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+    return CoalescingClient(config, None, [handle]), handle
+
+
+def test_a_short_answer_does_not_wait_for_a_long_one_of_its_call(server):
+    async def run():
+        first = await server.generate_many([ask(40, 1), ask(1, 2)])
+        assert isinstance(first[0], Pending) and first[1] == expected(1, 2)
+        ((ticket, answer),) = await server.collect([first[0].ticket])
+        assert ticket == first[0].ticket and answer == expected(40, 1) and not server.tickets
+
+    asyncio.run(run())
+
+
+def test_the_client_hands_answers_out_as_they_come(server):
+    server.handover = 0.0
+    client, handle = client_of(server)
+    ended = []
+
+    async def one(tokens, seed):
+        sampling = {"max_tokens": tokens, "seed": seed}
+        output = await client.generate("s", prompt_ids=[20, 21, 22], sampling_params=sampling)
+        ended.append(tokens)
+        assert output.token_ids == expected(tokens, seed)[0]
+
+    async def run():
+        await asyncio.gather(one(150, 1), one(2, 2), one(40, 3))
+
+    asyncio.run(run())
+    assert (
+        ended[0] == 2
+        and sorted(ended) == [2, 40, 150]
+        and handle.calls[0] == "generate_many"
+        and set(handle.calls[1:]) == {"collect"}
+    )
+
+
+def test_a_bad_request_fails_alone(server):
+    async def run():
+        answered = await server.generate_many([ask(300, 1), ask(2, 2)])
+        assert isinstance(answered[0], ValueError) and "max_model_len" in str(answered[0])
+        left = answered[1]
+        if isinstance(left, Pending):
+            ((_, left),) = await server.collect([left.ticket])
+        assert left == expected(2, 2)
+
+    asyncio.run(run())
+
+
+def test_weights_that_come_between_tokens_are_never_mixed_with_what_was_read_under_others(server):
+    async def run():
+        request = asyncio.ensure_future(server.generate_many([ask(2, 5, (30, 31, 32, 33))]))
+        await request
+        new = {name: 1.05 * tensor for name, tensor in make_model().named_parameters()}
+        asked = asyncio.ensure_future(server.generate_many([ask(150, 1)]))
+        await asyncio.sleep(0.02)
+        await server.load_weights({name: tensor.detach() for name, tensor in new.items()})
+        await server.finish_weights(3)
+        await asked
+        (again,) = await server.generate_many([ask(6, 5, (30, 31, 32, 33))])
+        other = make_model()
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(1.05)
+        ids, log_probs, _ = answers(other, [Request((30, 31, 32, 33), 6, 5)])[0]
+        assert again[:2] == (ids, log_probs) and again[3] == 3
+
+    asyncio.run(run())
+
+
+def test_a_cache_that_outlives_a_weight_sync_is_caught(server, monkeypatch):
+    """The test above sees the fault on purpose."""
+    monkeypatch.setattr(server.engine, "forget", lambda: None)
+    with pytest.raises(AssertionError):
+        test_weights_that_come_between_tokens_are_never_mixed_with_what_was_read_under_others(server)
+
+
+def test_aborted_requests_are_cancelled_and_the_server_goes_on(server):
+    async def run():
+        asked = asyncio.ensure_future(server.generate_many([ask(150, 1), ask(150, 2)]))
+        await asyncio.sleep(0.02)
+        await server.abort_all_requests()
+        assert all(isinstance(answer, asyncio.CancelledError) for answer in await asked)
+        assert (await server.generate_many([ask(3, 4)])) == [expected(3, 4)]
+        assert not server.engine.rows and not server.futures
+
+    asyncio.run(run())
+
+
+def test_a_model_that_fails_fails_its_requests_and_no_later_one(server, monkeypatch):
+    async def run():
+        monkeypatch.setattr(server.model, "forward", lambda **_: 1 / 0)
+        answered = await server.generate_many([ask(4, 1), ask(4, 2)])
+        assert all(isinstance(answer, ZeroDivisionError) for answer in answered)
+        monkeypatch.undo()
+        assert (await server.generate_many([ask(3, 4)])) == [expected(3, 4)]
+
+    asyncio.run(run())
+
+
+def test_sleep_forgets_and_waking_goes_on(server):
+    async def run():
+        await server.generate_many([ask(3, 4)])
+        assert server.reader.prefixes.bytes > 0
+        await server.sleep()
+        assert server.reader.prefixes.bytes == 0
+        await server.wake_up()
+        assert (await server.generate_many([ask(3, 4)])) == [expected(3, 4)]
+
+    asyncio.run(run())
+
+
+def test_without_the_exact_form_answers_are_near(tmp_path, bpe_tokenizer):
+    server = served(tmp_path, bpe_tokenizer, {"exact": False})
+    assert server.model.config._attn_implementation == NEAR_ATTENTION
+
+    async def run():
+        (answer,) = await server.generate_many([ask(20, 4)])
+        ids, log_probs, *_ = expected(20, 4)
+        assert answer[0] == ids
+        torch.testing.assert_close(torch.tensor(answer[1]), torch.tensor(log_probs), atol=1e-5, rtol=0)
+
+    asyncio.run(run())
+
+
+def test_the_exact_form_is_on_or_off(tmp_path, bpe_tokenizer):
+    with pytest.raises(ConfigError, match=r"rollout\.custom\.exact='no'; expected true or false"):
+        served(tmp_path, bpe_tokenizer, {"exact": "no"})
