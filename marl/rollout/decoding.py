@@ -90,9 +90,10 @@ class Engine:
         return bool(self.waiting or self.rows)
 
     def add(self, request: Request) -> Draft:
-        self.waiting.append(Draft(self.added, request))
+        draft = Draft(self.added, request)
         self.added += 1
-        return self.waiting[-1]
+        self.waiting.append(draft)  # a step in another thread may take it at once
+        return draft
 
     @torch.inference_mode()
     def remove(self, drafts: Sequence[Draft]) -> None:

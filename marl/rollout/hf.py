@@ -216,7 +216,9 @@ class HFServer:
                     self._answer(await self._decode())
                 except Exception as error:
                     for draft in self.engine.fail():
-                        self.futures.pop(draft).set_exception(error)
+                        future = self.futures.pop(draft)
+                        if not future.done():  # cancelled meanwhile
+                            future.set_exception(error)
                 self.stats["seconds"] += asyncio.get_running_loop().time() - started
             await asyncio.sleep(0)
 

@@ -4,35 +4,11 @@ import random
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from marl.rollout.decoding import ATTENTION, Engine, Request, SingleReader, bucket, decode
+from marl.rollout.decoding import Engine, Request, SingleReader, bucket, decode
 from marl.rollout.prefixes import Prefixes
 from marl.rollout.reader import padded
-
-EOS = 7
-
-
-def make_model(layers=2, hidden=64):
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        attn_implementation=ATTENTION,
-        vocab_size=120,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=2 * hidden,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        eos_token_id=EOS,
-    )
-    model = Qwen2ForCausalLM(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(0, 0.3 if "embed" in name else 0.15)
-    return model
+from tests.tiny_model import EOS, answers, make_model, text_of
 
 
 @pytest.fixture(scope="module")
@@ -40,19 +16,11 @@ def model():
     return make_model()
 
 
-def text_of(ids):
-    return " ".join(map(str, ids))
-
-
 def requests(count, seed=0, **options):
     rng = random.Random(seed)
     prompts = [tuple(rng.randrange(10, 120) for _ in range(rng.randint(9, 16))) for _ in range(max(1, count // 3))]
     defaults = {"max_tokens": 12, "stop_token_ids": frozenset([EOS])}
     return [Request(rng.choice(prompts), seed=i, **(defaults | options)) for i in range(count)]
-
-
-def answers(model, batch):
-    return [(a.token_ids, a.log_probs, a.stop_reason) for a in decode(model, batch, 0, text_of)]
 
 
 def test_answers_do_not_depend_on_the_batch_or_its_order(model):

@@ -11,7 +11,7 @@ from marl.rollout.attention import NEAR_ATTENTION
 from marl.rollout.hf import HFServer, Pending
 from marl.rollout.requests import Request
 from marl.rollout.servers import CoalescingClient
-from tests.unit.test_decoding import answers, make_model
+from tests.tiny_model import answers, make_model
 
 
 @pytest.fixture
@@ -164,6 +164,24 @@ def test_a_model_that_fails_fails_its_requests_and_no_later_one(server, monkeypa
         answered = await server.generate_many([ask(4, 1), ask(4, 2)])
         assert all(isinstance(answer, ZeroDivisionError) for answer in answered)
         monkeypatch.undo()
+        assert (await server.generate_many([ask(3, 4)])) == [expected(3, 4)]
+
+    asyncio.run(run())
+
+
+def test_a_request_cancelled_while_the_model_fails_does_not_stop_the_server(server, monkeypatch):
+    async def run():
+        async def fail():
+            server.engine.step()
+            asked.cancel()
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(server, "_decode", fail)
+        asked = server._submit(*ask(4, 1))
+        await asyncio.wait([asked], timeout=30)
+        monkeypatch.undo()
+        await asyncio.sleep(0)
+        assert server.loop_task.done() and server.loop_task.exception() is None
         assert (await server.generate_many([ask(3, 4)])) == [expected(3, 4)]
 
     asyncio.run(run())

@@ -9,7 +9,7 @@ from marl.platform.shapes import key_width
 from marl.rollout.decoding import Engine, SingleReader
 from marl.rollout.prefixes import Prefixes, common
 from marl.rollout.requests import Request
-from tests.unit.test_decoding import EOS, answers, make_model, text_of
+from tests.tiny_model import EOS, answers, make_model, text_of
 
 
 @pytest.fixture(scope="module")
