@@ -94,7 +94,7 @@ def team_score(episode: Episode, no_answer_score: float = 0.0, failure_score: fl
     return max(scores, key=lambda score: score.value, default=Score(0.0, episode.answer))
 
 
-def pay_failure(episode: Episode, score: float) -> None:
+def score_failure(episode: Episode, scores: Mapping[AgentId, float]) -> None:
     """Scores a conversation that ended early, for training: once per agent, at its last turn.
 
     A turn that is compared with its alternatives keeps its own score, or the best of them would be punished.
@@ -103,7 +103,7 @@ def pay_failure(episode: Episode, score: float) -> None:
         turns = episode.trajectory(agent)
         for turn in turns:
             if turn is turns[-1] and not turn.compared:
-                turn.score = turn.scored.for_training(score)
+                turn.score = turn.scored.for_training(scores[agent])
             elif not turn.answers:
                 turn.score = turn.scored.for_training(0.0)
 
@@ -265,7 +265,10 @@ class Controller:
     async def scored(self, episode: Episode) -> Episode:
         for turn in episode.turns:
             if turn.answers and turn.score is None:
-                turn.score = await self.judge(episode.task, turn)
+                if self.runner.scores_turns:  # it ended before it scored them; the last ones are scored below
+                    turn.score = Score(0.0, None)
+                else:
+                    turn.score = await self.judge(episode.task, turn)
         failure_score = self.failure_score(episode)
         episode.score = team_score(episode, self.settings.no_answer_score or 0.0, failure_score)
         for turn in episode.turns:
@@ -274,13 +277,19 @@ class Controller:
             if turn.truncated and not self.settings.train_truncated:
                 turn.trained = False
         if episode.failure is not None:
-            pay_failure(episode, failure_score)
+            score_failure(
+                episode, {agent: self.last_turn_score(episode, agent, failure_score) for agent in episode.agents}
+            )
         return episode
 
     def failure_score(self, episode: Episode) -> float:
-        """Score of a conversation that ended early: the runner's own where it has one."""
+        """Team score of a conversation that ended early: the runner's own where it has one."""
         own = self.runner.failure_score(episode)
         return self.settings.failure_score if own is None else own
+
+    def last_turn_score(self, episode: Episode, agent: AgentId, team: float) -> float:
+        own = self.runner.last_turn_score(episode, agent)
+        return team if own is None else own
 
     def _lost(self, task: Task, sample: int) -> Episode:
         """Stands for an episode that was lost."""

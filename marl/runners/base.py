@@ -79,8 +79,11 @@ class Runner(ABC):
         return ()
 
     def failure_score(self, episode: Episode) -> float | None:
-        """Score of a conversation that ended early, which each agent gets at its last turn; None for
-        ``controller.failure_score``."""
+        """Team score of a conversation that ended early; None for ``controller.failure_score``."""
+        return None
+
+    def last_turn_score(self, episode: Episode, agent: AgentId) -> float | None:
+        """Score of an agent's last turn in a conversation that ended early; None for the team's."""
         return None
 
     def check(self, agents: Sequence[AgentId]) -> None:

@@ -57,9 +57,15 @@ class Game(ConversationRunner):
         return episode.agents[seat].continue_with(shown)
 
     def failure_score(self, episode: Episode) -> float:
-        """The game's ``invalid``, for the stage of the last turns and every one after it: payoffs of earlier stages are already final."""
-        game = games.make_game(self.config.game, len(episode.agents))
-        return game.forfeit(max(0, episode.num_rounds - 1))
+        """Mean over agents of what each earned before its last turn, and of what it forfeits from there on."""
+        earned = [sum(turn.scored.value for turn in episode.trajectory(agent)[:-1]) for agent in episode.agents]
+        forfeits = [self.last_turn_score(episode, agent) for agent in episode.agents]
+        return (sum(earned) + sum(forfeits)) / len(episode.agents)
+
+    def last_turn_score(self, episode: Episode, agent: AgentId) -> float:
+        """The game's ``invalid``, for the stage of the agent's last turn and every one after it."""
+        turns = episode.trajectory(agent)
+        return games.make_game(self.config.game, len(episode.agents)).forfeit(turns[-1].round - 1 if turns else 0)
 
     def keywords(self, agents: Sequence[AgentId]) -> Sequence[str]:
         return games.make_game(self.config.game, len(agents)).words

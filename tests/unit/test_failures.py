@@ -13,7 +13,7 @@ from marl.batch.evidence import ballots_of
 from marl.cluster.failures import GroupFailed
 from marl.config.schema import AgentConfig, ControllerConfig
 from marl.controller.client import PolicyClient
-from marl.controller.controller import Controller, EpisodesFailed, pay_failure, team_score, with_turns
+from marl.controller.controller import Controller, EpisodesFailed, score_failure, team_score, with_turns
 from marl.controller.episode_workers import answer_of
 from marl.learners.replay_credit import ReturnOf, team_return
 from marl.rewards import Reward, RewardUnavailable
@@ -139,7 +139,7 @@ def test_overflowing_is_punished_beside_samples_that_ended():
 def failed(record, score=0.0):
     """An episode that overflowed after these turns."""
     record.failure, record.ballot, record.score = "overflow", None, Score(score, None, failure="overflow")
-    pay_failure(record, score)
+    score_failure(record, dict.fromkeys(record.agents, score))
     return record
 
 
@@ -275,15 +275,27 @@ def test_where_the_scores_of_all_that_spoke_are_lost_the_run_ends_with_the_reaso
         with_turns(scored, 7)
 
 
-@pytest.mark.parametrize("at,score", [(1, -60.0), (2, -60.0), (3, -40.0)])
-def test_a_game_that_overflows_pays_its_own_invalid(at, score):
-    """Of three stages; -20 for each one from that of the last turns on, and what was earned before it."""
-    team = controller(overflows(at=at, who="ab"), failure_score=0.5)
-    team.runner = build_runner("game", game={"name": "matrix", "rounds": 3, "invalid": -20.0, "actions": ["4", "5"]})
-    (judged,) = asyncio.run(team.score(asyncio.run(team.outcomes_of([(task(), 0)], 1, False)), 1))
-    assert judged.failure == "overflow" and judged.scored.value == score
-    trained_scores = [turn.scored.value - turn.scored.penalty for turn in judged.turns]
-    assert trained_scores == [0.0] * (len(trained_scores) - 2) + [score] * min(2, len(trained_scores))
+@pytest.mark.parametrize(
+    "at,who,of_agents,team",
+    [
+        (1, "ab", [], -60.0),  # nothing was played
+        (2, "ab", [-60.0, -60.0], -60.0),
+        (3, "ab", [-3.0, -3.0, -40.0, -40.0], -43.0),
+        (3, "b", [-3.0, -3.0, -3.0, -40.0, -20.0], -(26 + 43) / 2),  # a acted in stage 3
+    ],
+)
+def test_a_game_that_overflows_pays_its_own_invalid(at, who, of_agents, team):
+    """Three stages of -3 each; -20 for each one from an agent's last turn on, in place of what that earned."""
+
+    def no_reward(*_, **__):
+        raise AssertionError("the game scores its turns itself")
+
+    one = controller(overflows(at=at, who=who), reward=no_reward, failure_score=0.5)
+    stages = {"name": "matrix", "rounds": 3, "invalid": -20.0, "actions": ["4", "5"], "payoffs": [[-3, -3], [-3, -3]]}
+    one.runner = build_runner("game", game=stages)
+    (judged,) = asyncio.run(one.score(asyncio.run(one.outcomes_of([(task(), 0)], 1, False)), 1))
+    assert judged.failure == "overflow" and judged.scored.value == team
+    assert sorted(t.scored.value - t.scored.penalty for t in judged.turns) == sorted(of_agents)
 
 
 def test_a_lost_game_counts_in_validation_as_its_own_invalid():
