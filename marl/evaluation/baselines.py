@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from marl.config.policies import all_policies
+from marl.config.policies import all_policies, own_settings
 from marl.learners import CREDITS
 from marl.marl_trainer import MARLTrainer
 from marl.report import run_summary
@@ -32,8 +32,8 @@ async def run_baselines(config: DictConfig, team: MARLTrainer, build: Build) -> 
     if "solo" in wanted or "vote" in wanted:
         with ExitStack() as cleanup:
             solo = await build(Setup.of(solo_config(config, answers_per_episode(team))), cleanup)
-            # the token budget ends it, for its answers may be shorter; the schedule of the learning rate is the team's
-            solo.total_steps *= 2
+            if schedules(solo) == {"constant"}:  # a cosine would rise again after the team's steps
+                solo.total_steps *= 2  # the token budget ends it, for its answers may be shorter
             await solo.fit(token_budget=team.sampled_tokens)
             found["solo"] = of_history(solo)
             if "vote" in wanted:
@@ -41,6 +41,11 @@ async def run_baselines(config: DictConfig, team: MARLTrainer, build: Build) -> 
     numbers = {f"{name}/{key}": value for name, entry in found.items() for key, value in entry.items()}
     team.tracking.log(prefixed("baseline", numbers), team.step_number)
     team.summarise(found)
+
+
+def schedules(trainer: MARLTrainer) -> set[str]:
+    """Learning-rate schedules of its policies."""
+    return {own_settings(trainer.config, name).actor.optim.lr_scheduler_type for name in trainer.policies}
 
 
 def answers_per_episode(team: MARLTrainer) -> int:
