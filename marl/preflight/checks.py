@@ -47,9 +47,11 @@ def preflight(setup: Setup) -> CheckedSetup:
         model_checks.check_weights(own.model, key)
         encoders[name] = encoder_of(config, own, key, thinking_of(config, name))
         check_loops(own.rollout, loops_of(config, name))
-    check_packages(config, setup.policies, bool(setup.pool_by_critic))
     tasks = check_prompts(config, encoders)
-    if "ensemble" not in config:  # whose agents answer in single turns, whatever the runner
+    if (
+        "ensemble" not in config
+    ):  # whose agents answer in single turns, whatever the runner, without servers and workers
+        check_packages(config, setup.policies, bool(setup.pool_by_critic))
         check_growth(setup, encoders, tasks)
     return CheckedSetup(**vars(setup), sizes=sizes, encoders=encoders, tasks=tasks)
 

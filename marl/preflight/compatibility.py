@@ -100,10 +100,11 @@ def check_credit(setup: Setup) -> None:
             "with runner.decide, such as debate or voting, or credit=team credit.of=answer"
         )
     check_incentives(setup)
+    own = "credit=own, " if not learner.credits or "own" in learner.credits else "another learner than this, "
     if setup.runner.compares_alternatives and credit.kind != "advantage" and not credit.own_scores:
         raise ConfigError(
             f"credit={name}: runner={config.runner.name} compares every trained turn with its alternatives by their own "
-            "scores, and the credit would have no effect; use credit=own, runner.train=path (tree), or another runner"
+            f"scores, and the credit would have no effect; use {own}runner.train=path (tree), or another runner"
         )
     if credit.compares_samples and config.actor_rollout_ref.rollout.n < 2:
         raise ConfigError(

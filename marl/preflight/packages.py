@@ -31,7 +31,7 @@ def check_packages(config: DictConfig, policies: Iterable[str], has_critics: boo
         if server in SERVERS and not find_spec(server):
             raise ConfigError(
                 f"{key}.rollout.name={server}: the package {server} is not installed; {SERVERS[server]}, or set "
-                "actor_rollout_ref.rollout.name=hf"
+                f"{key}.rollout.name=hf"
             )
         check_attention(own.model, f"{key}.model")
     if has_critics:

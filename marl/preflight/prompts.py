@@ -69,7 +69,7 @@ def growth_of(
 
     roles = {name: agent.role for name, agent in config.agents.items()}
     critic = None if shortest else joint_critic(setup)
-    joint = {"joint": longest_row(config, critic)} if critic else {}
+    joint = {"joint": longest_read(config, critic)} if critic else {}
     try:
         return measure(setup.runner, tasks, seat, roles, config.data.max_prompt_length, **joint)
     except TooManyTurns as error:
@@ -81,7 +81,7 @@ def joint_critic(setup: Setup) -> CriticSpec | None:
     return setup.critics if setup.critics and setup.critics.reads_joint else None
 
 
-def longest_row(config: DictConfig, critic: CriticSpec) -> Callable[[Episode], int]:
+def longest_read(config: DictConfig, critic: CriticSpec) -> Callable[[Episode], int]:
     """Tokens of the longest row of an episode that such a critic reads."""
     longest: Callable[[Episode], int] = critic.reader(
         CriticLevel.of(config), pretrained.load_tokenizer(config.critic.model, "critic.model")
@@ -112,8 +112,8 @@ def check_joint(config: DictConfig, growth: Growth) -> None:
     if growth.unknown:
         logger.warning(
             "how much the central critic of learner=%s will read is not known, runner=%s: %s; an episode is "
-            "refused where that exceeds critic.ppo_max_token_len_per_gpu=%d",
-            *(config.learner.name, config.runner.name, growth.unknown, config.critic.ppo_max_token_len_per_gpu),
+            "refused where that exceeds %d tokens (critic.ppo_max_token_len_per_gpu)",
+            *(config.learner.name, config.runner.name, growth.unknown, critic_tokens(config.critic)),
         )
     # where agents are refused longer prompts, no conversation is longer than all of these
     longest = config.data.max_prompt_length + config.data.max_response_length
