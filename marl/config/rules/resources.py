@@ -84,8 +84,8 @@ CPU_RANKS = 64
 def collectives_end_before_calls(config: Any) -> None:
     """The shorter deadline names the rank that is missing."""
     resources = config.resources
-    several = config.trainer.nnodes * config.trainer.n_gpus_per_node > 1
-    if several and resources.process_group_timeout_s >= resources.timeout_s:
+    gloo = config.trainer.device == "cpu" and ranks_per_pool(config.trainer) > 1
+    if gloo and resources.process_group_timeout_s >= resources.timeout_s:
         raise ConfigError(
             f"resources.process_group_timeout_s={resources.process_group_timeout_s:g}: must be below resources.timeout_s="
             f"{resources.timeout_s:g}, which would end the call before a missing rank is noticed; lower it, or raise that"
