@@ -67,6 +67,12 @@ def offset_rank(config: Any) -> int:
     return replica_offset(config) + int(os.environ["RANK"]) // ranks_per_server(config)
 
 
+def socket_seconds(config: Any) -> float:
+    """Deadline of a weight sync's socket: it ends before the call around it, and names the server. zmq counts milliseconds in
+    31 bits."""
+    return min(config.custom["timeout_s"] / 2, (2**31 - 1) / 1000)
+
+
 def vllm_adapter_class() -> type:
     """verl's adapter, whose weight sync names the key that limits its wait."""
     import zmq
@@ -79,8 +85,8 @@ def vllm_adapter_class() -> type:
             except zmq.Again:
                 raise TimeoutError(
                     f"the vLLM server of policy {self.config.custom['policy']!r} took no weights for "
-                    f"resources.timeout_s={self.config.custom['timeout_s']:g} s; look at its log, and raise the key if it only "
-                    "needs longer"
+                    f"{socket_seconds(self.config):g} s, half of resources.timeout_s; look at its log, and raise the key if it "
+                    "only needs longer"
                 ) from None
 
     return BoundedAdapter
@@ -93,7 +99,7 @@ class VLLMServerAdapter:
         import zmq
 
         for option in (zmq.RCVTIMEO, zmq.SNDTIMEO):  # verl's sender waits for ever for a receiver that died
-            zmq.Context.instance().setsockopt(option, round(1000 * config.custom["timeout_s"]))
+            zmq.Context.instance().setsockopt(option, round(1000 * socket_seconds(config)))
         adapter = vllm_adapter_class()(config, model_config, device_mesh, replica_rank=offset_rank(config))
         adapter.zmq_handle = adapter.zmq_handle.replace("-replica-", f"-{run_id(config)}-replica-")
         return adapter
