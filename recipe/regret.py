@@ -12,6 +12,7 @@ from torch import Tensor
 from marl.batch.joint import JointBatch
 from marl.learners import Credit, Gathered, Rollouts, register_credit
 from marl.types import Episode
+from marl.utils.numbers import bounded, count
 
 
 @register_credit("regret")
@@ -22,7 +23,7 @@ class Regret(Credit):
 
     @dataclass
     class Config(Credit.Config):
-        tries: int = 4
+        tries: int = bounded(4, count(2, 1000))
         """Answers to compare, the recorded one included."""
 
     config: Config
