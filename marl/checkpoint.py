@@ -98,7 +98,7 @@ async def resume(trainer: MARLTrainer) -> None:
     trainer.step_number, trainer.log_prob_gap_max = state["step"], state["log_prob_gap_max"]
     trainer.sampled_tokens = state["sampled_tokens"]
     trainer.answers_per_episode = RunningMean(*state["answers_per_episode"])
-    trainer.earlier_seconds = state["seconds"]
+    trainer.earlier_seconds = state["seconds"] - process_seconds()
     trainer.learner.running_means = {name: RunningMean(*mean) for name, mean in state["running_means"].items()}
     trainer.controller.accuracy.load_state_dict(state["accuracy"])
     trainer.histories = {data: dict(history) for data, history in state["histories"].items()}
@@ -130,8 +130,12 @@ def load_learner(trainer: MARLTrainer, state: dict[str, Any]) -> None:
 
 
 def seconds_of(trainer: MARLTrainer) -> float:
-    """Seconds up to the checkpoint that the run goes on from, and of this driver, its start-up included."""
-    return trainer.earlier_seconds + time.time() - psutil.Process().create_time()
+    """Seconds up to the checkpoint that the run goes on from, and since then; of a new run, the driver's start-up included."""
+    return trainer.earlier_seconds + process_seconds()
+
+
+def process_seconds() -> float:
+    return time.time() - psutil.Process().create_time()
 
 
 def summarise(trainer: MARLTrainer, baselines: Mapping[str, Metrics]) -> None:
