@@ -103,7 +103,7 @@ class MARLTrainer:
         finished = 0 < self.step_number >= self.total_steps and not trainer.val_only
         if finished and self.step_number in self.history:
             steps = f"step {self.step_number} of {self.total_steps}"
-            logger.warning("nothing to do: already at %s; raise trainer.total_training_steps to go on", steps)
+            logger.warning("nothing to do: already at %s; raise trainer.total_training_steps to continue", steps)
             return self.summarise()
         await self.sync_weights()
         if trainer.val_before_train or trainer.val_only or finished:

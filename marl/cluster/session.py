@@ -118,7 +118,7 @@ def with_users(environment: Mapping[str, str], given: Mapping[str, Any]) -> dict
         if users.get(name, environment[name]) != environment[name]:
             raise ConfigError(
                 f"ray_kwargs.ray_init.runtime_env.env_vars.{name}={users[name]}: expected {environment[name]}, which follows "
-                f"{key}; leave it out, and set that key"
+                f"{key}; remove it, and set that key instead"
             )
     merged = {**environment, **users}
     if "PYTHONPATH" in users:

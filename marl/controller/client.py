@@ -170,8 +170,8 @@ class PolicyClient:
                 )
         except HangsError:
             raise GroupFailed(
-                f"policy {self.policy!r} while generating: its servers have answered nobody for "
-                f"resources.timeout_s={self.watch.seconds:g} s; look at their logs, and raise it if one answer takes longer"
+                f"policy {self.policy!r} while generating: its servers have answered no request for "
+                f"resources.timeout_s={self.watch.seconds:g} s; check their logs, and raise it if one answer takes longer"
             ) from None
         except RayError as error:
             if isinstance(error, RayTaskError) and not isinstance(error.cause, RayError):

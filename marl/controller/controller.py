@@ -142,8 +142,8 @@ def with_turns(episodes: Sequence[Episode], step: int) -> list[Episode]:
     played = [episode for episode in episodes if episode.turns]
     if not played:
         raise EpisodesFailed(
-            f"in step {step} no scored episode has a single turn: {len(episodes)} were refused before anybody spoke, and the "
-            "others' scores were lost; see the warnings above; raise data.max_prompt_length, or mend the reward function"
+            f"in step {step} no scored episode has a single turn: {len(episodes)} were refused before their first turn, and the "
+            "others could not be scored; see the warnings above; raise data.max_prompt_length, or fix the reward function"
         )
     return played
 

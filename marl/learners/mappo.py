@@ -37,13 +37,13 @@ class MAPPO(IPPO):
         super().check(policies)
         if self.config.chain and self.credit.kind != "reward":
             raise ValueError(
-                f"learner.chain=true with credit={self.credit.config.name}: a chain sums the rewards of rounds, and this credit "
+                f"learner.chain=true with credit={self.credit.config.name}: a chain sums the rewards of rounds, but this credit "
                 f"is of kind {self.credit.kind}; use credit=team, or learner.chain=false"
             )
         if self.config.chain and self.credit.sums_to_zero:
             raise ValueError(
                 f"learner.chain=true with credit={self.credit.config.name}: a chain gets the mean of the agents' rewards, "
-                "which is 0 where one wins what the others lose; use credit=team, or learner.chain=false"
+                "which is 0 when one wins what the others lose; use credit=team, or learner.chain=false"
             )
 
     def trajectories(self, batch: JointBatch, cells_D: Tensor) -> Trajectories:

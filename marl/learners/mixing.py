@@ -40,7 +40,7 @@ class Mixing(nn.Module):
         if self.encoder is None:
             return torch.zeros(len(joint.index_B), 0)
         if joint.ids is None:
-            raise ValueError("the mixer reads the joint observation, and the batch holds no joint_ids")
+            raise ValueError("the mixer reads the joint observation, but the batch holds no joint_ids")
         return self.encoder(joint.ids)[joint.index_B]
 
     def advantages(self, how: Advantage, joint: JointActions, q_BA: Tensor, v_BA: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class JointActions:
     def from_grid(self, x_ERA: Tensor | None) -> Tensor:
         """A grid's numbers of the joint actions [B, A], 0 for who is silent or not trained."""
         if x_ERA is None:
-            raise ValueError("the batch holds no utilities: the critics have not read it")
+            raise ValueError("the batch holds no utilities: no critic has evaluated it")
         return x_ERA.reshape(-1, self.shape[-1])[self.index_B] * self.mask_BA
 
     def to_grid(self, x_BA: Tensor) -> Tensor:

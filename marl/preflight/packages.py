@@ -12,7 +12,7 @@ from marl.config.errors import ConfigError
 from marl.config.policies import changes_of, own_settings
 
 SERVERS = {
-    "vllm": "install it by pip install -e '.[vllm]'",
+    "vllm": "install it with pip install -e '.[vllm]'",
     "sglang": "install it, or use verl's image for it",
 }
 """Remedies by server; each server's package has its name."""

@@ -96,7 +96,7 @@ def measure(
         except TooManyTurns:
             raise
         except OutOfTime:
-            growth.unknown = f"not played to its end within {DEADLINE_S:g} s"
+            growth.unknown = f"a conversation did not end within {DEADLINE_S:g} s"
         except Exception as error:  # a runner's own: it is its episodes' to fail
             growth.unknown = f"{type(error).__name__}: {error}"
     return growth

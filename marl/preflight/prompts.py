@@ -111,8 +111,8 @@ def check_joint(config: DictConfig, growth: Growth) -> None:
     """Raise ConfigError where the central critic could not read the longest conversation; warn if its length is unknown."""
     if growth.unknown:
         logger.warning(
-            "how much the central critic of learner=%s will read is not known, runner=%s: %s; an episode is "
-            "refused where that exceeds critic.ppo_max_token_len_per_gpu=%d",
+            "the number of tokens that the central critic of learner=%s reads is unknown, runner=%s: %s; an episode is "
+            "refused if it exceeds critic.ppo_max_token_len_per_gpu=%d",
             *(config.learner.name, config.runner.name, growth.unknown, config.critic.ppo_max_token_len_per_gpu),
         )
     # where agents are refused longer prompts, no conversation is longer than all of these

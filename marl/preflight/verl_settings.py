@@ -60,7 +60,7 @@ def must_be_buildable(key: str, group: Any) -> None:
         omega_conf_to_dataclass(group)
     except (InstantiationException, ValueError, TypeError, AssertionError, NotImplementedError) as error:
         cause = error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error
-        raise ConfigError(f"{key}: verl refuses it: {cause}; expected settings that go together") from None
+        raise ConfigError(f"{key}: verl rejects it: {cause}; expected settings that are compatible") from None
 
 
 def must_be_known(key: str, value: Any, known: set[str]) -> None:
@@ -94,7 +94,7 @@ def wrong_values(node: Any, key: str) -> Iterator[tuple[str, Any, str]]:
 def hints_of(target: str) -> dict[str, Any]:
     kind = get_class(target)
     if not is_dataclass(kind):
-        raise ConfigError(f"_target_={target} is no dataclass; expected one of verl's: leave it as it is")
+        raise ConfigError(f"_target_={target} is not a dataclass; expected one of verl's: leave it as it is")
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in fields(kind)}
 

@@ -78,8 +78,8 @@ def vllm_adapter_class() -> type:
                 await super().update_weights(*args, **kwargs)
             except zmq.Again:
                 raise TimeoutError(
-                    f"the vLLM server of policy {self.config.custom['policy']!r} took no weights for "
-                    f"resources.timeout_s={self.config.custom['timeout_s']:g} s; look at its log, and raise the key if it only "
+                    f"the vLLM server of policy {self.config.custom['policy']!r} accepted no weights for "
+                    f"resources.timeout_s={self.config.custom['timeout_s']:g} s; check its log, and raise the key if it only "
                     "needs longer"
                 ) from None
 
