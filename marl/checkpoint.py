@@ -40,8 +40,8 @@ def validation_sampling(config: Any, sampling: Callable[..., Mapping[str, Any]])
 
 
 def fingerprint(tasks: Sequence[Task], sampling: Any = None) -> str:
-    """Digest of the tasks that a validation plays and of how it samples: its numbers compare with those of the same
-    validation alone."""
+    """Digest of a validation's tasks and sampling settings: its numbers are comparable only with those of the same
+    validation."""
     rows = [[task.id, task.messages, task.ground_truth, task.data_source, task.extra] for task in tasks]
     content = [rows, sampling]
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:12]
@@ -130,7 +130,7 @@ def load_learner(trainer: MARLTrainer, state: dict[str, Any]) -> None:
 
 
 def seconds_of(trainer: MARLTrainer) -> float:
-    """Seconds up to the checkpoint that the run goes on from, and of this driver, its start-up included."""
+    """Seconds up to the checkpoint that the run resumes from, plus those of this driver, start-up included."""
     return trainer.earlier_seconds + time.time() - psutil.Process().create_time()
 
 

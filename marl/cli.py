@@ -1,4 +1,4 @@
-"""The ``marl`` command. Thin: a word, and the module whose ``main`` it calls."""
+"""The ``marl`` command: maps each subcommand to the module whose ``main`` it calls."""
 
 import sys
 from dataclasses import dataclass

@@ -38,7 +38,7 @@ def local_session(config: DictConfig) -> Iterator[None]:
     os.environ.setdefault("MARL_PROCESS_GROUP_TIMEOUT", str(config.resources.process_group_timeout_s))
     from marl.cluster.local import one_process
 
-    freeze_gc()  # before there are models, which are to go with their run
+    freeze_gc()  # before any models exist, which must be freed with their run
     with one_process():
         yield
 
@@ -111,8 +111,8 @@ def ray_arguments(config: DictConfig, environment: dict[str, str], ranks: int) -
 
 
 def with_users(environment: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, str]:
-    """Our environment with the user's variables, which win; paths and modules are joined. Raises ConfigError for one that
-    contradicts the key that it follows."""
+    """Our environment with the user's variables, which take precedence; paths and modules are joined. Raises ConfigError for
+    one that contradicts the key it follows."""
     users = {name: str(value) for name, value in given.items() if value is not None}
     for name, key in FOLLOWING.items():
         if users.get(name, environment[name]) != environment[name]:

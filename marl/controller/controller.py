@@ -42,7 +42,7 @@ class Collection:
 
     @property
     def started(self) -> int:
-        """Number of episodes, however they ended."""
+        """Number of episodes, whether or not they succeeded."""
         return len(self.episodes) + len(self.failures)
 
     @property
@@ -137,7 +137,7 @@ def collection_of(plays: Sequence[Play], results: Sequence[Episode | Exception],
 
 
 def with_turns(episodes: Sequence[Episode], step: int) -> list[Episode]:
-    """Without the episodes whose first prompt is too long, which leave nothing to train. Raises EpisodesFailed where none is
+    """Drop episodes whose first prompt is too long, as there is nothing to train. Raises EpisodesFailed if none is
     left."""
     played = [episode for episode in episodes if episode.turns]
     if not played:
@@ -278,7 +278,7 @@ class Controller:
         return episode
 
     def failure_score(self, episode: Episode) -> float:
-        """Score of a conversation that ended early: the runner's own where it has one."""
+        """Score of a conversation that ended early: the runner's own if it defines one."""
         own = self.runner.failure_score(episode)
         return self.settings.failure_score if own is None else own
 

@@ -122,7 +122,9 @@ def test_a_weight_sync_waits_as_long_as_its_key_says_and_names_it(monkeypatch):
     config.custom["timeout_s"] = 7.5
     adapter = vllm_sglang.VLLMServerAdapter(config, None, None)
     assert options == {"receive": 7500, "send": 7500} and adapter.zmq_handle == "ipc:///tmp/x-r-replica-1024"
-    with pytest.raises(TimeoutError, match=r"policy 'p' accepted no weights for resources.timeout_s=7.5 s.*raise the key"):
+    with pytest.raises(
+        TimeoutError, match=r"policy 'p' accepted no weights for resources.timeout_s=7.5 s.*raise the key"
+    ):
         asyncio.run(adapter.update_weights(iter(())))
 
 
