@@ -37,7 +37,7 @@ class AgentConfig:
 
 class Placement(Enum):
     separate = "separate"
-    """Every policy has a pool of its own; all work at the same time."""
+    """Every policy has its own pool; all work at the same time."""
     colocated = "colocated"
     """All policies share one pool, one process a rank."""
 

@@ -53,7 +53,7 @@ class Collection:
 
 async def outcomes(works: Sequence[Coroutine[Any, Any, T]]) -> list[T | Exception]:
     """Run all concurrently and return each one's result or error. A failed policy, or a runner that exceeds its own
-    ``most_turns``, cancels the rest and is raised."""
+    ``most_turns``, cancels the rest and raises."""
     running = [asyncio.create_task(work) for work in works]
     try:
         for ended in asyncio.as_completed(running):

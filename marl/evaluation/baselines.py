@@ -32,7 +32,7 @@ async def run_baselines(config: DictConfig, team: MARLTrainer, build: Build) -> 
     if "solo" in wanted or "vote" in wanted:
         with ExitStack() as cleanup:
             solo = await build(Setup.of(solo_config(config, answers_per_episode(team))), cleanup)
-            # the token budget ends it, for its answers may be shorter; the schedule of the learning rate is the team's
+            # the token budget ends it, since its answers may be shorter; the learning-rate schedule is the team's
             solo.total_steps *= 2
             await solo.fit(token_budget=team.sampled_tokens)
             found["solo"] = of_history(solo)
@@ -44,7 +44,7 @@ async def run_baselines(config: DictConfig, team: MARLTrainer, build: Build) -> 
 
 
 def answers_per_episode(team: MARLTrainer) -> int:
-    """Number of answers per episode of the team in the whole run, which is a single agent's sampling budget."""
+    """Number of answers per episode of the team over the whole run: the sampling budget of a single agent."""
     return max(1, round(team.answers_per_episode.mean or 0))
 
 
@@ -70,8 +70,8 @@ def solo_config(config: DictConfig, answers: int) -> DictConfig:
 
 
 def of_history(trainer: MARLTrainer) -> Metrics:
-    """Accuracy of the last round at the last validation, the tokens that were sampled, and the share of groups that
-    taught nothing."""
+    """Accuracy of the last round at the last validation, the number of sampled tokens, and the share of degenerate
+    groups."""
     last = trainer.history[max(trainer.history)]
     return trainer.learner.summary() | {
         "accuracy": run_summary.last_accuracy(last),

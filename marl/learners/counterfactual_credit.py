@@ -28,7 +28,7 @@ def ballot_score(ballot: Ballot, votes: Sequence[Vote]) -> float:
 
 
 def failed_of(batch: JointBatch) -> list[int]:
-    """Indices of the episodes that ended early, without a decision."""
+    """Indices of the episodes that ended early, without a team answer."""
     return batch.failed_E.nonzero().flatten().tolist()
 
 

@@ -58,7 +58,7 @@ class MAPPO(IPPO):
         return credit.at_last_speakers(self.credit.of_team(batch), batch.chained_ERA)
 
     def fold(self, credit_ERA: Tensor, mask_ERA: Tensor, trained_ERA: Tensor) -> Tensor:
-        """In a chain, rewards of untrained turns go to the last trained turn before them, of any agent."""
+        """In a chain, rewards of untrained turns go to the last trained turn before them, whichever agent took it."""
         if not self.config.chain:
             return super().fold(credit_ERA, mask_ERA, trained_ERA)
         links, (_, num_rounds, num_agents) = (len(mask_ERA), -1, 1), mask_ERA.shape

@@ -127,7 +127,7 @@ def check_credit(setup: Setup) -> None:
 
 
 def warn_of_early_ends(setup: Setup) -> None:
-    """Warn of a credit by which a team that ends early gets less than one that repeats its right answers."""
+    """Warn of a credit that gives a team that ends early less than one that repeats its right answers."""
     config, credit = setup.config, setup.learner.credit
     discounted = credit.kind == "reward" and "gamma" in config.learner and config.learner.gamma == 0
     if setup.runner.may_end_early and credit.adds_answers and not discounted:
@@ -158,7 +158,7 @@ def check_incentives(setup: Setup) -> None:
 
 
 def check_overlong(setup: Setup) -> None:
-    """A turn's penalty is taken off its own score, which some credits and all incentives do not read."""
+    """A turn's penalty is subtracted from its own score, which some credits and all incentives do not read."""
     config, credit, scheme = setup.config, setup.config.credit, setup.learner.credit
     buffer = config.controller.overlong_buffer
     if buffer and setup.runner.scores_turns:

@@ -17,7 +17,7 @@ from marl.types import AgentId, ContextOverflow, Episode, Message, Score, Task, 
 from marl.utils.deadlines import OutOfTime, own_time, waiting_for_others
 
 DEADLINE_S = 10.0
-"""Deadline for a runner that waits on its own, in each conversation; the time to encode its prompts does not count."""
+"""Deadline per conversation for waits in the runner itself; the time to encode its prompts does not count."""
 
 
 NO_TOKEN = -1

@@ -139,7 +139,7 @@ def write_identity(folder: Path, new: dict[str, Any], origin: Path | None, saved
 
 
 def point_latest_at(folder: Path) -> None:
-    """Point the link ``latest`` beside a time-stamped folder at it: at the most recently started run, resumed ones included."""
+    """Point the link ``latest`` beside a time-stamped folder at it: the most recently started run, resumed ones included."""
     if STAMPED.fullmatch(folder.name) is None:
         return
     link, temporary = folder.parent / LATEST, folder.parent / f".{LATEST}.{os.getpid()}"

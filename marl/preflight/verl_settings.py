@@ -23,7 +23,7 @@ BUILT = ("actor", "rollout")
 """Sections that are instantiated in full. The model is not: that would load it."""
 PRECISIONS = {"fp32", "bf16", "fp16", "float32", "bfloat16", "float16"}
 UNREAD = ("forward_micro_batch_size", "forward_micro_batch_size_per_gpu")
-"""Numbers of verl's critic that its own YAML leaves null; batches by tokens have no use for them."""
+"""Numbers of verl's critic that its own YAML leaves null; batches sized by tokens do not use them."""
 OURS = ("_target_", "total_training_steps", "custom")
 """Not the user's to set: what Hydra reads, and what we write before a worker reads it."""
 

@@ -57,7 +57,7 @@ class Game(ConversationRunner):
         return episode.agents[seat].continue_with(shown)
 
     def failure_score(self, episode: Episode) -> float:
-        """The game's ``invalid``, for the stage of the last turns and every one after it: payoffs of earlier stages are already final."""
+        """The game's ``invalid``, for the stage of the last turns and all later ones: payoffs of earlier stages are already final."""
         game = games.make_game(self.config.game, len(episode.agents))
         return game.forfeit(max(0, episode.num_rounds - 1))
 
