@@ -42,7 +42,7 @@ def check_settings(actor_rollout_ref: Any, name: str = "actor_rollout_ref") -> N
 
 
 def check_critic_settings(critic: Any) -> None:
-    """The same for ``critic``, without our keys beside verl's."""
+    """The same for ``critic``, without the keys that we add to verl's."""
     given = [key for key in critic if key not in UNREAD or critic[key] is not None]
     for key, value, expected in wrong_values(OmegaConf.masked_copy(critic, given), "critic"):
         raise ConfigError(f"{key}={value}: {expected}")
