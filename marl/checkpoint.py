@@ -40,8 +40,8 @@ def validation_sampling(config: Any, sampling: Callable[..., Mapping[str, Any]])
 
 
 def fingerprint(tasks: Sequence[Task], sampling: Any = None) -> str:
-    """Digest of the tasks that a validation plays and of how it samples: its numbers compare with those of the same
-    validation alone."""
+    """Digest of a validation's tasks and sampling settings: its numbers are comparable only with those of the same
+    validation."""
     rows = [[task.id, task.messages, task.ground_truth, task.data_source, task.extra] for task in tasks]
     content = [rows, sampling]
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:12]

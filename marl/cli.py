@@ -1,4 +1,4 @@
-"""The ``marl`` command. Thin: a word, and the module whose ``main`` it calls."""
+"""The ``marl`` command: maps each subcommand to the module whose ``main`` it calls."""
 
 import sys
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ class Command:
 
 
 COMMANDS = {
-    "train": Command("marl.main", "train: the arguments of python -m marl.main"),
+    "train": Command("marl.main", "train: takes the arguments of python -m marl.main"),
     "quickstart": Command("marl.quickstart.__main__", "train the two tiny agents on this machine"),
     "run-one": Command(
         "marl.commands.run_one",
-        "play one conversation and print it: the keys of train, and question= answers= model= dump= …",
+        "play one conversation and print it: takes the keys of train, and question= answers= model= dump= …",
     ),
-    "ensemble": Command("marl.commands.ensemble", "measure the agents' vote and joint answers beside each of them"),
+    "ensemble": Command("marl.commands.ensemble", "compare the agents' vote and joint answers with each agent alone"),
 }
 
 

@@ -42,12 +42,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_composed(words: list[str], work: Callable[[DictConfig], Any]) -> int:
-    """Give the configuration that Hydra composes of a command line to some work, and return the exit code."""
+    """Run some work on the configuration that Hydra composes from a command line, and return the exit code."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us as they are; we print them
-    sys.argv[1:] = words  # Hydra reads no other
+    sys.argv[1:] = words  # Hydra reads only these
 
     @hydra.main(config_path="pkg://marl.configs", config_name="marl", version_base="1.3")
-    @wraps(work)  # the job has the name of its module
+    @wraps(work)  # the job is named after its module
     def compose_and_work(config: DictConfig) -> None:
         work(config)
 

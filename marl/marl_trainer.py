@@ -103,7 +103,7 @@ class MARLTrainer:
         finished = 0 < self.step_number >= self.total_steps and not trainer.val_only
         if finished and self.step_number in self.history:
             steps = f"step {self.step_number} of {self.total_steps}"
-            logger.warning("nothing to do: already at %s; raise trainer.total_training_steps to go on", steps)
+            logger.warning("nothing to do: already at %s; raise trainer.total_training_steps to continue", steps)
             return self.summarise()
         await self.sync_weights()
         if trainer.val_before_train or trainer.val_only or finished:
@@ -179,7 +179,7 @@ class MARLTrainer:
         )
 
     def _count(self, episodes: Sequence[Episode]) -> None:
-        """Update the agents' accuracies, the tokens sampled so far and the answers of an episode."""
+        """Update the agents' accuracies, the tokens sampled so far and the number of answers per episode."""
         self.controller.accuracy.update(episodes)
         self.sampled_tokens += sum(sum(turn.response_mask) for episode in episodes for turn in episode.turns)
         for episode in episodes:
@@ -236,7 +236,7 @@ class MARLTrainer:
         return metrics
 
     async def value(self, episodes: Sequence[Episode], batch: JointBatch) -> dict[CriticName, Metrics]:
-        """Let the critics value the turns, and fit them where the learner wants that before it gives credit."""
+        """Let the critics value the turns, and fit them if the learner needs that before it assigns credit."""
         await self.critics.value(episodes, batch)
         return await self.fit_critics(batch) if self.learner.fits_first else {}
 
@@ -250,7 +250,7 @@ class MARLTrainer:
 
     async def update(self, batch: JointBatch) -> tuple[dict[PolicyName, Metrics], dict[CriticName, Metrics]]:
         """Policies and critics at the same time; critics alone before step ``trainer.critic_warmup``, as in verl. References
-        that it is time for are renewed after it."""
+        that are due are renewed afterwards."""
         warm = self.step_number >= self.config.trainer.critic_warmup
         work = [self.learner.update(batch, self.policies if warm else {})]
         work += [] if self.learner.fits_first else [self.fit_critics(batch)]

@@ -106,7 +106,7 @@ class Turn:
     outcomes: list[float] = field(default_factory=list)
     """The team's return with this answer, then with each other one that was tried in its place."""
     evidence: dict[str, float] = field(default_factory=dict)
-    """Numbers that a credit scheme's ``gather`` leaves here; ``assign`` reads each by ``batch.evidence_ERA(name)``."""
+    """Numbers that a credit scheme's ``gather`` stores here; ``assign`` reads each with ``batch.evidence_ERA(name)``."""
     thought: str | None = None
     """A reasoning model's thought before ``text``; no agent sees it, and no answer or word is extracted from it."""
 
@@ -121,7 +121,7 @@ class Turn:
         return self.prompt_ids[: len(ids)] == ids
 
     def goes_on(self, previous: Turn) -> bool:
-        """True if the same policy is shown that turn's observation and answer, then further messages."""
+        """True if the same policy sees that turn's observation and answer, then further messages."""
         said = [*previous.observation, {"role": "assistant", "content": previous.text}]
         return self.policy == previous.policy and self.observation[: len(said)] == said
 

@@ -1,4 +1,4 @@
-"""A whole new credit scheme in one file, which plays for its evidence: what another first answer would have led to.
+"""A complete credit scheme in one file, which runs its own rollouts: what another first answer would have led to.
 
 VERL_USE_EXTERNAL_MODULES=recipe.regret python -m marl.main learner=grpo credit=regret credit.tries=4 …
 """

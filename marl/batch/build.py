@@ -24,7 +24,7 @@ def joint_batch(
     train_rounds: Sequence[int] | None = None,
     pack_turns: bool = False,
 ) -> JointBatch:
-    """Grids over all turns, of one round at least; rows of the turns that are trained: those of the agents in ``temperatures``
+    """Grids over all turns, at least one round wide, and rows for the trained turns: those of the agents in ``temperatures``
     and of ``train_rounds`` (None for all). With ``pack_turns`` a turn whose prompt extends the agent's last one shares its row."""
     num_rounds = max((episode.num_rounds for episode in episodes), default=0)
     places = [columns_of(episode, num_rounds) for episode in episodes]

@@ -162,7 +162,7 @@ class CentralTurns:
             read_at: dict[AgentId, int] = {}
             for turn, cell in trained:
                 if turn.round == r:
-                    if turn.agent not in read_at:  # its alternatives follow from the same state
+                    if turn.agent not in read_at:  # its alternatives start from the same state
                         row.ids += self.text.speaker(turn.agent)
                         read_at[turn.agent] = len(row.ids) - 1
                     row.read_at.append(read_at[turn.agent])

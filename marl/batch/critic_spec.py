@@ -67,7 +67,7 @@ class CriticSpec(ABC):
         if CriticLevel.of(config) not in self.levels:
             expected = " or ".join(f"critic.level={level.value}" for level in self.levels)
             raise ConfigError(
-                f"critic.level={config.critic.level}: learner={config.learner.name} does not work with such values; set {expected}"
+                f"critic.level={config.critic.level}: learner={config.learner.name} does not support this level; set {expected}"
             )
 
 

@@ -25,18 +25,18 @@ class Alternatives:
 
 
 class CriticRows(dict["CriticName", "TensorDict"]):
-    """The rows that each critic reads. A subclass for every kind says where their values lie (:mod:`marl.batch.values`)."""
+    """The rows that each critic reads. One subclass per kind defines where their values are stored (:mod:`marl.batch.values`)."""
 
     def place(self, batch: JointBatch, critic: CriticName, values: Tensor) -> None:
         """Put a critic's values, ragged like ``read_at``, where the learner looks for them."""
         raise NotImplementedError
 
     def columns(self, batch: JointBatch, critic: CriticName) -> dict[str, Tensor]:
-        """``values``, ``returns`` and ``value_mask`` of all that is read of a critic's rows, one after another."""
+        """``values``, ``returns`` and ``value_mask`` of all positions read from a critic's rows, concatenated."""
         raise NotImplementedError
 
     def indexed(self, batch: JointBatch, critic: CriticName) -> list[TensorDict]:
-        """The rows, in a critic's order, whose ``turn_index`` tells the turns that it reads."""
+        """The rows, in a critic's order, whose ``turn_index`` identifies the turns that it reads."""
         raise NotImplementedError
 
 
@@ -94,7 +94,7 @@ class JointBatch:
     lengths_ERA: Tensor
     """Number of tokens that the policy generated in a turn."""
     failed_E: Tensor
-    """1 for episodes that ended before their time; ``team_score_E`` is then the failure score."""
+    """1 for episodes that ended early; ``team_score_E`` is then the failure score."""
     rows: dict[PolicyName, TensorDict]
     """Rows with verl's keys, as jagged nested tensors; trained turns only."""
     cells: list[list[int]] = field(default_factory=list)
@@ -102,7 +102,7 @@ class JointBatch:
     sources_E: list[str] = field(default_factory=list)
     """The data source of every episode's task."""
     penalties_ERA: Tensor | float = 0.0
-    """Penalties for the form of answers, such as their length, that the scores have lost."""
+    """Penalties for the form of answers, such as their length, already subtracted from the scores."""
     returns_ERA: Tensor | None = None
     """Returns by which the learner compared turns, or value targets that it wrote for the critics."""
     alternatives: Alternatives | None = None

@@ -25,8 +25,8 @@ def rows_of(rows: TensorDict, index: Sequence[int], silent: int = 0) -> TensorDi
 
 def drop_rejected(batch: JointBatch) -> None:
     """Drop what a rollout correction rejected: a turn without a remaining token is not trained, even if others share its
-    row, and a row without a trained turn is removed; other turns train their remaining tokens. Critics are to read what is
-    left anew."""
+    row, and a row without a trained turn is removed; other turns train their remaining tokens. Critic rows must be rebuilt
+    afterwards."""
     kept_ERA = torch.zeros_like(batch.trained_ERA)
     for name, rows in list(batch.rows.items()):
         kept = [i for i, mask in enumerate(rows["response_mask"].unbind()) if mask.any()]
@@ -42,7 +42,7 @@ def drop_rejected(batch: JointBatch) -> None:
             index.masked_fill(rejected, -1), rows["turn_index"].offsets()
         )
     if not torch.equal(kept_ERA, batch.trained_ERA):
-        batch.critic_data.value_rows = CriticRows()  # they line up with rows that are gone
+        batch.critic_data.value_rows = CriticRows()  # they line up with removed rows
     batch.trained_ERA = kept_ERA
 
 

@@ -23,7 +23,7 @@ def training_rows(batch: JointBatch, critic: CriticName) -> TensorDict:
 
 
 class TurnRows(CriticRows):
-    """Read where turns begin: the values lie in the grid."""
+    """Read where turns begin: the values are in the grid."""
 
     def place(self, batch: JointBatch, critic: CriticName, values: Tensor) -> None:
         data = batch.critic_data
@@ -46,7 +46,7 @@ class TurnRows(CriticRows):
 
 
 class UtilityRows(TurnRows):
-    """Read before and after answers, as ``answered`` says: values and utilities lie in a grid each."""
+    """Read before and after answers, as given by ``answered``: values and utilities are in separate grids."""
 
     def place(self, batch: JointBatch, critic: CriticName, values: Tensor) -> None:
         data = batch.critic_data
@@ -56,7 +56,7 @@ class UtilityRows(TurnRows):
 
 
 class TokenRows(CriticRows):
-    """Read before every token of an answer: the values lie in the policies' rows, which these line up with."""
+    """Read before every token of an answer: the values are in the policies' rows, which these line up with."""
 
     def place(self, batch: JointBatch, critic: CriticName, values: Tensor) -> None:
         start = 0

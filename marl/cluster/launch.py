@@ -26,7 +26,7 @@ def check_cluster(setup: Setup) -> None:
     if needed > there:
         listed = ", ".join(f"{name}: {ranks}" for name, ranks in pools.items())
         remedy = (
-            "They share a pool already where they can; use"
+            "They already share a pool where they can; use"
             if colocated(config)
             else "Set resources.placement=colocated, use"
         )

@@ -136,9 +136,9 @@ async def served(groups: Iterable[RayPolicyGroup], phase: str, work: Awaitable[T
 async def old_log_probs(
     groups: Mapping[PolicyName, RayPolicyGroup], batch: JointBatch, bypass: bool
 ) -> dict[PolicyName, TensorDict]:
-    """Write ``old_log_probs`` of every row by the trainer's own forward pass, and return what it computed.
+    """Write ``old_log_probs`` of every row with the trainer's own forward pass, and return its outputs.
 
-    ``bypass`` (``algorithm.rollout_correction.bypass_mode``) saves the pass and takes the servers' log-probs for them.
+    ``bypass`` (``algorithm.rollout_correction.bypass_mode``) skips the pass and uses the servers' log-probs instead.
     """
     computed = [] if bypass else list(batch.rows)
     results = await asyncio.gather(*(groups[name].compute_log_prob(batch.rows[name]) for name in computed))

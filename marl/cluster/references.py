@@ -21,7 +21,7 @@ class References:
         algorithm, trained = config.algorithm, trained_policies(config.agents)
         self.groups = {name: policies[name] for name in trained if reads_reference(algorithm, policies[name].actor)}
         self.renewed: set[PolicyName] = set()
-        """Policies whose reference is no longer the model's first weights, which are on disk."""
+        """Policies whose reference is no longer the model's initial weights, which are on disk."""
         self.penalties = {name: KLInReward(algorithm) for name in self.groups if algorithm.use_kl_in_reward}
         correction = algorithm.rollout_correction
         # in bypass mode the loss itself corrects

@@ -38,7 +38,7 @@ def local_session(config: DictConfig) -> Iterator[None]:
     os.environ.setdefault("MARL_PROCESS_GROUP_TIMEOUT", str(config.resources.process_group_timeout_s))
     from marl.cluster.local import one_process
 
-    freeze_gc()  # before there are models, which are to go with their run
+    freeze_gc()  # before any models exist, which must be freed with their run
     with one_process():
         yield
 
@@ -119,14 +119,14 @@ def same_value(one: str, other: str) -> bool:
 
 
 def with_users(environment: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, str]:
-    """Our environment with the user's variables, which win; paths and modules are joined. Raises ConfigError for one that
-    contradicts the key that it follows."""
+    """Our environment with the user's variables, which take precedence; paths and modules are joined. Raises ConfigError for
+    one that contradicts the key it follows."""
     users = {name: str(value) for name, value in given.items() if value is not None}
     for name, key in FOLLOWING.items():
         if not same_value(users.get(name, environment[name]), environment[name]):
             raise ConfigError(
                 f"ray_kwargs.ray_init.runtime_env.env_vars.{name}={users[name]}: expected {environment[name]}, which follows "
-                f"{key}; leave it out, and set that key"
+                f"{key}; remove it, and set that key instead"
             )
     merged = {**environment, **users}
     if "PYTHONPATH" in users:

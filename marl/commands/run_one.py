@@ -119,7 +119,7 @@ def options_of(words: Sequence[str]) -> Options:
 
 
 def unquoted(text: str) -> str | None:
-    """A text without the quotes that the command line needed."""
+    """A text without its command-line quotes."""
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         return text[1:-1]
     return None if text == "null" else text

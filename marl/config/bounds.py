@@ -1,7 +1,7 @@
 """Allowed values of single keys: types, ranges, switches, choices. Pure.
 
-verl's YAML is untyped, so Hydra takes any value for its keys; a wrong one would be noticed by a worker after a minute,
-or never. The tables hold its keys, and ours that stand among them; a group of ours is a dataclass, whose fields carry
+verl's YAML is untyped, so Hydra accepts any value for its keys; a wrong one would fail in a worker after a minute, or
+never. The tables hold verl's keys, and ours within verl's groups; our own groups are dataclasses, whose fields declare
 their bounds (:mod:`marl.utils.numbers`).
 """
 

@@ -28,7 +28,7 @@ def check_file(file: str, prompt_key: str, agents: Sequence[str]) -> int:
     for number, row in enumerate(rows_of(file, prompt_key)):
         check_row(row, f"{file}, row {number}", prompt_key, agents)
     if number < 0:
-        raise ConfigError(f"{file}: there are no rows; expected at least one: write the file again, or leave it out")
+        raise ConfigError(f"{file}: there are no rows; expected at least one: regenerate the file, or leave it out")
     return number + 1
 
 
@@ -84,7 +84,7 @@ def check_row(row: Mapping[str, Any], where: str, prompt_key: str, agents: Seque
             continue
         if agent not in agents:
             raise ConfigError(
-                f"{where}: extra_info.agent_prompts names {shown(agent)}, which is no agent; expected: "
+                f"{where}: extra_info.agent_prompts names {shown(agent)}, which is not an agent; expected: "
                 f"{', '.join(agents)}.{did_you_mean(str(agent), agents)}"
             )
         check_messages(messages, f"{where}, extra_info.agent_prompts.{agent}")

@@ -60,7 +60,7 @@ def check_known(config: Mapping[str, Any], known: Mapping[str, Any], fields_of: 
         near = did_you_mean(key, [*known, *TYPED])
         if key not in known and key not in TYPED and near:
             raise ConfigError(
-                f"unknown key '{key}': it has no effect.{near} Use it, or a name of your own less like it"
+                f"unknown key '{key}': it has no effect.{near} Use that key, or a name that resembles it less"
             )
     own_data = bool(config["data"]["custom_cls"]["path"])  # a data set of the user's reads keys of its own
     for key, nodes in groups(config, known):
@@ -73,7 +73,7 @@ def check_known(config: Mapping[str, Any], known: Mapping[str, Any], fields_of: 
                 hint = did_you_mean(name, allowed) or elsewhere(name, known)
                 raise ConfigError(
                     f"unknown key '{key}.{name}' (={node[name]}): it has no effect.{hint} Use a key of '{key}' as --cfg job "
-                    "shows them, or remove it; keys of your own belong at the top of the configuration"
+                    "shows them, or remove it; your own keys belong at the top level of the configuration"
                 )
 
 

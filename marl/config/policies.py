@@ -62,13 +62,13 @@ def holds_reference(algorithm: Any, own: Any) -> bool:
 
 
 def sequence_parallel(actor: Any) -> int:
-    """Number of ranks among which a policy's sequences are cut; verl's older key overrides the newer one where set."""
+    """Number of ranks that split a policy's sequences; verl's older key overrides the newer one where set."""
     older = actor.ulysses_sequence_parallel_size
     return int(older if older > 1 else actor.fsdp_config.ulysses_sequence_parallel_size)
 
 
 def critic_tokens(critic: Any) -> int:
-    """Tokens of a micro-batch of a critic, and so of its longest row: of all ranks among which a sequence is cut."""
+    """Tokens of a critic's micro-batch, and so of its longest row, over all ranks that split a sequence."""
     return int(critic.ppo_max_token_len_per_gpu * critic.fsdp.ulysses_sequence_parallel_size)
 
 
@@ -77,7 +77,7 @@ def ranks_per_pool(trainer: Any) -> int:
 
 
 def longest_row(rollout: Any) -> int:
-    """Tokens of a longest prompt and a longest answer."""
+    """Tokens of the longest prompt plus the longest answer."""
     return rollout.prompt_length + rollout.response_length
 
 

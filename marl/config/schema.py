@@ -37,7 +37,7 @@ class AgentConfig:
 
 class Placement(Enum):
     separate = "separate"
-    """Every policy has a pool of its own; all work at the same time."""
+    """Every policy has its own pool; all work at the same time."""
     colocated = "colocated"
     """All policies share one pool, one process a rank."""
 
@@ -78,7 +78,7 @@ class AnswerRule(Enum):
 
 
 SCORERS = count(
-    0, expected="must be at least 1, or 0 to judge in the driver, where nothing ends a reward function that hangs"
+    0, expected="must be at least 1, or 0 to score in the driver, where a reward function that hangs is never stopped"
 )
 
 

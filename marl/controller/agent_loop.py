@@ -74,7 +74,7 @@ def find_loop(rollout: Any, name: str, key: str) -> Any:
         ) from None
     if not issubclass(found, AgentLoopBase):
         raise ConfigError(
-            f"{key}={name}: {found.__qualname__} is no agent loop; expected a subclass of verl's AgentLoopBase"
+            f"{key}={name}: {found.__qualname__} is not an agent loop; expected a subclass of verl's AgentLoopBase"
         )
     return known[name]
 

@@ -30,7 +30,7 @@ class AlternativeRollouts:
         return Tries(known, len(failed) + len(tried) - len(known), *sampled(tried))
 
     async def _attempt(self, episode: Episode, at: Turn, number: int, finishes: int) -> Tried:
-        """Alternative 0 is the recorded answer, and the recorded episode its first end."""
+        """Alternative 0 is the recorded answer, and the recorded episode is its first continuation."""
         seeds = range(number * finishes, (number + 1) * finishes)
         first = await self.controller.resume(episode, at, self.step, seeds[0]) if number else episode
         answer = next(turn for turn in first.turns if turn.place == at.place)

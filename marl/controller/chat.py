@@ -22,7 +22,7 @@ from marl.utils.cache import cached_by_bytes
 MARK = "MARL{index}CONTENT"
 MARKS = re.compile(r"MARL(\d+)CONTENT")
 PAD = "\v"
-"""Whitespace that no template writes."""
+"""Whitespace that no template produces."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Frame:
     """For each content, whether the template trims its beginning, and its end."""
 
     def content(self, index: int, text: str) -> tuple[str, bool]:
-        """A content as the template shows it, and whether it continues a text."""
+        """A content as the template renders it, and whether it continues a text."""
         (space, inside), (left, right) = self.leads[index], self.trims[index]
         text = text.lstrip() if left else text
         return space + (text.rstrip() if right else text), inside

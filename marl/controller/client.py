@@ -17,7 +17,7 @@ SEED_KEYS = {"sglang": "sampling_seed"}
 """Name of the seed parameter in backends that do not call it ``seed``."""
 
 READS_NO_TEXT = frozenset({"sglang"})
-"""Backends whose servers see ids alone, as verl starts them (``skip_tokenizer_init``): they refuse stop strings, or die of them."""
+"""Backends whose servers see only ids, as verl starts them (``skip_tokenizer_init``): they reject stop strings, or crash on them."""
 
 
 class BadAnswer(ValueError):
@@ -111,7 +111,7 @@ class PolicyClient:
     def split_stops(
         self, prompt_ids: list[int], sampling: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], Sequence[str]]:
-        """Splits off the stop strings that are applied here, where a server would match them inside a thought too, or has no
+        """Splits off the stop strings that are applied here, because a server would match them inside a thought too, or has no
         text to match them in."""
         stops = sampling.get("stop") or ()
         if not stops or not (self.rollout.name in READS_NO_TEXT or self.encoder.may_think(prompt_ids)):
@@ -170,8 +170,8 @@ class PolicyClient:
                 )
         except HangsError:
             raise GroupFailed(
-                f"policy {self.policy!r} while generating: its servers have answered nobody for "
-                f"resources.timeout_s={self.watch.seconds:g} s; look at their logs, and raise it if one answer takes longer"
+                f"policy {self.policy!r} while generating: its servers have answered no request for "
+                f"resources.timeout_s={self.watch.seconds:g} s; check their logs, and raise it if one answer takes longer"
             ) from None
         except RayError as error:
             if isinstance(error, RayTaskError) and not isinstance(error.cause, RayError):

@@ -42,7 +42,7 @@ class Collection:
 
     @property
     def started(self) -> int:
-        """Number of episodes, however they ended."""
+        """Number of episodes, whether or not they succeeded."""
         return len(self.episodes) + len(self.failures)
 
     @property
@@ -53,7 +53,7 @@ class Collection:
 
 async def outcomes(works: Sequence[Coroutine[Any, Any, T]]) -> list[T | Exception]:
     """Run all concurrently and return each one's result or error. A failed policy, or a runner that exceeds its own
-    ``most_turns``, cancels the rest and is raised."""
+    ``most_turns``, cancels the rest and raises."""
     running = [asyncio.create_task(work) for work in works]
     try:
         for ended in asyncio.as_completed(running):
@@ -137,13 +137,13 @@ def collection_of(plays: Sequence[Play], results: Sequence[Episode | Exception],
 
 
 def with_turns(episodes: Sequence[Episode], step: int) -> list[Episode]:
-    """Without the episodes whose first prompt is too long, which leave nothing to train. Raises EpisodesFailed where none is
+    """Drop episodes whose first prompt is too long, as there is nothing to train. Raises EpisodesFailed if none is
     left."""
     played = [episode for episode in episodes if episode.turns]
     if not played:
         raise EpisodesFailed(
-            f"in step {step} no scored episode has a single turn: {len(episodes)} were refused before anybody spoke, and the "
-            "others' scores were lost; see the warnings above; raise data.max_prompt_length, or mend the reward function"
+            f"in step {step} no scored episode has a single turn: {len(episodes)} were refused before their first turn, and the "
+            "others could not be scored; see the warnings above; raise data.max_prompt_length, or fix the reward function"
         )
     return played
 

@@ -29,7 +29,7 @@ from marl.utils.garbage import freeze_gc
 CHUNK, CHUNKS_A_WORKER = 64, 16
 """Episodes per message: finished ones are read while the rest still run."""
 MARGIN_S = 30.0
-"""Deadline for everything but running and scoring episodes, which have their own."""
+"""Deadline for everything except running and scoring episodes, which have their own deadlines."""
 STOP_S = 5.0
 
 T = TypeVar("T")

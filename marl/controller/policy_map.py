@@ -46,6 +46,6 @@ class PolicyMap:
         return [agent for agent, policies in self._policies.items() if policy in policies]
 
     def labels(self, agents: Collection[AgentId]) -> dict[PolicyName, list[str]]:
-        """Labels of every policy's metrics: those of these agents, as far as they act with it."""
+        """Labels of every policy's metrics, one for each of these agents that acts with it."""
         names = {name: None for policies in self._policies.values() for name in policies}
         return {name: [self.label(agent, name) for agent in self.agents(name) if agent in agents] for name in names}

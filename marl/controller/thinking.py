@@ -39,8 +39,8 @@ def marks_of(setting: Any, template: str) -> Marks | None:
 def until_stop(
     ids: Sequence[int], stops: Sequence[str], read: Callable[[list[int]], str], start: int = 0
 ) -> int | None:
-    """Number of tokens up to the end of the first stop string in the text that ``read`` gives, from ``start`` on; None if there
-    is none."""
+    """Number of tokens up to the end of the first stop string in the text that ``read`` returns, from ``start`` on; None
+    without one."""
 
     def stopped(size: int) -> bool:
         text = read(list(ids[:size]))

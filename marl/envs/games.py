@@ -25,7 +25,7 @@ TABLES: dict[str, list] = {
     "happo": [[0, 2], [2, -1]],
     # a sum over actions: 0 or 2 for the first agent, 0 or 1 for the second
     "additive": [[0, 1], [2, 3]],
-    # Claus and Boutilier (1998): what is best is surrounded by what is worst
+    # Claus and Boutilier (1998): the best outcomes lie next to the worst
     "climbing": [[11, -30, 0], [-30, 7, 6], [0, 0, 5]],
     "penalty": [[10, 0, -100], [0, 2, 0], [-100, 0, 10]],
 }
@@ -36,10 +36,10 @@ DIVISOR = Number(0, above=True, expected="payoffs are divided by it; expected a 
 
 
 class Game(ABC):
-    """Override :meth:`payoffs`, ``worst`` and what else differs: ``num_stages``, :meth:`actors`, :meth:`seen`, :meth:`check`."""
+    """Override :meth:`payoffs`, ``worst`` and whatever else differs: ``num_stages``, :meth:`actors`, :meth:`seen`, :meth:`check`."""
 
     team_size: ClassVar[tuple[int, int | None]] = (2, None)
-    """At least and at most so many agents; None for no limit."""
+    """Minimum and maximum number of agents; None for no limit."""
     num_stages: int = 1
     num_actions: int = 2
 
@@ -51,10 +51,10 @@ class Game(ABC):
         invalid: float | None = bounded(None, FINITE.or_null())
         """Payoff of a stage for all acting agents if a text names no action; null: the game's lowest payoff."""
         scale: float = bounded(1.0, DIVISOR)
-        """Payoffs are divided by it. Reports call a score of 1 or more right: the best payoff is the number to choose."""
+        """Payoffs are divided by it. Reports count a score of 1 or more as right: choose the best payoff."""
 
     def __init__(self, config: Config, num_agents: int) -> None:
-        """Raises ValueError where so many agents cannot play it, or its keys contradict one another."""
+        """Raises ValueError if this number of agents cannot play it, or if its keys contradict one another."""
         self.config, self.num_agents = config, num_agents
         low, high = self.team_size
         if num_agents < low or (high is not None and num_agents > high):
@@ -70,7 +70,7 @@ class Game(ABC):
             )
 
     def check(self) -> None:
-        """Raise ValueError where the configuration is no such game."""
+        """Raise ValueError if the configuration is not valid for this game."""
         return None
 
     @property
@@ -109,8 +109,8 @@ class Game(ABC):
     def outcome(self, said: Mapping[int, str], earlier: Sequence[Joint]) -> tuple[Joint, list[float]]:
         """Joint action and each seat's scaled payoff, from the texts of the seats that act.
 
-        Where a text names no action the game ends, and all who act get ``invalid`` for this stage and for every
-        remaining one, so that nobody gains by leaving a costly game.
+        If a text names no action, the game ends and all acting seats get ``invalid`` for this stage and every
+        remaining one, so that leaving a costly game never helps.
         """
         named = {seat: self.action(text) for seat, text in said.items()}
         joint = tuple(named.get(seat) for seat in range(self.num_agents))
@@ -120,7 +120,7 @@ class Game(ABC):
         return joint, [payoff / self.config.scale for payoff in self.payoffs(joint, earlier)]
 
     def forfeit(self, played: int) -> float:
-        """Scaled payoff of a seat for all stages but those played, where the game ends before them."""
+        """Scaled payoff of a seat for the remaining stages of a game that ended early."""
         invalid = self.worst if self.config.invalid is None else self.config.invalid
         return invalid * (self.num_stages - played) / self.config.scale
 
@@ -162,7 +162,7 @@ class Repeated(Game):
 
 @register_game("matrix")
 class Matrix(Repeated):
-    """Any table: ``payoffs[a_0][a_1]…`` with one axis an agent, of as many entries as there are actions.
+    """Any table: ``payoffs[a_0][a_1]…`` with one axis per agent and one entry per action.
 
     An entry is one common payoff, or a list with a payoff per agent.
     """
@@ -237,7 +237,7 @@ class Collaborate(Repeated):
 
     Acting alone yields ``r_ind``, whatever the others do. Collaborating yields ``r_syn`` if at least ``enough`` agents do, and
     ``r_col`` < ``r_ind`` < ``r_syn`` if fewer do. All alone and all together are equilibria, and the second is better for
-    everyone: who is trained against peers that act alone learns to act alone.
+    everyone; an agent trained against peers that act alone learns to act alone.
     """
 
     @dataclass
@@ -273,8 +273,8 @@ class Collaborate(Repeated):
 
 @register_game("two_step")
 class TwoStep(Game):
-    """The two-step game of QMIX (arXiv:1803.11485): the first agent's action, without a payoff, selects the table that both
-    play next."""
+    """The two-step game of QMIX (arXiv:1803.11485): the first agent's action, which has no payoff, selects the table that
+    both play next."""
 
     team_size = (2, 2)
     num_stages = 2

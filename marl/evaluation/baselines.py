@@ -49,7 +49,7 @@ def schedules(trainer: MARLTrainer) -> set[str]:
 
 
 def answers_per_episode(team: MARLTrainer) -> int:
-    """Number of answers per episode of the team in the whole run, which is a single agent's sampling budget."""
+    """Number of answers per episode of the team over the whole run: the sampling budget of a single agent."""
     return max(1, round(team.answers_per_episode.mean or 0))
 
 
@@ -75,8 +75,8 @@ def solo_config(config: DictConfig, answers: int) -> DictConfig:
 
 
 def of_history(trainer: MARLTrainer) -> Metrics:
-    """Accuracy of the last round at the last validation, the tokens that were sampled, and the share of groups that
-    taught nothing."""
+    """Accuracy of the last round at the last validation, the number of sampled tokens, and the share of degenerate
+    groups."""
     last = trainer.history[max(trainer.history)]
     return trainer.learner.summary() | {
         "accuracy": run_summary.last_accuracy(last),

@@ -204,7 +204,7 @@ class Ensemble:
         reasons = [turn.scored.failure for turn in turns if turn.scored.failure is not None]
         if reasons:
             logger.warning(
-                "%s: %d of %d texts could not be judged, the first: %s", name, len(reasons), len(turns), reasons[0]
+                "%s: %d of %d texts could not be scored, the first: %s", name, len(reasons), len(turns), reasons[0]
             )
         return turns
 

@@ -66,7 +66,7 @@ def saved_step(folder: str | None) -> int:
 
 
 def saved_state(folder: str) -> dict[str, Any]:
-    """A checkpoint's state. Raises ConfigError for a folder that is no checkpoint."""
+    """A checkpoint's state. Raises ConfigError for a folder that is not a checkpoint."""
     try:
         return folders.read_state(Path(folder).expanduser())
     except FileNotFoundError as error:

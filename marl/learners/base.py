@@ -90,7 +90,7 @@ class Learner(ABC):
         """Write ``advantages``, ragged like ``response_mask``, into the rows of every policy."""
 
     def degenerate_share(self, metrics: Metrics) -> float | None:
-        """The share of groups that taught nothing in a step, of :meth:`assign_credit`'s metrics; None without groups."""
+        """The share of degenerate groups in a step, from :meth:`assign_credit`'s metrics; None without groups."""
         return None
 
     async def update(self, batch: JointBatch, policies: Mapping[PolicyName, PolicyGroup]) -> dict[PolicyName, Metrics]:

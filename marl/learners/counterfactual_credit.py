@@ -28,7 +28,7 @@ def ballot_score(ballot: Ballot, votes: Sequence[Vote]) -> float:
 
 
 def failed_of(batch: JointBatch) -> list[int]:
-    """Indices of the episodes that ended early, without a decision."""
+    """Indices of the episodes that ended early, without a team answer."""
     return batch.failed_E.nonzero().flatten().tolist()
 
 
@@ -40,7 +40,7 @@ def require_votes(batch: JointBatch, name: str) -> None:
     )
     if missing is not None:
         raise ValueError(
-            f"credit={name} shares out what a team's vote decided, and none was taken on task {missing}: let the runner end "
+            f"credit={name} distributes the score of the team's vote, and none was taken on task {missing}: let the runner end "
             "with marl.runners.decide, as debate and voting do, or use credit=team credit.of=answer"
         )
 

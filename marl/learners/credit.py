@@ -70,14 +70,14 @@ def later_rounds(scores_ERA: Tensor, mask_ERA: Tensor, gamma: float) -> tuple[Te
 
 
 def incentives(scores_ERA: Tensor, mask_ERA: Tensor, alpha: tuple[float, float], beta: tuple[float, float]) -> Tensor:
-    """The incentives of MAPoRL (arXiv:2502.18439), by the meaning that the paper gives them; its release has another one.
+    """The incentives of MAPoRL (arXiv:2502.18439), as the paper defines them; its released code differs.
 
         R(r + 1, i) += alpha_{m(r, i)} (V(r + 1, i) - V(r, i))        R(r, i) += beta_{V(r, i)} (m(r + 1, i) - m(r, i))
 
-    m(r, i) is the score of the majority of i's peers in round r, 0 or 1 (right is above .5). So alpha_0 rewards a right
-    answer drawn out of wrong peers, alpha_1 for being persuaded by right ones; beta_0 for a wrong answer that still helps
-    the peers, beta_1 for persuading them while right. There is no incentive where the peers are tied or silent in a round that is
-    asked for, or where i itself is. Rewards [E, R, A].
+    m(r, i) is the score of the majority of i's peers in round r, 0 or 1 (right is above .5). So alpha_0 rewards reaching
+    a right answer from wrong peers, alpha_1 being persuaded by right ones; beta_0 rewards a wrong answer that still helps
+    the peers, beta_1 persuading them while right. No incentive where the peers are tied, or where they or i itself are silent
+    in either round. Rewards [E, R, A].
     """
     spoke_ERA, right_ERA = mask_ERA.bool(), scores_ERA > 0.5
     sides_ERA = torch.where(right_ERA, 1.0, -1.0) * spoke_ERA
@@ -108,8 +108,8 @@ def returns_to_go(rewards_ERA: Tensor, mask_ERA: Tensor, gamma: float) -> Tensor
 def fold_untrained(rewards_ERA: Tensor, mask_ERA: Tensor, trained_ERA: Tensor, gamma: float | Tensor) -> Tensor:
     """Move rewards of an agent's untrained turns to its last trained turn before them; zero on untrained turns.
 
-    Without it a learner that trains round 1 alone would never hear of what round 1 does to round 2. ``gamma`` discounts from
-    one column to the next, whoever spoke in it; a tensor [R] where columns differ.
+    Without it, a learner that trains only round 1 would never see its effect on round 2. ``gamma`` discounts from one
+    column to the next, whoever spoke in it; a tensor [R] where columns differ.
     """
     trained_ERA, earned_ERA = trained_ERA.bool(), torch.where(mask_ERA.bool(), rewards_ERA, 0.0)
     gamma_R = torch.as_tensor(gamma, dtype=rewards_ERA.dtype).expand(rewards_ERA.shape[1])
@@ -162,8 +162,8 @@ def group_advantages(
 
         A = (R - mean) / (std + eps)      with the sample standard deviation
 
-    Rewards that differ by no more than rounding give exactly 0, where the deviation would blow that up to advantages of order
-    1; so does a group of one, where verl's GRPO returns the raw reward. ``weights_B`` counts a reward as less than one.
+    Rewards that differ only by rounding give exactly 0, where dividing by the deviation would inflate them to advantages of
+    order 1; so does a group of one, where verl's GRPO returns the raw reward. ``weights_B`` can count a reward for less than 1.
     """
     index_B, count_G = group_index(keys_B)
     weights_B = torch.ones_like(rewards_B) if weights_B is None else weights_B.to(rewards_B.dtype)

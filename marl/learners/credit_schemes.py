@@ -36,9 +36,9 @@ class Credit(ABC):
     compares_samples: ClassVar[bool] = False
     """Compares a task's samples, and therefore needs more than one of them."""
     own_scores: ClassVar[bool] = False
-    """Credits an answer with its own score alone, as is every turn that is compared with its alternatives."""
+    """Credits an answer only with its own score, as required for turns that are compared with their alternatives."""
     sums_to_zero: ClassVar[bool] = False
-    """The agents' credits of an episode cancel out, and so does their mean."""
+    """The agents' credits sum to zero in every episode, and so does their mean."""
 
     @dataclass
     class Config:
@@ -65,8 +65,8 @@ class Credit(ABC):
         return not self.votes and self.kind != "advantage"
 
     def gather(self, episodes: Sequence[Episode], rollouts: Rollouts) -> Awaitable[Gathered] | None:
-        """Play for evidence that scored episodes do not hold, while the servers still answer; None where none is needed. An
-        override may be ``async``. It leaves numbers in ``turn.evidence``."""
+        """Run further rollouts for evidence beyond the scored episodes, while the servers are still up; None if none is
+        needed. An override may be ``async``. It stores numbers in ``turn.evidence``."""
         return None
 
     def add_evidence(self, batch: JointBatch, episodes: Sequence[Episode], no_answer: float = 0.0) -> None:
@@ -84,7 +84,7 @@ class Credit(ABC):
         """Credit [E, R, A] of every turn of the conversations, zero where no agent spoke."""
 
     def of(self, batch: JointBatch) -> Tensor:
-        """Credit [E, R, A] of every turn. One that is compared with its alternatives gets its own score only: later
+        """Credit [E, R, A] of every turn. One that is compared with its alternatives gets only its own score: later
         rounds followed from the kept one."""
         credit_ERA = self.assign(batch)
         if self.config.has_incentives:
@@ -96,8 +96,8 @@ class Credit(ABC):
         return credit.team_mean(self.of(batch), batch.mask_ERA)
 
     def incentives(self, batch: JointBatch) -> Tensor:
-        """Incentives [E, R, A] of every turn. Turns that are no answers get none and do not count as peers', nor does the last
-        turn before an early end, whose score is the failure score. Penalties are left out: an overlong answer may be right."""
+        """Incentives [E, R, A] of every turn. Turns that are not answers get none and do not count as peers', nor does the
+        last turn before an early end, whose score is the failure score. Penalties are ignored: an overlong answer may be right."""
         config = self.config
         alpha, beta = (config.alpha0, config.alpha1), (config.beta0, config.beta1)
         return credit.incentives(batch.scores_ERA + batch.penalties_ERA, standing(batch), alpha, beta)
@@ -119,11 +119,11 @@ class OutcomeCredit(Credit):
 
     @abstractmethod
     def of_turns(self, batch: JointBatch) -> Tensor:
-        """Rewards [E, R, A] that answers get at once."""
+        """Rewards [E, R, A] that answers get in their own round."""
 
     @abstractmethod
     def outcome(self, batch: JointBatch) -> Tensor:
-        """Rewards [E, A] that agents get when the conversation has ended."""
+        """Rewards [E, A] that agents get at the end of the conversation."""
 
     def assign(self, batch: JointBatch) -> Tensor:
         return self.of_turns(batch) + self.outcome(batch)[:, None] * batch.last_turns_ERA
@@ -239,7 +239,7 @@ class Mixed(Team):
 @register_credit("joint")
 class Joint(Credit):
     """Every turn of an episode gets the sum of the scores of all its answers (CORY, arXiv:2410.06101), the team's score
-    where there are none. Where the conversation ended early, each agent's last turn adds what that is worth."""
+    where there are none. If the conversation ended early, each agent's last turn adds the failure score."""
 
     kind = "return"
     adds_answers = True
@@ -255,8 +255,8 @@ class Joint(Credit):
 class ZeroSum(OutcomeCredit):
     """Zero-sum reward: the score of an agent's last answer, less the mean of the others' last ones.
 
-    With two sides the rewards of an episode sum to 0 (SPIRAL, arXiv:2506.24119). 0 where nobody else answered, and for who
-    never answers. An episode that ended before its time is no draw: all sides lose it, as if the others had been right.
+    With two sides the rewards of an episode sum to 0 (SPIRAL, arXiv:2506.24119). 0 if no other agent answered, and for
+    agents that never answer. An episode that ended early is not a draw: all sides lose it, as if the others had been right.
     """
 
     sums_to_zero = True

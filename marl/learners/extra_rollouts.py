@@ -24,7 +24,7 @@ class Tried:
 
 @dataclass(slots=True)
 class Tries:
-    """Answers with scored ends, and the cost of all that were tried."""
+    """Alternative answers with scored continuations, and the cost of all attempts."""
 
     tried: list[Tried]
     failed: int

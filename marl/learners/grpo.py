@@ -78,7 +78,7 @@ class GRPO(Learner):
         return self.without_equal(batch, unequal_ERA, keys_ERA)
 
     def without_equal(self, batch: JointBatch, unequal_ERA: Tensor, keys_ERA: Tensor) -> Metrics:
-        """Count degenerate groups and, with ``drop_equal``, drop their turns. To a credit of kind ``advantage`` each turn is
+        """Count degenerate groups and, with ``drop_equal``, drop their turns. For a credit of kind ``advantage`` each turn is
         a group."""
         shares = degenerate_share(batch, unequal_ERA, keys_ERA)
         if self.config.drop_equal:

@@ -37,13 +37,13 @@ class MAPPO(IPPO):
         super().check(policies)
         if self.config.chain and self.credit.kind != "reward":
             raise ValueError(
-                f"learner.chain=true with credit={self.credit.config.name}: a chain sums the rewards of rounds, and this credit "
+                f"learner.chain=true with credit={self.credit.config.name}: a chain sums the rewards of rounds, but this credit "
                 f"is of kind {self.credit.kind}; use credit=team, or learner.chain=false"
             )
         if self.config.chain and self.credit.sums_to_zero:
             raise ValueError(
                 f"learner.chain=true with credit={self.credit.config.name}: a chain gets the mean of the agents' rewards, "
-                "which is 0 where one wins what the others lose; use credit=team, or learner.chain=false"
+                "which is 0 when one wins what the others lose; use credit=team, or learner.chain=false"
             )
 
     def trajectories(self, batch: JointBatch, cells_D: Tensor) -> Trajectories:
@@ -58,7 +58,7 @@ class MAPPO(IPPO):
         return credit.at_last_speakers(self.credit.of_team(batch), batch.chained_ERA)
 
     def fold(self, credit_ERA: Tensor, mask_ERA: Tensor, trained_ERA: Tensor) -> Tensor:
-        """In a chain, rewards of untrained turns go to the last trained turn before them, of any agent."""
+        """In a chain, rewards of untrained turns go to the last trained turn before them, whichever agent took it."""
         if not self.config.chain:
             return super().fold(credit_ERA, mask_ERA, trained_ERA)
         links, (_, num_rounds, num_agents) = (len(mask_ERA), -1, 1), mask_ERA.shape

@@ -1,5 +1,5 @@
-"""The fit of utilities and mixer together. The mixer stays here: its derivatives by the utilities go to the critics' workers
-as coefficients of a linear loss, whose gradient at the same weights is that of one graph from the mixer to the value heads.
+"""Joint fit of utilities and mixer. The mixer stays in the driver: its derivatives with respect to the utilities go to the
+critics' workers as coefficients of a linear loss, whose gradient equals that of one graph from the mixer to the value heads.
 """
 
 import asyncio
@@ -20,10 +20,10 @@ Critics = Mapping[CriticName, CriticGroup]
 
 
 class MixerFit:
-    """A mixer that is being fitted, with its target copy and its optimiser; ``steps`` counts the training steps of the fit."""
+    """A mixer with its target copy and its optimiser; ``steps`` counts the training steps of the fit."""
 
     def __init__(self, make: Callable[[int], Mixing], num_agents: int, lr: float, seed: int) -> None:
-        """The first weights are drawn from ``seed``, whatever else is drawn in this process."""
+        """The initial weights depend only on ``seed``, whatever else this process draws."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.mixing = make(num_agents)
@@ -34,7 +34,7 @@ class MixerFit:
     async def begin(
         self, batch: JointBatch, critics: Critics, joint: JointActions, gamma: float, target_update_every: int
     ) -> Tensor:
-        """Begin a training step: renew the targets if it is time, and return what Q_tot is fitted to, y [B]."""
+        """Begin a training step: renew the target copies if they are due, and return the targets y [B] of Q_tot."""
         if self.steps % target_update_every == 0:
             self.target.load_state_dict(self.mixing.state_dict())
             await asyncio.gather(*(critic.renew_target() for critic in critics.values()))
@@ -49,8 +49,8 @@ class MixerFit:
     async def descend(
         self, batch: JointBatch, critics: Critics, joint: JointActions, targets_B: Tensor, last: bool
     ) -> dict[CriticName, Metrics]:
-        """One optimiser step of the mixer and of every critic, from the batch's values, which are of the present weights;
-        then the batch has those of the new ones."""
+        """One optimiser step of the mixer and of every critic from the batch's values, which must be those of the current
+        weights; afterwards the batch holds those of the new ones."""
         v_BA, q_BA = joint.from_grid(batch.critic_data.values_ERA), joint.from_grid(batch.critic_data.utilities_ERA)
         q_tot_B, dq_BA = self._descend(joint, q_BA, targets_B)
         v_loss, dv_BA = baseline_loss(v_BA, q_BA, joint.mask_BA)
@@ -67,8 +67,8 @@ class MixerFit:
         return {name: numbers | fitted for name, numbers in metrics.items()}
 
     def _descend(self, joint: JointActions, q_BA: Tensor, targets_B: Tensor) -> tuple[Tensor, Tensor]:
-        """One step of the mixer on the mean of (Q_tot - y)^2: Q_tot before it, and the loss's derivatives [B, A] by the
-        utilities."""
+        """One step of the mixer on the mean of (Q_tot - y)^2. Returns Q_tot before the step and the loss's derivatives [B, A]
+        with respect to the utilities."""
         q_BA = q_BA.detach().requires_grad_()
         q_tot_B = self.mixing(q_BA, self.mixing.states(joint))
         loss = (q_tot_B - targets_B).square().mean()

@@ -1,4 +1,4 @@
-"""Agents' utilities and the team's mixed value: the mathematics of VDN and QMIX, beside the driver. Pure but for the modules.
+"""Agents' utilities and the team's mixed value: the mathematics of VDN and QMIX, run in the driver. Pure except for the modules.
 
 A *joint action* is what the trained agents say in one round of one episode. Axes: B joint actions, A agents, S the state.
 """
@@ -21,7 +21,7 @@ class Advantage(Enum):
     gradient = "gradient"
     """w_i (q_i - v_i) with w_i = dQ_tot / dq_i (DOP, arXiv:2007.12322)."""
     group = "group"
-    """Q_tot less its mean with the agent's answers in the task's other samples instead of its own."""
+    """Q_tot less its mean over the agent's answers in the task's other samples, substituted for this one."""
 
 
 Mix = Callable[[Tensor, Tensor], Tensor]
@@ -29,18 +29,18 @@ Mix = Callable[[Tensor, Tensor], Tensor]
 
 
 class Mixing(nn.Module):
-    """A mixer and, where it reads a state, the encoder that makes it; both are learned together."""
+    """A mixer and, if it reads a state, the encoder that produces it; both are trained together."""
 
     def __init__(self, mixer: nn.Module, encoder: StateEncoder | None = None) -> None:
         super().__init__()
         self.mixer, self.encoder = mixer, encoder
 
     def states(self, joint: JointActions) -> Tensor:
-        """[B, S]; S is 0 for a mixer that reads none. Raises ValueError where it reads one and there are no ids."""
+        """[B, S]; S is 0 for a mixer without a state. Raises ValueError if it reads one and there are no ids."""
         if self.encoder is None:
             return torch.zeros(len(joint.index_B), 0)
         if joint.ids is None:
-            raise ValueError("the mixer reads the joint observation, and the batch holds no joint_ids")
+            raise ValueError("the mixer reads the joint observation, but the batch holds no joint_ids")
         return self.encoder(joint.ids)[joint.index_B]
 
     def advantages(self, how: Advantage, joint: JointActions, q_BA: Tensor, v_BA: Tensor) -> Tensor:
@@ -56,14 +56,14 @@ class Mixing(nn.Module):
 
 @dataclass
 class JointActions:
-    """The joint actions of a step, in the order of episodes and rounds. Who is not trained has utility 0 in them."""
+    """The joint actions of a step, in the order of episodes and rounds. Untrained agents have utility 0 in them."""
 
     shape: torch.Size
     """Shape [E, R, A] of the turn grids."""
     index_B: Tensor
     """Index of each joint action in the flattened [E, R] grid."""
     mask_BA: Tensor
-    """1 where a trained agent speaks, though this turn of it may be left out of training."""
+    """1 where a trained agent speaks, even if this turn is left out of training."""
     next_B: Tensor
     """The episode's next joint action, -1 after its last."""
     rounds_B: Tensor
@@ -71,13 +71,13 @@ class JointActions:
     rewards_B: Tensor
     """The team's reward up to the next joint action."""
     keys_B: list[Hashable]
-    """Task and round: joint actions of one key are alternatives to one another."""
+    """Task and round: joint actions with the same key are alternatives to one another."""
     ids: Tensor | None
-    """The joint observation's, ragged over [E * R]."""
+    """Ids of the joint observation, ragged over [E * R]."""
 
     @classmethod
     def of(cls, batch: JointBatch, rewards_ER: Tensor, gamma: float) -> JointActions:
-        """``rewards_ER``: the team's reward of every round. Alternatives that no conversation followed are no part of it."""
+        """``rewards_ER``: the team's reward of every round. Alternatives that no conversation followed are excluded."""
         spoke_ERA = batch.mask_ERA
         trained_ERA = batch.compared_ERA & spoke_ERA
         trained_ER = trained_ERA.any(-1)
@@ -100,13 +100,13 @@ class JointActions:
         )
 
     def from_grid(self, x_ERA: Tensor | None) -> Tensor:
-        """A grid's numbers of the joint actions [B, A], 0 for who is silent or not trained."""
+        """A grid's values at the joint actions [B, A], 0 for agents that are silent or untrained."""
         if x_ERA is None:
-            raise ValueError("the batch holds no utilities: the critics have not read it")
+            raise ValueError("the batch holds no utilities: no critic has evaluated it")
         return x_ERA.reshape(-1, self.shape[-1])[self.index_B] * self.mask_BA
 
     def to_grid(self, x_BA: Tensor) -> Tensor:
-        """The grid [E, R, A] of these numbers, 0 elsewhere."""
+        """The grid [E, R, A] of these values, 0 elsewhere."""
         x_ERA = torch.zeros(self.shape)
         x_ERA.view(-1, self.shape[-1])[self.index_B] = (x_BA * self.mask_BA).float()
         return x_ERA
@@ -118,7 +118,7 @@ class JointActions:
 
 def by_gradient(mix: Mix, q_BA: Tensor, v_BA: Tensor, state_BS: Tensor) -> Tensor:
     """w_i (q_i - v_i) with w_i = dQ_tot / dq_i (DOP, arXiv:2007.12322): the answer's value to the team, above the mean
-    of its agent's answers. A mixer may scale a utility as it likes: the raw one is no credit."""
+    of its agent's answers. A mixer may scale utilities arbitrarily, so a raw one cannot serve as credit."""
     with torch.enable_grad():
         q_BA = q_BA.detach().requires_grad_()
         (weights_BA,) = torch.autograd.grad(mix(q_BA, state_BS.detach()).sum(), q_BA)
@@ -127,7 +127,7 @@ def by_gradient(mix: Mix, q_BA: Tensor, v_BA: Tensor, state_BS: Tensor) -> Tenso
 
 @torch.no_grad()
 def by_group(mix: Mix, q_BA: Tensor, mask_BA: Tensor, state_BS: Tensor, keys_B: list[Hashable]) -> Tensor:
-    """Q_tot(q) - mean_k Q_tot(q_-i, q_i^k) over the agent's own other answers k of the same key; 0 where it gave no other."""
+    """Q_tot(q) - mean_k Q_tot(q_-i, q_i^k) over the agent's other answers k with the same key; 0 if it gave no others."""
     pairs_P2 = pairs_within(keys_B)
     q_tot_B = mix(q_BA, state_BS)
     credit_BA = torch.zeros_like(q_BA)
@@ -150,7 +150,7 @@ def pairs_within(keys_B: list[Hashable]) -> Tensor:
 
 
 def baseline_loss(v_BA: Tensor, q_BA: Tensor, mask_BA: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean over turns of (v - q)^2, in which q is the target, and its derivatives [B, A] by v."""
+    """The mean over turns of (v - q)^2, in which q is the target, and its derivatives [B, A] with respect to v."""
     error_BA = (v_BA - q_BA) * mask_BA
     turns = mask_BA.sum().clamp(min=1)
     return error_BA.square().sum() / turns, 2 * error_BA / turns

@@ -18,12 +18,12 @@ from marl.utils.numbers import SHARE, Number, bounded
 
 @register_learner("rae")
 class RAE(Learner):
-    """A = R - b, where b follows R of the same game and role: b <- decay b + (1 - decay) R once for every episode, without the
-    pull towards 0 of the first ones. A role's constant advantage, such as the first move, thus gives nobody credit.
+    """A = R - b, where b tracks R of the same game and role: b <- decay b + (1 - decay) R once per episode, corrected for its bias
+    towards 0 in the first ones. A role's constant advantage, such as the first move, thus earns no credit.
 
-    The game is the data source; the role is the agent and its place in the order in which agents first speak, so that an agent
-    that begins has a mean of its own if seats are swapped. R is the mean return of the agent's turns: the outcome, where that is
-    all their rewards. The episodes of a step update by their mean, so that their order does not matter.
+    The game is the data source; the role is the agent and its place in the order in which agents first speak, so that, if
+    seats are swapped, an agent has a separate mean for going first. R is the mean return of the agent's turns: the outcome, if
+    they have no other reward. The episodes of a step update b by their mean, so that their order does not matter.
     """
 
     default_credit = "zero_sum"

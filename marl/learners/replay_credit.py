@@ -81,7 +81,7 @@ class ReplayCredit(Credit):
 
 
 def choose(episode: Episode, share: float, rollouts: Rollouts) -> list[Turn]:
-    """A random share of the trained turns, in their order; the rest are no longer trained."""
+    """Select a random share of the trained turns, in their order; the rest are no longer trained."""
     turns = [turn for turn in episode.turns if turn.trained and rollouts.trained(turn)]
     followed = [turn for turn in turns if turn.kept]
     places = sorted(rollouts.rng(episode).sample(range(len(followed)), ceil(len(followed) * share)))

@@ -1,7 +1,7 @@
 """VDN: the team's value is the sum of the agents' utilities, fitted to the team's return (arXiv:1706.05296).
 
 A utility q(h, y) is the value head's output after a turn's answer; its output before the answer is v(h), the mean of q.
-Advantages are the answer's gain for the team beyond that. On-policy: there is no replay buffer.
+Advantages are the answer's gain for the team beyond that. Training is on-policy, without a replay buffer.
 """
 
 from collections.abc import Mapping

@@ -24,12 +24,12 @@ from marl.types import PolicyName, Task
 
 @dataclass(frozen=True)
 class CheckedSetup(Setup):
-    """A run whose models and prompts were read, which its plan needs too."""
+    """A run whose models and prompts have been loaded; its plan needs them too."""
 
     sizes: Mapping[PolicyName, ModelSize]
     encoders: Mapping[PolicyName, ChatEncoder]
     tasks: Sequence[Sequence[Task]]
-    """The tasks of every file that were read, the longest first."""
+    """The tasks read from every file, the longest first."""
 
 
 def preflight(setup: Setup) -> CheckedSetup:
@@ -67,7 +67,7 @@ def encoder_of(config: DictConfig, own: DictConfig, key: str, thinking: Any) -> 
     try:
         encoder = ChatEncoder(tokenizer, config.data.apply_chat_template_kwargs, thinking)
         encoder.encode([{"role": "user", "content": "hello"}])
-    except Exception as error:  # a template is a program of its own
+    except Exception as error:  # a template is a program and may raise anything
         raise ConfigError(
             f"{key}.path={path}: its chat template cannot be used: {pretrained.line(error)}; expected an instruct model's, or "
             f"set {key}.custom_chat_template"

@@ -96,7 +96,7 @@ def check_credit(setup: Setup) -> None:
     config, learner, credit, name = setup.config, setup.learner, setup.learner.credit, setup.config.credit.name
     if credit.votes and not setup.runner.votes:
         raise ConfigError(
-            f"credit={name} shares out what a team's vote decided, and runner={config.runner.name} takes none; use a runner "
+            f"credit={name} distributes the score of the team's vote, and runner={config.runner.name} takes no vote; use a runner "
             "with runner.decide, such as debate or voting, or credit=team credit.of=answer"
         )
     check_incentives(setup)
@@ -116,8 +116,8 @@ def check_credit(setup: Setup) -> None:
         return
     if learner.critics:
         raise ConfigError(
-            f"credit={name} gives advantages, and learner={config.learner.name} would fit a critic that nobody "
-            "reads; use learner=grpo"
+            f"credit={name} gives advantages, and learner={config.learner.name} would fit a critic that is "
+            "never used; use learner=grpo"
         )
     if config.algorithm.adv_estimator is not None or config.algorithm.use_kl_in_reward:
         raise ConfigError(
@@ -128,14 +128,14 @@ def check_credit(setup: Setup) -> None:
 
 
 def warn_of_early_ends(setup: Setup) -> None:
-    """Warn of a credit by which a team that ends early gets less than one that repeats its right answers."""
+    """Warn of a credit that gives a team that ends early less than one that repeats its right answers."""
     config, credit = setup.config, setup.learner.credit
     discounted = credit.kind == "reward" and "gamma" in config.learner and config.learner.gamma == 0
     if setup.runner.may_end_early and credit.adds_answers and not discounted:
         logger.warning(
-            "runner=%s may end a conversation early, and credit=%s adds up the scores of an agent's answers: right answers of "
-            "one round earn less than the same answers repeated in three, so that ending early is discouraged. Credit an "
-            "outcome once, by credit=team credit.of=final (or of=answer), zero_sum or shapley, or weigh it by "
+            "runner=%s may end a conversation early, and credit=%s adds up the scores of an agent's answers: right answers in "
+            "one round earn less than the same answers repeated in three, which discourages ending early. Credit an "
+            "outcome once, with credit=team credit.of=final (or of=answer), zero_sum or shapley, or weight it with "
             "credit=influence",
             config.runner.name, config.credit.name,
         )  # fmt: skip
@@ -153,19 +153,19 @@ def check_incentives(setup: Setup) -> None:
         why = "no two agents answer in the same round" if alone else "nobody answers in a second round"
         raise ConfigError(
             f"credit.{key}={value}: with these agents and runner={config.runner.name} {why}, and incentives, which compare an "
-            f"answer with its peers' of the same round and of the next, would have no effect; set credit.{key}=0, or use a runner "
+            f"answer with its peers' in the same round and in the next, would have no effect; set credit.{key}=0, or use a runner "
             "such as debate with runner.order=simultaneous and runner.num_rounds=2"
         )
 
 
 def check_overlong(setup: Setup) -> None:
-    """A turn's penalty is taken off its own score, which some credits and all incentives do not read."""
+    """A turn's penalty is subtracted from its own score, which some credits and all incentives do not read."""
     config, credit, scheme = setup.config, setup.config.credit, setup.learner.credit
     buffer = config.controller.overlong_buffer
     if buffer and setup.runner.scores_turns:
         raise ConfigError(
-            f"controller.overlong_buffer={buffer}: runner={config.runner.name} gives every turn its score, which length does "
-            "not change; set it to 0"
+            f"controller.overlong_buffer={buffer}: runner={config.runner.name} gives every turn its score, whatever its "
+            "length; set it to 0"
         )
     if buffer and not scheme.reads_turn_scores:
         of = " credit.of=answer" if credit.get("of") is TeamOf.answer else ""

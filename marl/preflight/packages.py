@@ -1,4 +1,4 @@
-"""Checks of packages that workers and servers import and that no installation without a GPU needs."""
+"""Checks for packages that workers and servers import and that only GPU installations need."""
 
 import os
 from collections.abc import Iterable
@@ -12,13 +12,13 @@ from marl.config.errors import ConfigError
 from marl.config.policies import changes_of, own_settings
 
 SERVERS = {
-    "vllm": "install it by pip install -e '.[vllm]'",
+    "vllm": "install it with pip install -e '.[vllm]'",
     "sglang": "install it, or use verl's image for it",
 }
-"""Remedies by server; each server's package has its name."""
+"""Remedies by server; each server's package has the server's name."""
 FLASH = "flash_attention_2"
 FLASH_PACKAGES = ("flash_attn", "kernels")
-"""The package itself, or the one by which transformers loads it from the hub."""
+"""The package itself, or the one with which transformers loads it from the hub."""
 
 
 def check_packages(config: DictConfig, policies: Iterable[str], has_critics: bool) -> None:
@@ -48,7 +48,7 @@ def check_attention(model: Any, key: str) -> None:
 
 
 def runs_here(config: DictConfig) -> bool:
-    """True if the workers run on this machine's GPUs, in this environment: a cluster's machines have packages of their own."""
+    """True if the workers run on this machine's GPUs, in this environment: a cluster's machines have their own packages."""
     ray_init = config.ray_kwargs.ray_init
     elsewhere = os.environ.get("RAY_ADDRESS") or ray_init.get("address") or own_environment(ray_init)
     return config.trainer.device == "cuda" and not elsewhere and torch.cuda.is_available()

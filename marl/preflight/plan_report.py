@@ -23,7 +23,7 @@ def growth_text(setup: CheckedSetup) -> str:
     config, limit = setup.config, setup.config.data.max_prompt_length
     growth = growth_of(setup, setup.encoders, [read[0] for read in setup.tasks])
     if growth.unknown:
-        return f"how long prompts get is not known: runner={config.runner.name}: {growth.unknown}"
+        return f"unknown how long prompts get: runner={config.runner.name}: {growth.unknown}"
     lines = [f"{grows(config, growth)} with the longest answers; data.max_prompt_length={limit}"]
     if growth.prompt > limit:
         lines.append(

@@ -17,7 +17,7 @@ from marl.types import AgentId, ContextOverflow, Episode, Message, Score, Task, 
 from marl.utils.deadlines import OutOfTime, own_time, waiting_for_others
 
 DEADLINE_S = 10.0
-"""Deadline for a runner that waits on its own, in each conversation; the time to encode its prompts does not count."""
+"""Deadline per conversation for waits in the runner itself; the time to encode its prompts does not count."""
 
 
 NO_TOKEN = -1
@@ -96,7 +96,7 @@ def measure(
         except TooManyTurns:
             raise
         except OutOfTime:
-            growth.unknown = f"not played to its end within {DEADLINE_S:g} s"
+            growth.unknown = f"a conversation did not end within {DEADLINE_S:g} s"
         except Exception as error:  # a runner's own: it is its episodes' to fail
             growth.unknown = f"{type(error).__name__}: {error}"
     return growth

@@ -49,7 +49,7 @@ def check_prompts(config: DictConfig, encoders: Mapping[str, ChatEncoder]) -> li
 
 
 def task_of(row: Mapping[str, Any], id: str, prompt_key: str) -> Task:
-    """A row as a task that only lengths are read from."""
+    """A row as a task of which only lengths are used."""
     truth, extra = row["reward_model"]["ground_truth"], row.get("extra_info") or {}
     return Task(id, list(row[prompt_key]), truth, row["data_source"], only_answer, extra)
 

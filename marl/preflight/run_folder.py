@@ -74,7 +74,7 @@ def origin_of(settings: Any, folder: Path) -> Path | None:
     if settings.resume_mode == "disable":
         raise ConfigError(
             f"trainer.default_local_dir={folder} holds the results of a run, and trainer.resume_mode=disable would write over "
-            "them; set trainer.default_local_dir to a new folder, or trainer.resume_mode=auto to go on with that run"
+            "them; set trainer.default_local_dir to a new folder, or trainer.resume_mode=auto to continue that run"
         )
     found = folders.complete(folder)
     return found[-1] if found else folder
@@ -89,15 +89,15 @@ def named_origin(source: Path, folder: Path, results: bool) -> Path:
         if results:
             raise ConfigError(
                 f"trainer.default_local_dir={folder} holds the results of another run than trainer.resume_from_path={source}; "
-                "set it to a new folder, or trainer.resume_mode=auto to go on with the run that it holds"
+                "set it to a new folder, or trainer.resume_mode=auto to continue the run that it holds"
             )
         return source
     later = [path.name for number, path in folders.numbered(folder) if number > step]
     if later:
         raise ConfigError(
             f"trainer.resume_from_path={source}: the run has later checkpoints, {', '.join(later)}, which a run from here "
-            "would write over; set trainer.default_local_dir to a new folder to go on from here beside it, or "
-            "trainer.resume_mode=auto to go on from the last one"
+            "would write over; set trainer.default_local_dir to a new folder to continue from here beside it, or "
+            "trainer.resume_mode=auto to continue from the last one"
         )
     return source
 
@@ -124,7 +124,7 @@ def must_be_the_same_run(
     keys = ",".join(dict.fromkeys(key_of(difference) for difference in [*found][:SHOWN]))
     raise ConfigError(
         f"{origin} was saved by a run with other settings: {listed}{more}. Use the saved values, set "
-        "trainer.default_local_dir to a new folder for a run of its own, or, if the run is to go on so, set "
+        "trainer.default_local_dir to a new folder for a separate run, or, to continue with these settings, set "
         f"trainer.resume_changes=[{keys}]"
     )
 
@@ -139,7 +139,7 @@ def write_identity(folder: Path, new: dict[str, Any], origin: Path | None, saved
 
 
 def point_latest_at(folder: Path) -> None:
-    """Point the link ``latest`` beside a time-stamped folder at it: at the most recently started run, resumed ones included."""
+    """Point the link ``latest`` beside a time-stamped folder at it: the most recently started run, resumed ones included."""
     if STAMPED.fullmatch(folder.name) is None:
         return
     link, temporary = folder.parent / LATEST, folder.parent / f".{LATEST}.{os.getpid()}"

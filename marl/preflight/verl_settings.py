@@ -23,7 +23,7 @@ BUILT = ("actor", "rollout")
 """Sections that are instantiated in full. The model is not: that would load it."""
 PRECISIONS = {"fp32", "bf16", "fp16", "float32", "bfloat16", "float16"}
 UNREAD = ("forward_micro_batch_size", "forward_micro_batch_size_per_gpu")
-"""Numbers of verl's critic that its own YAML leaves null; batches by tokens have no use for them."""
+"""Numbers of verl's critic that its own YAML leaves null; batches sized by tokens do not use them."""
 OURS = ("_target_", "total_training_steps", "custom")
 """Not the user's to set: what Hydra reads, and what we write before a worker reads it."""
 
@@ -42,7 +42,7 @@ def check_settings(actor_rollout_ref: Any, name: str = "actor_rollout_ref") -> N
 
 
 def check_critic_settings(critic: Any) -> None:
-    """The same for ``critic``, without our keys beside verl's."""
+    """The same for ``critic``, without the keys that we add to verl's."""
     given = [key for key in critic if key not in UNREAD or critic[key] is not None]
     for key, value, expected in wrong_values(OmegaConf.masked_copy(critic, given), "critic"):
         raise ConfigError(f"{key}={value}: {expected}")
@@ -60,7 +60,7 @@ def must_be_buildable(key: str, group: Any) -> None:
         omega_conf_to_dataclass(group)
     except (InstantiationException, ValueError, TypeError, AssertionError, NotImplementedError) as error:
         cause = error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error
-        raise ConfigError(f"{key}: verl refuses it: {cause}; expected settings that go together") from None
+        raise ConfigError(f"{key}: verl rejects it: {cause}; expected settings that are compatible") from None
 
 
 def must_be_known(key: str, value: Any, known: set[str]) -> None:
@@ -94,7 +94,7 @@ def wrong_values(node: Any, key: str) -> Iterator[tuple[str, Any, str]]:
 def hints_of(target: str) -> dict[str, Any]:
     kind = get_class(target)
     if not is_dataclass(kind):
-        raise ConfigError(f"_target_={target} is no dataclass; expected one of verl's: leave it as it is")
+        raise ConfigError(f"_target_={target} is not a dataclass; expected one of verl's: leave it as it is")
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in fields(kind)}
 

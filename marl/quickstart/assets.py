@@ -60,7 +60,7 @@ def ensure_for(config: Any, on_step: Callable[[int, int], None] = lambda done, o
 def ensure(
     folder: Path, recipe: Recipe, seed: int, on_step: Callable[[int, int], None] = lambda done, of: None
 ) -> bool:
-    """Make what is not there yet; return whether it had to. ``on_step`` is called after every warm-up step."""
+    """Create whatever is missing; return whether anything was. ``on_step`` is called after every warm-up step."""
     fingerprint = asdict(recipe) | {"seed": seed}
     if (folder / FINGERPRINT).is_file() and json.loads((folder / FINGERPRINT).read_text()) == fingerprint:
         return False

@@ -16,7 +16,7 @@ class DegenerateGroups:
         self.steps, self.in_a_row = steps, 0
 
     def look(self, share: float | None, step: int) -> None:
-        """Read a step's share of groups that are all alike; None where its learner compares no groups."""
+        """Read a step's share of degenerate groups; None where its learner compares no groups."""
         if share is None:
             return
         self.in_a_row = self.in_a_row + 1 if share >= 1.0 else 0

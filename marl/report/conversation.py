@@ -26,8 +26,8 @@ def answers_of(episode: Episode) -> list[Turn]:
 
 
 def team_turns(episode: Episode, trained: Collection[AgentId]) -> list[Turn]:
-    """The turns that a single agent would be given to sample instead: without notes, and without what an agent that is not
-    trained says that is no answer, such as a simulated user."""
+    """The turns that a single agent would sample instead: without notes, and without untrained agents' turns that are not
+    answers, such as a simulated user's."""
     return [turn for turn in episode.turns if turn.branch >= 0 and (turn.answers or turn.agent in trained)]
 
 

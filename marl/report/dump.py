@@ -38,7 +38,7 @@ Hider = Callable[[str], Callable[[str], str]]
 def lines(
     episodes: Sequence[Episode], step: int, numbers: Sequence[Sequence[Numbers]] | None = None
 ) -> list[dict[str, Any]]:
-    """One line per turn; ``numbers``: each turn's training numbers, where it was trained."""
+    """One line per turn; ``numbers``: each turn's training numbers, if it was trained."""
     return [
         line
         for e, episode in enumerate(episodes)

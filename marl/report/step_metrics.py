@@ -16,7 +16,7 @@ def episode_metrics(episodes: Sequence[Episode], agents: Iterable[AgentId]) -> M
 
 
 def count_metrics(started: int, trained: int, refused: int, retried: int) -> Metrics:
-    """Number of episodes that are trained, that outgrew an agent's context, that are not trained, and that were run again."""
+    """Number of episodes that are trained, that outgrew an agent's context, that are not trained, and that were rerun."""
     return {
         "team/episodes": float(trained),
         "team/refused_contexts": float(refused),
@@ -26,7 +26,7 @@ def count_metrics(started: int, trained: int, refused: int, retried: int) -> Met
 
 
 def policy_metrics(updates: Mapping[PolicyName, Metrics], labels: Mapping[PolicyName, Sequence[str]]) -> Metrics:
-    """Each policy's metrics, under every one of its ``labels``: those of the agents that are trained with it."""
+    """Each policy's metrics under each of its ``labels``: those of the agents that are trained with it."""
     return {
         f"agent/{label}/{key.removeprefix('actor/')}": value
         for name, numbers in updates.items()

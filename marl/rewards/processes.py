@@ -33,9 +33,9 @@ class RewardUnavailable(RewardError):
 
 
 class LeanProcess(SpawnProcess):
-    """Spawned, not forked, for the driver has Ray's threads; and without the driver's main module.
+    """Spawned, not forked, because the driver has Ray's threads; and without the driver's main module.
 
-    Python would import that once more in every child: with torch and Ray, six seconds and half a gigabyte each.
+    Python would import that module again in every child: with torch and Ray, six seconds and half a gigabyte each.
     It skips the ``__main__`` of a package, so one is put in its place.
     """
 
@@ -144,7 +144,7 @@ def end_with_parent() -> None:
 def answer(call: bytes) -> tuple[str, bytes]:
     """Run in the process: the error or the result.
 
-    Calls and results cross as bytes and errors as text: one of a class that the other side cannot read would end the pool.
+    Calls and results cross as bytes and errors as text: an object that the other side cannot unpickle would end the pool.
     """
     try:
         function, arguments = pickle.loads(call)

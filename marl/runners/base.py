@@ -30,7 +30,7 @@ class Runner(ABC):
     votes: ClassVar[bool] = False
     """True if :func:`marl.runners.decide` decides the team's answer, by the rule ``runner.decide``."""
     scores_turns: ClassVar[bool] = False
-    """True if it gives turns their scores itself, and no reward function is asked."""
+    """True if it scores turns itself, without a reward function."""
 
     @property
     def default_credit(self) -> str | None:
@@ -75,7 +75,7 @@ class Runner(ABC):
         return dict.fromkeys(agents, 1)
 
     def keywords(self, agents: Sequence[AgentId]) -> Sequence[str]:
-        """Words by which agents lead a conversation on: it is played with each of them to see how long it gets."""
+        """Words by which agents steer a conversation: it is played with each of them to measure how long it gets."""
         return ()
 
     def failure_score(self, episode: Episode) -> float | None:

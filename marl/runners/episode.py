@@ -112,7 +112,7 @@ class Agent:
         """Answer an observation.
 
         ``round`` is 1 + the deepest turn that has ended when this is called, unless given; ``answers=False`` marks what
-        is no answer to the task. Raises ValueError if the agent has spoken in that round already: a turn grid holds one
+        is not an answer to the task. Raises ValueError if the agent has spoken in that round already: a turn grid holds one
         turn per (episode, round, agent).
         """
         return self._turn(observation, self._enter(round), 0, answers=answers)

@@ -154,7 +154,7 @@ class Graph(ConversationRunner):
             self.check_seats(f"runner.edges[{i}].to={edge.to}", edge.to, agents)
             if not edge.to or (edge.when is When.says) is not bool(edge.word):
                 raise ValueError(
-                    f"runner.edges[{i}]={edge}: expected at least one node in to, and a word with when=says alone"
+                    f"runner.edges[{i}]={edge}: expected at least one node in to, and a word if and only if when=says"
                 )
         self.check_nodes(named)
 

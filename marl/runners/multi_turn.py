@@ -54,7 +54,7 @@ class MultiTurn(ConversationRunner):
 
     @property
     def may_end_early(self) -> bool:
-        """Not with the other rules: until a first answer, or a right one, there is nothing to add up."""
+        """Not with the other rules: before a first answer, or a right one, there is nothing to add up."""
         return self.config.stop is Stop.repeated or bool(self.config.stop_words)
 
     async def run(self, episode: LiveEpisode) -> str | None:

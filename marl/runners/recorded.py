@@ -45,7 +45,7 @@ class RecordedAnswers:
             if turn is not None and (turn.observation != observation or (self.last is not None and round > self.last)):
                 turn = None
         if turn is not None:
-            score = turn.score if turn.answers else None  # a turn that is no answer is scored by its outcome
+            score = turn.score if turn.answers else None  # a turn that is not an answer is scored by its outcome
             marks: dict[str, Any] = {
                 "kept": True,
                 "trained": True,

@@ -43,5 +43,5 @@ class ConversationRunner(Runner):
 
 
 def since_own(turns: Sequence[Turn], agent: AgentId) -> Sequence[Turn]:
-    """The turns after the agent's own last one; all where it has none."""
+    """The turns after the agent's own last one; all of them if it has none."""
     return turns[max((i + 1 for i, turn in enumerate(turns) if turn.agent == agent), default=0) :]

@@ -10,13 +10,13 @@ T = TypeVar("T")
 CACHE_BYTES = 64 << 20
 """Memory limit of a cache of encoded texts, in every process that encodes."""
 ENTRY_BYTES = 400
-"""Approximate overhead of an entry beside its key and value."""
+"""Approximate overhead of an entry in addition to its key and value."""
 
 
 def cached_by_bytes(
     function: Callable[..., T], size_of: Callable[[T], int], limit: int = CACHE_BYTES
 ) -> Callable[..., T]:
-    """The function with a least-recently-used cache of ``limit`` bytes; a larger result is never kept."""
+    """The function with a least-recently-used cache of ``limit`` bytes; larger results are never cached."""
     cache: LRUCache = LRUCache(limit, getsizeof=lambda entry: entry[1])
 
     def cached(*key: Hashable) -> T:

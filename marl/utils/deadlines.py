@@ -49,7 +49,7 @@ CLOCK: ContextVar[Clock | None] = ContextVar("clock", default=None)
 
 
 class OutOfTime(TimeoutError):
-    """Raised by :func:`own_time`; any other TimeoutError is of what was done meanwhile."""
+    """Raised by :func:`own_time`; any other TimeoutError comes from the work inside it."""
 
 
 @asynccontextmanager
@@ -71,7 +71,7 @@ async def own_time(seconds: float) -> AsyncIterator[None]:
 
 @contextmanager
 def waiting_for_others() -> Iterator[None]:
-    """Stops the clock of :func:`own_time`. Whoever is waited for needs a deadline of its own."""
+    """Stops the clock of :func:`own_time`. The other side needs its own deadline."""
     clock = CLOCK.get()
     if clock is None:
         yield
@@ -88,7 +88,7 @@ BEAT_S = 1.0
 
 
 class LoopTime:
-    """Time in which the event loop was free: it stands still while the loop is blocked, by more than a beat."""
+    """Time during which the event loop was free: it stops while the loop is blocked for more than a beat."""
 
     def __init__(self, beat: float) -> None:
         self.beat, self.blocked, self.readers = beat, 0.0, 0
@@ -99,7 +99,7 @@ class LoopTime:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Blocks are noticed only inside."""
+        """Blocking is detected only inside."""
         self.readers += 1
         if self.readers == 1:
             self._schedule()
@@ -121,15 +121,15 @@ class LoopTime:
 
 
 class Watch:
-    """Detects servers that answer no request: a queue may be long, as long as it moves. A loop that was blocked heard nobody,
-    and its time does not count."""
+    """Detects servers that answer no request: a queue may be long, as long as it moves. A blocked loop receives no answers,
+    so its time does not count."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.heard = seconds, 0.0
         self.time = LoopTime(min(BEAT_S, seconds / 20))
 
     async def answer(self, asked: Awaitable[T]) -> T:
-        """Await an answer. Raises HangsError if no caller here has had any answer for that long."""
+        """Await an answer. Raises HangsError if no caller of this watch has had any answer for ``seconds``."""
         task, now = asyncio.ensure_future(asked), self.time.now
         begun = now()
         try:

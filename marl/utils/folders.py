@@ -42,7 +42,7 @@ def write_state(folder: Path, state: dict[str, Any]) -> None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Raises FileNotFoundError for a folder that is no checkpoint."""
+    """Raises FileNotFoundError for a folder that is not a checkpoint."""
     path = folder / STATE
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no {STATE}: not a checkpoint of this project, or an incomplete one")
@@ -55,7 +55,7 @@ def complete(root: Path) -> list[Path]:
 
 
 def numbered(root: Path) -> list[tuple[int, Path]]:
-    """Finished checkpoints with their steps, oldest first."""
+    """Complete checkpoints with their steps, oldest first."""
     found = [(int(match[1]), folder) for folder in root.glob("global_step_*") if (match := STEP.fullmatch(folder.name))]
     return [(step, folder) for step, folder in sorted(found) if (folder / STATE).is_file()]
 

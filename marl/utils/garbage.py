@@ -6,10 +6,10 @@ from functools import cache
 
 @cache
 def freeze_gc() -> None:
-    """Take what start-up left behind out of the garbage collector's view, once in a process.
+    """Exclude the objects created at start-up from garbage collection, once per process.
 
-    torch, ray and verl leave a million objects; walking them takes .3 s, a third of a small step, every few steps. What is
-    frozen is never collected: a process that has one run after another freezes before the first of them begins.
+    torch, ray and verl create a million objects; walking them takes .3 s, a third of a small step, every few steps. Frozen
+    objects are never collected: a process that runs several runs freezes before the first one begins.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Bounds of numbers, which stand beside the dataclass fields that they hold for. Pure."""
+"""Bounds of numbers, declared with the dataclass fields they apply to. Pure."""
 
 import math
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 FOREVER = 1e7
-"""Seconds that no deadline exceeds, a third of a year: timers take no more."""
+"""Upper limit of any deadline in seconds, a third of a year: timers accept no more."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Number:
     also: float | None = None
     """One value outside the range, such as -1 for none."""
     expected: str = ""
-    """Told in place of the range."""
+    """Used in the error instead of the range."""
 
     def takes(self, value: Any) -> bool:
         if value is None:
@@ -54,7 +54,7 @@ def count(low: int = 1, high: int = 2**31 - 1, **options: Any) -> Number:
 
 
 FINITE = Number()
-"""No bound, but a number that is one: for a field that any value suits, or whose rule knows more."""
+"""Any finite number: for a field without a bound, or with a rule that is more specific."""
 WHOLE = Number(whole=True)
 SHARE = Number(0, 1)
 POSITIVE = Number(0, above=True)
@@ -82,8 +82,8 @@ def bounds_of(config: type) -> dict[str, Number]:
 
 
 def out_of_bounds(node: Any, key: str) -> Iterator[str]:
-    """A message for each field of a typed OmegaConf node, or of one inside it, that is out of its bound; ``key`` is the
-    node's place in the configuration."""
+    """A message for each field of a typed OmegaConf node, or of one inside it, that is out of bounds; ``key`` is the
+    node's path in the configuration."""
     if OmegaConf.is_list(node):
         for index, inner in enumerate(node):
             yield from out_of_bounds(inner, f"{key}[{index}]")

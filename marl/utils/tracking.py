@@ -46,7 +46,7 @@ def keep_until(path: Path, step: float) -> None:
 
 
 def step_of(line: bytes) -> float:
-    """The step of a line; NaN, which is neither before nor after another, where the line is not whole."""
+    """The step of a line; NaN, which compares as neither earlier nor later, for an incomplete line."""
     try:
         return float(json.loads(line)["step"]) if line.endswith(b"\n") else math.nan
     except (ValueError, KeyError, TypeError):
@@ -54,9 +54,9 @@ def step_of(line: bytes) -> float:
 
 
 def tracking_of(trainer: Any, settings: dict[str, Any], step: int = 0) -> Tracking:
-    """The trackers that ``trainer.logger`` names, for a run that goes on from ``step``; they show ``settings``.
+    """The trackers that ``trainer.logger`` names, for a run that continues from ``step``; they show ``settings``.
 
-    Under ``trainer.val_only`` no step is done again, and the lines of all steps stay.
+    Under ``trainer.val_only`` no step is repeated, and the lines of all steps stay.
     """
     folder = Path(trainer.default_local_dir)
     folder.mkdir(parents=True, exist_ok=True)

@@ -6,8 +6,8 @@ from marl.types import Rule
 
 
 def winners(rule: Rule, answers: Sequence[str | None], weights: Sequence[float]) -> list[str]:
-    """The tied winning answers; none if no answer wins. Abstentions (None) do not count for the
-    heaviest, are no agreement, and leave the last one without an answer."""
+    """The tied winning answers; none if no answer wins. Abstentions (None) do not count for ``heaviest``,
+    prevent ``agreed``, and leave ``last`` without an answer if the last entry is one."""
     if rule is Rule.heaviest:
         return heaviest(answers, weights)
     decides = answers[-1] if answers and (rule is Rule.last or len(set(answers)) == 1) else None
@@ -15,8 +15,8 @@ def winners(rule: Rule, answers: Sequence[str | None], weights: Sequence[float])
 
 
 def heaviest(answers: Sequence[str | None], weights: Sequence[float]) -> list[str]:
-    """The answers with the largest sum of weights. Where a weight is negative, all are counted from the least one, for no
-    vote weighs against its own answer; and of equal sums the one of more votes wins."""
+    """The answers with the largest sum of weights. If a weight is negative, all are measured from the lowest one, since no
+    vote counts against its own answer; among equal sums, the answer with more votes wins."""
     cast = [(answer, weight) for answer, weight in zip(answers, weights, strict=True) if answer is not None]
     least = min([0.0, *(weight for _, weight in cast)])
     sums: dict[str, tuple[float, int]] = {}

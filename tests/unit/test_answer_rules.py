@@ -162,7 +162,7 @@ def test_an_ensemble_outlives_a_text_that_cannot_be_judged(error, caplog):
     with caplog.at_level(logging.WARNING):
         turns = asyncio.run(Ensemble._turns(Stands(), "alice", [Answered(0), Answered(1)], [0], Reward(score)))
     assert [turn.scored.value for turn in turns] == [0.0, 1.0]
-    assert "alice: 1 of 2 texts could not be judged" in caplog.text and "task t0: it died" in caplog.text
+    assert "alice: 1 of 2 texts could not be scored" in caplog.text and "task t0: it died" in caplog.text
     if error is RewardUnavailable:
         with pytest.raises(RewardUnavailable, match="it died"):  # of all texts: nothing was measured
             asyncio.run(Ensemble._turns(Stands(), "alice", [Answered(0), Answered(0)], [0], Reward(score)))

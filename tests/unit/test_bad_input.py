@@ -367,7 +367,7 @@ BETWEEN_KEYS = {
     "trainer.logger=[fiel]": ["trainer.logger", "'fiel'", "Did you mean 'file'"],
     "trainer.logger=null": ["trainer.logger=None"],
     "trainer.default_local_dir=/dev/null/x": ["trainer.default_local_dir=/dev/null/x"],
-    "trainer.rollout_data_dir=/dev/null/x": ["trainer.rollout_data_dir=/dev/null/x", "is no folder"],
+    "trainer.rollout_data_dir=/dev/null/x": ["trainer.rollout_data_dir=/dev/null/x", "is not a folder"],
     "trainer.nnodes=4096": ["trainer.nnodes=4096", "at most 64"],
     "trainer.device=tpu": ["trainer.device=tpu", "cuda"],
     "trainer.resume_mode=5": ["trainer.resume_mode=5"],

@@ -150,7 +150,7 @@ def test_a_cluster_that_is_too_small_says_what_is_left_to_do(quickstart, monkeyp
     use_platform("cpu")
     with pytest.raises(ConfigError, match=r"ask for 2 CPU .* Set resources\.placement=colocated"):
         check_cluster(prepare(quickstart()))
-    with pytest.raises(ConfigError, match=r"ask for 2 CPU .*They share a pool already") as caught:
+    with pytest.raises(ConfigError, match=r"ask for 2 CPU .*They already share a pool") as caught:
         check_cluster(prepare(quickstart("resources.placement=colocated", "trainer.n_gpus_per_node=2")))
     assert "Set resources.placement=colocated" not in str(caught.value)
 
@@ -348,7 +348,7 @@ BAD = {
     "actor_rollout_ref.rollout.max_model_len=42": ["max_model_len=42", "40 + 3"],
     "runner.peer_template='{agnt}'": ["runner.peer_template", "'agnt'"],
     "trainer.logger=[fiel]": ["'fiel'", "Did you mean 'file'"],
-    "trainer.default_local_dir=/dev/null/x": ["trainer.default_local_dir=/dev/null/x", "no folder"],
+    "trainer.default_local_dir=/dev/null/x": ["trainer.default_local_dir=/dev/null/x", "is not a folder"],
     "data.custom_cls.path=/nowhere.py": ["data.custom_cls.path=/nowhere.py", "no such file"],
     "trainer.nnodes=65": ["trainer.nnodes=65", "at most 64"],
     "actor_rollout_ref.actor.optim.betas=[0.9]": ["betas=[0.9]", "two numbers"],

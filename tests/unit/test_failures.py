@@ -412,7 +412,7 @@ def test_a_hung_server_is_detected():
     client = PolicyClient(
         "p", OmegaConf.create({"name": "hf"}), Server(None), None, None, 9, frozenset(), patience_s=0.05
     )
-    with pytest.raises(GroupFailed, match="policy 'p' while generating.*nobody for resources.timeout_s=0.05 s"):
+    with pytest.raises(GroupFailed, match="policy 'p' while generating.*no request for resources.timeout_s=0.05 s"):
         in_no_time(client.request("s", [1], {}, 0))
 
 

@@ -26,7 +26,7 @@ def with_packages(monkeypatch, compose_config, cold_assets):
 @pytest.mark.parametrize(
     ("installed", "overrides", "said"),
     [
-        (["flash_attn"], [], "actor_rollout_ref.rollout.name=vllm: the package vllm is not installed; install it by pip"),
+        (["flash_attn"], [], "actor_rollout_ref.rollout.name=vllm: the package vllm is not installed; install it with pip"),
         (["vllm"], ["actor_rollout_ref.rollout.name=sglang"], "actor_rollout_ref.rollout.name=sglang: the package sglang"),
         (["vllm"], [], f"flash-attn is not installed; install it .*or set [{SDPA[0]}]{SDPA[1:]}"),
         (["vllm"], ["learner=mappo", SDPA], "critic.model.override_config.attn_implementation=flash_attention_2"),

@@ -132,7 +132,7 @@ def test_the_deadline_is_the_runners_own_and_named_as_such(encoder, monkeypatch)
     def unknown(kind):
         return measure(kind(Runner.Config("own")), [TASK], lambda a, r: Seat(a, encoder, 3), {"alice": ""}, 99).unknown
 
-    assert unknown(Waiting) == "not played to its end within 0.2 s"
+    assert unknown(Waiting) == "a conversation did not end within 0.2 s"
     assert unknown(Impatient) == "TimeoutError: no answer"
 
 

@@ -390,7 +390,7 @@ def test_graph_speaks_at_several_nodes_at_once():
         ("graph", {"nodes": {"answer": Node(agents=["bo"])}}, ("a",), r"runner.nodes.answer.agents=bo: no such agent"),
         ("graph", {"nodes": {"answer": Node(), "x": Node()}}, ("a",), "runner.nodes.x: no way leads there"),
         ("graph", {"edges": [Edge("answer", ["y"])]}, ("a",), r"runner.edges\[0\]: there is no node 'y'"),
-        ("graph", {"edges": [Edge("answer", ["answer"], When.says)]}, ("a",), "a word with when=says alone"),
+        ("graph", {"edges": [Edge("answer", ["answer"], When.says)]}, ("a",), "a word if and only if when=says"),
     ],
 )  # fmt: skip
 def test_invalid_teams_are_refused(name, options, agents, says_):

@@ -163,9 +163,9 @@ def reference_model(config: DictConfig) -> Any:
 
 
 def shards(worker: TrainingWorker) -> Iterator[tuple[str, torch.Tensor]]:
-    """The live parameters and buffers of this rank, by name: writes into them change the model.
+    """The live parameters and buffers of this rank, by name: writing to them changes the model.
 
-    ``state_dict()`` would not do: under FSDP1 it gives copies.
+    ``state_dict()`` is not an option: under FSDP1 it returns copies.
     """
     module = worker.engine.module
     reshard(module)

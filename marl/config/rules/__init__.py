@@ -24,7 +24,7 @@ RULES: tuple[Callable[[Any], None], ...] = (
     *run.RULES,
 )
 RULES_PER_POLICY = tuple(rule for rule in RULES if rule not in policies.OF_ALL_POLICIES)
-"""Those that are asked again of every policy's own settings."""
+"""Rules that are checked again on every policy's own settings."""
 
 
 def check(config: Any) -> None:

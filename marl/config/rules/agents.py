@@ -56,7 +56,7 @@ def names_are_valid(config: Any) -> None:
     }
     for key, name in (agents | policies | pools).items():
         if name is not None and (not isinstance(name, str) or not NAME.fullmatch(name) or "_fwmn_" in name):
-            raise ConfigError(f"{key}: {name!r} is no name; expected up to 64 letters, digits, _ and -")
+            raise ConfigError(f"{key}: {name!r} is not a valid name; expected up to 64 letters, digits, _ and -")
     folded: dict[str, str] = {}
     for policy in all_policies(config.agents):
         other = folded.setdefault(policy.lower(), policy)
@@ -91,7 +91,7 @@ def answers_fit(config: Any) -> None:
         if agent.max_tokens is not None and agent.max_tokens > limit:
             raise ConfigError(
                 f"agents.{name}.max_tokens={agent.max_tokens}: expected at most data.max_response_length={limit}; "
-                "lower it, or raise that"
+                "lower the former, or raise the latter"
             )
         if not all(agent.stop):
             raise ConfigError(f"agents.{name}.stop={list(agent.stop)}: an empty string cannot end an answer; remove it")

@@ -64,7 +64,7 @@ def folders_can_be_written(config: Any) -> None:
         wanted = Path(str(given)).expanduser().absolute()
         there = next(folder for folder in (wanted, *wanted.parents) if folder.exists())
         if not there.is_dir() or not os.access(there, os.W_OK):
-            reason = "is no folder" if not there.is_dir() else "cannot be written"
+            reason = "is not a folder" if not there.is_dir() else "cannot be written"
             raise ConfigError(f"trainer.{key}={given}: {there} {reason}; set it to a folder that can be made")
 
 

@@ -96,7 +96,7 @@ def names_are_free_for_critics(config: Any) -> None:
 
 
 OF_ALL_POLICIES = (policies_of_rounds_take_turns,)
-"""Rules that look at every policy themselves."""
+"""Rules that iterate over the policies themselves."""
 
 RULES = (
     policies_change_groups,

@@ -88,7 +88,7 @@ def collectives_end_before_calls(config: Any) -> None:
     if gloo and resources.process_group_timeout_s >= resources.timeout_s:
         raise ConfigError(
             f"resources.process_group_timeout_s={resources.process_group_timeout_s:g}: must be below resources.timeout_s="
-            f"{resources.timeout_s:g}, which would end the call before a missing rank is noticed; lower it, or raise that"
+            f"{resources.timeout_s:g}, which would end the call before a missing rank is noticed; lower the former, or raise the latter"
         )
 
 
