@@ -247,7 +247,7 @@ def test_without_a_vote_the_error_says_what_to_use(name, checked):
     with pytest.raises(ValueError, match=rf"credit={name}.*task t.*marl\.runners\.decide.*credit\.of=answer"):
         scheme(name).assign(batch)
     chain = RUNNERS.get("chain").Config(name="chain")
-    with pytest.raises(ConfigError, match=rf"credit={name}.*runner=chain takes none.*debate or voting"):
+    with pytest.raises(ConfigError, match=rf"credit={name}.*runner=chain takes no vote.*debate or voting"):
         checked(name, runner=chain)
     checked(name)
 
