@@ -502,7 +502,12 @@ def test_a_policy_differs_from_the_others_where_it_says_so(quickstart):
     config = prepare(quickstart("+policies.carol.actor.optim.lr=5", "+policies.carol.pool=own")).config
     alice, carol = (policy_config(config, name, i, "run", 9) for i, name in enumerate(("alice", "carol")))
     assert (alice.actor_rollout_ref.actor.optim.lr, carol.actor_rollout_ref.actor.optim.lr) == (1e-3, 5)
-    assert carol.actor_rollout_ref.rollout.custom == {"policy": "carol", "run_id": "run", "replica_offset": 1024}
+    assert carol.actor_rollout_ref.rollout.custom == {
+        "policy": "carol",
+        "run_id": "run",
+        "replica_offset": 1024,
+        "timeout_s": 600.0,
+    }
     assert carol.actor_rollout_ref.actor.optim.total_training_steps == 9
 
 
