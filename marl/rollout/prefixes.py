@@ -22,7 +22,7 @@ class Node:
         self.segment: Segment = []
         """Empty until a model has read them."""
         self.scores = torch.empty(0)
-        """Of what follows, where a context ends here [V]."""
+        """Scores of the next token, if a context ends here [V]."""
         self.used = 0
 
     @property
@@ -116,7 +116,7 @@ class Prefixes:
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two sequences share from their start."""
+    """Length of the longest common prefix of two token sequences."""
     if one == other:
         return len(one)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

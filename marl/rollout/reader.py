@@ -144,7 +144,7 @@ def cut(nodes: Sequence[Node]) -> Iterator[list[Node]]:
 
 @contextmanager
 def picked(head: torch.nn.Module, pick: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Let a module see only what ``pick`` takes of its input: logits of one position a row, not of all."""
+    """Reduce a module's input to what ``pick`` selects: logits of one position per row instead of all."""
     hook = head.register_forward_pre_hook(lambda _, inputs: (pick(inputs[0]), *inputs[1:]))
     try:
         yield

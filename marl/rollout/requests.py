@@ -45,7 +45,7 @@ class Draft:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """What a model has to read before it goes on."""
+        """Tokens that a model reads before it continues: the prompt and the answer so far."""
         return (*self.request.prompt_ids, *self.answer.token_ids)
 
     def uniform(self) -> float:

@@ -1,4 +1,4 @@
-"""What was read before: equal prefixes once, never another conversation's, never of other weights."""
+"""The prefix tree: equal prefixes are read once, and no entry serves another conversation or other weights."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What a run gives to Ray: its own environment and the user's."""
+"""The environment that a run gives to Ray: its own variables and the user's."""
 
 import os
 
