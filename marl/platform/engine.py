@@ -3,6 +3,7 @@
 The value head's is registered for GPUs as well: verl's own asks for flash attention whatever the configuration says.
 """
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 import marl.platform.cpu  # noqa: F401 - registers the platform before verl resolves it
+from marl.platform.head import SelectiveHead, reading_of
 from marl.platform.shapes import MIN_WIDTH
 
 
@@ -35,6 +37,10 @@ class _CPUEngine(FSDPEngine):
 
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device=["cpu"])
 class CPUEngineWithLMHead(_CPUEngine, FSDPEngineWithLMHead):
+    @cached_property
+    def head(self) -> SelectiveHead:
+        return SelectiveHead(self.module)
+
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
         """As verl's; padded rows are at least ``MIN_WIDTH`` wide, as the hf server's are."""
         inputs, output_args = super().prepare_model_inputs(micro_batch)
@@ -42,33 +48,19 @@ class CPUEngineWithLMHead(_CPUEngine, FSDPEngineWithLMHead):
         if missing > 0 and not tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True):
             for key in ("input_ids", "attention_mask", "position_ids"):
                 inputs[key] = torch.nn.functional.pad(inputs[key], (0, missing))
+        if not self.use_ulysses_sp:
+            output_args["reading"] = reading_of(micro_batch, output_args, inputs["input_ids"].shape[-1])
+            self.head.expect(output_args["reading"])
         return inputs, output_args
 
     def prepare_model_outputs(
         self, output: Any, output_args: dict[str, Any], micro_batch: TensorDict, logits_processor_func: Any
     ) -> dict[str, torch.Tensor]:
-        """As verl's for padded rows, but the softmax is taken at response positions alone: the rest is zero, and unread.
-
-        verl takes it at every token, one call a token where there is no flash attention: half of a step on a CPU.
-        """
-        packed = tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True)
-        if packed or not micro_batch["responses"].is_nested:
+        """As verl's, but head and softmax are taken where a mask reads them alone: the rest is zero, and unread."""
+        reading = output_args.pop("reading", None)
+        if reading is None:
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
-        offsets, responses = micro_batch["input_ids"].offsets(), micro_batch["responses"]
-        lengths = responses.offsets().diff()
-        row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        # output t predicts token t + 1
-        flat = torch.arange(len(row)) + (offsets[1:] - 1 - responses.offsets()[1:])[row]
-        logits = output.logits[row, flat - offsets[row]].float() / output_args["temperature"][row, None]
-        log_softmax = logits.log_softmax(-1)
-        outputs = {"log_probs": log_softmax.gather(1, responses.values()[:, None])[:, 0]}
-        if tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False):
-            outputs["entropy"] = -(log_softmax.exp() * log_softmax).sum(-1)
-        whole = logits.new_zeros(int(offsets[-1]))
-        return {
-            key: torch.nested.nested_tensor_from_jagged(whole.index_put((flat,), value), offsets)
-            for key, value in outputs.items()
-        }
+        return reading.outputs(output.logits)
 
 
 @EngineRegistry.register(model_type="value_model", backend=["fsdp", "fsdp2"], device=["cuda"], vendor=["nvidia"])

@@ -1,0 +1,259 @@
+"""Head and softmax at the positions that are read, whole and sliced, against verl's logits of all positions."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tensordict import TensorDict
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GraniteConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+from verl.utils import tensordict_utils as tu
+from verl.utils.experimental.torch_functional import FusedLinearForPPO
+from verl.utils.torch_functional import entropy_from_logits
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from marl.cluster.workers.policy_worker import of_responses
+from marl.platform import sliced_head
+from marl.platform.engine import CPUEngineWithLMHead
+from marl.platform.head import SelectiveHead, log_probs_and_entropy
+from marl.platform.sliced_head import Tail, sliced_log_probs
+from marl.utils.ragged import jagged
+
+SIZES = {
+    "vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 64, "max_position_embeddings": 128, "pad_token_id": 0, "attn_implementation": "sdpa",
+}  # fmt: skip
+CONFIGS = {
+    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
+    "qwen2_tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "llama_tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "gemma2": Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=2.0, query_pre_attn_scalar=8),
+    "cohere": CohereConfig(**SIZES, logit_scale=0.3),
+    "granite": GraniteConfig(**SIZES, logits_scaling=0.7),
+}
+TAILS = {"gemma2": Tail(1.0, 2.0), "cohere": Tail(0.3), "granite": Tail(1 / 0.7)}
+
+
+def make(name):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name])
+    with torch.no_grad():
+        model.get_output_embeddings().weight.normal_(0, 0.1)
+    return model
+
+
+def engine_of(model):
+    """Enough of an engine for one forward pass outside a process group."""
+    engine = CPUEngineWithLMHead.__new__(CPUEngineWithLMHead)
+    engine.module, engine.use_ulysses_sp, engine.pad_to_length = model, False, None
+    engine.engine_config = SimpleNamespace(entropy_checkpointing=False, entropy_from_logits_with_chunking=False)
+    engine.compute_entropy_from_logits = entropy_from_logits
+    return engine
+
+
+def micro_batch(packed, mask=((1, 1, 0, 0, 1), (1, 1, 1), (0, 0))):
+    """Rows with text between two answers, and a silent one."""
+    torch.manual_seed(1)
+    prompts = [torch.randint(300, (size,)).tolist() for size in (7, 4, 3)]
+    responses = [torch.randint(300, (len(row),)).tolist() for row in mask]
+    whole = [p + r for p, r in zip(prompts, responses, strict=True)]
+    rows = {"prompts": prompts, "responses": responses, "input_ids": whole, "loss_mask": mask}
+    rows["position_ids"] = [range(len(row)) for row in whole]
+    columns = {key: jagged(value, torch.long) for key, value in rows.items()}
+    batch = TensorDict({**columns, "temperature": torch.tensor([0.7, 1.0, 1.6])}, batch_size=[3])
+    tu.assign_non_tensor(batch, use_remove_padding=packed, calculate_entropy=True)
+    return batch
+
+
+def forward(cls, model, batch):
+    engine = engine_of(model)
+    inputs, args = cls.prepare_model_inputs(engine, batch)
+    output = model(**inputs, use_cache=False)
+    return cls.prepare_model_outputs(engine, output, args, batch, None)
+
+
+def a_step(cls, model, batch):
+    """Log-probs and entropies that count, all gradients, and all parameters after a step."""
+    outputs = forward(cls, model, batch)
+    mask = batch["loss_mask"].values().bool()
+    log_probs, entropy = (of_responses(outputs[key], batch).values()[mask] for key in ("log_probs", "entropy"))
+    loss = (torch.linspace(-1, 1, len(log_probs)) * log_probs).mean() - 0.1 * entropy.mean()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    loss.backward()
+    gradients = torch.cat([p.grad.flatten() for p in parameters])
+    torch.optim.SGD(parameters, lr=0.1).step()
+    return log_probs, entropy, gradients, torch.cat([p.detach().flatten() for p in parameters])
+
+
+def slice_everything(monkeypatch):
+    for name, value in {"SLICED_VOCABULARY": 0, "WHOLE_BYTES": 0, "SLICE_BYTES": 1, "MIN_SLICE": 64}.items():
+        monkeypatch.setattr(sliced_head, name, value)
+
+
+@pytest.mark.parametrize("sliced", [False, True], ids=["whole", "sliced"])
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_step_is_that_of_logits_at_all_positions(monkeypatch, name, packed, sliced):
+    expected = a_step(FSDPEngineWithLMHead, make(name), micro_batch(packed))
+    if sliced:
+        slice_everything(monkeypatch)
+    got = a_step(CPUEngineWithLMHead, make(name), micro_batch(packed))
+    assert float(expected[2].norm()) > 0.01
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_a_model_does_to_its_logits_is_measured(monkeypatch, name):
+    slice_everything(monkeypatch)
+    tail, expected = SelectiveHead(make(name)).tail, TAILS.get(name, Tail())
+    assert (tail.scale, tail.cap) == (pytest.approx(expected.scale, rel=1e-6), pytest.approx(expected.cap, rel=1e-6))
+
+
+class Squaring(Qwen2ForCausalLM):
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits.square()
+        return output
+
+
+def with_lora_on_its_head(name):
+    return get_peft_model(make(name), LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False))
+
+
+def squaring(name):
+    return Squaring(CONFIGS[name])
+
+
+@pytest.mark.parametrize("make_odd", [with_lora_on_its_head, squaring])
+def test_other_heads_are_the_models_own(monkeypatch, make_odd):
+    """Adapters on the head, and logits that are neither scaled nor capped."""
+    steps = []
+    for cls in (FSDPEngineWithLMHead, CPUEngineWithLMHead):
+        torch.manual_seed(2)
+        steps.append(a_step(cls, make_odd("qwen2"), micro_batch(False)))
+        slice_everything(monkeypatch)
+    assert SelectiveHead(make_odd("qwen2")).tail is None
+    for theirs, mine in zip(*steps, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-6)
+
+
+def entering_the_head(model, batch):
+    sizes = []
+    handle = model.get_output_embeddings().register_forward_hook(lambda *parts: sizes.append(parts[1][0].shape[:2]))
+    outputs = forward(CPUEngineWithLMHead, model, batch)
+    handle.remove()
+    return sizes[-1].numel(), outputs
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_the_head_sees_counted_tokens_alone(packed):
+    """Neither prompts, nor text between answers, nor padding; at least four rows, as the hf server's heads compute."""
+    batch = micro_batch(packed)
+    size, outputs = entering_the_head(make("qwen2"), batch)
+    assert size == int(batch["loss_mask"].values().sum()) == 6
+    assert torch.equal(of_responses(outputs["log_probs"], batch).values() != 0, batch["loss_mask"].values().bool())
+    size, outputs = entering_the_head(make("qwen2"), micro_batch(packed, mask=((0, 1, 0), (0,), (0, 0))))
+    assert size == 4 and int((outputs["log_probs"].values() != 0).sum()) == 1
+
+
+def test_a_batch_that_counts_no_token_has_a_zero_gradient():
+    model, batch = make("qwen2"), micro_batch(False, mask=((0, 0), (0,), (0, 0)))
+    outputs = forward(CPUEngineWithLMHead, model, batch)
+    (outputs["log_probs"].values().sum() + outputs["entropy"].values().sum()).backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_what_the_loss_counts_beyond_its_mask_of_tokens_is_read_too():
+    batch = micro_batch(False)
+    batch["response_mask"] = torch.nested.nested_tensor_from_jagged(
+        torch.ones_like(batch["loss_mask"].values()), batch["responses"].offsets()
+    )
+    outputs = forward(CPUEngineWithLMHead, make("qwen2"), batch)
+    assert of_responses(outputs["log_probs"], batch).values().all()
+
+
+def heads(dtype=torch.float32, bias=True):
+    torch.manual_seed(3)
+    head = torch.nn.Linear(48, 1000, bias=bias)
+    torch.nn.init.normal_(head.weight, 0, 0.1)
+    hidden = torch.randn(37, 48)
+    return head.to(dtype), hidden.to(dtype).requires_grad_(), torch.randint(1000, (37,))
+
+
+@pytest.mark.parametrize("dtype,bound", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("tail", [Tail(), Tail(0.5, 4.0)], ids=["plain", "capped"])
+def test_slices_have_the_gradients_of_the_whole(monkeypatch, tail, dtype, bound):
+    slice_everything(monkeypatch)
+    temperature, weights = torch.linspace(0.5, 2, 37), torch.linspace(-1, 1, 37)[:, None] * torch.tensor([1.0, -0.3])
+    results = []
+    for sliced in (False, True):
+        head, hidden, labels = heads(dtype)
+        if sliced:
+            columns = sliced_log_probs(hidden, head, labels, temperature, tail, True)
+        else:
+            logits = head(hidden).float()
+            logits = logits if tail == Tail() else 4 * (0.5 * logits / 4).tanh()
+            columns = log_probs_and_entropy(logits, labels, temperature, True)
+        (columns * weights / 37).sum().backward()
+        results.append((columns.detach(), hidden.grad, head.weight.grad, head.bias.grad))
+    for mine, theirs in zip(*reversed(results), strict=True):
+        assert mine.dtype == theirs.dtype and float(theirs.norm()) > 0.01
+        torch.testing.assert_close(mine, theirs, atol=bound, rtol=bound)
+
+
+def test_slices_have_the_gradients_of_verls_fused_head(monkeypatch):
+    slice_everything(monkeypatch)
+    results = []
+    for ours in (False, True):
+        head, hidden, labels = heads(bias=False)
+        if ours:
+            columns = sliced_log_probs(hidden, head, labels, torch.full((37,), 0.7), Tail(), True)
+        else:
+            columns = torch.stack(FusedLinearForPPO(chunk_size=8)(hidden, head.weight, labels, temperature=0.7), -1)
+        (columns * torch.linspace(-1, 1, 74).view(37, 2)).mean().backward()
+        results.append((columns.detach(), hidden.grad, head.weight.grad))
+    for theirs, mine in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-5)
+
+
+LARGE = """
+import resource, torch
+from tests.unit.test_head import *
+torch.manual_seed(0)
+config = Qwen2Config(**SIZES | dict(vocab_size=150_000, hidden_size=16, num_hidden_layers=1, max_position_embeddings=2048))
+model = AutoModelForCausalLM.from_config(config)
+ids = torch.randint(150_000, (2, 1024)).tolist()
+rows = {"prompts": [row[:1] for row in ids], "responses": [row[1:] for row in ids], "input_ids": ids}
+rows |= {"loss_mask": [[1] * 1023] * 2, "position_ids": [range(1024)] * 2}
+batch = TensorDict({key: jagged(value, torch.long) for key, value in rows.items()}, batch_size=[2])
+batch["temperature"] = torch.ones(2)
+tu.assign_non_tensor(batch, use_remove_padding=False, calculate_entropy=True)
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+before = peak()
+outputs = forward(CPUEngineWithLMHead, model, batch)
+(outputs["log_probs"].values().mean() - 0.1 * outputs["entropy"].values().mean()).backward()
+print(peak() - before)
+"""
+
+
+def test_a_real_vocabulary_stays_small():
+    """2,046 tokens x 150,000: one copy of the logits is 1,171 MB, verl keeps several."""
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", LARGE], capture_output=True, text=True, timeout=240, cwd=root, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) < 350
