@@ -30,6 +30,7 @@ from marl.report.tokens import token_metrics
 from marl.report.turn_numbers import turn_numbers
 from marl.types import AgentId, CriticName, Episode, Metrics, PolicyName, Task, Turn
 from marl.utils.metrics import PhaseTimer, RunningMean, must_be_finite, prefixed
+from marl.utils.numbers import is_due
 from marl.utils.tracking import tracking_of
 
 logger = logging.getLogger(__name__)
@@ -293,8 +294,3 @@ class MARLTrainer:
     def summarise(self, baselines: Mapping[str, Metrics] | None = None) -> None:
         """Leave ``summary.json``, with these baselines, and ``curves.png``."""
         checkpoint.summarise(self, baselines or {})
-
-
-def is_due(frequency: int, step: int) -> bool:
-    """True if something done every ``frequency`` steps is due at this one; never if that is 0 or less."""
-    return frequency > 0 and step % frequency == 0
