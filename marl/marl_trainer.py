@@ -16,7 +16,7 @@ from marl.batch.joint import JointBatch
 from marl.cluster.critics import Critics
 from marl.cluster.policy_group import RayPolicyGroup, old_log_probs, served
 from marl.cluster.references import References
-from marl.cluster.worker_group import throughput
+from marl.cluster.worker_group import WorkerGroup, throughput
 from marl.config.identity import settings_of
 from marl.controller.alternative_rollouts import AlternativeRollouts
 from marl.controller.controller import Collection, Controller, with_turns
@@ -86,6 +86,10 @@ class MARLTrainer:
         return "" if first == self.validation_id else f"validation_{self.validation_id}"
 
     @property
+    def groups(self) -> list[WorkerGroup]:
+        return [*self.policies.values(), *self.critics.groups.values()]
+
+    @property
     def policy_map(self) -> PolicyMap:
         return self.controller.policy_map.at(self.step_number)
 
@@ -146,7 +150,7 @@ class MARLTrainer:
         return spent or self.step_number >= self.total_steps
 
     async def step(self, tasks: Sequence[Task]) -> Metrics:
-        phase, started = PhaseTimer(), time.perf_counter()
+        phase, started = PhaseTimer(), time.time()
         collection = await phase.of("collect", self.collect(tasks))
         scored = await phase.of("score", self.controller.score(collection.episodes, self.step_number))
         played = with_turns(scored, self.step_number)
@@ -162,9 +166,9 @@ class MARLTrainer:
             credited = self.assign_credit(batch)
         updates, late_fits = await phase.of("update", self.update(batch))
         await phase.of("sync_weights", self.sync_weights())
-        seconds = time.perf_counter() - started
+        ended = time.time()
         self.dump(episodes, batch)
-        labels, critics = self.policy_map.labels(self.trained_agents), list(self.critics.groups.values())
+        labels = self.policy_map.labels(self.trained_agents)
         return (
             credited
             | token_numbers
@@ -172,11 +176,11 @@ class MARLTrainer:
             | episode_metrics(scored, self.config.agents)
             | count_metrics(collection.started, len(scored) - unread, collection.refused, collection.retried)
             | policy_metrics(updates, labels)
-            | (critic_metrics(fits | late_fits, unread) if critics else {})
+            | (critic_metrics(fits | late_fits, unread) if self.critics.groups else {})
             | gathered
             | self.controller.reward.metrics()
             | phase.metrics()
-            | throughput(list(self.policies.values()), critics, float(batch.spoken_ERA.sum()), seconds)
+            | throughput(self.groups, float(batch.spoken_ERA.sum()), (started, ended))
         )
 
     def _count(self, episodes: Sequence[Episode]) -> None:
@@ -188,10 +192,10 @@ class MARLTrainer:
 
     async def collect(self, tasks: Sequence[Task]) -> Collection:
         """Play every task ``rollout.n`` times with the current weights."""
-        for group in [*self.policies.values(), *self.critics.groups.values()]:
-            group.busy_seconds = {}
+        for group in self.groups:
+            group.busy.clear()
         work = self.controller.collect(tasks, self.config.actor_rollout_ref.rollout.n, self.step_number)
-        return await served(self.policies.values(), "collect", work)
+        return await served(self.policies.values(), work)
 
     async def gather(self, episodes: Sequence[Episode], phase: PhaseTimer) -> Metrics:
         """Let the credit scheme run further rollouts with the same weights, if it needs evidence beyond the episodes."""
@@ -200,7 +204,7 @@ class MARLTrainer:
         if plays is None:
             return {}
         with phase("replay"):
-            gathered = await served(self.policies.values(), "replay", plays)
+            gathered = await served(self.policies.values(), plays)
         self.sampled_tokens += gathered.sampled_tokens
         return gathered.metrics
 

@@ -1,6 +1,7 @@
 """The workers and servers of one policy, as the trainer and the learners see them."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from marl.batch.joint import JointBatch
 from marl.cluster.worker_group import T, WorkerGroup, first_rows, flatten_metrics
 from marl.rollout.servers import PolicyServers
 from marl.types import Metrics, PolicyName
+from marl.utils.spans import Span
 
 
 class RayPolicyGroup(WorkerGroup):
@@ -113,23 +115,22 @@ class RayPolicyGroup(WorkerGroup):
             ray.kill(server)
         super().stop()
 
-    async def server_seconds(self) -> float:
-        """Seconds that the busiest ``hf`` server has computed since its start; 0 for other backends."""
+    async def server_spans(self) -> list[Span]:
+        """Spans in which its ``hf`` servers computed since they were last asked, by our clock; none for other backends."""
         if self.rollout.name != "hf":
-            return 0.0
-        refs = [server.get_stats.remote() for server in self.servers.server_handles]
-        stats = await self._wait("asking its servers", asyncio.gather(*refs))
-        return max(entry["seconds"] for entry in stats)
+            return []
+        refs = [server.take_spans.remote() for server in self.servers.server_handles]
+        answers = await self._wait("asking its servers", asyncio.gather(*refs))
+        now = time.time()  # a server's clock may be another node's
+        return [(start + now - theirs, end + now - theirs) for spans, theirs in answers for start, end in spans]
 
 
-async def served(groups: Iterable[RayPolicyGroup], phase: str, work: Awaitable[T]) -> T:
-    """Await work that calls the policies' servers, and record the compute time of each server."""
-    asked = list(groups)
-    before = await asyncio.gather(*(group.server_seconds() for group in asked))
+async def served(groups: Iterable[RayPolicyGroup], work: Awaitable[T]) -> T:
+    """Await work that calls the policies' servers, and record when each server computed."""
     result = await work
-    after = await asyncio.gather(*(group.server_seconds() for group in asked))
-    for group, start, end in zip(asked, before, after, strict=True):
-        group.busy_seconds[phase] = end - start
+    asked = list(groups)
+    for group, spans in zip(asked, await asyncio.gather(*(group.server_spans() for group in asked)), strict=True):
+        group.busy += spans
     return result
 
 
