@@ -25,9 +25,9 @@ from marl.learners import Learner
 from marl.report import conversation, dump
 from marl.report.alarms import DegenerateGroups, warn_of_gaps
 from marl.report.credit_shares import LazyAgents, credit_shares
+from marl.report.dump_writer import DumpWriter
 from marl.report.step_metrics import count_metrics, critic_metrics, episode_metrics, policy_metrics, share_metrics
 from marl.report.tokens import token_metrics
-from marl.report.turn_numbers import turn_numbers
 from marl.types import AgentId, CriticName, Episode, Metrics, PolicyName, Task, Turn
 from marl.utils.metrics import PhaseTimer, RunningMean, must_be_finite, prefixed
 from marl.utils.numbers import is_due
@@ -60,7 +60,7 @@ class MARLTrainer:
             validation, checkpoint.validation_sampling(config, controller.sampling)
         )
         self.progress = progress or (lambda step, total, metrics: None)
-        self.folder = Path(config.trainer.default_local_dir)
+        self.folder, self.dumps = Path(config.trainer.default_local_dir), DumpWriter(config.trainer.rollout_data_dir)
         self.step_number, self.sampled_tokens = 0, 0
         self.log_prob_gap_max, self.earlier_seconds = 0.0, 0.0
         self.answers_per_episode = RunningMean()
@@ -116,14 +116,15 @@ class MARLTrainer:
         if trainer.val_only:
             return self.summarise()
         batches = chain.from_iterable(repeat(self.loader))
-        while not self.is_over(token_budget):
-            self.step_number += 1
-            metrics = await self.step(next(batches))
-            try:
-                metrics |= await self.keep(last=self.is_over(token_budget))
-            finally:
-                self.tracking.log(metrics, self.step_number)
-            self.progress(self.step_number, self.total_steps, metrics)
+        async with self.dumps:
+            while not self.is_over(token_budget):
+                self.step_number += 1
+                metrics = await self.step(next(batches))
+                try:
+                    metrics |= await self.keep(last=self.is_over(token_budget))
+                finally:
+                    self.tracking.log(metrics, self.step_number)
+                self.progress(self.step_number, self.total_steps, metrics)
         self.summarise()
 
     async def keep(self, last: bool) -> Metrics:
@@ -167,7 +168,7 @@ class MARLTrainer:
         updates, late_fits = await phase.of("update", self.update(batch))
         await phase.of("sync_weights", self.sync_weights())
         ended = time.time()
-        self.dump(episodes, batch)
+        await self.dumps.write(episodes, self.step_number, batch, self.learner.credit.of)
         labels = self.policy_map.labels(self.trained_agents)
         return (
             credited
@@ -273,12 +274,6 @@ class MARLTrainer:
         """Give every policy's weights to its servers, all at once."""
         await asyncio.gather(*(group.sync_weights(self.step_number) for group in self.policies.values()))
 
-    def dump(self, episodes: Sequence[Episode], batch: JointBatch) -> None:
-        """Write the episodes with what their turns were trained on, if ``trainer.rollout_data_dir`` is set."""
-        if self.config.trainer.rollout_data_dir:
-            numbers = turn_numbers(batch, self.learner.credit.of(batch))
-            dump.write(episodes, self.step_number, self.config.trainer.rollout_data_dir, numbers)
-
     async def validate(self) -> Metrics:
         """Play the validation tasks; the episodes are dumped, the team's numbers are kept for the summary."""
         samples = self.config.actor_rollout_ref.rollout.val_kwargs.n
@@ -290,6 +285,7 @@ class MARLTrainer:
         return prefixed(f"{self._of_other_data() or 'val'}/team", self.history[self.step_number])
 
     async def save(self) -> None:
+        await self.dumps.flush()
         await checkpoint.save(self)
 
     async def resume(self) -> None:
