@@ -55,7 +55,7 @@ async def save(trainer: MARLTrainer) -> None:
             *(group.save(folder / name / "critic") for name, group in trainer.critics.groups.items()),
             trainer.references.save(folder),
         )
-        torch.save(trainer.loader.state_dict(), folder / "data.pt")
+        torch.save(trainer.tasks.state_dict(), folder / "data.pt")
         torch.save(trainer.learner.state_dict(), folder / "learner.pt")
         state: dict[str, Any] = {
             "sampled_tokens": trainer.sampled_tokens,
@@ -93,7 +93,7 @@ async def resume(trainer: MARLTrainer) -> None:
         *(group.load(folder / name / "critic") for name, group in trainer.critics.groups.items()),
         trainer.references.load(folder, state["references"]),
     )
-    trainer.loader.load_state_dict(torch.load(folder / "data.pt", weights_only=True))
+    trainer.tasks.load_state_dict(torch.load(folder / "data.pt", weights_only=True))
     load_learner(trainer, torch.load(folder / "learner.pt", weights_only=True))
     trainer.step_number, trainer.log_prob_gap_max = state["step"], state["log_prob_gap_max"]
     trainer.sampled_tokens = state["sampled_tokens"]

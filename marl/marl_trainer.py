@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from marl.config.identity import settings_of
 from marl.controller.alternative_rollouts import AlternativeRollouts
 from marl.controller.controller import Collection, Controller, with_turns
 from marl.controller.policy_map import PolicyMap
+from marl.controller.task_stream import TaskStream
 from marl.learners import Learner
 from marl.report import conversation, dump
 from marl.report.alarms import DegenerateGroups, warn_of_gaps
@@ -56,6 +56,7 @@ class MARLTrainer:
         self.critics = critics
         self.references = References(config, policies)
         self.loader, self.validation, self.total_steps = loader, validation, total_steps
+        self.tasks = TaskStream(loader, reads_ahead=not config.resources.one_process)
         self.validation_id = checkpoint.fingerprint(
             validation, checkpoint.validation_sampling(config, controller.sampling)
         )
@@ -115,11 +116,10 @@ class MARLTrainer:
             self.tracking.log(await self.validate(), self.step_number)
         if trainer.val_only:
             return self.summarise()
-        batches = chain.from_iterable(repeat(self.loader))
         async with self.dumps:
             while not self.is_over(token_budget):
                 self.step_number += 1
-                metrics = await self.step(next(batches))
+                metrics = await self.step(await self.tasks.next())
                 try:
                     metrics |= await self.keep(last=self.is_over(token_budget))
                 finally:
@@ -165,7 +165,7 @@ class MARLTrainer:
         fits = await phase.of("values", self.value(episodes, batch))
         with phase("credit"):
             credited = self.assign_credit(batch)
-        updates, late_fits = await phase.of("update", self.update(batch))
+        (updates, late_fits), _ = await phase.of("update", asyncio.gather(self.update(batch), self.tasks.read_ahead()))
         await phase.of("sync_weights", self.sync_weights())
         ended = time.time()
         await self.dumps.write(episodes, self.step_number, batch, self.learner.credit.of)
