@@ -13,7 +13,8 @@ from marl import checkpoint
 from marl.batch.build import joint_batch
 from marl.batch.joint import JointBatch
 from marl.cluster.critics import Critics
-from marl.cluster.policy_group import RayPolicyGroup, old_log_probs, served
+from marl.cluster.old_log_probs import OldLogProbs
+from marl.cluster.policy_group import RayPolicyGroup, served
 from marl.cluster.references import References
 from marl.cluster.worker_group import WorkerGroup, throughput
 from marl.config.identity import settings_of
@@ -53,8 +54,8 @@ class MARLTrainer:
         progress: Progress | None = None,
     ) -> None:
         self.config, self.policies, self.controller, self.learner = config, policies, controller, learner
-        self.critics = critics
-        self.references = References(config, policies)
+        self.critics, self.references = critics, References(config, policies)
+        self.old_log_probs = OldLogProbs(config, policies, controller.sampling, learner.needs_exact_log_probs)
         self.loader, self.validation, self.total_steps = loader, validation, total_steps
         self.tasks = TaskStream(loader, reads_ahead=not config.resources.one_process)
         self.validation_id = checkpoint.fingerprint(
@@ -235,11 +236,11 @@ class MARLTrainer:
 
     async def log_probs(self, batch: JointBatch) -> Metrics:
         """``old_log_probs`` of every row; the gap between the trainer's forward pass and the servers is measured."""
-        outputs = await old_log_probs(self.policies, batch, self.config.algorithm.rollout_correction.bypass_mode)
-        gaps, metrics = token_metrics(batch.rows, outputs, batch.agents, self.policy_map.label)
+        read, outputs, metrics = await self.old_log_probs.write(batch, self.step_number)
+        gaps, numbers = token_metrics(read, outputs, batch.agents, self.policy_map.label)
         self.log_prob_gap_max = max([self.log_prob_gap_max, *gaps.values()])
         warn_of_gaps(gaps, self.step_number, self.config.controller.log_prob_gap_alarm)
-        return metrics
+        return metrics | numbers
 
     async def value(self, episodes: Sequence[Episode], batch: JointBatch) -> dict[CriticName, Metrics]:
         """Let the critics value the turns, and fit them if the learner needs that before it assigns credit."""
@@ -255,8 +256,7 @@ class MARLTrainer:
         return metrics | share_metrics(shares)
 
     async def update(self, batch: JointBatch) -> tuple[dict[PolicyName, Metrics], dict[CriticName, Metrics]]:
-        """Policies and critics at the same time; critics alone before step ``trainer.critic_warmup``, as in verl. References
-        that are due are renewed afterwards."""
+        """Policies and critics together, critics alone before ``trainer.critic_warmup``; then references that are due."""
         warm = self.step_number >= self.config.trainer.critic_warmup
         work = [self.learner.update(batch, self.policies if warm else {})]
         work += [] if self.learner.fits_first else [self.fit_critics(batch)]

@@ -126,6 +126,7 @@ def to_rows(chains: Sequence[Chain], temperatures: Mapping[AgentId, float]) -> T
         "loss_mask": jagged(columns["mask"], torch.long),
         "turn_index": jagged(columns["index"], torch.long),
         "rollout_log_probs": jagged(columns["log_probs"], torch.float32),
+        "version": torch.tensor([min(turn.version for turn, _ in chain) for chain in chains]),
         "temperature": torch.tensor([temperatures[chain[0][0].agent] for chain in chains]),
     }
     return TensorDict(rows, batch_size=[len(chains)])

@@ -1,25 +1,22 @@
 """Picking rows out of a policy's batch. Pure."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from marl.batch.joint import CriticRows, JointBatch
+from marl.utils.ragged import pick
 
 
 def rows_of(rows: TensorDict, index: Sequence[int], silent: int = 0) -> TensorDict:
     """These rows in this order; the last ``silent`` of them with empty masks."""
-    picked = {}
-    for key, value in rows.items():
-        parts = list(value.unbind())
-        chosen = [parts[i] for i in index]
-        if silent and key in ("response_mask", "loss_mask", "value_mask"):
-            chosen[-silent:] = [torch.zeros_like(part) for part in chosen[-silent:]]
-        picked[key] = (
-            torch.nested.as_nested_tensor(chosen, layout=torch.jagged) if value.is_nested else torch.stack(chosen)
-        )
+    at = torch.as_tensor(index)
+    picked: dict[str, Any] = {key: pick(value, at) if value.is_nested else value[at] for key, value in rows.items()}
+    for key in {"response_mask", "loss_mask", "value_mask"} & set(picked) if silent else ():
+        picked[key].values()[picked[key].offsets()[-1 - silent] :] = 0
     return TensorDict(picked, batch_size=[len(index)])
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,9 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerClient
 
-from marl.batch.joint import JointBatch
 from marl.cluster.worker_group import T, WorkerGroup, first_rows, flatten_metrics
 from marl.rollout.servers import PolicyServers
-from marl.types import Metrics, PolicyName
+from marl.types import Metrics
 from marl.utils.spans import Span
 
 
@@ -24,6 +23,8 @@ class RayPolicyGroup(WorkerGroup):
     """Implements :class:`marl.types.PolicyGroup` over verl's worker group, server manager and weight sync."""
 
     kind = "policy"
+    version = -1
+    """The step of the weights that the servers have; -1 before the first sync."""
 
     @property
     def actor(self) -> Any:
@@ -106,6 +107,7 @@ class RayPolicyGroup(WorkerGroup):
         async with self.in_turn:
             update = asyncio.to_thread(self.weight_sync.update_weights, global_steps=step)
             await self._wait(f"syncing the weights of step {step}", update)
+        self.version = step
 
     def stop(self) -> None:
         """End the servers and workers."""
@@ -132,18 +134,3 @@ async def served(groups: Iterable[RayPolicyGroup], work: Awaitable[T]) -> T:
     for group, spans in zip(asked, await asyncio.gather(*(group.server_spans() for group in asked)), strict=True):
         group.busy += spans
     return result
-
-
-async def old_log_probs(
-    groups: Mapping[PolicyName, RayPolicyGroup], batch: JointBatch, bypass: bool
-) -> dict[PolicyName, TensorDict]:
-    """Write ``old_log_probs`` of every row with the trainer's own forward pass, and return its outputs.
-
-    ``bypass`` (``algorithm.rollout_correction.bypass_mode``) skips the pass and uses the servers' log-probs instead.
-    """
-    computed = [] if bypass else list(batch.rows)
-    results = await asyncio.gather(*(groups[name].compute_log_prob(batch.rows[name]) for name in computed))
-    outputs = dict(zip(computed, results, strict=True))
-    for name, rows in batch.rows.items():
-        rows["old_log_probs"] = rows["rollout_log_probs"] if bypass else outputs[name]["log_probs"]
-    return outputs

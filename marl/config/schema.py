@@ -70,6 +70,21 @@ class CriticLevel(Enum):
         return cls(config.critic.level)
 
 
+class LogProbSource(Enum):
+    """``controller.old_log_probs``: where the log-probs come from to which an update compares its own."""
+
+    auto = "auto"
+    """The servers, for a policy whose servers compute as its trainer does; checked on some rows in every step."""
+    server = "server"
+    """The servers, whatever the gap to the trainer."""
+    trainer = "trainer"
+    """A forward pass of the trainer."""
+
+    @classmethod
+    def of(cls, config: Any) -> "LogProbSource":
+        return cls(config.controller.old_log_probs)
+
+
 class AnswerRule(Enum):
     strict = "strict"
     """The last ``#### number`` counts, as verl has it."""
@@ -103,6 +118,13 @@ class ControllerConfig:
     """The score of a conversation that outgrew its context, and of a text on which the reward function fails."""
     pack_turns: bool = False
     """Turns of an agent whose observations extend one another are trained as one sequence: fewer tokens, the same gradient."""
+    old_log_probs: LogProbSource = LogProbSource.auto
+    """Source of the log-probs to which an update compares its own: auto, server or trainer. auto takes the servers', which
+    saves a forward pass, where the gap to the trainer's is within ``log_prob_gap_bound`` on the rows checked."""
+    log_prob_gap_bound: float = bounded(1.0e-4, Number(0))
+    """Largest gap, in nats, at which ``old_log_probs=auto`` takes the servers' log-probs."""
+    log_prob_check_rows: int = bounded(4, count())
+    """Rows of every policy on which a step computes the gap: the longest, one of every agent, and others at random."""
     log_prob_gap_alarm: float = bounded(1.0, Number(0))
     """Warns if the log-probs of a token in a server and in the trainer differ by more."""
     lazy_agent_share: float | None = bounded(0.2, SHARE.or_null())

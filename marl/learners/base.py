@@ -32,6 +32,8 @@ class Learner(ABC):
     """Wants ``JointBatch.critic_data.joint_ids``."""
     joint_actions: ClassVar[bool] = False
     """Works on what agents do together, of which the alternatives of a single agent are no part."""
+    needs_exact_log_probs: ClassVar[bool] = False
+    """Compares log-probs that it asks for with ``old_log_probs``, which therefore must be of the same forward pass."""
     default_credit: ClassVar[str] = "own"
     """Credit scheme that ``credit=auto`` selects."""
     credits: ClassVar[tuple[str, ...]] = ()

@@ -197,7 +197,7 @@ def test_a_share_of_the_turns_is_tried_and_trained(played):
 def test_a_step_tries_trains_counts_and_dumps(judged, tmp_path, train):
     live = judged(
         *THREE, "credit.alternatives=3", f"credit.train_alternatives={train}", f"trainer.rollout_data_dir={tmp_path}",
-        "agents.carol.trainable=false", "learner.train_rounds=[1,3]",
+        "agents.carol.trainable=false", "learner.train_rounds=[1,3]", "controller.old_log_probs=trainer",
     )  # fmt: skip
     order, trainer = [], live.trainer
     for name in ("gather", "log_probs"):

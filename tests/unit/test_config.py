@@ -72,6 +72,7 @@ def test_a_verl_user_finds_every_key_where_it_was(compose_config):
         (["learner.gamma=much"], ["wrong value for 'learner.gamma'", "much", "Float"]),
         (["runner.num_rounds=2.5"], ["'runner.num_rounds'", "2.5", "Integer"]),
         (["resources.placement=together"], ["together", "separate", "colocated"]),
+        (["controller.old_log_probs=servers"], ["servers", "auto", "server", "trainer"]),
         (["agents.alice.trainable=perhaps"], ["agents.alice.trainable", "perhaps", "bool"]),
         (["credit=team", "credit.of=everybody"], ["everybody", "round", "final", "answer"]),
     ],
@@ -384,6 +385,19 @@ BAD = {
         "controller.overlong_buffer=2",
         "runner=game",
         "set it to 0",
+    ],
+    "controller.log_prob_check_rows=0": ["controller.log_prob_check_rows=0", "at least 1"],
+    "controller.log_prob_gap_bound=-1": ["controller.log_prob_gap_bound=-1", "at least 0"],
+    "controller.old_log_probs=trainer algorithm.rollout_correction.bypass_mode=true": [
+        "controller.old_log_probs=trainer",
+        "bypass_mode=True",
+        "old_log_probs=server",
+    ],
+    "controller.old_log_probs=server algorithm.rollout_correction.rollout_is=token": [
+        "controller.old_log_probs=server",
+        "rollout_is=token",
+        "old_log_probs=trainer",
+        "bypass_mode=true",
     ],
     "algorithm.rollout_correction.bypass_mode=true actor_rollout_ref.actor.policy_loss.loss_mode=gspo": [
         "algorithm.rollout_correction.bypass_mode=True",

@@ -4,6 +4,7 @@ from typing import Any
 
 from marl.config.errors import ConfigError
 from marl.config.policies import longest_row, sequence_parallel
+from marl.config.schema import LogProbSource
 from marl.utils.registry import did_you_mean
 
 
@@ -77,6 +78,21 @@ def bypassing_replaces_no_loss(config: Any) -> None:
         )
 
 
+def log_probs_have_one_source(config: Any) -> None:
+    source, correction = LogProbSource.of(config), config.algorithm.rollout_correction
+    if correction.bypass_mode and source is LogProbSource.trainer:
+        raise ConfigError(
+            "controller.old_log_probs=trainer with algorithm.rollout_correction.bypass_mode=True, which takes the servers' "
+            "log-probs: set old_log_probs=server (or leave it auto), or bypass_mode=false"
+        )
+    corrected = [f"{key}={correction[key]}" for key in ("rollout_is", "rollout_rs") if correction[key]]
+    if corrected and source is LogProbSource.server and not correction.bypass_mode:
+        raise ConfigError(
+            f"controller.old_log_probs=server with algorithm.rollout_correction.{corrected[0]}, which corrects for the "
+            "difference between servers and trainer: set old_log_probs=trainer (or leave it auto), or bypass_mode=true"
+        )
+
+
 def packed_turns_are_weighed_by_token(config: Any) -> None:
     if not config.controller.pack_turns:
         return
@@ -120,6 +136,7 @@ RULES = (
     critic_batches_divide,
     corrections_are_whole,
     bypassing_replaces_no_loss,
+    log_probs_have_one_source,
     packed_turns_are_weighed_by_token,
     a_conversation_fits_the_server,
     adam_betas_valid,
