@@ -1,16 +1,23 @@
 """Picking rows out of a policy's batch. Pure."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from marl.batch.joint import CriticRows, JointBatch
 
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
 
 def rows_of(rows: TensorDict, index: Sequence[int], silent: int = 0) -> TensorDict:
     """These rows in this order; the last ``silent`` of them with empty masks."""
+    from tensordict import TensorDict  # heavy: a configuration is checked without it
+
     picked = {}
     for key, value in rows.items():
         parts = list(value.unbind())
