@@ -1,18 +1,24 @@
 """Picking rows out of a policy's batch. Pure."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from marl.batch.joint import CriticRows, JointBatch
 from marl.utils.ragged import pick
 
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
 
 def rows_of(rows: TensorDict, index: Sequence[int], silent: int = 0) -> TensorDict:
     """These rows in this order; the last ``silent`` of them with empty masks."""
+    from tensordict import TensorDict  # heavy: a configuration is checked without it
+
     at = torch.as_tensor(index)
     picked: dict[str, Any] = {key: pick(value, at) if value.is_nested else value[at] for key, value in rows.items()}
     for key in {"response_mask", "loss_mask", "value_mask"} & set(picked) if silent else ():
