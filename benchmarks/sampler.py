@@ -45,8 +45,8 @@ class Sampler:
     """Within :meth:`on`, sums up CPU seconds by category and by the innermost function of verl's or ours."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
-        self.functions: Counter[tuple[str, str]] = Counter()
+        self.seconds: Any = Counter()
+        self.functions: Any = Counter()
         """Seconds by category and ``file:function``."""
 
     @contextmanager
