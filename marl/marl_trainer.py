@@ -232,7 +232,7 @@ class MARLTrainer:
         outputs = await old_log_probs(self.policies, batch, self.config.algorithm.rollout_correction.bypass_mode)
         gaps, metrics = token_metrics(batch.rows, outputs, batch.agents, self.policy_map.label)
         self.log_prob_gap_max = max([self.log_prob_gap_max, *gaps.values()])
-        warn_of_gaps(gaps, self.step_number, self.config.controller.log_prob_gap_alarm)
+        warn_of_gaps(gaps, self.step_number, {name: self.policies[name].gap_alarm for name in gaps})
         return metrics
 
     async def value(self, episodes: Sequence[Episode], batch: JointBatch) -> dict[CriticName, Metrics]:

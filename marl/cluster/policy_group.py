@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 
 from marl.batch.joint import JointBatch
 from marl.cluster.worker_group import T, WorkerGroup, first_rows, flatten_metrics
+from marl.config.precision import gap_alarm
 from marl.rollout.servers import PolicyServers
 from marl.types import Metrics, PolicyName
 
@@ -30,6 +32,10 @@ class RayPolicyGroup(WorkerGroup):
     @property
     def rollout(self) -> Any:
         return self.config.actor_rollout_ref.rollout
+
+    @cached_property
+    def gap_alarm(self) -> float:
+        return gap_alarm(self.config)
 
     def client(self) -> LLMServerClient:
         return self.servers.client()

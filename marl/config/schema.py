@@ -9,6 +9,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
+from marl.config.precision import register_resolvers
 from marl.utils.numbers import FINITE, SECONDS, SHARE, TEMPERATURE, TOKENS, TOP_K, TOP_P, Number, bounded, count
 
 
@@ -103,8 +104,9 @@ class ControllerConfig:
     """The score of a conversation that outgrew its context, and of a text on which the reward function fails."""
     pack_turns: bool = False
     """Turns of an agent whose observations extend one another are trained as one sequence: fewer tokens, the same gradient."""
-    log_prob_gap_alarm: float = bounded(1.0, Number(0))
-    """Warns if the log-probs of a token in a server and in the trainer differ by more."""
+    log_prob_gap_alarm: float | None = bounded(None, Number(0, null=True))
+    """Warns if the log-probs of a token in a server and in the trainer differ by more; null for the bound of the policy's
+    precision."""
     lazy_agent_share: float | None = bounded(0.2, SHARE.or_null())
     """Warns once if an agent's credit share over twenty steps is below this part of an equal share; null: never."""
     degenerate_steps: int | None = bounded(5, count(null=True))
@@ -178,6 +180,7 @@ def register() -> None:
         "ensemble": EnsembleConfig,
     }.items():
         ConfigStore.instance().store(group=group, name="schema", node=node)
+    register_resolvers()
     OmegaConf.register_new_resolver("new_run", new_run, use_cache=True, replace=True)
 
 
