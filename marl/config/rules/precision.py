@@ -30,7 +30,7 @@ def critics_have_the_precision(config: Any) -> None:
 def must_agree(config: Any, keys: Sequence[str]) -> None:
     """Raise ConfigError for the first of verl's keys that contradicts ``precision``."""
     precision = config.precision
-    for key in keys if precision is not None else ():
+    for key in keys if precision in SERVER_DTYPES else ():
         value = OmegaConf.select(config, key)
         if value not in (precision, SERVER_DTYPES[precision]):
             raise ConfigError(
