@@ -239,7 +239,7 @@ class MARLTrainer:
         read, outputs, metrics = await self.old_log_probs.write(batch, self.step_number)
         gaps, numbers = token_metrics(read, outputs, batch.agents, self.policy_map.label)
         self.log_prob_gap_max = max([self.log_prob_gap_max, *gaps.values()])
-        warn_of_gaps(gaps, self.step_number, self.config.controller.log_prob_gap_alarm)
+        warn_of_gaps(gaps, self.step_number, {name: self.policies[name].gap_alarm for name in gaps})
         return metrics | numbers
 
     async def value(self, episodes: Sequence[Episode], batch: JointBatch) -> dict[CriticName, Metrics]:

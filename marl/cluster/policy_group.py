@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerClient
 
 from marl.cluster.worker_group import T, WorkerGroup, first_rows, flatten_metrics
+from marl.config.precision import gap_alarm
 from marl.rollout.servers import PolicyServers
 from marl.types import Metrics
 from marl.utils.spans import Span
@@ -33,6 +35,10 @@ class RayPolicyGroup(WorkerGroup):
     @property
     def rollout(self) -> Any:
         return self.config.actor_rollout_ref.rollout
+
+    @cached_property
+    def gap_alarm(self) -> float:
+        return gap_alarm(self.config)
 
     def client(self) -> LLMServerClient:
         return self.servers.client()

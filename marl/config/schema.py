@@ -9,6 +9,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
+from marl.config.precision import register_resolvers
 from marl.utils.numbers import FINITE, SECONDS, SHARE, TEMPERATURE, TOKENS, TOP_K, TOP_P, Number, bounded, count
 
 
@@ -125,8 +126,9 @@ class ControllerConfig:
     """Largest gap, in nats, at which ``old_log_probs=auto`` takes the servers' log-probs."""
     log_prob_check_rows: int = bounded(4, count())
     """Rows of every policy on which a step computes the gap: the longest, one of every agent, and others at random."""
-    log_prob_gap_alarm: float = bounded(1.0, Number(0))
-    """Warns if the log-probs of a token in a server and in the trainer differ by more."""
+    log_prob_gap_alarm: float | None = bounded(None, Number(0, null=True))
+    """Warns if the log-probs of a token in a server and in the trainer differ by more; null for the bound of the policy's
+    precision."""
     lazy_agent_share: float | None = bounded(0.2, SHARE.or_null())
     """Warns once if an agent's credit share over twenty steps is below this part of an equal share; null: never."""
     degenerate_steps: int | None = bounded(5, count(null=True))
@@ -200,6 +202,7 @@ def register() -> None:
         "ensemble": EnsembleConfig,
     }.items():
         ConfigStore.instance().store(group=group, name="schema", node=node)
+    register_resolvers()
     OmegaConf.register_new_resolver("new_run", new_run, use_cache=True, replace=True)
 
 

@@ -417,6 +417,13 @@ BAD = {
     "critic.fsdp.param_offload=often": ["critic.fsdp.param_offload=often", "true or false"],
     "critic.fsdp.model_dtype=fp8": ["critic.fsdp.model_dtype=fp8", "bf16"],
     "+critic.fsdp.mixed_precision={param_dtype:fp8}": ["critic.fsdp.mixed_precision.param_dtype=fp8", "bf16"],
+    "precision=fp8": ["precision=fp8", "fp32, bf16, or null"],
+    "precision=bf16 actor_rollout_ref.rollout.dtype=float32": [
+        "rollout.dtype=float32",
+        "precision=bf16",
+        "precision=null",
+    ],
+    "precision=bf16 critic.fsdp.mixed_precision.param_dtype=fp32": ["param_dtype=fp32", "precision=null"],
     "agents={}": ["agents"],
 }
 
