@@ -22,6 +22,7 @@ from marl.config.errors import ConfigError, explain
 from marl.config.external import check_modules, find_own_modules
 from marl.config.overrides import find_verl, new_agents
 from marl.config.rules import RULES, check
+from marl.config.rules.resources import collectives_end_before_calls
 from marl.main import ConfigError as MainConfigError
 from marl.preflight.prepare import prepare
 from marl.run_setup import Setup
@@ -451,6 +452,14 @@ def test_a_checkpoint_may_be_named_from_the_home_folder(quickstart, tmp_path, mo
 
 def test_one_rank_has_no_collective_that_could_be_late(quickstart):
     check(quickstart("resources.timeout_s=100"))
+
+
+def test_collectives_of_gpus_do_not_end_by_this_deadline(quickstart):
+    two_ranks = quickstart("trainer.n_gpus_per_node=2", "resources.timeout_s=100")
+    with pytest.raises(ConfigError, match="process_group_timeout_s"):
+        collectives_end_before_calls(two_ranks)
+    two_ranks.trainer.device = "cuda"
+    collectives_end_before_calls(two_ranks)
 
 
 def test_an_overlong_penalty_that_has_an_effect_is_taken(quickstart):
