@@ -9,12 +9,10 @@ from tensordict import TensorDict
 
 from marl.batch.evidence import evidence_grids
 from marl.batch.joint import Alternatives, Evidence, JointBatch
+from marl.batch.packing import Chain, chains_of
 from marl.batch.rows import rows_of
-from marl.types import AgentId, Episode, PolicyName, Turn
+from marl.types import AgentId, Episode
 from marl.utils.ragged import jagged
-
-Chain = list[tuple[Turn, int]]
-"""Turns of one agent, each with its index in the flattened grid, that share a row."""
 
 
 def joint_batch(
@@ -36,10 +34,9 @@ def joint_batch(
     lengths_ERA = np.zeros(shape, dtype=np.int64)
     seat = {agent: a for a, agent in enumerate(agents)}
     sets: dict[tuple, int] = {}
-    chains: dict[PolicyName, list[Chain]] = {}
+    trained: list[Chain] = [[] for _ in episodes]
     cells: list[list[int]] = []
     for e, episode in enumerate(episodes):
-        last: dict[AgentId, Chain] = {}
         cells.append([-1] * len(episode.turns))
         for i, (turn, column) in enumerate(zip(episode.turns, places[e], strict=True)):
             if column < 0:
@@ -54,12 +51,7 @@ def joint_batch(
             rounds = train_rounds is None or turn.round in train_rounds
             if turn.trained and rounds and turn.agent in temperatures:
                 trained_ERA[cell] = True
-                entry = (turn, cells[e][i])
-                if pack_turns and turn.agent in last and continues(turn, last[turn.agent][-1][0]):
-                    last[turn.agent].append(entry)
-                else:
-                    last[turn.agent] = [entry]
-                    chains.setdefault(turn.policy, []).append(last[turn.agent])
+                trained[e].append((turn, cells[e][i]))
     return JointBatch(
         cells=cells,
         evidence=Evidence(evidence_grids(episodes, cells, shape)),
@@ -76,7 +68,7 @@ def joint_batch(
         answers_ERA=torch.from_numpy(answers_ERA),
         lengths_ERA=torch.from_numpy(lengths_ERA),
         team_score_E=torch.tensor([episode.scored.value if episode.score else 0.0 for episode in episodes]),
-        rows={policy: to_rows(turns, temperatures) for policy, turns in chains.items()},
+        rows={policy: to_rows(turns, temperatures) for policy, turns in chains_of(trained, pack_turns).items()},
         failed_E=torch.tensor([episode.failure is not None for episode in episodes], dtype=torch.bool),
     )
 
@@ -95,11 +87,6 @@ def columns_of(episode: Episode, num_rounds: int) -> list[int]:
         else:
             columns.append(-1)
     return columns
-
-
-def continues(turn: Turn, previous: Turn) -> bool:
-    """True if a turn's prompt begins with the ids of the previous turn of the same policy."""
-    return turn.policy == previous.policy and turn.extends(previous)
 
 
 def to_rows(chains: Sequence[Chain], temperatures: Mapping[AgentId, float]) -> TensorDict:
