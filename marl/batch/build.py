@@ -1,7 +1,7 @@
 """Episodes to the joint batch: dense turn grids, and ragged rows for every policy. Pure."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from marl.batch.evidence import evidence_grids
 from marl.batch.joint import Alternatives, Evidence, JointBatch
 from marl.batch.packing import Chain, chains_of
 from marl.batch.rows import rows_of
-from marl.types import AgentId, Episode
+from marl.types import AgentId, Episode, PolicyName
 from marl.utils.ragged import jagged
 
 
@@ -20,10 +20,11 @@ def joint_batch(
     agents: Sequence[AgentId],
     temperatures: Mapping[AgentId, float],
     train_rounds: Sequence[int] | None = None,
-    pack_turns: bool = False,
+    pack_turns: bool | Collection[PolicyName] = False,
 ) -> JointBatch:
     """Grids over all turns, at least one round wide, and rows for the trained turns: those of the agents in ``temperatures``
-    and of ``train_rounds`` (None for all). With ``pack_turns`` a turn whose prompt extends the agent's last one shares its row."""
+    and of ``train_rounds`` (None for all). With ``pack_turns``, for all policies or for these, a turn whose prompt extends
+    another one of its agent shares that one's row."""
     num_rounds = max((episode.num_rounds for episode in episodes), default=0)
     places = [columns_of(episode, num_rounds) for episode in episodes]
     width = max((column + 1 for columns in places for column in columns), default=0)
@@ -90,7 +91,8 @@ def columns_of(episode: Episode, num_rounds: int) -> list[int]:
 
 
 def to_rows(chains: Sequence[Chain], temperatures: Mapping[AgentId, float]) -> TensorDict:
-    """One row per chain, with verl's keys. Text between two answers is part of the response, masked out."""
+    """One row per chain, with verl's keys: its last turn's prompt and answer. Text between two answers is part of the
+    response, masked out."""
     columns: dict[str, list[list]] = {key: [] for key in ("prompts", "responses", "mask", "index", "log_probs")}
     for chain in chains:
         prompt = chain[0][0].prompt_ids

@@ -70,6 +70,21 @@ class CriticLevel(Enum):
         return cls(config.critic.level)
 
 
+class PackTurns(Enum):
+    """``controller.pack_turns``: whether turns of an agent share a row."""
+
+    auto = "auto"
+    """They do where that changes the number of tokens and nothing else."""
+    true = "true"
+    """They do; a setting that rules it out is an error."""
+    false = "false"
+
+    @classmethod
+    def of(cls, config: Any) -> "PackTurns":
+        """YAML's true and false are no strings. Raises ValueError for another value."""
+        return cls(str(config.controller.pack_turns).lower())
+
+
 class AnswerRule(Enum):
     strict = "strict"
     """The last ``#### number`` counts, as verl has it."""
@@ -101,8 +116,9 @@ class ControllerConfig:
     """Maximum number of attempts to run an episode or to score a text."""
     failure_score: float = bounded(0.0, Number(high=0.999))  # 1 would be a right answer
     """The score of a conversation that outgrew its context, and of a text on which the reward function fails."""
-    pack_turns: bool = False
-    """Turns of an agent whose observations extend one another are trained as one sequence: fewer tokens, the same gradient."""
+    pack_turns: Any = PackTurns.auto.value
+    """Turns of an agent whose observations extend one another are trained as one sequence: fewer tokens, the same gradient.
+    ``auto`` packs where that is all that changes, ``true`` refuses settings under which it is not, ``false`` never packs."""
     log_prob_gap_alarm: float = bounded(1.0, Number(0))
     """Warns if the log-probs of a token in a server and in the trainer differ by more."""
     lazy_agent_share: float | None = bounded(0.2, SHARE.or_null())
