@@ -12,6 +12,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from marl import checkpoint
 from marl.batch.build import joint_batch
 from marl.batch.joint import JointBatch
+from marl.batch.packing import packed_policies
 from marl.cluster.critics import Critics
 from marl.cluster.old_log_probs import OldLogProbs
 from marl.cluster.policy_group import RayPolicyGroup, served
@@ -55,6 +56,7 @@ class MARLTrainer:
     ) -> None:
         self.config, self.policies, self.controller, self.learner = config, policies, controller, learner
         self.critics, self.references = critics, References(config, policies)
+        self.packed = packed_policies(config, learner.critics)
         self.old_log_probs = OldLogProbs(config, policies, controller.sampling, learner.needs_exact_log_probs)
         self.loader, self.validation, self.total_steps = loader, validation, total_steps
         self.tasks = TaskStream(loader, reads_ahead=not config.resources.one_process)
@@ -63,8 +65,7 @@ class MARLTrainer:
         )
         self.progress = progress or (lambda step, total, metrics: None)
         self.folder, self.dumps = Path(config.trainer.default_local_dir), DumpWriter(config.trainer.rollout_data_dir)
-        self.step_number, self.sampled_tokens = 0, 0
-        self.log_prob_gap_max, self.earlier_seconds = 0.0, 0.0
+        self.step_number, self.sampled_tokens, self.log_prob_gap_max, self.earlier_seconds = 0, 0, 0.0, 0.0
         self.answers_per_episode = RunningMean()
         self.degenerate_alarm = DegenerateGroups(config.controller.degenerate_steps)
         self.lazy_agents = LazyAgents(config.controller.lazy_agent_share)
@@ -216,7 +217,7 @@ class MARLTrainer:
 
     def batch_of(self, episodes: Sequence[Episode]) -> JointBatch:
         rounds, settings = self.learner.config.train_rounds, self.config.controller
-        batch = joint_batch(episodes, list(self.config.agents), self.temperatures, rounds, settings.pack_turns)
+        batch = joint_batch(episodes, list(self.config.agents), self.temperatures, rounds, self.packed)
         self.learner.credit.add_evidence(batch, episodes, settings.no_answer_score or 0.0)
         return batch
 

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 SERVER_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 """Precisions, and verl's words for them in ``rollout.dtype``."""
-CPU_GAPS = {"fp32": 1e-5, "bf16": 0.25}
+CPU_GAPS = {"fp32": 1e-4, "bf16": 0.25}
 """Differences of a token's log-prob between server and trainer that are not rounding. In bf16, models of 1 and 25 million
 parameters showed 0 over 128 tokens, and up to .065 over 320 tokens in training at a learning rate of 1e-3."""
 ACCELERATOR_GAPS = {"fp32": 1e-2, "bf16": 1.0}

@@ -131,7 +131,7 @@ def test_verls_single_turn_loop_is_the_agent_itself(alone):
 
 
 def test_tool_output_inside_a_turn_is_read_and_not_trained(alone):
-    live = alone("agents.alice.agent_loop=test_calls_a_tool", *ROOM)
+    live = alone("agents.alice.agent_loop=test_calls_a_tool", "controller.pack_turns=false", *ROOM)
     requests = spied(live)
     metrics, batch = stepped(live)
     rows, said = batch.rows["alice"], live.trainer.controller.clients["alice"].loops.tokenizer.encode(TOOL_SAYS)

@@ -293,6 +293,12 @@ BAD = {
         "pack_turns=false",
     ],
     "controller.pack_turns=true learner=mappo critic.level=token": ["critic.level=turn"],
+    "controller.pack_turns=true actor_rollout_ref.actor.policy_loss.loss_mode=sapo": ["loss_mode=sapo", "sequences"],
+    "controller.pack_turns=true learner=ippo critic.level=token critic.loss_agg_mode=seq-mean-token-mean": [
+        "critic.loss_agg_mode=seq-mean-token-mean",
+        "pack_turns=false",
+    ],
+    "controller.pack_turns=atuo": ["controller.pack_turns=atuo", "Did you mean 'auto'"],
     "baseline=sole": ["baseline=sole", "Did you mean 'solo'"],
     "trainer.ref_update_freq=5": ["ref_update_freq=5", "use_kl_loss=true"],
     "actor_rollout_ref.model.lora_rank=4": ["lora_rank=4", "lora.merge=true"],
