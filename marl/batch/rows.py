@@ -1,18 +1,23 @@
 """Picking rows out of a policy's batch. Pure."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from marl.batch.joint import CriticRows, JointBatch
 from marl.utils.ragged import pick_rows
 
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
 
 def rows_of(rows: TensorDict, index: Sequence[int], silent: int = 0) -> TensorDict:
     """These rows in this order; the last ``silent`` of them with empty masks."""
-    picked = pick_rows(rows, torch.tensor(index, dtype=torch.long))
+    picked = pick_rows(rows, torch.as_tensor(index))
     for key in ("response_mask", "loss_mask", "value_mask"):
         if silent and key in picked:
             picked[key].values()[int(picked[key].offsets()[-1 - silent]) :] = 0

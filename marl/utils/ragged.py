@@ -1,12 +1,16 @@
 """Rows of different lengths as torch's jagged nested tensors. Picking and joining take whole columns, never row by row."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 
 def jagged(lists: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
@@ -28,6 +32,17 @@ def dense(nested: Tensor) -> Tensor:
 def dense_to_jagged(x_BT: Tensor, nested: Tensor) -> Tensor:
     """The rows of a dense tensor, as long as those of a nested one."""
     return torch.nested.nested_tensor_from_jagged(x_BT[inside(nested)], offsets=nested.offsets())  # type: ignore[attr-defined]
+
+
+def pick(nested: Tensor, index: Tensor) -> Tensor:
+    """These rows in this order, copied. Unbinding the nested tensor would make a view of every row that it has."""
+    offsets = nested.offsets()  # type: ignore[attr-defined]
+    lengths = offsets.diff()[index]
+    ends = lengths.cumsum(0)
+    shift = offsets[index] - ends + lengths
+    at = torch.arange(int(lengths.sum()), device=lengths.device) + shift.repeat_interleave(lengths)
+    picked = torch.nn.functional.pad(ends, (1, 0))
+    return torch.nested.nested_tensor_from_jagged(nested.values()[at], offsets=picked)
 
 
 def inside(nested: Tensor) -> Tensor:
@@ -59,12 +74,16 @@ def pick(column: Tensor, index: Tensor) -> Tensor:
 
 def pick_rows(rows: TensorDict, index: Tensor) -> TensorDict:
     """These rows of every column, in this order; what is no column stays as it is."""
+    from tensordict import TensorDict  # heavy: a configuration is checked without it
+
     picked = {key: pick(value, index) if value.shape else value for key, value in rows.items()}
     return TensorDict(picked, batch_size=[len(index)])
 
 
 def consecutive(rows: TensorDict, start: int, end: int) -> TensorDict:
     """The rows [start, end) as views."""
+    from tensordict import TensorDict
+
     found = {key: _consecutive(value, start, end) if value.shape else value for key, value in rows.items()}
     return TensorDict(found, batch_size=[end - start])
 
