@@ -112,7 +112,7 @@ class HFServer:
 
     async def resume_generation(self) -> None: ...
 
-    async def get_stats(self) -> dict[str, float]:
+    async def get_stats(self) -> dict[str, int]:
         return self.stats | {"prefilled_tokens": self.reader.prefilled}
 
     async def take_spans(self) -> tuple[list[Span], float]:

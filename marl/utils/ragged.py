@@ -34,17 +34,6 @@ def dense_to_jagged(x_BT: Tensor, nested: Tensor) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(x_BT[inside(nested)], offsets=nested.offsets())  # type: ignore[attr-defined]
 
 
-def pick(nested: Tensor, index: Tensor) -> Tensor:
-    """These rows in this order, copied. Unbinding the nested tensor would make a view of every row that it has."""
-    offsets = nested.offsets()  # type: ignore[attr-defined]
-    lengths = offsets.diff()[index]
-    ends = lengths.cumsum(0)
-    shift = offsets[index] - ends + lengths
-    at = torch.arange(int(lengths.sum()), device=lengths.device) + shift.repeat_interleave(lengths)
-    picked = torch.nn.functional.pad(ends, (1, 0))
-    return torch.nested.nested_tensor_from_jagged(nested.values()[at], offsets=picked)
-
-
 def inside(nested: Tensor) -> Tensor:
     """Mask [B, T] of the entries of a dense tensor that rows of a nested one fill."""
     lengths_B = nested.offsets().diff()  # type: ignore[attr-defined]

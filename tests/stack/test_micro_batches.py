@@ -132,4 +132,4 @@ def test_weights_after_a_step_are_verls(alone, monkeypatch):
         assert any(float((new - old).abs().max()) > 1e-4 for new, old in zip(results[-1][1], before, strict=True))
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
     for ours, theirs in zip(results[0][1], results[1][1], strict=True):
-        assert float((ours - theirs).abs().max()) <= 1e-6
+        assert float((ours - theirs).abs().max()) <= 1e-5  # of 1e-3: Adam magnifies the rounding of gradients near 0
