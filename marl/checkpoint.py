@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from marl.marl_trainer import MARLTrainer
 
 logger = logging.getLogger(__name__)
-REQUIRED = {"policies", "critics", "references", "running_means", "histories", "answers_per_episode", "seconds"}
+REQUIRED = {
+    "policies", "critics", "references", "running_means", "histories", "answers_per_episode", "seconds", "beyond_gap_bound",
+}  # fmt: skip
 
 
 def validation_sampling(config: Any, sampling: Callable[..., Mapping[str, Any]]) -> dict[str, Any]:
@@ -55,7 +57,7 @@ async def save(trainer: MARLTrainer) -> None:
             *(group.save(folder / name / "critic") for name, group in trainer.critics.groups.items()),
             trainer.references.save(folder),
         )
-        torch.save(trainer.loader.state_dict(), folder / "data.pt")
+        torch.save(trainer.tasks.state_dict(), folder / "data.pt")
         torch.save(trainer.learner.state_dict(), folder / "learner.pt")
         state: dict[str, Any] = {
             "sampled_tokens": trainer.sampled_tokens,
@@ -68,6 +70,7 @@ async def save(trainer: MARLTrainer) -> None:
             "running_means": {name: [mean.total, mean.count] for name, mean in trainer.learner.running_means.items()},
             "accuracy": trainer.controller.accuracy.state_dict(),
             "log_prob_gap_max": trainer.log_prob_gap_max,
+            "beyond_gap_bound": sorted(trainer.old_log_probs.beyond),
             "histories": {data: list(history.items()) for data, history in trainer.histories.items()},
         }
         if (trainer.folder / RUN).is_file():
@@ -93,9 +96,10 @@ async def resume(trainer: MARLTrainer) -> None:
         *(group.load(folder / name / "critic") for name, group in trainer.critics.groups.items()),
         trainer.references.load(folder, state["references"]),
     )
-    trainer.loader.load_state_dict(torch.load(folder / "data.pt", weights_only=True))
+    trainer.tasks.load_state_dict(torch.load(folder / "data.pt", weights_only=True))
     load_learner(trainer, torch.load(folder / "learner.pt", weights_only=True))
     trainer.step_number, trainer.log_prob_gap_max = state["step"], state["log_prob_gap_max"]
+    trainer.old_log_probs.beyond = trainer.old_log_probs.comparable & set(state["beyond_gap_bound"])
     trainer.sampled_tokens = state["sampled_tokens"]
     trainer.answers_per_episode = RunningMean(*state["answers_per_episode"])
     trainer.earlier_seconds = state["seconds"] - process_seconds()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from marl.config.external import find_own_modules
+from marl.config.short_help import show_help
 from marl.utils.quiet import quiet_imports
 
 
@@ -32,6 +33,8 @@ def main() -> int:
         lines = [f"  marl {known:<12} {command.help}" for known, command in COMMANDS.items()]
         sys.stderr.write("\n".join(["usage: marl COMMAND [key=value …]", *lines, ""]))
         return 0 if word in ("-h", "--help") else 2
+    if word == "train":
+        show_help(rest)
     sys.argv = [f"marl {word}", *rest]
     quiet_imports(rest)
     find_own_modules()

@@ -13,13 +13,13 @@ from functools import wraps
 from typing import Any
 
 from marl.config.external import find_own_modules
+from marl.config.short_help import show_help
 from marl.utils.quiet import quiet, quiet_imports
 
 if __name__ == "__main__":
+    show_help(sys.argv[1:])
     quiet_imports(sys.argv)
     find_own_modules()  # before verl imports them
-
-import marl.platform.cpu  # isort: skip - registers the platform before anything of verl asks for one
 
 import hydra
 from hydra.errors import HydraException
@@ -27,7 +27,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 import marl.config.schema  # noqa: F401 - registers our groups
-from marl.cluster.session import session
+from marl.config.composing import composed_once
 from marl.config.errors import ConfigError, explain
 from marl.config.overrides import hydra_overrides, options_are_words
 from marl.preflight.prepare import prepare
@@ -53,7 +53,11 @@ def run_composed(words: list[str], work: Callable[[DictConfig], Any]) -> int:
 
     def check_and_run() -> None:
         options_are_words(words)
-        compose_and_work()
+        config = composed_once(words)
+        if config is None:
+            compose_and_work()
+        else:
+            work(config)
 
     return exit_code(check_and_run)
 
@@ -83,6 +87,8 @@ def run(config: DictConfig, progress: Any = None) -> Any:
 
 def _run(config: DictConfig, progress: Any) -> Any:
     setup = prepare(config)
+    # heavy: imported once the configuration is known to be right
+    from marl.cluster.session import session
     from marl.preflight.plan_report import plan_text
 
     print(plan_text(setup), flush=True)
@@ -93,7 +99,6 @@ def _run(config: DictConfig, progress: Any) -> Any:
 
 
 async def _train(setup: Setup, progress: Any) -> Any:
-    # heavy: imported once the configuration is known to be right
     from marl.build import build
     from marl.evaluation.baselines import run_baselines
 

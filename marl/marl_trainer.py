@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +12,27 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from marl import checkpoint
 from marl.batch.build import joint_batch
 from marl.batch.joint import JointBatch
+from marl.batch.packing import packed_policies
 from marl.cluster.critics import Critics
-from marl.cluster.policy_group import RayPolicyGroup, old_log_probs, served
+from marl.cluster.old_log_probs import OldLogProbs
+from marl.cluster.policy_group import RayPolicyGroup, served
 from marl.cluster.references import References
-from marl.cluster.worker_group import throughput
+from marl.cluster.worker_group import WorkerGroup, throughput
 from marl.config.identity import settings_of
 from marl.controller.alternative_rollouts import AlternativeRollouts
 from marl.controller.controller import Collection, Controller, with_turns
 from marl.controller.policy_map import PolicyMap
+from marl.controller.task_stream import TaskStream
 from marl.learners import Learner
 from marl.report import conversation, dump
 from marl.report.alarms import DegenerateGroups, warn_of_gaps
 from marl.report.credit_shares import LazyAgents, credit_shares
+from marl.report.dump_writer import DumpWriter
 from marl.report.step_metrics import count_metrics, critic_metrics, episode_metrics, policy_metrics, share_metrics
 from marl.report.tokens import token_metrics
-from marl.report.turn_numbers import turn_numbers
 from marl.types import AgentId, CriticName, Episode, Metrics, PolicyName, Task, Turn
 from marl.utils.metrics import PhaseTimer, RunningMean, must_be_finite, prefixed
+from marl.utils.numbers import is_due
 from marl.utils.tracking import tracking_of
 
 logger = logging.getLogger(__name__)
@@ -52,16 +55,17 @@ class MARLTrainer:
         progress: Progress | None = None,
     ) -> None:
         self.config, self.policies, self.controller, self.learner = config, policies, controller, learner
-        self.critics = critics
-        self.references = References(config, policies)
+        self.critics, self.references = critics, References(config, policies)
+        self.packed = packed_policies(config, learner.critics)
+        self.old_log_probs = OldLogProbs(config, policies, controller.sampling, learner.needs_exact_log_probs)
         self.loader, self.validation, self.total_steps = loader, validation, total_steps
+        self.tasks = TaskStream(loader, reads_ahead=not config.resources.one_process)
         self.validation_id = checkpoint.fingerprint(
             validation, checkpoint.validation_sampling(config, controller.sampling)
         )
         self.progress = progress or (lambda step, total, metrics: None)
-        self.folder = Path(config.trainer.default_local_dir)
-        self.step_number, self.sampled_tokens = 0, 0
-        self.log_prob_gap_max, self.earlier_seconds = 0.0, 0.0
+        self.folder, self.dumps = Path(config.trainer.default_local_dir), DumpWriter(config.trainer.rollout_data_dir)
+        self.step_number, self.sampled_tokens, self.log_prob_gap_max, self.earlier_seconds = 0, 0, 0.0, 0.0
         self.answers_per_episode = RunningMean()
         self.degenerate_alarm = DegenerateGroups(config.controller.degenerate_steps)
         self.lazy_agents = LazyAgents(config.controller.lazy_agent_share)
@@ -83,6 +87,10 @@ class MARLTrainer:
         """Name of a folder for what is of other validation data than the run began with; empty for the first."""
         first = next(iter(self.histories), self.validation_id)
         return "" if first == self.validation_id else f"validation_{self.validation_id}"
+
+    @property
+    def groups(self) -> list[WorkerGroup]:
+        return [*self.policies.values(), *self.critics.groups.values()]
 
     @property
     def policy_map(self) -> PolicyMap:
@@ -110,15 +118,15 @@ class MARLTrainer:
             self.tracking.log(await self.validate(), self.step_number)
         if trainer.val_only:
             return self.summarise()
-        batches = chain.from_iterable(repeat(self.loader))
-        while not self.is_over(token_budget):
-            self.step_number += 1
-            metrics = await self.step(next(batches))
-            try:
-                metrics |= await self.keep(last=self.is_over(token_budget))
-            finally:
-                self.tracking.log(metrics, self.step_number)
-            self.progress(self.step_number, self.total_steps, metrics)
+        async with self.dumps:
+            while not self.is_over(token_budget):
+                self.step_number += 1
+                metrics = await self.step(await self.tasks.next())
+                try:
+                    metrics |= await self.keep(last=self.is_over(token_budget))
+                finally:
+                    self.tracking.log(metrics, self.step_number)
+                self.progress(self.step_number, self.total_steps, metrics)
         self.summarise()
 
     async def keep(self, last: bool) -> Metrics:
@@ -145,7 +153,7 @@ class MARLTrainer:
         return spent or self.step_number >= self.total_steps
 
     async def step(self, tasks: Sequence[Task]) -> Metrics:
-        phase, started = PhaseTimer(), time.perf_counter()
+        phase, started = PhaseTimer(), time.time()
         collection = await phase.of("collect", self.collect(tasks))
         scored = await phase.of("score", self.controller.score(collection.episodes, self.step_number))
         played = with_turns(scored, self.step_number)
@@ -159,11 +167,11 @@ class MARLTrainer:
         fits = await phase.of("values", self.value(episodes, batch))
         with phase("credit"):
             credited = self.assign_credit(batch)
-        updates, late_fits = await phase.of("update", self.update(batch))
+        (updates, late_fits), _ = await phase.of("update", asyncio.gather(self.update(batch), self.tasks.read_ahead()))
         await phase.of("sync_weights", self.sync_weights())
-        seconds = time.perf_counter() - started
-        self.dump(episodes, batch)
-        labels, critics = self.policy_map.labels(self.trained_agents), list(self.critics.groups.values())
+        ended = time.time()
+        await self.dumps.write(episodes, self.step_number, batch, self.learner.credit.of)
+        labels = self.policy_map.labels(self.trained_agents)
         return (
             credited
             | token_numbers
@@ -171,11 +179,11 @@ class MARLTrainer:
             | episode_metrics(scored, self.config.agents)
             | count_metrics(collection.started, len(scored) - unread, collection.refused, collection.retried)
             | policy_metrics(updates, labels)
-            | (critic_metrics(fits | late_fits, unread) if critics else {})
+            | (critic_metrics(fits | late_fits, unread) if self.critics.groups else {})
             | gathered
             | self.controller.reward.metrics()
             | phase.metrics()
-            | throughput(list(self.policies.values()), critics, float(batch.spoken_ERA.sum()), seconds)
+            | throughput(self.groups, float(batch.spoken_ERA.sum()), (started, ended))
         )
 
     def _count(self, episodes: Sequence[Episode]) -> None:
@@ -187,10 +195,10 @@ class MARLTrainer:
 
     async def collect(self, tasks: Sequence[Task]) -> Collection:
         """Play every task ``rollout.n`` times with the current weights."""
-        for group in [*self.policies.values(), *self.critics.groups.values()]:
-            group.busy_seconds = {}
+        for group in self.groups:
+            group.busy.clear()
         work = self.controller.collect(tasks, self.config.actor_rollout_ref.rollout.n, self.step_number)
-        return await served(self.policies.values(), "collect", work)
+        return await served(self.policies.values(), work)
 
     async def gather(self, episodes: Sequence[Episode], phase: PhaseTimer) -> Metrics:
         """Let the credit scheme run further rollouts with the same weights, if it needs evidence beyond the episodes."""
@@ -199,7 +207,7 @@ class MARLTrainer:
         if plays is None:
             return {}
         with phase("replay"):
-            gathered = await served(self.policies.values(), "replay", plays)
+            gathered = await served(self.policies.values(), plays)
         self.sampled_tokens += gathered.sampled_tokens
         return gathered.metrics
 
@@ -209,7 +217,7 @@ class MARLTrainer:
 
     def batch_of(self, episodes: Sequence[Episode]) -> JointBatch:
         rounds, settings = self.learner.config.train_rounds, self.config.controller
-        batch = joint_batch(episodes, list(self.config.agents), self.temperatures, rounds, settings.pack_turns)
+        batch = joint_batch(episodes, list(self.config.agents), self.temperatures, rounds, self.packed)
         self.learner.credit.add_evidence(batch, episodes, settings.no_answer_score or 0.0)
         return batch
 
@@ -229,11 +237,11 @@ class MARLTrainer:
 
     async def log_probs(self, batch: JointBatch) -> Metrics:
         """``old_log_probs`` of every row; the gap between the trainer's forward pass and the servers is measured."""
-        outputs = await old_log_probs(self.policies, batch, self.config.algorithm.rollout_correction.bypass_mode)
-        gaps, metrics = token_metrics(batch.rows, outputs, batch.agents, self.policy_map.label)
+        read, outputs, metrics = await self.old_log_probs.write(batch, self.step_number)
+        gaps, numbers = token_metrics(read, outputs, batch.agents, self.policy_map.label)
         self.log_prob_gap_max = max([self.log_prob_gap_max, *gaps.values()])
-        warn_of_gaps(gaps, self.step_number, self.config.controller.log_prob_gap_alarm)
-        return metrics
+        warn_of_gaps(gaps, self.step_number, {name: self.policies[name].gap_alarm for name in gaps})
+        return metrics | numbers
 
     async def value(self, episodes: Sequence[Episode], batch: JointBatch) -> dict[CriticName, Metrics]:
         """Let the critics value the turns, and fit them if the learner needs that before it assigns credit."""
@@ -249,8 +257,7 @@ class MARLTrainer:
         return metrics | share_metrics(shares)
 
     async def update(self, batch: JointBatch) -> tuple[dict[PolicyName, Metrics], dict[CriticName, Metrics]]:
-        """Policies and critics at the same time; critics alone before step ``trainer.critic_warmup``, as in verl. References
-        that are due are renewed afterwards."""
+        """Policies and critics together, critics alone before ``trainer.critic_warmup``; then references that are due."""
         warm = self.step_number >= self.config.trainer.critic_warmup
         work = [self.learner.update(batch, self.policies if warm else {})]
         work += [] if self.learner.fits_first else [self.fit_critics(batch)]
@@ -268,12 +275,6 @@ class MARLTrainer:
         """Give every policy's weights to its servers, all at once."""
         await asyncio.gather(*(group.sync_weights(self.step_number) for group in self.policies.values()))
 
-    def dump(self, episodes: Sequence[Episode], batch: JointBatch) -> None:
-        """Write the episodes with what their turns were trained on, if ``trainer.rollout_data_dir`` is set."""
-        if self.config.trainer.rollout_data_dir:
-            numbers = turn_numbers(batch, self.learner.credit.of(batch))
-            dump.write(episodes, self.step_number, self.config.trainer.rollout_data_dir, numbers)
-
     async def validate(self) -> Metrics:
         """Play the validation tasks; the episodes are dumped, the team's numbers are kept for the summary."""
         samples = self.config.actor_rollout_ref.rollout.val_kwargs.n
@@ -285,6 +286,7 @@ class MARLTrainer:
         return prefixed(f"{self._of_other_data() or 'val'}/team", self.history[self.step_number])
 
     async def save(self) -> None:
+        await self.dumps.flush()
         await checkpoint.save(self)
 
     async def resume(self) -> None:
@@ -293,8 +295,3 @@ class MARLTrainer:
     def summarise(self, baselines: Mapping[str, Metrics] | None = None) -> None:
         """Leave ``summary.json``, with these baselines, and ``curves.png``."""
         checkpoint.summarise(self, baselines or {})
-
-
-def is_due(frequency: int, step: int) -> bool:
-    """True if something done every ``frequency`` steps is due at this one; never if that is 0 or less."""
-    return frequency > 0 and step % frequency == 0

@@ -29,11 +29,6 @@ from marl.utils.garbage import freeze_gc
 
 REWARD = Path(__file__).parents[1] / "reward.py"
 MANY = 10**6
-BF16 = (
-    "actor_rollout_ref.rollout.dtype=bfloat16",
-    "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16",
-    "controller.log_prob_gap_alarm=1.0",
-)
 DEBATE = ("runner=debate", "runner.peer_template='{text}'", "runner.separator=''", "runner.instruction=''")
 
 
@@ -172,7 +167,7 @@ def overrides(load: Load, folder: Path) -> list[str]:
         words += [f"+agents.{name}={{}}"] + [f"agents.{name}.policy=all"] * load.shared
     if load.rounds > 1:
         words += [*DEBATE, f"runner.num_rounds={load.rounds}"]
-    return words + list(BF16) * load.bf16
+    return words + ["precision=bf16"] * load.bf16
 
 
 def write_rows(path: Path, texts: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """Episodes to the joint batch: dense turn grids, and ragged rows for every policy. Pure."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -9,12 +9,10 @@ from tensordict import TensorDict
 
 from marl.batch.evidence import evidence_grids
 from marl.batch.joint import Alternatives, Evidence, JointBatch
+from marl.batch.packing import Chain, chains_of
 from marl.batch.rows import rows_of
-from marl.types import AgentId, Episode, PolicyName, Turn
+from marl.types import AgentId, Episode, PolicyName
 from marl.utils.ragged import jagged
-
-Chain = list[tuple[Turn, int]]
-"""Turns of one agent, each with its index in the flattened grid, that share a row."""
 
 
 def joint_batch(
@@ -22,10 +20,11 @@ def joint_batch(
     agents: Sequence[AgentId],
     temperatures: Mapping[AgentId, float],
     train_rounds: Sequence[int] | None = None,
-    pack_turns: bool = False,
+    pack_turns: bool | Collection[PolicyName] = False,
 ) -> JointBatch:
     """Grids over all turns, at least one round wide, and rows for the trained turns: those of the agents in ``temperatures``
-    and of ``train_rounds`` (None for all). With ``pack_turns`` a turn whose prompt extends the agent's last one shares its row."""
+    and of ``train_rounds`` (None for all). With ``pack_turns``, for all policies or for these, a turn whose prompt extends
+    another one of its agent shares that one's row."""
     num_rounds = max((episode.num_rounds for episode in episodes), default=0)
     places = [columns_of(episode, num_rounds) for episode in episodes]
     width = max((column + 1 for columns in places for column in columns), default=0)
@@ -36,10 +35,9 @@ def joint_batch(
     lengths_ERA = np.zeros(shape, dtype=np.int64)
     seat = {agent: a for a, agent in enumerate(agents)}
     sets: dict[tuple, int] = {}
-    chains: dict[PolicyName, list[Chain]] = {}
+    trained: list[Chain] = [[] for _ in episodes]
     cells: list[list[int]] = []
     for e, episode in enumerate(episodes):
-        last: dict[AgentId, Chain] = {}
         cells.append([-1] * len(episode.turns))
         for i, (turn, column) in enumerate(zip(episode.turns, places[e], strict=True)):
             if column < 0:
@@ -54,12 +52,7 @@ def joint_batch(
             rounds = train_rounds is None or turn.round in train_rounds
             if turn.trained and rounds and turn.agent in temperatures:
                 trained_ERA[cell] = True
-                entry = (turn, cells[e][i])
-                if pack_turns and turn.agent in last and continues(turn, last[turn.agent][-1][0]):
-                    last[turn.agent].append(entry)
-                else:
-                    last[turn.agent] = [entry]
-                    chains.setdefault(turn.policy, []).append(last[turn.agent])
+                trained[e].append((turn, cells[e][i]))
     return JointBatch(
         cells=cells,
         evidence=Evidence(evidence_grids(episodes, cells, shape)),
@@ -76,7 +69,7 @@ def joint_batch(
         answers_ERA=torch.from_numpy(answers_ERA),
         lengths_ERA=torch.from_numpy(lengths_ERA),
         team_score_E=torch.tensor([episode.scored.value if episode.score else 0.0 for episode in episodes]),
-        rows={policy: to_rows(turns, temperatures) for policy, turns in chains.items()},
+        rows={policy: to_rows(turns, temperatures) for policy, turns in chains_of(trained, pack_turns).items()},
         failed_E=torch.tensor([episode.failure is not None for episode in episodes], dtype=torch.bool),
     )
 
@@ -97,13 +90,9 @@ def columns_of(episode: Episode, num_rounds: int) -> list[int]:
     return columns
 
 
-def continues(turn: Turn, previous: Turn) -> bool:
-    """True if a turn's prompt begins with the ids of the previous turn of the same policy."""
-    return turn.policy == previous.policy and turn.extends(previous)
-
-
 def to_rows(chains: Sequence[Chain], temperatures: Mapping[AgentId, float]) -> TensorDict:
-    """One row per chain, with verl's keys. Text between two answers is part of the response, masked out."""
+    """One row per chain, with verl's keys: its last turn's prompt and answer. Text between two answers is part of the
+    response, masked out."""
     columns: dict[str, list[list]] = {key: [] for key in ("prompts", "responses", "mask", "index", "log_probs")}
     for chain in chains:
         prompt = chain[0][0].prompt_ids
@@ -126,6 +115,7 @@ def to_rows(chains: Sequence[Chain], temperatures: Mapping[AgentId, float]) -> T
         "loss_mask": jagged(columns["mask"], torch.long),
         "turn_index": jagged(columns["index"], torch.long),
         "rollout_log_probs": jagged(columns["log_probs"], torch.float32),
+        "version": torch.tensor([min(turn.version for turn, _ in chain) for chain in chains]),
         "temperature": torch.tensor([temperatures[chain[0][0].agent] for chain in chains]),
     }
     return TensorDict(rows, batch_size=[len(chains)])

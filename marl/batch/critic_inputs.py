@@ -13,16 +13,18 @@ import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict
 
 from marl.batch.joint import JointBatch
 from marl.batch.values import TokenRows, TurnRows
 from marl.types import AgentId, CriticName, Episode, Message, Turn
 from marl.utils.cache import cached_by_bytes
 from marl.utils.ragged import jagged
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 CENTRAL = "central"
 """The name of the critic that all agents share."""
@@ -40,6 +42,8 @@ class ValueRow:
 
 def to_value_rows(rows: Sequence[ValueRow]) -> TensorDict:
     """Value rows of turns, with the keys that verl's engines read."""
+    from tensordict import TensorDict  # heavy: a configuration is checked without it
+
     return TensorDict(
         {
             "input_ids": jagged([row.ids for row in rows], torch.long),
@@ -102,6 +106,8 @@ class LocalTokens:
 
 def token_rows(prompts: Sequence[torch.Tensor], rows: TensorDict) -> TensorDict:
     """The rows' responses after these prompts, read one position before every token of a response."""
+    from tensordict import TensorDict  # heavy: a configuration is checked without it
+
     responses = rows["responses"].unbind()
     ids = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
     reads = [torch.arange(len(p) - 1, len(p) + len(r) - 1) for p, r in zip(prompts, responses, strict=True)]
@@ -212,6 +218,8 @@ class CentralTokens:
 
 def stacked(parts: Sequence[TensorDict]) -> TensorDict:
     """The rows of several batches as one."""
+    from tensordict import TensorDict  # heavy: a configuration is checked without it
+
     columns = {
         key: torch.nested.as_nested_tensor([row for part in parts for row in part[key].unbind()], layout=torch.jagged)
         for key in list(parts[0].keys())

@@ -11,7 +11,7 @@ from marl.batch.critic_inputs import CENTRAL, CentralTokens, CentralTurns, Local
 from marl.batch.joint import CriticRows, JointBatch
 from marl.batch.utility_inputs import SHARED, UtilityTurns
 from marl.config.errors import ConfigError
-from marl.config.schema import CriticLevel
+from marl.config.schema import CriticLevel, PackTurns
 from marl.types import CriticName, Episode, Message, PolicyName
 
 
@@ -62,6 +62,10 @@ class CriticSpec(ABC):
         reader also has ``longest``, which counts the tokens of an episode's longest row.
         """
 
+    def packing_obstacle(self, config: Any) -> str | None:
+        """Reason why the policies' rows must be a turn each, with the remedy; None where turns may share rows."""
+        return None
+
     def check(self, config: Any) -> None:
         """Raise ConfigError for settings that these critics cannot work with."""
         if CriticLevel.of(config) not in self.levels:
@@ -69,6 +73,9 @@ class CriticSpec(ABC):
             raise ConfigError(
                 f"critic.level={config.critic.level}: learner={config.learner.name} does not support this level; set {expected}"
             )
+        obstacle = self.packing_obstacle(config)
+        if obstacle and PackTurns.of(config) is PackTurns.true:
+            raise ConfigError(f"controller.pack_turns=true: {obstacle}")
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,15 @@ class LocalCritics(CriticSpec):
 
     def reader(self, level: CriticLevel, tokenizer: Any, encoder: Encoder | None = None) -> Reader:
         return LocalTokens() if level is CriticLevel.token else LocalTurns(encoder.encode if encoder else None)
+
+    def packing_obstacle(self, config: Any) -> str | None:
+        if CriticLevel.of(config) is CriticLevel.turn or config.critic.loss_agg_mode == "token-mean":
+            return None
+        return (
+            "with critic.level=token the critics read the policies' rows, and critic.loss_agg_mode="
+            f"{config.critic.loss_agg_mode} is a mean over sequences; set controller.pack_turns=false or "
+            "critic.loss_agg_mode=token-mean"
+        )
 
 
 @dataclass(frozen=True)
@@ -99,13 +115,13 @@ class CentralCritic(CriticSpec):
     ) -> CentralTurns | CentralTokens:
         return CentralTokens(tokenizer) if level is CriticLevel.token else CentralTurns(tokenizer)
 
-    def check(self, config: Any) -> None:
-        super().check(config)
-        if CriticLevel.of(config) is CriticLevel.token and config.controller.pack_turns:
-            raise ConfigError(
-                f"controller.pack_turns=true: with critic.level=token the central critic of learner={config.learner.name} reads a "
-                "row a turn, each after its own joint observation; set controller.pack_turns=false or critic.level=turn"
-            )
+    def packing_obstacle(self, config: Any) -> str | None:
+        if CriticLevel.of(config) is CriticLevel.turn:
+            return None
+        return (
+            f"with critic.level=token the central critic of learner={config.learner.name} reads a "
+            "row a turn, each after its own joint observation; set controller.pack_turns=false or critic.level=turn"
+        )
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,11 @@
 
 from typing import Any
 
+import torch
 from tensordict import TensorDict
+from torch import Tensor
 from verl.trainer.ppo.core_algos import get_kl_controller, kl_penalty
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
-from verl.utils.torch_functional import masked_mean
 
 from marl.types import Metrics
 from marl.utils.ragged import dense, dense_to_jagged
@@ -23,12 +24,12 @@ class KLInReward:
 
     def penalise(self, rows: TensorDict) -> Metrics:
         """Write ``kl_penalty`` [B, T], ragged like ``responses``, and adapt the coefficient."""
-        mask_BT = dense(rows["response_mask"])
-        kl_BT = mask_BT * kl_penalty(dense(rows["old_log_probs"]), dense(rows["ref_log_prob"]), self.estimator)
-        coefficient = self.controller.value
-        rows["kl_penalty"] = dense_to_jagged(coefficient * kl_BT, rows["responses"])
-        current = float(masked_mean(kl_BT, mask_BT, axis=-1).mean())
-        self.controller.update(current_kl=current, n_steps=len(rows))
+        kl_T = kl_penalty(rows["old_log_probs"].values(), rows["ref_log_prob"].values(), self.estimator)
+        kl_T = kl_T * rows["response_mask"].values()
+        coefficient, kl_D = self.controller.value, turn_means(kl_T, rows)
+        rows["kl_penalty"] = torch.nested.nested_tensor_from_jagged(coefficient * kl_T, rows["responses"].offsets())
+        current = float(kl_D.sum() / max(len(kl_D), 1))
+        self.controller.update(current_kl=current, n_steps=len(kl_D))
         return {"reward_kl_penalty": current, "reward_kl_penalty_coeff": float(coefficient)}
 
     def state_dict(self) -> dict[str, float]:
@@ -36,6 +37,13 @@ class KLInReward:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.controller.value = state["coefficient"]
+
+
+def turn_means(x_T: Tensor, rows: TensorDict) -> Tensor:
+    """The mean of each turn's tokens [D], whether turns share rows or not."""
+    own_T = (rows["turn_index"].values() >= 0) & rows["response_mask"].values().bool()
+    cells_D, turn_T = rows["turn_index"].values()[own_T].unique(return_inverse=True)
+    return torch.zeros(len(cells_D)).index_add(0, turn_T, x_T[own_T].float()) / torch.bincount(turn_T)
 
 
 def correct(rows: TensorDict, settings: Any) -> Metrics:

@@ -1,26 +1,27 @@
 """Picking rows out of a policy's batch. Pure."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from marl.batch.joint import CriticRows, JointBatch
+from marl.utils.ragged import pick_rows
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 
 def rows_of(rows: TensorDict, index: Sequence[int], silent: int = 0) -> TensorDict:
     """These rows in this order; the last ``silent`` of them with empty masks."""
-    picked = {}
-    for key, value in rows.items():
-        parts = list(value.unbind())
-        chosen = [parts[i] for i in index]
-        if silent and key in ("response_mask", "loss_mask", "value_mask"):
-            chosen[-silent:] = [torch.zeros_like(part) for part in chosen[-silent:]]
-        picked[key] = (
-            torch.nested.as_nested_tensor(chosen, layout=torch.jagged) if value.is_nested else torch.stack(chosen)
-        )
-    return TensorDict(picked, batch_size=[len(index)])
+    picked = pick_rows(rows, torch.as_tensor(index))
+    for key in ("response_mask", "loss_mask", "value_mask"):
+        if silent and key in picked:
+            picked[key].values()[int(picked[key].offsets()[-1 - silent]) :] = 0
+    return picked
 
 
 def drop_rejected(batch: JointBatch) -> None:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from marl.batch.critic_inputs import Encode, JointObservation, ValueRow, in_order, to_value_rows, turns_of
@@ -20,6 +19,9 @@ from marl.batch.joint import JointBatch
 from marl.batch.values import UtilityRows
 from marl.types import AgentId, CriticName, Episode
 from marl.utils.ragged import jagged
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 SHARED = "utility"
 """The name of the one critic of ``learner.share_utilities``."""

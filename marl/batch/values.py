@@ -1,11 +1,17 @@
 """Transfer of values from critics to the learner, and of returns back. Pure."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from marl.batch.joint import CriticRows, JointBatch
 from marl.types import CriticName
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 
 def place_values(batch: JointBatch, critic: CriticName, values: Tensor) -> None:

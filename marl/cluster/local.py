@@ -130,6 +130,7 @@ class LocalPolicyGroup(RayPolicyGroup):
     async def sync_weights(self, step: int) -> None:
         update = self.workers.worker.update_weights(global_steps=step, mode="naive")
         await self._wait(f"syncing the weights of step {step}", update)
+        self.version = step
 
     def stop(self) -> None:
         if hasattr(self, "servers"):

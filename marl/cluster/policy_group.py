@@ -1,7 +1,9 @@
 """The workers and servers of one policy, as the trainer and the learners see them."""
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Mapping
+import time
+from collections.abc import Awaitable, Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,19 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerClient
 
-from marl.batch.joint import JointBatch
 from marl.cluster.worker_group import T, WorkerGroup, first_rows, flatten_metrics
+from marl.config.precision import gap_alarm
 from marl.rollout.servers import PolicyServers
-from marl.types import Metrics, PolicyName
+from marl.types import Metrics
+from marl.utils.spans import Span
 
 
 class RayPolicyGroup(WorkerGroup):
     """Implements :class:`marl.types.PolicyGroup` over verl's worker group, server manager and weight sync."""
 
     kind = "policy"
+    version = -1
+    """The step of the weights that the servers have; -1 before the first sync."""
 
     @property
     def actor(self) -> Any:
@@ -30,6 +35,10 @@ class RayPolicyGroup(WorkerGroup):
     @property
     def rollout(self) -> Any:
         return self.config.actor_rollout_ref.rollout
+
+    @cached_property
+    def gap_alarm(self) -> float:
+        return gap_alarm(self.config)
 
     def client(self) -> LLMServerClient:
         return self.servers.client()
@@ -104,6 +113,7 @@ class RayPolicyGroup(WorkerGroup):
         async with self.in_turn:
             update = asyncio.to_thread(self.weight_sync.update_weights, global_steps=step)
             await self._wait(f"syncing the weights of step {step}", update)
+        self.version = step
 
     def stop(self) -> None:
         """End the servers and workers."""
@@ -113,36 +123,20 @@ class RayPolicyGroup(WorkerGroup):
             ray.kill(server)
         super().stop()
 
-    async def server_seconds(self) -> float:
-        """Seconds that the busiest ``hf`` server has computed since its start; 0 for other backends."""
+    async def server_spans(self) -> list[Span]:
+        """Spans in which its ``hf`` servers computed since they were last asked, by our clock; none for other backends."""
         if self.rollout.name != "hf":
-            return 0.0
-        refs = [server.get_stats.remote() for server in self.servers.server_handles]
-        stats = await self._wait("asking its servers", asyncio.gather(*refs))
-        return max(entry["seconds"] for entry in stats)
+            return []
+        refs = [server.take_spans.remote() for server in self.servers.server_handles]
+        answers = await self._wait("asking its servers", asyncio.gather(*refs))
+        now = time.time()  # a server's clock may be another node's
+        return [(start + now - theirs, end + now - theirs) for spans, theirs in answers for start, end in spans]
 
 
-async def served(groups: Iterable[RayPolicyGroup], phase: str, work: Awaitable[T]) -> T:
-    """Await work that calls the policies' servers, and record the compute time of each server."""
-    asked = list(groups)
-    before = await asyncio.gather(*(group.server_seconds() for group in asked))
+async def served(groups: Iterable[RayPolicyGroup], work: Awaitable[T]) -> T:
+    """Await work that calls the policies' servers, and record when each server computed."""
     result = await work
-    after = await asyncio.gather(*(group.server_seconds() for group in asked))
-    for group, start, end in zip(asked, before, after, strict=True):
-        group.busy_seconds[phase] = end - start
+    asked = list(groups)
+    for group, spans in zip(asked, await asyncio.gather(*(group.server_spans() for group in asked)), strict=True):
+        group.busy += spans
     return result
-
-
-async def old_log_probs(
-    groups: Mapping[PolicyName, RayPolicyGroup], batch: JointBatch, bypass: bool
-) -> dict[PolicyName, TensorDict]:
-    """Write ``old_log_probs`` of every row with the trainer's own forward pass, and return its outputs.
-
-    ``bypass`` (``algorithm.rollout_correction.bypass_mode``) skips the pass and uses the servers' log-probs instead.
-    """
-    computed = [] if bypass else list(batch.rows)
-    results = await asyncio.gather(*(groups[name].compute_log_prob(batch.rows[name]) for name in computed))
-    outputs = dict(zip(computed, results, strict=True))
-    for name, rows in batch.rows.items():
-        rows["old_log_probs"] = rows["rollout_log_probs"] if bypass else outputs[name]["log_probs"]
-    return outputs

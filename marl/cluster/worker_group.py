@@ -1,7 +1,8 @@
 """Base class of policy and critic worker groups: awaitable calls with deadlines."""
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -18,10 +19,9 @@ from marl.batch.build import pad_rows
 from marl.cluster.failures import group_failed
 from marl.types import Metrics
 from marl.utils.deadlines import wait_with_deadline
+from marl.utils.spans import Span, placed, union_seconds
 
 T = TypeVar("T")
-BUSY_PHASES = ("log_probs", "ref_log_probs", "values", "update")
-SERVER_PHASES = ("collect", "replay")
 
 
 class WorkerGroup:
@@ -36,8 +36,8 @@ class WorkerGroup:
         every rank takes two groups' calls in the same order, and a deadline begins when the processes are free."""
         self.name, self.config, self.workers, self.pool, self.timeout = name, config, workers, pool, timeout
         self.in_turn: AbstractAsyncContextManager = lock or nullcontext()
-        self.busy_seconds: dict[str, float] = {}
-        """Compute seconds of the slowest rank, or of the server, by phase of the current step."""
+        self.busy: list[Span] = []
+        """Spans of the current step in which a rank, or a server, computed; by ``time.time()`` of this process."""
 
     async def start_workers(self) -> None:
         """Load the model in every rank."""
@@ -84,11 +84,14 @@ class WorkerGroup:
     async def _call(self, phase: str, method: Any, rows: TensorDict) -> TensorDict:
         """Give every rank its part of the rows and wait for verl's future without blocking the loop."""
         async with self.in_turn:
+            began = time.time()
             future = method(rows)
             await self._wait(f"computing {phase}", asyncio.gather(*future.futures))
+            within = began, time.time()
         output = future.get()
-        seconds = float(np.max(tu.get(output, "metrics")["worker_seconds"]))
-        self.busy_seconds[phase] = self.busy_seconds.get(phase, 0.0) + seconds
+        metrics = tu.get(output, "metrics")
+        ranks = zip(*(np.ravel(metrics[key]).tolist() for key in ("worker_seconds", "worker_ended")), strict=True)
+        self.busy += [placed(seconds, ended, within) for seconds, ended in ranks]
         return output
 
     async def _wait(self, what: str, work: Awaitable[T]) -> T:
@@ -98,28 +101,16 @@ class WorkerGroup:
             raise group_failed(f"{self.kind} {self.name!r}", what, error) from error
 
 
-def throughput(
-    policies: Sequence[WorkerGroup], critics: Sequence[WorkerGroup], turns: float, seconds: float
-) -> Metrics:
+def throughput(groups: Iterable[WorkerGroup], turns: float, step: Span) -> Metrics:
     """A step's length, and the share of it in which neither a server nor a worker computed."""
-    groups = [*policies, *critics]
-    busy = sum(max(seconds_by_pool(groups, phase).values()) for phase in BUSY_PHASES)
-    for phase in SERVER_PHASES:
-        busy += max(group.busy_seconds.get(phase, 0.0) for group in policies)  # a server each
+    seconds = step[1] - step[0]
+    busy = union_seconds((span for group in groups for span in group.busy), step)
     return {
         "timing_s/step": seconds,
         "perf/turns_per_second": turns / seconds,
         "perf/busy_seconds": busy,
         "perf/overhead_share": 1.0 - busy / seconds,
     }
-
-
-def seconds_by_pool(groups: Iterable[WorkerGroup], phase: str) -> dict[str, float]:
-    """Computing seconds: groups of one pool share its processes, pools work beside one another."""
-    pools: dict[str, float] = {}
-    for group in groups:
-        pools[group.pool] = pools.get(group.pool, 0.0) + group.busy_seconds.get(phase, 0.0)
-    return pools
 
 
 def even_mini_batches(rows: int, wanted: int, ranks: int) -> int:
@@ -138,4 +129,5 @@ def first_rows(nested: Any, size: int) -> torch.Tensor:
 
 def flatten_metrics(metrics: Mapping[str, Any]) -> Metrics:
     """verl's lists of numbers of micro-batches and ranks, each to one number by verl's rule."""
-    return {key: float(value) for key, value in reduce_metrics(dict(metrics)).items() if np.ndim(value) == 0}
+    numbers = {key: value for key, value in metrics.items() if key != "worker_ended"}
+    return {key: float(value) for key, value in reduce_metrics(numbers).items() if np.ndim(value) == 0}

@@ -10,6 +10,8 @@ import pyarrow.parquet
 from marl.config.errors import ConfigError
 from marl.utils.registry import did_you_mean
 
+CHUNK = 128
+"""Rows made at a time: often only the first ones are read."""
 DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
 
 
@@ -45,7 +47,7 @@ def rows_of(file: str, prompt_key: str) -> Iterator[dict[str, Any]]:
             )
     optional = [name for name in ("extra_info",) if name in table.column_names]
     columns = list(dict.fromkeys([*needed, *optional]))
-    for batch in table.select(columns).to_batches():
+    for batch in table.select(columns).to_batches(max_chunksize=CHUNK):
         try:
             yield from batch.to_pylist()
         except UnicodeDecodeError as error:

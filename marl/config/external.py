@@ -4,8 +4,6 @@ import importlib.util
 import os
 import sys
 
-from marl.config.errors import ConfigError
-
 VARIABLE = "VERL_USE_EXTERNAL_MODULES"
 
 
@@ -13,8 +11,12 @@ def find_own_modules() -> None:
     """Let the modules of the working folder be found, as ``python -m`` does, and end a run that names one that is not there."""
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
+    if VARIABLE not in os.environ:
+        return
+    from marl.config.errors import ConfigError  # imports Hydra, which a help need not wait for
+
     try:
-        check_modules(os.environ.get(VARIABLE, ""))
+        check_modules(os.environ[VARIABLE])
     except ConfigError as error:
         sys.stderr.write(f"configuration error: {error}\n")
         sys.exit(2)
@@ -22,6 +24,8 @@ def find_own_modules() -> None:
 
 def check_modules(names: str) -> None:
     """Raise ConfigError for the first module that cannot be found. Errors within a module propagate."""
+    from marl.config.errors import ConfigError
+
     for name in names.split(",") if names else []:
         if not is_found(name):
             raise ConfigError(

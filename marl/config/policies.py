@@ -5,7 +5,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-OURS = ("pool", "thinking")
+from marl.config.precision import settings_of
+
+OURS = ("pool", "precision", "thinking")
 """Keys of a policy that are none of ``actor_rollout_ref``."""
 
 
@@ -31,11 +33,15 @@ def thinking_of(config: Any, name: str) -> Any:
 
 
 def own_settings(config: Any, name: str) -> Any:
-    """``actor_rollout_ref`` as one policy has it: its keys are checked, and it may add to open dicts (``override_config``)."""
+    """``actor_rollout_ref`` as one policy has it, to be read: its keys are checked, and it may add to open dicts
+    (``override_config``). A policy without changes has the configuration's own node: a copy takes 50 ms."""
+    precision = settings_of((config.policies.get(name) or {}).get("precision"))
+    changes = [part for part in (precision, changes_of(config.policies, name)) if part]
+    if not changes:
+        return config.actor_rollout_ref
     shared = OmegaConf.create(config.actor_rollout_ref)
     OmegaConf.set_struct(shared, False)
-    changes = changes_of(config.policies, name)
-    return OmegaConf.merge(shared, changes) if changes else shared  # merging copies once more
+    return OmegaConf.merge(shared, *changes)
 
 
 def loops_of(config: Any, policy: str) -> dict[str, str]:

@@ -9,6 +9,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
+from marl.config.precision import register_resolvers
 from marl.utils.numbers import FINITE, SECONDS, SHARE, TEMPERATURE, TOKENS, TOP_K, TOP_P, Number, bounded, count
 
 
@@ -70,6 +71,36 @@ class CriticLevel(Enum):
         return cls(config.critic.level)
 
 
+class LogProbSource(Enum):
+    """``controller.old_log_probs``: where the log-probs come from to which an update compares its own."""
+
+    auto = "auto"
+    """The servers, for a policy whose servers compute as its trainer does; checked on some rows in every step."""
+    server = "server"
+    """The servers, whatever the gap to the trainer."""
+    trainer = "trainer"
+    """A forward pass of the trainer."""
+
+    @classmethod
+    def of(cls, config: Any) -> "LogProbSource":
+        return cls(config.controller.old_log_probs)
+
+
+class PackTurns(Enum):
+    """``controller.pack_turns``: whether turns of an agent share a row."""
+
+    auto = "auto"
+    """They do where that changes the number of tokens and nothing else."""
+    true = "true"
+    """They do; a setting that rules it out is an error."""
+    false = "false"
+
+    @classmethod
+    def of(cls, config: Any) -> "PackTurns":
+        """YAML's true and false are no strings. Raises ValueError for another value."""
+        return cls(str(config.controller.pack_turns).lower())
+
+
 class AnswerRule(Enum):
     strict = "strict"
     """The last ``#### number`` counts, as verl has it."""
@@ -101,10 +132,19 @@ class ControllerConfig:
     """Maximum number of attempts to run an episode or to score a text."""
     failure_score: float = bounded(0.0, Number(high=0.999))  # 1 would be a right answer
     """The score of a conversation that outgrew its context, and of a text on which the reward function fails."""
-    pack_turns: bool = False
-    """Turns of an agent whose observations extend one another are trained as one sequence: fewer tokens, the same gradient."""
-    log_prob_gap_alarm: float = bounded(1.0, Number(0))
-    """Warns if the log-probs of a token in a server and in the trainer differ by more."""
+    old_log_probs: LogProbSource = LogProbSource.auto
+    """Source of the log-probs to which an update compares its own: auto, server or trainer. auto takes the servers', which
+    saves a forward pass, where the gap to the trainer's is within ``log_prob_gap_bound`` on the rows checked."""
+    log_prob_gap_bound: float = bounded(1.0e-4, Number(0))
+    """Largest gap, in nats, at which ``old_log_probs=auto`` takes the servers' log-probs."""
+    log_prob_check_rows: int = bounded(4, count())
+    """Rows of every policy on which a step computes the gap: the longest, one of every agent, and others at random."""
+    log_prob_gap_alarm: float | None = bounded(None, Number(0, null=True))
+    """Warns if the log-probs of a token in a server and in the trainer differ by more; null for the bound of the policy's
+    precision."""
+    pack_turns: Any = PackTurns.auto.value
+    """Turns of an agent whose observations extend one another are trained as one sequence: fewer tokens, the same gradient.
+    ``auto`` packs where that is all that changes, ``true`` refuses settings under which it is not, ``false`` never packs."""
     lazy_agent_share: float | None = bounded(0.2, SHARE.or_null())
     """Warns once if an agent's credit share over twenty steps is below this part of an equal share; null: never."""
     degenerate_steps: int | None = bounded(5, count(null=True))
@@ -178,6 +218,7 @@ def register() -> None:
         "ensemble": EnsembleConfig,
     }.items():
         ConfigStore.instance().store(group=group, name="schema", node=node)
+    register_resolvers()
     OmegaConf.register_new_resolver("new_run", new_run, use_cache=True, replace=True)
 
 

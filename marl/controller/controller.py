@@ -191,15 +191,18 @@ class Controller:
         self.seed, self.max_prompt_length, self.settings = seed, max_prompt_length, settings
         self.episode_timeout, self.max_error_rate = settings.episode_timeout_s, settings.max_error_rate
         self.accuracy = Accuracy()
+        self.judged: dict[int, tuple[Episode, Exception | None]] = {}
+        """Episodes that were scored as they ended, or the errors that left them unscored, by identity, until :meth:`score`."""
 
     async def collect(self, tasks: Sequence[Task], samples: int, step: int, validate: bool = False) -> Collection:
-        """Play every task ``samples`` times, all episodes at once.
+        """Play every task ``samples`` times, all episodes at once. Each is scored while the others still run.
 
         An error ends its own episode and is counted; where too few samples of a task are left
         (``controller.min_sample_share``; in validation, where one is missing), its lost ones are played again with the same
         seeds. Raises EpisodesFailed, with the first error as its cause, where more than ``max_error_rate`` of the episodes
         failed at the first attempt; a policy that failed is raised at once.
         """
+        self.judged.clear()
         plays = [(task, sample) for task in tasks for sample in range(samples)]
         results = await self.outcomes_of(plays, step, validate)
         self.failures_of(results, "playing episodes", step)
@@ -225,12 +228,31 @@ class Controller:
 
     async def outcomes_of(self, plays: Sequence[Play], step: int, validate: bool) -> list[Episode | Exception]:
         """Each play's episode, or what ended it."""
-        return await outcomes([self.bounded(task, sample, step, validate) for task, sample in plays])
+        return await outcomes([self.play_and_score(task, sample, step, validate) for task, sample in plays])
+
+    async def play_and_score(self, task: Task, sample: int, step: int, validate: bool) -> Episode:
+        return await self._score(await self.bounded(task, sample, step, validate))
+
+    async def _score(self, episode: Episode) -> Episode:
+        """Note the outcome for :meth:`score`: an error counts as one of the reward function, not of the episode."""
+        error: Exception | None = None
+        try:
+            await self.scored(episode)
+        except (GroupFailed, TooManyTurns):
+            raise
+        except Exception as failed:
+            error = failed
+        self.judged[id(episode)] = episode, error
+        return episode
 
     async def score(self, episodes: Sequence[Episode], step: int) -> list[Episode]:
-        """Score every turn and every team's answer. A text that cannot be scored gets ``failure_score``; an
-        episode is dropped and logged where nothing was there to judge it. Raises EpisodesFailed for too many of either."""
-        results = await outcomes([self.scored(episode) for episode in episodes])
+        """Score every turn and every team's answer, unless that was done as the episode ended. A text that cannot be scored
+        gets ``failure_score``; an episode is dropped and logged where nothing was there to judge it. Raises EpisodesFailed for
+        too many of either."""
+        await outcomes([self._score(episode) for episode in episodes if id(episode) not in self.judged])
+        results = [error or episode for episode, error in (self.judged[id(episode)] for episode in episodes)]
+        for episode in episodes:
+            self.judged.pop(id(episode), None)
         self.failures_of(results, "the reward function", step)
         scored = [result for result in results if isinstance(result, Episode)]
         self._check_texts(scored, step)

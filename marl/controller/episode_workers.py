@@ -20,7 +20,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from marl.cluster.failures import GroupFailed, group_failed, said_last
-from marl.controller.controller import Collection, Controller, Play, outcomes
+from marl.controller.controller import Controller, Play, outcomes
 from marl.runners import TooManyTurns
 from marl.types import Episode, Task
 from marl.utils.deadlines import wait_with_deadline
@@ -81,9 +81,8 @@ class EpisodeWorker:
         return [(episode, error and sendable(error)) for episode, error in played], counts
 
     async def _play(self, task: Task, sample: int, step: int, validate: bool) -> Played:
-        episode = await self.controller.bounded(task, sample, step, validate)
-        (judged,) = await outcomes([self.controller.scored(episode)])
-        return episode, judged if isinstance(judged, Exception) else None
+        episode = await self.controller.play_and_score(task, sample, step, validate)
+        return self.controller.judged.pop(id(episode))
 
     async def alive(self) -> None:
         """Returns at once, unless the event loop is blocked."""
@@ -198,12 +197,6 @@ class SpreadController(Controller):
     def __init__(self, workers: EpisodeWorkers, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self.workers = workers
-        self.unjudged: dict[int, tuple[Episode, Exception]] = {}
-        """Episodes that were played and could not be judged, by identity, until they are to be scored."""
-
-    async def collect(self, *arguments: Any, **options: Any) -> Collection:
-        self.unjudged.clear()
-        return await super().collect(*arguments, **options)
 
     async def outcomes_of(self, plays: Sequence[Play], step: int, validate: bool) -> list[Episode | Exception]:
         played, counts = await self.workers.play(plays, step, validate, self.accuracy.state_dict())
@@ -215,13 +208,6 @@ class SpreadController(Controller):
                 results.append(error)
                 continue
             episode.task = task  # ours, not its copy
-            if error is not None:
-                self.unjudged[id(episode)] = (episode, error)
+            self.judged[id(episode)] = episode, error
             results.append(episode)
         return results
-
-    async def scored(self, episode: Episode) -> Episode:
-        """Workers have scored the episodes that they ran; those that ran here are scored here."""
-        if id(episode) in self.unjudged:
-            raise self.unjudged.pop(id(episode))[1]
-        return episode if episode.score is not None else await super().scored(episode)

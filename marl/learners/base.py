@@ -7,10 +7,9 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from marl.batch.critic_spec import CriticSpec
@@ -20,6 +19,9 @@ from marl.learners.credit_schemes import Credit
 from marl.types import AgentId, CriticGroup, CriticName, Metrics, PolicyGroup, PolicyName
 from marl.utils.metrics import RunningMean
 from marl.utils.registry import Registry
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 
 class Learner(ABC):
@@ -32,6 +34,8 @@ class Learner(ABC):
     """Wants ``JointBatch.critic_data.joint_ids``."""
     joint_actions: ClassVar[bool] = False
     """Works on what agents do together, of which the alternatives of a single agent are no part."""
+    needs_exact_log_probs: ClassVar[bool] = False
+    """Compares log-probs that it asks for with ``old_log_probs``, which therefore must be of the same forward pass."""
     default_credit: ClassVar[str] = "own"
     """Credit scheme that ``credit=auto`` selects."""
     credits: ClassVar[tuple[str, ...]] = ()
@@ -125,7 +129,7 @@ class Learner(ABC):
         )
 
 
-def broadcast_to_tokens(x_ERA: Tensor, rows: TensorDict) -> Tensor:
+def broadcast_to_tokens(x_ERA: Tensor, rows: "TensorDict") -> Tensor:
     """Carry numbers of turns to the tokens of those turns, ragged like ``turn_index``; 0 elsewhere."""
     index = rows["turn_index"]
     values = x_ERA.flatten()[index.values().clamp(min=0)]

@@ -1,14 +1,19 @@
 """verl's estimators that need no critic, over the turns of a team."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from verl.trainer.config import AlgoConfig
-from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, get_adv_estimator_fn
 
 from marl.batch.joint import JointBatch
 from marl.learners import credit
 from marl.learners.trajectories import Decisions, Trajectories, penalties
+
+if TYPE_CHECKING:
+    from verl.trainer.config import AlgoConfig
 
 NEED_MORE = {"gae", "remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"}
 """Those that need a critic, greedy answers, or gradients."""
@@ -17,6 +22,10 @@ UNGROUPED = {"reinforce_plus_plus"}
 
 def known_estimators() -> list[str]:
     """The names of those that need none of it."""
+    # heavy: most configurations are checked without them
+    import marl.platform.cpu  # isort: skip # noqa: F401 - registers the platform before anything of verl asks for one
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+
     return sorted(set(ADV_ESTIMATOR_REGISTRY) - NEED_MORE)
 
 
@@ -25,6 +34,8 @@ def estimate(name: str, settings: AlgoConfig, batch: JointBatch, returns_ERA: Te
 
     What a policy's turns are compared with is their whole group, whether the others are trained or not.
     """
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
     function, keys, own_ERA = get_adv_estimator_fn(name), keys_ERA.flatten(), returns_ERA + penalties(batch)
     for rows in batch.rows.values():
         decisions = Decisions.of(batch, rows)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import torch
 from omegaconf import II
 from torch import Tensor
-from verl.trainer.config import AlgoConfig
 
 from marl.batch.joint import JointBatch
 from marl.batch.rows import drop_turns
@@ -72,6 +71,8 @@ class GRPO(Learner):
             for rows in batch.rows.values():
                 rows["advantages"] = broadcast_to_tokens(advantages_ERA, rows)
         else:
+            from verl.trainer.config import AlgoConfig  # heavy: a configuration is checked without it
+
             settings = AlgoConfig(gamma=self.config.token_gamma, norm_adv_by_std_in_grpo=self.config.std)
             estimate(self.config.estimator, settings, batch, returns_ERA, keys_ERA)
             clear_turns(batch, ~unequal_ERA)  # rounding leaves verl's with noise to divide

@@ -34,6 +34,7 @@ class HAPPO(MAPPO):
     """
 
     joint_actions = True
+    needs_exact_log_probs = True
 
     @dataclass
     class Config(MAPPO.Config):

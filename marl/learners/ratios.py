@@ -1,15 +1,20 @@
 """Likelihood ratios of updated turns, and how they correct other agents' turns. Pure."""
 
+from __future__ import annotations
+
 import math
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from marl.batch.joint import JointBatch
 from marl.learners.base import broadcast_to_tokens
 from marl.types import Metrics
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 
 class Ratio(Enum):

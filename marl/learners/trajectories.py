@@ -9,16 +9,18 @@ one turn where the credit holds the future already; or, in a chain, those of all
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
-from verl.utils.torch_functional import masked_whiten
 
 from marl.batch.joint import JointBatch
 from marl.learners.base import broadcast_to_tokens
 from marl.learners.credit import returns_to_go
 from marl.learners.credit_schemes import CreditKind
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 
 def kept_tokens(rows: TensorDict) -> Tensor:
@@ -129,6 +131,8 @@ class Trajectories:
 
 def whitened(x: Tensor, mask: Tensor) -> Tensor:
     """Mean 0 and deviation 1, by verl's function; a single number is compared with nothing, and 0."""
+    from verl.utils.torch_functional import masked_whiten  # heavy: a configuration is checked without it
+
     return masked_whiten(x, mask) if mask.sum() > 1 else torch.zeros_like(x)  # of a single one verl's would raise
 
 

@@ -14,10 +14,11 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWith
 
 import marl.platform.cpu  # noqa: F401 - registers the platform before verl resolves it
 from marl.platform.head import SelectiveHead, reading_of
+from marl.platform.micro_batches import SortedMicroBatches
 from marl.platform.shapes import MIN_WIDTH
 
 
-class _CPUEngine(FSDPEngine):
+class _CPUEngine(SortedMicroBatches, FSDPEngine):
     def __init__(self, *, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         if engine_config.strategy != "fsdp2":
             raise ValueError(

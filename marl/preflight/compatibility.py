@@ -80,12 +80,12 @@ def check_learner(setup: Setup) -> None:
 
 
 def check_estimators(setup: Setup) -> None:
-    config, known = setup.config, setup.learner.estimators()
+    config = setup.config
     named = {"algorithm.adv_estimator": config.algorithm.adv_estimator}
     if "estimator" in config.learner:
         named["learner.estimator"] = config.learner.estimator
     for key, wanted in named.items():
-        if wanted is not None and wanted not in known:
+        if wanted is not None and wanted not in (known := setup.learner.estimators()):
             raise ConfigError(
                 f"{key}={wanted}: learner={config.learner.name} knows {', '.join(known) or 'none'}; null is its own. "
                 f"'gae' needs learner=ippo, mappo or happo, others learner=grpo.{did_you_mean(str(wanted), known)}"

@@ -7,6 +7,7 @@ import psutil
 import torch
 from omegaconf import DictConfig
 
+from marl.batch.packing import packed_policies
 from marl.config.policies import holds_reference, own_settings, ranks_per_pool, trained_policies
 from marl.modules import pretrained
 from marl.preflight import batch_plan, memory_plan, model_checks
@@ -54,8 +55,17 @@ def plan_text(setup: CheckedSetup) -> str:
         pool: memory_plan.pool_memory([memory for _, memory in members], asleep[pool])
         for pool, members in pools.items()
     }
-    lines = [batch_text(batch), growth_text(setup), memory_text(pools, asleep)]
+    lines = [batch_text(batch), packing_text(setup), growth_text(setup), memory_text(pools, asleep)]
     return "\n".join([*lines, *warnings_of(config, peaks, card)])
+
+
+def packing_text(setup: Setup) -> str:
+    """Which policies have several turns in a row: the number of rows above is then the largest there can be."""
+    packed = packed_policies(setup.config, setup.critics)
+    names = [name for name in setup.policies if name in packed]
+    if not names:
+        return "every turn is a row (controller.pack_turns)"
+    return f"turns of an agent whose prompts extend one another share a row (controller.pack_turns): {', '.join(names)}"
 
 
 def critic_memory(setup: Setup) -> Memory:

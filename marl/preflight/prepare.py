@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import marl.platform.cpu  # isort: skip - registers the platform before anything of verl asks for one
-
+import os
+from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 import marl.config.schema  # noqa: F401 - registers our groups
-from marl.cluster.session import fitting_platform
 from marl.config.dataset_rows import check_files, file_list
 from marl.config.errors import ConfigError, resolve
+from marl.config.external import VARIABLE
 from marl.config.rules import check
 from marl.preflight.compatibility import check_facts, choose_credit
 from marl.run_setup import Setup
+
+if os.environ.get(VARIABLE) or any(plugin.name != "marl" for plugin in entry_points(group="verl.plugins")):
+    import_module("marl.platform.cpu")  # imports verl, which imports them, and they may register options
 
 if TYPE_CHECKING:
     from marl.preflight.checks import CheckedSetup
@@ -40,12 +44,13 @@ def prepare(config: DictConfig) -> CheckedSetup:
             f"data.train_batch_size={config.data.train_batch_size}: data.train_files hold {rows['train_files']} rows and "
             f"data.val_files {rows['val_files']}; expected at least one batch and one row, use a smaller batch or more data"
         )
-    fitting_platform(config.trainer.device)
     # heavy: imported once the rules hold
+    from marl.cluster.session import fitting_platform
     from marl.preflight.checks import preflight
     from marl.rewards.custom import checked_function
     from marl.rewards.extractors import check_extractors
 
+    fitting_platform(config.trainer.device)
     checked_function(config)
     check_extractors(config)
     return preflight(setup)

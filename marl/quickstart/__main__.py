@@ -18,11 +18,9 @@ from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from transformers.utils import logging as transformers_logging
 
 from marl import main as marl_main
 from marl.config.overrides import hydra_overrides
-from marl.quickstart.assets import ensure_for
 from marl.report import run_summary
 from marl.types import Metrics
 
@@ -82,6 +80,8 @@ def run(overrides: list[str], config_name: str = "quickstart") -> Any:
 
 
 def warm_up_and_train(config: DictConfig) -> Any:
+    from marl.quickstart.assets import ensure_for  # heavy, as what main imports
+
     warm = Bar("warming up the tiny model")
     ensure_for(config, lambda done, of: warm(done, of))
     where = "in this process" if config.resources.one_process else "in Ray"
@@ -102,11 +102,13 @@ def warm_up_and_train(config: DictConfig) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    transformers_logging.disable_progress_bar()
     os.environ["HYDRA_FULL_ERROR"] = "1"
     parser = argparse.ArgumentParser(prog="python -m marl.quickstart", allow_abbrev=False)
     parser.add_argument("--config-name", "-cn", default="quickstart", choices=CONFIGS)
     options, overrides = parser.parse_known_args(arguments)
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
     return marl_main.exit_code(lambda: run(overrides, options.config_name))
 
 

@@ -32,12 +32,23 @@ class DegenerateGroups:
             )  # fmt: skip
 
 
-def warn_of_gaps(gaps: Mapping[PolicyName, float], step: int, alarm: float) -> None:
-    """Warn of policies whose log-probs differ by more than ``alarm`` between server and trainer."""
+def warn_of_gaps(gaps: Mapping[PolicyName, float], step: int, alarms: Mapping[PolicyName, float]) -> None:
+    """Warn of policies whose log-probs differ by more than ``alarms`` between server and trainer."""
     for policy, gap in gaps.items():
-        if gap > alarm:
+        if gap > alarms[policy]:
             logger.warning(
                 "policy %r, step %d: log-probs of server and trainer differ by up to %.2g (alarm at %g): is a weight sync "
                 "missing, or does the server run in another precision?",
-                policy, step, gap, alarm,
+                policy, step, gap, alarms[policy],
             )  # fmt: skip
+
+
+def warn_of_passes(gaps: Mapping[PolicyName, float], step: int, bound: float) -> None:
+    """Warn of policies whose servers' log-probs are not used, because these gaps are beyond the bound."""
+    for policy, gap in gaps.items():
+        logger.warning(
+            "policy %r, step %d: log-probs of server and trainer differ by up to %.2g on the rows checked, more than "
+            "controller.log_prob_gap_bound=%g: the trainer computes old_log_probs until they agree (said once; "
+            "policy/%s/log_probs_from_server shows the steps)",
+            policy, step, gap, bound, policy,
+        )  # fmt: skip

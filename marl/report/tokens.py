@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from tensordict import TensorDict
+from torch import Tensor
 
 from marl.types import AgentId, Metrics, PolicyName
 from marl.utils.metrics import prefixed
@@ -26,9 +27,8 @@ def token_metrics(
 def policy_tokens(rows: TensorDict, outputs: TensorDict, labels: Sequence[str]) -> tuple[float, Metrics]:
     """The largest gap between the trainer's log-probs (``outputs``) and the servers', and each agent's numbers, under the
     labels of the team's agents."""
-    index = rows["turn_index"].values()
+    index, gap = rows["turn_index"].values(), gaps_of(rows, outputs)
     answered = index >= 0
-    gap = (outputs["log_probs"].values() - rows["rollout_log_probs"].values())[answered].abs()
     column, entropy = index[answered] % len(labels), outputs["entropy"].values()[answered]
     metrics: Metrics = {}
     for a, label in enumerate(labels):
@@ -41,3 +41,14 @@ def policy_tokens(rows: TensorDict, outputs: TensorDict, labels: Sequence[str]) 
             }
             metrics |= prefixed(f"agent/{label}", {key: float(value) for key, value in numbers.items()})
     return float(gap.max()), metrics
+
+
+def largest_gap(rows: TensorDict, outputs: TensorDict) -> float:
+    """The largest difference between the trainer's log-probs (``outputs``) and the servers' in these rows."""
+    return float(gaps_of(rows, outputs).max())
+
+
+def gaps_of(rows: TensorDict, outputs: TensorDict) -> Tensor:
+    """The difference at every generated token, concatenated."""
+    gaps_T = (outputs["log_probs"].values() - rows["rollout_log_probs"].values()).abs()
+    return gaps_T[rows["turn_index"].values() >= 0]

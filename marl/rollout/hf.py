@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import os
 import secrets
+import time
 from collections.abc import AsyncIterator, Generator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from marl.rollout.prefixes import Prefixes
 from marl.rollout.requests import Draft, Request
 from marl.rollout.vllm_sglang import offset_rank
 from marl.utils.garbage import freeze_gc
+from marl.utils.spans import Span, Stopwatch
 
 GATHER_SECONDS = 0.002
 """Time that an idle server waits for more requests to begin with."""
@@ -79,7 +81,8 @@ class HFServer:
         self.issued = itertools.count()
         self.model_lock, self.interrupted = asyncio.Lock(), False
         self.loop_task: asyncio.Task | None = None
-        self.stats = {"requests": 0, "tokens": 0, "seconds": 0.0}
+        self.stats = {"requests": 0, "tokens": 0}
+        self.busy = Stopwatch()
         freeze_gc()
 
     async def ready(self) -> bool:
@@ -109,8 +112,12 @@ class HFServer:
 
     async def resume_generation(self) -> None: ...
 
-    async def get_stats(self) -> dict[str, float]:
+    async def get_stats(self) -> dict[str, int]:
         return self.stats | {"prefilled_tokens": self.reader.prefilled}
+
+    async def take_spans(self) -> tuple[list[Span], float]:
+        """Spans in which it decoded since this was last asked, and its time now."""
+        return self.busy.take(), time.time()
 
     async def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
         """Overwrite the named parameters. Raises KeyError for a name that this model does not have."""
@@ -211,7 +218,7 @@ class HFServer:
         while self.engine.busy:
             async with self.model_lock:
                 self._remove_cancelled()
-                started = asyncio.get_running_loop().time()
+                started = time.time()
                 try:
                     self._answer(await self._decode())
                 except Exception as error:
@@ -219,7 +226,7 @@ class HFServer:
                         future = self.futures.pop(draft)
                         if not future.done():  # cancelled meanwhile
                             future.set_exception(error)
-                self.stats["seconds"] += asyncio.get_running_loop().time() - started
+                self.busy.add(started, time.time())
             await asyncio.sleep(0)
 
     def _remove_cancelled(self) -> None:

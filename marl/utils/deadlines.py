@@ -2,8 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from typing import TypeVar
 
@@ -21,28 +21,45 @@ async def wait_with_deadline(seconds: float, what: str, awaitable: Awaitable[T])
 
 
 class Clock:
-    """A deadline that can be stopped, by several at the same time."""
+    """A deadline that is stopped within ``with clock:``, by several at the same time.
 
-    def __init__(self, timeout: asyncio.Timeout) -> None:
-        self.timeout, self.stops, self.left = timeout, 0, 0.0
+    An episode stops it several times a turn: the timer stays where it is, and is set again only once it has rung.
+    """
 
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        now, ends = asyncio.get_running_loop().time, self.timeout.when()
-        if not self.stops and ends is not None:
-            self.left = ends - now()
-            self._move(None)
+    def __init__(self, timeout: asyncio.Timeout, seconds: float) -> None:
+        self.timeout, self.loop = timeout, asyncio.get_running_loop()
+        self.stops, self.left, self.ends = 0, seconds, self.loop.time() + seconds
+        self.timer: asyncio.TimerHandle | None = None
+        self._set()
+
+    def __enter__(self) -> None:
+        if not self.stops:
+            self.left = self.ends - self.loop.time()
         self.stops += 1
-        try:
-            yield
-        finally:
-            self.stops -= 1
-            if not self.stops:
-                self._move(now() + self.left)
 
-    def _move(self, when: float | None) -> None:
+    def __exit__(self, *_: object) -> None:
+        self.stops -= 1
+        if not self.stops:
+            self.ends = self.loop.time() + self.left
+            if self.timer is None:
+                self._set()
+
+    def cancel(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+
+    def _set(self) -> None:
+        self.timer = self.loop.call_at(self.ends, self._ring) if self.ends < math.inf else None
+
+    def _ring(self) -> None:
+        self.timer = None
+        if self.stops:
+            return
+        if self.loop.time() < self.ends:
+            self._set()
+            return
         with suppress(RuntimeError):  # it is over already
-            self.timeout.reschedule(when)
+            self.timeout.reschedule(self.ends)
 
 
 CLOCK: ContextVar[Clock | None] = ContextVar("clock", default=None)
@@ -56,8 +73,9 @@ class OutOfTime(TimeoutError):
 async def own_time(seconds: float) -> AsyncIterator[None]:
     """Raises OutOfTime if the block takes longer; time spent in :func:`waiting_for_others`, in any of its tasks, does not
     count."""
-    timeout = asyncio.timeout(seconds)
-    token = CLOCK.set(Clock(timeout))
+    timeout = asyncio.timeout(None)
+    clock = Clock(timeout, seconds)
+    token = CLOCK.set(clock)
     try:
         async with timeout:
             yield
@@ -66,18 +84,16 @@ async def own_time(seconds: float) -> AsyncIterator[None]:
             raise
         raise OutOfTime from None
     finally:
+        clock.cancel()
         CLOCK.reset(token)
 
 
-@contextmanager
-def waiting_for_others() -> Iterator[None]:
+RUNS_ON = nullcontext()
+
+
+def waiting_for_others() -> AbstractContextManager[None]:
     """Stops the clock of :func:`own_time`. The other side needs its own deadline."""
-    clock = CLOCK.get()
-    if clock is None:
-        yield
-        return
-    with clock.stopped():
-        yield
+    return CLOCK.get() or RUNS_ON
 
 
 class HangsError(TimeoutError):
@@ -90,56 +106,80 @@ BEAT_S = 1.0
 class LoopTime:
     """Time during which the event loop was free: it stops while the loop is blocked for more than a beat."""
 
-    def __init__(self, beat: float) -> None:
-        self.beat, self.blocked, self.readers = beat, 0.0, 0
+    def __init__(self, beat: float, on_beat: Callable[[], object]) -> None:
+        self.beat, self.blocked, self.on_beat = beat, 0.0, on_beat
         self.timer: asyncio.TimerHandle | None = None
 
     def now(self) -> float:
         return asyncio.get_running_loop().time() - self.blocked
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Blocking is detected only inside."""
-        self.readers += 1
-        if self.readers == 1:
-            self._schedule()
-        try:
-            yield
-        finally:
-            self.readers -= 1
-            if not self.readers and self.timer is not None:
-                self.timer.cancel()
-
-    def _schedule(self) -> None:
+    def start(self) -> None:
+        """Blocking is detected until :meth:`stop`."""
         loop = asyncio.get_running_loop()
         self.timer = loop.call_at(loop.time() + self.beat, self._beat)
+
+    def stop(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
 
     def _beat(self) -> None:
         assert self.timer is not None
         self.blocked += asyncio.get_running_loop().time() - self.timer.when()
-        self._schedule()
+        self.start()
+        self.on_beat()
 
 
 class Watch:
     """Detects servers that answer no request: a queue may be long, as long as it moves. A blocked loop receives no answers,
-    so its time does not count."""
+    so its time does not count.
+
+    One timer looks after all callers: a task and a timer for each of them would cost more than the rest of a small turn.
+    """
 
     def __init__(self, seconds: float) -> None:
-        self.seconds, self.heard = seconds, 0.0
-        self.time = LoopTime(min(BEAT_S, seconds / 20))
+        self.seconds, self.heard = seconds, -math.inf
+        self.asking: dict[asyncio.Task, float] = {}
+        """Time at which each caller asked."""
+        self.given_up: set[asyncio.Task] = set()
+        self.time = LoopTime(min(BEAT_S, seconds / 20), self._look)
 
     async def answer(self, asked: Awaitable[T]) -> T:
         """Await an answer. Raises HangsError if no caller of this watch has had any answer for ``seconds``."""
-        task, now = asyncio.ensure_future(asked), self.time.now
-        begun = now()
+        caller = asyncio.current_task()
+        assert caller is not None and caller not in self.asking, "one answer at a time"
+        cancellations = caller.cancelling()
+        if not self.asking:
+            self.time.start()
+        self.asking[caller] = self.time.now()
         try:
-            with self.time.running():
-                while not task.done():
-                    left = max(begun, self.heard) + self.seconds - now()
-                    if left <= 0:
-                        raise HangsError(f"no request was answered for {self.seconds:g} s")
-                    await asyncio.wait([task], timeout=None if left == math.inf else left)
-            self.heard = now()
-            return task.result()
+            result = await asked
+        except asyncio.CancelledError:
+            if caller in self.given_up and caller.cancelling() == cancellations + 1:
+                raise HangsError(f"no request was answered for {self.seconds:g} s") from None
+            raise
+        except Exception:
+            self.heard = self.time.now()
+            raise
+        else:
+            self.heard = self.time.now()
+            return result
         finally:
-            task.cancel()
+            self._leave(caller)
+
+    def _leave(self, caller: asyncio.Task) -> None:
+        del self.asking[caller]
+        if caller in self.given_up:
+            self.given_up.remove(caller)
+            caller.uncancel()
+        if not self.asking:
+            self.time.stop()
+
+    def _look(self) -> None:
+        """Give up the callers that have waited too long."""
+        latest = self.time.now() - self.seconds
+        if self.heard > latest:
+            return
+        for caller, begun in self.asking.items():
+            if begun <= latest and caller not in self.given_up:
+                self.given_up.add(caller)
+                caller.cancel()

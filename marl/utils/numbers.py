@@ -95,3 +95,8 @@ def out_of_bounds(node: Any, key: str) -> Iterator[str]:
         if name in numbers and not numbers[name].takes(value):
             yield f"{key}.{name}={value}: {numbers[name]}"
         yield from out_of_bounds(value, f"{key}.{name}")
+
+
+def is_due(frequency: int, step: int) -> bool:
+    """True if something done every ``frequency`` steps is due at this one; never if that is 0 or less."""
+    return frequency > 0 and step % frequency == 0

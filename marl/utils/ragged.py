@@ -1,10 +1,16 @@
-"""Rows of different lengths as torch's jagged nested tensors."""
+"""Rows of different lengths as torch's jagged nested tensors. Picking and joining take whole columns, never row by row."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 
 def jagged(lists: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
@@ -32,3 +38,66 @@ def inside(nested: Tensor) -> Tensor:
     """Mask [B, T] of the entries of a dense tensor that rows of a nested one fill."""
     lengths_B = nested.offsets().diff()  # type: ignore[attr-defined]
     return torch.arange(int(lengths_B.max()), device=lengths_B.device) < lengths_B[:, None]
+
+
+def is_nested(column: Any) -> bool:
+    """True for nested tensors; columns of other objects know no such attribute."""
+    return bool(getattr(column, "is_nested", False))
+
+
+def row_lengths(nested: Tensor) -> Tensor:
+    return nested.offsets().diff()  # type: ignore[attr-defined]
+
+
+def pick(column: Tensor, index: Tensor) -> Tensor:
+    """These rows of a nested or a dense tensor, in this order."""
+    if not is_nested(column):
+        return column[index]
+    offsets, lengths = column.offsets(), row_lengths(column)[index]  # type: ignore[attr-defined]
+    ends = lengths.cumsum(0)
+    shift = torch.repeat_interleave(offsets[index] - ends + lengths, lengths)
+    places = shift + torch.arange(len(shift), device=shift.device)
+    axis = column._ragged_idx - 1  # type: ignore[attr-defined]
+    return with_lengths(column.values().index_select(axis, places), lengths, axis)  # type: ignore[attr-defined]
+
+
+def pick_rows(rows: TensorDict, index: Tensor) -> TensorDict:
+    """These rows of every column, in this order; what is no column stays as it is."""
+    from tensordict import TensorDict  # heavy: a configuration is checked without it
+
+    picked = {key: pick(value, index) if value.shape else value for key, value in rows.items()}
+    return TensorDict(picked, batch_size=[len(index)])
+
+
+def consecutive(rows: TensorDict, start: int, end: int) -> TensorDict:
+    """The rows [start, end) as views."""
+    from tensordict import TensorDict
+
+    found = {key: _consecutive(value, start, end) if value.shape else value for key, value in rows.items()}
+    return TensorDict(found, batch_size=[end - start])
+
+
+def _consecutive(column: Tensor, start: int, end: int) -> Tensor:
+    if not is_nested(column):
+        return column[start:end]
+    axis, offsets = column._ragged_idx - 1, column.offsets()[start : end + 1]  # type: ignore[attr-defined]
+    first, last = int(offsets[0]), int(offsets[-1])
+    return with_lengths(column.values().narrow(axis, first, last - first), offsets.diff(), axis)  # type: ignore[attr-defined]
+
+
+def joined(columns: Sequence[Tensor]) -> Tensor:
+    """The rows of several nested tensors as one."""
+    lengths = torch.cat([row_lengths(column) for column in columns])
+    return with_lengths(torch.cat([column.values() for column in columns]), lengths)  # type: ignore[attr-defined]
+
+
+def with_lengths(values: Tensor, lengths: Tensor, axis: int = 0) -> Tensor:
+    """A nested tensor of rows that follow one another along an axis of these values.
+
+    It knows its longest row, without which torch pads to the sum of all lengths.
+    """
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    shortest, longest = (int(length) for length in lengths.aminmax()) if len(lengths) else (0, 0)
+    return torch.nested.nested_tensor_from_jagged(
+        values, offsets, jagged_dim=axis + 1, min_seqlen=shortest, max_seqlen=longest
+    )

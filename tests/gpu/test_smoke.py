@@ -9,8 +9,6 @@ from marl.main import run
 
 pytestmark = pytest.mark.gpu
 
-FULL_PRECISION = "{param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}"
-
 
 @pytest.fixture(scope="session", autouse=True)
 def machine():
@@ -27,11 +25,10 @@ def test_two_policies_on_one_gpu(compose_config, cold_assets, tmp_path, rollout)
         f"actor_rollout_ref.rollout.name={rollout}",
         "resources.placement=colocated",
         "trainer.n_gpus_per_node=1",
-        "actor_rollout_ref.rollout.dtype=float32",
+        "precision=fp32",
         "actor_rollout_ref.rollout.gpu_memory_utilization=0.2",
         "actor_rollout_ref.model.use_remove_padding=false",
         "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
-        f"+actor_rollout_ref.actor.fsdp_config.mixed_precision={FULL_PRECISION}",
         f"assets={cold_assets}",
         f"trainer.default_local_dir={tmp_path}",
         "trainer.total_training_steps=3",

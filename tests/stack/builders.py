@@ -20,6 +20,11 @@ def numbers(steps):
     ]
 
 
+def num_turns(rows):
+    """Trained turns in a policy's rows, however many share one."""
+    return len(rows["turn_index"].values().unique()) - bool((rows["turn_index"].values() < 0).any())
+
+
 def gradient(live, rows, policy="alice"):
     """The gradient that the engine is about to apply, and the metrics of the update."""
     group = live.trainer.policies[policy]

@@ -35,7 +35,9 @@ class Live:
 
     def step(self) -> dict:
         self.trainer.step_number += 1
-        return self.wait(self.trainer.step(next(iter(self.trainer.loader))))
+        metrics = self.wait(self.trainer.step(next(iter(self.trainer.loader))))
+        self.wait(self.trainer.dumps.flush())
+        return metrics
 
 
 SMALL = ("data.train_batch_size=4", "actor_rollout_ref.rollout.n=4", "trainer.logger=[]")

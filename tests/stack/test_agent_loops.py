@@ -124,14 +124,14 @@ def test_verls_single_turn_loop_is_the_agent_itself(alone):
         loops = (f"agents.alice.agent_loop={loop}", f"agents.carol.agent_loop={loop}")
         live = alone(*loops)
         played.append([{key: getattr(t, key) for key in SAME} for e in live.episodes() for t in in_order(e)])
-        single = alone(*loops, "runner.num_rounds=1")
+        single = alone(*loops, "runner.num_rounds=1", "controller.old_log_probs=trainer")
         trained.append(numbers([single.step(), single.step()]))
     assert len(played[0]) == 64 and played[0] == played[1]
     assert len(trained[0][0]) > 6 and trained[0] == trained[1]
 
 
 def test_tool_output_inside_a_turn_is_read_and_not_trained(alone):
-    live = alone("agents.alice.agent_loop=test_calls_a_tool", *ROOM)
+    live = alone("agents.alice.agent_loop=test_calls_a_tool", "controller.pack_turns=false", *ROOM)
     requests = spied(live)
     metrics, batch = stepped(live)
     rows, said = batch.rows["alice"], live.trainer.controller.clients["alice"].loops.tokenizer.encode(TOOL_SAYS)

@@ -41,8 +41,9 @@ def test_baselines_stand_beside_the_team(small, tmp_path):
     assert (tmp_path / "baseline_solo" / "summary.json").is_file()
 
 
-def test_the_single_agent_has_the_teams_schedule_and_twice_its_steps(small, monkeypatch):
-    """A learning rate that decays over twice the steps would be another recipe."""
+@pytest.mark.parametrize(("schedule", "steps"), [("constant", 2), ("cosine", 1)])
+def test_the_single_agent_has_the_teams_schedule_and_twice_its_steps(small, monkeypatch, schedule, steps):
+    """A learning rate that decays over twice the steps would be another recipe, and a cosine rises again after its end."""
     built, original = [], MARLTrainer.fit
 
     async def fit(self, token_budget=None):
@@ -51,8 +52,9 @@ def test_the_single_agent_has_the_teams_schedule_and_twice_its_steps(small, monk
         await original(self, token_budget)
 
     monkeypatch.setattr(MARLTrainer, "fit", fit)
-    run(small("baseline=[solo]", "trainer.total_training_steps=1"))
-    assert built == [(1, {1}, 1), (2, {1}, 1)]
+    kind = f"actor_rollout_ref.actor.optim.lr_scheduler_type={schedule}"
+    run(small("baseline=[solo]", "trainer.total_training_steps=1", kind))
+    assert built == [(1, {1}, 1), (steps, {1}, 1)]
 
 
 def test_the_untrained_team_is_measured_where_the_run_did_not(small, tmp_path):

@@ -23,7 +23,8 @@ def values_of(live, episodes):
     grid = torch.zeros(batch.mask_ERA.shape)
     for rows in batch.rows.values():
         for index, values in zip(rows["turn_index"].unbind(), rows["values"].unbind(), strict=True):
-            grid.view(-1)[index[0]] = values[0]
+            for cell in index[index >= 0].unique():
+                grid.view(-1)[cell] = values[index == cell][0]
     return grid
 
 

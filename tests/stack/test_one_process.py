@@ -142,6 +142,25 @@ def test_in_bfloat16_servers_and_trainer_stay_near(alone, server, low, high):
     assert low <= metrics["agent/alice/log_prob_gap_max"] < high and metrics["agent/alice/grad_norm"] > 0
 
 
+def test_one_key_puts_trainer_and_server_in_bf16_over_full_weights(alone):
+    live = alone("precision=bf16", "+policies.carol.precision=fp32", "learner=mappo")
+    live.step()
+    metrics, groups = live.step(), live.trainer.policies
+    engines = {name: group.workers.worker.actor.engine for name, group in groups.items()}
+    assert {name: engine._autocast_dtype for name, engine in engines.items()} == {
+        "alice": torch.bfloat16,
+        "carol": torch.float32,
+    }
+    assert {p.dtype for engine in engines.values() for p in engine.module.parameters()} == {torch.float32}
+    served = {name: group.servers.server_handles[0]._target.model.dtype for name, group in groups.items()}
+    assert served == {"alice": torch.bfloat16, "carol": torch.float32}
+    (critic,) = live.trainer.critics.groups.values()
+    assert critic.workers.worker.engine._autocast_dtype == torch.bfloat16
+    assert groups["alice"].gap_alarm > 0.1 > groups["carol"].gap_alarm
+    assert metrics["agent/alice/log_prob_gap_max"] <= 0.05 and metrics["agent/carol/log_prob_gap_max"] <= 1e-5
+    assert metrics["agent/alice/grad_norm"] > 0 and metrics["agent/carol/grad_norm"] > 0
+
+
 @pytest.mark.parametrize("mode", sorted(set(POLICY_LOSS_REGISTRY) - {"bypass_mode"}))
 def test_every_loss_of_verl_runs_by_its_key_and_for_one_policy_alone(alone, mode):
     needed = ["+policies.alice.actor.policy_loss.dro_beta=0.1"] if mode == "dro" else []

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from marl.batch.kl import KLInReward, correct
-from marl.utils.ragged import dense
 from tests.stack.builders import parameters
 
 NO_WARM_UP = "actor_rollout_ref.actor.optim.lr_warmup_steps=0"
@@ -112,18 +111,21 @@ def test_kl_is_subtracted_from_the_reward_and_its_coefficient_adapts(alone):
     algorithm.kl_ctrl = {"type": "adaptive", "kl_coef": 0.5, "target_kl": 1e-6, "horizon": 100}
     kl = KLInReward(algorithm)
     metrics = kl.penalise(rows)
-    by_hand = 0.5 * (rows["old_log_probs"].values() - rows["ref_log_prob"].values())
+    by_hand = 0.5 * (rows["old_log_probs"].values() - rows["ref_log_prob"].values()) * rows["response_mask"].values()
     torch.testing.assert_close(rows["kl_penalty"].values(), by_hand)
-    means = torch.stack([row.mean() for row in (dense(rows["kl_penalty"]) / 0.5).unbind()])
+    index = rows["turn_index"].values()
+    means = [float(by_hand[index == cell].mean()) / 0.5 for cell in index[index >= 0].unique()]
     assert by_hand.abs().max() > 0 and metrics["reward_kl_penalty_coeff"] == 0.5
+    assert metrics["reward_kl_penalty"] == pytest.approx(sum(means) / len(means), abs=1e-7)
     error = 0.2 if metrics["reward_kl_penalty"] > 1e-6 else -0.2
-    assert kl.controller.value == pytest.approx(0.5 * (1 + error * len(rows) / 100)) and len(means) == len(rows)
+    assert kl.controller.value == pytest.approx(0.5 * (1 + error * len(means) / 100)) and len(means) == 32
 
 
 def test_a_server_that_lags_is_corrected_for(alone):
     """Weights are the ratio of trainer to server, cut at the threshold; tokens whose inverse ratio is out of bounds leave the mask."""
     live = alone()
     rows = rows_of(live)
+    own = rows["response_mask"].values().bool()
     ratio = torch.linspace(0.1, 3.0, len(rows["responses"].values()))
     rows["old_log_probs"] = torch.nested.nested_tensor_from_jagged(
         rows["rollout_log_probs"].values() + ratio.log(), offsets=rows["responses"].offsets()
@@ -132,9 +134,10 @@ def test_a_server_that_lags_is_corrected_for(alone):
     settings.rollout_is, settings.rollout_is_threshold = "token", 2.0
     settings.rollout_rs, settings.rollout_rs_threshold = "token_k1", "0.5_2.5"
     metrics = correct(rows, settings)
-    torch.testing.assert_close(rows["rollout_is_weights"].values(), ratio.clamp(max=2.0), atol=1e-4, rtol=1e-4)
+    weights = rows["rollout_is_weights"].values()[own]
+    torch.testing.assert_close(weights, ratio.clamp(max=2.0)[own], atol=1e-4, rtol=1e-4)
     kept = rows["response_mask"].values().bool()
-    assert torch.equal(kept, (1 / ratio >= 0.5) & (1 / ratio <= 2.5)) and torch.equal(
+    assert torch.equal(kept, own & (1 / ratio >= 0.5) & (1 / ratio <= 2.5)) and torch.equal(
         rows["loss_mask"].values().bool(), kept
     )
     assert metrics["rollout_corr/rollout_is_mean"] > 0

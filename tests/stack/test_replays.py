@@ -12,7 +12,7 @@ from marl.controller.alternative_rollouts import AlternativeRollouts
 from marl.learners.replay_credit import ReplayCredit, ReturnOf
 from marl.report import dump
 from marl.rewards import extractor, hider
-from tests.stack.builders import plays_again
+from tests.stack.builders import num_turns, plays_again
 
 THREE = (
     "runner=debate", "runner.num_rounds=3", "runner.peer_template='{agent} said {text}'", "runner.separator=' '",
@@ -150,7 +150,7 @@ def test_other_answers_are_trained_beside_what_was_said(played):
     replay(live, episodes, alternatives=3)
     assert [[turn.text for turn in episode.path] for episode in episodes] == texts, "the conversation is the same"
     batch = live.trainer.batch_of(episodes)
-    assert {name: len(rows) for name, rows in batch.rows.items()} == {"alice": 16 * 9, "carol": 16 * 9}
+    assert {name: num_turns(rows) for name, rows in batch.rows.items()} == {"alice": 16 * 9, "carol": 16 * 9}
     live.trainer.learner.assign_credit(batch)
     advantages = advantages_of(batch)
     for episode, cells in zip(episodes, batch.cells, strict=True):
@@ -190,14 +190,14 @@ def test_a_share_of_the_turns_is_tried_and_trained(played):
     assert len({tuple(turn.place for turn in e.turns if turn.trained) for e in episodes}) > 3, (
         "others in other episodes"
     )
-    assert sum(len(rows) for rows in live.trainer.batch_of(episodes).rows.values()) == 32
+    assert sum(num_turns(rows) for rows in live.trainer.batch_of(episodes).rows.values()) == 32
 
 
 @pytest.mark.parametrize("train", ["true", "false"])
 def test_a_step_tries_trains_counts_and_dumps(judged, tmp_path, train):
     live = judged(
         *THREE, "credit.alternatives=3", f"credit.train_alternatives={train}", f"trainer.rollout_data_dir={tmp_path}",
-        "agents.carol.trainable=false", "learner.train_rounds=[1,3]",
+        "agents.carol.trainable=false", "learner.train_rounds=[1,3]", "controller.old_log_probs=trainer",
     )  # fmt: skip
     order, trainer = [], live.trainer
     for name in ("gather", "log_probs"):

@@ -9,7 +9,7 @@ from marl.report import conversation
 from marl.runners import RUNNERS, ReplayDiverged
 from marl.types import Score, Turn
 from tests.builders import BUILT_IN
-from tests.stack.builders import places, plays_again, replayed
+from tests.stack.builders import num_turns, places, plays_again, replayed
 
 BRIEF = {"peer_template": "'{agent} said {text}'", "separator": "' '", "instruction": "''"}
 """The tiny model's words, and few of them."""
@@ -257,7 +257,7 @@ def test_scores_of_missing_and_truncated_answers(alone):
     assert live.trainer.controller.priced(Turn("alice", 1, [], ""), right) is right, "what is called right is right"
     batch = live.trainer.batch_of(episodes)
     for agent, rows in batch.rows.items():
-        assert len(rows) == sum(not t.truncated for t in turns if t.agent == agent) < 16 * 3
+        assert num_turns(rows) == sum(not t.truncated for t in turns if t.agent == agent) < 16 * 3
     metrics = conversation.agent_metrics(episodes, "alice")
     assert metrics["truncated"] > 0.5 and metrics["score"] == pytest.approx(-2 + metrics["truncated"])
     plain = started(alone, "debate", "agents.alice.max_tokens=1")

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from marl import checkpoint
 from marl.marl_trainer import MARLTrainer
 from marl.utils import folders
 
@@ -76,12 +77,14 @@ def test_a_last_validation_that_failed_is_done_on_resume(alone, tmp_path, monkey
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 1
 
 
-def test_a_resumed_run_counts_the_seconds_before_it(alone, tmp_path):
+def test_a_resumed_run_counts_the_seconds_before_it_and_its_process_once(alone, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "process_seconds", lambda: 100.0)
     first = alone()
     first.trainer.earlier_seconds, first.trainer.step_number = 1e6, 1
     first.wait(first.trainer.save())
     again = alone("trainer.resume_mode=auto")
     again.wait(again.trainer.resume())
     again.wait(again.trainer.validate())
+    monkeypatch.setattr(checkpoint, "process_seconds", lambda: 130.0)
     again.trainer.summarise()
-    assert json.loads((tmp_path / "summary.json").read_text())["seconds"] > 1e6
+    assert json.loads((tmp_path / "summary.json").read_text())["seconds"] == pytest.approx(1e6 + 130, abs=0.1)

@@ -2,7 +2,7 @@ import torch
 from tensordict import TensorDict
 
 from marl.batch.build import joint_batch, pad_rows, to_rows
-from marl.batch.rows import drop_rejected
+from marl.batch.rows import drop_rejected, rows_of
 from marl.cluster.critic_group import with_loss_mask
 from marl.cluster.worker_group import even_mini_batches
 from marl.cluster.workers.policy_worker import of_responses
@@ -70,6 +70,15 @@ def test_padding_repeats_the_last_row_with_nothing_to_learn():
     assert len(padded) == 4 and pad_rows(rows, 3) is rows
     assert [r.tolist() for r in padded["input_ids"].unbind()][2:] == [[7, 8], [7, 8]]
     assert [r.tolist() for r in padded["loss_mask"].unbind()] == [[1], [1, 1], [1], [0]]
+
+
+def test_rows_are_picked_in_any_order_and_copied():
+    rows = TensorDict({"x": jagged([[1, 2, 3], [], [4, 5]], torch.long), "y": torch.tensor([7, 8, 9])}, batch_size=[3])
+    picked = rows_of(rows, [2, 0, 1, 2])
+    assert [r.tolist() for r in picked["x"].unbind()] == [[4, 5], [1, 2, 3], [], [4, 5]]
+    assert picked["y"].tolist() == [9, 7, 8, 9]
+    picked["x"].values()[:] = 0
+    assert rows["x"].values().tolist() == [1, 2, 3, 4, 5]
 
 
 def test_outputs_are_cut_to_the_responses_shifted_by_one():

@@ -22,6 +22,7 @@ from marl.config.errors import ConfigError, explain
 from marl.config.external import check_modules, find_own_modules
 from marl.config.overrides import find_verl, new_agents
 from marl.config.rules import RULES, check
+from marl.config.rules.resources import collectives_end_before_calls
 from marl.main import ConfigError as MainConfigError
 from marl.preflight.prepare import prepare
 from marl.run_setup import Setup
@@ -72,6 +73,7 @@ def test_a_verl_user_finds_every_key_where_it_was(compose_config):
         (["learner.gamma=much"], ["wrong value for 'learner.gamma'", "much", "Float"]),
         (["runner.num_rounds=2.5"], ["'runner.num_rounds'", "2.5", "Integer"]),
         (["resources.placement=together"], ["together", "separate", "colocated"]),
+        (["controller.old_log_probs=servers"], ["servers", "auto", "server", "trainer"]),
         (["agents.alice.trainable=perhaps"], ["agents.alice.trainable", "perhaps", "bool"]),
         (["credit=team", "credit.of=everybody"], ["everybody", "round", "final", "answer"]),
     ],
@@ -291,6 +293,12 @@ BAD = {
         "pack_turns=false",
     ],
     "controller.pack_turns=true learner=mappo critic.level=token": ["critic.level=turn"],
+    "controller.pack_turns=true actor_rollout_ref.actor.policy_loss.loss_mode=sapo": ["loss_mode=sapo", "sequences"],
+    "controller.pack_turns=true learner=ippo critic.level=token critic.loss_agg_mode=seq-mean-token-mean": [
+        "critic.loss_agg_mode=seq-mean-token-mean",
+        "pack_turns=false",
+    ],
+    "controller.pack_turns=atuo": ["controller.pack_turns=atuo", "Did you mean 'auto'"],
     "baseline=sole": ["baseline=sole", "Did you mean 'solo'"],
     "trainer.ref_update_freq=5": ["ref_update_freq=5", "use_kl_loss=true"],
     "actor_rollout_ref.model.lora_rank=4": ["lora_rank=4", "lora.merge=true"],
@@ -385,6 +393,19 @@ BAD = {
         "runner=game",
         "set it to 0",
     ],
+    "controller.log_prob_check_rows=0": ["controller.log_prob_check_rows=0", "at least 1"],
+    "controller.log_prob_gap_bound=-1": ["controller.log_prob_gap_bound=-1", "at least 0"],
+    "controller.old_log_probs=trainer algorithm.rollout_correction.bypass_mode=true": [
+        "controller.old_log_probs=trainer",
+        "bypass_mode=True",
+        "old_log_probs=server",
+    ],
+    "controller.old_log_probs=server algorithm.rollout_correction.rollout_is=token": [
+        "controller.old_log_probs=server",
+        "rollout_is=token",
+        "old_log_probs=trainer",
+        "bypass_mode=true",
+    ],
     "algorithm.rollout_correction.bypass_mode=true actor_rollout_ref.actor.policy_loss.loss_mode=gspo": [
         "algorithm.rollout_correction.bypass_mode=True",
         "actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
@@ -403,6 +424,13 @@ BAD = {
     "critic.fsdp.param_offload=often": ["critic.fsdp.param_offload=often", "true or false"],
     "critic.fsdp.model_dtype=fp8": ["critic.fsdp.model_dtype=fp8", "bf16"],
     "+critic.fsdp.mixed_precision={param_dtype:fp8}": ["critic.fsdp.mixed_precision.param_dtype=fp8", "bf16"],
+    "precision=fp8": ["precision=fp8", "fp32, bf16, or null"],
+    "precision=bf16 actor_rollout_ref.rollout.dtype=float32": [
+        "rollout.dtype=float32",
+        "precision=bf16",
+        "precision=null",
+    ],
+    "precision=bf16 critic.fsdp.mixed_precision.param_dtype=fp32": ["param_dtype=fp32", "precision=null"],
     "agents={}": ["agents"],
 }
 
@@ -430,6 +458,14 @@ def test_a_checkpoint_may_be_named_from_the_home_folder(quickstart, tmp_path, mo
 
 def test_one_rank_has_no_collective_that_could_be_late(quickstart):
     check(quickstart("resources.timeout_s=100"))
+
+
+def test_collectives_of_gpus_do_not_end_by_this_deadline(quickstart):
+    two_ranks = quickstart("trainer.n_gpus_per_node=2", "resources.timeout_s=100")
+    with pytest.raises(ConfigError, match="process_group_timeout_s"):
+        collectives_end_before_calls(two_ranks)
+    two_ranks.trainer.device = "cuda"
+    collectives_end_before_calls(two_ranks)
 
 
 def test_an_overlong_penalty_that_has_an_effect_is_taken(quickstart):

@@ -1,6 +1,8 @@
 """The decoding loop: what a request is answered with depends on its prompt and seed, and on nothing else."""
 
 import random
+from collections import deque
+from threading import Thread
 
 import pytest
 import torch
@@ -175,3 +177,24 @@ def test_ragged_answers_keep_the_rows_busy(model):
         engine.step()
         steps += 1
     assert sum(len(draft.answer.token_ids) for draft in drafts) >= 0.8 * 16 * steps
+
+
+def test_a_request_that_another_thread_takes_at_once_is_its_callers_own(model):
+    """A server adds on its loop, and steps on another thread."""
+    engine = Engine(SingleReader(model, Prefixes(0), 0), model.device, text_of, 16)
+
+    class TakenAtOnce(deque):
+        def append(self, draft):
+            super().append(draft)
+            step = Thread(target=engine.step)
+            step.start()
+            step.join(60)
+
+    engine.waiting = TakenAtOnce()
+    wanted = requests(3)
+    drafts = [engine.add(request) for request in wanted]
+    assert [draft.request for draft in drafts] == wanted == [draft.request for draft in engine.rows]
+    while engine.busy:
+        engine.step()
+    got = [(d.answer.token_ids, d.answer.log_probs, d.answer.stop_reason) for d in drafts]
+    assert got == answers(model, wanted)

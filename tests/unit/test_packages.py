@@ -52,3 +52,7 @@ def test_a_cluster_has_packages_of_its_own(with_packages, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with_packages([])
+
+
+def test_an_ensemble_starts_no_server_and_needs_no_package_of_one(with_packages):
+    with_packages([], "+ensemble={}")

@@ -99,7 +99,13 @@ def test_a_steps_arithmetic(compose_config, cold_assets):
     assert (carol.rows, carol.updates) == (0, 0)
     text = plan_text(setup)
     assert "32 tasks x 8 samples = 256 episodes" in text and "1536 turns" in text and "4 x 256 rows" in text
+    assert "share a row (controller.pack_turns): alice\n" in text
     assert "\x1b" not in text and max(map(len, text.splitlines())) < 140
+
+
+def test_a_plan_says_where_every_turn_is_a_row(compose_config, cold_assets):
+    setup = prepare(compose_config(f"assets={cold_assets}", "learner=gspo"))
+    assert "every turn is a row (controller.pack_turns)" in plan_text(setup)
 
 
 def test_estimates_above_the_machines_memory_raise_a_warning():

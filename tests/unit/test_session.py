@@ -41,3 +41,9 @@ def test_a_variable_that_contradicts_its_key_is_refused(compose_config, name, ke
     assert env_vars(compose_config, **{name: OURS[name]}) == OURS
     with pytest.raises(ConfigError, match=rf"env_vars.{name}=other: expected {OURS[name]}, which follows .*{key}"):
         env_vars(compose_config, **{name: "other"})
+
+
+def test_a_variable_equals_its_key_as_a_number(compose_config):
+    assert env_vars(compose_config, MARL_PROCESS_GROUP_TIMEOUT="600")["MARL_PROCESS_GROUP_TIMEOUT"] == "600"
+    with pytest.raises(ConfigError, match="MARL_PROCESS_GROUP_TIMEOUT=601"):
+        env_vars(compose_config, MARL_PROCESS_GROUP_TIMEOUT="601")

@@ -1,6 +1,7 @@
 """Calls to worker groups: in turn where processes and collectives are shared, together where they are not."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,8 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from marl.cluster.local import Done
-from marl.cluster.worker_group import WorkerGroup
+from marl.cluster.worker_group import WorkerGroup, throughput
+from marl.utils.spans import Stopwatch, union_seconds
 
 
 class Slow:
@@ -69,16 +71,54 @@ def test_a_call_has_all_its_time_where_another_group_has_the_process():
     asyncio.run(save_both(workers, 1.0, [lock, lock]))
 
 
-def test_repeated_calls_in_a_step_are_counted_twice():
-    """HAPPO asks for log-probs again after an update."""
+def called(seconds, ended=lambda: 0.0):
+    """The spans of a group after two calls whose ranks say that they took so long."""
 
     def answer(rows):
+        time.sleep(0.1)
         output = TensorDict({}, batch_size=[])
-        tu.assign_non_tensor(output, metrics={"worker_seconds": [0.25, 0.5]})
+        tu.assign_non_tensor(output, metrics={"worker_seconds": seconds, "worker_ended": [ended()] * len(seconds)})
         return Done(output)
 
     group = WorkerGroup("alice", None, SimpleNamespace(world_size=1), "pool", 5.0)
     group.kind = "policy"
     for _ in range(2):
         asyncio.run(group._call("log_probs", answer, TensorDict({}, batch_size=[])))
-    assert group.busy_seconds == {"log_probs": 1.0}
+    return group.busy
+
+
+def test_repeated_calls_in_a_step_are_counted_twice_and_ranks_beside_one_another():
+    """HAPPO asks for log-probs again after an update."""
+    start = time.time()
+    busy = called([0.025, 0.05], time.time)
+    assert len(busy) == 4
+    assert union_seconds(busy, (start, time.time())) == pytest.approx(0.1, abs=1e-5)
+
+
+@pytest.mark.parametrize("skew", [-1e6, 1e6])
+def test_the_clock_of_another_node_moves_no_span_out_of_its_call(skew):
+    start = time.time()
+    busy = called([0.05], lambda: time.time() + skew)
+    assert union_seconds(busy, (start, time.time())) == pytest.approx(0.1, abs=1e-5)
+
+
+def test_overhead_is_the_time_in_which_no_group_computed():
+    """Of 10 seconds two policies and a critic compute 1 to 4 and 5 to 7: a maximum by phase, summed, would say 6."""
+    spans = {"alice": [(101.0, 103.0), (105.0, 106.0)], "carol": [(102.0, 104.0)], "critic": [(105.5, 107.0)]}
+    groups = [SimpleNamespace(busy=own) for own in spans.values()]
+    metrics = throughput(groups, 20.0, (100.0, 110.0))
+    assert metrics["perf/busy_seconds"] == 5.0 and metrics["perf/overhead_share"] == 0.5
+    assert metrics["timing_s/step"] == 10.0 and metrics["perf/turns_per_second"] == 2.0
+
+
+def test_time_before_and_after_the_step_does_not_count():
+    """A server also works for a validation, and a span may lie in another."""
+    groups = [SimpleNamespace(busy=[(90.0, 102.0), (91.0, 92.0), (109.0, 130.0), (109.5, 109.6)])]
+    assert throughput(groups, 1.0, (100.0, 110.0))["perf/overhead_share"] == pytest.approx(0.7)
+
+
+def test_a_server_gives_each_of_its_spans_once():
+    watch = Stopwatch()
+    for span in ((1.0, 2.0), (2.0, 3.0), (4.0, 5.0)):
+        watch.add(*span)
+    assert watch.take() == [(1.0, 3.0), (4.0, 5.0)] and watch.take() == []

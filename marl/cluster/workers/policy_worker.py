@@ -192,7 +192,8 @@ def log_probs_of(output: TensorDict | None, data: TensorDict, started: float) ->
 
 
 def timed(output: TensorDict, started: float) -> dict[str, Any]:
-    return tu.get(output, "metrics") | {"worker_seconds": time.perf_counter() - started}
+    times = {"worker_seconds": time.perf_counter() - started, "worker_ended": time.time()}
+    return tu.get(output, "metrics") | times
 
 
 def of_responses(values: torch.Tensor, rows: TensorDict) -> torch.Tensor:

@@ -11,7 +11,8 @@ from omegaconf import OmegaConf
 from marl.config.bounds import check_values
 from marl.config.errors import ConfigError
 from marl.config.policies import own_settings
-from marl.config.rules import agents, batches, files, policies, references, resources, run
+from marl.config.precision import precision_of
+from marl.config.rules import agents, batches, files, policies, precision, references, resources, run
 
 RULES: tuple[Callable[[Any], None], ...] = (
     check_values,
@@ -19,11 +20,14 @@ RULES: tuple[Callable[[Any], None], ...] = (
     *agents.RULES,
     *batches.RULES,
     *resources.RULES,
+    *precision.RULES,
     *references.RULES,
     *files.RULES,
     *run.RULES,
 )
-RULES_PER_POLICY = tuple(rule for rule in RULES if rule not in policies.OF_ALL_POLICIES)
+RULES_PER_POLICY = tuple(
+    rule for rule in RULES if rule not in (*policies.OF_ALL_POLICIES, precision.critics_have_the_precision)
+)
 """Rules that are checked again on every policy's own settings."""
 
 
@@ -34,6 +38,7 @@ def check(config: Any) -> None:
     for name in config.policies:
         own = OmegaConf.create(config)
         own.actor_rollout_ref = own_settings(config, name)
+        own.precision = precision_of(config, name)
         try:
             for rule in RULES_PER_POLICY:
                 rule(own)

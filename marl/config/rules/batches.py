@@ -3,7 +3,9 @@
 from typing import Any
 
 from marl.config.errors import ConfigError
+from marl.config.packing import obstacle
 from marl.config.policies import longest_row, sequence_parallel
+from marl.config.schema import LogProbSource, PackTurns
 from marl.utils.registry import did_you_mean
 
 
@@ -60,12 +62,6 @@ def corrections_are_whole(config: Any) -> None:
             f"algorithm.rollout_correction.rollout_is={correction.rollout_is}: expected token, sequence or null."
             f"{did_you_mean(str(correction.rollout_is), ('token', 'sequence'))}"
         )
-    sequences = [f"{key}={value}" for key in ("rollout_is", "rollout_rs") if "seq" in str(value := correction[key])]
-    if sequences and config.controller.pack_turns:
-        raise ConfigError(
-            f"controller.pack_turns=true with algorithm.rollout_correction.{sequences[0]}: a packed sequence holds several "
-            "answers; correct by token, or set controller.pack_turns=false"
-        )
 
 
 def bypassing_replaces_no_loss(config: Any) -> None:
@@ -77,20 +73,36 @@ def bypassing_replaces_no_loss(config: Any) -> None:
         )
 
 
+def log_probs_have_one_source(config: Any) -> None:
+    source, correction = LogProbSource.of(config), config.algorithm.rollout_correction
+    if correction.bypass_mode and source is LogProbSource.trainer:
+        raise ConfigError(
+            "controller.old_log_probs=trainer with algorithm.rollout_correction.bypass_mode=True, which takes the servers' "
+            "log-probs: set old_log_probs=server (or leave it auto), or bypass_mode=false"
+        )
+    corrected = [f"{key}={correction[key]}" for key in ("rollout_is", "rollout_rs") if correction[key]]
+    if corrected and source is LogProbSource.server and not correction.bypass_mode:
+        raise ConfigError(
+            f"controller.old_log_probs=server with algorithm.rollout_correction.{corrected[0]}, which corrects for the "
+            "difference between servers and trainer: set old_log_probs=trainer (or leave it auto), or bypass_mode=true"
+        )
+
+
+def packing_is_known(config: Any) -> None:
+    known = [choice.value for choice in PackTurns]
+    try:
+        PackTurns.of(config)
+    except ValueError:
+        value = config.controller.pack_turns
+        raise ConfigError(
+            f"controller.pack_turns={value}: expected one of {', '.join(known)}.{did_you_mean(str(value), known)}"
+        ) from None
+
+
 def packed_turns_are_weighed_by_token(config: Any) -> None:
-    if not config.controller.pack_turns:
-        return
-    actor = config.actor_rollout_ref.actor
-    if actor.loss_agg_mode != "token-mean":
-        raise ConfigError(
-            f"controller.pack_turns=true with actor_rollout_ref.actor.loss_agg_mode={actor.loss_agg_mode}: a mean over "
-            "sequences would depend on how turns are packed; use token-mean, or controller.pack_turns=false"
-        )
-    if actor.policy_loss.loss_mode in ("gspo", "geo_mean"):
-        raise ConfigError(
-            f"controller.pack_turns=true with actor_rollout_ref.actor.policy_loss.loss_mode={actor.policy_loss.loss_mode}: its "
-            "ratio is a sequence's, and a packed sequence holds several answers; set controller.pack_turns=false"
-        )
+    found = obstacle(config)
+    if found and PackTurns.of(config) is PackTurns.true:
+        raise ConfigError(f"controller.pack_turns=true with {found}")
 
 
 def a_conversation_fits_the_server(config: Any) -> None:
@@ -120,6 +132,8 @@ RULES = (
     critic_batches_divide,
     corrections_are_whole,
     bypassing_replaces_no_loss,
+    log_probs_have_one_source,
+    packing_is_known,
     packed_turns_are_weighed_by_token,
     a_conversation_fits_the_server,
     adam_betas_valid,

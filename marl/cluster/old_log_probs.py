@@ -1,0 +1,91 @@
+"""Source of ``old_log_probs``: a policy's servers where they agree with its trainer, else the trainer's forward pass."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from tensordict import TensorDict
+
+from marl.batch.checked_rows import rows_to_check
+from marl.batch.joint import JointBatch
+from marl.batch.rows import rows_of
+from marl.cluster.policy_group import RayPolicyGroup
+from marl.config.log_probs import Sampling, servers_are_comparable
+from marl.config.schema import LogProbSource
+from marl.report.alarms import warn_of_passes
+from marl.report.tokens import largest_gap
+from marl.types import Metrics, PolicyName
+from marl.utils.seeding import derive_seed
+
+Rows = dict[PolicyName, TensorDict]
+
+
+class OldLogProbs:
+    """Writes ``old_log_probs``, and checks the servers' log-probs in every step on some rows of every policy.
+
+    Beyond ``controller.log_prob_gap_bound`` a policy gets the trainer's log-probs for all of its rows: in that step, and until
+    such a pass finds every gap within the bound. In half precision every policy begins like that.
+    """
+
+    CHECK_KEYS = (*RayPolicyGroup.FORWARD_KEYS, "turn_index", "rollout_log_probs")
+
+    def __init__(
+        self, config: Any, policies: Mapping[PolicyName, RayPolicyGroup], sampling: Sampling, exact: bool
+    ) -> None:
+        """``exact``: the learner needs log-probs of the trainer's own forward pass."""
+        self.settings, self.seed, self.policies = config.controller, config.seed, policies
+        self.source, self.bypass = LogProbSource.of(config), config.algorithm.rollout_correction.bypass_mode
+        own = {name: group.config.actor_rollout_ref for name, group in policies.items()}
+        asked = own if self.source is LogProbSource.auto and not exact else {}
+        self.comparable = {name for name in asked if servers_are_comparable(config, name, own[name], sampling)}
+        self.beyond = {name for name in self.comparable if own[name].rollout.dtype != "float32"}
+        """Comparable policies whose servers were beyond the bound, or are not yet known to be within it."""
+        self.warned: set[PolicyName] = set()
+
+    async def write(self, batch: JointBatch, step: int) -> tuple[Rows, Rows, Metrics]:
+        """Write ``old_log_probs`` of every row. Returns the rows that the trainers read, their outputs, and each policy's source."""
+        samples = {name: rows for name in batch.rows if (rows := self._sample(name, batch, step)) is not None}
+        read = {} if self.bypass else dict(batch.rows) | samples
+        outputs = await self._compute(read)
+        refused = {name: batch.rows[name] for name in self._beyond_bound(samples, outputs, step)}
+        outputs |= await self._compute(refused)
+        read |= refused
+        served = set(batch.rows) if self.bypass else set(samples) - set(refused)
+        for name, rows in batch.rows.items():
+            rows["old_log_probs"] = rows["rollout_log_probs"] if name in served else outputs[name]["log_probs"]
+        self._remember(read, outputs)
+        return read, outputs, {f"policy/{name}/log_probs_from_server": float(name in served) for name in batch.rows}
+
+    def _sample(self, name: PolicyName, batch: JointBatch, step: int) -> TensorDict | None:
+        """The rows to check of a policy whose servers' log-probs are to be used, as many as divide among its ranks; None for
+        a policy whose rows are all read."""
+        rows, group = batch.rows[name], self.policies[name]
+        trusted = name in self.comparable - self.beyond and bool((rows["version"] == group.version).all())
+        if self.bypass or not (trusted or self.source is LogProbSource.server):
+            return None
+        ranks = group.workers.world_size
+        count = -(-self.settings.log_prob_check_rows // ranks) * ranks
+        index = rows_to_check(rows, len(batch.agents), count, derive_seed(self.seed, "checked rows", name, step))
+        whole = len(index) in (0, len(rows)) and self.source is LogProbSource.auto
+        return None if whole else rows_of(rows.select(*self.CHECK_KEYS), index)
+
+    async def _compute(self, read: Rows) -> Rows:
+        results = await asyncio.gather(*(self.policies[name].compute_log_prob(rows) for name, rows in read.items()))
+        return dict(zip(read, results, strict=True))
+
+    def _is_within(self, rows: TensorDict, output: TensorDict) -> bool:
+        return largest_gap(rows, output) <= self.settings.log_prob_gap_bound  # not so for NaN
+
+    def _beyond_bound(self, samples: Rows, outputs: Rows, step: int) -> list[PolicyName]:
+        """The policies whose samples show that all rows need the trainer's log-probs; each is warned of once."""
+        if self.source is LogProbSource.server:
+            return []
+        names = [name for name, rows in samples.items() if not self._is_within(rows, outputs[name])]
+        new = {name: largest_gap(samples[name], outputs[name]) for name in names if name not in self.warned}
+        self.warned |= set(new)
+        warn_of_passes(new, step, self.settings.log_prob_gap_bound)
+        return names
+
+    def _remember(self, read: Rows, outputs: Rows) -> None:
+        seen = self.comparable & set(read)
+        self.beyond = self.beyond - seen | {name for name in seen if not self._is_within(read[name], outputs[name])}

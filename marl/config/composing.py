@@ -1,0 +1,54 @@
+"""Composition of a run's configuration in one pass."""
+
+import re
+from collections.abc import Sequence
+from copy import deepcopy
+from importlib.util import find_spec
+
+from hydra import compose, initialize_config_module
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, open_dict, read_write
+
+from marl.config.overrides import VERL
+
+NAME = ("--config-name", "-cn")
+
+
+def composed_once(words: Sequence[str]) -> DictConfig | None:
+    """The configuration of a plain run; None if the words hold a flag or a setting of Hydra's own.
+
+    ``hydra.main`` serves those. It composes everything a first time to read ``hydra.mode``, which takes .9 s.
+    """
+    plain = name_and_overrides(words)
+    if plain is None:
+        return None
+    name, overrides = plain
+    with initialize_config_module("marl.configs", version_base="1.3"):
+        whole = compose(name, overrides=overrides, return_hydra_config=True)
+    HydraConfig.instance().set_config(whole)  # as hydra.main does, for ``${hydra:…}``
+    config = deepcopy(whole)
+    with read_write(config), open_dict(config):
+        del config["hydra"]
+    return config
+
+
+def name_and_overrides(words: Sequence[str]) -> tuple[str, list[str]] | None:
+    name, overrides, rest = "marl", [], iter(words)
+    for word in rest:
+        key, equals, value = word.partition("=")
+        if key in NAME:
+            name = value if equals else next(rest, "")
+        elif word.startswith("-") or (key.lstrip("+~").startswith("hydra") and key != "hydra.searchpath"):
+            return None
+        else:
+            overrides.append(word.replace(VERL, verl_folder()) if key == "hydra.searchpath" else word)
+    return (name, overrides) if name else None
+
+
+def verl_folder() -> str:
+    """verl's configuration as a folder: Hydra imports the packages that it is given, and verl takes seconds."""
+    found = find_spec("verl")
+    folder = (
+        f"{found.submodule_search_locations[0]}/trainer/config" if found and found.submodule_search_locations else ""
+    )
+    return f"file://{folder}" if re.fullmatch(r"[\w./-]+", folder) else VERL

@@ -1,0 +1,51 @@
+"""The short help: usage and the names of all options, read from the sources, so that it appears before anything is imported."""
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from marl.config.external import VARIABLE
+
+PACKAGE = Path(__file__).parents[1]
+GROUPS = ("agents", "runner", "learner", "credit", "hardware")
+REGISTERED = re.compile(r"""@register_(runner|learner|credit)\("(\w+)"\)|\.store\(group="(credit)", name="(\w+)\"""")
+TEXT = """\
+usage: python -m marl.main [option=name …] [key=value …]      or: marl train …
+
+options:
+{options}
+
+--cfg job                       print the configuration with all its keys and the values they would have, and start nothing
+--cfg job --package learner     one group of it
+--config-name quickstart        start from another file of configs/, or with --config-dir from one of yours
+--hydra-help                    the further flags
+
+docs/configuration.md explains the keys, docs/algorithms.md the learners and credits, docs/runners.md the runners.
+"""
+
+
+def show_help(words: Sequence[str]) -> None:
+    """Print the help and end the process if the command line asks for that alone. A user's own modules may register options
+    of theirs: with them, and with further words, the help is Hydra's."""
+    if list(words) in (["--help"], ["-h"]) and not os.environ.get(VARIABLE):
+        sys.stdout.write(help_text())
+        sys.exit(0)
+
+
+def help_text() -> str:
+    return TEXT.format(
+        options="\n".join(f"  {group:<10}{', '.join(sorted(option_names()[group]))}" for group in GROUPS)
+    )
+
+
+def option_names() -> dict[str, set[str]]:
+    """Names of the options by group: the YAML files, and the classes that register themselves."""
+    names = {group: {file.stem for file in (PACKAGE / "configs" / group).glob("*.yaml")} for group in GROUPS}
+    names["agents"].add("schema")
+    for package in ("learners", "runners"):
+        for file in (PACKAGE / package).glob("*.py"):
+            for first, name, second, other in REGISTERED.findall(file.read_text(encoding="utf-8")):
+                names[first or second].add(name or other)
+    return names

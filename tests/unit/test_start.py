@@ -1,0 +1,155 @@
+"""A help and a refused configuration import nothing that they do not need: asserted on modules, not on seconds."""
+
+import subprocess
+import sys
+import time
+from importlib.resources import files
+
+import pytest
+from hydra import initialize_config_module
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from marl.config import short_help
+from marl.config.composing import name_and_overrides
+from marl.config.errors import plain
+from marl.config.external import VARIABLE
+from marl.config.identity import leaves
+from marl.config.overrides import hydra_overrides
+from marl.config.policies import own_settings
+from marl.learners import CREDITS, LEARNERS
+from marl.main import run_composed
+from marl.preflight.verl_settings import known_keys
+from marl.runners import RUNNERS
+
+HEAVY = ("torch", "tensordict", "transformers", "verl", "ray")
+REPORT = """
+import runpy, sys
+heavy, module, *words = sys.argv[1:]
+sys.argv = [module, *words]
+try:
+    runpy.run_module(module, run_name="__main__")
+except SystemExit as end:
+    print("code", end.code, "loaded", *sorted(set(heavy.split(",")) & set(sys.modules)), file=sys.stderr)
+"""
+
+
+def start(module, *words, heavy=HEAVY):
+    """(what it printed, its code and the heavy modules that it imported) of a process of its own."""
+    command = [sys.executable, "-c", REPORT, ",".join(heavy), module, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return done.stdout + done.stderr, done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("words", [("marl.main", "--help"), ("marl.cli", "train", "-h"), ("marl.cli", "--help")])
+def test_a_help_imports_not_even_hydra(words):
+    began = time.monotonic()
+    printed, end = start(*words, heavy=(*HEAVY, "hydra", "omegaconf", "numpy"))
+    assert "usage:" in printed and end.split() == ["code", "0", "loaded"]
+    assert time.monotonic() - began < 20  # a tenth of a second on an idle machine
+
+
+def registered_elsewhere():
+    """Options that other tests brought."""
+    named = [(name, registry.get(name)) for registry in (RUNNERS, LEARNERS, CREDITS) for name in registry.names()]
+    return {name for name, kind in named if not kind.__module__.startswith("marl.")}
+
+
+def test_the_help_names_every_option_that_hydra_knows(compose_config):
+    compose_config()  # has registered them
+    with initialize_config_module("marl.configs", version_base="1.3"):
+        known = GlobalHydra.instance().config_loader().get_group_options
+        own = {group: set(known(group)) - registered_elsewhere() for group in short_help.GROUPS}
+    assert short_help.option_names() == own
+    assert all(name in short_help.help_text() for name in ("happo", "debate_graph", "shapley", "gpu"))
+
+
+def test_the_short_help_gives_way_to_further_words_and_own_modules(monkeypatch, capsys):
+    short_help.show_help(["--help", "learner=happo"])
+    monkeypatch.setenv(VARIABLE, "mine")
+    short_help.show_help(["--help"])
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("learner.lm=3", "unknown key 'learner.lm'"),
+        ("trainer.nnodes=-1", "trainer.nnodes=-1: expected"),
+        ("learner=qmix", "credit=influence: learner=qmix is defined for"),
+        ("data.val_files=/nowhere.parquet", "data.val_files=/nowhere.parquet"),
+    ],
+)
+def test_a_refused_configuration_imports_neither_verl_nor_ray(word, said, cold_assets):
+    words = ["--config-name", "quickstart", f"assets={cold_assets}", word]
+    printed, end = start("marl.main", *words, heavy=HEAVY[1:])
+    assert f"configuration error: {said}" in printed and end.split() == ["code", "2", "loaded"]
+
+
+def test_own_modules_still_register_options_before_they_are_read(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "from marl.learners import register_learner\nfrom marl.learners.grpo import GRPO\n"
+        "@register_learner('my_own')\nclass Mine(GRPO):\n    pass\n"
+    )
+    monkeypatch.setenv(VARIABLE, "mine")
+    monkeypatch.setenv("PYTHONPATH", ":".join([str(tmp_path), *filter(None, sys.path)]))
+    printed, _ = start("marl.main", "--config-name", "quickstart", "learner=my_own", "learner.lm=3")
+    assert "unknown key 'learner.lm'" in printed
+
+
+def test_a_plain_run_is_composed_once_and_as_hydra_composes_it(monkeypatch):
+    passes, found = [], []
+    composed = ConfigLoaderImpl.load_configuration
+    monkeypatch.setattr(
+        ConfigLoaderImpl,
+        "load_configuration",
+        lambda *words, **options: passes.append(1) or composed(*words, **options),
+    )
+    monkeypatch.setattr(sys, "argv", ["marl"])
+
+    def note(config):
+        found.append((config, len(passes), HydraConfig.get().job.name is not None))
+
+    words = [
+        "--config-name",
+        "quickstart",
+        "learner=happo",
+        "+agents.eve.role='a, b'",
+        "~trainer.logger",
+        "seed=3",
+        "trainer.default_local_dir=x",
+    ]
+    for further in ([], ["hydra.job.name=mine"]):
+        passes.clear()
+        assert run_composed(hydra_overrides([*words, *further]), note) == 0
+    (once, first, *_), (twice, second, *_) = found
+    assert once == twice and OmegaConf.is_struct(once) and "hydra" not in once
+    assert (first, second) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "words", [["--cfg", "job"], ["-m", "seed=1,2"], ["hydra.mode=MULTIRUN"], ["+hydra.job.env_set.A=b"]]
+)
+def test_flags_and_settings_of_hydra_are_left_to_it(words):
+    assert name_and_overrides(hydra_overrides(words)) is None
+    assert name_and_overrides(["-cn", "game", "hydra.searchpath=[pkg://a]", "a=--b"]) == (
+        "game",
+        ["hydra.searchpath=[pkg://a]", "a=--b"],
+    )
+
+
+def test_a_policy_without_changes_is_not_copied_and_changes_stay_its_own(compose_config):
+    config = compose_config("+policies.alice.actor.optim.lr=0.5")
+    assert own_settings(config, "carol") is config.actor_rollout_ref
+    assert own_settings(config, "alice").actor.optim.lr == 0.5 != config.actor_rollout_ref.actor.optim.lr
+
+
+def test_keys_are_known_as_omegaconf_reads_them():
+    ours = OmegaConf.create(files("marl.configs").joinpath("marl.yaml").read_text())
+    theirs = OmegaConf.create(files("verl.trainer.config").joinpath("_generated_ppo_trainer.yaml").read_text())
+    merged = plain(OmegaConf.merge(theirs, ours, {"model_engine": None}))
+    known = known_keys()
+    assert dict(leaves(known)).keys() == dict(leaves(merged)).keys()
+    assert known["actor_rollout_ref"]["actor"]["_target_"] == merged["actor_rollout_ref"]["actor"]["_target_"]
