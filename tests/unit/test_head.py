@@ -112,7 +112,7 @@ def test_a_step_is_that_of_logits_at_all_positions(monkeypatch, name, packed, sl
     got = a_step(CPUEngineWithLMHead, make(name), micro_batch(packed))
     assert float(expected[2].norm()) > 0.01
     for mine, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(mine, theirs, atol=3e-6, rtol=1e-6)  # sums in another order
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -147,7 +147,7 @@ def test_other_heads_are_the_models_own(monkeypatch, make_odd):
         slice_everything(monkeypatch)
     assert SelectiveHead(make_odd("qwen2")).tail is None
     for theirs, mine in zip(*steps, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(mine, theirs, atol=3e-6, rtol=1e-6)  # sums in another order
 
 
 def entering_the_head(model, batch):
