@@ -5,14 +5,17 @@ import random
 from dataclasses import fields
 
 import torch
-from omegaconf import II
+from omegaconf import II, OmegaConf
 from tensordict import TensorDict
 
 from marl.batch.build import joint_batch
 from marl.batch.evidence import ballots_of, outcomes_of
 from marl.batch.utility_inputs import UtilityTurns
 from marl.batch.values import place_values
+from marl.config.schema import AgentConfig, ControllerConfig
+from marl.controller.controller import Controller
 from marl.learners import CREDITS, LEARNERS
+from marl.rewards import Reward
 from marl.runners import RUNNERS, scripted
 from marl.types import Ballot, Episode, Rule, Score, Task, Turn, Vote
 from marl.utils.ragged import jagged
@@ -201,3 +204,64 @@ def play(runner, script, agents=("alice", "carol"), roles=None, seed=0, private=
 def build_runner(name, **options):
     cls = RUNNERS.get(name)
     return cls(cls.Config(name=name, **options))
+
+
+ROLLOUT = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "response_length": 3}
+
+
+class Says:
+    """A policy whose answer depends on agent and round; ``does`` may raise."""
+
+    def __init__(self, does=lambda agent, round, task, **_: "4"):
+        self.does, self.rollout = does, OmegaConf.create(ROLLOUT | {"val_kwargs": ROLLOUT | {"do_sample": False}})
+        self.asked = []
+
+    async def act(self, agent, observation, round, previous, *, seed, sampling, task, **_):
+        self.asked.append((task.id, seed, sampling["temperature"]))
+        text = self.does(agent, round, task=task, seed=seed)
+        await asyncio.sleep(0)
+        return Turn(agent, round, observation, text, response_ids=[1], response_mask=[1], log_probs=[0.0])
+
+
+def task(number=0):
+    return Task(f"val/{number}", [{"role": "user", "content": "2 + 2"}], "4", "x", str)
+
+
+def controller(does=None, runner="debate", reward=None, **settings):
+    cls = RUNNERS.get(runner) if isinstance(runner, str) else runner
+    judge = reward or (lambda solution_str, **_: float(solution_str == "4"))
+    client = Says(does) if does else Says()
+    agents = OmegaConf.create({"a": AgentConfig(), "b": AgentConfig()})
+    return Controller(
+        cls(cls.Config(name="x")), agents, {"a": client, "b": client}, Reward(judge), seed=0, max_prompt_length=9,
+        settings=ControllerConfig(**settings),
+    )  # fmt: skip
+
+
+def collected(team, tasks=1, samples=1, **options):
+    return asyncio.run(team.collect([task(i) for i in range(tasks)], samples, 1, **options))
+
+
+def turn_of_ids(agent, round, prompt, response, policy=None, mask=None):
+    return Turn(
+        agent,
+        round,
+        [],
+        "x",
+        policy=policy or agent,
+        prompt_ids=prompt,
+        response_ids=response,
+        response_mask=mask or [1] * len(response),
+        log_probs=[-0.5] * len(response),
+        score=Score(round / 10, "x"),
+    )
+
+
+def episode_of_turns(*turns, agents=("a", "b")):
+    record = Episode(Task("t", [], "1", "x", str), 0, list(agents), list(turns))
+    record.score = Score(1.0, "x")
+    return record
+
+
+def like(rows, values):
+    return torch.nested.nested_tensor_from_jagged(values, offsets=rows["responses"].offsets())

@@ -9,6 +9,12 @@ from marl.report import dump
 from marl.rewards import extractor, hider
 from marl.runners import RecordedAnswers, scripted
 
+ADAPTERS = (
+    "actor_rollout_ref.model.lora_rank=4",
+    "actor_rollout_ref.model.lora_alpha=8",
+    "actor_rollout_ref.model.lora.merge=true",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
+)
 SAME = ("grad_norm", "loss", "ppo_kl", "entropy", "score", "explained_variance", "vf_loss", "accuracy")
 
 

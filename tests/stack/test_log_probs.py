@@ -5,8 +5,7 @@ import logging
 import pytest
 import torch
 
-from tests.stack.builders import numbers, parameters
-from tests.stack.test_lora import ADAPTERS
+from tests.stack.builders import ADAPTERS, numbers, parameters
 
 NO_WARM_UP = "actor_rollout_ref.actor.optim.lr_warmup_steps=0"
 FEW = "controller.log_prob_check_rows=2"

@@ -9,13 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from marl.evaluation.load import saved_weights
-
-ADAPTERS = (
-    "actor_rollout_ref.model.lora_rank=4",
-    "actor_rollout_ref.model.lora_alpha=8",
-    "actor_rollout_ref.model.lora.merge=true",
-    "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
-)
+from tests.stack.builders import ADAPTERS
 
 
 def logits(model):

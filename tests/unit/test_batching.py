@@ -7,34 +7,18 @@ from marl.cluster.critic_group import with_loss_mask
 from marl.cluster.worker_group import even_mini_batches
 from marl.cluster.workers.policy_worker import of_responses
 from marl.learners.trajectories import Decisions
-from marl.types import Episode, Score, Task, Turn
+from marl.types import Episode, Score, Task
 from marl.utils.ragged import jagged
-
-
-def turn(agent, round, prompt, response, policy=None, mask=None):
-    return Turn(
-        agent,
-        round,
-        [],
-        "x",
-        policy=policy or agent,
-        prompt_ids=prompt,
-        response_ids=response,
-        response_mask=mask or [1] * len(response),
-        log_probs=[-0.5] * len(response),
-        score=Score(round / 10, "x"),
-    )
-
-
-def episode(*turns, agents=("a", "b")):
-    record = Episode(Task("t", [], "1", "x", str), 0, list(agents), list(turns))
-    record.score = Score(1.0, "x")
-    return record
+from tests.builders import episode_of_turns, turn_of_ids
 
 
 def test_grids_and_rows():
-    one = episode(turn("b", 1, [1, 2, 3], [4]), turn("a", 1, [1, 2], [5, 6]), turn("a", 2, [1, 2, 5, 6, 7], [8]))
-    two = episode(turn("a", 1, [9], [9, 9]), turn("b", 1, [9], [9]))
+    one = episode_of_turns(
+        turn_of_ids("b", 1, [1, 2, 3], [4]),
+        turn_of_ids("a", 1, [1, 2], [5, 6]),
+        turn_of_ids("a", 2, [1, 2, 5, 6, 7], [8]),
+    )
+    two = episode_of_turns(turn_of_ids("a", 1, [9], [9, 9]), turn_of_ids("b", 1, [9], [9]))
     batch = joint_batch([one, two], ["a", "b"], {"a": 1.0, "b": 0.7})
     assert batch.mask_ERA.tolist() == [[[True, True], [True, False]], [[True, True], [False, False]]]
     torch.testing.assert_close(batch.scores_ERA[0], torch.tensor([[0.1, 0.1], [0.2, 0.0]]))
@@ -46,25 +30,30 @@ def test_grids_and_rows():
 
 
 def test_agents_that_share_a_policy_share_its_rows():
-    record = episode(turn("a", 1, [1], [2], "both"), turn("b", 1, [3], [4], "both"))
+    record = episode_of_turns(turn_of_ids("a", 1, [1], [2], "both"), turn_of_ids("b", 1, [3], [4], "both"))
     batch = joint_batch([record], ["a", "b"], {"a": 1.0, "b": 1.0})
     assert list(batch.rows) == ["both"] and len(batch.rows["both"]) == 2
 
 
 def test_a_frozen_agent_has_no_rows():
-    record = episode(turn("a", 1, [1], [2]), turn("b", 1, [3], [4]))
+    record = episode_of_turns(turn_of_ids("a", 1, [1], [2]), turn_of_ids("b", 1, [3], [4]))
     assert list(joint_batch([record], ["a", "b"], {"a": 1.0}).rows) == ["a"]
 
 
 def test_tool_output_belongs_to_no_turn():
-    rows = to_rows([[(turn("a", 1, [1], [2, 3, 4], mask=[1, 0, 1]), 6)]], {"a": 1.0})
+    rows = to_rows([[(turn_of_ids("a", 1, [1], [2, 3, 4], mask=[1, 0, 1]), 6)]], {"a": 1.0})
     assert rows["turn_index"].values().tolist() == [6, -1, 6]
     assert rows["loss_mask"].values().tolist() == [1, 0, 1]
 
 
 def test_padding_repeats_the_last_row_with_nothing_to_learn():
     rows = to_rows(
-        [[(turn("a", 1, [1, 2], [3]), 0)], [(turn("a", 1, [4], [5, 6]), 1)], [(turn("a", 2, [7], [8]), 2)]], {"a": 1.0}
+        [
+            [(turn_of_ids("a", 1, [1, 2], [3]), 0)],
+            [(turn_of_ids("a", 1, [4], [5, 6]), 1)],
+            [(turn_of_ids("a", 2, [7], [8]), 2)],
+        ],
+        {"a": 1.0},
     )
     padded = pad_rows(rows, 2)
     assert len(padded) == 4 and pad_rows(rows, 3) is rows
@@ -82,7 +71,9 @@ def test_rows_are_picked_in_any_order_and_copied():
 
 
 def test_outputs_are_cut_to_the_responses_shifted_by_one():
-    rows = to_rows([[(turn("a", 1, [1, 2, 3], [4, 5]), 0)], [(turn("a", 1, [6], [7, 8, 9]), 1)]], {"a": 1.0})
+    rows = to_rows(
+        [[(turn_of_ids("a", 1, [1, 2, 3], [4, 5]), 0)], [(turn_of_ids("a", 1, [6], [7, 8, 9]), 1)]], {"a": 1.0}
+    )
     whole = jagged([[0, 1, 2, 3, 4], [10, 11, 12, 13]], torch.float32)
     got = of_responses(whole, rows)
     assert [r.tolist() for r in got.unbind()] == [[2, 3], [10, 11, 12]]
@@ -101,12 +92,12 @@ def test_no_mini_batch_holds_nothing_but_padding():
 
 def test_turns_that_extend_one_another_share_a_row():
     """What was said in between is in the sequence, masked out; a turn that starts anew has a row of its own."""
-    record = episode(
-        turn("a", 1, [1, 2], [3, 4]),
-        turn("b", 1, [8], [9]),
-        turn("a", 2, [1, 2, 3, 4, 9, 9], [5]),
-        turn("a", 3, [7, 7], [6]),
-        turn("b", 2, [8, 9], [9], policy="other"),
+    record = episode_of_turns(
+        turn_of_ids("a", 1, [1, 2], [3, 4]),
+        turn_of_ids("b", 1, [8], [9]),
+        turn_of_ids("a", 2, [1, 2, 3, 4, 9, 9], [5]),
+        turn_of_ids("a", 3, [7, 7], [6]),
+        turn_of_ids("b", 2, [8, 9], [9], policy="other"),
     )
     batch = joint_batch([record], ["a", "b"], {"a": 1.0, "b": 1.0}, pack_turns=True)
     rows = batch.rows["a"]
@@ -139,7 +130,9 @@ def test_padding_of_value_rows_has_nothing_to_learn_either():
 
 def test_rows_of_which_nothing_is_kept_are_left_out():
     """A mini-batch of them alone would have a loss of 0 / 0; the critic and the estimate do not count them."""
-    record = episode(turn("a", 1, [1], [2, 2]), turn("a", 2, [3], [4]), turn("b", 1, [5], [6]))
+    record = episode_of_turns(
+        turn_of_ids("a", 1, [1], [2, 2]), turn_of_ids("a", 2, [3], [4]), turn_of_ids("b", 1, [5], [6])
+    )
     batch = joint_batch([record], ["a", "b"], {"a": 1.0, "b": 1.0})
     batch.rows["a"]["response_mask"] = jagged([[0, 1], [0]], torch.long)
     batch.rows["b"]["response_mask"] = jagged([[0]], torch.long)
@@ -151,8 +144,10 @@ def test_rows_of_which_nothing_is_kept_are_left_out():
 def test_a_turn_that_was_rejected_is_not_trained_though_its_row_is():
     """Turns of 2, 1 and 2 tokens in one row, of which one survives in the first and one in the last: those two are trained,
     with what is left of them; the one in between has no place in the row any more."""
-    record = episode(
-        turn("a", 1, [1], [2, 3]), turn("a", 2, [1, 2, 3, 9], [4]), turn("a", 3, [1, 2, 3, 9, 4, 9], [5, 6])
+    record = episode_of_turns(
+        turn_of_ids("a", 1, [1], [2, 3]),
+        turn_of_ids("a", 2, [1, 2, 3, 9], [4]),
+        turn_of_ids("a", 3, [1, 2, 3, 9, 4, 9], [5, 6]),
     )
     batch = joint_batch([record], ["a", "b"], {"a": 1.0}, pack_turns=True)
     rows = batch.rows["a"]
@@ -168,7 +163,7 @@ def test_a_turn_that_was_rejected_is_not_trained_though_its_row_is():
 
 
 def test_form_penalties_apply_in_training_only():
-    said = turn("a", 1, [1], [2])
+    said = turn_of_ids("a", 1, [1], [2])
     said.score = Score(1.0, "1", penalty=0.25)
     record = Episode(Task("t", [], "1", "x", str), 0, ["a"], [said])
     assert joint_batch([record], ["a"], {"a": 1.0}).scores_ERA.item() == 0.75

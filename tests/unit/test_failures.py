@@ -11,17 +11,27 @@ from omegaconf import OmegaConf
 
 from marl.batch.evidence import ballots_of
 from marl.cluster.failures import GroupFailed
-from marl.config.schema import AgentConfig, ControllerConfig
 from marl.controller.client import PolicyClient
-from marl.controller.controller import Controller, EpisodesFailed, score_failure, team_score, with_turns
+from marl.controller.controller import EpisodesFailed, score_failure, team_score, with_turns
 from marl.controller.episode_workers import answer_of
 from marl.learners.replay_credit import ReturnOf, team_return
 from marl.rewards import Reward, RewardUnavailable
 from marl.rewards.processes import RewardError
-from marl.runners import RUNNERS, Runner
+from marl.runners import Runner
 from marl.types import ContextOverflow, Episode, Score, Task, Turn
 from marl.utils.deadlines import HangsError, Watch, own_time, waiting_for_others
-from tests.builders import DEBATE, batch_of, branch, build_learner as build, build_runner, episode, scheme
+from tests.builders import (
+    DEBATE,
+    batch_of,
+    branch,
+    build_learner as build,
+    build_runner,
+    collected,
+    controller,
+    episode,
+    scheme,
+    task,
+)
 
 
 class Skips(selectors.SelectSelector):
@@ -46,38 +56,6 @@ def in_no_time(coroutine, selector=None):
         return runner.run(coroutine)
 
 
-ROLLOUT = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "response_length": 3}
-
-
-class Says:
-    """A policy whose answer depends on agent and round; ``does`` may raise."""
-
-    def __init__(self, does=lambda agent, round, task, **_: "4"):
-        self.does, self.rollout = does, OmegaConf.create(ROLLOUT | {"val_kwargs": ROLLOUT | {"do_sample": False}})
-        self.asked = []
-
-    async def act(self, agent, observation, round, previous, *, seed, sampling, task, **_):
-        self.asked.append((task.id, seed, sampling["temperature"]))
-        text = self.does(agent, round, task=task, seed=seed)
-        await asyncio.sleep(0)
-        return Turn(agent, round, observation, text, response_ids=[1], response_mask=[1], log_probs=[0.0])
-
-
-def task(number=0):
-    return Task(f"val/{number}", [{"role": "user", "content": "2 + 2"}], "4", "x", str)
-
-
-def controller(does=None, runner="debate", reward=None, **settings):
-    cls = RUNNERS.get(runner) if isinstance(runner, str) else runner
-    judge = reward or (lambda solution_str, **_: float(solution_str == "4"))
-    client = Says(does) if does else Says()
-    agents = OmegaConf.create({"a": AgentConfig(), "b": AgentConfig()})
-    return Controller(
-        cls(cls.Config(name="x")), agents, {"a": client, "b": client}, Reward(judge), seed=0, max_prompt_length=9,
-        settings=ControllerConfig(**settings),
-    )  # fmt: skip
-
-
 def overflows(at=2, who="a", on=lambda task: True):
     def does(agent, round, task, **_):
         if round == at and agent in who and on(task):
@@ -85,10 +63,6 @@ def overflows(at=2, who="a", on=lambda task: True):
         return "4"
 
     return does
-
-
-def collected(team, tasks=1, samples=1, **options):
-    return asyncio.run(team.collect([task(i) for i in range(tasks)], samples, 1, **options))
 
 
 def test_an_overflow_is_an_outcome_with_the_turns_until_then():

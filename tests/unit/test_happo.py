@@ -14,7 +14,17 @@ from marl.learners import LEARNERS
 from marl.learners.ratios import Ratio, factors, laps, log_factors, log_ratios, share_laps
 from marl.types import Episode, Score, Task, Turn
 from marl.utils.ragged import jagged
-from tests.builders import AGENTS, FakeGroup, batch_of, branch, build_learner as build, episode, grid_of, two_samples
+from tests.builders import (
+    AGENTS,
+    FakeGroup,
+    batch_of,
+    branch,
+    build_learner as build,
+    episode,
+    grid_of,
+    like,
+    two_samples,
+)
 
 EXACT = {"ratio": Ratio.sequence, "clip": None}
 
@@ -38,10 +48,6 @@ class Shifted(FakeGroup):
         shift_ERA = self.shift if isinstance(self.shift, torch.Tensor) else torch.full((10_000,), float(self.shift))
         shifts_T = shift_ERA.flatten()[rows["turn_index"].values().clamp(min=0)]
         return TensorDict({"log_probs": like(rows, rows["old_log_probs"].values() + shifts_T)}, batch_size=[len(rows)])
-
-
-def like(rows, values):
-    return torch.nested.nested_tensor_from_jagged(values, offsets=rows["responses"].offsets())
 
 
 def set_advantages(batch, value=1.0):

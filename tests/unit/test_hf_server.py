@@ -75,6 +75,7 @@ def client_of(server):
 
 def test_a_short_answer_does_not_wait_for_a_long_one_of_its_call(server):
     async def run():
+        server.handover = 0.0
         first = await server.generate_many([ask(40, 1), ask(1, 2)])
         assert isinstance(first[0], Pending) and first[1] == expected(1, 2)
         ((ticket, answer),) = await server.collect([first[0].ticket])

@@ -6,8 +6,7 @@ from collections import Counter
 import pytest
 
 from marl.cluster.failures import GroupFailed
-from tests.builders import batch_of, build_learner, episode
-from tests.unit.test_failures import collected, controller
+from tests.builders import batch_of, build_learner, collected, controller, episode
 
 PATIENCE_S = 20.0
 

@@ -17,14 +17,16 @@ from marl.config.rules.batches import packing_is_known
 from marl.config.schema import PackTurns
 from marl.preflight.compatibility import choose_credit
 from marl.run_setup import Setup
-from tests.unit.test_batching import episode, turn
-from tests.unit.test_happo import like
+from tests.builders import episode_of_turns, like, turn_of_ids
 
 
 def two_rounds():
     """Agent a's second prompt extends its first turn, agent b's does not."""
-    return episode(
-        turn("a", 1, [1, 2], [3, 4]), turn("b", 1, [8], [9]), turn("a", 2, [1, 2, 3, 4, 7], [5]), turn("b", 2, [6], [9])
+    return episode_of_turns(
+        turn_of_ids("a", 1, [1, 2], [3, 4]),
+        turn_of_ids("b", 1, [8], [9]),
+        turn_of_ids("a", 2, [1, 2, 3, 4, 7], [5]),
+        turn_of_ids("b", 2, [6], [9]),
     )
 
 
@@ -118,8 +120,11 @@ def test_another_choice_is_refused(compose_config, text):
 
 
 def test_the_policies_named_are_packed_and_the_others_are_not():
-    record = episode(
-        turn("a", 1, [1], [2]), turn("b", 1, [1], [2]), turn("a", 2, [1, 2], [3]), turn("b", 2, [1, 2], [3])
+    record = episode_of_turns(
+        turn_of_ids("a", 1, [1], [2]),
+        turn_of_ids("b", 1, [1], [2]),
+        turn_of_ids("a", 2, [1, 2], [3]),
+        turn_of_ids("b", 2, [1, 2], [3]),
     )
     batch = joint_batch([record], ["a", "b"], {"a": 1.0, "b": 1.0}, pack_turns={"b"})
     assert {name: len(rows) for name, rows in batch.rows.items()} == {"a": 2, "b": 1}
@@ -128,15 +133,15 @@ def test_the_policies_named_are_packed_and_the_others_are_not():
 def test_an_alternative_beside_it_does_not_end_a_conversations_row():
     """Round 1 was tried twice; round 2 continues the first attempt, round 3 the second of two in round 2."""
     turns = [
-        turn("a", 1, [1], [2]),
-        turn("a", 1, [1], [3]),
-        turn("a", 2, [1, 2, 9], [4]),
-        turn("a", 2, [1, 2, 9], [5]),
-        turn("a", 3, [1, 2, 9, 5, 9], [6]),
+        turn_of_ids("a", 1, [1], [2]),
+        turn_of_ids("a", 1, [1], [3]),
+        turn_of_ids("a", 2, [1, 2, 9], [4]),
+        turn_of_ids("a", 2, [1, 2, 9], [5]),
+        turn_of_ids("a", 3, [1, 2, 9, 5, 9], [6]),
     ]
     for number in (1, 2):
         turns[number].branch, turns[number].kept, turns[number].compared = 1, False, True
-    rows = joint_batch([episode(*turns)], ["a"], {"a": 1.0}, pack_turns=True).rows["a"]
+    rows = joint_batch([episode_of_turns(*turns)], ["a"], {"a": 1.0}, pack_turns=True).rows["a"]
     assert [row.tolist() for row in rows["input_ids"].unbind()] == [[1, 2, 9, 4], [1, 3], [1, 2, 9, 5, 9, 6]]
 
 
@@ -151,7 +156,7 @@ def conversations(draw):
         tokens = st.lists(st.integers(1, 3), max_size=3)
         prompt = [*([0] if start is None else start.prompt_ids + start.response_ids), *draw(tokens)]
         response = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
-        said = turn(
+        said = turn_of_ids(
             agent, number + 1, prompt, response, policy, [1, *(draw(st.sampled_from([0, 1])) for _ in response[1:])]
         )
         said.trained = draw(st.booleans()) or number == 0
@@ -164,7 +169,7 @@ def conversations(draw):
 def test_every_trained_turn_is_in_exactly_one_row_after_its_own_prompt(turns, limit):
     """None is lost or trained twice, each is read after the ids that it was generated after, and a row is over a limit only
     if one of its turns is."""
-    batch = joint_batch([episode(*turns)], ["a", "b"], {"a": 1.0, "b": 1.0}, pack_turns=True)
+    batch = joint_batch([episode_of_turns(*turns)], ["a", "b"], {"a": 1.0, "b": 1.0}, pack_turns=True)
     found = []
     for policy, rows in batch.rows.items():
         columns = [[part.tolist() for part in rows[key].unbind()] for key in ("input_ids", "prompts", "turn_index")]
