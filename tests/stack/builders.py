@@ -5,6 +5,8 @@ import copy
 
 import torch
 
+from marl.batch.build import joint_batch
+from marl.learners import broadcast_to_tokens
 from marl.report import dump
 from marl.rewards import extractor, hider
 from marl.runners import RecordedAnswers, scripted
@@ -98,3 +100,15 @@ def with_another_answer(episodes, agent="carol", round=1):
         turn.text = "#### 99 #### 99"
         turn.response_ids = list(reversed(turn.response_ids))
     return changed
+
+
+def prepared(live, pack=False, policy="alice"):
+    """Rows of one policy, ready to train, with a different advantage for every turn."""
+    trainer = live.trainer
+    batch = joint_batch(live.episodes(), ["alice", "carol"], trainer.temperatures, pack_turns=pack)
+    rows = batch.rows[policy]
+    rows["advantages"] = broadcast_to_tokens(
+        torch.linspace(-1, 1, batch.mask_ERA.numel()).view(batch.mask_ERA.shape), rows
+    )
+    rows["old_log_probs"] = live.wait(trainer.policies[policy].compute_log_prob(rows))["log_probs"]
+    return rows

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from marl.platform import sliced_head
-from tests.stack.builders import gradient, parameters
-from tests.stack.test_one_process import prepared
+from tests.stack.builders import gradient, parameters, prepared
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

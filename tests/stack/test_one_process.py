@@ -11,13 +11,11 @@ import ray
 import torch
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
-from marl.batch.build import joint_batch
 from marl.cluster.workers.policy_worker import PolicyWorker
-from marl.learners import broadcast_to_tokens
 from marl.learners.grpo import GRPO
 from marl.main import run
 from marl.runners.debate import Debate
-from tests.stack.builders import gradient, numbers
+from tests.stack.builders import gradient, numbers, prepared
 from tests.stack.conftest import SMALL
 
 
@@ -89,18 +87,6 @@ def test_it_needs_no_ray_and_a_breakpoint_stops_it_anywhere(alone, monkeypatch):
     seen.clear()  # the checks before the start played the runner in a thread of their own
     live.step()
     assert seen == {(name, thread) for name in ("Debate.peers", "GRPO.assign_credit", "PolicyWorker.update_actor")}
-
-
-def prepared(live, pack=False, policy="alice"):
-    """Rows of one policy, ready to train, with a different advantage for every turn."""
-    trainer = live.trainer
-    batch = joint_batch(live.episodes(), ["alice", "carol"], trainer.temperatures, pack_turns=pack)
-    rows = batch.rows[policy]
-    rows["advantages"] = broadcast_to_tokens(
-        torch.linspace(-1, 1, batch.mask_ERA.numel()).view(batch.mask_ERA.shape), rows
-    )
-    rows["old_log_probs"] = live.wait(trainer.policies[policy].compute_log_prob(rows))["log_probs"]
-    return rows
 
 
 @pytest.mark.parametrize("padding", ["false", "true"])

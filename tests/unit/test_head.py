@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from transformers import (
 )
 from verl.utils import tensordict_utils as tu
 from verl.utils.experimental.torch_functional import FusedLinearForPPO
-from verl.utils.torch_functional import entropy_from_logits
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from marl.cluster.workers.policy_worker import of_responses
@@ -29,11 +27,8 @@ from marl.platform.engine import CPUEngineWithLMHead
 from marl.platform.head import SelectiveHead, log_probs_and_entropy
 from marl.platform.sliced_head import Tail, sliced_log_probs
 from marl.utils.ragged import jagged
+from tests.head_engine import SIZES, forward
 
-SIZES = {
-    "vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 64, "max_position_embeddings": 128, "pad_token_id": 0, "attn_implementation": "sdpa",
-}  # fmt: skip
 CONFIGS = {
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
     "qwen2_tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
@@ -54,15 +49,6 @@ def make(name):
     return model
 
 
-def engine_of(model):
-    """Enough of an engine for one forward pass outside a process group."""
-    engine = CPUEngineWithLMHead.__new__(CPUEngineWithLMHead)
-    engine.module, engine.use_ulysses_sp, engine.pad_to_length = model, False, None
-    engine.engine_config = SimpleNamespace(entropy_checkpointing=False, entropy_from_logits_with_chunking=False)
-    engine.compute_entropy_from_logits = entropy_from_logits
-    return engine
-
-
 def micro_batch(packed, mask=((1, 1, 0, 0, 1), (1, 1, 1), (0, 0))):
     """Rows with text between two answers, and a silent one."""
     torch.manual_seed(1)
@@ -75,13 +61,6 @@ def micro_batch(packed, mask=((1, 1, 0, 0, 1), (1, 1, 1), (0, 0))):
     batch = TensorDict({**columns, "temperature": torch.tensor([0.7, 1.0, 1.6])}, batch_size=[3])
     tu.assign_non_tensor(batch, use_remove_padding=packed, calculate_entropy=True)
     return batch
-
-
-def forward(cls, model, batch):
-    engine = engine_of(model)
-    inputs, args = cls.prepare_model_inputs(engine, batch)
-    output = model(**inputs, use_cache=False)
-    return cls.prepare_model_outputs(engine, output, args, batch, None)
 
 
 def a_step(cls, model, batch):
@@ -231,7 +210,12 @@ def test_slices_have_the_gradients_of_verls_fused_head(monkeypatch):
 
 LARGE = """
 import resource, torch
-from tests.unit.test_head import *
+from tensordict import TensorDict
+from transformers import AutoModelForCausalLM, Qwen2Config
+from verl.utils import tensordict_utils as tu
+from marl.platform.engine import CPUEngineWithLMHead
+from marl.utils.ragged import jagged
+from tests.head_engine import SIZES, forward
 torch.manual_seed(0)
 config = Qwen2Config(**SIZES | dict(vocab_size=150_000, hidden_size=16, num_hidden_layers=1, max_position_embeddings=2048))
 model = AutoModelForCausalLM.from_config(config)
