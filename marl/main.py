@@ -33,7 +33,7 @@ from marl.config.overrides import hydra_overrides, options_are_words
 from marl.preflight.prepare import prepare
 from marl.preflight.run_folder import claimed
 from marl.run_setup import Setup
-from marl.utils.garbage import freeze_gc
+from marl.utils.garbage import frozen_gc
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -104,8 +104,8 @@ async def _train(setup: Setup, progress: Any) -> Any:
 
     with ExitStack() as cleanup:
         trainer = await build(setup, cleanup, progress)
-        freeze_gc()
-        await trainer.fit()
+        with frozen_gc():
+            await trainer.fit()
     config = setup.config
     if config.baseline and not config.trainer.val_only:
         await run_baselines(config, trainer, build)

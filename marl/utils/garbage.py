@@ -1,6 +1,8 @@
 """Memory of a long-lived process."""
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 
@@ -13,3 +15,14 @@ def freeze_gc() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@contextmanager
+def frozen_gc() -> Iterator[None]:
+    """Exclude everything that exists now from garbage collection inside the context; afterwards it can be freed."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
