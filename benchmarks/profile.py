@@ -1,4 +1,4 @@
-"""``python -m benchmarks.profile [ours_tiny | quickstart | …] [--steps N] [--functions N] [key=value …]``: where a step goes.
+"""``python -m benchmarks.profile [ours_tiny | quickstart | … [key=value …]] [--steps N] [--functions N]``: where a step goes.
 
 Prints the share of a step's CPU time of each category, and the functions of verl's and ours that take most. Everything is in
 one process; a function's share includes the libraries that it calls.
@@ -53,6 +53,7 @@ def quick_start_step(words: Sequence[str], folder: Path, cleanup: ExitStack) -> 
     cleanup.enter_context(session(setup))
     trainer = loop.run_until_complete(build(setup, cleanup))
     loop.run_until_complete(trainer.sync_weights())
+    cleanup.callback(lambda: loop.run_until_complete(trainer.dumps.flush()))
     return steps_of(trainer, loop)
 
 

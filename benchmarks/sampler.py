@@ -1,6 +1,6 @@
 """CPU seconds of the main thread by what it was doing: the stack is looked at every few milliseconds of CPU time.
 
-Each look is weighed by the CPU seconds since the last one, so that time in a long call of C is not lost.
+Each sample is weighted by the CPU time since the previous one, so that long C calls are counted in full.
 """
 
 import signal

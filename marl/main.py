@@ -4,12 +4,14 @@ The only file that decides what Ray resources a run takes.
 """
 
 import asyncio
+import inspect
 import os
 import sys
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 from marl.config.external import find_own_modules
@@ -53,7 +55,7 @@ def run_composed(words: list[str], work: Callable[[DictConfig], Any]) -> int:
 
     def check_and_run() -> None:
         options_are_words(words)
-        config = composed_once(words)
+        config = composed_once(words, job_name=Path(inspect.getfile(work)).stem)
         if config is None:
             compose_and_work()
         else:
@@ -87,7 +89,7 @@ def run(config: DictConfig, progress: Any = None) -> Any:
 
 def _run(config: DictConfig, progress: Any) -> Any:
     setup = prepare(config)
-    # heavy: imported once the configuration is known to be right
+    # heavy: imported once the configuration has been checked
     from marl.cluster.session import session
     from marl.preflight.plan_report import plan_text
 

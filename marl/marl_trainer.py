@@ -286,8 +286,10 @@ class MARLTrainer:
         return prefixed(f"{self._of_other_data() or 'val'}/team", self.history[self.step_number])
 
     async def save(self) -> None:
-        await self.dumps.flush()
-        await checkpoint.save(self)
+        try:
+            await self.dumps.flush()
+        finally:
+            await checkpoint.save(self)
 
     async def resume(self) -> None:
         await checkpoint.resume(self)

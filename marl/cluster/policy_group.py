@@ -124,7 +124,7 @@ class RayPolicyGroup(WorkerGroup):
         super().stop()
 
     async def server_spans(self) -> list[Span]:
-        """Spans in which its ``hf`` servers computed since they were last asked, by our clock; none for other backends."""
+        """Busy spans of the ``hf`` servers since the last call, in this process's clock; empty for other backends."""
         if self.rollout.name != "hf":
             return []
         refs = [server.take_spans.remote() for server in self.servers.server_handles]

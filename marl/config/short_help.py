@@ -1,4 +1,4 @@
-"""The short help: usage and the names of all options, read from the sources, so that it appears before anything is imported."""
+"""Short help: usage and option names, read from the sources so that it prints before any heavy import."""
 
 import os
 import re
@@ -17,18 +17,18 @@ usage: python -m marl.main [option=name …] [key=value …]      or: marl train
 options:
 {options}
 
---cfg job                       print the configuration with all its keys and the values they would have, and start nothing
+--cfg job                       print all keys and their values without starting a run
 --cfg job --package learner     one group of it
 --config-name quickstart        start from another file of configs/, or with --config-dir from one of yours
---hydra-help                    the further flags
+--hydra-help                    all other flags
 
 docs/configuration.md explains the keys, docs/algorithms.md the learners and credits, docs/runners.md the runners.
 """
 
 
 def show_help(words: Sequence[str]) -> None:
-    """Print the help and end the process if the command line asks for that alone. A user's own modules may register options
-    of theirs: with them, and with further words, the help is Hydra's."""
+    """Print the help and end the process if the command line asks for that alone. With user modules, which may register
+    options, or with further arguments, Hydra prints its own help."""
     if list(words) in (["--help"], ["-h"]) and not os.environ.get(VARIABLE):
         sys.stdout.write(help_text())
         sys.exit(0)

@@ -192,7 +192,7 @@ class Controller:
         self.episode_timeout, self.max_error_rate = settings.episode_timeout_s, settings.max_error_rate
         self.accuracy = Accuracy()
         self.judged: dict[int, tuple[Episode, Exception | None]] = {}
-        """Episodes that were scored as they ended, or the errors that left them unscored, by identity, until :meth:`score`."""
+        """Scored episodes and their scoring errors, by ``id(episode)``, until :meth:`score` collects them."""
 
     async def collect(self, tasks: Sequence[Task], samples: int, step: int, validate: bool = False) -> Collection:
         """Play every task ``samples`` times, all episodes at once. Each is scored while the others still run.
@@ -234,7 +234,7 @@ class Controller:
         return await self._score(await self.bounded(task, sample, step, validate))
 
     async def _score(self, episode: Episode) -> Episode:
-        """Note the outcome for :meth:`score`: an error counts as one of the reward function, not of the episode."""
+        """Score the episode and keep the outcome for :meth:`score`, so that a reward error is not counted as a failed episode."""
         error: Exception | None = None
         try:
             await self.scored(episode)
@@ -246,7 +246,7 @@ class Controller:
         return episode
 
     async def score(self, episodes: Sequence[Episode], step: int) -> list[Episode]:
-        """Score every turn and every team's answer, unless that was done as the episode ended. A text that cannot be scored
+        """Score every turn and every team's answer, unless already scored when the episode ended. A text that cannot be scored
         gets ``failure_score``; an episode is dropped and logged where nothing was there to judge it. Raises EpisodesFailed for
         too many of either."""
         await outcomes([self._score(episode) for episode in episodes if id(episode) not in self.judged])

@@ -11,14 +11,15 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from marl.types import Task
 
 Read = tuple[Sequence[Task] | None, Exception | None]
-"""A batch, or the error that reading it ended in."""
+"""A batch, or the error raised while reading it."""
 
 
 class TaskStream:
-    """Batches of a loader without end. The next one can be read while something else is waited for."""
+    """Endless batches of a loader. The next one can be read in the background."""
 
     def __init__(self, loader: StatefulDataLoader, reads_ahead: bool = True) -> None:
-        self.loader, self.reads_ahead = loader, reads_ahead
+        # a loader's own processes read ahead already, and may not be forked from a thread
+        self.loader, self.reads_ahead = loader, reads_ahead and not loader.num_workers
         self._restart()
 
     def _restart(self) -> None:
@@ -37,7 +38,7 @@ class TaskStream:
         return tasks
 
     async def read_ahead(self) -> None:
-        """Read the next batch in a thread. An error is raised where the batch is asked for."""
+        """Read the next batch in a thread. Errors are raised by :meth:`next`."""
         if self.reads_ahead and self.begun and self.ahead is None:
             self.before = copy.deepcopy(self.loader.state_dict())
             self.ahead = await asyncio.to_thread(self._read)
@@ -49,7 +50,7 @@ class TaskStream:
             return None, error
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's state before the first batch that was not asked for."""
+        """The loader's state after the last batch returned by :meth:`next`."""
         return self.loader.state_dict() if self.ahead is None else self.before
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

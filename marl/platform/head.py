@@ -76,9 +76,11 @@ def reading_of(micro_batch: TensorDict, output_args: dict[str, Any], width: int)
 
 
 def mask_of(micro_batch: TensorDict) -> Tensor:
-    """Tokens of the responses that a loss or its reader counts."""
-    masks = [micro_batch[key].values() != 0 for key in ("loss_mask", "response_mask") if key in micro_batch]
-    return torch.stack(masks).any(0)
+    """Tokens of the responses that a loss or its reader counts; all of them where verl's trainer gave dense masks."""
+    masks = [micro_batch[key] for key in ("loss_mask", "response_mask") if key in micro_batch]
+    if not masks or not all(mask.is_nested for mask in masks):
+        return torch.ones_like(micro_batch["responses"].values(), dtype=torch.bool)
+    return torch.stack([mask.values() != 0 for mask in masks]).any(0)
 
 
 def log_probs_and_entropy(logits: Tensor, labels: Tensor, temperature: Tensor, entropy: bool) -> Tensor:

@@ -60,7 +60,7 @@ def plan_text(setup: CheckedSetup) -> str:
 
 
 def packing_text(setup: Setup) -> str:
-    """Which policies have several turns in a row: the number of rows above is then the largest there can be."""
+    """Lists policies whose rows may hold several turns; the row count above is then an upper bound."""
     packed = packed_policies(setup.config, setup.critics)
     names = [name for name in setup.policies if name in packed]
     if not names:

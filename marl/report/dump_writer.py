@@ -1,9 +1,9 @@
-"""Rollout dumps, written beside the steps that follow."""
+"""Rollout dumps, written in the background."""
 
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,28 +21,30 @@ CreditOf = Callable[[JointBatch], Tensor]
 
 
 class DumpWriter:
-    """Writes ``<folder>/<step>.jsonl`` in a thread, one at a time, so that one step's episodes are kept at most.
+    """Writes ``<folder>/<step>.jsonl`` in a thread, one dump at a time, so that at most one earlier step's episodes stay in memory.
 
-    The error of a dump is raised by the next call. A block, ``async with``, ends when all is written; an error of its own
-    goes before that of a dump, which is logged. Without a folder nothing is written.
+    The error of a dump is raised by the next call. Leaving ``async with`` waits for the last dump; if the block itself failed,
+    its error is raised and the dump's is logged. Without a folder nothing is written.
     """
 
     def __init__(self, folder: str | None) -> None:
         self.folder = folder
         self.thread = ThreadPoolExecutor(1, "dump_writer")
-        self.pending: Future[Path] | None = None
+        self.pending: asyncio.Future[Path] | None = None
 
     async def write(self, episodes: Sequence[Episode], step: int, batch: JointBatch, credit: CreditOf) -> None:
-        """Start writing the episodes with what their turns were trained on; none of it may change any more."""
+        """Start writing the episodes with what their turns were trained on; the caller must not modify them afterwards."""
         if self.folder:
             await self.flush()
-            self.pending = self.thread.submit(write_trained, episodes, step, self.folder, batch, credit(batch))
+            writing = self.thread.submit(write_trained, episodes, step, self.folder, batch, credit(batch))
+            self.pending = asyncio.wrap_future(writing)
 
     async def flush(self) -> None:
         """Wait until all is written. Raises the error of a dump that was not."""
-        pending, self.pending = self.pending, None
-        if pending is not None:
-            await asyncio.wrap_future(pending)
+        if self.pending is not None:
+            await asyncio.wait([self.pending])  # cancelled here, it leaves the dump pending
+            written, self.pending = self.pending, None
+            written.result()
 
     async def __aenter__(self) -> Self:
         return self

@@ -116,7 +116,7 @@ class HFServer:
         return self.stats | {"prefilled_tokens": self.reader.prefilled}
 
     async def take_spans(self) -> tuple[list[Span], float]:
-        """Spans in which it decoded since this was last asked, and its time now."""
+        """Decoding spans since the last call, and the server's current time."""
         return self.busy.take(), time.time()
 
     async def load_weights(self, weights: dict[str, torch.Tensor]) -> None:

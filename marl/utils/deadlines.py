@@ -21,9 +21,9 @@ async def wait_with_deadline(seconds: float, what: str, awaitable: Awaitable[T])
 
 
 class Clock:
-    """A deadline that is stopped within ``with clock:``, by several at the same time.
+    """A deadline that is paused inside ``with clock:``; several tasks may pause it at once.
 
-    An episode stops it several times a turn: the timer stays where it is, and is set again only once it has rung.
+    Pausing happens several times per turn, so the timer is left running and rescheduled only after it fires.
     """
 
     def __init__(self, timeout: asyncio.Timeout, seconds: float) -> None:
@@ -49,9 +49,9 @@ class Clock:
             self.timer.cancel()
 
     def _set(self) -> None:
-        self.timer = self.loop.call_at(self.ends, self._ring) if self.ends < math.inf else None
+        self.timer = self.loop.call_at(self.ends, self._on_timer) if self.ends < math.inf else None
 
-    def _ring(self) -> None:
+    def _on_timer(self) -> None:
         self.timer = None
         if self.stops:
             return
@@ -88,12 +88,12 @@ async def own_time(seconds: float) -> AsyncIterator[None]:
         CLOCK.reset(token)
 
 
-RUNS_ON = nullcontext()
+NOT_PAUSED = nullcontext()
 
 
 def waiting_for_others() -> AbstractContextManager[None]:
     """Stops the clock of :func:`own_time`. The other side needs its own deadline."""
-    return CLOCK.get() or RUNS_ON
+    return CLOCK.get() or NOT_PAUSED
 
 
 class HangsError(TimeoutError):
@@ -133,7 +133,7 @@ class Watch:
     """Detects servers that answer no request: a queue may be long, as long as it moves. A blocked loop receives no answers,
     so its time does not count.
 
-    One timer looks after all callers: a task and a timer for each of them would cost more than the rest of a small turn.
+    One timer serves all callers: a task and a timer per request would cost more than the rest of a small turn.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -141,7 +141,7 @@ class Watch:
         self.asking: dict[asyncio.Task, float] = {}
         """Time at which each caller asked."""
         self.given_up: set[asyncio.Task] = set()
-        self.time = LoopTime(min(BEAT_S, seconds / 20), self._look)
+        self.time = LoopTime(min(BEAT_S, seconds / 20), self._give_up_late_callers)
 
     async def answer(self, asked: Awaitable[T]) -> T:
         """Await an answer. Raises HangsError if no caller of this watch has had any answer for ``seconds``."""
@@ -158,6 +158,8 @@ class Watch:
                 raise HangsError(f"no request was answered for {self.seconds:g} s") from None
             raise
         except Exception:
+            if caller in self.given_up:  # a request that turns its cancellation into an error of its own
+                raise HangsError(f"no request was answered for {self.seconds:g} s") from None
             self.heard = self.time.now()
             raise
         else:
@@ -174,7 +176,7 @@ class Watch:
         if not self.asking:
             self.time.stop()
 
-    def _look(self) -> None:
+    def _give_up_late_callers(self) -> None:
         """Give up the callers that have waited too long."""
         latest = self.time.now() - self.seconds
         if self.heard > latest:

@@ -1,4 +1,4 @@
-"""Spans of time: when something was busy, and how long at least one of several was."""
+"""Time spans: busy periods and their union."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -30,14 +30,14 @@ def union_seconds(spans: Iterable[Span], within: Span) -> float:
 
 
 def placed(seconds: float, ended: float, within: Span) -> Span:
-    """The span of so many seconds, by another clock's ``ended``, moved as little as possible to lie ``within``."""
+    """A span of this length ending near ``ended`` (another clock), shifted as little as possible to lie ``within``."""
     first, last = within
     end = min(max(ended, first + seconds), last)
     return end - seconds, end
 
 
 class Stopwatch:
-    """Spans in which a server was busy, since they were last taken; the last ``KEPT``, for they may never be."""
+    """Busy spans of a server since the last :meth:`take`; only the last ``KEPT`` are kept."""
 
     def __init__(self) -> None:
         self.spans: deque[Span] = deque(maxlen=KEPT)

@@ -233,7 +233,7 @@ def test_ippo_with_one_agent_is_ppo_put_together_from_verls_functions(alone):
         "actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2",
     )  # fmt: skip
     options = tuple(option for option in options if not option.startswith(("agents=", "+agents")))
-    options += ("agents.carol.trainable=false",)
+    options += ("agents.carol.trainable=false", "controller.old_log_probs=trainer")
     ours, theirs = alone(*options), alone(*options)
     group, critic = (theirs.trainer.policies["alice"], theirs.trainer.critics.groups["alice"])
     actor, values = group.workers.worker, critic.workers.worker

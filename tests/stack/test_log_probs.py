@@ -79,7 +79,7 @@ def corrupted(live, by, rows_of_batch):
 
 
 def test_a_server_that_reports_a_log_prob_wrongly_is_not_trusted(alone, caplog):
-    live = alone("controller.log_prob_gap_alarm=0.001")
+    live = alone("controller.log_prob_gap_alarm=0.001", "controller.pack_turns=false")
     corrupted(live, 0.01, range)
     seen = passes(live)
     with caplog.at_level(logging.WARNING):
@@ -113,7 +113,7 @@ def test_weights_that_were_not_synced_are_noticed(alone):
 
 
 def test_happo_compares_log_probs_of_one_forward_pass(alone):
-    live = alone("learner=happo")
+    live = alone("learner=happo", "controller.pack_turns=false")
     seen = passes(live)
     assert live.step()["policy/alice/log_probs_from_server"] == 0.0 and seen[0] == 32
 

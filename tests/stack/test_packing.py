@@ -85,7 +85,7 @@ def test_a_step_has_the_same_metrics_packed_or_not(alone, words):
     """The first two steps, of every learner whose sums run over tokens or that asks for log-probs once more."""
     steps = []
     for pack in ([], [OFF]):
-        live = alone(*words, *SMOOTH, *pack, "critic.optim.lr=1.0e-6")
+        live = alone(*words, *SMOOTH, *pack, "critic.optim.lr=1.0e-6", "controller.old_log_probs=trainer")
         live.step()
         steps.append(numbers([live.step()])[0])
     assert len(steps[0]) > 6 and steps[0] == pytest.approx(steps[1], rel=1e-3, abs=2e-5)

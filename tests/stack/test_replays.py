@@ -198,6 +198,7 @@ def test_a_step_tries_trains_counts_and_dumps(judged, tmp_path, train):
     live = judged(
         *THREE, "credit.alternatives=3", f"credit.train_alternatives={train}", f"trainer.rollout_data_dir={tmp_path}",
         "agents.carol.trainable=false", "learner.train_rounds=[1,3]", "controller.old_log_probs=trainer",
+        "controller.pack_turns=false",
     )  # fmt: skip
     order, trainer = [], live.trainer
     for name in ("gather", "log_probs"):

@@ -98,5 +98,29 @@ def test_of_two_errors_the_run_s_own_is_raised_and_the_dump_s_logged(tmp_path, c
     assert "a rollout dump was not written: NotADirectoryError" in caplog.text
 
 
+def test_a_dump_outlives_the_interruption_of_the_step_that_waits_for_it(slow, tmp_path, monkeypatch, caplog):
+    """Its error is logged, though the run ends by another one."""
+    write = dump_writer.dump.write
+
+    def fails(*arguments):
+        write(*arguments)
+        raise OSError("no space left")
+
+    monkeypatch.setattr(dump_writer.dump, "write", fails)
+
+    async def run():
+        async with DumpWriter(str(tmp_path)) as writer:
+            await start(writer, 1)
+            second = asyncio.create_task(start(writer, 2))
+            await asyncio.sleep(0.05)
+            second.cancel()
+            slow.set()
+            await second
+
+    with caplog.at_level(logging.ERROR), pytest.raises(asyncio.CancelledError):
+        asyncio.run(run())
+    assert (tmp_path / "1.jsonl").read_text() and "no space left" in caplog.text
+
+
 def test_without_a_folder_nothing_is_written_or_computed():
     asyncio.run(DumpWriter(None).write([], 1, None, None))

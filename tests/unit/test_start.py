@@ -1,10 +1,12 @@
 """A help and a refused configuration import nothing that they do not need: asserted on modules, not on seconds."""
 
 import json
+import os
 import subprocess
 import sys
 import time
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -50,6 +52,7 @@ def test_a_help_imports_not_even_hydra(words):
 
 GROUPS = """
 import json
+import os
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 import marl.main
@@ -134,14 +137,27 @@ def test_a_plain_run_is_composed_once_and_as_hydra_composes_it(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "words", [["--cfg", "job"], ["-m", "seed=1,2"], ["hydra.mode=MULTIRUN"], ["+hydra.job.env_set.A=b"]]
+    "words",
+    [
+        ["--cfg", "job"],
+        ["-m", "seed=1,2"],
+        ["hydra.mode=MULTIRUN"],
+        ["+hydra.job.env_set.A=b"],
+        ["hydra.searchpath=[pkg://a]"],
+    ],
 )
 def test_flags_and_settings_of_hydra_are_left_to_it(words):
     assert name_and_overrides(hydra_overrides(words)) is None
-    assert name_and_overrides(["-cn", "game", "hydra.searchpath=[pkg://a]", "a=--b"]) == (
-        "game",
-        ["hydra.searchpath=[pkg://a]", "a=--b"],
-    )
+    assert name_and_overrides(["-cn", "game", "seed=1", "a=--b"]) == ("game", ["seed=1", "a=--b"])
+
+
+def test_a_run_knows_its_job_and_folder_as_from_hydra():
+    found = []
+    words = ["+trainer.named='${hydra:job.name}'", "+trainer.folder='${hydra:runtime.output_dir}'"]
+    for further in ([], ["hydra.job.chdir=false"]):  # composed once, and by hydra.main
+        assert run_composed(hydra_overrides([*words, *further]), lambda config: found.append(config.trainer)) == 0
+    once, whole = ((trainer.named, trainer.folder) for trainer in found)
+    assert once == whole == (Path(__file__).stem, os.getcwd())
 
 
 def test_a_policy_without_changes_is_not_copied_and_changes_stay_its_own(compose_config):

@@ -84,3 +84,10 @@ def test_an_error_ahead_spoils_the_step_that_asks_for_it():
     assert asyncio.run(steps(tasks, 1)) == [[0, 1]]
     with pytest.raises(ValueError, match="row 2 is broken"):
         asyncio.run(tasks.next())
+
+
+def test_a_loader_with_processes_of_its_own_is_not_read_in_a_thread():
+    """A process forked from a thread may end in error, in the middle of an update."""
+    rows = Numbers()
+    assert TaskStream(StatefulDataLoader(rows, batch_size=2)).reads_ahead
+    assert not TaskStream(StatefulDataLoader(rows, batch_size=2, num_workers=1)).reads_ahead
