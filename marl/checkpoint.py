@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 REQUIRED = {
-    "policies", "critics", "references", "running_means", "histories", "answers_per_episode", "seconds", "beyond_gap_bound",
+    "policies", "critics", "references", "running_means", "histories", "answers_per_episode", "seconds", "old_log_probs",
 }  # fmt: skip
 
 
@@ -70,7 +70,7 @@ async def save(trainer: MARLTrainer) -> None:
             "running_means": {name: [mean.total, mean.count] for name, mean in trainer.learner.running_means.items()},
             "accuracy": trainer.controller.accuracy.state_dict(),
             "log_prob_gap_max": trainer.log_prob_gap_max,
-            "beyond_gap_bound": sorted(trainer.old_log_probs.beyond),
+            "old_log_probs": trainer.old_log_probs.state_dict(),
             "histories": {data: list(history.items()) for data, history in trainer.histories.items()},
         }
         if (trainer.folder / RUN).is_file():
@@ -99,7 +99,7 @@ async def resume(trainer: MARLTrainer) -> None:
     trainer.tasks.load_state_dict(torch.load(folder / "data.pt", weights_only=True))
     load_learner(trainer, torch.load(folder / "learner.pt", weights_only=True))
     trainer.step_number, trainer.log_prob_gap_max = state["step"], state["log_prob_gap_max"]
-    trainer.old_log_probs.beyond = trainer.old_log_probs.comparable & set(state["beyond_gap_bound"])
+    trainer.old_log_probs.load_state_dict(state["old_log_probs"])
     trainer.sampled_tokens = state["sampled_tokens"]
     trainer.answers_per_episode = RunningMean(*state["answers_per_episode"])
     trainer.earlier_seconds = state["seconds"] - process_seconds()

@@ -37,8 +37,10 @@ class OldLogProbs:
         self.source, self.bypass = LogProbSource.of(config), config.algorithm.rollout_correction.bypass_mode
         own = {name: group.config.actor_rollout_ref for name, group in policies.items()}
         asked = own if self.source is LogProbSource.auto and not exact else {}
-        self.comparable = {name for name in asked if servers_are_comparable(config, name, own[name], sampling)}
-        self.beyond = {name for name in self.comparable if own[name].rollout.dtype != "float32"}
+        comparable = {name for name in asked if servers_are_comparable(config, name, own[name], sampling)}
+        self.precision = {name: str(own[name].rollout.dtype) for name in comparable}
+        """Precision of comparable policies."""
+        self.beyond = {name for name, dtype in self.precision.items() if dtype != "float32"}
         """Comparable policies whose servers were beyond the bound, or are not yet known to be within it."""
         self.warned: set[PolicyName] = set()
 
@@ -60,7 +62,7 @@ class OldLogProbs:
         """The rows to check of a policy whose servers' log-probs are to be used, as many as divide among its ranks; None for
         a policy whose rows are all read."""
         rows, group = batch.rows[name], self.policies[name]
-        trusted = name in self.comparable - self.beyond and bool((rows["version"] == group.version).all())
+        trusted = name in self.precision.keys() - self.beyond and bool((rows["version"] == group.version).all())
         if self.bypass or not (trusted or self.source is LogProbSource.server):
             return None
         ranks = group.workers.world_size
@@ -87,5 +89,15 @@ class OldLogProbs:
         return names
 
     def _remember(self, read: Rows, outputs: Rows) -> None:
-        seen = self.comparable & set(read)
+        seen = self.precision.keys() & set(read)
         self.beyond = self.beyond - seen | {name for name in seen if not self._is_within(read[name], outputs[name])}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Policies beyond the bound, and those within it with the precision in which they were found so."""
+        within = {name: dtype for name, dtype in self.precision.items() if name not in self.beyond}
+        return {"within": within, "beyond": sorted(self.beyond)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state_dict`; a policy whose precision or source has changed begins anew."""
+        within = {name for name, dtype in self.precision.items() if state["within"].get(name) == dtype}
+        self.beyond = (self.beyond - within) | (self.precision.keys() & set(state["beyond"]))

@@ -1,6 +1,7 @@
 """Base class of policy and critic worker groups: awaitable calls with deadlines."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -21,6 +22,7 @@ from marl.types import Metrics
 from marl.utils.deadlines import wait_with_deadline
 from marl.utils.spans import Span, placed, union_seconds
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -28,6 +30,7 @@ class WorkerGroup:
     """verl's worker group behind ``workers``, or one worker in this process (``marl.cluster.local``)."""
 
     kind: ClassVar[str]
+    warned_of_fewer = False
 
     def __init__(
         self, name: str, config: Any, workers: Any, pool: str, timeout: float, lock: asyncio.Lock | None = None
@@ -58,6 +61,7 @@ class WorkerGroup:
         """Rows that divide among mini-batches and ranks, with the keys that verl needs to optimise over them."""
         size = len(rows)
         count = even_mini_batches(size, wanted, self.workers.world_size)
+        self._warn_of_fewer(count, wanted, size)
         rows = self._for_workers(rows, count)
         tu.assign_non_tensor(
             rows,
@@ -68,6 +72,15 @@ class WorkerGroup:
             dataloader_kwargs={"shuffle": settings.shuffle},
         )
         return rows
+
+    def _warn_of_fewer(self, count: int, wanted: int, size: int) -> None:
+        if count < wanted and not self.warned_of_fewer:
+            self.warned_of_fewer = True
+            logger.warning(
+                "%s %r: %d rows over %d ranks make %d mini-batches, not %d, so that a step has fewer updates (said once); "
+                "controller.pack_turns=false makes more rows, a larger ppo_mini_batch_size wants fewer",
+                *(self.kind, self.name, size, self.workers.world_size, count, wanted),
+            )
 
     def _for_workers(self, rows: TensorDict, mini_batches: int = 1, **settings: Any) -> TensorDict:
         """Rows that divide among the ranks and mini-batches, with what verl's engines ask for."""

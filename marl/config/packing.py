@@ -6,7 +6,7 @@ that whatever limit a turn keeps, a packed row keeps too.
 
 from typing import Any
 
-TOKEN_LOSSES = ("vanilla", "dppo_tv", "dppo_kl", "gpg", "cispo", "dro", "bypass_mode")
+TOKEN_LOSSES = ("vanilla", "dppo_tv", "dppo_kl", "gpg", "cispo", "dro")
 """Policy losses of verl that treat every token by itself."""
 SEQUENCE_LOSSES = {
     "gspo": "its ratio is a sequence's",
@@ -24,6 +24,11 @@ def obstacle(config: Any) -> str | None:
         return (
             f"algorithm.rollout_correction.{sequences[0]}: a packed sequence holds several "
             "answers; correct by token, or set controller.pack_turns=false"
+        )
+    if correction.bypass_mode and correction.rollout_is and correction.rollout_is_batch_normalize:
+        return (
+            "algorithm.rollout_correction.rollout_is_batch_normalize=true in bypass mode: verl's loss divides by the mean of a "
+            "micro-batch, which depends on how turns are packed; set it to false, or set controller.pack_turns=false"
         )
     if actor.loss_agg_mode != "token-mean":
         return (

@@ -101,7 +101,7 @@ class SelectiveHead:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self.model = root.get_base_model() if hasattr(root, "get_base_model") else root
+        self.model: Any = root.get_base_model() if hasattr(root, "get_base_model") else root
         self.head = self.model.get_output_embeddings()
         self.tail: Tail | None = None
         self.expect(None)
@@ -115,7 +115,9 @@ class SelectiveHead:
         self.model.register_forward_hook(self._replace, prepend=True)
 
     def expect(self, reading: Reading | None) -> None:
-        self.reading, self._hidden, self._columns = reading, None, None
+        self.reading = reading
+        self._hidden: Tensor | None = None
+        self._columns: Tensor | None = None
 
     def _select(self, head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         reading = self.reading

@@ -6,6 +6,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from marl.config.errors import ConfigError
 from marl.config.policies import policies_by_agent
+from marl.config.schema import LogProbSource
 from marl.learners import CREDITS, LEARNERS
 from marl.learners.credit_schemes import INCENTIVES, TeamOf
 from marl.run_setup import Setup, make_runner
@@ -29,6 +30,7 @@ def check_facts(setup: Setup) -> None:
     check_learner(setup)
     check_credit(setup)
     check_critics(setup)
+    check_log_probs(setup)
     warn_of_early_ends(setup)
 
 
@@ -189,4 +191,16 @@ def check_critics(setup: Setup) -> None:
         raise ConfigError(
             f"trainer.critic_warmup={warm_up}: learner={config.learner.name} has no critic to warm up, and would train nothing "
             "until then; set it to 0"
+        )
+
+
+def check_log_probs(setup: Setup) -> None:
+    config = setup.config
+    exact = LEARNERS.get(config.learner.name).needs_exact_log_probs
+    bypass = config.algorithm.rollout_correction.bypass_mode
+    if exact and (bypass or LogProbSource.of(config) is LogProbSource.server):
+        key = "algorithm.rollout_correction.bypass_mode=true" if bypass else "controller.old_log_probs=server"
+        raise ConfigError(
+            f"{key} with learner={config.learner.name}, which compares log-probs before and after an update: the gap between "
+            "server and trainer would count as one; leave controller.old_log_probs=auto and bypass_mode=false"
         )

@@ -127,3 +127,6 @@ def test_a_resumed_run_distrusts_the_same_servers(alone):
     again = alone("trainer.resume_mode=auto")
     again.wait(again.trainer.resume())
     assert again.trainer.old_log_probs.beyond == {"alice"}
+    other = alone("trainer.resume_mode=auto", "precision=bf16", "trainer.resume_changes=[precision]")
+    other.wait(other.trainer.resume())
+    assert other.trainer.old_log_probs.beyond == {"alice", "carol"}, "in another precision, a whole pass comes first"

@@ -293,6 +293,12 @@ BAD = {
         "pack_turns=false",
     ],
     "controller.pack_turns=true learner=mappo critic.level=token": ["critic.level=turn"],
+    "controller.old_log_probs=server learner=happo": ["controller.old_log_probs=server", "learner=happo", "auto"],
+    "algorithm.rollout_correction.bypass_mode=true learner=happo": ["bypass_mode=true with learner=happo"],
+    "controller.pack_turns=true algorithm.rollout_correction={bypass_mode:true,rollout_is:token,rollout_is_batch_normalize:true}": [
+        "rollout_is_batch_normalize=true",
+        "pack_turns=false",
+    ],
     "controller.pack_turns=true actor_rollout_ref.actor.policy_loss.loss_mode=sapo": ["loss_mode=sapo", "sequences"],
     "controller.pack_turns=true learner=ippo critic.level=token critic.loss_agg_mode=seq-mean-token-mean": [
         "critic.loss_agg_mode=seq-mean-token-mean",

@@ -70,6 +70,8 @@ BY_TOKEN = (
 BY_SEQUENCE = (
     "learner=gspo",
     "learner=dr_grpo",
+    "algorithm.rollout_correction={bypass_mode:true,rollout_is:token,rollout_is_batch_normalize:true}",
+    "actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode",
     "learner=mappo critic.level=token",
     "learner=happo critic.level=token",
     "learner=ippo critic.level=token critic.loss_agg_mode=seq-mean-token-mean",
@@ -103,7 +105,7 @@ def test_each_policy_packs_by_its_own_settings(compose_config):
 
 def test_every_loss_of_verl_is_known_to_treat_tokens_apart_or_not():
     ours = {name for name in POLICY_LOSS_REGISTRY if POLICY_LOSS_REGISTRY[name].__module__.startswith("verl.")}
-    assert ours == {*TOKEN_LOSSES, *SEQUENCE_LOSSES, "clip_cov", "kl_cov"}
+    assert ours == {*TOKEN_LOSSES, *SEQUENCE_LOSSES, "clip_cov", "kl_cov", "bypass_mode"}
 
 
 @pytest.mark.parametrize("text,choice", [("true", "true"), ("false", "false"), ("auto", "auto"), ("'True'", "true")])

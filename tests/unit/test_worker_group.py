@@ -5,11 +5,13 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from marl.cluster.local import Done
 from marl.cluster.worker_group import WorkerGroup, throughput
+from marl.utils.ragged import jagged
 from marl.utils.spans import Stopwatch, union_seconds
 
 
@@ -122,3 +124,14 @@ def test_a_server_gives_each_of_its_spans_once():
     for span in ((1.0, 2.0), (2.0, 3.0), (4.0, 5.0)):
         watch.add(*span)
     assert watch.take() == [(1.0, 3.0), (4.0, 5.0)] and watch.take() == []
+
+
+def test_fewer_updates_than_wanted_are_warned_of_once(caplog):
+    group = WorkerGroup("alice", None, SimpleNamespace(world_size=2), "pool", 1.0)
+    group.kind = "policy"
+    settings = SimpleNamespace(ppo_epochs=1, data_loader_seed=1, shuffle=False)
+    for size in (8, 3, 3):
+        rows = TensorDict({"input_ids": jagged([[1]] * size, torch.long)}, batch_size=[size])
+        group.mini_batches(rows, 4, settings)
+    (record,) = caplog.records
+    assert "'alice': 3 rows over 2 ranks make 1 mini-batches, not 4" in record.getMessage()
