@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 from hydra import compose, initialize_config_module
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from marl.config.overrides import VERL
 
@@ -29,7 +29,7 @@ def composed_once(words: Sequence[str], job_name: str) -> DictConfig | None:
     with initialize_config_module("marl.configs", job_name, version_base="1.3"):
         whole = compose(name, overrides=overrides, return_hydra_config=True)
     with read_write(whole.hydra.runtime):
-        whole.hydra.runtime.output_dir = os.getcwd()  # hydra.run.dir is "."
+        OmegaConf.update(whole, "hydra.runtime.output_dir", os.getcwd())  # hydra.run.dir is "."
     HydraConfig.instance().set_config(whole)  # as hydra.main does, for ``${hydra:…}``
     config = deepcopy(whole)
     with read_write(config), open_dict(config):

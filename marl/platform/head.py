@@ -100,8 +100,8 @@ class SelectiveHead:
     no longer, and through FSDP's hooks, because the backward pass gathers them again.
     """
 
-    def __init__(self, root: nn.Module) -> None:
-        self.model: Any = root.get_base_model() if hasattr(root, "get_base_model") else root
+    def __init__(self, root: Any) -> None:
+        self.model = root.get_base_model() if hasattr(root, "get_base_model") else root
         self.head = self.model.get_output_embeddings()
         self.tail: Tail | None = None
         self.expect(None)
@@ -130,7 +130,7 @@ class SelectiveHead:
         self._hidden = hidden
         return (hidden[None, :1].detach(),)
 
-    def _slice(self, head: nn.Module, inputs: Any, logits: Tensor) -> Tensor | None:
+    def _slice(self, head: nn.Linear, inputs: Any, logits: Tensor) -> Tensor | None:
         reading, hidden, self._hidden = self.reading, self._hidden, None
         if reading is None or hidden is None or self.tail is None:
             return None
