@@ -146,9 +146,10 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float | Tensor, la
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """Explained variance of the returns: 1 is perfect, 0 no better than their mean."""
-    spread = returns.var(unbiased=False)
-    return float(1 - (returns - values).var(unbiased=False) / spread) if spread > 0 else 0.0
+    """Explained variance of the returns: 1 is perfect, 0 no better than their mean, or nothing to explain: returns that differ
+    by rounding alone."""
+    spread, rounding = returns.var(unbiased=False), 1e-12 * (values.square() + returns.square()).mean()
+    return float(1 - (returns - values).var(unbiased=False) / spread) if spread > rounding else 0.0
 
 
 def group_advantages(

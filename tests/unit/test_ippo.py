@@ -275,6 +275,9 @@ def test_explained_variance():
     assert credit.explained_variance(returns, returns) == 1.0
     assert credit.explained_variance(torch.full((4,), 7.0), returns) == 0.0
     assert credit.explained_variance(-returns, returns) == -3.0
+    rounding = torch.tensor([1.0, -1.0, 0.5, 0.0]) * 3e-9
+    assert credit.explained_variance(torch.tensor([0.1, 0.2, -0.1, 0.0]), rounding) == 0.0, "nothing to explain"
+    assert credit.explained_variance(1e-3 * returns, 1e-3 * returns) == 1.0
 
 
 @pytest.mark.parametrize("gamma,lam", [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
