@@ -1,9 +1,20 @@
 """Garbage collection during a run."""
 
 import gc
+import subprocess
+import sys
 import weakref
 
+import pytest
+
 from marl.utils.garbage import frozen_gc
+
+
+@pytest.mark.parametrize(("given", "found"), [((700, 10, 10), (50_000, 20, 50)), ((900, 10, 10), (900, 10, 10))])
+def test_a_threshold_of_ones_own_is_kept(given, found):
+    program = f"import gc; gc.set_threshold(*{given}); import marl; print(gc.get_threshold())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == str(found)
 
 
 class Node:
