@@ -233,6 +233,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_a_real_vocabulary_stays_small():
     """2,046 tokens x 150,000: one copy of the logits is 1,171 MB, verl keeps several."""
     root = Path(__file__).parents[2]
