@@ -72,7 +72,7 @@ class CriticLevel(Enum):
 
 
 class LogProbSource(Enum):
-    """``controller.old_log_probs``: where the log-probs come from to which an update compares its own."""
+    """``controller.old_log_probs``: source of the log-probs to which an update compares its own."""
 
     auto = "auto"
     """The servers, for a policy whose servers compute as its trainer does; checked on some rows in every step."""
@@ -87,7 +87,7 @@ class LogProbSource(Enum):
 
 
 class PackTurns(Enum):
-    """``controller.pack_turns``: whether turns of an agent share a row."""
+    """``controller.pack_turns``: packing of an agent's turns into shared rows."""
 
     auto = "auto"
     """They do where that changes the number of tokens and nothing else."""

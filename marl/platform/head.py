@@ -17,7 +17,7 @@ from marl.platform.shapes import MIN_ROWS
 from marl.platform.sliced_head import Tail, may_slice, must_slice, sliced_log_probs
 
 UNSUPPORTED = ("use_fused_kernels", "calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
-"""What verl computes from the logits of every position."""
+"""Settings under which verl reads the logits of every position."""
 
 
 @dataclass

@@ -24,7 +24,7 @@ MIN_SLICE = 256
 
 @dataclass(frozen=True)
 class Tail:
-    """What a model does to the logits of its head: y = cap tanh(scale x / cap); an infinite cap stands for y = scale x."""
+    """Scaling and soft-capping of a model's logits: y = cap tanh(scale x / cap); an infinite cap stands for y = scale x."""
 
     scale: float = 1.0
     cap: float = math.inf

@@ -25,7 +25,7 @@ def passes(live, policy="alice"):
 
 
 def trained(live, steps=2):
-    """What each step logged, the weights after the last one, and the rows of each pass."""
+    """Metrics of each step, the weights after the last one, and the rows of each pass."""
     seen = passes(live)
     metrics = [live.step() for _ in range(steps)]
     return metrics, torch.cat([p.flatten() for p in parameters(live, "policies")]), seen

@@ -105,7 +105,7 @@ def test_the_clock_of_another_node_moves_no_span_out_of_its_call(skew):
 
 
 def test_overhead_is_the_time_in_which_no_group_computed():
-    """Of 10 seconds two policies and a critic compute 1 to 4 and 5 to 7: a maximum by phase, summed, would say 6."""
+    """Two policies and a critic compute from 1 to 4 and from 5 to 7 of 10 seconds: maxima summed by phase would say 6."""
     spans = {"alice": [(101.0, 103.0), (105.0, 106.0)], "carol": [(102.0, 104.0)], "critic": [(105.5, 107.0)]}
     groups = [SimpleNamespace(busy=own) for own in spans.values()]
     metrics = throughput(groups, 20.0, (100.0, 110.0))
