@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterable
+import uuid
+from collections.abc import Awaitable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from verl.checkpoint_engine import CheckpointEngineManager
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
 
 from marl.cluster.worker_group import T, WorkerGroup, first_rows, flatten_metrics
 from marl.config.precision import gap_alarm
 from marl.rollout.servers import PolicyServers
 from marl.types import Metrics
 from marl.utils.spans import Span
+from marl.utils.weight_digest import Digest, Held, joined
 
 
 class RayPolicyGroup(WorkerGroup):
@@ -114,6 +117,28 @@ class RayPolicyGroup(WorkerGroup):
             update = asyncio.to_thread(self.weight_sync.update_weights, global_steps=step)
             await self._wait(f"syncing the weights of step {step}", update)
         self.version = step
+
+    def server_name(self, index: int) -> str:
+        """A server's number and its address, for messages."""
+        return f"server {index} ({self.servers.server_addresses[index]})"
+
+    async def weight_digest(self, seed: int) -> Digest:
+        """The digest of the trainer's weights, as its servers should hold them."""
+        async with self.in_turn:
+            return joined(await self._wait("reading its weights", asyncio.gather(*self.workers.weight_digest(seed))))
+
+    async def held_weights(self, seed: int) -> list[Held]:
+        """Each ``hf`` server's account of the weights that it decodes with."""
+        refs = [server.held_weights.remote(seed) for server in self.servers.server_handles]
+        return await self._wait("reading its servers' weights", asyncio.gather(*refs))
+
+    async def ask_servers(self, prompt_ids: list[int], sampling: Mapping[str, Any]) -> list[TokenOutput]:
+        """Every server's own answer to a prompt."""
+        refs = [
+            server.generate.remote(list(prompt_ids), dict(sampling), f"probe-{uuid.uuid4().hex}")
+            for server in self.servers.server_handles
+        ]
+        return await self._wait("asking its servers for an answer", asyncio.gather(*refs))
 
     def stop(self) -> None:
         """End the servers and workers."""

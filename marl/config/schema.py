@@ -43,6 +43,19 @@ class Placement(Enum):
     """All policies share one pool, one process a rank."""
 
 
+class WeightCheck(Enum):
+    """``resources.weight_check``: proof, after every sync, that the servers hold their trainer's weights."""
+
+    auto = "auto"
+    """``digest`` for ``hf`` servers, ``probe`` for others."""
+    digest = "digest"
+    """The numbers themselves are compared, in a sample of every tensor. ``hf`` servers alone."""
+    probe = "probe"
+    """The log-probs of a short answer are compared."""
+    none = "none"
+    """No proof: a run learns from whatever the servers hold."""
+
+
 @dataclass
 class ResourcesConfig:
     """Placement of policies and critics. A pool has ``trainer.nnodes`` x ``trainer.n_gpus_per_node`` ranks."""
@@ -52,6 +65,8 @@ class ResourcesConfig:
     """The pool of the critics; null for pools of their own, or the shared one where policies are colocated."""
     one_process: bool = False
     """Everything in the driver's process, without Ray: ``breakpoint()`` works anywhere. One rank, the hf rollout."""
+    weight_check: WeightCheck = WeightCheck.auto
+    """Proof, after every weight sync, that the servers hold their trainer's weights: auto, digest, probe or none."""
     placement_timeout_s: float = bounded(60.0, SECONDS)
     """Deadline for the cluster to allocate a pool that fits on it."""
     timeout_s: float = bounded(600.0, SECONDS)

@@ -4,6 +4,7 @@ from typing import Any
 
 from marl.config.errors import ConfigError
 from marl.config.policies import ranks_per_pool, ranks_per_server
+from marl.config.schema import WeightCheck
 
 
 def ranks_divide_among_servers(config: Any) -> None:
@@ -92,6 +93,15 @@ def collectives_end_before_calls(config: Any) -> None:
         )
 
 
+def digests_are_of_hf(config: Any) -> None:
+    engine = config.actor_rollout_ref.rollout.name
+    if config.resources.weight_check is WeightCheck.digest and engine != "hf":
+        raise ConfigError(
+            f"resources.weight_check=digest: rollout.name={engine} stores weights in a form of its own, which has no digest to "
+            "compare; expected hf servers, use probe, or auto for the fitting one"
+        )
+
+
 RULES = (
     ranks_divide_among_servers,
     a_cpu_has_its_engines,
@@ -100,4 +110,5 @@ RULES = (
     one_process_has_no_workers,
     cpu_ranks_are_limited,
     collectives_end_before_calls,
+    digests_are_of_hf,
 )
