@@ -43,22 +43,57 @@ class Held(NamedTuple):
 @torch.no_grad()
 def digest_of(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, seed: int) -> Digest:
     """The digest of whole tensors, or of this rank's shards, whose numbers a server holds as ``dtype``."""
-    places: dict[int, tuple[Tensor, Tensor]] = {}
-    found: list[tuple[str, tuple[int, ...], int, Tensor]] = []
+    sample = Sample(seed)
+    found: list[tuple[str, tuple[int, ...], Tensor, Tensor]] = []
     for name, tensor in tensors:
-        size = tensor.numel()
-        if size not in places:
-            chosen = sampled_places(size, seed)
-            places[size] = chosen, factors(chosen, seed)
-        values, own_factors = own_values(tensor, *places[size])
-        total = (bits(values, dtype) * own_factors.to(values.device)).sum()
-        found.append((name, tuple(tensor.shape), len(values), total))
+        places, own_factors = sample.of(tensor)
+        numbers = local(tensor).reshape(-1)[places.to(tensor.device)]
+        found.append((name, tuple(tensor.shape), bits(numbers, dtype), own_factors))
     if not found:
         return {}
-    totals = torch.stack([total.to(found[0][3].device) for *_, total in found]).tolist()
-    return {
-        name: TensorDigest(shape, count, total) for (name, shape, count, _), total in zip(found, totals, strict=True)
-    }
+    names, shapes, parts, chosen = zip(*found, strict=True)
+    device, counts = parts[0].device, [len(part) for part in parts]
+    totals = sums_of(torch.cat([part.to(device) for part in parts]) * torch.cat(chosen).to(device), counts)
+    digests = map(TensorDigest, shapes, counts, totals)
+    return dict(zip(names, digests, strict=True))
+
+
+def sums_of(products: Tensor, counts: Sequence[int]) -> list[int]:
+    """The sum of each of these stretches, from one running sum, which wraps as they do."""
+    running = torch.nn.functional.pad(products.cumsum(0), (1, 0))
+    ends = torch.tensor([0, *counts], device=products.device).cumsum(0)
+    totals: list[int] = running[ends].diff().tolist()
+    return totals
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Sample:
+    """Places and factors for one seed. Tensors of one size and layout share them."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.by_size: dict[int, tuple[Tensor, Tensor]] = {}
+        self.by_layout: dict[tuple, tuple[Tensor, Tensor]] = {}
+
+    def of(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """The flat places of the numbers that this rank holds, in its own part of the tensor, and their factors."""
+        if not isinstance(tensor, DTensor) or tensor.device_mesh.size() == 1:
+            return self._whole(tensor.numel())
+        layout = (tensor.shape, tensor.placements, tensor.device_mesh)
+        if layout not in self.by_layout:
+            places, own_factors = self._whole(tensor.numel())
+            here, own_places = local_part(tensor, places)
+            self.by_layout[layout] = own_places, own_factors[here]
+        return self.by_layout[layout]
+
+    def _whole(self, size: int) -> tuple[Tensor, Tensor]:
+        if size not in self.by_size:
+            places = sampled_places(size, self.seed)
+            self.by_size[size] = places, factors(places, self.seed)
+        return self.by_size[size]
 
 
 def sampled_places(size: int, seed: int) -> Tensor:
@@ -88,16 +123,8 @@ def bits(values: Tensor, dtype: torch.dtype) -> Tensor:
     return held.view(INTEGERS[held.element_size()]).to(torch.int64)
 
 
-def own_values(tensor: Tensor, places: Tensor, own_factors: Tensor) -> tuple[Tensor, Tensor]:
-    """The numbers at those places that this rank holds, and their factors. What several ranks hold belongs to the first."""
-    if not isinstance(tensor, DTensor):
-        return tensor.reshape(-1)[places.to(tensor.device)], own_factors
-    here, local_places = local_part(tensor, places)
-    return tensor.to_local().reshape(-1)[local_places.to(tensor.device)], own_factors[here]
-
-
 def local_part(tensor: DTensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of the places lie in this rank's shard, and where in it."""
+    """Which of the places lie in this rank's shard, and where in it. What several ranks hold belongs to the first."""
     mesh = tensor.device_mesh
     shape, start = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim
