@@ -15,7 +15,8 @@ from verl.plugin.platform import get_platform
 import marl.config.schema  # noqa: F401 - registers our groups
 from marl.cluster.layout import Part, parts_of
 from marl.config.errors import ConfigError
-from marl.run_setup import Setup, colocated
+from marl.config.placement import colocated, size_of
+from marl.run_setup import Setup
 
 
 def check_cluster(setup: Setup) -> None:
@@ -100,8 +101,9 @@ def start_workers(config: DictConfig, parts: list[Part], cleanup: ExitStack) -> 
     for part in parts:
         members.setdefault(part.pool, []).append(part)
     for pool_name, within in members.items():
+        size = size_of(config, pool_name)
         pool = Pool(
-            [config.trainer.n_gpus_per_node] * config.trainer.nnodes,
+            [size.gpus] * size.nodes,
             use_gpu=device != "cpu",
             max_colocate_count=1,
             name_prefix=pool_name,

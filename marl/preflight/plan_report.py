@@ -8,7 +8,8 @@ import torch
 from omegaconf import DictConfig
 
 from marl.batch.packing import packed_policies
-from marl.config.policies import holds_reference, own_settings, ranks_per_pool, trained_policies
+from marl.config.placement import size_of
+from marl.config.policies import holds_reference, own_settings, trained_policies
 from marl.modules import pretrained
 from marl.preflight import batch_plan, memory_plan, model_checks
 from marl.preflight.batch_plan import Batch
@@ -47,9 +48,8 @@ def plan_text(setup: CheckedSetup) -> str:
         memory = memory_plan.policy_memory(own, policy, size, card, has_reference)
         pools.setdefault(pool, []).append((policy.policy, memory))
         asleep[pool] = asleep.get(pool, True) and own.rollout.free_cache_engine
-    for_critic = critic_memory(setup) if setup.pool_by_critic else Memory()
     for critic, pool in setup.pool_by_critic.items():
-        pools.setdefault(pool, []).append((f"{critic} critic", for_critic))
+        pools.setdefault(pool, []).append((f"{critic} critic", critic_memory(setup, pool)))
         asleep.setdefault(pool, False)
     peaks = {
         pool: memory_plan.pool_memory([memory for _, memory in members], asleep[pool])
@@ -68,13 +68,13 @@ def packing_text(setup: Setup) -> str:
     return f"turns of an agent whose prompts extend one another share a row (controller.pack_turns): {', '.join(names)}"
 
 
-def critic_memory(setup: Setup) -> Memory:
-    """The memory of a critic's rank; all critics have one model."""
+def critic_memory(setup: Setup, pool: str) -> Memory:
+    """The memory of a critic's rank in a pool; all critics have one model."""
     config = setup.config
-    size = model_checks.size_of(pretrained.load_config(config.critic.model, "critic.model"), "critic.model.path")
-    ranks = ranks_per_pool(config.trainer)
+    model = model_checks.size_of(pretrained.load_config(config.critic.model, "critic.model"), "critic.model.path")
+    ranks = size_of(config, pool).ranks
     has_target = setup.critics is not None and setup.critics.keeps_target
-    return memory_plan.critic_memory(config.critic, ranks, size, has_target)
+    return memory_plan.critic_memory(config.critic, ranks, model, has_target)
 
 
 def has_reference_here(config: DictConfig, name: str, own: DictConfig) -> bool:
