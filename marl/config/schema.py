@@ -43,6 +43,18 @@ class Placement(Enum):
     """All policies share one pool, one process a rank."""
 
 
+@dataclass
+class PoolConfig:
+    """``resources.pools.<name>``: processes that its members share. Servers sleep while others of the pool train."""
+
+    gpus: int | None = bounded(None, count(1, 128, null=True))
+    """Ranks on each of its nodes (CPUs with ``hardware=cpu``); null for ``trainer.n_gpus_per_node``."""
+    nodes: int | None = bounded(None, count(1, 4096, null=True))
+    """null for ``trainer.nnodes``."""
+    policies: list[str] = field(default_factory=list)
+    critics: list[str] = field(default_factory=list)
+
+
 class WeightCheck(Enum):
     """``resources.weight_check``: proof, after every sync, that the servers hold their trainer's weights."""
 
@@ -58,9 +70,13 @@ class WeightCheck(Enum):
 
 @dataclass
 class ResourcesConfig:
-    """Placement of policies and critics. A pool has ``trainer.nnodes`` x ``trainer.n_gpus_per_node`` ranks."""
+    """Placement of policies and critics. A pool has ``trainer.nnodes`` x ``trainer.n_gpus_per_node`` ranks, unless ``pools``
+    gives it others."""
 
     placement: Placement = Placement.separate
+    """Placement of policies and critics that no pool of ``pools`` names."""
+    pools: dict[str, PoolConfig] = field(default_factory=dict)
+    """Pools by name, each with its own size and members."""
     critic_pool: str | None = None
     """The pool of the critics; null for pools of their own, or the shared one where policies are colocated."""
     one_process: bool = False

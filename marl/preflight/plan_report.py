@@ -94,7 +94,7 @@ def warnings_of(config: DictConfig, peaks: Mapping[str, float], card: float | No
     """Warnings about limits that the estimate exceeds."""
     remedy = "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu, use more ranks, or a smaller model"
     if config.trainer.device == "cpu":
-        needed = sum(peaks.values()) * config.trainer.n_gpus_per_node
+        needed = sum(peak * size_of(config, pool).gpus for pool, peak in peaks.items())
         there = psutil.virtual_memory().available
         if needed > there:
             return [
