@@ -37,12 +37,29 @@ def growth_text(setup: CheckedSetup) -> str:
 
 def plan_text(setup: CheckedSetup) -> str:
     """The batch arithmetic and the memory of a checked configuration, and a warning where that is more than there is."""
-    config = setup.config
-    turns = setup.runner.most_turns(list(config.agents))
-    batch, card = batch_plan.batch_of(config, turns), card_bytes(config.trainer.device)
-    pools: dict[str, list[tuple[str, memory_plan.Memory]]] = {}
-    asleep: dict[str, bool] = {}
-    for policy in batch.policies:
+    card = card_bytes(setup.config.trainer.device)
+    members, asleep = pool_members(setup, card)
+    lines = [*step_text(setup), memory_text(members, asleep)]
+    return "\n".join([*lines, *warnings_of(setup.config, peaks_of(members, asleep), card)])
+
+
+def step_text(setup: CheckedSetup) -> list[str]:
+    """A step's arithmetic, packing and prompts."""
+    return [batch_text(batch_of(setup)), packing_text(setup), growth_text(setup)]
+
+
+def batch_of(setup: Setup) -> Batch:
+    return batch_plan.batch_of(setup.config, setup.runner.most_turns(list(setup.config.agents)))
+
+
+Members = dict[str, list[tuple[str, Memory]]]
+"""The policies and critics of each pool, each with the memory of one of its ranks."""
+
+
+def pool_members(setup: CheckedSetup, card: float | None) -> tuple[Members, dict[str, bool]]:
+    """Who lives in each pool, and whether its servers sleep while it trains. ``card``: an accelerator's bytes, where known."""
+    config, pools, asleep = setup.config, Members(), dict[str, bool]()
+    for policy in batch_of(setup).policies:
         own, pool = own_settings(config, policy.policy), setup.pool_by_policy[policy.policy]
         size, has_reference = setup.sizes[policy.policy], has_reference_here(config, policy.policy, own)
         memory = memory_plan.policy_memory(own, policy, size, card, has_reference)
@@ -51,12 +68,12 @@ def plan_text(setup: CheckedSetup) -> str:
     for critic, pool in setup.pool_by_critic.items():
         pools.setdefault(pool, []).append((f"{critic} critic", critic_memory(setup, pool)))
         asleep.setdefault(pool, False)
-    peaks = {
-        pool: memory_plan.pool_memory([memory for _, memory in members], asleep[pool])
-        for pool, members in pools.items()
-    }
-    lines = [batch_text(batch), packing_text(setup), growth_text(setup), memory_text(pools, asleep)]
-    return "\n".join([*lines, *warnings_of(config, peaks, card)])
+    return pools, asleep
+
+
+def peaks_of(members: Members, asleep: Mapping[str, bool]) -> dict[str, float]:
+    """The peak of one rank of each pool."""
+    return {pool: pool_memory([memory for _, memory in own], asleep[pool]) for pool, own in members.items()}
 
 
 def packing_text(setup: Setup) -> str:
