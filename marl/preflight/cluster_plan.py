@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from marl.config.errors import ConfigError
 from marl.config.placement import PoolSize, Unplaceable, machines_of
 from marl.config.policies import own_settings, ranks_per_server
+from marl.config.schema import PoolConfig
 from marl.preflight.checks import CheckedSetup
 from marl.preflight.plan_report import memory_text, peaks_of, pool_members, step_text
 from marl.utils.tables import aligned
@@ -99,7 +100,7 @@ def resized(setup: CheckedSetup, pool: str, size: PoolSize) -> CheckedSetup:
     """The run with another size of one pool."""
     config = OmegaConf.create(setup.config)
     OmegaConf.set_struct(config, False)
-    config.resources.pools[pool] = {"gpus": size.gpus, "nodes": size.nodes, **members_of(setup, pool)}
+    config.resources.pools[pool] = PoolConfig(size.gpus, size.nodes, **members_of(setup, pool))
     return CheckedSetup(**(vars(setup) | {"config": config}))
 
 
