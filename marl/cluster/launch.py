@@ -14,6 +14,7 @@ from verl.plugin.platform import get_platform
 
 import marl.config.schema  # noqa: F401 - registers our groups
 from marl.cluster.layout import Part, parts_of
+from marl.config.deadlines import deadlines_of
 from marl.config.errors import ConfigError
 from marl.config.placement import Unplaceable, colocated, machines_of, size_of
 from marl.run_setup import Setup
@@ -64,7 +65,12 @@ def make_groups(
         kind, members = (CriticGroup, critics) if part.is_critic else (policy_group, groups)
         own = next(iter(configs.values())) if part.is_critic else configs[part.name]
         members[part.name] = group = kind(
-            part.name, own, workers, part.pool, config.resources.timeout_s, locks.setdefault(part.pool, asyncio.Lock())
+            part.name,
+            own,
+            workers,
+            part.pool,
+            deadlines_of(config.resources),
+            locks.setdefault(part.pool, asyncio.Lock()),
         )
         cleanup.callback(group.stop)
     return groups, critics

@@ -14,6 +14,7 @@ from verl.utils.device import get_device_name
 
 from marl.cluster.policy_group import RayPolicyGroup
 from marl.cluster.workers.policy_worker import process_group_backend
+from marl.config.deadlines import Phase
 from marl.rollout.hf import LOCAL_SERVERS, HFServer, server_name
 from marl.rollout.requests import Draft
 from marl.rollout.servers import CoalescingClient
@@ -131,7 +132,7 @@ class LocalPolicyGroup(RayPolicyGroup):
 
     async def sync_weights(self, step: int) -> None:
         update = self.workers.worker.update_weights(global_steps=step, mode="naive")
-        await self._wait(f"syncing the weights of step {step}", update)
+        await self._wait(f"syncing the weights of step {step}", update, Phase.sync)
         self.version = step
 
     async def weight_digest(self, seed: int) -> Digest:

@@ -86,7 +86,17 @@ class ResourcesConfig:
     placement_timeout_s: float = bounded(60.0, SECONDS)
     """Deadline for the cluster to allocate a pool that fits on it."""
     timeout_s: float = bounded(600.0, SECONDS)
-    """Deadline of every single call to workers and servers."""
+    """Deadline of every single call to workers and servers, except those of phases with one of their own:"""
+    start_timeout_s: float | None = bounded(None, SECONDS.or_null())
+    """loading models, starting servers and episode workers; null for ``timeout_s``, as below"""
+    request_timeout_s: float | None = bounded(None, SECONDS.or_null())
+    """time without any answer of a policy's servers"""
+    sync_timeout_s: float | None = bounded(None, SECONDS.or_null())
+    """sending weights, and proving that they have arrived"""
+    update_timeout_s: float | None = bounded(None, SECONDS.or_null())
+    """an update, or a forward pass"""
+    save_timeout_s: float | None = bounded(None, SECONDS.or_null())
+    """saving and loading a checkpoint"""
     process_group_timeout_s: float = bounded(120.0, SECONDS)
     """Deadline of a collective between ranks on a CPU (gloo); it notices a hung or unreachable rank. Below ``timeout_s``."""
 

@@ -18,6 +18,7 @@ from marl.cluster.launch import check_cluster
 from marl.cluster.layout import policy_config
 from marl.cluster.session import use_platform
 from marl.config.dataset_rows import check_files, check_row
+from marl.config.deadlines import same_for_all
 from marl.config.errors import ConfigError, explain
 from marl.config.external import check_modules, find_own_modules
 from marl.config.overrides import find_verl, new_agents
@@ -452,7 +453,7 @@ def test_a_row_may_be_as_long_as_all_ranks_of_a_sequence_hold(quickstart):
 
 def test_a_critic_reads_as_much_as_all_ranks_of_a_sequence_hold(quickstart):
     config = quickstart("critic.ppo_max_token_len_per_gpu=24", "critic.fsdp.ulysses_sequence_parallel_size=2")
-    group = CriticGroup("central", config, None, "pool", 1.0)
+    group = CriticGroup("central", config, None, "pool", same_for_all(1.0))
     assert group.longest == 48
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from marl.config.deadlines import Phase, deadline_of
 from marl.config.errors import ConfigError
 from marl.config.placement import PoolSize, pool_of, size_of
 from marl.config.policies import all_policies, own_settings, ranks_per_server
@@ -150,10 +151,11 @@ def collectives_end_before_calls(config: Any) -> None:
     """The shorter deadline names the rank that is missing."""
     resources = config.resources
     gloo = config.trainer.device == "cpu" and any(size.ranks > 1 for size in sizes(config).values())
-    if gloo and resources.process_group_timeout_s >= resources.timeout_s:
+    shortest = min(deadline_of(resources, phase) for phase in Phase if phase is not Phase.request)
+    if gloo and resources.process_group_timeout_s >= shortest.seconds:
         raise ConfigError(
-            f"resources.process_group_timeout_s={resources.process_group_timeout_s:g}: must be below resources.timeout_s="
-            f"{resources.timeout_s:g}, which would end the call before a missing rank is noticed; lower the former, or raise the latter"
+            f"resources.process_group_timeout_s={resources.process_group_timeout_s:g}: must be below {shortest.key}="
+            f"{shortest.seconds:g}, which would end the call before a missing rank is noticed; lower the former, or raise the latter"
         )
 
 
