@@ -28,10 +28,10 @@ class WeightSync:
         """``clients``: each policy's client, which encodes its probe."""
         wanted = WeightCheck(config.resources.weight_check)
         self.policies = policies
-        self.checks = {name: check_of(wanted, group.rollout.name) for name, group in policies.items()}
+        checked = {} if wanted is WeightCheck.none else policies
 
         def checked_by(check: WeightCheck) -> dict[PolicyName, RayPolicyGroup]:
-            return {name: group for name, group in policies.items() if self.checks[name] is check}
+            return {name: group for name, group in checked.items() if check_of(wanted, group.rollout.name) is check}
 
         digests, probes = checked_by(WeightCheck.digest), checked_by(WeightCheck.probe)
         self.proofs: list[Proof] = [DigestProof(config.seed, digests)] if digests else []

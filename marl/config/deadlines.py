@@ -25,15 +25,19 @@ NONE = Deadline(math.inf, "resources.timeout_s")
 
 def deadlines_of(resources: Any) -> Deadlines:
     """The deadline of each phase."""
-    return {phase: deadline_of(resources, phase) for phase in Phase}
+    own = {
+        Phase.start: resources.start_timeout_s,
+        Phase.request: resources.request_timeout_s,
+        Phase.sync: resources.sync_timeout_s,
+        Phase.update: resources.update_timeout_s,
+        Phase.save: resources.save_timeout_s,
+    }
+    whole = Deadline(resources.timeout_s, "resources.timeout_s")
+    return {
+        phase: whole if seconds is None else Deadline(seconds, f"resources.{phase.value}_timeout_s")
+        for phase, seconds in own.items()
+    }
 
 
 def deadline_of(resources: Any, phase: Phase) -> Deadline:
-    key = f"{phase.value}_timeout_s"
-    chosen = key if resources[key] is not None else "timeout_s"
-    return Deadline(resources[chosen], f"resources.{chosen}")
-
-
-def same_for_all(seconds: float) -> Deadlines:
-    """One deadline for every phase."""
-    return dict.fromkeys(Phase, Deadline(seconds, "resources.timeout_s"))
+    return deadlines_of(resources)[phase]

@@ -25,7 +25,7 @@ class TensorDigest(NamedTuple):
     """A tensor's shape, how many numbers of it were read, and their sum."""
 
     shape: tuple[int, ...]
-    count: int
+    read: int
     total: int
 
 

@@ -18,7 +18,6 @@ from marl.cluster.launch import check_cluster
 from marl.cluster.layout import policy_config
 from marl.cluster.session import use_platform
 from marl.config.dataset_rows import check_files, check_row
-from marl.config.deadlines import same_for_all
 from marl.config.errors import ConfigError, explain
 from marl.config.external import check_modules, find_own_modules
 from marl.config.overrides import find_verl, new_agents
@@ -28,6 +27,7 @@ from marl.main import ConfigError as MainConfigError
 from marl.preflight.prepare import prepare
 from marl.run_setup import Setup
 from marl.utils.registry import did_you_mean
+from tests.builders import same_for_all
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.yaml"))

@@ -11,9 +11,9 @@ from verl.utils import tensordict_utils as tu
 
 from marl.cluster.local import Done
 from marl.cluster.worker_group import WorkerGroup, throughput
-from marl.config.deadlines import same_for_all
 from marl.utils.ragged import jagged
 from marl.utils.spans import Stopwatch, union_seconds
+from tests.builders import same_for_all
 
 
 class Slow:
