@@ -19,6 +19,7 @@ from marl.batch.utility_inputs import JointStates
 from marl.cluster.critics import Critics
 from marl.cluster.launch import check_cluster, make_groups, start_groups
 from marl.cluster.layout import model_config, policy_config
+from marl.config.deadlines import Phase, deadline_of
 from marl.config.errors import ConfigError
 from marl.config.policies import loops_of, thinking_of
 from marl.config.schema import CriticLevel
@@ -74,11 +75,11 @@ def make_client(config: DictConfig, name: str, group: Any, tokenizer: Any) -> Po
     text = model.get_text_config()
     ends = end_ids(tokenizer, text, load_generation_config(group.config.actor_rollout_ref.model.path))
     parts = (name, group.rollout, group.client(), tokenizer, encoder, text.vocab_size, ends)
-    patience_s = config.resources.timeout_s
+    patience = deadline_of(config.resources, Phase.request)
     if not loops:
-        return PolicyClient(*parts, patience_s=patience_s)
+        return PolicyClient(*parts, patience=patience)
     made = Loops(group.config, loops, tokenizer, model.model_type)
-    return LoopClient(*parts, patience_s=patience_s, loops=made)
+    return LoopClient(*parts, patience=patience, loops=made)
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ async def start_controller(
     make = partial(controller_of_worker, config, type(setup.runner), exchange_every, served)
     workers = EpisodeWorkers(spawn(count, run_id), config.controller.episode_timeout_s)
     cleanup.callback(workers.stop)
-    await workers.start(make, config.resources.timeout_s)
+    await workers.start(make, *deadline_of(config.resources, Phase.start))
     kind = partial(SpreadController, workers)
     return make_controller(config, setup.runner, exchange_every, groups, tokenizers, cleanup, kind)
 

@@ -23,6 +23,10 @@ COMMANDS = {
         "marl.commands.run_one",
         "play one conversation and print it: takes the keys of train, and question= answers= model= dump= …",
     ),
+    "plan": Command(
+        "marl.commands.plan",
+        "print a run's memory and placement without starting it: --cluster 2x8x80GB, and the keys of train",
+    ),
     "ensemble": Command("marl.commands.ensemble", "compare the agents' vote and joint answers with each agent alone"),
 }
 

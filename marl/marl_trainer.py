@@ -17,6 +17,7 @@ from marl.cluster.critics import Critics
 from marl.cluster.old_log_probs import OldLogProbs
 from marl.cluster.policy_group import RayPolicyGroup, served
 from marl.cluster.references import References
+from marl.cluster.weight_arrival import WeightSync
 from marl.cluster.worker_group import WorkerGroup, throughput
 from marl.config.identity import settings_of
 from marl.controller.alternative_rollouts import AlternativeRollouts
@@ -55,8 +56,8 @@ class MARLTrainer:
         progress: Progress | None = None,
     ) -> None:
         self.config, self.policies, self.controller, self.learner = config, policies, controller, learner
-        self.critics, self.references = critics, References(config, policies)
-        self.packed = packed_policies(config, learner.critics)
+        self.critics, self.packed = critics, packed_policies(config, learner.critics)
+        self.references, self.weights = References(config, policies), WeightSync(config, policies, controller.clients)
         self.old_log_probs = OldLogProbs(config, policies, controller.sampling, learner.needs_exact_log_probs)
         self.loader, self.validation, self.total_steps = loader, validation, total_steps
         self.tasks = TaskStream(loader, reads_ahead=not config.resources.one_process)
@@ -168,7 +169,7 @@ class MARLTrainer:
         with phase("credit"):
             credited = self.assign_credit(batch)
         (updates, late_fits), _ = await phase.of("update", asyncio.gather(self.update(batch), self.tasks.read_ahead()))
-        await phase.of("sync_weights", self.sync_weights())
+        gathered |= await phase.of("sync_weights", self.sync_weights())
         ended = time.time()
         await self.dumps.write(episodes, self.step_number, batch, self.learner.credit.of)
         labels = self.policy_map.labels(self.trained_agents)
@@ -271,9 +272,9 @@ class MARLTrainer:
         must_be_finite("critic", fits, self.step_number)
         return fits
 
-    async def sync_weights(self) -> None:
-        """Give every policy's weights to its servers, all at once."""
-        await asyncio.gather(*(group.sync_weights(self.step_number) for group in self.policies.values()))
+    async def sync_weights(self) -> Metrics:
+        """Give every policy's weights to its servers, and prove that they have arrived."""
+        return await self.weights.to_step(self.step_number)
 
     async def validate(self) -> Metrics:
         """Play the validation tasks; the episodes are dumped, the team's numbers are kept for the summary."""

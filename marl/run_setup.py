@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from omegaconf import DictConfig
 
 from marl.batch.critic_spec import CriticSpec
-from marl.config.policies import all_policies, ranks_per_pool, trained_policies
-from marl.config.schema import Placement
+from marl.config.placement import PoolSize, critic_pool, pool_of, size_of
+from marl.config.policies import all_policies, trained_policies
 from marl.learners import CREDITS, LEARNERS, Learner
 from marl.runners import RUNNERS, Runner
 from marl.types import CriticName, PolicyName
@@ -44,9 +44,14 @@ class Setup:
         return self.learner.critics
 
     @property
+    def pools(self) -> dict[str, PoolSize]:
+        """The pools in which somebody lives, by name."""
+        names = dict.fromkeys([*self.pool_by_policy.values(), *self.pool_by_critic.values()])
+        return {name: size_of(self.config, name) for name in names}
+
+    @property
     def ranks_by_pool(self) -> dict[str, int]:
-        pools = [*self.pool_by_policy.values(), *self.pool_by_critic.values()]
-        return dict.fromkeys(pools, ranks_per_pool(self.config.trainer))
+        return {name: size.ranks for name, size in self.pools.items()}
 
 
 def make_runner(config: DictConfig) -> Runner:
@@ -55,19 +60,3 @@ def make_runner(config: DictConfig) -> Runner:
 
 def make_learner(config: DictConfig) -> Learner:
     return LEARNERS.build(config.learner, credit=CREDITS.build(config.credit))
-
-
-def colocated(config: DictConfig) -> bool:
-    """True if policies and critics that name no pool share one."""
-    return config.resources.placement is Placement.colocated
-
-
-def pool_of(config: DictConfig, policy: PolicyName) -> str:
-    named = (config.policies.get(policy) or {}).get("pool")
-    return named or ("shared" if colocated(config) else policy)
-
-
-def critic_pool(config: DictConfig, critic: CriticName) -> str:
-    """Beside the policies where they are colocated; else a pool of its own."""
-    named = config.resources.critic_pool
-    return named or ("shared" if colocated(config) else f"{critic}_critic")

@@ -12,6 +12,7 @@ from marl.batch.build import joint_batch
 from marl.batch.evidence import ballots_of, outcomes_of
 from marl.batch.utility_inputs import UtilityTurns
 from marl.batch.values import place_values
+from marl.config.deadlines import Deadline, Phase
 from marl.config.schema import AgentConfig, ControllerConfig
 from marl.controller.controller import Controller
 from marl.learners import CREDITS, LEARNERS
@@ -265,3 +266,8 @@ def episode_of_turns(*turns, agents=("a", "b")):
 
 def like(rows, values):
     return torch.nested.nested_tensor_from_jagged(values, offsets=rows["responses"].offsets())
+
+
+def same_for_all(seconds):
+    """One deadline for every phase."""
+    return dict.fromkeys(Phase, Deadline(seconds, "resources.timeout_s"))

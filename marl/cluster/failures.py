@@ -15,6 +15,17 @@ class GroupFailed(RuntimeError):
     """A worker or a server of a policy or a critic died or raised; the run cannot go on."""
 
 
+class WeightsNotArrived(RuntimeError):
+    """A server does not hold its trainer's weights after their sync: what it samples is another policy's."""
+
+    def __init__(self, policy: str, server: str, step: int, problem: str) -> None:
+        super().__init__(
+            f"policy {policy!r}, step {step}: {server} does not hold the trainer's weights after their sync: {problem}. The run "
+            "ends before it learns from another policy's turns; look at the server's log and at the engine's version, then "
+            "continue from the last checkpoint (trainer.resume_mode=auto). resources.weight_check=none trains regardless"
+        )
+
+
 def group_failed(whose: str, what: str, error: RayError) -> GroupFailed:
     """Error naming the owner, the call and the cause; for a dead process, also its last log lines."""
     if isinstance(error, RayTaskError) and isinstance(error.cause, RayActorError):

@@ -14,34 +14,38 @@ from verl.plugin.platform import get_platform
 
 import marl.config.schema  # noqa: F401 - registers our groups
 from marl.cluster.layout import Part, parts_of
+from marl.config.deadlines import deadlines_of
 from marl.config.errors import ConfigError
-from marl.run_setup import Setup, colocated
+from marl.config.placement import Unplaceable, colocated, machines_of, size_of
+from marl.run_setup import Setup
 
 
 def check_cluster(setup: Setup) -> None:
     """Raise ConfigError if the cluster could never give the pools what they ask for."""
-    config, pools = setup.config, setup.ranks_by_pool
     resource = get_platform().ray_resource_name()
-    needed, there = sum(pools.values()), int(ray.cluster_resources().get(resource, 0))
+    needed, there = sum(setup.ranks_by_pool.values()), int(ray.cluster_resources().get(resource, 0))
+    listed = ", ".join(f"{name}: {size.nodes} x {size.gpus}" for name, size in setup.pools.items())
     if needed > there:
-        listed = ", ".join(f"{name}: {ranks}" for name, ranks in pools.items())
-        remedy = (
-            "They already share a pool where they can; use"
-            if colocated(config)
-            else "Set resources.placement=colocated, use"
-        )
         raise ConfigError(
-            f"the pools ask for {needed} {resource} ({listed}; each trainer.nnodes={config.trainer.nnodes} x "
-            f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}), the whole cluster has {there}. "
-            f"{remedy} fewer ranks, or a larger cluster"
+            f"the pools ask for {needed} {resource} ({listed}; resources.pools.<name>.nodes x gpus, or trainer.nnodes x "
+            f"trainer.n_gpus_per_node), the whole cluster has {there}. {remedy_of(setup.config)} fewer ranks, or a larger cluster"
         )
-    ranks = config.trainer.n_gpus_per_node
-    largest = max((int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"]), default=0)
-    if ranks > largest:
+    machines = [int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"]]
+    try:
+        machines_of(setup.pools, machines)
+    except Unplaceable as error:
         raise ConfigError(
-            f"trainer.n_gpus_per_node={ranks}: the ranks of a pool's node are placed on one machine, and the largest has "
-            f"{largest} {resource}. Use fewer ranks a node and more trainer.nnodes"
-        )
+            f"{error} (machines of {', '.join(map(str, machines))} {resource}; pools {listed}). Use fewer ranks a node and more nodes "
+            "(resources.pools.<name>.{gpus,nodes}, or trainer.n_gpus_per_node and trainer.nnodes)"
+        ) from None
+
+
+def remedy_of(config: DictConfig) -> str:
+    return (
+        "They already share a pool where they can; use"
+        if colocated(config)
+        else "Set resources.placement=colocated, use"
+    )
 
 
 def make_groups(
@@ -61,7 +65,12 @@ def make_groups(
         kind, members = (CriticGroup, critics) if part.is_critic else (policy_group, groups)
         own = next(iter(configs.values())) if part.is_critic else configs[part.name]
         members[part.name] = group = kind(
-            part.name, own, workers, part.pool, config.resources.timeout_s, locks.setdefault(part.pool, asyncio.Lock())
+            part.name,
+            own,
+            workers,
+            part.pool,
+            deadlines_of(config.resources),
+            locks.setdefault(part.pool, asyncio.Lock()),
         )
         cleanup.callback(group.stop)
     return groups, critics
@@ -100,8 +109,9 @@ def start_workers(config: DictConfig, parts: list[Part], cleanup: ExitStack) -> 
     for part in parts:
         members.setdefault(part.pool, []).append(part)
     for pool_name, within in members.items():
+        size = size_of(config, pool_name)
         pool = Pool(
-            [config.trainer.n_gpus_per_node] * config.trainer.nnodes,
+            [size.gpus] * size.nodes,
             use_gpu=device != "cpu",
             max_colocate_count=1,
             name_prefix=pool_name,

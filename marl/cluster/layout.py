@@ -5,6 +5,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from marl.config.deadlines import Phase, deadline_of
+from marl.config.placement import pool_of, size_of
 from marl.config.policies import holds_reference, own_settings, trained_policies
 from marl.run_setup import Setup
 from marl.utils.seeding import derive_seed
@@ -19,9 +21,18 @@ def policy_config(config: DictConfig, name: str, index: int, run_id: str, total_
     own = OmegaConf.create(OmegaConf.to_container(config, resolve=True, enum_to_str=True))
     from marl.rollout.vllm_sglang import OFFSET
 
-    custom = {"policy": name, "run_id": run_id, "replica_offset": index * OFFSET, "timeout_s": own.resources.timeout_s}
+    size, sync = size_of(config, pool_of(config, name)), deadline_of(own.resources, Phase.sync)
+    custom = {
+        "policy": name,
+        "run_id": run_id,
+        "replica_offset": index * OFFSET,
+        "timeout_s": sync.seconds,
+        "timeout_key": sync.key,
+    }
     with open_dict(own):
         own.actor_rollout_ref = own_settings(own, name)
+        own.trainer.n_gpus_per_node = own.actor_rollout_ref.rollout.n_gpus_per_node = size.gpus
+        own.trainer.nnodes = size.nodes
         own.actor_rollout_ref.rollout.custom = (own.actor_rollout_ref.rollout.get("custom") or {}) | custom
         own.actor_rollout_ref.actor.optim.total_training_steps = total_steps
         own.critic.optim.total_training_steps = total_steps

@@ -14,10 +14,12 @@ from verl.utils.device import get_device_name
 
 from marl.cluster.policy_group import RayPolicyGroup
 from marl.cluster.workers.policy_worker import process_group_backend
+from marl.config.deadlines import Phase
 from marl.rollout.hf import LOCAL_SERVERS, HFServer, server_name
 from marl.rollout.requests import Draft
 from marl.rollout.servers import CoalescingClient
 from marl.rollout.vllm_sglang import replica_offset
+from marl.utils.weight_digest import Digest, joined
 
 ONE_RANK = {
     "RANK": "0",
@@ -114,6 +116,7 @@ class LocalServers:
         self.name = server_name(rollout, replica_offset(rollout))
         model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
         self.server_handles = [LocalHandle(LocalServer(rollout, model, get_device_name()))]
+        self.server_addresses = [self.name]
         LOCAL_SERVERS[self.name] = self.server_handles[0]
 
     def client(self) -> CoalescingClient:
@@ -129,8 +132,11 @@ class LocalPolicyGroup(RayPolicyGroup):
 
     async def sync_weights(self, step: int) -> None:
         update = self.workers.worker.update_weights(global_steps=step, mode="naive")
-        await self._wait(f"syncing the weights of step {step}", update)
+        await self._wait(f"syncing the weights of step {step}", update, Phase.sync)
         self.version = step
+
+    async def weight_digest(self, seed: int) -> Digest:
+        return joined([self.workers.worker.weight_digest(seed)])
 
     def stop(self) -> None:
         if hasattr(self, "servers"):

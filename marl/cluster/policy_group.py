@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterable
+import uuid
+from collections.abc import Awaitable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,15 @@ from verl.checkpoint_engine import CheckpointEngineManager
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
 
 from marl.cluster.worker_group import T, WorkerGroup, first_rows, flatten_metrics
+from marl.config.deadlines import Phase
 from marl.config.precision import gap_alarm
 from marl.rollout.servers import PolicyServers
 from marl.types import Metrics
 from marl.utils.spans import Span
+from marl.utils.weight_digest import Digest, Held, joined
 
 
 class RayPolicyGroup(WorkerGroup):
@@ -46,7 +50,7 @@ class RayPolicyGroup(WorkerGroup):
     async def start_servers(self) -> None:
         """Start the servers; they have no weights before the first sync."""
         self.servers: Any = PolicyServers(self.config, self.workers)
-        await self._wait("starting its servers", self._launch())
+        await self._wait("starting its servers", self._launch(), Phase.start)
         self.weight_sync = CheckpointEngineManager(
             config=omega_conf_to_dataclass(self.rollout.checkpoint_engine),
             actor_wg=self.workers,
@@ -98,22 +102,47 @@ class RayPolicyGroup(WorkerGroup):
         await self._all("renewing its reference", self.workers.renew_reference)
 
     async def save_reference(self, folder: Path) -> None:
-        await self._all(f"saving its reference to {folder}", self.workers.save_reference, str(folder))
+        await self._all(f"saving its reference to {folder}", self.workers.save_reference, str(folder), phase=Phase.save)
 
     async def load_reference(self, folder: Path) -> None:
-        await self._all(f"loading its reference from {folder}", self.workers.load_reference, str(folder))
+        await self._all(
+            f"loading its reference from {folder}", self.workers.load_reference, str(folder), phase=Phase.save
+        )
 
     async def free_servers(self) -> None:
         """Release the memory of servers that share an accelerator with the trainer; a weight sync wakes them."""
         if self.rollout.free_cache_engine:
-            await self._wait("putting its servers to sleep", self.weight_sync.sleep_replicas())
+            await self._wait("putting its servers to sleep", self.weight_sync.sleep_replicas(), Phase.sync)
 
     async def sync_weights(self, step: int) -> None:
         """Ship the trainer's weights to every server; their turns carry ``step`` as version from then on."""
         async with self.in_turn:
             update = asyncio.to_thread(self.weight_sync.update_weights, global_steps=step)
-            await self._wait(f"syncing the weights of step {step}", update)
+            await self._wait(f"syncing the weights of step {step}", update, Phase.sync)
         self.version = step
+
+    def server_name(self, index: int) -> str:
+        """A server's number and its address, for messages."""
+        return f"server {index} ({self.servers.server_addresses[index]})"
+
+    async def weight_digest(self, seed: int) -> Digest:
+        """The digest of the trainer's weights, as its servers should hold them."""
+        async with self.in_turn:
+            shares = asyncio.gather(*self.workers.weight_digest(seed))
+            return joined(await self._wait("reading its weights", shares, Phase.sync))
+
+    async def held_weights(self, seed: int) -> list[Held]:
+        """Each ``hf`` server's account of the weights that it decodes with."""
+        refs = [server.held_weights.remote(seed) for server in self.servers.server_handles]
+        return await self._wait("reading its servers' weights", asyncio.gather(*refs), Phase.sync)
+
+    async def ask_servers(self, prompt_ids: list[int], sampling: Mapping[str, Any]) -> list[TokenOutput]:
+        """Every server's own answer to a prompt."""
+        refs = [
+            server.generate.remote(list(prompt_ids), dict(sampling), f"probe-{uuid.uuid4().hex}")
+            for server in self.servers.server_handles
+        ]
+        return await self._wait("asking its servers for an answer", asyncio.gather(*refs), Phase.sync)
 
     def stop(self) -> None:
         """End the servers and workers."""
@@ -128,7 +157,7 @@ class RayPolicyGroup(WorkerGroup):
         if self.rollout.name != "hf":
             return []
         refs = [server.take_spans.remote() for server in self.servers.server_handles]
-        answers = await self._wait("asking its servers", asyncio.gather(*refs))
+        answers = await self._wait("asking its servers", asyncio.gather(*refs), Phase.request)
         now = time.time()  # a server's clock may be another node's
         return [(start + now - theirs, end + now - theirs) for spans, theirs in answers for start, end in spans]
 

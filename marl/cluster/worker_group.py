@@ -18,6 +18,7 @@ from verl.utils.metric import reduce_metrics
 
 from marl.batch.build import pad_rows
 from marl.cluster.failures import group_failed
+from marl.config.deadlines import Deadlines, Phase
 from marl.types import Metrics
 from marl.utils.deadlines import wait_with_deadline
 from marl.utils.spans import Span, placed, union_seconds
@@ -33,24 +34,26 @@ class WorkerGroup:
     warned_of_fewer = False
 
     def __init__(
-        self, name: str, config: Any, workers: Any, pool: str, timeout: float, lock: asyncio.Lock | None = None
+        self, name: str, config: Any, workers: Any, pool: str, deadlines: Deadlines, lock: asyncio.Lock | None = None
     ) -> None:
         """``lock`` is that of the pool: groups of one pool share processes and their collectives. Ray does not promise that
         every rank takes two groups' calls in the same order, and a deadline begins when the processes are free."""
-        self.name, self.config, self.workers, self.pool, self.timeout = name, config, workers, pool, timeout
+        self.name, self.config, self.workers, self.pool, self.deadlines = name, config, workers, pool, deadlines
         self.in_turn: AbstractAsyncContextManager = lock or nullcontext()
         self.busy: list[Span] = []
         """Spans of the current step in which a rank, or a server, computed; by ``time.time()`` of this process."""
 
     async def start_workers(self) -> None:
         """Load the model in every rank."""
-        await self._all("loading its model", self.workers.init_model)
+        await self._all("loading its model", self.workers.init_model, phase=Phase.start)
 
     async def save(self, folder: Path) -> None:
-        await self._all(f"saving to {folder}", self.workers.save_checkpoint, str(folder), None, 0, None)
+        await self._all(
+            f"saving to {folder}", self.workers.save_checkpoint, str(folder), None, 0, None, phase=Phase.save
+        )
 
     async def load(self, folder: Path) -> None:
-        await self._all(f"loading {folder}", self.workers.load_checkpoint, str(folder), None, False)
+        await self._all(f"loading {folder}", self.workers.load_checkpoint, str(folder), None, False, phase=Phase.save)
 
     def stop(self) -> None:
         """End the workers."""
@@ -89,10 +92,10 @@ class WorkerGroup:
             tu.assign_non_tensor(rows, **settings)
         return rows
 
-    async def _all(self, what: str, method: Any, *arguments: Any) -> None:
+    async def _all(self, what: str, method: Any, *arguments: Any, phase: Phase = Phase.update) -> None:
         """Call a method of every rank and wait for all of them."""
         async with self.in_turn:
-            await self._wait(what, asyncio.gather(*method(*arguments)))
+            await self._wait(what, asyncio.gather(*method(*arguments)), phase)
 
     async def _call(self, phase: str, method: Any, rows: TensorDict) -> TensorDict:
         """Give every rank its part of the rows and wait for verl's future without blocking the loop."""
@@ -107,9 +110,10 @@ class WorkerGroup:
         self.busy += [placed(seconds, ended, within) for seconds, ended in ranks]
         return output
 
-    async def _wait(self, what: str, work: Awaitable[T]) -> T:
+    async def _wait(self, what: str, work: Awaitable[T], phase: Phase = Phase.update) -> T:
+        seconds, key = self.deadlines[phase]
         try:
-            return await wait_with_deadline(self.timeout, f"{self.kind} {self.name!r}: {what}", work)
+            return await wait_with_deadline(seconds, f"{self.kind} {self.name!r}: {what}", work, key)
         except RayError as error:
             raise group_failed(f"{self.kind} {self.name!r}", what, error) from error
 

@@ -8,11 +8,12 @@ from marl.config.errors import ConfigError
 OPTIONS = ("agents", "runner", "learner", "credit", "hardware")
 VERL = "pkg://verl.trainer.config"
 NEW_AGENT = re.compile(r"\+agents\.([^.=]+)(?:\.(.*)|=\{\})$", re.DOTALL)
+POOLS = re.compile(r"^\+{0,2}resources\.pools(?:\.([^.=]+)\.([^.=]+))?=(.*)$", re.DOTALL)
 
 
 def hydra_overrides(words: Sequence[str]) -> list[str]:
-    """The command line's words as Hydra takes them: new agents are typed, and verl's configuration is found."""
-    return find_verl(new_agents(words))
+    """The command line's words as Hydra takes them: new agents are typed, pools are added, and verl's configuration is found."""
+    return find_verl(new_pools(new_agents(words)))
 
 
 def options_are_words(overrides: Sequence[str]) -> None:
@@ -40,6 +41,17 @@ def new_agents(overrides: Sequence[str]) -> list[str]:
         if setting:
             expanded.append(f"agents.{name}.{setting}")
     return expanded
+
+
+def new_pools(overrides: Sequence[str]) -> list[str]:
+    """Let ``resources.pools={…}`` and ``resources.pools.big.gpus=4`` add pools, with a ``+`` before them or not: Hydra adds no
+    typed entry to a dictionary by one of its keys."""
+
+    def added(match: re.Match[str]) -> str:
+        name, key, value = match.groups()
+        return f"++resources.pools={value}" if name is None else f"++resources.pools={{{name}:{{{key}:{value}}}}}"
+
+    return [POOLS.sub(added, override) for override in overrides]
 
 
 def find_verl(overrides: Sequence[str]) -> list[str]:

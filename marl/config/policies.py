@@ -78,10 +78,6 @@ def critic_tokens(critic: Any) -> int:
     return int(critic.ppo_max_token_len_per_gpu * critic.fsdp.ulysses_sequence_parallel_size)
 
 
-def ranks_per_pool(trainer: Any) -> int:
-    return trainer.nnodes * trainer.n_gpus_per_node
-
-
 def longest_row(rollout: Any) -> int:
     """Tokens of the longest prompt plus the longest answer."""
     return rollout.prompt_length + rollout.response_length

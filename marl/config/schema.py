@@ -44,18 +44,59 @@ class Placement(Enum):
 
 
 @dataclass
+class PoolConfig:
+    """``resources.pools.<name>``: processes that its members share. Servers sleep while others of the pool train."""
+
+    gpus: int | None = bounded(None, count(1, 128, null=True))
+    """Ranks on each of its nodes (CPUs with ``hardware=cpu``); null for ``trainer.n_gpus_per_node``."""
+    nodes: int | None = bounded(None, count(1, 4096, null=True))
+    """null for ``trainer.nnodes``."""
+    policies: list[str] = field(default_factory=list)
+    critics: list[str] = field(default_factory=list)
+
+
+class WeightCheck(Enum):
+    """``resources.weight_check``: proof, after every sync, that the servers hold their trainer's weights."""
+
+    auto = "auto"
+    """``digest`` for ``hf`` servers, ``probe`` for others."""
+    digest = "digest"
+    """The numbers themselves are compared, in a sample of every tensor. ``hf`` servers alone."""
+    probe = "probe"
+    """The log-probs of a short answer are compared."""
+    none = "none"
+    """No proof: a run learns from whatever the servers hold."""
+
+
+@dataclass
 class ResourcesConfig:
-    """Placement of policies and critics. A pool has ``trainer.nnodes`` x ``trainer.n_gpus_per_node`` ranks."""
+    """Placement of policies and critics. A pool has ``trainer.nnodes`` x ``trainer.n_gpus_per_node`` ranks, unless ``pools``
+    gives it others."""
 
     placement: Placement = Placement.separate
+    """Placement of policies and critics that no pool of ``pools`` names."""
+    pools: dict[str, PoolConfig] = field(default_factory=dict)
+    """Pools by name, each with its own size and members."""
     critic_pool: str | None = None
     """The pool of the critics; null for pools of their own, or the shared one where policies are colocated."""
     one_process: bool = False
     """Everything in the driver's process, without Ray: ``breakpoint()`` works anywhere. One rank, the hf rollout."""
+    weight_check: WeightCheck = WeightCheck.auto
+    """Proof, after every weight sync, that the servers hold their trainer's weights: auto, digest, probe or none."""
     placement_timeout_s: float = bounded(60.0, SECONDS)
     """Deadline for the cluster to allocate a pool that fits on it."""
     timeout_s: float = bounded(600.0, SECONDS)
-    """Deadline of every single call to workers and servers."""
+    """Deadline of every single call to workers and servers, except those of phases with one of their own:"""
+    start_timeout_s: float | None = bounded(None, SECONDS.or_null())
+    """loading models, starting servers and episode workers; null for ``timeout_s``, as below"""
+    request_timeout_s: float | None = bounded(None, SECONDS.or_null())
+    """time without any answer of a policy's servers"""
+    sync_timeout_s: float | None = bounded(None, SECONDS.or_null())
+    """sending weights, and proving that they have arrived"""
+    update_timeout_s: float | None = bounded(None, SECONDS.or_null())
+    """an update, or a forward pass"""
+    save_timeout_s: float | None = bounded(None, SECONDS.or_null())
+    """saving and loading a checkpoint"""
     process_group_timeout_s: float = bounded(120.0, SECONDS)
     """Deadline of a collective between ranks on a CPU (gloo); it notices a hung or unreachable rank. Below ``timeout_s``."""
 

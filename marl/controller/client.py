@@ -8,6 +8,7 @@ from ray.exceptions import RayError, RayTaskError
 from verl.workers.rollout.llm_server import LLMServerClient
 
 from marl.cluster.failures import GroupFailed, group_failed
+from marl.config.deadlines import NONE, Deadline
 from marl.controller.chat import ChatEncoder
 from marl.rollout.decoding import end_ids
 from marl.types import AgentId, ContextOverflow, Message, PolicyName, Task, Turn
@@ -61,11 +62,11 @@ class PolicyClient:
         encoder: ChatEncoder,
         vocabulary: int,
         ends: frozenset[int] | None = None,
-        patience_s: float = math.inf,
+        patience: Deadline = NONE,
     ) -> None:
         """``vocabulary``: the model's; a tokenizer's may be smaller. ``ends``: ids that end an answer; None for the tokenizer's.
-        ``patience_s``: maximum time without any answer from the servers."""
-        self.watch = Watch(patience_s)
+        ``patience``: maximum time without any answer from the servers."""
+        self.watch, self.patience = Watch(patience.seconds), patience
         self.vocabulary, self.ends = vocabulary, end_ids(tokenizer) if ends is None else ends
         self.policy, self.rollout, self.server = policy, rollout, server
         self.seed_key = SEED_KEYS.get(rollout.name) or "seed"
@@ -171,7 +172,7 @@ class PolicyClient:
         except HangsError:
             raise GroupFailed(
                 f"policy {self.policy!r} while generating: its servers have answered no request for "
-                f"resources.timeout_s={self.watch.seconds:g} s; check their logs, and raise it if one answer takes longer"
+                f"{self.patience.key}={self.patience.seconds:g} s; check their logs, and raise it if one answer takes longer"
             ) from None
         except RayError as error:
             if isinstance(error, RayTaskError) and not isinstance(error.cause, RayError):

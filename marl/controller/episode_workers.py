@@ -137,11 +137,13 @@ class EpisodeWorkers:
         """Deadline for a worker's sign of life; everything that its episodes wait for has a deadline of its own."""
         self.pids: list[int] = []
 
-    async def start(self, make: Callable[[ExitStack], Controller], timeout: float) -> None:
+    async def start(
+        self, make: Callable[[ExitStack], Controller], timeout: float, key: str = "resources.timeout_s"
+    ) -> None:
         """Have all of them make their controller."""
         refs = [actor.start.remote(make) for actor in self.actors]
         try:
-            self.pids = await wait_with_deadline(timeout, "starting the episode workers", asyncio.gather(*refs))
+            self.pids = await wait_with_deadline(timeout, "starting the episode workers", asyncio.gather(*refs), key)
         except RayError as error:
             raise group_failed("an episode worker", "starting", error) from error
 

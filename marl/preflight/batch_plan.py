@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from marl.config.placement import ranks_of
 from marl.config.policies import (
     all_policies,
     longest_row,
     own_settings,
     policies_by_agent,
-    ranks_per_pool,
     ranks_per_server,
 )
 
@@ -70,7 +70,7 @@ def policy_batch(config: Any, name: str, turns_by_agent: Mapping[str, int]) -> P
     agents = tuple(agent for agent, policies in policies_by_agent(config.agents).items() if name in policies)
     rows = config.data.train_batch_size * own.rollout.n * trained_turns(config, name, turns_by_agent)
     mini_batches = config.data.train_batch_size // own.actor.ppo_mini_batch_size
-    ranks = ranks_per_pool(config.trainer)
+    ranks = ranks_of(config, name)
     longest = longest_row(own.rollout)
     return PolicyBatch(
         policy=name,

@@ -30,6 +30,7 @@ def check_facts(setup: Setup) -> None:
     check_learner(setup)
     check_credit(setup)
     check_critics(setup)
+    check_pools(setup)
     check_log_probs(setup)
     warn_of_early_ends(setup)
 
@@ -175,6 +176,17 @@ def check_overlong(setup: Setup) -> None:
             f"controller.overlong_buffer={buffer}: credit={credit.name}{of} does not read the score of a single turn, and its "
             "penalty would have no effect; use another credit, such as own, or set it to 0"
         )
+
+
+def check_pools(setup: Setup) -> None:
+    known = list(setup.pool_by_critic)
+    for name, pool in setup.config.resources.pools.items():
+        unknown = [critic for critic in pool.critics if critic not in known]
+        if unknown:
+            raise ConfigError(
+                f"resources.pools.{name}.critics={list(pool.critics)}: learner={setup.config.learner.name} has no critic "
+                f"{unknown[0]!r}; expected {'some of ' + ', '.join(known) if known else 'none'}, leave it out"
+            )
 
 
 def check_critics(setup: Setup) -> None:

@@ -8,7 +8,8 @@ import torch
 from omegaconf import DictConfig
 
 from marl.batch.packing import packed_policies
-from marl.config.policies import holds_reference, own_settings, ranks_per_pool, trained_policies
+from marl.config.placement import size_of
+from marl.config.policies import holds_reference, own_settings, trained_policies
 from marl.modules import pretrained
 from marl.preflight import batch_plan, memory_plan, model_checks
 from marl.preflight.batch_plan import Batch
@@ -36,27 +37,43 @@ def growth_text(setup: CheckedSetup) -> str:
 
 def plan_text(setup: CheckedSetup) -> str:
     """The batch arithmetic and the memory of a checked configuration, and a warning where that is more than there is."""
-    config = setup.config
-    turns = setup.runner.most_turns(list(config.agents))
-    batch, card = batch_plan.batch_of(config, turns), card_bytes(config.trainer.device)
-    pools: dict[str, list[tuple[str, memory_plan.Memory]]] = {}
-    asleep: dict[str, bool] = {}
-    for policy in batch.policies:
+    card = card_bytes(setup.config.trainer.device)
+    members, asleep = pool_members(setup, card)
+    lines = [*step_text(setup), memory_text(members, asleep)]
+    return "\n".join([*lines, *warnings_of(setup.config, peaks_of(members, asleep), card)])
+
+
+def step_text(setup: CheckedSetup) -> list[str]:
+    """A step's arithmetic, packing and prompts."""
+    return [batch_text(batch_of(setup)), packing_text(setup), growth_text(setup)]
+
+
+def batch_of(setup: Setup) -> Batch:
+    return batch_plan.batch_of(setup.config, setup.runner.most_turns(list(setup.config.agents)))
+
+
+Members = dict[str, list[tuple[str, Memory]]]
+"""The policies and critics of each pool, each with the memory of one of its ranks."""
+
+
+def pool_members(setup: CheckedSetup, card: float | None) -> tuple[Members, dict[str, bool]]:
+    """Who lives in each pool, and whether its servers sleep while it trains. ``card``: an accelerator's bytes, where known."""
+    config, pools, asleep = setup.config, Members(), dict[str, bool]()
+    for policy in batch_of(setup).policies:
         own, pool = own_settings(config, policy.policy), setup.pool_by_policy[policy.policy]
         size, has_reference = setup.sizes[policy.policy], has_reference_here(config, policy.policy, own)
         memory = memory_plan.policy_memory(own, policy, size, card, has_reference)
         pools.setdefault(pool, []).append((policy.policy, memory))
         asleep[pool] = asleep.get(pool, True) and own.rollout.free_cache_engine
-    for_critic = critic_memory(setup) if setup.pool_by_critic else Memory()
     for critic, pool in setup.pool_by_critic.items():
-        pools.setdefault(pool, []).append((f"{critic} critic", for_critic))
+        pools.setdefault(pool, []).append((f"{critic} critic", critic_memory(setup, pool)))
         asleep.setdefault(pool, False)
-    peaks = {
-        pool: memory_plan.pool_memory([memory for _, memory in members], asleep[pool])
-        for pool, members in pools.items()
-    }
-    lines = [batch_text(batch), packing_text(setup), growth_text(setup), memory_text(pools, asleep)]
-    return "\n".join([*lines, *warnings_of(config, peaks, card)])
+    return pools, asleep
+
+
+def peaks_of(members: Members, asleep: Mapping[str, bool]) -> dict[str, float]:
+    """The peak of one rank of each pool."""
+    return {pool: pool_memory([memory for _, memory in own], asleep[pool]) for pool, own in members.items()}
 
 
 def packing_text(setup: Setup) -> str:
@@ -68,13 +85,13 @@ def packing_text(setup: Setup) -> str:
     return f"turns of an agent whose prompts extend one another share a row (controller.pack_turns): {', '.join(names)}"
 
 
-def critic_memory(setup: Setup) -> Memory:
-    """The memory of a critic's rank; all critics have one model."""
+def critic_memory(setup: Setup, pool: str) -> Memory:
+    """The memory of a critic's rank in a pool; all critics have one model."""
     config = setup.config
-    size = model_checks.size_of(pretrained.load_config(config.critic.model, "critic.model"), "critic.model.path")
-    ranks = ranks_per_pool(config.trainer)
+    model = model_checks.size_of(pretrained.load_config(config.critic.model, "critic.model"), "critic.model.path")
+    ranks = size_of(config, pool).ranks
     has_target = setup.critics is not None and setup.critics.keeps_target
-    return memory_plan.critic_memory(config.critic, ranks, size, has_target)
+    return memory_plan.critic_memory(config.critic, ranks, model, has_target)
 
 
 def has_reference_here(config: DictConfig, name: str, own: DictConfig) -> bool:
@@ -94,7 +111,7 @@ def warnings_of(config: DictConfig, peaks: Mapping[str, float], card: float | No
     """Warnings about limits that the estimate exceeds."""
     remedy = "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu, use more ranks, or a smaller model"
     if config.trainer.device == "cpu":
-        needed = sum(peaks.values()) * config.trainer.n_gpus_per_node
+        needed = sum(peak * size_of(config, pool).gpus for pool, peak in peaks.items())
         there = psutil.virtual_memory().available
         if needed > there:
             return [

@@ -30,6 +30,7 @@ from marl.rollout.requests import Draft, Request
 from marl.rollout.vllm_sglang import offset_rank
 from marl.utils.garbage import freeze_gc
 from marl.utils.spans import Span, Stopwatch
+from marl.utils.weight_digest import Held, digest_of
 
 GATHER_SECONDS = 0.002
 """Time that an idle server waits for more requests to begin with."""
@@ -143,6 +144,12 @@ class HFServer:
         async with self._between_tokens():
             self.engine.forget()
             self.global_steps = global_steps
+
+    async def held_weights(self, seed: int) -> Held:
+        """The step and the digest of the weights that it decodes with."""
+        async with self._between_tokens():
+            tensors = self.model.state_dict().items()
+            return Held(self.global_steps, digest_of(tensors, getattr(torch, self.config.dtype), seed))
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **_: Any

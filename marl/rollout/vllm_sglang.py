@@ -85,7 +85,7 @@ def vllm_adapter_class() -> type:
             except zmq.Again:
                 raise TimeoutError(
                     f"the vLLM server of policy {self.config.custom['policy']!r} took no weights for "
-                    f"{socket_seconds(self.config):g} s, half of resources.timeout_s; look at its log, and raise the key if it "
+                    f"{socket_seconds(self.config):g} s, half of {self.config.custom['timeout_key']}; look at its log, and raise the key if it "
                     "only needs longer"
                 ) from None
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from marl.batch.build import joint_batch, pad_rows
 from marl.batch.rows import rows_of
-from marl.cluster.failures import GroupFailed
+from marl.cluster.failures import GroupFailed, WeightsNotArrived
 from marl.controller.controller import EpisodesFailed
 from marl.learners import broadcast_to_tokens
 from marl.runners.base import Runner
@@ -51,7 +51,8 @@ def test_one_skipped_weight_sync_breaks_that_bound_for_its_policy_alone(live):
     group = live.trainer.policies["alice"]
     synced, group.sync_weights = group.sync_weights, lambda step: asyncio.sleep(0)
     try:
-        live.step()
+        with pytest.raises(WeightsNotArrived, match=r"policy 'alice'.*server 0"):
+            live.step()
     finally:
         group.sync_weights = synced
     metrics = live.step()

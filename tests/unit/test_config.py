@@ -27,6 +27,7 @@ from marl.main import ConfigError as MainConfigError
 from marl.preflight.prepare import prepare
 from marl.run_setup import Setup
 from marl.utils.registry import did_you_mean
+from tests.builders import same_for_all
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
@@ -452,7 +453,7 @@ def test_a_row_may_be_as_long_as_all_ranks_of_a_sequence_hold(quickstart):
 
 def test_a_critic_reads_as_much_as_all_ranks_of_a_sequence_hold(quickstart):
     config = quickstart("critic.ppo_max_token_len_per_gpu=24", "critic.fsdp.ulysses_sequence_parallel_size=2")
-    group = CriticGroup("central", config, None, "pool", 1.0)
+    group = CriticGroup("central", config, None, "pool", same_for_all(1.0))
     assert group.longest == 48
 
 

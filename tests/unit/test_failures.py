@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from marl.batch.evidence import ballots_of
 from marl.cluster.failures import GroupFailed
+from marl.config.deadlines import Deadline
 from marl.controller.client import PolicyClient
 from marl.controller.controller import EpisodesFailed, score_failure, team_score, with_turns
 from marl.controller.episode_workers import answer_of
@@ -384,7 +385,14 @@ class Server:
 
 def test_a_hung_server_is_detected():
     client = PolicyClient(
-        "p", OmegaConf.create({"name": "hf"}), Server(None), None, None, 9, frozenset(), patience_s=0.05
+        "p",
+        OmegaConf.create({"name": "hf"}),
+        Server(None),
+        None,
+        None,
+        9,
+        frozenset(),
+        patience=Deadline(0.05, "resources.timeout_s"),
     )
     with pytest.raises(GroupFailed, match="policy 'p' while generating.*no request for resources.timeout_s=0.05 s"):
         in_no_time(client.request("s", [1], {}, 0))

@@ -119,7 +119,7 @@ def test_a_weight_sync_waits_as_long_as_its_key_says_and_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "verl.workers.rollout.vllm_rollout", SimpleNamespace(ServerAdapter=SilentServer))
     monkeypatch.setenv("RANK", "0")
     config = rollout_config(1024)
-    config.custom["timeout_s"] = 7.5
+    config.custom |= {"timeout_s": 7.5, "timeout_key": "resources.timeout_s"}
     adapter = vllm_sglang.VLLMServerAdapter(config, None, None)
     assert options == {"receive": 3750, "send": 3750} and adapter.zmq_handle == "ipc:///tmp/x-r-replica-1024"
     with pytest.raises(

@@ -13,6 +13,7 @@ from marl.cluster.local import Done
 from marl.cluster.worker_group import WorkerGroup, throughput
 from marl.utils.ragged import jagged
 from marl.utils.spans import Stopwatch, union_seconds
+from tests.builders import same_for_all
 
 
 class Slow:
@@ -32,7 +33,7 @@ class Slow:
 
 async def save_both(workers, timeout, locks):
     groups = [
-        WorkerGroup(name, None, own, "pool", timeout, lock)
+        WorkerGroup(name, None, own, "pool", same_for_all(timeout), lock)
         for (name, own), lock in zip(workers.items(), locks, strict=True)
     ]
     for group in groups:
@@ -82,7 +83,7 @@ def called(seconds, ended=lambda: 0.0):
         tu.assign_non_tensor(output, metrics={"worker_seconds": seconds, "worker_ended": [ended()] * len(seconds)})
         return Done(output)
 
-    group = WorkerGroup("alice", None, SimpleNamespace(world_size=1), "pool", 5.0)
+    group = WorkerGroup("alice", None, SimpleNamespace(world_size=1), "pool", same_for_all(5.0))
     group.kind = "policy"
     for _ in range(2):
         asyncio.run(group._call("log_probs", answer, TensorDict({}, batch_size=[])))
@@ -127,7 +128,7 @@ def test_a_server_gives_each_of_its_spans_once():
 
 
 def test_fewer_updates_than_wanted_are_warned_of_once(caplog):
-    group = WorkerGroup("alice", None, SimpleNamespace(world_size=2), "pool", 1.0)
+    group = WorkerGroup("alice", None, SimpleNamespace(world_size=2), "pool", same_for_all(1.0))
     group.kind = "policy"
     settings = SimpleNamespace(ppo_epochs=1, data_loader_seed=1, shuffle=False)
     for size in (8, 3, 3):

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -17,6 +18,8 @@ from torch.distributed.tensor import DTensor
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
+from verl.utils.fsdp_utils import fsdp_version
+from verl.utils.model import convert_weight_keys
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 import marl.platform.engine
@@ -24,6 +27,7 @@ import marl.rollout.hf
 import marl.rollout.vllm_sglang  # noqa: F401 - these three register the CPU's engines and our rollout backends
 from marl.cluster.workers import lora
 from marl.utils.garbage import freeze_gc
+from marl.utils.weight_digest import Digest, digest_of
 
 PG_TIMEOUT_SECONDS = "MARL_PROCESS_GROUP_TIMEOUT"
 
@@ -138,6 +142,18 @@ class PolicyWorker(ActorRolloutRefWorker):
         started = time.perf_counter()
         output = super().update_actor(data)
         return None if output is None else tu.get_tensordict({}, {"metrics": timed(output, started)})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def weight_digest(self, seed: int) -> Digest:
+        """This rank's share of the digest of the weights that servers should hold: read from its shards, not from what a sync
+        sends, which may be wrong. Adapters are merged for it, which gathers; the first rank has all of that."""
+        engine, dtype = self.actor.engine, getattr(torch, self.config.rollout.dtype)
+        if lora.has_adapters(engine):
+            merged = digest_of(lora.merged_parameters(engine, dtype), dtype, seed)
+            return merged if self.rank == 0 else {}
+        with lora.on_device(engine) if fsdp_version(engine.module) == 1 else nullcontext():
+            tensors = convert_weight_keys(engine.module.state_dict(), lora.unwrapped(engine))
+            return digest_of(tensors.items(), dtype, seed)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:

@@ -26,7 +26,9 @@ RULES: tuple[Callable[[Any], None], ...] = (
     *run.RULES,
 )
 RULES_PER_POLICY = tuple(
-    rule for rule in RULES if rule not in (*policies.OF_ALL_POLICIES, precision.critics_have_the_precision)
+    rule
+    for rule in RULES
+    if rule not in (*policies.OF_ALL_POLICIES, *resources.OF_ALL_POLICIES, precision.critics_have_the_precision)
 )
 """Rules that are checked again on every policy's own settings."""
 

@@ -1,0 +1,78 @@
+"""Pools: the groups of processes in which policies and critics live. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from marl.config.schema import Placement
+
+SHARED = "shared"
+"""The pool of colocated policies and critics that name none."""
+
+
+@dataclass(frozen=True)
+class PoolSize:
+    gpus: int
+    """Ranks on each of its nodes."""
+    nodes: int
+
+    @property
+    def ranks(self) -> int:
+        return self.gpus * self.nodes
+
+
+def colocated(config: Any) -> bool:
+    """True if policies and critics that name no pool share one."""
+    return config.resources.placement is Placement.colocated
+
+
+def pool_of(config: Any, policy: str) -> str:
+    """The pool that lists a policy, or that the policy names; else the shared one or its own."""
+    listing = next((name for name, pool in config.resources.pools.items() if policy in pool.policies), None)
+    named = listing or (config.policies.get(policy) or {}).get("pool")
+    return named or (SHARED if colocated(config) else policy)
+
+
+def critic_pool(config: Any, critic: str) -> str:
+    """The pool that lists a critic, or that of all critics; else beside the policies where they are colocated, or its own."""
+    listing = next((name for name, pool in config.resources.pools.items() if critic in pool.critics), None)
+    named = listing or config.resources.critic_pool
+    return named or (SHARED if colocated(config) else f"{critic}_critic")
+
+
+def size_of(config: Any, pool: str) -> PoolSize:
+    """A pool's own size, or the run's for what it leaves open."""
+    gpus, nodes, pools = config.trainer.n_gpus_per_node, config.trainer.nnodes, config.resources.pools
+    if pool not in pools:
+        return PoolSize(gpus, nodes)
+    return PoolSize(pools[pool].gpus or gpus, pools[pool].nodes or nodes)
+
+
+def machines_of(pools: Mapping[str, PoolSize], machines: Sequence[int]) -> dict[str, list[int]]:
+    """The machine of each node of each pool, by the machines' numbers of ranks: the widest nodes first, each where the least
+    remains. Raises Unplaceable for a node that fits nowhere."""
+    free = list(machines)
+    placed: dict[str, list[int]] = {name: [] for name in pools}
+    for name, size in sorted(pools.items(), key=lambda item: -item[1].gpus):
+        for _ in range(size.nodes):
+            fitting = [index for index, left in enumerate(free) if left >= size.gpus]
+            if not fitting:
+                raise Unplaceable(name, size, free)
+            best = min(fitting, key=lambda index: free[index])
+            free[best] -= size.gpus
+            placed[name].append(best)
+    return placed
+
+
+class Unplaceable(ValueError):
+    def __init__(self, pool: str, size: PoolSize, free: Sequence[int]) -> None:
+        self.pool, self.size, self.free = pool, size, list(free)
+        super().__init__(
+            f"pool {pool!r} asks for {size.nodes} x {size.gpus} ranks, those of a node on one machine; what the wider pools leave free "
+            f"is {', '.join(map(str, free)) or 'nothing'} by machine"
+        )
+
+
+def ranks_of(config: Any, policy: str) -> int:
+    """The ranks of a policy's worker group: all of its pool's."""
+    return size_of(config, pool_of(config, policy)).ranks

@@ -1,0 +1,126 @@
+"""Placement of a run's pools on a cluster that is described in words, ``2x8x80GB``: what fits where, and what would."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from omegaconf import OmegaConf
+
+from marl.config.errors import ConfigError
+from marl.config.placement import PoolSize, Unplaceable, machines_of
+from marl.config.policies import own_settings, ranks_per_server
+from marl.config.schema import PoolConfig
+from marl.preflight.checks import CheckedSetup
+from marl.preflight.plan_report import memory_text, peaks_of, pool_members, step_text
+from marl.utils.tables import aligned
+
+WORDS = re.compile(r"(\d+)x(\d+)x(\d+(?:\.\d+)?)GB", re.IGNORECASE)
+WIDEST = 64
+"""Ranks of the largest pool that is tried as a remedy."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    machines: int
+    gpus: int
+    """Of each machine."""
+    card: float
+    """Bytes of an accelerator."""
+
+    @classmethod
+    def of(cls, words: str) -> "Cluster":
+        match = WORDS.fullmatch(words)
+        if match is None or not int(match[1]) or not int(match[2]) or not float(match[3]):
+            raise ConfigError(f"--cluster {words}: expected machines x GPUs of each x memory of a GPU, as in 2x8x80GB")
+        return cls(int(match[1]), int(match[2]), float(match[3]) * 1e9)
+
+
+def cluster_plan(setup: CheckedSetup, cluster: Cluster) -> tuple[str, list[str]]:
+    """The plan as text, and what does not fit, each with what would."""
+    members, asleep = pool_members(setup, cluster.card)
+    peaks = peaks_of(members, asleep)
+    problems = [*too_large(setup, cluster, peaks), *unplaced(setup, cluster)]
+    parts = [*step_text(setup), memory_text(members, asleep), placement_text(setup, cluster, peaks)]
+    return "\n".join([*parts, *(f"does not fit: {problem}" for problem in problems)]), problems
+
+
+def placement_text(setup: CheckedSetup, cluster: Cluster, peaks: dict[str, float]) -> str:
+    """The pools by machine, as far as they can be placed."""
+    try:
+        placed = machines_of(setup.pools, [cluster.gpus] * cluster.machines)
+    except Unplaceable:
+        return "placement: none"
+    rows = [("pool", "members", "ranks", "machines", "GB of a GPU")]
+    for name, size in setup.pools.items():
+        members = [policy for policy, pool in setup.pool_by_policy.items() if pool == name]
+        members += [f"{critic} critic" for critic, pool in setup.pool_by_critic.items() if pool == name]
+        where = ",".join(map(str, placed[name]))
+        share = f"{peaks[name] / 1e9:.1f} of {cluster.card / 1e9:.1f}"
+        rows.append((name, ",".join(members), f"{size.nodes} x {size.gpus}", where, share))
+    free = cluster.machines * cluster.gpus - sum(size.ranks for size in setup.pools.values())
+    return "\n".join([f"placement, {free} GPUs free:", *aligned(rows)])
+
+
+def too_large(setup: CheckedSetup, cluster: Cluster, peaks: dict[str, float]) -> Iterator[str]:
+    """Pools whose ranks need more memory than a GPU has."""
+    for name, peak in peaks.items():
+        if peak > cluster.card:
+            needed = f"pool {name!r} needs {peak / 1e9:.1f} GB a rank, a GPU has {cluster.card / 1e9:.1f} GB"
+            yield f"{needed}; {remedy_of(setup, cluster, name)}"
+
+
+def remedy_of(setup: CheckedSetup, cluster: Cluster, pool: str) -> str:
+    """The smallest size of a pool that fits into the memory of its GPUs, with the key that sets it."""
+    size = next(
+        (size for size in larger(setup, cluster, pool) if fits(resized(setup, pool, size), cluster, pool)), None
+    )
+    if size is None:
+        return (
+            "more ranks do not help; lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu or rollout.gpu_memory_utilization, "
+            "set resources.placement=separate, or use a smaller model"
+        )
+    return f"resources.pools.{pool}={{gpus:{size.gpus},nodes:{size.nodes}}} would fit"
+
+
+def larger(setup: CheckedSetup, cluster: Cluster, pool: str) -> Iterator[PoolSize]:
+    """Larger sizes of a pool whose ranks divide into servers, and that the cluster can hold alone."""
+    now = setup.pools[pool].ranks
+    servers = [
+        ranks_per_server(own_settings(setup.config, name).rollout)
+        for name, own in setup.pool_by_policy.items()
+        if own == pool
+    ]
+    for ranks in range(now + 1, min(WIDEST, cluster.machines * cluster.gpus) + 1):
+        nodes = -(-ranks // cluster.gpus)
+        if ranks % nodes == 0 and not any(ranks % each for each in servers):
+            yield PoolSize(ranks // nodes, nodes)
+
+
+def resized(setup: CheckedSetup, pool: str, size: PoolSize) -> CheckedSetup:
+    """The run with another size of one pool."""
+    config = OmegaConf.create(setup.config)
+    OmegaConf.set_struct(config, False)
+    config.resources.pools[pool] = PoolConfig(size.gpus, size.nodes, **members_of(setup, pool))
+    return CheckedSetup(**(vars(setup) | {"config": config}))
+
+
+def members_of(setup: CheckedSetup, pool: str) -> dict[str, list[str]]:
+    return {
+        "policies": [name for name, own in setup.pool_by_policy.items() if own == pool],
+        "critics": [name for name, own in setup.pool_by_critic.items() if own == pool],
+    }
+
+
+def fits(setup: CheckedSetup, cluster: Cluster, pool: str) -> bool:
+    return peaks_of(*pool_members(setup, cluster.card))[pool] <= cluster.card
+
+
+def unplaced(setup: CheckedSetup, cluster: Cluster) -> Iterator[str]:
+    """The pool that finds no machine."""
+    there, needed = cluster.machines * cluster.gpus, sum(setup.ranks_by_pool.values())
+    try:
+        machines_of(setup.pools, [cluster.gpus] * cluster.machines)
+    except Unplaceable as error:
+        shared = max(size.ranks for size in setup.pools.values())
+        remedy = "resources.placement=colocated" if shared <= there < needed else "fewer ranks a node and more nodes"
+        yield f"{error}; all pools ask for {needed} of {there} GPUs. {remedy} would, or a larger cluster"

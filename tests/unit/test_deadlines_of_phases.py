@@ -1,0 +1,80 @@
+"""Each phase has the deadline of its key, or that of all, and the error of a late call names the key."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from marl.cluster.layout import policy_config
+from marl.cluster.policy_group import RayPolicyGroup
+from marl.config.deadlines import Deadline, Phase, deadlines_of
+from marl.config.errors import ConfigError
+from marl.config.rules import check
+from marl.utils.deadlines import wait_with_deadline
+
+KEYS = {phase: f"resources.{phase.value}_timeout_s" for phase in Phase}
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_a_phase_has_its_own_deadline_and_the_others_that_of_all(compose_config, phase):
+    found = deadlines_of(compose_config("resources.timeout_s=9", f"{KEYS[phase]}=3").resources)
+    assert found.pop(phase) == Deadline(3, KEYS[phase])
+    assert set(found.values()) == {Deadline(9, "resources.timeout_s")} and len(found) == len(Phase) - 1
+
+
+async def late():
+    await asyncio.sleep(60)
+
+
+CALLS = {
+    Phase.start: lambda group: group.start_workers(),
+    Phase.save: lambda group: group.save("folder"),
+    Phase.update: lambda group: group.renew_reference(),
+    Phase.sync: lambda group: group.weight_digest(0),
+    Phase.request: lambda group: group.server_spans(),
+}
+
+
+class Workers:
+    """Ranks that never answer."""
+
+    world_size = 1
+
+    def __getattr__(self, name):
+        return lambda *arguments: [late()]
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_a_late_call_ends_by_the_deadline_of_its_phase_and_names_its_key(compose_config, phase):
+    own = compose_config("resources.timeout_s=50", f"{KEYS[phase]}=0.01")
+    group = RayPolicyGroup("alice", own, Workers(), "pool", deadlines_of(own.resources))
+    server = SimpleNamespace(take_spans=SimpleNamespace(remote=late))
+    group.servers = SimpleNamespace(server_handles=[server])
+    with pytest.raises(TimeoutError, match=rf"policy 'alice'.*within 0.01 s.*raise {KEYS[phase]}$"):
+        asyncio.run(CALLS[phase](group))
+
+
+def test_a_call_without_a_phase_names_the_deadline_of_all():
+    with pytest.raises(TimeoutError, match=r"x did not end within 0.01 s.*raise resources.timeout_s$"):
+        asyncio.run(wait_with_deadline(0.01, "x", late()))
+
+
+def test_servers_hear_the_deadline_of_a_sync(compose_config):
+    custom = policy_config(
+        compose_config("resources.sync_timeout_s=7"), "alice", 0, "r", 1
+    ).actor_rollout_ref.rollout.custom
+    assert (custom["timeout_s"], custom["timeout_key"]) == (7, "resources.sync_timeout_s")
+
+
+@pytest.mark.parametrize("key", ["start", "sync", "update", "save"])
+def test_a_collective_ends_before_every_call_that_waits_for_one(compose_config, cold_assets, key):
+    words = [f"assets={cold_assets}", "trainer.n_gpus_per_node=2", f"resources.{key}_timeout_s=100"]
+    with pytest.raises(ConfigError, match=rf"process_group_timeout_s=120: must be below resources.{key}_timeout_s=100"):
+        check(compose_config(*words))
+    check(compose_config(*words[:2], "resources.request_timeout_s=100"))
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "inf"])
+def test_a_deadline_is_a_number_above_zero(compose_config, cold_assets, value):
+    with pytest.raises(ConfigError, match=r"resources.save_timeout_s=.*above 0"):
+        check(compose_config(f"assets={cold_assets}", f"resources.save_timeout_s={value}"))
