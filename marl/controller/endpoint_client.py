@@ -15,7 +15,7 @@ from marl.types import AgentId, ContextOverflow, Message, PolicyName, Task, Turn
 from marl.utils.deadlines import waiting_for_others
 
 CONTROL = re.compile(
-    r"<\|[^|<>\n]{1,60}\|>|<｜[^｜<>\n]{1,60}｜>|</?s>|\[/?INST\]|<</?SYS>>|</?(?:start|end)_of_turn>|<[be]os>"
+    r"<\|[^|<>\n]{1,60}\|>|<\uff5c[^\uff5c<>\n]{1,60}\uff5c>|</?s>|\[/?INST\]|<</?SYS>>|</?(?:start|end)_of_turn>|<[be]os>"
 )
 """Special tokens of the families of models: an endpoint's tokenizer is unknown, and servers encode what a text spells."""
 

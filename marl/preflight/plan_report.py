@@ -8,6 +8,7 @@ import torch
 from omegaconf import DictConfig
 
 from marl.batch.packing import packed_policies
+from marl.config.endpoints import endpoint_of
 from marl.config.policies import holds_reference, own_settings, ranks_per_pool, trained_policies
 from marl.modules import pretrained
 from marl.preflight import batch_plan, memory_plan, model_checks
@@ -55,8 +56,22 @@ def plan_text(setup: CheckedSetup) -> str:
         pool: memory_plan.pool_memory([memory for _, memory in members], asleep[pool])
         for pool, members in pools.items()
     }
-    lines = [batch_text(batch), packing_text(setup), growth_text(setup), memory_text(pools, asleep)]
+    lines = [batch_text(batch), *endpoint_lines(setup), packing_text(setup), growth_text(setup)]
+    lines.append(memory_text(pools, asleep))
     return "\n".join([*lines, *warnings_of(config, peaks, card)])
+
+
+def endpoint_lines(setup: Setup) -> list[str]:
+    """A line for every policy that a server elsewhere answers for, with its limits."""
+    lines = []
+    for name in setup.endpoints:
+        endpoint = endpoint_of(setup.config, name)
+        limits = {"requests a minute": endpoint.requests_per_minute, "tokens in all": endpoint.token_budget}
+        most = [f"{limit:g} {unit}" for unit, limit in limits.items() if limit is not None]
+        lines.append(
+            f"{name}: model {endpoint.model} at {endpoint.base_url}, at most {', '.join([f'{endpoint.max_concurrent} requests at once', *most])}"
+        )
+    return lines
 
 
 def packing_text(setup: Setup) -> str:

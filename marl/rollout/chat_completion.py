@@ -67,6 +67,15 @@ def read_reply(text: str, sent_characters: int) -> Reply:
     return Reply(said, thought, truncated, ids_of(body, "prompt_token_ids"), ids, log_probs, tokens)
 
 
+def listed_models(text: str) -> list[str]:
+    """Names in a list of models; none where the body is no such list."""
+    try:
+        entries = json.loads(text)["data"]
+        return [str(entry["id"]) for entry in entries]
+    except (ValueError, KeyError, TypeError):
+        return []
+
+
 def parsed(text: str) -> Any:
     try:
         return json.loads(text)

@@ -9,7 +9,7 @@ import os
 import random
 import re
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from email.utils import parsedate_to_datetime
 from time import time
 from typing import Any
@@ -17,10 +17,12 @@ from typing import Any
 import aiohttp
 
 from marl.config.endpoints import Endpoint
-from marl.rollout.chat_completion import QUOTA, TOO_LONG, NonsenseAnswer, Reply, read_reply, shown
+from marl.rollout.chat_completion import QUOTA, TOO_LONG, NonsenseAnswer, Reply, listed_models, read_reply, shown
 
 LARGEST_BODY = 32 << 20
 """Bytes of an answer that are read."""
+CHECK_SECONDS = 10.0
+"""Deadline of the check before a run."""
 TRY_AGAIN = frozenset({408, 409, 425, 429})
 """Statuses, beside 5xx, after which the same request may succeed."""
 
@@ -117,6 +119,25 @@ class EndpointServer:
             await asyncio.sleep(wait)
         raise EndpointError(self._gave_up(attempt, last))
 
+    async def models(self) -> list[str]:
+        """Names of the models that the server lists; none where it lists none. Raises EndpointFailed where it cannot be reached
+        or denies access."""
+        seconds, url = min(CHECK_SECONDS, self.endpoint.timeout_s), f"{self.endpoint.base_url.rstrip('/')}/models"
+        try:
+            async with asyncio.timeout(seconds), self.sessions.lease() as session:
+                status, headers, text = await self._ask(session.get(url, **self._options()))
+        except TimeoutError:
+            cause = f"no answer within {seconds:.3g} s"
+        except (aiohttp.ClientError, OSError) as error:
+            cause = f"{type(error).__name__}: {self._clean(error)}"
+        else:
+            if status in (401, 403):
+                raise self._refusal(401, headers, text)
+            return listed_models(text) if status == 200 else []
+        raise EndpointFailed(
+            f"{self.who} cannot be reached: {cause}; start it, or set {self.key}.base_url to its address"
+        )
+
     def _gave_up(self, attempts: int, last: TryAgain) -> str:
         asked = f"; it asks to wait {last.after:g} s" if last.after is not None else ""
         return (
@@ -148,7 +169,7 @@ class EndpointServer:
     async def _attempt(self, body: Mapping[str, Any], seconds: float) -> Reply:
         try:
             async with asyncio.timeout(seconds), self.sessions.lease() as session:
-                status, headers, text = await self._post(session, body)
+                status, headers, text = await self._ask(session.post(self.url, json=body, **self._options()))
         except TimeoutError:
             raise TryAgain(f"no answer within {seconds:.3g} s") from None
         except (aiohttp.ClientError, OSError) as error:
@@ -162,11 +183,11 @@ class EndpointServer:
         self.spent += reply.tokens
         return reply
 
-    async def _post(
-        self, session: aiohttp.ClientSession, body: Mapping[str, Any]
-    ) -> tuple[int, Mapping[str, str], str]:
-        # a redirect would carry the access key elsewhere
-        async with session.post(self.url, json=body, headers=self._headers(), allow_redirects=False) as response:
+    def _options(self) -> dict[str, Any]:
+        return {"headers": self._headers(), "allow_redirects": False}  # one would carry the access key elsewhere
+
+    async def _ask(self, request: AbstractAsyncContextManager[Any]) -> tuple[int, Mapping[str, str], str]:
+        async with request as response:
             received = bytearray()
             async for chunk in response.content.iter_chunked(1 << 16):
                 received += chunk
