@@ -61,6 +61,15 @@ async def start(judge):
     return runner, f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
 
 
+async def stop(runner):
+    """End the server, and answers that nobody waits for any more."""
+    await runner.cleanup()
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+
+
 @contextmanager
 def serving(judge):
     """The address of a server that answers as long as the block lasts."""
@@ -71,7 +80,7 @@ def serving(judge):
     try:
         yield address
     finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(stop(runner), loop).result(10)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(10)
         loop.close()

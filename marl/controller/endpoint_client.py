@@ -41,7 +41,7 @@ class EndpointClient:
         sampling: Mapping[str, Any],
         max_prompt_length: int,
     ) -> Turn:
-        """Ask for one turn, which is never trained. Raises ContextOverflow where the server's model cannot read the
+        """Ask for one turn. Raises ContextOverflow where the server's model cannot read the
         observation, EndpointError for a request that got no answer, GroupFailed where none can."""
         body = request_body(self.server.endpoint, defused(observation), sampling, seed)
         try:
@@ -67,7 +67,6 @@ class EndpointClient:
             log_probs=reply.log_probs,
             stop_reason="length" if reply.truncated else "completed",
             seed=seed,
-            trained=False,
             thought=thought,
         )
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from marl.batch.build import joint_batch
 from marl.cluster.failures import GroupFailed
 from marl.config.endpoints import Endpoint
 from marl.config.errors import ConfigError
@@ -16,7 +17,7 @@ from marl.controller.endpoint_client import EndpointClient, defused, split_thoug
 from marl.preflight.endpoints import check_endpoints
 from marl.rollout.chat_completion import SEEDS, NonsenseAnswer, read_reply
 from marl.rollout.endpoint import EndpointError, EndpointServer, seconds_of
-from marl.types import ContextOverflow, Task
+from marl.types import ContextOverflow, Episode, Score, Task
 from tests.judge import KEY, Judge, completion, serving
 
 TASK = Task("train/7", [], "4", "x", lambda text: None)
@@ -59,16 +60,25 @@ def no_proxy(monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
 
 
-def test_an_answer_becomes_a_turn_that_is_never_trained():
+def test_an_answer_becomes_a_turn():
     judge = Judge()
     turn = one(judge)
     assert (turn.agent, turn.round, turn.text, turn.policy) == ("critic", 2, "4", "judge")
-    assert not turn.trained and turn.stop_reason == "completed" and turn.observation == QUESTION
+    assert turn.stop_reason == "completed" and turn.observation == QUESTION
     assert turn.response_ids == turn.response_mask == turn.log_probs == []
     assert judge.bodies == [
         {"model": "m-1", "messages": QUESTION, "seed": (2**40 + 3) % SEEDS, "temperature": 0.5, "top_p": 1.0, "max_tokens": 8}
     ]  # fmt: skip
     assert "Authorization" not in judge.headers[0]
+
+
+def test_a_turn_of_text_alone_cannot_be_trained():
+    turn = one(Judge())
+    turn.score = Score(1.0, "4")
+    record = Episode(TASK, 0, ["critic"], [turn])
+    assert not joint_batch([record], ["critic"], {}).rows
+    with pytest.raises(ValueError, match=r"agent 'critic' in round 2 .*no token ids.*agents.critic.trainable=false"):
+        joint_batch([record], ["critic"], {"critic": 1.0})
 
 
 def test_the_key_travels_in_its_header_alone(monkeypatch):
