@@ -14,7 +14,7 @@ from marl.config.errors import ConfigError
 from marl.config.policies import own_settings, thinking_of
 from marl.controller.chat import ChatEncoder
 from marl.modules.pretrained import WEIGHTS, line
-from marl.rollout.hf import decodable_config
+from marl.rollout.hf_model import decodable_config
 from marl.utils import folders
 
 
