@@ -25,10 +25,10 @@ from marl.config.policies import ranks_per_server
 from marl.modules.pretrained import load_generation_config
 from marl.rollout.attention import ATTENTION, NEAR_ATTENTION
 from marl.rollout.decoding import Engine, SingleReader, end_ids, padding_token
-from marl.rollout.hf_model import build_model
+from marl.rollout.hf_model import build_model, load_model
 from marl.rollout.prefixes import Prefixes
 from marl.rollout.requests import Draft, Request
-from marl.rollout.vllm_sglang import offset_rank
+from marl.rollout.vllm_sglang import is_frozen, offset_rank
 from marl.utils.garbage import freeze_gc
 from marl.utils.spans import Span, Stopwatch
 
@@ -65,7 +65,8 @@ class HFServer:
         self.config, self.device = config, device
         exact = is_exact(config)
         attention = ATTENTION if exact else NEAR_ATTENTION
-        self.model = build_model(model_config, getattr(torch, config.dtype), device, attention)
+        make = load_model if is_frozen(config) else build_model
+        self.model = make(model_config, getattr(torch, config.dtype), device, attention)
         self.tokenizer = AutoTokenizer.from_pretrained(
             model_config["tokenizer_path"] or model_config["path"], trust_remote_code=model_config["trust_remote_code"]
         )

@@ -15,6 +15,24 @@ def build_model(model_config: Any, dtype: torch.dtype, device: str, attention: s
     return model.to(device).eval()
 
 
+def load_model(model_config: Any, dtype: torch.dtype, device: str, attention: str = ATTENTION) -> PreTrainedModel:
+    """The model at ``path`` with its weights. Raises ValueError where some are missing, which would be random numbers."""
+    path = model_config["path"]
+    model, loaded = AutoModelForCausalLM.from_pretrained(
+        path,
+        config=decodable_config(model_config, path, attention),
+        dtype=dtype,
+        trust_remote_code=model_config["trust_remote_code"],
+        output_loading_info=True,
+    )
+    missing = sorted(loaded["missing_keys"])
+    if missing:
+        raise ValueError(
+            f"the weights at {path} lack {len(missing)} parameters, such as {missing[0]}; use a whole model"
+        )
+    return model.to(device).eval()
+
+
 def decodable_config(model_config: Any, path: str, attention: str = ATTENTION) -> Any:
     """The configuration at ``path``, with our attention. Raises ValueError for one that the decoding loop does not mask."""
     changes = dict(model_config["override_config"] or {}) | {"attn_implementation": attention}
