@@ -1,6 +1,10 @@
 """Endpoints in a configuration: what is refused, and that access keys are never shown."""
 
 import json
+import re
+import shlex
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf, open_dict
@@ -131,3 +135,26 @@ def test_a_resumed_run_may_ask_elsewhere_but_not_another_model(with_endpoint):
     assert refused(saved(), moved, ()) == {}
     assert list(refused(saved(), saved(model="m-2"), ())) == ["policies.carol.endpoint.model"]
     assert list(refused(saved(), saved(extra_body={"top_p": 1}), ())) == ["policies.carol.endpoint.extra_body.top_p"]
+
+
+TEAMS = Path("docs/teams.md").read_text()
+COMMANDS = re.findall(r"^python -m marl.main --config-name (\w+) (.*)$", TEAMS, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("name", "words"), COMMANDS)
+def test_the_commands_of_the_documentation_pass_the_rules(compose_config, monkeypatch, name, words):
+    monkeypatch.setenv("JUDGE_API_KEY", KEY)
+    config = compose_config(*shlex.split(words), name=name)
+    check(config)
+    setup = Setup.of(config)
+    assert setup.endpoints == (["carol"] if "endpoint" in words else []) and "alice" in setup.policies
+
+
+def test_the_documentation_names_every_key_and_its_default():
+    rows = dict(re.findall(r"^\| `(\w+)` \| (?:`(.*?)`)? ?\| ", TEAMS, re.MULTILINE))
+    assert len(COMMANDS) == 4 and list(rows) == [option.name for option in fields(Endpoint)]
+    for key, shown in rows.items():
+        default = getattr(Endpoint(), key)
+        assert shown == ("" if default == "" else "null" if default is None else str(default).lower()), key
+    listed = re.search(r"policies.<name>.endpoint.\{(.*?)\}", Path("docs/configuration.md").read_text())[1]
+    assert listed.split(",") == list(rows)
