@@ -1,17 +1,22 @@
 """A policy that nobody trains: a server that loads its weights itself. It answers as it would beside a trainer, which it lacks."""
 
+import asyncio
 import logging
+from contextlib import ExitStack
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from marl.build import build
+from marl.cluster.frozen_group import FrozenPolicyGroup
 from marl.cluster.workers.seat_worker import SeatWorker
 from marl.config.endpoints import frozen_policies
 from marl.config.errors import ConfigError
 from marl.config.policies import own_settings
 from marl.preflight import plan_report
 from marl.preflight.prepare import prepare
+from tests.stack.conftest import SMALL, Live
 
 FROZEN = ("agents.carol.trainable=false", "credit=own")
 
@@ -93,3 +98,25 @@ def test_an_adapter_that_nobody_trains_is_refused(composed):
     config = composed("agents.carol.trainable=false", "+policies.carol.model.lora_adapter_path=/a")
     with pytest.raises(ConfigError, match=r"policies.carol.model.lora_adapter_path=/a: .*merge the adapter"):
         prepare(config)
+
+
+@pytest.mark.parametrize("placement", ["separate", "colocated"])
+def test_over_ray_it_is_a_server_alone(cluster, compose_config, cold_assets, tmp_path, placement):
+    """Its place in the pool is a process of its own, or the others'; asleep while they train, if that is asked for."""
+    small = (f"assets={cold_assets}", f"trainer.default_local_dir={tmp_path}", *SMALL)
+    asleep = f"actor_rollout_ref.rollout.free_cache_engine={'true' if placement == 'colocated' else 'false'}"
+    setup = prepare(compose_config(*small, *FROZEN, f"resources.placement={placement}", asleep))
+    loop = asyncio.new_event_loop()
+    with ExitStack() as cleanup:
+        live = Live(loop.run_until_complete(build(setup, cleanup)), loop)
+        live.wait(live.trainer.sync_weights())
+        group = live.trainer.policies["carol"]
+        assert isinstance(group, FrozenPolicyGroup) and not hasattr(group, "weight_sync")
+        assert not hasattr(group.workers, "update_actor") and not hasattr(group.workers, "init_model")
+        (state,) = live.wait(asyncio.gather(*(s.get_stats.remote() for s in group.servers.server_handles)))
+        assert state["requests"] == 0
+        metrics = live.step()
+        assert any(key.endswith("alice/grad_norm") for key in metrics) and "agent/carol/grad_norm" not in metrics
+        (state,) = live.wait(asyncio.gather(*(s.get_stats.remote() for s in group.servers.server_handles)))
+        assert state["requests"] > 0 and live.wait(group.server_spans()) == []
+    loop.close()
