@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import math
 import socket
 import time
 from types import SimpleNamespace
@@ -181,6 +182,10 @@ def test_a_slow_server_ends_at_the_deadline_and_the_error_names_the_keys():
     ):
         one(judge, timeout_s=0.2, deadline_s=0.5, max_attempts=9)
     assert time.monotonic() - began < 2 and 2 <= len(judge.bodies) <= 3
+    began = time.monotonic()
+    with pytest.raises(EndpointError, match=r"1 attempts within 0.3 s"):
+        one(Judge(lambda *_: sleep()), timeout_s=9.0, deadline_s=0.3)
+    assert time.monotonic() - began < 2, "an attempt does not outlive the turn's deadline"
 
 
 def test_a_server_that_is_down_is_named():
@@ -296,6 +301,13 @@ def test_a_cancelled_turn_leaves_its_place_to_others():
 def test_nonsense_is_named(body, names):
     with pytest.raises(NonsenseAnswer, match=names):
         read_reply(body, 1)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, -math.inf, 0.5, True, None])
+def test_log_probs_are_finite_and_at_most_zero(wrong):
+    said = completion("4", choice={"logprobs": {"content": [{"logprob": -1.0}, {"logprob": wrong}]}})
+    with pytest.raises(NonsenseAnswer, match="logprobs that hold"):
+        read_reply(json.dumps(said), 1)
 
 
 def test_marks_of_thoughts_follow_the_setting():
