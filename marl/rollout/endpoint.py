@@ -95,7 +95,7 @@ class EndpointServer:
         self.budget = budget and max(1, budget // processes)
         self.gate = asyncio.Semaphore(max(1, endpoint.max_concurrent // processes))
         self.sessions = Sessions()
-        self.spent, self.requests, self.retries = 0, 0, 0
+        self.spent, self.requests = 0, 0
 
     async def complete(self, body: Mapping[str, Any]) -> Reply:
         """The completion of a request. Raises EndpointError where there is none within the attempts and the deadline,
@@ -115,7 +115,6 @@ class EndpointServer:
             if attempt == self.endpoint.max_attempts or wait >= left:
                 break
             left -= wait
-            self.retries += 1
             await asyncio.sleep(wait)
         raise EndpointError(self._gave_up(attempt, last))
 
