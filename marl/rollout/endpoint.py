@@ -71,8 +71,10 @@ class Sessions:
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[aiohttp.ClientSession]:
         if self.session is None:  # proxies come from the environment
-            limits = {"connector": aiohttp.TCPConnector(limit=0), "timeout": aiohttp.ClientTimeout(total=None)}
-            self.session = aiohttp.ClientSession(**limits, trust_env=True)
+            unlimited = aiohttp.ClientTimeout(total=None)
+            self.session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), timeout=unlimited, trust_env=True
+            )
         session = self.session
         self.users += 1
         try:

@@ -5,6 +5,7 @@ import logging
 from contextlib import ExitStack
 
 import pytest
+import ray
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -113,10 +114,10 @@ def test_over_ray_it_is_a_server_alone(cluster, compose_config, cold_assets, tmp
         group = live.trainer.policies["carol"]
         assert isinstance(group, FrozenPolicyGroup) and not hasattr(group, "weight_sync")
         assert not hasattr(group.workers, "update_actor") and not hasattr(group.workers, "init_model")
-        (state,) = live.wait(asyncio.gather(*(s.get_stats.remote() for s in group.servers.server_handles)))
+        (state,) = ray.get([server.get_stats.remote() for server in group.servers.server_handles])
         assert state["requests"] == 0
         metrics = live.step()
         assert any(key.endswith("alice/grad_norm") for key in metrics) and "agent/carol/grad_norm" not in metrics
-        (state,) = live.wait(asyncio.gather(*(s.get_stats.remote() for s in group.servers.server_handles)))
+        (state,) = ray.get([server.get_stats.remote() for server in group.servers.server_handles])
         assert state["requests"] > 0 and live.wait(group.server_spans()) == []
     loop.close()
