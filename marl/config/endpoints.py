@@ -6,7 +6,7 @@ Its agents are never trained: there is no model, no worker and no weight sync be
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import OmegaConf
 
@@ -61,8 +61,7 @@ def has_endpoint(config: Any, policy: str) -> bool:
 
 def endpoint_of(config: Any, policy: str) -> Endpoint:
     """A policy's endpoint with its defaults. The rules have checked its keys."""
-    endpoint: Endpoint = OmegaConf.to_object(typed_endpoint(endpoint_node(config, policy)))
-    return endpoint
+    return cast(Endpoint, OmegaConf.to_object(typed_endpoint(endpoint_node(config, policy))))
 
 
 def typed_endpoint(node: Any) -> Any:

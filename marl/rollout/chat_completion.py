@@ -122,7 +122,7 @@ def log_probs_of(choice: Mapping[str, Any]) -> list[float]:
     entries = (choice.get("logprobs") or {}).get("content") if isinstance(choice.get("logprobs"), Mapping) else None
     if entries is None:
         return []
-    found = [entry.get("logprob") if isinstance(entry, Mapping) else entry for entry in listed(entries)]
+    found: list[Any] = [entry.get("logprob") if isinstance(entry, Mapping) else entry for entry in listed(entries)]
     wrong = [value for value in found if type(value) not in (int, float) or not math.isfinite(value) or value > 1e-6]
     if wrong:
         raise NonsenseAnswer(f"logprobs that hold {shown(wrong)}; expected finite numbers of at most 0")
