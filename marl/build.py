@@ -20,6 +20,7 @@ from marl.cluster.critics import Critics
 from marl.cluster.launch import check_cluster, make_groups, start_groups
 from marl.cluster.layout import model_config, policy_config
 from marl.config.deadlines import Phase, deadline_of
+from marl.config.endpoints import endpoint_policies
 from marl.config.errors import ConfigError
 from marl.config.policies import loops_of, thinking_of
 from marl.config.schema import CriticLevel
@@ -27,6 +28,7 @@ from marl.controller.agent_loop import LoopClient, Loops
 from marl.controller.chat import ChatEncoder, check_round_trip
 from marl.controller.client import PolicyClient
 from marl.controller.controller import Controller
+from marl.controller.endpoint_client import make_endpoint_client
 from marl.controller.episode_workers import EpisodeWorkers, SpreadController, spawn
 from marl.controller.tasks import train_loader, validation_tasks
 from marl.modules.pretrained import load_config, load_generation_config
@@ -66,7 +68,8 @@ def load_tasks(config: DictConfig, tokenizers: dict[str, Any]) -> tuple[Any, lis
 
 def make_clients(config: DictConfig, groups: dict[str, Any], tokenizers: dict[str, Any]) -> dict[str, Any]:
     """One client per policy, which turns messages into turns."""
-    return {name: make_client(config, name, group, tokenizers[name]) for name, group in groups.items()}
+    served = {name: make_client(config, name, group, tokenizers[name]) for name, group in groups.items()}
+    return served | {name: make_endpoint_client(config, name) for name in endpoint_policies(config)}
 
 
 def make_client(config: DictConfig, name: str, group: Any, tokenizer: Any) -> PolicyClient:

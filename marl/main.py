@@ -91,9 +91,11 @@ def _run(config: DictConfig, progress: Any) -> Any:
     setup = prepare(config)
     # heavy: imported once the configuration has been checked
     from marl.cluster.session import session
+    from marl.preflight.endpoints import check_endpoints
     from marl.preflight.plan_report import plan_text
 
     print(plan_text(setup), flush=True)
+    check_endpoints(setup)
     with claimed(setup.config) as folder:
         print(f"results: {folder}", flush=True)
         with session(setup):

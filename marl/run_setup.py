@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from omegaconf import DictConfig
 
 from marl.batch.critic_spec import CriticSpec
+from marl.config.endpoints import endpoint_policies, hosted_policies
 from marl.config.placement import PoolSize, critic_pool, pool_of, size_of
-from marl.config.policies import all_policies, trained_policies
+from marl.config.policies import trained_policies
 from marl.learners import CREDITS, LEARNERS, Learner
 from marl.runners import RUNNERS, Runner
 from marl.types import CriticName, PolicyName
@@ -21,6 +22,9 @@ class Setup:
     runner: Runner
     learner: Learner
     policies: list[PolicyName]
+    """Policies whose models this run loads."""
+    endpoints: list[PolicyName]
+    """Policies that servers elsewhere answer for."""
     pool_by_policy: Mapping[PolicyName, str]
     pool_by_critic: Mapping[CriticName, str]
 
@@ -28,13 +32,14 @@ class Setup:
     def of(cls, config: DictConfig) -> "Setup":
         """Build the runner and the learner with its credit. ``credit=auto`` must have been replaced before."""
         runner, learner = make_runner(config), make_learner(config)
-        policies, critics = all_policies(config.agents), learner.critics
+        policies, critics = hosted_policies(config), learner.critics
         names = critics.names(trained_policies(config.agents)) if critics else []
         return cls(
             config,
             runner,
             learner,
             policies,
+            endpoint_policies(config),
             {name: pool_of(config, name) for name in policies},
             {name: critic_pool(config, name) for name in names},
         )

@@ -11,7 +11,7 @@ from marl.batch.evidence import evidence_grids
 from marl.batch.joint import Alternatives, Evidence, JointBatch
 from marl.batch.packing import Chain, chains_of
 from marl.batch.rows import rows_of
-from marl.types import AgentId, Episode, PolicyName
+from marl.types import AgentId, Episode, PolicyName, Turn
 from marl.utils.ragged import jagged
 
 
@@ -98,6 +98,7 @@ def to_rows(chains: Sequence[Chain], temperatures: Mapping[AgentId, float]) -> T
         prompt = chain[0][0].prompt_ids
         row: dict[str, list] = {"responses": [], "mask": [], "index": [], "log_probs": []}
         for turn, cell in chain:
+            require_ids(turn)
             between = turn.prompt_ids[len(prompt) + len(row["responses"]) :]
             row["responses"] += [*between, *turn.response_ids]
             row["mask"] += [*([0] * len(between)), *turn.response_mask]
@@ -119,6 +120,15 @@ def to_rows(chains: Sequence[Chain], temperatures: Mapping[AgentId, float]) -> T
         "temperature": torch.tensor([temperatures[chain[0][0].agent] for chain in chains]),
     }
     return TensorDict(rows, batch_size=[len(chains)])
+
+
+def require_ids(turn: Turn) -> None:
+    """Raise ValueError for a turn of text alone: an endpoint's, which no configuration trains."""
+    if not (turn.prompt_ids and turn.response_ids):
+        raise ValueError(
+            f"the turn of agent {turn.agent!r} in round {turn.round} (policy {turn.policy!r}) has no token ids and cannot be "
+            f"trained; set agents.{turn.agent}.trainable=false"
+        )
 
 
 def pad_rows(rows: TensorDict, multiple: int) -> TensorDict:

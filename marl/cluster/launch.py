@@ -52,17 +52,12 @@ def make_groups(
     setup: Setup, configs: dict[str, DictConfig], cleanup: ExitStack
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The worker groups of the policies and of the critics, by name; their models are not loaded yet."""
-    from marl.cluster.critic_group import CriticGroup
-    from marl.cluster.local import LocalPolicyGroup
-    from marl.cluster.policy_group import RayPolicyGroup
-
     config = setup.config
-    policy_group = LocalPolicyGroup if config.resources.one_process else RayPolicyGroup
     groups: dict[str, Any] = {}
     critics: dict[str, Any] = {}
     locks: dict[str, asyncio.Lock] = {}
     for part, workers in start_workers(config, parts_of(setup, configs), cleanup):
-        kind, members = (CriticGroup, critics) if part.is_critic else (policy_group, groups)
+        kind, members = group_class(part, config.resources.one_process), critics if part.is_critic else groups
         own = next(iter(configs.values())) if part.is_critic else configs[part.name]
         members[part.name] = group = kind(
             part.name,
@@ -74,6 +69,20 @@ def make_groups(
         )
         cleanup.callback(group.stop)
     return groups, critics
+
+
+def group_class(part: Part, one_process: bool) -> Any:
+    """The class through which trainer and learners see a part's workers and servers."""
+    from marl.cluster.critic_group import CriticGroup
+    from marl.cluster.frozen_group import FrozenPolicyGroup, LocalFrozenPolicyGroup
+    from marl.cluster.local import LocalPolicyGroup
+    from marl.cluster.policy_group import RayPolicyGroup
+
+    if part.is_critic:
+        return CriticGroup
+    if part.is_frozen:
+        return LocalFrozenPolicyGroup if one_process else FrozenPolicyGroup
+    return LocalPolicyGroup if one_process else RayPolicyGroup
 
 
 async def start_groups(groups: dict[str, Any], critics: dict[str, Any]) -> None:

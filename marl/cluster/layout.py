@@ -6,6 +6,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from marl.config.deadlines import Phase, deadline_of
+from marl.config.endpoints import frozen_policies
 from marl.config.placement import pool_of, size_of
 from marl.config.policies import holds_reference, own_settings, trained_policies
 from marl.run_setup import Setup
@@ -36,10 +37,20 @@ def policy_config(config: DictConfig, name: str, index: int, run_id: str, total_
         own.actor_rollout_ref.rollout.custom = (own.actor_rollout_ref.rollout.get("custom") or {}) | custom
         own.actor_rollout_ref.actor.optim.total_training_steps = total_steps
         own.critic.optim.total_training_steps = total_steps
+        if name in frozen_policies(own):
+            serve_from_path(own.actor_rollout_ref)
         if own.algorithm.rollout_correction.bypass_mode:  # as verl's apply_bypass_mode does
             own.actor_rollout_ref.actor.policy_loss.rollout_correction = own.algorithm.rollout_correction
             own.actor_rollout_ref.actor.policy_loss.loss_mode = "bypass_mode"
     return own
+
+
+def serve_from_path(own: DictConfig) -> None:
+    """Let a policy's servers load the weights at ``model.path`` themselves; verl's would wait for a trainer's. Adapters that
+    are not trained are the model without them."""
+    own.rollout.custom.frozen = True
+    own.rollout.load_format = "auto"
+    own.model.lora_rank = 0
 
 
 def critic_config(config: DictConfig) -> DictConfig:
@@ -56,6 +67,7 @@ class Part:
     worker: type
     arguments: dict[str, Any]
     is_critic: bool = False
+    is_frozen: bool = False
 
     @property
     def key(self) -> str:
@@ -65,9 +77,13 @@ class Part:
 def parts_of(setup: Setup, configs: dict[str, DictConfig]) -> list[Part]:
     from marl.cluster.workers.critic_worker import CriticWorker
     from marl.cluster.workers.policy_worker import PolicyWorker
+    from marl.cluster.workers.seat_worker import SeatWorker
 
     config, parts = setup.config, []
     for name, own in configs.items():
+        if name in frozen_policies(config):
+            parts.append(Part(name, setup.pool_by_policy[name], SeatWorker, {}, is_frozen=True))
+            continue
         held = name in trained_policies(config.agents) and holds_reference(own.algorithm, own.actor_rollout_ref)
         role = "actor_rollout_ref" if held else "actor_rollout"
         arguments = {"config": own.actor_rollout_ref, "role": role}

@@ -122,6 +122,9 @@ class LocalServers:
     def client(self) -> CoalescingClient:
         return CoalescingClient(self.config, None, servers=self.server_handles)
 
+    def stop(self) -> None:
+        del LOCAL_SERVERS[self.name]
+
 
 class LocalPolicyGroup(RayPolicyGroup):
     async def start_servers(self) -> None:
@@ -140,4 +143,4 @@ class LocalPolicyGroup(RayPolicyGroup):
 
     def stop(self) -> None:
         if hasattr(self, "servers"):
-            del LOCAL_SERVERS[self.servers.name]
+            self.servers.stop()

@@ -29,6 +29,8 @@ class RayPolicyGroup(WorkerGroup):
     """Implements :class:`marl.types.PolicyGroup` over verl's worker group, server manager and weight sync."""
 
     kind = "policy"
+    takes_weights = True
+    """False for servers that load their own: there is no sync to prove."""
     version = -1
     """The step of the weights that the servers have; -1 before the first sync."""
 

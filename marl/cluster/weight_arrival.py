@@ -28,7 +28,8 @@ class WeightSync:
         """``clients``: each policy's client, which encodes its probe."""
         wanted = WeightCheck(config.resources.weight_check)
         self.policies = policies
-        checked = {} if wanted is WeightCheck.none else policies
+        synced = {name: group for name, group in policies.items() if group.takes_weights}
+        checked = {} if wanted is WeightCheck.none else synced
 
         def checked_by(check: WeightCheck) -> dict[PolicyName, RayPolicyGroup]:
             return {name: group for name, group in checked.items() if check_of(wanted, group.rollout.name) is check}

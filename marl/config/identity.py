@@ -9,13 +9,15 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+
+from marl.config.endpoints import RESUMABLE, access_keys
 
 MAY_DIFFER = (
     "*.total_training_steps",
@@ -50,6 +52,7 @@ MAY_DIFFER = (
     "controller.lazy_agent_share",
     "controller.degenerate_steps",
     "controller.max_error_rate",
+    *(f"policies.*.endpoint.{key}" for key in RESUMABLE),
 )
 """Keys that do not affect training: length, frequencies, output locations, machines, validation."""
 SECRET = re.compile(
@@ -79,21 +82,28 @@ def plain_of(config: Any) -> Any:
 
 def settings_of(config: Any) -> Any:
     """All settings without secrets, for files and trackers that others see."""
-    return masked(plain_of(config))
+    plain = plain_of(config)
+    return masked(plain, hidden=access_keys(plain))
 
 
-def masked(tree: Any, secret: bool = False) -> Any:
-    """The same tree with the values of secret keys, of environment variables and of secret variables hidden."""
+def masked(tree: Any, secret: bool = False, hidden: Collection[str] = ()) -> Any:
+    """The same tree with the values of secret keys, of environment variables and of secret variables hidden, and ``hidden``
+    wherever a text holds one of them."""
     if isinstance(tree, Mapping):
-        return {key: masked(value, secret or key == "env_vars" or is_secret(key)) for key, value in tree.items()}
+        return {
+            key: masked(value, secret or key == "env_vars" or is_secret(key), hidden) for key, value in tree.items()
+        }
     if isinstance(tree, list):
-        return [masked(value, secret) for value in tree]
-    hidden = (secret and tree is not None) or (isinstance(tree, str) and tree in secrets_of_environment())
-    return MASKED if hidden else tree
+        return [masked(value, secret, hidden) for value in tree]
+    if not isinstance(tree, str):
+        return MASKED if secret and tree is not None else tree
+    spelt = any(tree == word or (len(word) >= 8 and word in tree) for word in hidden)
+    return MASKED if secret or spelt or tree in secrets_of_environment() else tree
 
 
 def is_secret(key: Any) -> bool:
-    return isinstance(key, str) and SECRET.search(key) is not None
+    """True for keys that hold secrets; those that name a variable (``api_key_env``) hold none."""
+    return isinstance(key, str) and not key.endswith("_env") and SECRET.search(key) is not None
 
 
 def secrets_of_environment() -> set[str]:

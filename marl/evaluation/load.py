@@ -9,11 +9,12 @@ from omegaconf import DictConfig
 from transformers import AutoModelForCausalLM
 
 from marl.build import tokenizer_of
+from marl.config.endpoints import has_endpoint
 from marl.config.errors import ConfigError
 from marl.config.policies import own_settings, thinking_of
 from marl.controller.chat import ChatEncoder
 from marl.modules.pretrained import WEIGHTS, line
-from marl.rollout.hf import decodable_config
+from marl.rollout.hf_model import decodable_config
 from marl.utils import folders
 
 
@@ -30,6 +31,11 @@ class Policy:
 
 def load_policy(config: DictConfig, name: str) -> Policy:
     """Raises ConfigError where there are no weights, or not all of them."""
+    if has_endpoint(config, name):
+        raise ConfigError(
+            f"policies.{name}.endpoint: an ensemble averages distributions, and a server elsewhere answers with text; remove "
+            "its agents, or use baseline=[vote]"
+        )
     own = own_settings(config, name)
     path = own.model.path if config.ensemble.checkpoint is None else saved_weights(config.ensemble.checkpoint, name)
     try:

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from marl.config.endpoints import hosted_policies
 from marl.config.placement import ranks_of
 from marl.config.policies import (
-    all_policies,
     longest_row,
     own_settings,
     policies_by_agent,
@@ -50,7 +50,7 @@ class Batch:
 
 def batch_of(config: Any, turns_by_agent: Mapping[str, int]) -> Batch:
     """The arithmetic of a resolved configuration, whose runner lets every agent speak so often at most."""
-    policies = tuple(policy_batch(config, name, turns_by_agent) for name in all_policies(config.agents))
+    policies = tuple(policy_batch(config, name, turns_by_agent) for name in hosted_policies(config))
     return Batch(config.data.train_batch_size, config.actor_rollout_ref.rollout.n, turns_by_agent, policies)
 
 

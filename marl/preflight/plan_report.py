@@ -8,6 +8,7 @@ import torch
 from omegaconf import DictConfig
 
 from marl.batch.packing import packed_policies
+from marl.config.endpoints import endpoint_of, frozen_policies
 from marl.config.placement import size_of
 from marl.config.policies import holds_reference, own_settings, trained_policies
 from marl.modules import pretrained
@@ -44,8 +45,8 @@ def plan_text(setup: CheckedSetup) -> str:
 
 
 def step_text(setup: CheckedSetup) -> list[str]:
-    """A step's arithmetic, packing and prompts."""
-    return [batch_text(batch_of(setup)), packing_text(setup), growth_text(setup)]
+    """A step's arithmetic, endpoints, packing and prompts."""
+    return [batch_text(batch_of(setup)), *endpoint_lines(setup), packing_text(setup), growth_text(setup)]
 
 
 def batch_of(setup: Setup) -> Batch:
@@ -63,6 +64,8 @@ def pool_members(setup: CheckedSetup, card: float | None) -> tuple[Members, dict
         own, pool = own_settings(config, policy.policy), setup.pool_by_policy[policy.policy]
         size, has_reference = setup.sizes[policy.policy], has_reference_here(config, policy.policy, own)
         memory = memory_plan.policy_memory(own, policy, size, card, has_reference)
+        if policy.policy in frozen_policies(config):
+            memory = Memory(server=memory.server)
         pools.setdefault(pool, []).append((policy.policy, memory))
         asleep[pool] = asleep.get(pool, True) and own.rollout.free_cache_engine
     for critic, pool in setup.pool_by_critic.items():
@@ -74,6 +77,19 @@ def pool_members(setup: CheckedSetup, card: float | None) -> tuple[Members, dict
 def peaks_of(members: Members, asleep: Mapping[str, bool]) -> dict[str, float]:
     """The peak of one rank of each pool."""
     return {pool: pool_memory([memory for _, memory in own], asleep[pool]) for pool, own in members.items()}
+
+
+def endpoint_lines(setup: Setup) -> list[str]:
+    """A line for every policy that a server elsewhere answers for, with its limits."""
+    lines = []
+    for name in setup.endpoints:
+        endpoint = endpoint_of(setup.config, name)
+        limits = {"requests a minute": endpoint.requests_per_minute, "tokens in all": endpoint.token_budget}
+        most = [f"{limit:g} {unit}" for unit, limit in limits.items() if limit is not None]
+        lines.append(
+            f"{name}: model {endpoint.model} at {endpoint.base_url}, at most {', '.join([f'{endpoint.max_concurrent} requests at once', *most])}"
+        )
+    return lines
 
 
 def packing_text(setup: Setup) -> str:

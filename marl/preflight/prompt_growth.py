@@ -34,6 +34,8 @@ class Seat:
     """Tokens of its answer's text."""
     ends: bool = False
     """True if an end token follows: the longest answers are truncated at their limit."""
+    limited: bool = True
+    """False for a server elsewhere, which has a limit of its own; its answers are measured as others read them."""
 
 
 @dataclass
@@ -118,9 +120,10 @@ async def play(
         seat = seats(agent, round)
         own = previous if previous is not None and previous.policy == seat.policy else None
         prompt = seat.encoder.encode(observation, own)
-        if shortens and len(prompt) > limit:
+        if seat.limited and shortens and len(prompt) > limit:
             raise ContextOverflow(f"{len(prompt)}")
-        growth.read(round, len(prompt))
+        if seat.limited:
+            growth.read(round, len(prompt))
         text = spoken(seat.encoder, seat.tokens, way.word, content_of(task))
         ids = [NO_TOKEN] * seat.tokens + [seat.encoder.tokenizer.eos_token_id] * seat.ends
         return Turn(agent, round, list(observation), text, seat.policy, prompt, ids, [1] * len(ids), branch=branch)

@@ -27,14 +27,18 @@ PROMPTS_READ = 100
 
 
 def check_prompts(config: DictConfig, encoders: Mapping[str, ChatEncoder]) -> list[list[Task]]:
-    """Raise ConfigError where the agents are shown more than ``data.max_prompt_length`` before anybody has spoken. Returns the
+    """Raise ConfigError where agents, but those of endpoints, are shown more than ``data.max_prompt_length`` before anybody has spoken. Returns the
     tasks of every file that were read, the longest first."""
     limit, policies, tasks = config.data.max_prompt_length, policies_by_agent(config.agents), []
     for key in ("train_files", "val_files"):
         for file in file_list(config.data[key]):
             rows = list(islice(rows_of(file, config.data.prompt_key), PROMPTS_READ))
             lengths = [
-                max(len(encoders[policies[agent][0]].encode(shown_to(row, agent, config))) for agent in config.agents)
+                max(
+                    len(encoders[own[0]].encode(shown_to(row, agent, config)))
+                    for agent, own in policies.items()
+                    if own[0] in encoders
+                )
                 for row in rows
             ]
             order = sorted(range(len(rows)), key=lambda i: -lengths[i])
@@ -60,12 +64,14 @@ def growth_of(
     """Prompt growth on some tasks, with the longest answers or the shortest. Raises ConfigError."""
     config = setup.config
     policies = policies_by_agent(config.agents)
-    allowed = {name: own_settings(config, name).rollout.response_length for name in encoders}
+    allowed = {name: own_settings(config, name).rollout.response_length for name in [*encoders, *setup.endpoints]}
+    reader = next(iter(encoders.values()))
 
     def seat(agent: str, round: int) -> Seat:
         policy = policies[agent][min(round, len(policies[agent])) - 1]
         most = config.agents[agent].max_tokens or allowed[policy]
-        return Seat(policy, encoders[policy], 1 if shortest else most, ends=shortest and most > 1)
+        tokens, encoder = 1 if shortest else most, encoders.get(policy, reader)
+        return Seat(policy, encoder, tokens, ends=shortest and most > 1, limited=policy in encoders)
 
     roles = {name: agent.role for name, agent in config.agents.items()}
     critic = None if shortest else joint_critic(setup)

@@ -199,9 +199,11 @@ def agent_metrics(episodes: Sequence[Episode], agent: AgentId) -> Metrics:
     metrics = {
         "turns": len(turns) / len(episodes),
         "score": mean([turn.scored.value for turn in turns]),
-        "response_length": mean([len(turn.response_ids) for turn in turns]),
         "truncated": mean([turn.truncated for turn in turns]),
     }
+    lengths = [len(turn.response_ids) for turn in turns if turn.response_ids]
+    if lengths:  # an endpoint may give text alone
+        metrics["response_length"] = mean(lengths)
     answers = [turn for turn in turns if turn.answers]
     if answers:
         metrics["no_answer"] = mean([turn.scored.answer is None for turn in answers])

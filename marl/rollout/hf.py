@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import ray
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer
 from verl.utils.device import get_device_name
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
@@ -25,9 +25,10 @@ from marl.config.policies import ranks_per_server
 from marl.modules.pretrained import load_generation_config
 from marl.rollout.attention import ATTENTION, NEAR_ATTENTION
 from marl.rollout.decoding import Engine, SingleReader, end_ids, padding_token
+from marl.rollout.hf_model import build_model, load_model
 from marl.rollout.prefixes import Prefixes
 from marl.rollout.requests import Draft, Request
-from marl.rollout.vllm_sglang import offset_rank
+from marl.rollout.vllm_sglang import is_frozen, offset_rank
 from marl.utils.garbage import freeze_gc
 from marl.utils.spans import Span, Stopwatch
 from marl.utils.weight_digest import Held, digest_of
@@ -65,7 +66,8 @@ class HFServer:
         self.config, self.device = config, device
         exact = is_exact(config)
         attention = ATTENTION if exact else NEAR_ATTENTION
-        self.model = build_model(model_config, getattr(torch, config.dtype), device, attention)
+        make = load_model if is_frozen(config) else build_model
+        self.model = make(model_config, getattr(torch, config.dtype), device, attention)
         self.tokenizer = AutoTokenizer.from_pretrained(
             model_config["tokenizer_path"] or model_config["path"], trust_remote_code=model_config["trust_remote_code"]
         )
@@ -286,25 +288,6 @@ def is_exact(config: Any) -> bool:
             f"actor_rollout_ref.rollout.custom.exact={exact!r}; expected true or false; leave it out for true"
         )
     return exact
-
-
-def build_model(model_config: Any, dtype: torch.dtype, device: str, attention: str = ATTENTION) -> PreTrainedModel:
-    """The trainer's module, with weights yet to come."""
-    config = decodable_config(model_config, model_config["path"], attention)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=model_config["trust_remote_code"])
-    return model.to(device).eval()
-
-
-def decodable_config(model_config: Any, path: str, attention: str = ATTENTION) -> Any:
-    """The configuration at ``path``, with our attention. Raises ValueError for one that the decoding loop does not mask."""
-    changes = dict(model_config["override_config"] or {}) | {"attn_implementation": attention}
-    config = AutoConfig.from_pretrained(path, trust_remote_code=model_config["trust_remote_code"], **changes)
-    windows = [kind for kind in getattr(config, "layer_types", None) or [] if kind != "full_attention"]
-    if windows:
-        raise ValueError(
-            f"rollout.name=hf masks full attention only; {path} has {windows[0]} layers: use vllm or sglang"
-        )
-    return config
 
 
 def to_token_output(answer: tuple) -> TokenOutput:

@@ -34,12 +34,18 @@ def offset_replica_class(name: str) -> type[RolloutReplica]:
                 self.server_class = ray.remote(vllm_server_class())
 
         async def init_hybrid(self, worker_group: Any) -> None:
-            self.rollout_mode = RolloutMode.HYBRID
+            # a colocated server has weights of its own: it sleeps without dropping them
+            self.rollout_mode = RolloutMode.COLOCATED if is_frozen(self.config) else RolloutMode.HYBRID
             first = self.world_size * (self.replica_rank - replica_offset(self.config))
             self.workers = worker_group.workers[first : first + self.world_size]
             await self.launch_servers()
 
     return OffsetReplica
+
+
+def is_frozen(config: Any) -> bool:
+    """True if a policy's servers load their weights themselves, once."""
+    return bool(config.custom.get("frozen", False))
 
 
 def run_id(config: Any) -> str:

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+from verl.workers.rollout.replica import RolloutMode
 
+from marl.cluster.frozen_group import FrozenPolicyGroup
 from marl.cluster.layout import policy_config
 from marl.rollout import vllm_sglang
 from marl.rollout.servers import CoalescingClient
@@ -47,6 +49,65 @@ def test_a_replica_takes_the_workers_of_its_own_group():
     replica.launch_servers = launch
     asyncio.run(replica.init_hybrid(SimpleNamespace(workers=["w0", "w1", "w2", "w3"])))
     assert launched == [["w2", "w3"]]
+
+
+def test_a_replica_that_nobody_trains_has_weights_of_its_own():
+    """verl's hybrid servers wait for a trainer's weights, and drop theirs when they sleep."""
+    cls = vllm_sglang.offset_replica_class("hf")
+    for frozen, mode in ((False, RolloutMode.HYBRID), (True, RolloutMode.COLOCATED)):
+        replica = cls.__new__(cls)
+        replica.config, replica.world_size, replica.replica_rank = rollout_config(), 1, 0
+        replica.config.custom["frozen"] = frozen
+
+        async def launch():
+            return None
+
+        replica.launch_servers = launch
+        asyncio.run(replica.init_hybrid(SimpleNamespace(workers=["w0"])))
+        assert replica.rollout_mode is mode
+
+
+def test_servers_of_a_policy_that_nobody_trains_load_from_its_path(compose_config):
+    adapters = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora.merge=true")
+    config = compose_config("agents.carol.trainable=false", *adapters)
+    alice, carol = (
+        policy_config(config, name, i, "r", 1).actor_rollout_ref for i, name in enumerate(("alice", "carol"))
+    )
+    assert "frozen" not in alice.rollout.custom and carol.rollout.custom.frozen is True
+    assert (alice.rollout.load_format, carol.rollout.load_format) == ("dummy", "auto")
+    assert (alice.model.lora_rank, carol.model.lora_rank) == (4, 0)
+
+
+class FakeReplica:
+    def __init__(self):
+        self.heard = []
+
+    async def sleep(self):
+        self.heard.append("sleep")
+
+    async def wake_up(self):
+        self.heard.append("wake_up")
+
+
+def frozen_group(free_cache_engine):
+    rollout = SimpleNamespace(free_cache_engine=free_cache_engine)
+    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+    group = FrozenPolicyGroup("judge", config, None, "shared", 5.0, asyncio.Lock())
+    replicas = [FakeReplica(), FakeReplica()]
+    group.servers = SimpleNamespace(get_replicas=lambda: replicas)
+    return group, replicas
+
+
+def test_servers_that_nobody_trains_sleep_while_others_train_and_are_sent_nothing():
+    async def a_step(group):
+        await group.start_workers()
+        await group.free_servers()
+        await group.sync_weights(3)
+
+    for shared, heard in ((True, ["sleep", "wake_up"]), (False, [])):
+        group, replicas = frozen_group(shared)
+        asyncio.run(a_step(group))
+        assert [replica.heard for replica in replicas] == [heard, heard] and group.version == 3
 
 
 class FakeServer:

@@ -12,11 +12,13 @@ from marl.config.bounds import check_values
 from marl.config.errors import ConfigError
 from marl.config.policies import own_settings
 from marl.config.precision import precision_of
-from marl.config.rules import agents, batches, files, policies, precision, references, resources, run
+from marl.config.rules import agents, batches, endpoints, files, frozen, policies, precision, references, resources, run
 
 RULES: tuple[Callable[[Any], None], ...] = (
     check_values,
     *policies.RULES,
+    *endpoints.RULES,
+    *frozen.RULES,
     *agents.RULES,
     *batches.RULES,
     *resources.RULES,
@@ -25,11 +27,14 @@ RULES: tuple[Callable[[Any], None], ...] = (
     *files.RULES,
     *run.RULES,
 )
-RULES_PER_POLICY = tuple(
-    rule
-    for rule in RULES
-    if rule not in (*policies.OF_ALL_POLICIES, *resources.OF_ALL_POLICIES, precision.critics_have_the_precision)
+OF_ALL_POLICIES = (
+    *policies.OF_ALL_POLICIES,
+    *endpoints.RULES,
+    *frozen.RULES,
+    *resources.OF_ALL_POLICIES,
+    precision.critics_have_the_precision,
 )
+RULES_PER_POLICY = tuple(rule for rule in RULES if rule not in OF_ALL_POLICIES)
 """Rules that are checked again on every policy's own settings."""
 
 

@@ -66,7 +66,7 @@ def policies_change_known_keys(config: Any) -> None:
                 if not hasattr(node, "keys") or key not in node:
                     known = [str(k) for k in node] if hasattr(node, "keys") else []
                     raise ConfigError(
-                        f"unknown key '{walked}.{key}': a policy's keys are those of actor_rollout_ref, and {' and '.join(map(repr, OURS))}."
+                        f"unknown key '{walked}.{key}': a policy's keys are those of actor_rollout_ref, and {', '.join(map(repr, OURS))}."
                         f"{did_you_mean(key, [*known, *OURS])}"
                     )
                 node, walked = node[key], f"{walked}.{key}"

@@ -4,15 +4,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from marl.config.deadlines import Phase, deadline_of
+from marl.config.endpoints import has_endpoint, hosted_policies
 from marl.config.errors import ConfigError
 from marl.config.placement import PoolSize, pool_of, size_of
-from marl.config.policies import all_policies, own_settings, ranks_per_server
+from marl.config.policies import own_settings, ranks_per_server, trained_policies
 from marl.config.schema import WeightCheck
 from marl.utils.registry import did_you_mean
 
 
 def ranks_divide_among_servers(config: Any) -> None:
-    for name in all_policies(config.agents):
+    for name in hosted_policies(config):
         pool, size = pool_of(config, name), size_of(config, pool_of(config, name))
         servers = ranks_per_server(own_settings(config, name).rollout)
         if size.ranks % servers:
@@ -35,11 +36,16 @@ def sizes_of(config: Any, pool: str) -> str:
 
 
 def pools_have_members(config: Any) -> None:
-    """Each policy lives in one pool, and no pool is empty."""
-    known, pools = all_policies(config.agents), config.resources.pools
+    """Each policy that has a model lives in one pool, and no pool is empty."""
+    known, pools = hosted_policies(config), config.resources.pools
     for name, pool in pools.items():
         key = f"resources.pools.{name}"
         for policy in pool.policies:
+            if has_endpoint(config, policy):
+                raise ConfigError(
+                    f"{key}.policies={list(pool.policies)}: a server elsewhere answers for {policy!r} (policies.{policy}.endpoint), "
+                    "which takes no rank; expected policies with a model; remove it from the list"
+                )
             if policy not in known:
                 raise ConfigError(
                     f"{key}.policies={list(pool.policies)}: no agent acts with {policy!r}; expected some of {', '.join(known)}."
@@ -160,15 +166,19 @@ def collectives_end_before_calls(config: Any) -> None:
 
 
 def digests_are_of_hf(config: Any) -> None:
-    engine = config.actor_rollout_ref.rollout.name
-    if config.resources.weight_check is WeightCheck.digest and engine != "hf":
-        raise ConfigError(
-            f"resources.weight_check=digest: rollout.name={engine} stores weights in a form of its own, which has no digest to "
-            "compare; expected hf servers, use probe, or auto for the fitting one"
-        )
+    """Servers of policies that nobody trains are sent no weights, and have nothing to prove."""
+    if config.resources.weight_check is not WeightCheck.digest:
+        return
+    for name in trained_policies(config.agents):
+        engine = own_settings(config, name).rollout.name
+        if engine != "hf":
+            raise ConfigError(
+                f"{within(config, name)}resources.weight_check=digest: rollout.name={engine} stores weights in a form of its own, "
+                "which has no digest to compare; expected hf servers, use probe, or auto for the fitting one"
+            )
 
 
-OF_ALL_POLICIES = (pools_have_members, pools_are_named_once, ranks_divide_among_servers)
+OF_ALL_POLICIES = (pools_have_members, pools_are_named_once, ranks_divide_among_servers, digests_are_of_hf)
 """Rules that iterate over the policies themselves."""
 
 RULES = (
@@ -179,5 +189,4 @@ RULES = (
     one_process_has_no_workers,
     cpu_ranks_are_limited,
     collectives_end_before_calls,
-    digests_are_of_hf,
 )
