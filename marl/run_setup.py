@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from omegaconf import DictConfig
 
 from marl.batch.critic_spec import CriticSpec
-from marl.config.policies import all_policies, ranks_per_pool, trained_policies
-from marl.config.schema import Placement
+from marl.config.policies import all_policies, colocated, pool_of, ranks_per_pool, trained_policies
 from marl.learners import CREDITS, LEARNERS, Learner
 from marl.runners import RUNNERS, Runner
 from marl.types import CriticName, PolicyName
@@ -55,16 +54,6 @@ def make_runner(config: DictConfig) -> Runner:
 
 def make_learner(config: DictConfig) -> Learner:
     return LEARNERS.build(config.learner, credit=CREDITS.build(config.credit))
-
-
-def colocated(config: DictConfig) -> bool:
-    """True if policies and critics that name no pool share one."""
-    return config.resources.placement is Placement.colocated
-
-
-def pool_of(config: DictConfig, policy: PolicyName) -> str:
-    named = (config.policies.get(policy) or {}).get("pool")
-    return named or ("shared" if colocated(config) else policy)
 
 
 def critic_pool(config: DictConfig, critic: CriticName) -> str:

@@ -15,7 +15,8 @@ from verl.plugin.platform import get_platform
 import marl.config.schema  # noqa: F401 - registers our groups
 from marl.cluster.layout import Part, parts_of
 from marl.config.errors import ConfigError
-from marl.run_setup import Setup, colocated
+from marl.config.policies import colocated
+from marl.run_setup import Setup
 
 
 def check_cluster(setup: Setup) -> None:

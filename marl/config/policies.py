@@ -6,6 +6,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from marl.config.precision import settings_of
+from marl.config.schema import Placement
 
 OURS = ("pool", "precision", "thinking")
 """Keys of a policy that are none of ``actor_rollout_ref``."""
@@ -76,6 +77,17 @@ def sequence_parallel(actor: Any) -> int:
 def critic_tokens(critic: Any) -> int:
     """Tokens of a critic's micro-batch, and so of its longest row, over all ranks that split a sequence."""
     return int(critic.ppo_max_token_len_per_gpu * critic.fsdp.ulysses_sequence_parallel_size)
+
+
+def colocated(config: Any) -> bool:
+    """True if policies and critics that name no pool share one."""
+    return config.resources.placement is Placement.colocated
+
+
+def pool_of(config: Any, policy: str) -> str:
+    """A policy's pool: the one that it names, the shared one, or one of its own."""
+    named = (config.policies.get(policy) or {}).get("pool")
+    return named or ("shared" if colocated(config) else policy)
 
 
 def ranks_per_pool(trainer: Any) -> int:
