@@ -7,6 +7,7 @@ from omegaconf import OmegaConf
 
 from marl.config.precision import settings_of
 from marl.config.schema import Placement
+from marl.config.sharing import shares_base
 
 OURS = ("pool", "precision", "thinking")
 """Keys of a policy that are none of ``actor_rollout_ref``."""
@@ -94,9 +95,9 @@ def colocated(config: Any) -> bool:
 
 
 def pool_of(config: Any, policy: str) -> str:
-    """A policy's pool: the one that it names, the shared one, or one of its own."""
+    """A policy's pool: the one that it names, the shared one, or one of its own; adapters share one base, and so a pool."""
     named = (config.policies.get(policy) or {}).get("pool")
-    return named or ("shared" if colocated(config) else policy)
+    return named or ("shared" if colocated(config) or shares_base(config) else policy)
 
 
 def ranks_per_pool(trainer: Any) -> int:

@@ -12,10 +12,11 @@ from marl.config.bounds import check_values
 from marl.config.errors import ConfigError
 from marl.config.policies import own_settings
 from marl.config.precision import precision_of
-from marl.config.rules import agents, batches, files, policies, precision, references, resources, run
+from marl.config.rules import agents, batches, files, policies, precision, references, resources, run, sharing
 
 RULES: tuple[Callable[[Any], None], ...] = (
     check_values,
+    *sharing.RULES,
     *policies.RULES,
     *agents.RULES,
     *batches.RULES,
@@ -26,7 +27,9 @@ RULES: tuple[Callable[[Any], None], ...] = (
     *run.RULES,
 )
 RULES_PER_POLICY = tuple(
-    rule for rule in RULES if rule not in (*policies.OF_ALL_POLICIES, precision.critics_have_the_precision)
+    rule
+    for rule in RULES
+    if rule not in (*policies.OF_ALL_POLICIES, *sharing.OF_ALL_POLICIES, precision.critics_have_the_precision)
 )
 """Rules that are checked again on every policy's own settings."""
 

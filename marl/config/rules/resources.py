@@ -4,6 +4,7 @@ from typing import Any
 
 from marl.config.errors import ConfigError
 from marl.config.policies import ranks_per_pool, ranks_per_server
+from marl.config.sharing import shares_base
 
 
 def ranks_divide_among_servers(config: Any) -> None:
@@ -54,10 +55,11 @@ def one_process_is_one_rank(config: Any) -> None:
 
 def hf_serves_whole_models(config: Any) -> None:
     own = config.actor_rollout_ref
-    if own.rollout.name == "hf" and own.model.lora_rank and not own.model.lora.merge:
+    alone = own.model.lora_rank and not shares_base(config)
+    if own.rollout.name == "hf" and alone and not own.model.lora.merge:
         raise ConfigError(
             f"actor_rollout_ref.model.lora_rank={own.model.lora_rank}: rollout.name=hf serves whole models, and is sent "
-            "adapters alone; set actor_rollout_ref.model.lora.merge=true, or lora_rank=0"
+            "adapters alone; set actor_rollout_ref.model.lora.merge=true, lora_rank=0, or sharing=lora, which serves adapters"
         )
 
 
