@@ -50,22 +50,34 @@ def make_groups(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The worker groups of the policies and of the critics, by name; their models are not loaded yet."""
     from marl.cluster.critic_group import CriticGroup
-    from marl.cluster.local import LocalPolicyGroup
-    from marl.cluster.policy_group import RayPolicyGroup
 
-    config = setup.config
-    policy_group = LocalPolicyGroup if config.resources.one_process else RayPolicyGroup
+    config, first = setup.config, next(iter(configs.values()))
     groups: dict[str, Any] = {}
     critics: dict[str, Any] = {}
     locks: dict[str, asyncio.Lock] = {}
     for part, workers in start_workers(config, parts_of(setup, configs), cleanup):
-        kind, members = (CriticGroup, critics) if part.is_critic else (policy_group, groups)
-        own = next(iter(configs.values())) if part.is_critic else configs[part.name]
-        members[part.name] = group = kind(
-            part.name, own, workers, part.pool, config.resources.timeout_s, locks.setdefault(part.pool, asyncio.Lock())
-        )
-        cleanup.callback(group.stop)
-    return groups, critics
+        shared = workers, part.pool, config.resources.timeout_s, locks.setdefault(part.pool, asyncio.Lock())
+        if part.is_critic:
+            made, members = {part.name: CriticGroup(part.name, first, *shared)}, critics
+        else:
+            made, members = policy_groups(part, configs, config.resources.one_process, shared), groups
+        members |= made
+        for group in made.values():
+            cleanup.callback(group.stop)
+    return {name: groups[name] for name in configs}, critics
+
+
+def policy_groups(part: Part, configs: dict[str, DictConfig], local: bool, shared: tuple) -> dict[str, Any]:
+    """The policies of a part: one, or all its adapters."""
+    from marl.cluster.adapter_group import AdapterGroup, LocalAdapterGroup, SharedBase
+    from marl.cluster.local import LocalPolicyGroup
+    from marl.cluster.policy_group import RayPolicyGroup
+
+    if not part.adapters:
+        kind = LocalPolicyGroup if local else RayPolicyGroup
+        return {part.name: kind(part.name, configs[part.name], *shared)}
+    adapted, base = LocalAdapterGroup if local else AdapterGroup, SharedBase()
+    return {name: adapted(name, configs[name], *shared, base=base) for name in part.adapters}
 
 
 async def start_groups(groups: dict[str, Any], critics: dict[str, Any]) -> None:

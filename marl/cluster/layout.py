@@ -6,6 +6,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from marl.config.policies import holds_reference, own_settings, trained_policies
+from marl.config.sharing import shares_base
 from marl.run_setup import Setup
 from marl.utils.seeding import derive_seed
 
@@ -45,14 +46,21 @@ class Part:
     worker: type
     arguments: dict[str, Any]
     is_critic: bool = False
+    adapters: tuple[str, ...] = ()
+    """The policies that are adapters on its model; empty for a policy's own."""
 
     @property
     def key(self) -> str:
-        return f"{self.name}_critic" if self.is_critic else self.name
+        return f"{self.name}_critic" if self.is_critic else f"{self.name}_base" if self.adapters else self.name
 
 
 def parts_of(setup: Setup, configs: dict[str, DictConfig]) -> list[Part]:
-    from marl.cluster.workers.critic_worker import CriticWorker
+    policies = base_parts if shares_base(setup.config) else policy_parts
+    return [*policies(setup, configs), *critic_parts(setup, configs)]
+
+
+def policy_parts(setup: Setup, configs: dict[str, DictConfig]) -> list[Part]:
+    """A model for every policy."""
     from marl.cluster.workers.policy_worker import PolicyWorker
 
     config, parts = setup.config, []
@@ -61,6 +69,29 @@ def parts_of(setup: Setup, configs: dict[str, DictConfig]) -> list[Part]:
         role = "actor_rollout_ref" if held else "actor_rollout"
         arguments = {"config": own.actor_rollout_ref, "role": role}
         parts.append(Part(name, setup.pool_by_policy[name], PolicyWorker, arguments))
+    return parts
+
+
+def base_parts(setup: Setup, configs: dict[str, DictConfig]) -> list[Part]:
+    """A base model for every pool, with the adapters of the pool's policies."""
+    from marl.cluster.workers.adapter_worker import AdapterWorker
+
+    members: dict[str, dict[str, DictConfig]] = {}
+    for name, own in configs.items():
+        members.setdefault(setup.pool_by_policy[name], {})[name] = own.actor_rollout_ref
+    parts = []
+    for pool, policies in members.items():
+        seeds = {name: derive_seed(setup.config.seed, "adapter", name) for name in policies}
+        first = OmegaConf.create(next(iter(policies.values())))
+        arguments = {"config": first, "role": "actor_rollout", "policies": policies, "seeds": seeds}
+        parts.append(Part(pool, pool, AdapterWorker, arguments, adapters=tuple(policies)))
+    return parts
+
+
+def critic_parts(setup: Setup, configs: dict[str, DictConfig]) -> list[Part]:
+    from marl.cluster.workers.critic_worker import CriticWorker
+
+    config, parts = setup.config, []
     for name, pool in setup.pool_by_critic.items():
         arguments = {
             "config": critic_config(next(iter(configs.values()))),

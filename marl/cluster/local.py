@@ -116,8 +116,8 @@ class LocalServers:
         self.server_handles = [LocalHandle(LocalServer(rollout, model, get_device_name()))]
         LOCAL_SERVERS[self.name] = self.server_handles[0]
 
-    def client(self) -> CoalescingClient:
-        return CoalescingClient(self.config, None, servers=self.server_handles)
+    def client(self, adapter: str | None = None) -> CoalescingClient:
+        return CoalescingClient(self.config, None, servers=self.server_handles, adapter=adapter)
 
 
 class LocalPolicyGroup(RayPolicyGroup):
@@ -134,4 +134,4 @@ class LocalPolicyGroup(RayPolicyGroup):
 
     def stop(self) -> None:
         if hasattr(self, "servers"):
-            del LOCAL_SERVERS[self.servers.name]
+            LOCAL_SERVERS.pop(self.servers.name, None)  # adapters have one server together

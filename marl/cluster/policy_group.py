@@ -27,6 +27,8 @@ class RayPolicyGroup(WorkerGroup):
     kind = "policy"
     version = -1
     """The step of the weights that the servers have; -1 before the first sync."""
+    weight_sync: Any = None
+    """verl's, once there are servers; None in one process."""
 
     @property
     def actor(self) -> Any:
