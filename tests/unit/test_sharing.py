@@ -60,7 +60,6 @@ CONTRADICTIONS = {
     "sharing=lora +policies.carol.actor.fsdp_config.model_dtype=bf16": ["policies.carol.actor.fsdp_config.model_dtype"],
     "sharing=lora +policies.carol.precision=bf16": ["policies.carol.precision=bf16", "another pool"],
     "sharing=lora +policies.carol.rollout.dtype=bfloat16": ["policies.carol.rollout.dtype=bfloat16"],
-    "sharing=lora +policies.carol.actor.optim.optimizer=SGD": ["policies.carol.actor.optim.optimizer=SGD"],
 }
 
 
@@ -117,7 +116,7 @@ def test_policies_of_different_pools_may_have_different_bases(shared):
     "path,own",
     [
         ("actor.optim.lr", True),
-        ("actor.optim.optimizer", False),
+        ("actor.optim.optimizer", True),
         ("actor.clip_ratio_low", True),
         ("actor.fsdp_config.param_offload", False),
         ("model.lora_alpha", True),

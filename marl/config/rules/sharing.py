@@ -13,7 +13,6 @@ BASE_ACTOR_KEYS = (
     "strategy", "fsdp_config", "use_dynamic_bsz", "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu", "checkpoint",
     "use_fused_kernels", "ulysses_sequence_parallel_size", "use_remove_padding", "engine",
 )  # fmt: skip
-BASE_OPTIMIZER_KEYS = ("optimizer", "optimizer_impl", "override_optimizer_config")
 OWN_ROLLOUT_KEYS = ("temperature", "top_p", "top_k", "val_kwargs", "do_sample", "multi_turn", "agent")
 
 
@@ -131,8 +130,7 @@ def base_changes(config: Any, policy: str) -> Iterator[tuple[str, Any]]:
 def is_of_the_adapter(path: tuple[str, ...]) -> bool:
     group, *keys = path
     if group == "actor":
-        optimizer = keys[0] == "optim" and len(keys) > 1 and keys[1] in BASE_OPTIMIZER_KEYS
-        return keys[0] not in BASE_ACTOR_KEYS and not optimizer
+        return keys[0] not in BASE_ACTOR_KEYS
     return bool(keys) and keys[0] in {"model": OWN_MODEL_KEYS, "rollout": OWN_ROLLOUT_KEYS}.get(group, ())
 
 
