@@ -7,6 +7,7 @@ from marl.config.policies import own_settings, policies_by_agent
 from marl.config.rules import check
 from marl.config.rules.sharing import is_of_the_adapter
 from marl.config.sharing import ADAPTER_RANK, apply_sharing
+from marl.preflight.prepare import prepare
 from marl.run_setup import Setup
 
 
@@ -128,3 +129,17 @@ def test_policies_of_different_pools_may_have_different_bases(shared):
 )
 def test_what_is_the_adapters_own(path, own):
     assert is_of_the_adapter(tuple(path.split("."))) == own
+
+
+TARGETS = {
+    "actor_rollout_ref.model.target_modules=[q_prj]": ["target_modules=['q_prj']", "some of q_proj, k_proj"],
+    "+policies.carol.model.target_modules=[q_prj]": ["policies.carol.model.target_modules=['q_prj']", "all-linear"],
+    "actor_rollout_ref.model.target_modules=[embed_tokens,q_proj]": ["model.embed_tokens is none", "some of q_proj"],
+}
+
+
+@pytest.mark.parametrize("override", TARGETS)
+def test_an_adapter_of_layers_that_there_are_not_is_refused(compose_config, cold_assets, override):
+    with pytest.raises(ConfigError) as caught:
+        prepare(compose_config(f"assets={cold_assets}", "sharing=lora", override))
+    assert all(part in str(caught.value) for part in TARGETS[override]), str(caught.value)

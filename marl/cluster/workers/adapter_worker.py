@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from safetensors.torch import save_file
 from tensordict import TensorDict
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
@@ -19,21 +19,14 @@ from verl.workers.utils.losses import ppo_loss
 
 from marl.cluster.workers.lora import collected
 from marl.cluster.workers.policy_worker import EngineWorker, PolicyWorker, log_probs_of, timed
+from marl.modules.adapters import lora_arguments
 from marl.platform.adapters import ADAPTED, AdapterEngine, AdapterSpec, of_adapters, whole
 from marl.utils.garbage import freeze_gc
-
-LORA_KEYS = {"lora_rank": "r", "lora_alpha": "lora_alpha", "target_modules": "target_modules"} | {
-    "exclude_modules": "exclude_modules", "target_parameters": "target_parameters",
-}  # fmt: skip
-"""verl's keys of a model, and PEFT's of an adapter."""
 
 
 def spec_of(own: DictConfig, seed: int) -> AdapterSpec:
     """An adapter as a policy's ``actor_rollout_ref`` describes it."""
-    model = OmegaConf.to_container(own.model, resolve=True)
-    assert isinstance(model, dict)
-    lora = {theirs: model[ours] for ours, theirs in LORA_KEYS.items() if model.get(ours) is not None}
-    return AdapterSpec(lora, omega_conf_to_dataclass(own.actor).optim, seed)
+    return AdapterSpec(lora_arguments(own.model), omega_conf_to_dataclass(own.actor).optim, seed)
 
 
 class AdapterEngineWorker(EngineWorker):
