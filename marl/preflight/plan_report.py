@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 
 from marl.batch.packing import packed_policies
 from marl.config.policies import holds_reference, own_settings, ranks_per_pool, trained_policies
+from marl.config.sharing import shares_base
 from marl.modules import pretrained
 from marl.preflight import batch_plan, memory_plan, model_checks
 from marl.preflight.batch_plan import Batch
@@ -45,6 +46,8 @@ def plan_text(setup: CheckedSetup) -> str:
         own, pool = own_settings(config, policy.policy), setup.pool_by_policy[policy.policy]
         size, has_reference = setup.sizes[policy.policy], has_reference_here(config, policy.policy, own)
         memory = memory_plan.policy_memory(own, policy, size, card, has_reference)
+        if shares_base(config) and pool in pools:
+            memory = memory_plan.adapter_memory(memory, own, policy, size)
         pools.setdefault(pool, []).append((policy.policy, memory))
         asleep[pool] = asleep.get(pool, True) and own.rollout.free_cache_engine
     for_critic = critic_memory(setup) if setup.pool_by_critic else Memory()
