@@ -130,6 +130,13 @@ class AdapterEngine(FSDPEngineWithLMHead):
             if ".lora_" not in key:
                 yield key.removeprefix("base_model.model.").replace(".base_layer.", "."), whole(weight)
 
+    def merged_weights(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole weights of the base with one adapter added, by their names in a model without PEFT; a collective."""
+        added, scaling = dict(self.adapter_weights(name)), self.adapters[name].scaling
+        for key, weight in self.base_weights():
+            down, up = (added.get(f"{key.removesuffix('.weight')}.lora_{half}.weight") for half in "AB")
+            yield key, weight if down is None or up is None else weight + (up @ down) * scaling
+
     def adapter_state(self, name: str) -> dict[str, Any]:
         """This rank's shards of an adapter, and the state of its update."""
         reshard(self.module)

@@ -2,7 +2,11 @@
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from marl.evaluation.load import saved_weights
 
 ADAPTED = (
     "sharing=lora", "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=8",
@@ -151,6 +155,27 @@ def test_a_checkpoint_continues_every_adapter_to_the_last_bit(alone, tmp_path):
     assert {tensor.shape[0] for key, tensor in saved.items() if "lora_A" in key} == {2}
 
 
+def test_what_is_saved_is_loaded_by_others(alone, cold_assets, tmp_path):
+    """PEFT's folder on the base, and the merged model, give the trainer's logits."""
+    live = alone(*ADAPTED)
+    live.step()
+    live.wait(live.trainer.save())
+    actor, ids = tmp_path / "global_step_1" / "carol" / "actor", torch.arange(1, 25).view(2, 12)
+    base = AutoModelForCausalLM.from_pretrained(cold_assets / "model", dtype=torch.float32).eval()
+    merged = AutoModelForCausalLM.from_pretrained(
+        saved_weights(tmp_path / "global_step_1", "carol"), dtype=torch.float32
+    ).eval()
+    engine = engine_of(live)
+    engine.use("carol")
+    with torch.no_grad():
+        before = base(ids).logits
+        adapted = PeftModel.from_pretrained(base, actor / "lora_adapter").eval()(ids).logits
+        torch.testing.assert_close(merged(ids).logits, adapted, atol=1e-5, rtol=0)
+        torch.testing.assert_close(engine.module.eval()(ids).logits, adapted, atol=1e-5, rtol=0)
+    assert float((adapted - before).abs().max()) > 1e-3, "it has learned"
+    assert AutoTokenizer.from_pretrained(actor / "huggingface").eos_token_id is not None
+
+
 def test_a_checkpoint_of_another_rank_is_refused(alone):
     live = alone(*ADAPTED)
     state = engine_of(live).adapter_state("alice")
@@ -166,5 +191,6 @@ def test_an_unknown_adapter_is_an_error_that_names_the_known(alone):
     server = live.trainer.policies["alice"].servers.server_handles[0]._target
     with pytest.raises(ValueError, match="bob.*alice.*carol"):
         live.wait(server.generate([1, 2], {"adapter": "bob", "max_tokens": 2}, "x"))
+    live.wait(server.loop_task)
     with pytest.raises(KeyError, match="bob"):
         live.wait(server.finish_adapter("bob", 1.0, 3))

@@ -17,7 +17,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.utils.losses import ppo_loss
 
-from marl.cluster.workers.lora import collected
+from marl.cluster.workers.lora import collected, save_model
 from marl.cluster.workers.policy_worker import EngineWorker, PolicyWorker, log_probs_of, timed
 from marl.modules.adapters import lora_arguments
 from marl.platform.adapters import ADAPTED, AdapterEngine, AdapterSpec, of_adapters, whole
@@ -111,7 +111,16 @@ class AdapterWorker(PolicyWorker):
         if self.rank == 0:
             self.engine.module.peft_config[name].save_pretrained(Path(folder) / "lora_adapter")
             save_file(weights, Path(folder) / "lora_adapter" / "adapter_model.safetensors", {"format": "pt"})
+        if "hf_model" in self.engine.checkpoint_manager.checkpoint_save_contents:
+            self._save_whole_model(name, Path(folder) / "huggingface")
         torch.distributed.barrier()
+
+    def _save_whole_model(self, name: str, folder: Path) -> None:
+        """Write the base with the adapter merged in, and the tokenizer; called by every rank."""
+        weights = collected(self.engine.merged_weights(name), self.rank)
+        if self.rank == 0:
+            save_model(self.engine.module.config, weights, folder, self.engine.model_config.trust_remote_code)
+            self.engine.model_config.get_processor().save_pretrained(folder)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_adapter(self, name: str, folder: str) -> None:
