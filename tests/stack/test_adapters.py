@@ -79,6 +79,21 @@ def test_an_adapter_is_updated_as_if_it_were_alone(alone, tmp_path):
     assert updated(together, "alice", rows["alice"])["lr"] == 0.02
 
 
+def test_gathered_parameters_do_not_hide_the_switch(alone):
+    """``reshard_after_forward=false`` keeps parameters gathered after a forward pass: adapters learn all the same."""
+    fsdp = "actor_rollout_ref.actor.fsdp_config.reshard_after_forward"
+    epochs = "actor_rollout_ref.actor.ppo_epochs=2"  # a switch that was hidden is lost after the first backward pass
+    usual, gathered = alone(*ADAPTED, epochs), alone(*ADAPTED, epochs, f"{fsdp}=false")
+    rows = trainable(usual, 6)
+    for name, other_name in (("alice", "carol"), ("carol", "alice"), ("alice", "carol")):
+        for live in (usual, gathered):
+            live.wait(live.trainer.policies[name].compute_ref_log_prob(rows[name]))
+            live.wait(live.trainer.policies[other_name].compute_log_prob(rows[other_name]))
+        one, other = updated(usual, name, rows[name]), updated(gathered, name, rows[name])
+        assert one["grad_norm"] == other["grad_norm"] > 0
+    assert same(weights(usual, "alice"), weights(gathered, "alice"))
+
+
 def test_an_update_leaves_base_and_other_adapters_alone(alone):
     live = alone(*ADAPTED)
     rows, engine = trainable(live, 1), engine_of(live)
