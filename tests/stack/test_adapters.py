@@ -209,3 +209,13 @@ def test_an_unknown_adapter_is_an_error_that_names_the_known(alone):
     live.wait(server.loop_task)
     with pytest.raises(KeyError, match="bob"):
         live.wait(server.finish_adapter("bob", 1.0, 3))
+
+
+@pytest.mark.parametrize("learner", [("learner=happo",), ("learner=mappo",), ("learner=qmix", "credit=team")], ids=str)
+def test_learners_see_policies_whatever_they_share(alone, learner):
+    live = alone(*ADAPTED, *learner)
+    before = {name: weights(live, name) for name in ("alice", "carol")}
+    metrics = live.step()
+    for name in before:
+        assert metrics[f"agent/{name}/log_prob_gap_max"] <= 1e-5
+        assert not same(weights(live, name), before[name])
