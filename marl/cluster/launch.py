@@ -57,22 +57,29 @@ def make_groups(
     critics: dict[str, Any] = {}
     locks: dict[str, asyncio.Lock] = {}
     for part, workers in start_workers(config, parts_of(setup, configs), cleanup):
-        kind, members = group_class(part, config.resources.one_process), critics if part.is_critic else groups
-        own = next(iter(configs.values())) if part.is_critic else configs[part.name]
-        members[part.name] = group = kind(
-            part.name,
-            own,
-            workers,
-            part.pool,
-            deadlines_of(config.resources),
-            locks.setdefault(part.pool, asyncio.Lock()),
-        )
-        cleanup.callback(group.stop)
-    return groups, critics
+        shared = workers, part.pool, deadlines_of(config.resources), locks.setdefault(part.pool, asyncio.Lock())
+        made = groups_of(part, configs, config.resources.one_process, shared)
+        (critics if part.is_critic else groups).update(made)
+        for group in made.values():
+            cleanup.callback(group.stop)
+    return {name: groups[name] for name in configs}, critics
+
+
+def groups_of(part: Part, configs: dict[str, DictConfig], one_process: bool, shared: tuple) -> dict[str, Any]:
+    """The groups that have their workers in a part: one, or one for each of its adapters."""
+    from marl.cluster.adapter_group import SharedBase
+
+    kind = group_class(part, one_process)
+    if part.adapters:
+        base = SharedBase(part.adapters[0])
+        return {name: kind(name, configs[name], *shared, base=base) for name in part.adapters}
+    own = next(iter(configs.values())) if part.is_critic else configs[part.name]
+    return {part.name: kind(part.name, own, *shared)}
 
 
 def group_class(part: Part, one_process: bool) -> Any:
     """The class through which trainer and learners see a part's workers and servers."""
+    from marl.cluster.adapter_group import AdapterGroup, LocalAdapterGroup
     from marl.cluster.critic_group import CriticGroup
     from marl.cluster.frozen_group import FrozenPolicyGroup, LocalFrozenPolicyGroup
     from marl.cluster.local import LocalPolicyGroup
@@ -80,6 +87,8 @@ def group_class(part: Part, one_process: bool) -> Any:
 
     if part.is_critic:
         return CriticGroup
+    if part.adapters:
+        return LocalAdapterGroup if one_process else AdapterGroup
     if part.is_frozen:
         return LocalFrozenPolicyGroup if one_process else FrozenPolicyGroup
     return LocalPolicyGroup if one_process else RayPolicyGroup

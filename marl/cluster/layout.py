@@ -6,7 +6,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from marl.config.deadlines import Phase, deadline_of
-from marl.config.endpoints import frozen_policies
+from marl.config.kinds import adapter_policies, frozen_policies
 from marl.config.placement import pool_of, size_of
 from marl.config.policies import holds_reference, own_settings, trained_policies
 from marl.run_setup import Setup
@@ -68,14 +68,23 @@ class Part:
     arguments: dict[str, Any]
     is_critic: bool = False
     is_frozen: bool = False
+    adapters: tuple[str, ...] = ()
+    """The policies that are adapters on its model; empty for a policy's own."""
 
     @property
     def key(self) -> str:
-        return f"{self.name}_critic" if self.is_critic else self.name
+        return f"{self.name}_critic" if self.is_critic else f"{self.name}_base" if self.adapters else self.name
 
 
 def parts_of(setup: Setup, configs: dict[str, DictConfig]) -> list[Part]:
-    from marl.cluster.workers.critic_worker import CriticWorker
+    adapted = adapter_policies(setup.config)
+    alone = {name: own for name, own in configs.items() if name not in adapted}
+    based = {name: own for name, own in configs.items() if name in adapted}
+    return [*base_parts(setup, based), *policy_parts(setup, alone), *critic_parts(setup, configs)]
+
+
+def policy_parts(setup: Setup, configs: dict[str, DictConfig]) -> list[Part]:
+    """A model for every policy; those that nobody trains have it in their servers alone."""
     from marl.cluster.workers.policy_worker import PolicyWorker
     from marl.cluster.workers.seat_worker import SeatWorker
 
@@ -88,6 +97,29 @@ def parts_of(setup: Setup, configs: dict[str, DictConfig]) -> list[Part]:
         role = "actor_rollout_ref" if held else "actor_rollout"
         arguments = {"config": own.actor_rollout_ref, "role": role}
         parts.append(Part(name, setup.pool_by_policy[name], PolicyWorker, arguments))
+    return parts
+
+
+def base_parts(setup: Setup, configs: dict[str, DictConfig]) -> list[Part]:
+    """A base model for every pool, with the adapters of the pool's policies."""
+    from marl.cluster.workers.adapter_worker import AdapterWorker
+
+    members: dict[str, dict[str, DictConfig]] = {}
+    for name, own in configs.items():
+        members.setdefault(setup.pool_by_policy[name], {})[name] = own.actor_rollout_ref
+    parts = []
+    for pool, policies in members.items():
+        seeds = {name: derive_seed(setup.config.seed, "adapter", name) for name in policies}
+        first = OmegaConf.create(next(iter(policies.values())))
+        arguments = {"config": first, "role": "actor_rollout", "policies": policies, "seeds": seeds}
+        parts.append(Part(pool, pool, AdapterWorker, arguments, adapters=tuple(policies)))
+    return parts
+
+
+def critic_parts(setup: Setup, configs: dict[str, DictConfig]) -> list[Part]:
+    from marl.cluster.workers.critic_worker import CriticWorker
+
+    config, parts = setup.config, []
     for name, pool in setup.pool_by_critic.items():
         arguments = {
             "config": critic_config(next(iter(configs.values()))),

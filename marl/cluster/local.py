@@ -119,11 +119,11 @@ class LocalServers:
         self.server_addresses = [self.name]
         LOCAL_SERVERS[self.name] = self.server_handles[0]
 
-    def client(self) -> CoalescingClient:
-        return CoalescingClient(self.config, None, servers=self.server_handles)
+    def client(self, adapter: str | None = None) -> CoalescingClient:
+        return CoalescingClient(self.config, None, servers=self.server_handles, adapter=adapter)
 
     def stop(self) -> None:
-        del LOCAL_SERVERS[self.name]
+        LOCAL_SERVERS.pop(self.name, None)  # adapters have one server together
 
 
 class LocalPolicyGroup(RayPolicyGroup):
@@ -139,7 +139,7 @@ class LocalPolicyGroup(RayPolicyGroup):
         self.version = step
 
     async def weight_digest(self, seed: int) -> Digest:
-        return joined([self.workers.worker.weight_digest(seed)])
+        return joined([self.workers.worker.weight_digest(seed, *self.read_as)])
 
     def stop(self) -> None:
         if hasattr(self, "servers"):

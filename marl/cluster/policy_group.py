@@ -31,8 +31,12 @@ class RayPolicyGroup(WorkerGroup):
     kind = "policy"
     takes_weights = True
     """False for servers that load their own: there is no sync to prove."""
+    read_as: tuple = ()
+    """Further arguments of calls that read weights: for an adapter, its name and whether its base is read too."""
     version = -1
     """The step of the weights that the servers have; -1 before the first sync."""
+    weight_sync: Any = None
+    """verl's, once there are servers; None in one process."""
 
     @property
     def actor(self) -> Any:
@@ -130,12 +134,12 @@ class RayPolicyGroup(WorkerGroup):
     async def weight_digest(self, seed: int) -> Digest:
         """The digest of the trainer's weights, as its servers should hold them."""
         async with self.in_turn:
-            shares = asyncio.gather(*self.workers.weight_digest(seed))
+            shares = asyncio.gather(*self.workers.weight_digest(seed, *self.read_as))
             return joined(await self._wait("reading its weights", shares, Phase.sync))
 
     async def held_weights(self, seed: int) -> list[Held]:
         """Each ``hf`` server's account of the weights that it decodes with."""
-        refs = [server.held_weights.remote(seed) for server in self.servers.server_handles]
+        refs = [server.held_weights.remote(seed, *self.read_as) for server in self.servers.server_handles]
         return await self._wait("reading its servers' weights", asyncio.gather(*refs), Phase.sync)
 
     async def ask_servers(self, prompt_ids: list[int], sampling: Mapping[str, Any]) -> list[TokenOutput]:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from marl.config.policies import all_policies, trained_policies
+from marl.config.policies import all_policies
 from marl.utils.numbers import SECONDS, Number, bounded, count
 
 
@@ -76,12 +76,6 @@ def endpoint_policies(config: Any) -> list[str]:
 def hosted_policies(config: Any) -> list[str]:
     """Policies whose models this run loads: all but those with an endpoint."""
     return [name for name in all_policies(config.agents) if not has_endpoint(config, name)]
-
-
-def frozen_policies(config: Any) -> list[str]:
-    """Policies that this run serves and never trains: all their agents are ``trainable=false``."""
-    trained = trained_policies(config.agents)
-    return [name for name in hosted_policies(config) if name not in trained]
 
 
 def access_keys(plain: Mapping[str, Any]) -> set[str]:

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from marl.config.schema import Placement
+from marl.config.sharing import shares_base
 
 SHARED = "shared"
-"""The pool of colocated policies and critics that name none."""
+"""The pool of adapters, and of colocated policies and critics, that name none."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,11 @@ def colocated(config: Any) -> bool:
 
 
 def pool_of(config: Any, policy: str) -> str:
-    """The pool that lists a policy, or that the policy names; else the shared one or its own."""
+    """The pool that lists a policy, or that the policy names; else the shared one or its own. Adapters share one base, and so a
+    pool."""
     listing = next((name for name, pool in config.resources.pools.items() if policy in pool.policies), None)
     named = listing or (config.policies.get(policy) or {}).get("pool")
-    return named or (SHARED if colocated(config) else policy)
+    return named or (SHARED if colocated(config) or shares_base(config) else policy)
 
 
 def critic_pool(config: Any, critic: str) -> str:

@@ -1,6 +1,6 @@
 """Assignment of policies to agents, and each policy's own settings. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -25,6 +25,15 @@ def all_policies(agents: Mapping[str, Any]) -> list[str]:
 def changes_of(policies: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Overrides of ``actor_rollout_ref`` in ``policies.<name>``: all its keys but those in ``OURS``."""
     return {key: value for key, value in (policies.get(name) or {}).items() if key not in OURS}
+
+
+def leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Paths of the values in nested groups; an empty group counts as a value."""
+    for key, value in tree.items():
+        if hasattr(value, "items") and value:
+            yield from leaves(value, (*path, str(key)))
+        else:
+            yield (*path, str(key))
 
 
 def thinking_of(config: Any, name: str) -> Any:
@@ -76,6 +85,11 @@ def sequence_parallel(actor: Any) -> int:
 def critic_tokens(critic: Any) -> int:
     """Tokens of a critic's micro-batch, and so of its longest row, over all ranks that split a sequence."""
     return int(critic.ppo_max_token_len_per_gpu * critic.fsdp.ulysses_sequence_parallel_size)
+
+
+def within(config: Any, policy: str) -> str:
+    """The beginning of an error about a policy with settings of its own."""
+    return f"policies.{policy}: " if config.policies.get(policy) else ""
 
 
 def longest_row(rollout: Any) -> int:

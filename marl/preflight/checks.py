@@ -8,11 +8,14 @@ from omegaconf import DictConfig
 
 from marl.cluster.layout import critic_config
 from marl.config.errors import ConfigError, plain
+from marl.config.kinds import frozen_policies
 from marl.config.known_keys import check_known, check_typed
 from marl.config.policies import changes_of, loops_of, own_settings, thinking_of
+from marl.config.sharing import shares_base
 from marl.controller.agent_loop import check_loops
 from marl.controller.chat import ChatEncoder
 from marl.modules import pretrained
+from marl.modules.adapters import check_adapter
 from marl.preflight import model_checks
 from marl.preflight.memory_plan import ModelSize
 from marl.preflight.packages import check_packages
@@ -45,6 +48,8 @@ def preflight(setup: Setup) -> CheckedSetup:
             check_settings(own, f"policies.{name}")
         sizes[name] = model_checks.size_of(pretrained.load_config(own.model, key), f"{key}.path={own.model.path}")
         model_checks.check_weights(own.model, key)
+        if own.model.lora_rank and name not in frozen_policies(config):
+            check_adapter(pretrained.load_config(own.model, key), own.model, key, linear_only=shares_base(config))
         encoders[name] = encoder_of(config, own, key, thinking_of(config, name))
         check_loops(own.rollout, loops_of(config, name))
     tasks = check_prompts(config, encoders)

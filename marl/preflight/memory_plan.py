@@ -144,6 +144,14 @@ def policy_memory(own: Any, batch: PolicyBatch, size: ModelSize, card: float | N
     return replace(memory, server=server)
 
 
+def adapter_memory(whole: Memory, own: Any, batch: PolicyBatch, size: ModelSize) -> Memory:
+    """Memory of a policy that is one more adapter on a base and server that are counted already."""
+    training = training_of(own, batch)
+    base = size.parameters * training.master_bytes / training.ranks
+    server = training.lora_rank * size.linear_width * BYTES[own.rollout.dtype] * batch.servers / batch.ranks
+    return replace(whole, weights=whole.weights - base, server=server)
+
+
 def critic_memory(critic: Any, ranks: int, size: ModelSize, target: bool = False) -> Memory:
     """Memory of one rank of a critic: a value per token in place of logits; ``target``: plus a copy of its weights."""
     precision = critic.fsdp.get("mixed_precision")

@@ -8,9 +8,11 @@ import torch
 from omegaconf import DictConfig
 
 from marl.batch.packing import packed_policies
-from marl.config.endpoints import endpoint_of, frozen_policies
+from marl.config.endpoints import endpoint_of
+from marl.config.kinds import frozen_policies
 from marl.config.placement import size_of
 from marl.config.policies import holds_reference, own_settings, trained_policies
+from marl.config.sharing import shares_base
 from marl.modules import pretrained
 from marl.preflight import batch_plan, memory_plan, model_checks
 from marl.preflight.batch_plan import Batch
@@ -66,6 +68,8 @@ def pool_members(setup: CheckedSetup, card: float | None) -> tuple[Members, dict
         memory = memory_plan.policy_memory(own, policy, size, card, has_reference)
         if policy.policy in frozen_policies(config):
             memory = Memory(server=memory.server)
+        elif shares_base(config) and pool in pools:
+            memory = memory_plan.adapter_memory(memory, own, policy, size)
         pools.setdefault(pool, []).append((policy.policy, memory))
         asleep[pool] = asleep.get(pool, True) and own.rollout.free_cache_engine
     for critic, pool in setup.pool_by_critic.items():

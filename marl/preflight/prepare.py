@@ -15,6 +15,7 @@ from marl.config.dataset_rows import check_files, file_list
 from marl.config.errors import ConfigError, resolve
 from marl.config.external import VARIABLE
 from marl.config.rules import check
+from marl.config.sharing import apply_sharing
 from marl.preflight.compatibility import check_facts, choose_credit
 from marl.run_setup import Setup
 
@@ -29,6 +30,7 @@ def prepare(config: DictConfig) -> CheckedSetup:
     """Resolve, make paths absolute (workers have other working directories), and check every rule. Raises ConfigError."""
     config = OmegaConf.create(config)
     resolve(config)
+    apply_sharing(config)
     check(config)
     choose_credit(config)
     setup = Setup.of(config)

@@ -59,8 +59,8 @@ class Reader(Protocol):
         """Go on with these rows alone, in this order."""
         ...
 
-    def clear(self) -> None:
-        """Forget all that was read."""
+    def clear(self, adapter: str | None = None) -> None:
+        """Forget all rows, and all that was read; by one adapter, if it is named."""
         ...
 
 
@@ -68,7 +68,8 @@ class SingleReader(ModelReader):
     """Each draft is a row of one model."""
 
     def join(self, drafts: Sequence[Draft]) -> Tensor:
-        return self.append([s.context for s in drafts], max(longest(s) for s in drafts))
+        adapters = [s.request.adapter for s in drafts]
+        return self.append([s.context for s in drafts], max(longest(s) for s in drafts), adapters)
 
 
 def longest(draft: Draft) -> int:
@@ -102,9 +103,9 @@ class Engine:
         self.waiting = deque(s for s in self.waiting if id(s) not in gone)
         self._leave([row for row, s in enumerate(self.rows) if id(s) in gone])
 
-    def forget(self) -> None:
-        """The weights have changed: what was read is read again, by requests half answered too."""
-        self.reader.clear()
+    def forget(self, adapter: str | None = None) -> None:
+        """The weights have changed, or an adapter's: what was read is read again, by requests half answered too."""
+        self.reader.clear(adapter)
         self.waiting.extendleft(reversed(self.rows))
         self.rows = []
 

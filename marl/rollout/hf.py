@@ -9,7 +9,7 @@ import itertools
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Generator, Iterable
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry,
 from marl.config.errors import ConfigError
 from marl.config.policies import ranks_per_server
 from marl.modules.pretrained import load_generation_config
+from marl.rollout.adapters import AdapterBank
 from marl.rollout.attention import ATTENTION, NEAR_ATTENTION
 from marl.rollout.decoding import Engine, SingleReader, end_ids, padding_token
 from marl.rollout.hf_model import build_model, load_model
@@ -77,7 +78,10 @@ class HFServer:
         self.global_steps: int | None = None
         self.received: set[str] = set()
         prefixes = Prefixes(PREFIX_BYTES * config.enable_prefix_caching)
-        self.reader = SingleReader(self.model, prefixes, self.pad_id, exact)
+        self.adapters, self.arriving = AdapterBank(self.model), dict[str, torch.Tensor]()
+        self.versions: dict[str, int] = {}
+        """The step of every adapter's weights."""
+        self.reader = SingleReader(self.model, prefixes, self.pad_id, exact, self.adapters)
         self.engine = Engine(self.reader, torch.device(device), self.tokenizer.decode, config.max_num_seqs)
         self.futures: dict[Draft, asyncio.Future] = {}
         self.tickets: dict[int, asyncio.Future] = {}
@@ -147,11 +151,31 @@ class HFServer:
             self.engine.forget()
             self.global_steps = global_steps
 
-    async def held_weights(self, seed: int) -> Held:
-        """The step and the digest of the weights that it decodes with."""
+    async def held_weights(self, seed: int, adapter: str | None = None, with_base: bool = True) -> Held:
+        """The step and the digest of the weights that it decodes with: the model's, an adapter's, or both."""
         async with self._between_tokens():
-            tensors = self.model.state_dict().items()
-            return Held(self.global_steps, digest_of(tensors, getattr(torch, self.config.dtype), seed))
+            tensors = dict(self.model.state_dict()) if with_base else {}
+            tensors |= dict(self.adapters.weights(adapter)) if adapter else {}
+            return Held(self._version(adapter), digest_of(tensors.items(), getattr(torch, self.config.dtype), seed))
+
+    async def load_adapter(self, weights: dict[str, torch.Tensor]) -> None:
+        """Keep weights of the adapter that :meth:`finish_adapter` will name."""
+        self.arriving |= weights
+
+    async def finish_adapter(self, name: str, scaling: float, global_steps: int) -> None:
+        """End an adapter's sync: what has arrived replaces it as a whole, and where nothing has, it stays. Raises KeyError for
+        weights that do not fit, or none at all."""
+        weights, self.arriving = self.arriving, {}
+        if not weights and name not in self.adapters.names:
+            raise KeyError(f"weight sync: the trainer sent no weights of the adapter {name!r}")
+        async with self._between_tokens():
+            if weights:
+                self.adapters.put(name, weights, scaling)
+                self.engine.forget(name)
+            self.versions[name] = global_steps
+
+    def _version(self, adapter: str | None) -> int | None:
+        return self.global_steps if adapter is None else self.versions.get(adapter)
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **_: Any
@@ -205,6 +229,11 @@ class HFServer:
         stop_ids = frozenset(params.pop("stop_token_ids", None) or ())
         ignore_eos = params.pop("ignore_eos", False)
         known = {key: params.pop(key) for key in ("temperature", "top_p", "top_k") if key in params}
+        adapter = params.pop("adapter", None)
+        if adapter is not None and adapter not in self.adapters.names:
+            raise ValueError(
+                f"the server has no adapter {adapter!r}, only {sorted(self.adapters.names)}; sync its weights first"
+            )
         if params.pop("repetition_penalty", 1.0) != 1.0 or params:
             raise ValueError(f"the hf rollout has no sampling parameter {sorted(params) or ['repetition_penalty']}")
         longest = self.config.max_model_len or self.model.config.max_position_embeddings
@@ -219,6 +248,7 @@ class HFServer:
             seed=secrets.randbits(63) if seed is None else int(seed),
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             stop_token_ids=stop_ids if ignore_eos else stop_ids | self.eos_ids,
+            adapter=adapter,
             **known,
         )
 
@@ -269,7 +299,8 @@ class HFServer:
             self.stats["tokens"] += len(answer.token_ids)
             future = self.futures.pop(draft)
             if not future.done():
-                future.set_result((answer.token_ids, answer.log_probs, answer.stop_reason, self.global_steps))
+                version = self._version(draft.request.adapter)
+                future.set_result((answer.token_ids, answer.log_probs, answer.stop_reason, version))
 
 
 def outcome(future: asyncio.Future) -> tuple | BaseException:
@@ -350,20 +381,32 @@ class HFServerAdapter(BaseRollout):
         global_steps: int | None = None,
         **_: Any,
     ) -> None:
+        for bucket in self._buckets(weights):
+            await self._server().load_weights.remote(bucket)
+        if self.rollout_rank == 0:
+            await self._server().finish_weights.remote(global_steps)
+
+    async def update_adapter(
+        self, name: str, weights: Iterable[tuple[str, torch.Tensor]], scaling: float, global_steps: int
+    ) -> None:
+        """Ship one adapter; without weights, the step alone."""
+        for bucket in self._buckets(weights):
+            await self._server().load_adapter.remote(bucket)
+        if self.rollout_rank == 0:
+            await self._server().finish_adapter.remote(name, scaling, global_steps)
+
+    def _buckets(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+        """What the first rank of a replica sends at a time. Every rank iterates: gathering a parameter is a collective."""
         limit = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20
         pending: dict[str, torch.Tensor] = {}
-        for name, tensor in weights:  # every rank iterates: gathering a parameter is a collective
+        for name, tensor in weights:
             if self.rollout_rank == 0:
                 pending[name] = tensor.detach().cpu()
                 if sum(t.nbytes for t in pending.values()) >= limit:
-                    await self._send(pending)
+                    yield pending
                     pending = {}
-        if self.rollout_rank == 0:
-            await self._send(pending)
-            await self._server().finish_weights.remote(global_steps)
-
-    async def _send(self, pending: dict[str, torch.Tensor]) -> None:
-        await self._server().load_weights.remote(pending)
+        if pending:
+            yield pending
 
     def _server(self) -> Any:
         if self.server is None:  # it starts after the training ranks

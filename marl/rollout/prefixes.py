@@ -1,8 +1,8 @@
-"""Conversations that were read: a tree of tokens with their keys and values, bounded by bytes, so that equal prefixes are
-read once. It is of one model with one set of weights: whoever changes them clears it."""
+"""Conversations that were read: trees of tokens with their keys and values, bounded by bytes, so that equal prefixes are
+read once. A tree is of one model with one set of weights, an adapter's included: whoever changes them clears it."""
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count, takewhile
+from itertools import chain, count, takewhile
 
 import torch
 
@@ -12,11 +12,13 @@ from marl.rollout.slots import Segment
 class Node:
     """Consecutive tokens after those of the parent."""
 
-    __slots__ = ("children", "parent", "scores", "segment", "start", "tokens", "used")
+    __slots__ = ("adapter", "children", "parent", "scores", "segment", "start", "tokens", "used")
 
-    def __init__(self, parent: "Node | None", start: int, tokens: tuple[int, ...]) -> None:
+    def __init__(self, parent: "Node | None", start: int, tokens: tuple[int, ...], adapter: str | None = None) -> None:
         self.parent = parent or self
         """The root is its own."""
+        self.adapter = parent.adapter if parent else adapter
+        """The adapter that reads them; None for the model itself."""
         self.start, self.tokens = start, tokens
         self.children: dict[int, Node] = {}
         self.segment: Segment = []
@@ -48,7 +50,13 @@ class Prefixes:
         self.clear()
 
     def clear(self) -> None:
-        self.root, self.bytes = Node(None, 0, ()), 0
+        self.roots: dict[str | None, Node] = {}
+        self.bytes = 0
+
+    def forget(self, adapter: str) -> None:
+        """Drop one adapter's conversations."""
+        if root := self.roots.pop(adapter, None):
+            self.bytes -= sum(node.nbytes() for node in below(root))
 
     def hold(self, node: Node, segment: Segment) -> None:
         """Give a node what a model has read."""
@@ -56,19 +64,19 @@ class Prefixes:
         if node.parent.children.get(node.tokens[0]) is node:
             self.bytes += node.nbytes()
 
-    def extend(self, context: tuple[int, ...]) -> Node:
+    def extend(self, context: tuple[int, ...], adapter: str | None = None) -> Node:
         """The node that ends with this context. Where the context is known but its scores are not, the last token is unread."""
-        node, known = self._descend(context)
+        node, known = self._descend(context, adapter)
         if node.end == len(context) and len(node.scores):
             return node
         if known == len(context):
             return Node(node, known - 1, context[-1:])
         return self._add(node, known, context[known:])
 
-    def insert(self, ids: Sequence[int], take: Callable[[int, int], Segment]) -> None:
+    def insert(self, ids: Sequence[int], take: Callable[[int, int], Segment], adapter: str | None = None) -> None:
         """Remember what a model has read; ``take(start, end)`` gives its keys and values."""
         if self.limit:
-            node, known = self._descend(tuple(ids))
+            node, known = self._descend(tuple(ids), adapter)
             if known < len(ids):
                 self.hold(self._add(node, known, tuple(ids[known:])), take(known, len(ids)))
 
@@ -80,9 +88,9 @@ class Prefixes:
                     del leaf.parent.children[leaf.tokens[0]]
                     self.bytes -= leaf.nbytes()
 
-    def _descend(self, context: tuple[int, ...]) -> tuple[Node, int]:
+    def _descend(self, context: tuple[int, ...], adapter: str | None) -> tuple[Node, int]:
         """The deepest node that this context goes through, and how many of its tokens are known."""
-        node, known, now = self.root, 0, next(self.clock)
+        node, known, now = self.roots.setdefault(adapter, Node(None, 0, (), adapter)), 0, next(self.clock)
         while known < len(context) and (child := node.children.get(context[known])) is not None:
             same = common(child.tokens, context[known : known + len(child.tokens)])
             known += same
@@ -108,11 +116,15 @@ class Prefixes:
         return first
 
     def _nodes(self) -> Iterator[Node]:
-        found = list(self.root.children.values())
-        while found:
-            node = found.pop()
-            found += node.children.values()
-            yield node
+        return chain.from_iterable(map(below, self.roots.values()))
+
+
+def below(root: Node) -> Iterator[Node]:
+    found = list(root.children.values())
+    while found:
+        node = found.pop()
+        found += node.children.values()
+        yield node
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:

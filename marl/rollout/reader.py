@@ -6,7 +6,7 @@ transformers drops it, and takes another kernel, whenever no row happens to be p
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from marl.platform.shapes import MIN_ROWS, key_width, near_width
+from marl.rollout.adapters import AdapterBank
 from marl.rollout.prefixes import Node, Prefixes
 from marl.rollout.slots import Slots
 
@@ -23,29 +24,46 @@ READ_TOKENS = 4096
 
 
 class ModelReader:
-    def __init__(self, model: PreTrainedModel, prefixes: Prefixes, pad_id: int, exact: bool = True) -> None:
-        """``prefixes``: what this model has read; ``exact``: bit for bit, as above."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prefixes: Prefixes,
+        pad_id: int,
+        exact: bool = True,
+        adapters: AdapterBank | None = None,
+    ) -> None:
+        """``prefixes``: what this model has read; ``exact``: bit for bit, as above; ``adapters``: those that rows may name."""
+        self.adapters = adapters
         self.model, self.device, self.prefixes, self.pad_id = model, model.device, prefixes, pad_id
         self.key_width = key_width if exact else near_width
         self.prefilled = 0
         self.clear()
 
-    def clear(self) -> None:
-        """Forget all rows and all that was read."""
-        self.prefixes.clear()
+    def clear(self, adapter: str | None = None) -> None:
+        """Forget all rows, and all that was read; by one adapter, if it is named."""
+        if adapter is None:
+            self.prefixes.clear()
+        else:
+            self.prefixes.forget(adapter)
         self.slots, self.read = Slots(), list[list[int]]()
+        self.readers = list[str | None]()
+        """The adapter of each row; None for the model itself."""
 
-    def append(self, contexts: Sequence[tuple[int, ...]], room: int) -> Tensor:
+    def append(
+        self, contexts: Sequence[tuple[int, ...]], room: int, adapters: Sequence[str | None] | None = None
+    ) -> Tensor:
         """Append a row per context; scores [B, V] of what follows. ``room``: the most tokens a row may have."""
-        leaves = {context: self.prefixes.extend(context) for context in dict.fromkeys(contexts)}
+        rows = list(zip(contexts, adapters or [None] * len(contexts), strict=True))
+        leaves = {row: self.prefixes.extend(*row) for row in dict.fromkeys(rows)}
         for nodes in in_batches(leaves.values()):
             self._read(nodes)
         first = len(self.read)
         self.slots.reserve(max(first + len(contexts), MIN_ROWS), self.key_width(room))
-        fill(self.slots, [leaves[context] for context in contexts], first)
+        fill(self.slots, [leaves[row] for row in rows], first)
         self.read += map(list, contexts)
+        self.readers += [adapter for _, adapter in rows]
         self.prefixes.trim()
-        return torch.stack([leaves[context].scores for context in contexts])
+        return torch.stack([leaves[row].scores for row in rows])
 
     def step(self, tokens: Sequence[int]) -> Tensor:
         """Scores [B, V] of the token after these."""
@@ -55,16 +73,22 @@ class ModelReader:
         for read, token in zip(self.read, tokens, strict=True):
             read.append(token)
         end = max(map(len, self.read))
-        return self._forward(self.slots, ids_B[:, None], at_B, end, self.key_width(end)).logits[: len(tokens), 0]
+        with self._answered_by(self.readers):
+            output = self._forward(self.slots, ids_B[:, None], at_B, end, self.key_width(end))
+        return output.logits[: len(tokens), 0]
+
+    def _answered_by(self, adapters: Sequence[str | None]) -> AbstractContextManager:
+        return self.adapters.routed(adapters) if self.adapters else nullcontext()
 
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with these rows; remember what the others have read. Rows change places only into those of the others."""
         for row in set(range(len(self.read))) - set(rows):
-            self.prefixes.insert(self.read[row], partial(self.slots.take, row))
+            self.prefixes.insert(self.read[row], partial(self.slots.take, row), self.readers[row])
         for to, row in enumerate(rows):
             if to != row:
                 self.slots.move(row, to, len(self.read[row]))
         self.read = [self.read[row] for row in rows]
+        self.readers = [self.readers[row] for row in rows]
         self.prefixes.trim()
 
     def _read(self, nodes: Sequence[Node]) -> None:
@@ -79,7 +103,8 @@ class ModelReader:
         last = [len(node.tokens) - 1 for node in nodes]
         rows = [*range(len(nodes)), *[0] * (MIN_ROWS - len(nodes))]
         picked_rows, picked_last = (torch.tensor(x, device=self.device) for x in (rows, [last[u] for u in rows]))
-        with picked(self.model.get_output_embeddings(), lambda hidden: hidden[picked_rows, picked_last][:, None]):
+        head, reads = self.model.get_output_embeddings(), self._answered_by([node.adapter for node in nodes])
+        with picked(head, lambda hidden: hidden[picked_rows, picked_last][:, None]), reads:
             scores = self._forward(scratch, ids_UN, start_U, max(node.end for node in nodes), width).logits
         for u, node in enumerate(nodes):
             node.scores = scores[u, 0].clone()

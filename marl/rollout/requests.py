@@ -19,6 +19,8 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
     """Strings; the answer ends with the token that completes one."""
+    adapter: str | None = None
+    """The adapter that answers; None for the model itself."""
 
 
 @dataclass(slots=True)

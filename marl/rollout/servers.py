@@ -26,9 +26,10 @@ class PolicyServers(LLMServerManager):
         if self.rollout_config.name != "hf":
             await super()._init_global_load_balancer()
 
-    def client(self) -> LLMServerClient:
+    def client(self, adapter: str | None = None) -> LLMServerClient:
+        """``adapter``: the one whose answers are wanted, where ``hf`` serves several; None for the model itself."""
         if self.rollout_config.name == "hf":
-            return self.get_client(client_cls=CoalescingClient, servers=self.server_handles)
+            return self.get_client(client_cls=CoalescingClient, servers=self.server_handles, adapter=adapter)
         return self.get_client()
 
 
@@ -38,9 +39,17 @@ class CoalescingClient(LLMServerClient):
     A Ray call costs more than an answer of a small model. Turns of one conversation stay on one server.
     """
 
-    def __init__(self, config: Any, load_balancer_handle: Any, servers: list[ray.actor.ActorHandle], **_: Any) -> None:
+    def __init__(
+        self,
+        config: Any,
+        load_balancer_handle: Any,
+        servers: list[ray.actor.ActorHandle],
+        adapter: str | None = None,
+        **_: Any,
+    ) -> None:
         super().__init__(config, load_balancer_handle)
         self.servers = servers
+        self.named = {} if adapter is None else {"adapter": adapter}
         self.limit = config.actor_rollout_ref.rollout.max_num_seqs
         self.waiting: dict[int, list[tuple[list[int], dict[str, Any], asyncio.Future]]] = {}
         self.sending: set[asyncio.Task] = set()
@@ -55,7 +64,7 @@ class CoalescingClient(LLMServerClient):
         server = zlib.crc32(request_id.encode()) % len(self.servers)
         if type(prompt_ids) is not list or set(map(type, prompt_ids)) != {int}:
             prompt_ids = normalize_token_ids(prompt_ids)  # which takes ten times as long to find nothing
-        request = (prompt_ids, sampling_params, future)
+        request = (prompt_ids, sampling_params | self.named if self.named else sampling_params, future)
         self.waiting.setdefault(server, []).append(request)
         return to_token_output(await future)
 

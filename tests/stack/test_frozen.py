@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from marl.build import build
 from marl.cluster.frozen_group import FrozenPolicyGroup
 from marl.cluster.workers.seat_worker import SeatWorker
-from marl.config.endpoints import frozen_policies
 from marl.config.errors import ConfigError
+from marl.config.kinds import frozen_policies
 from marl.config.policies import own_settings
 from marl.preflight import plan_report
 from marl.preflight.prepare import prepare

@@ -58,6 +58,14 @@ def test_two_ranks_are_one(train):
     assert one[0][-1]["agent/alice/grad_norm"] > 0
 
 
+def test_two_ranks_train_adapters_as_one_does(train):
+    options = ("sharing=lora", "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=0.01")
+    one, two = train("resources.one_process=true", *options), train("trainer.n_gpus_per_node=2", *options)
+    compare(one, two)
+    alice, carol = one[1]
+    assert any(not torch.equal(alice[name], carol[name]) for name in alice), "each has an adapter of its own"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_ranks_fit_utilities_as_one_does(train):

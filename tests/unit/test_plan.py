@@ -67,6 +67,17 @@ def test_checkpointing_keeps_one_layers_working_set_and_lora_its_own_moments():
     assert (memory.weights, memory.gradients, memory.moments) == (4 * 1090, 4 * 90, 8 * 90)
 
 
+def test_one_more_adapter_costs_its_own_numbers_and_no_base(compose_config, cold_assets):
+    setup = prepare(compose_config(f"assets={cold_assets}", "sharing=lora", "actor_rollout_ref.model.lora_rank=3"))
+    size, own = ModelSize(1000, 200, 4, 10, 20, 5, 50, 150, linear_width=30), own_settings(setup.config, "alice")
+    (alice, _) = batch_plan.batch_of(setup.config, dict.fromkeys(setup.config.agents, 2)).policies
+    whole = memory_plan.policy_memory(own, alice, size, None)
+    more = memory_plan.adapter_memory(whole, own, alice, size)
+    assert (whole.weights, more.weights, more.gradients, more.moments, more.server) == (4360, 360, 360, 720, 360)
+    first, second = [line.split() for line in plan_text(setup).splitlines() if line.split()[:1] == ["shared"]]
+    assert float(first[2]) > 5 * float(second[2]), "the base's weights are counted once"
+
+
 def test_an_hf_server_holds_a_copy_and_the_cache_of_its_sequences():
     size = ModelSize(1000, 200, 4, 10, 20, 5, 50, 150)
     assert memory_plan.hf_server_memory(size, 2, sequences=3, length=11) == 2000 + 3 * 11 * 4 * 2 * 5 * 2 + 3 * 50 * 16

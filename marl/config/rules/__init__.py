@@ -12,10 +12,23 @@ from marl.config.bounds import check_values
 from marl.config.errors import ConfigError
 from marl.config.policies import own_settings
 from marl.config.precision import precision_of
-from marl.config.rules import agents, batches, endpoints, files, frozen, policies, precision, references, resources, run
+from marl.config.rules import (
+    agents,
+    batches,
+    endpoints,
+    files,
+    frozen,
+    policies,
+    precision,
+    references,
+    resources,
+    run,
+    sharing,
+)
 
 RULES: tuple[Callable[[Any], None], ...] = (
     check_values,
+    *sharing.RULES,
     *policies.RULES,
     *endpoints.RULES,
     *frozen.RULES,
@@ -28,6 +41,7 @@ RULES: tuple[Callable[[Any], None], ...] = (
     *run.RULES,
 )
 OF_ALL_POLICIES = (
+    *sharing.OF_ALL_POLICIES,
     *policies.OF_ALL_POLICIES,
     *endpoints.RULES,
     *frozen.RULES,

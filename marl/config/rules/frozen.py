@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from marl.config.endpoints import frozen_policies
 from marl.config.errors import ConfigError
+from marl.config.kinds import frozen_policies
 from marl.config.policies import own_settings
 
 

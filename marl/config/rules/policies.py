@@ -1,10 +1,9 @@
 """Rules about policies: what each may change, and names."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from marl.config.errors import ConfigError
-from marl.config.policies import OURS, all_policies, changes_of, own_settings, policies_by_agent
+from marl.config.policies import OURS, all_policies, changes_of, leaves, own_settings, policies_by_agent
 from marl.utils.registry import did_you_mean
 
 
@@ -72,14 +71,6 @@ def policies_change_known_keys(config: Any) -> None:
                 node, walked = node[key], f"{walked}.{key}"
                 if hasattr(node, "keys") and not node:
                     break  # an open dict, such as override_config
-
-
-def leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    for key, value in tree.items():
-        if hasattr(value, "items") and value:
-            yield from leaves(value, (*path, str(key)))
-        else:
-            yield (*path, str(key))
 
 
 def names_are_free_for_critics(config: Any) -> None:

@@ -7,8 +7,9 @@ from marl.config.deadlines import Phase, deadline_of
 from marl.config.endpoints import has_endpoint, hosted_policies
 from marl.config.errors import ConfigError
 from marl.config.placement import PoolSize, pool_of, size_of
-from marl.config.policies import own_settings, ranks_per_server, trained_policies
+from marl.config.policies import own_settings, ranks_per_server, trained_policies, within
 from marl.config.schema import WeightCheck
+from marl.config.sharing import shares_base
 from marl.utils.registry import did_you_mean
 
 
@@ -22,11 +23,6 @@ def ranks_divide_among_servers(config: Any) -> None:
                 f"{servers} (rollout.tensor_model_parallel_size x data_parallel_size x pipeline_model_parallel_size): "
                 f"{size.ranks} % {servers} = {size.ranks % servers}. Use a multiple"
             )
-
-
-def within(config: Any, policy: str) -> str:
-    """The beginning of an error about a policy with settings of its own."""
-    return f"policies.{policy}: " if config.policies.get(policy) else ""
 
 
 def sizes_of(config: Any, pool: str) -> str:
@@ -117,10 +113,11 @@ def one_process_is_one_rank(config: Any) -> None:
 
 def hf_serves_whole_models(config: Any) -> None:
     own = config.actor_rollout_ref
-    if own.rollout.name == "hf" and own.model.lora_rank and not own.model.lora.merge:
+    alone = own.model.lora_rank and not shares_base(config)
+    if own.rollout.name == "hf" and alone and not own.model.lora.merge:
         raise ConfigError(
             f"actor_rollout_ref.model.lora_rank={own.model.lora_rank}: rollout.name=hf serves whole models, and is sent "
-            "adapters alone; set actor_rollout_ref.model.lora.merge=true, or lora_rank=0"
+            "adapters alone; set actor_rollout_ref.model.lora.merge=true, lora_rank=0, or sharing=lora, which serves adapters"
         )
 
 

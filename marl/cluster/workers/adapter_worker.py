@@ -1,0 +1,144 @@
+"""The FSDP worker of one base model and the adapters of several policies (``sharing=lora``)."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from safetensors.torch import save_file
+from tensordict import TensorDict
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.engine_workers import ActorRolloutRefWorker
+from verl.workers.utils.losses import ppo_loss
+
+from marl.cluster.workers.lora import collected, save_model
+from marl.cluster.workers.policy_worker import EngineWorker, PolicyWorker, log_probs_of, timed
+from marl.modules.adapters import lora_arguments
+from marl.platform.adapters import ADAPTED, AdapterEngine, AdapterSpec, of_adapters, whole
+from marl.utils.garbage import freeze_gc
+from marl.utils.weight_digest import Digest, digest_of
+
+
+def spec_of(own: DictConfig, seed: int) -> AdapterSpec:
+    """An adapter as a policy's ``actor_rollout_ref`` describes it."""
+    return AdapterSpec(lora_arguments(own.model), omega_conf_to_dataclass(own.actor).optim, seed)
+
+
+class AdapterEngineWorker(EngineWorker):
+    engine: AdapterEngine
+
+    def __init__(self, config: Any, adapters: Mapping[str, AdapterSpec]) -> None:
+        super().__init__(replace(config, model_type=ADAPTED))
+        self.engine.adapters = adapters
+
+
+class AdapterWorker(PolicyWorker):
+    """Each call is about one adapter, which rows name in ``adapter`` and other calls in their first argument."""
+
+    def __init__(
+        self, config: DictConfig, role: str, policies: Mapping[str, DictConfig], seeds: Mapping[str, int]
+    ) -> None:
+        """``policies``: every policy's ``actor_rollout_ref``; ``config`` is the first one's, and holds for base and server."""
+        super().__init__(config, role)
+        self.specs = {name: spec_of(own, seeds[name]) for name, own in policies.items()}
+        self.losses = {name: partial(ppo_loss, config=omega_conf_to_dataclass(p.actor)) for name, p in policies.items()}
+        self.actor_worker_cls = partial(AdapterEngineWorker, adapters=self.specs)
+        self.base_is_served = False
+
+    @property
+    def engine(self) -> AdapterEngine:
+        assert self.actor is not None
+        return self.actor.engine  # type: ignore[return-value]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def init_model(self) -> None:
+        ActorRolloutRefWorker.init_model(self)
+        freeze_gc()
+
+    def _use(self, rows: TensorDict) -> str:
+        name = tu.get(rows, "adapter")
+        self.engine.use(name)
+        return name
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
+    def compute_log_prob(self, data: TensorDict) -> TensorDict | None:
+        started = time.perf_counter()
+        self._use(data)
+        return log_probs_of(ActorRolloutRefWorker.compute_log_prob(self, data), data, started)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
+    def compute_ref_log_prob(self, data: TensorDict) -> TensorDict | None:
+        """The same under the base alone."""
+        started, data = time.perf_counter(), data.copy()
+        self._use(data)
+        tu.assign_non_tensor(data, no_lora_adapter=True)
+        return log_probs_of(ActorRolloutRefWorker.compute_log_prob(self, data), data, started)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
+    def update_actor(self, data: TensorDict) -> TensorDict | None:
+        """verl's, with the policy's own loss."""
+        started = time.perf_counter()
+        self.actor.set_loss_fn(self.losses[self._use(data)])
+        output = ActorRolloutRefWorker.update_actor(self, data)
+        return None if output is None else tu.get_tensordict({}, {"metrics": timed(output, started)})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def sync_adapter(self, name: str, step: int, changed: bool) -> None:
+        """Ship an adapter's weights, where they have changed, and the step that they are of; before the first one the base's."""
+        if self.config.rollout.free_cache_engine:
+            await self.rollout.resume(tags=["weights"])
+        if not self.base_is_served:
+            await self.rollout.update_weights(self.engine.base_weights(), global_steps=step)
+            self.base_is_served = True
+        weights = self.engine.adapter_weights(name) if changed else ()
+        await self.rollout.update_adapter(name, weights, self.specs[name].scaling, step)
+        if self.config.rollout.free_cache_engine:
+            await self.rollout.resume(tags=["kv_cache"])
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def weight_digest(self, seed: int, adapter: str | None = None, with_base: bool = True) -> Digest:
+        """This rank's share of the digest of the base, of an adapter, or of both, as servers should hold them."""
+        parts = [self.engine.base_shards()] if with_base else []
+        parts += [self.engine.adapter_shards(adapter)] if adapter else []
+        return digest_of(chain.from_iterable(parts), getattr(torch, self.config.rollout.dtype), seed)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def save_adapter(self, name: str, folder: str) -> None:
+        """Write what a resumed run needs of one adapter, and ``lora_adapter`` in PEFT's form."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        torch.save(self.engine.adapter_state(name), self._adapter_file(folder))
+        weights = collected(
+            ((peft_name(key, name), whole(p)) for key, p in of_adapters(self.engine.module, name)), self.rank
+        )
+        if self.rank == 0:
+            self.engine.module.peft_config[name].save_pretrained(Path(folder) / "lora_adapter")
+            save_file(weights, Path(folder) / "lora_adapter" / "adapter_model.safetensors", {"format": "pt"})
+        if "hf_model" in self.engine.checkpoint_manager.checkpoint_save_contents:
+            self._save_whole_model(name, Path(folder) / "huggingface")
+        torch.distributed.barrier()
+
+    def _save_whole_model(self, name: str, folder: Path) -> None:
+        """Write the base with the adapter merged in, and the tokenizer; called by every rank."""
+        weights = collected(self.engine.merged_weights(name), self.rank)
+        if self.rank == 0:
+            save_model(self.engine.module.config, weights, folder, self.engine.model_config.trust_remote_code)
+            self.engine.model_config.get_processor().save_pretrained(folder)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def load_adapter(self, name: str, folder: str) -> None:
+        self.engine.load_adapter_state(name, torch.load(self._adapter_file(folder), weights_only=True))
+
+    def _adapter_file(self, folder: str) -> Path:
+        return Path(folder) / f"adapter_world_size_{self.world_size}_rank_{self.rank}.pt"
+
+
+def peft_name(key: str, adapter: str) -> str:
+    """The name that a parameter has in a file of PEFT's, which holds one adapter."""
+    return key.replace(f".{adapter}.", ".")

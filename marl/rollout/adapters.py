@@ -1,0 +1,109 @@
+"""Adapters beside one model: each row of a batch is computed with its own, in one forward pass.
+
+A layer keeps its weights and their names; what an adapter adds to its output is added by a hook, to that adapter's rows. The
+products are PEFT's, in its order, and have at least ``MIN_ROWS`` rows, so that an answer does not depend on the rows beside it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from marl.platform.shapes import MIN_ROWS
+
+SUFFIXES = (".lora_A.weight", ".lora_B.weight")
+
+
+class Pair(NamedTuple):
+    """What an adapter adds to a layer: ``scaling * B A x``."""
+
+    down_RI: Tensor
+    up_OR: Tensor
+    scaling: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        linear = torch.nn.functional.linear
+        added: Tensor = linear(linear(x, self.down_RI), self.up_OR) * self.scaling
+        return added
+
+
+class AdapterBank:
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.pairs: dict[str, dict[str, Pair]] = {}
+        """By layer and adapter."""
+        self.names: set[str] = set()
+        self.rows: dict[str, list[int]] = {}
+        """Rows of the batch that is computed, by adapter."""
+
+    def put(self, name: str, weights: Mapping[str, Tensor], scaling: float) -> None:
+        """Take over a whole adapter, new or in place of its former weights. Raises KeyError for a layer or half of a pair that
+        is missing."""
+        layers = {layer_of(key): None for key in weights}
+        for layer in layers:
+            missing = [layer + suffix for suffix in SUFFIXES if layer + suffix not in weights]
+            if missing:
+                raise KeyError(f"adapter {name!r}: the trainer sent no {missing[0]}")
+        modules = {layer: self._layer(name, layer) for layer in layers}
+        for known in self.pairs.values():
+            known.pop(name, None)
+        like = next(self.model.parameters())
+        for layer, module in modules.items():
+            down, up = (weights[layer + suffix].to(like.device, like.dtype) for suffix in SUFFIXES)
+            if layer not in self.pairs:
+                module.register_forward_hook(self._hook(layer))
+            self.pairs.setdefault(layer, {})[name] = Pair(down, up, scaling)
+        self.names.add(name)
+
+    def weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """The adapter that rows are computed with; nothing for one that was never put."""
+        for layer, pairs in self.pairs.items():
+            if name in pairs:
+                yield from zip((layer + suffix for suffix in SUFFIXES), pairs[name], strict=False)
+
+    def _layer(self, name: str, layer: str) -> torch.nn.Module:
+        try:
+            return self.model.get_submodule(layer)
+        except AttributeError:
+            raise KeyError(
+                f"adapter {name!r}: the server's model has no layer {layer}; is its path the trainer's?"
+            ) from None
+
+    def _hook(self, layer: str) -> Any:
+        def add(_: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            return self._added(layer, inputs[0], output)
+
+        return add
+
+    def _added(self, layer: str, x: Tensor, output: Tensor) -> Tensor:
+        for name, rows in self.rows.items():
+            if (pair := self.pairs[layer].get(name)) is None:
+                continue
+            padded = rows + rows[:1] * max(0, MIN_ROWS - len(rows))
+            output[rows] = output[rows] + pair(x[padded])[: len(rows)]
+        return output
+
+    @contextmanager
+    def routed(self, adapters: Sequence[str | None]) -> Iterator[None]:
+        """Compute row i with ``adapters[i]``, further rows and those of None with the model alone. Raises KeyError for an
+        adapter that was never put."""
+        self.rows = {}
+        for row, name in enumerate(adapters):
+            if name is not None:
+                if name not in self.names:
+                    raise KeyError(f"adapter {name!r}: expected one of {', '.join(sorted(self.names)) or 'none'}")
+                self.rows.setdefault(name, []).append(row)
+        try:
+            yield
+        finally:
+            self.rows = {}
+
+
+def layer_of(key: str) -> str:
+    """The layer that a weight of an adapter belongs to. Raises KeyError for one that is no linear layer's."""
+    for suffix in SUFFIXES:
+        if key.endswith(suffix):
+            return key.removesuffix(suffix)
+    raise KeyError(f"{key}: the hf rollout serves adapters of linear layers; leave others out of target_modules")

@@ -1,0 +1,136 @@
+"""Adapters in the hf server: a batch of several gives what each gives alone, and none answers with another's cache."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from marl.rollout.adapters import AdapterBank
+from marl.rollout.decoding import Engine, SingleReader
+from marl.rollout.prefixes import Prefixes
+from marl.rollout.requests import Request
+from tests.tiny_model import EOS, make_model, text_of
+
+NAMES = (None, "red", "green", "blue")
+
+
+def weights_of(model, rank, seed, targets=("q_proj", "v_proj", "down_proj")):
+    """An adapter that changes answers, by the names that a trainer sends."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, module in model.named_modules():
+        if name.split(".")[-1] in targets:
+            down, up = (rank, module.in_features), (module.out_features, rank)
+            weights[f"{name}.lora_A.weight"] = torch.randn(down, generator=generator) * 0.2
+            weights[f"{name}.lora_B.weight"] = torch.randn(up, generator=generator) * 0.2
+    return weights
+
+
+def adapted(limit=1 << 30):
+    """An engine over a model with three adapters, of other ranks and layers."""
+    model = make_model()
+    bank = AdapterBank(model)
+    bank.put("red", weights_of(model, 2, 1), 2.0)
+    bank.put("green", weights_of(model, 4, 2, ("k_proj", "up_proj")), 1.0)
+    bank.put("blue", weights_of(model, 8, 3), 0.5)
+    reader = SingleReader(model, Prefixes(limit), 0, adapters=bank)
+    return Engine(reader, model.device, text_of, 1000), bank
+
+
+def requests(names, length=9, same_seed=True):
+    prompt = tuple(range(20, 41))
+    return [Request(prompt, length, 7 if same_seed else i, stop_token_ids=frozenset([EOS]), adapter=name)
+            for i, name in enumerate(names)]  # fmt: skip
+
+
+def finish(engine, wanted):
+    drafts = [engine.add(request) for request in wanted]
+    while engine.busy:
+        engine.step()
+    return [(d.answer.token_ids, d.answer.log_probs) for d in drafts]
+
+
+@pytest.mark.parametrize("copies", [1, 2, 5])
+def test_a_mixed_batch_answers_as_each_adapter_does_alone(copies):
+    wanted = requests([name for name in NAMES for _ in range(copies)], same_seed=copies == 1)
+    together = finish(adapted()[0], wanted)
+    alone = [finish(adapted()[0], [request])[0] for request in wanted]
+    assert together == alone
+    if copies == 1:
+        assert len({tuple(log_probs) for _, log_probs in together}) == len(NAMES), "each is a policy of its own"
+
+
+def test_no_adapter_answers_with_what_another_has_read():
+    engine, _ = adapted()
+    first = finish(engine, requests(["red"]))
+    read = engine.reader.prefilled
+    assert finish(engine, requests(["green"])) == finish(adapted()[0], requests(["green"])) != first
+    assert engine.reader.prefilled > read, "the prompt is read again"
+    read = engine.reader.prefilled
+    assert finish(engine, requests(["red"])) == first
+    assert engine.reader.prefilled == read, "what it has read itself is kept"
+
+
+def test_a_sync_of_one_adapter_forgets_its_own_cache_alone():
+    engine, bank = adapted()
+    before = finish(engine, requests(["red", "green"]))
+    bank.put("red", weights_of(bank.model, 3, 9), 2.0)
+    engine.forget("red")
+    read, prompt = engine.reader.prefilled, 21
+    after = finish(engine, requests(["red", "green"]))
+    assert after[1] == before[1] and after[0] != before[0]
+    assert engine.reader.prefilled - read == prompt
+    prefixes = engine.reader.prefixes
+    assert prefixes.bytes == sum(node.nbytes() for node in prefixes._nodes())
+
+
+def test_a_half_answered_request_goes_on_under_the_new_adapter():
+    engine, bank = adapted()
+    prompt = tuple(range(20, 41))
+    draft = engine.add(Request(prompt, 12, 0, temperature=0.0, adapter="red"))
+    for _ in range(5):
+        engine.step()
+    said = list(draft.answer.token_ids)
+    for each in (engine, fresh := adapted()[0]):
+        each.reader.adapters.put("red", weights_of(bank.model, 3, 9), 2.0)
+    engine.forget("red")
+    while engine.busy:
+        engine.step()
+    rest = Request((*prompt, *said), 12 - len(said), 0, temperature=0.0, adapter="red")
+    ids, log_probs = finish(fresh, [rest])[0]
+    assert draft.answer.token_ids == [*said, *ids] and draft.answer.log_probs[len(said) :] == log_probs
+
+
+def test_what_is_added_is_pefts():
+    """The model with PEFT's adapter, merged into nothing, gives the bank's scores."""
+    model = make_model()
+    theirs = get_peft_model(
+        copy.deepcopy(model), LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])
+    ).eval()
+    weights = {}
+    for key, parameter in theirs.named_parameters():
+        if ".lora_" in key:
+            torch.nn.init.normal_(parameter, std=0.2)
+            weights[key.removeprefix("base_model.model.").replace(".default.", ".")] = parameter.detach()
+    bank = AdapterBank(model)
+    bank.put("one", weights, 2.0)
+    ids = torch.arange(20, 60)[None].repeat(4, 1)
+    with torch.inference_mode(), bank.routed(["one"] * 4):
+        ours = model(ids).logits
+    with torch.inference_mode():
+        assert torch.equal(ours, theirs(ids).logits) and not torch.equal(ours, model(ids).logits)
+
+
+def test_adapters_that_do_not_fit_are_refused():
+    _, bank = adapted()
+    whole = weights_of(bank.model, 2, 1)
+    half = {key: value for key, value in whole.items() if "lora_A" in key}
+    with pytest.raises(KeyError, match=r"lora_B\.weight"):
+        bank.put("red", half, 1.0)
+    with pytest.raises(KeyError, match="no layer model.layers.99"):
+        bank.put("red", {f"model.layers.99.q_proj.lora_{x}.weight": torch.zeros(1, 1) for x in "AB"}, 1.0)
+    with pytest.raises(KeyError, match="linear layers"):
+        bank.put("red", {"model.embed_tokens.lora_embedding_A": torch.zeros(1, 1)}, 1.0)
+    with pytest.raises(KeyError, match="'pink'.*blue, green, red"), bank.routed(["pink"]):
+        pass

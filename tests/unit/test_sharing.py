@@ -1,0 +1,145 @@
+"""``sharing``: which agents share weights, what contradicts it, and what policies on one base may have apart."""
+
+import pytest
+
+from marl.config.errors import ConfigError
+from marl.config.policies import own_settings, policies_by_agent
+from marl.config.rules import check
+from marl.config.rules.sharing import is_of_the_adapter
+from marl.config.sharing import ADAPTER_RANK, apply_sharing
+from marl.preflight.prepare import prepare
+from marl.run_setup import Setup
+
+
+@pytest.fixture
+def shared(compose_config, cold_assets):
+    """The quick start's configuration under a mode, as ``prepare`` checks it."""
+
+    def make(*overrides):
+        config = compose_config(f"assets={cold_assets}", *overrides)
+        apply_sharing(config)
+        check(config)
+        return config
+
+    return make
+
+
+PAIRED = ("agents.alice.policy=pair", "agents.carol.policy=pair")
+PARTITIONS = {
+    "sharing=null": {"alice": ["alice"], "carol": ["carol"]},
+    "sharing=individual": {"alice": ["alice"], "carol": ["carol"]},
+    "sharing=individual agents.alice.policy_by_round=[a1,a2]": {"alice": ["a1", "a2"], "carol": ["carol"]},
+    "sharing=shared": {"alice": ["team"], "carol": ["team"]},
+    "sharing=shared agents.carol.policy=solver": {"alice": ["solver"], "carol": ["solver"]},
+    "sharing=groups agents.alice.policy=pair agents.carol.policy=pair": {"alice": ["pair"], "carol": ["pair"]},
+    "sharing=groups agents.alice.policy=one agents.carol.policy_by_round=[one,two]": {
+        "alice": ["one"],
+        "carol": ["one", "two"],
+    },
+    "sharing=lora": {"alice": ["alice"], "carol": ["carol"]},
+    "sharing=lora agents.alice.policy=pair agents.carol.policy=pair": {"alice": ["pair"], "carol": ["pair"]},
+}
+
+
+@pytest.mark.parametrize("overrides", PARTITIONS)
+def test_a_mode_is_a_partition_of_agents_onto_policies(shared, overrides):
+    assert policies_by_agent(shared(*overrides.split()).agents) == PARTITIONS[overrides]
+
+
+CONTRADICTIONS = {
+    "sharing=grups": ["sharing=grups", "individual, shared, groups, lora", "Did you mean 'groups'"],
+    "sharing=individual agents.alice.policy=pair agents.carol.policy=pair": ["alice and carol", "'pair'", "groups"],
+    "sharing=individual agents.carol.policy=alice": ["alice and carol", "agents.carol.policy"],
+    "sharing=shared agents.alice.policy=one agents.carol.policy=two": ["one, two", "unset", "sharing=groups"],
+    "sharing=shared agents.alice.policy_by_round=[one,two]": ["one, two, team", "policy_by_round"],
+    "sharing=groups agents.alice.policy=one": ["agent carol", "set agents.carol.policy"],
+    "sharing=lora actor_rollout_ref.model.lora.merge=true": ["lora.merge=true", "sharing=individual"],
+    "sharing=lora actor_rollout_ref.actor.strategy=fsdp": ["strategy=fsdp", "use fsdp2"],
+    "sharing=lora actor_rollout_ref.model.lora_adapter_path=x": ["lora_adapter_path=x", "unset"],
+    "sharing=lora +policies.alice.model.lora_rank=0": ["policies.alice.model.lora_rank=0", "rank 1 or more"],
+    "sharing=lora +policies.alice.model.path=other": ["policies.alice.model.path=other", "alice and carol", "pool"],
+    "sharing=lora +policies.carol.actor.fsdp_config.model_dtype=bf16": ["policies.carol.actor.fsdp_config.model_dtype"],
+    "sharing=lora +policies.carol.precision=bf16": ["policies.carol.precision=bf16", "another pool"],
+    "sharing=lora +policies.carol.rollout.dtype=bfloat16": ["policies.carol.rollout.dtype=bfloat16"],
+}
+
+
+@pytest.mark.parametrize("overrides", CONTRADICTIONS)
+def test_a_contradiction_names_key_value_and_remedy(shared, overrides):
+    with pytest.raises(ConfigError) as caught:
+        shared(*overrides.split())
+    assert all(part in str(caught.value) for part in CONTRADICTIONS[overrides]), str(caught.value)
+
+
+def test_adapters_on_a_server_that_cannot_hold_several_are_refused(shared):
+    with pytest.raises(ConfigError, match=r"rollout\.name=vllm.*sharing=lora.*use hf"):
+        shared("sharing=lora", "actor_rollout_ref.rollout.name=vllm", "trainer.device=cuda")
+
+
+def test_lora_alone_is_enough_and_a_rank_that_is_set_stays(shared):
+    assert shared("sharing=lora").actor_rollout_ref.model.lora_rank == ADAPTER_RANK
+    assert shared("sharing=lora", "actor_rollout_ref.model.lora_rank=4").actor_rollout_ref.model.lora_rank == 4
+    assert shared("sharing=individual").actor_rollout_ref.model.lora_rank == 0
+
+
+def test_adapters_differ_in_rank_update_and_sampling(shared):
+    config = shared(
+        "sharing=lora", "+policies.alice.model.lora_rank=8", "+policies.alice.model.target_modules=[q_proj]",
+        "+policies.alice.actor.optim.lr=0.5", "+policies.alice.actor.optim.clip_grad=2.0",
+        "+policies.alice.actor.kl_loss_coef=0.3", "+policies.alice.actor.ppo_epochs=2",
+        "+policies.alice.rollout.temperature=0.7",
+    )  # fmt: skip
+    assert own_settings(config, "alice").model.lora_rank == 8
+    assert own_settings(config, "carol").model.lora_rank == ADAPTER_RANK
+
+
+@pytest.mark.parametrize(
+    "overrides,pools",
+    [
+        (["sharing=lora"], {"shared": 1}),
+        (["sharing=lora", "+policies.alice.pool=left", "+policies.carol.pool=right"], {"left": 1, "right": 1}),
+        (["sharing=lora", "learner=mappo", "credit=own"], {"shared": 1, "central_critic": 1}),
+        (["sharing=shared"], {"team": 1}),
+        (["sharing=individual"], {"alice": 1, "carol": 1}),
+    ],
+)
+def test_adapters_of_one_base_take_one_pool(shared, overrides, pools):
+    assert Setup.of(shared(*overrides)).ranks_by_pool == pools
+
+
+def test_policies_of_different_pools_may_have_different_bases(shared):
+    pools = ("+policies.alice.pool=left", "+policies.carol.pool=right")
+    config = shared("sharing=lora", *pools, "+policies.alice.rollout.dtype=bfloat16")
+    assert own_settings(config, "alice").rollout.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "path,own",
+    [
+        ("actor.optim.lr", True),
+        ("actor.optim.optimizer", True),
+        ("actor.clip_ratio_low", True),
+        ("actor.fsdp_config.param_offload", False),
+        ("model.lora_alpha", True),
+        ("model.path", False),
+        ("rollout.val_kwargs.temperature", True),
+        ("rollout.dtype", False),
+        ("ref.model.path", False),
+    ],
+)
+def test_what_is_the_adapters_own(path, own):
+    assert is_of_the_adapter(tuple(path.split("."))) == own
+
+
+TARGETS = {
+    "actor_rollout_ref.model.target_modules=[q_prj]": ["target_modules=['q_prj']", "some of q_proj, k_proj"],
+    "+policies.carol.model.target_modules=[q_prj]": ["policies.carol.model.target_modules=['q_prj']", "all-linear"],
+    "actor_rollout_ref.model.target_modules=[embed_tokens,q_proj]": ["model.embed_tokens is none", "some of q_proj"],
+}
+
+
+@pytest.mark.parametrize("override", TARGETS)
+def test_an_adapter_of_layers_that_there_are_not_is_refused(compose_config, cold_assets, override):
+    with pytest.raises(ConfigError) as caught:
+        prepare(compose_config(f"assets={cold_assets}", "sharing=lora", override))
+    assert all(part in str(caught.value) for part in TARGETS[override]), str(caught.value)
