@@ -15,7 +15,8 @@ from verl.utils.device import get_device_name
 from marl.cluster.policy_group import RayPolicyGroup
 from marl.cluster.workers.policy_worker import process_group_backend
 from marl.config.deadlines import Phase
-from marl.rollout.hf import LOCAL_SERVERS, HFServer, server_name
+from marl.rollout.hf import LOCAL_SERVERS, server_name
+from marl.rollout.hf_server import HFServer
 from marl.rollout.requests import Draft
 from marl.rollout.servers import CoalescingClient
 from marl.rollout.vllm_sglang import replica_offset

@@ -9,7 +9,7 @@ from verl.utils import normalize_token_ids
 from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 from verl.workers.rollout.replica import TokenOutput
 
-from marl.rollout.hf import Pending, to_token_output
+from marl.rollout.hf_server import Pending, to_token_output
 from marl.rollout.vllm_sglang import offset_replica_class, replica_offset
 
 

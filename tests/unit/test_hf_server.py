@@ -8,7 +8,7 @@ import torch
 
 from marl.config.errors import ConfigError
 from marl.rollout.attention import NEAR_ATTENTION
-from marl.rollout.hf import HFServer, Pending
+from marl.rollout.hf_server import HFServer, Pending
 from marl.rollout.requests import Request
 from marl.rollout.servers import CoalescingClient
 from tests.tiny_model import answers, make_model
