@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import torch
 from peft import LoraConfig, TaskType, get_peft_model
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from verl.utils.device import get_device_id
 from verl.workers.config.optimizer import build_optimizer
@@ -18,6 +17,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from marl.platform.engine import CPUEngineWithLMHead
+from marl.platform.shards import reshard
 
 ADAPTED = "adapted_language_model"
 """verl's ``model_type`` of these engines."""
@@ -197,13 +197,6 @@ def of_adapters(module: torch.nn.Module, name: str | None = None) -> Iterator[tu
 def owner(key: str) -> str:
     """The adapter in PEFT's name of a parameter, ``….q_proj.lora_A.<adapter>.weight``."""
     return key.rsplit(".lora_", 1)[1].split(".")[1]
-
-
-def reshard(module: torch.nn.Module) -> None:
-    """Give up parameters that were gathered for a forward pass."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
 
 
 def shard(tensor: torch.Tensor) -> torch.Tensor:
