@@ -52,6 +52,7 @@ class AdapterEngine(FSDPEngineWithLMHead):
     adapters: Mapping[str, AdapterSpec]
     """Set before ``initialize``: FSDP shards what is there when it wraps the model; added later, ranks would diverge."""
     active: str
+    optimizer_config: Any
 
     def initialize(self) -> None:
         super().initialize()
@@ -64,7 +65,7 @@ class AdapterEngine(FSDPEngineWithLMHead):
         finally:
             self.model_config.model_type = ADAPTED
 
-    def _build_lora_module(self, module: torch.nn.Module) -> torch.nn.Module:
+    def _build_lora_module(self, module: Any) -> torch.nn.Module:
         """As verl's, with all the adapters, in the base's precision."""
         module.enable_input_require_grads()
         dtype = next(module.parameters()).dtype

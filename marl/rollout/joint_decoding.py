@@ -74,9 +74,9 @@ class JointReader(ABC):
             agents = len(self.agents_of[model])
             reader.keep([row * agents + i for row in rows for i in range(agents)])
 
-    def clear(self) -> None:
+    def clear(self, adapter: str | None = None) -> None:
         for reader in self.readers.values():
-            reader.clear()
+            reader.clear(adapter)
 
     def _read(self, read: Callable[[PreTrainedModel], Tensor]) -> Tensor:
         outputs = {

@@ -17,7 +17,7 @@ class Node:
     def __init__(self, parent: "Node | None", start: int, tokens: tuple[int, ...], adapter: str | None = None) -> None:
         self.parent = parent or self
         """The root is its own."""
-        self.adapter = parent.adapter if parent else adapter
+        self.adapter: str | None = parent.adapter if parent else adapter
         """The adapter that reads them; None for the model itself."""
         self.start, self.tokens = start, tokens
         self.children: dict[int, Node] = {}

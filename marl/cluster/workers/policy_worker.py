@@ -73,7 +73,7 @@ class PolicyWorker(ActorRolloutRefWorker):
     """Overrides change one thing of verl's methods: they return at once, so that policies work at the same time."""
 
     role: str
-    actor_worker_cls = EngineWorker
+    actor_worker_cls: Any = EngineWorker
     ref_worker_cls = EngineWorker
 
     def __init__(self, config: Any, role: str, **kwargs: Any) -> None:
