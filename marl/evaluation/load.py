@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from marl.build import tokenizer_of
 from marl.config.endpoints import has_endpoint
 from marl.config.errors import ConfigError
+from marl.config.kinds import frozen_policies
 from marl.config.policies import own_settings, thinking_of
 from marl.controller.chat import ChatEncoder
 from marl.modules.pretrained import WEIGHTS, line
@@ -37,7 +38,7 @@ def load_policy(config: DictConfig, name: str) -> Policy:
             "its agents, or use baseline=[vote]"
         )
     own = own_settings(config, name)
-    path = own.model.path if config.ensemble.checkpoint is None else saved_weights(config.ensemble.checkpoint, name)
+    path = weights_of(config, name)
     try:
         hf_config = decodable_config(own.model, path)
     except ValueError as error:
@@ -64,6 +65,16 @@ def load_policy(config: DictConfig, name: str) -> Policy:
         ChatEncoder(tokenizer, config.data.apply_chat_template_kwargs, thinking_of(config, name)),
         own.rollout.max_model_len or hf_config.get_text_config().max_position_embeddings,
     )
+
+
+def weights_of(config: DictConfig, name: str) -> str:
+    """Folder of a policy's weights: the checkpoint's, or ``model.path`` without one, and where it holds none of a policy that nobody
+    trains. Raises ConfigError."""
+    path, checkpoint = str(own_settings(config, name).model.path), config.ensemble.checkpoint
+    if checkpoint is None:
+        return path
+    unsaved = not (Path(checkpoint).expanduser() / name).exists() and name in saved_state(checkpoint)["policies"]
+    return path if unsaved and name in frozen_policies(config) else saved_weights(checkpoint, name)
 
 
 def saved_step(folder: str | None) -> int:

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2
 from marl.cli import main as cli
 from marl.commands.ensemble import run
 from marl.config.errors import ConfigError
+from marl.config.policies import own_settings
 from marl.evaluation.ensemble_answers import Ensemble
-from marl.evaluation.load import saved_weights
+from marl.evaluation.load import saved_weights, weights_of
 from marl.preflight.prepare import prepare
 from marl.quickstart.model import build_model
 from marl.report.ensemble_table import Way
@@ -274,3 +275,16 @@ def test_weights_that_lack_some_are_no_model(trained, composed):
     with pytest.raises(ConfigError, match=r"policy 'alice' at .* lack 3 parameters, such as model.layers.1.mlp.*merge"):
         run(composed(f"ensemble.checkpoint={folder}"))
     shutil.rmtree(folder)
+
+
+def test_a_policy_that_nobody_trained_answers_with_its_own_model(alone, composed, tmp_path):
+    """Its weights are in no checkpoint; those of a trained policy must be."""
+    untrained = ("agents.carol.trainable=false", "credit=own")
+    live, folder = alone("runner=single_turn", *untrained), tmp_path / "global_step_1"
+    live.step()
+    live.wait(live.trainer.save())
+    config = prepare(composed(f"ensemble.checkpoint={folder}", *untrained)).config
+    assert weights_of(config, "carol") == own_settings(config, "carol").model.path
+    assert weights_of(config, "alice") == str(folder / "alice" / "actor" / "huggingface")
+    with pytest.raises(ConfigError, match=r"carol/actor/huggingface holds no weights"):
+        weights_of(prepare(composed(f"ensemble.checkpoint={folder}")).config, "carol")
