@@ -17,6 +17,11 @@ ADAPTERS = (
     "actor_rollout_ref.model.lora.merge=true",
     "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
 )
+ADAPTED = (
+    "sharing=lora", "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=8",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps=0", "actor_rollout_ref.actor.optim.lr=0.01",
+)  # fmt: skip
+"""A base that every policy adapts, and on which they move."""
 SAME = ("grad_norm", "loss", "ppo_kl", "entropy", "score", "explained_variance", "vf_loss", "accuracy")
 
 

@@ -7,11 +7,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from marl.evaluation.load import saved_weights
-
-ADAPTED = (
-    "sharing=lora", "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=8",
-    "actor_rollout_ref.actor.optim.lr_warmup_steps=0", "actor_rollout_ref.actor.optim.lr=0.01",
-)  # fmt: skip
+from tests.stack.builders import ADAPTED
 
 
 def engine_of(live, policy="alice"):

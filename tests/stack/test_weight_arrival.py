@@ -185,6 +185,8 @@ def test_a_digest_of_another_engine_is_refused(compose_config):
     digests_are_of_hf(compose_config("resources.weight_check=digest"))
     with pytest.raises(ConfigError, match=r"resources.weight_check=digest: rollout.name=vllm .*use probe, or auto"):
         digests_are_of_hf(compose_config("resources.weight_check=digest", "actor_rollout_ref.rollout.name=vllm"))
+    judge = ("agents.carol.trainable=false", "+policies.carol.rollout.name=vllm")
+    digests_are_of_hf(compose_config("resources.weight_check=digest", *judge))  # which is sent no weights
 
 
 def answer(served, trained, step=1, version=1, ids=(5, 6)):

@@ -68,6 +68,10 @@ def test_sizes(setup, case):
 
 
 REFUSED = {
+    "resources.pools={p:{policies:[carol]}} agents.carol.trainable=false credit=own "
+    "+policies.carol.endpoint={base_url:'http://localhost:1/v1',model:m}": [
+        "resources.pools.p.policies=['carol']: a server elsewhere answers for 'carol'", "remove it from the list"
+    ],
     "resources.pools={p:{policies:[alise]}}": ["resources.pools.p.policies=['alise']", "Did you mean 'alice'"],
     "resources.pools={p:{policies:[alice]},q:{policies:[alice]}}": ["'alice' is in resources.pools.q.policies too"],
     "resources.pools={p:{policies:[alice,alice]}}": ["'alice' is in the same list too"],

@@ -3,6 +3,7 @@
 import pytest
 
 from marl.config.errors import ConfigError
+from marl.config.kinds import adapter_policies, frozen_policies
 from marl.config.policies import own_settings, policies_by_agent
 from marl.config.rules import check
 from marl.config.rules.sharing import is_of_the_adapter
@@ -93,9 +94,39 @@ def test_adapters_differ_in_rank_update_and_sampling(shared):
     assert own_settings(config, "carol").model.lora_rank == ADAPTER_RANK
 
 
+ENDPOINT = "+policies.carol.endpoint={base_url: 'http://localhost:8000/v1', model: m-1}"
+UNTRAINED = ("agents.carol.trainable=false", "credit=own")
+
+
+def test_an_endpoint_is_no_part_of_what_is_shared(shared):
+    for mode in ("shared", "lora"):
+        config = shared(f"sharing={mode}", *UNTRAINED, ENDPOINT)
+        assert policies_by_agent(config.agents) == {
+            "alice": ["team" if mode == "shared" else "alice"],
+            "carol": ["carol"],
+        }
+    assert adapter_policies(config) == ["alice"]
+
+
+def test_a_policy_that_nobody_trains_is_an_adapter_where_a_base_is_trained(shared):
+    beside, apart = shared("sharing=lora", *UNTRAINED), shared("sharing=lora", *UNTRAINED, "+policies.carol.pool=mine")
+    assert adapter_policies(beside) == ["alice", "carol"] and frozen_policies(beside) == []
+    assert adapter_policies(apart) == ["alice"] and frozen_policies(apart) == ["carol"]
+    whole = shared(*UNTRAINED)
+    assert adapter_policies(whole) == [] and frozen_policies(whole) == ["carol"]
+
+
+def test_a_server_alone_may_have_another_model_and_engine_than_the_base(shared):
+    own = ("+policies.carol.pool=mine", "+policies.carol.model.path=org/name", "+policies.carol.rollout.name=vllm")
+    config = shared("sharing=lora", *UNTRAINED, *own, "trainer.device=cuda")
+    assert own_settings(config, "carol").rollout.name == "vllm"
+
+
 @pytest.mark.parametrize(
     "overrides,pools",
     [
+        (["sharing=lora", "resources.pools={big:{gpus:4,policies:[alice]}}"], {"big": 4, "shared": 1}),
+        (["sharing=lora", "resources.pools={shared:{gpus:2}}"], {"shared": 2}),
         (["sharing=lora"], {"shared": 1}),
         (["sharing=lora", "+policies.alice.pool=left", "+policies.carol.pool=right"], {"left": 1, "right": 1}),
         (["sharing=lora", "learner=mappo", "credit=own"], {"shared": 1, "central_critic": 1}),
