@@ -1,7 +1,6 @@
 """Several policies and replicas on one cluster: who feeds whom, and who answers."""
 
 import asyncio
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -95,37 +94,6 @@ def test_a_conversation_stays_on_its_server_and_the_load_is_shared():
     second = [output.token_ids for output in ask(client_of(*servers), reversed(sessions))]
     assert first == second[::-1]
     assert min(first.count([ord("a")]), first.count([ord("b")])) > 60
-
-
-class Again(Exception):
-    """zmq's, where a socket's time is over."""
-
-
-class SilentServer:
-    """verl's adapter, where the server has died."""
-
-    def __init__(self, config, model_config, device_mesh, replica_rank):
-        self.config, self.zmq_handle = config, f"ipc:///tmp/x-replica-{replica_rank}"
-
-    async def update_weights(self, *_, **__):
-        raise Again("Resource temporarily unavailable")
-
-
-def test_a_weight_sync_waits_as_long_as_its_key_says_and_names_it(monkeypatch):
-    options = {}
-    context = SimpleNamespace(instance=lambda: SimpleNamespace(setsockopt=options.__setitem__))
-    zmq = SimpleNamespace(RCVTIMEO="receive", SNDTIMEO="send", Again=Again, Context=context)
-    monkeypatch.setitem(sys.modules, "zmq", zmq)
-    monkeypatch.setitem(sys.modules, "verl.workers.rollout.vllm_rollout", SimpleNamespace(ServerAdapter=SilentServer))
-    monkeypatch.setenv("RANK", "0")
-    config = rollout_config(1024)
-    config.custom["timeout_s"] = 7.5
-    adapter = vllm_sglang.VLLMServerAdapter(config, None, None)
-    assert options == {"receive": 3750, "send": 3750} and adapter.zmq_handle == "ipc:///tmp/x-r-replica-1024"
-    with pytest.raises(
-        TimeoutError, match=r"policy 'p' took no weights for 3.75 s, half of resources.timeout_s.*raise the key"
-    ):
-        asyncio.run(adapter.update_weights(iter(())))
 
 
 def test_every_policys_servers_know_the_runs_limit(compose_config):
