@@ -7,7 +7,7 @@ from typing import Any
 from ray.exceptions import RayError, RayTaskError
 from verl.workers.rollout.llm_server import LLMServerClient
 
-from marl.cluster.failures import GroupFailed, group_failed
+from marl.cluster.failures import GroupFailed, engine_is_dead, group_failed
 from marl.controller.chat import ChatEncoder
 from marl.rollout.decoding import end_ids
 from marl.types import AgentId, ContextOverflow, Message, PolicyName, Task, Turn
@@ -174,7 +174,8 @@ class PolicyClient:
                 f"resources.timeout_s={self.watch.seconds:g} s; check their logs, and raise it if one answer takes longer"
             ) from None
         except RayError as error:
-            if isinstance(error, RayTaskError) and not isinstance(error.cause, RayError):
+            refused = isinstance(error, RayTaskError) and not isinstance(error.cause, RayError)
+            if refused and not engine_is_dead(error.cause):
                 raise error.cause from None  # the server lives: it refused this one request
             raise group_failed(f"policy {self.policy!r}", "generating", error) from error
 
