@@ -13,8 +13,10 @@ from marl.rollout.decoding import end_ids
 from marl.types import AgentId, ContextOverflow, Message, PolicyName, Task, Turn
 from marl.utils.deadlines import HangsError, Watch, waiting_for_others
 
-SEED_KEYS = {"sglang": "sampling_seed"}
-"""Name of the seed parameter in backends that do not call it ``seed``."""
+SEED = ("seed", 2**63 - 1)
+"""Name of the seed parameter, and the bits that it holds."""
+SEEDS = {"sglang": ("sampling_seed", 2**31 - 1)}
+"""The same, of backends that have others."""
 
 READS_NO_TEXT = frozenset({"sglang"})
 """Backends whose servers see only ids, as verl starts them (``skip_tokenizer_init``): they reject stop strings, or crash on them."""
@@ -62,13 +64,14 @@ class PolicyClient:
         vocabulary: int,
         ends: frozenset[int] | None = None,
         patience_s: float = math.inf,
+        seeded: bool = True,
     ) -> None:
         """``vocabulary``: the model's; a tokenizer's may be smaller. ``ends``: ids that end an answer; None for the tokenizer's.
-        ``patience_s``: maximum time without any answer from the servers."""
+        ``patience_s``: maximum time without any answer from the servers. ``seeded``: requests carry the turn's seed."""
         self.watch = Watch(patience_s)
         self.vocabulary, self.ends = vocabulary, end_ids(tokenizer) if ends is None else ends
         self.policy, self.rollout, self.server = policy, rollout, server
-        self.seed_key = SEED_KEYS.get(rollout.name) or "seed"
+        self.seed_key, self.max_seed = SEEDS.get(rollout.name, SEED) if seeded else (None, 0)
         self.tokenizer, self.encoder = tokenizer, encoder
 
     async def act(
@@ -162,7 +165,9 @@ class PolicyClient:
 
     async def request(self, session: str, prompt_ids: list[int], sampling: Mapping[str, Any], seed: int) -> Any:
         """Ask a server. Raises GroupFailed where it died, or no longer answers any request."""
-        params = {**sampling, self.seed_key: seed, "logprobs": True}
+        params = {**sampling, "logprobs": True}
+        if self.seed_key is not None:
+            params[self.seed_key] = seed & self.max_seed
         try:
             with waiting_for_others():
                 return await self.watch.answer(

@@ -12,7 +12,7 @@ from marl.config.bounds import check_values
 from marl.config.errors import ConfigError
 from marl.config.policies import own_settings
 from marl.config.precision import precision_of
-from marl.config.rules import agents, batches, files, policies, precision, references, resources, run
+from marl.config.rules import agents, batches, engines, files, policies, precision, references, resources, run
 
 RULES: tuple[Callable[[Any], None], ...] = (
     check_values,
@@ -20,14 +20,14 @@ RULES: tuple[Callable[[Any], None], ...] = (
     *agents.RULES,
     *batches.RULES,
     *resources.RULES,
+    *engines.RULES,
     *precision.RULES,
     *references.RULES,
     *files.RULES,
     *run.RULES,
 )
-RULES_PER_POLICY = tuple(
-    rule for rule in RULES if rule not in (*policies.OF_ALL_POLICIES, precision.critics_have_the_precision)
-)
+OF_ALL_POLICIES = (*policies.OF_ALL_POLICIES, *engines.OF_ALL_POLICIES, precision.critics_have_the_precision)
+RULES_PER_POLICY = tuple(rule for rule in RULES if rule not in OF_ALL_POLICIES)
 """Rules that are checked again on every policy's own settings."""
 
 
