@@ -87,7 +87,7 @@ def card_bytes(device: str) -> float | None:
     """An accelerator's memory, where this machine has one of the kind."""
     if device != "cuda" or not torch.cuda.is_available():
         return None
-    return float(torch.cuda.mem_get_info()[1])
+    return float(torch.cuda.get_device_properties(0).total_memory)  # mem_get_info would open a context in the driver
 
 
 def warnings_of(config: DictConfig, peaks: Mapping[str, float], card: float | None) -> list[str]:
