@@ -120,6 +120,7 @@ def ray_arguments(config: DictConfig, environment: dict[str, str], ranks: int) -
         cpus = max(os.cpu_count() or 1, ranks)
         if serves_vllm_on_cpu(config):
             arguments.setdefault("num_gpus", ranks)
+            cpus += ranks  # Ray wants a free one to create a server
     return arguments | ({"num_cpus": cpus} if cpus is not None else {})
 
 

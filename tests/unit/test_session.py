@@ -67,6 +67,7 @@ def test_vllm_on_a_cpu_is_placed_by_a_count_of_gpus(compose_config):
     assert run_environment(config)["VERL_PLATFORM"] == "cpu_engines"
     assert get_platform().ray_resource_name() == "GPU" and get_platform().device_name == "cpu"
     assert get_platform().rollout_env_vars()["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
-    assert ray_arguments(config, OURS, 3)["num_gpus"] == 3
+    given = ray_arguments(config, OURS, 3)
+    assert given["num_gpus"] == 3 and given["num_cpus"] == max(os.cpu_count(), 3) + 3, "one more for every server"
     assert run_environment(compose_config())["VERL_PLATFORM"] == "cpu", "the next run in this process is hf's"
     assert get_platform().ray_resource_name() == "CPU" and "num_gpus" not in ray_arguments(compose_config(), OURS, 3)
