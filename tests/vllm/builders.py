@@ -25,7 +25,7 @@ POLICIES = ("alice", "carol")
 
 
 @contextmanager
-def running(config):
+def running(config, first_sync=True):
     """A run whose servers have their first weights; everything it started has ended afterwards."""
     from marl.build import build
     from marl.cluster.session import session
@@ -36,7 +36,8 @@ def running(config):
         cleanup.callback(loop.close)
         cleanup.enter_context(session(setup))
         trainer = loop.run_until_complete(build(setup, cleanup))
-        loop.run_until_complete(trainer.sync_weights())
+        if first_sync:
+            loop.run_until_complete(trainer.sync_weights())
         yield Live(trainer, loop)
 
 

@@ -17,9 +17,9 @@ def machine():
 def start(compose_config, wide_assets, tmp_path_factory):
     """A context in which a run is up: ``with start(overrides…) as live``."""
 
-    def start(*overrides):
+    def start(*overrides, **options):
         folder = tmp_path_factory.mktemp("run")
-        options = (f"assets={wide_assets}", f"trainer.default_local_dir={folder}", *SETTINGS, *overrides)
-        return running(compose_config(*options, name="split_information"))
+        words = (f"assets={wide_assets}", f"trainer.default_local_dir={folder}", *SETTINGS, *overrides)
+        return running(compose_config(*words, name="split_information"), **options)
 
     return start

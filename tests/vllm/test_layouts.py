@@ -41,8 +41,10 @@ def test_servers_have_their_trainers_weights(start, layout):
 def test_half_an_offset_writes_into_the_other_policys_server_without_an_error(start, monkeypatch):
     """The negative control: it is the comparison of log-probs alone that shows it."""
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "marl.platform.cpu,tests.vllm.half_offset")
-    with start() as live:
-        learn(live, "carol")
+    with start(first_sync=False) as live:  # both at once would meet at one socket
+        sync(live, "alice")
+        for _ in range(2):
+            learn(live, "carol")
         sync(live, "carol")
         found = matrix(live)
         assert found["alice", "carol"] <= CLOSE, "carol's weights are in alice's server"
