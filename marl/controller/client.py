@@ -71,7 +71,8 @@ class PolicyClient:
         self.watch = Watch(patience_s)
         self.vocabulary, self.ends = vocabulary, end_ids(tokenizer) if ends is None else ends
         self.policy, self.rollout, self.server = policy, rollout, server
-        self.seed_key, self.max_seed = SEEDS.get(rollout.name, SEED) if seeded else (None, 0)
+        self.seed_key, self.max_seed = SEEDS.get(rollout.name, SEED)
+        self.seeded = seeded
         self.tokenizer, self.encoder = tokenizer, encoder
 
     async def act(
@@ -166,7 +167,7 @@ class PolicyClient:
     async def request(self, session: str, prompt_ids: list[int], sampling: Mapping[str, Any], seed: int) -> Any:
         """Ask a server. Raises GroupFailed where it died, or no longer answers any request."""
         params = {**sampling, "logprobs": True}
-        if self.seed_key is not None:
+        if self.seeded:
             params[self.seed_key] = seed & self.max_seed
         try:
             with waiting_for_others():

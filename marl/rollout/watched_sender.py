@@ -22,6 +22,8 @@ class WeightsRefused(RuntimeError):
 
 
 class WatchedSender(BucketedWeightSender):
+    socket: Any
+
     def __init__(self, *, receiving: Any, whose: str, seconds: float, **settings: Any) -> None:
         """``receiving``: the server's call, as Ray's reference; None in ranks that made none. ``seconds``: deadline of every
         single bucket."""
