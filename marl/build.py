@@ -21,6 +21,7 @@ from marl.cluster.launch import check_cluster, make_groups, start_groups
 from marl.cluster.layout import model_config, policy_config
 from marl.config.deadlines import Phase, deadline_of
 from marl.config.endpoints import endpoint_policies
+from marl.config.engines import seeds_requests
 from marl.config.errors import ConfigError
 from marl.config.policies import loops_of, thinking_of
 from marl.config.schema import CriticLevel
@@ -78,11 +79,13 @@ def make_client(config: DictConfig, name: str, group: Any, tokenizer: Any) -> Po
     text = model.get_text_config()
     ends = end_ids(tokenizer, text, load_generation_config(group.config.actor_rollout_ref.model.path))
     parts = (name, group.rollout, group.client(), tokenizer, encoder, text.vocab_size, ends)
-    patience = deadline_of(config.resources, Phase.request)
+    settings: dict[str, Any] = {
+        "patience": deadline_of(config.resources, Phase.request),
+        "seeded": seeds_requests(config, group.rollout),
+    }
     if not loops:
-        return PolicyClient(*parts, patience=patience)
-    made = Loops(group.config, loops, tokenizer, model.model_type)
-    return LoopClient(*parts, patience=patience, loops=made)
+        return PolicyClient(*parts, **settings)
+    return LoopClient(*parts, **settings, loops=Loops(group.config, loops, tokenizer, model.model_type))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 import asyncio
 import random
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from omegaconf import II, OmegaConf
@@ -22,6 +23,30 @@ from marl.types import Ballot, Episode, Rule, Score, Task, Turn, Vote
 from marl.utils.ragged import jagged
 
 AGENTS = ("a", "b")
+
+
+@dataclass
+class Live:
+    """A trainer whose workers and servers are up. ``wait`` runs a coroutine on its loop."""
+
+    trainer: Any
+    loop: asyncio.AbstractEventLoop
+
+    def wait(self, coroutine: Any) -> Any:
+        return self.loop.run_until_complete(coroutine)
+
+    def tasks(self) -> list:
+        return self.trainer.validation[:4]
+
+    def episodes(self, samples: int = 4) -> list:
+        collection = self.wait(self.trainer.controller.collect(self.tasks(), samples, self.trainer.step_number))
+        return self.wait(self.trainer.controller.score(collection.episodes, self.trainer.step_number))
+
+    def step(self) -> dict:
+        self.trainer.step_number += 1
+        metrics = self.wait(self.trainer.step(next(iter(self.trainer.loader))))
+        self.wait(self.trainer.dumps.flush())
+        return metrics
 
 
 class FakeGroup:

@@ -47,6 +47,18 @@ def cold_assets(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def wide_assets(tmp_path_factory) -> Path:
+    """The same for vLLM: a model whose heads are as wide as its kernels want them."""
+    from marl.quickstart.assets import Recipe, ensure
+
+    folder = tmp_path_factory.mktemp("assets") / "wide"
+    ensure(
+        folder, Recipe("split_information", steps=100, batch=32, train_problems=256, test_problems=16, heads=2), seed=0
+    )
+    return folder
+
+
+@pytest.fixture(scope="session")
 def compose_config():
     """Compose a shipped configuration with overrides, as the command line would."""
     from hydra import compose, initialize_config_module

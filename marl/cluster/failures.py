@@ -8,7 +8,9 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 PID = re.compile(r"\bpid[=:]\s*(\d+)")
 NAME = re.compile(r"\bname: (\S+)")
+ERROR = re.compile(r"\b\w*(Error|Exception): ")
 LAST_LINES = 15
+ENGINE_LINES = 8
 
 
 class GroupFailed(RuntimeError):
@@ -32,7 +34,7 @@ def group_failed(whose: str, what: str, error: RayError) -> GroupFailed:
         error = error.cause  # one of its processes tells of another's death
     if isinstance(error, RayTaskError):
         cause = error.cause
-        return GroupFailed(f"{whose} failed while {what}: {type(cause).__name__}: {cause}")
+        return GroupFailed(f"{whose} failed while {what}: {type(cause).__name__}: {cause}{engine_errors(str(error))}")
     text = str(error)
     name, pid = NAME.search(text), PID.search(text)
     who = f"process {name[1] if name else '?'} (pid {pid[1] if pid else '?'})"
@@ -40,6 +42,20 @@ def group_failed(whose: str, what: str, error: RayError) -> GroupFailed:
     here = f"ip: {ray.util.get_node_ip_address()}" in text
     said = said_last(int(pid[1])) if pid and here else " nothing" if here else " on another node: see Ray's logs there"
     return GroupFailed(f"{whose} while {what}: {who} {kind}: {summary(text)}\n  its last lines:{said}")
+
+
+def engine_is_dead(error: BaseException | None) -> bool:
+    """True for vLLM's error of a server whose engine process is gone; this process need not have vLLM."""
+    return type(error).__name__ == "EngineDeadError"
+
+
+def engine_errors(text: str) -> str:
+    """Error lines of an engine's processes, which write into the log of the server that failed with this traceback."""
+    if "EngineDeadError" not in text or f"ip={ray.util.get_node_ip_address()}" not in text:
+        return ""
+    lines = (line for pid in dict.fromkeys(PID.findall(text)) for line in log_lines(int(pid)))
+    found = dict.fromkeys(line.split("] ", 1)[-1].strip()[:300] for line in lines if ERROR.search(line))
+    return "".join(f"\n    {line}" for line in list(found)[:ENGINE_LINES])
 
 
 def summary(text: str) -> str:
@@ -56,13 +72,16 @@ def said_last(pid: int) -> str:
 
 
 def last_lines(pid: int) -> list[str]:
-    """Last log lines of a local process, from Ray's session folder."""
+    return log_lines(pid)[-LAST_LINES:]
+
+
+def log_lines(pid: int) -> list[str]:
+    """Log lines of a local process and its children, from Ray's session folder."""
     node = ray._private.worker._global_node
     if node is None:
         return []
     logs = Path(node.get_logs_dir_path())
     written = sorted(logs.glob(f"worker-*-{pid}.*"))
-    lines = [
+    return [
         line for path in written for line in path.read_text(errors="replace").splitlines() if not line.startswith(":")
     ]
-    return lines[-LAST_LINES:]

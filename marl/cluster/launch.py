@@ -130,7 +130,7 @@ def start_workers(config: DictConfig, parts: list[Part], cleanup: ExitStack) -> 
         size = size_of(config, pool_name)
         pool = Pool(
             [size.gpus] * size.nodes,
-            use_gpu=device != "cpu",
+            use_gpu=get_platform().ray_resource_name() != "CPU",
             max_colocate_count=1,
             name_prefix=pool_name,
             timeout=config.resources.placement_timeout_s,

@@ -24,6 +24,9 @@ from marl.types import Metrics
 from marl.utils.spans import Span
 from marl.utils.weight_digest import Digest, Held, joined
 
+SHUTDOWN_S = 10.0
+"""Time that engines have to end by themselves."""
+
 
 class RayPolicyGroup(WorkerGroup):
     """Implements :class:`marl.types.PolicyGroup` over verl's worker group, server manager and weight sync."""
@@ -152,16 +155,15 @@ class RayPolicyGroup(WorkerGroup):
 
     def stop(self) -> None:
         """End the servers and workers."""
-        for server in (
-            getattr(getattr(self, "servers", None), "server_handles", None) or []
-        ):  # it may have been starting
+        servers = self.servers.all_handles() if hasattr(self, "servers") else []
+        if servers and self.rollout.name == "vllm":  # an engine that is killed leaves its shared memory behind
+            ray.wait([server.shutdown.remote() for server in servers], num_returns=len(servers), timeout=SHUTDOWN_S)
+        for server in servers:
             ray.kill(server)
         super().stop()
 
     async def server_spans(self) -> list[Span]:
-        """Busy spans of the ``hf`` servers since the last call, in this process's clock; empty for other backends."""
-        if self.rollout.name != "hf":
-            return []
+        """Busy spans of the servers since the last call, in this process's clock."""
         refs = [server.take_spans.remote() for server in self.servers.server_handles]
         answers = await self._wait("asking its servers", asyncio.gather(*refs), Phase.request)
         now = time.time()  # a server's clock may be another node's

@@ -12,7 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 from verl.plugin.platform import PlatformRegistry, get_platform, set_platform
 
 import marl.config.schema  # noqa: F401 - registers our groups
+from marl.config.engines import serves_vllm_on_cpu
 from marl.config.errors import ConfigError
+from marl.platform.cpu import PlatformCPUEngines
 from marl.run_setup import Setup
 from marl.utils.garbage import freeze_gc
 
@@ -49,17 +51,7 @@ def ray_session(config: DictConfig, ranks: int) -> Iterator[None]:
 
     ``ranks``: of all pools, for which this machine is to have CPUs.
     """
-    environment = {
-        "TOKENIZERS_PARALLELISM": "false",
-        "VERL_LOGGING_LEVEL": os.environ.get("VERL_LOGGING_LEVEL", "WARN"),
-    }
-    environment["MARL_PROCESS_GROUP_TIMEOUT"] = str(config.resources.process_group_timeout_s)
-    environment["VERL_PLATFORM"] = use_platform(config.trainer.device)
-    if config.trainer.device == "cpu":
-        environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-    modules = [name for name in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if name]
-    environment["VERL_USE_EXTERNAL_MODULES"] = ",".join(dict.fromkeys(["marl.platform.cpu", *modules]))
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+    environment = run_environment(config)
     started = not ray.is_initialized()
     if started:
         ray.init(log_to_driver=False, **ray_arguments(config, environment, ranks))
@@ -70,13 +62,32 @@ def ray_session(config: DictConfig, ranks: int) -> Iterator[None]:
             ray.shutdown()
 
 
-def use_platform(device: str) -> str:
+def run_environment(config: DictConfig) -> dict[str, str]:
+    """Environment variables of all processes: verl's own, and ours."""
+    from verl.trainer.constants_ppo import get_ppo_ray_runtime_env  # asks the GPU what it is
+
+    modules = [name for name in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if name]
+    environment: dict[str, str] = get_ppo_ray_runtime_env(config)["env_vars"] | {
+        "TOKENIZERS_PARALLELISM": "false",
+        "VERL_LOGGING_LEVEL": os.environ.get("VERL_LOGGING_LEVEL", "WARN"),
+        "MARL_PROCESS_GROUP_TIMEOUT": str(config.resources.process_group_timeout_s),
+        "VERL_PLATFORM": use_platform(config.trainer.device, serves_vllm_on_cpu(config)),
+        "VERL_USE_EXTERNAL_MODULES": ",".join(dict.fromkeys(["marl.platform.cpu", *modules])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])),
+    }
+    if config.trainer.device == "cpu":
+        environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    return environment
+
+
+def use_platform(device: str, logical_gpus: bool = False) -> str:
     """Tell verl in this process which platform the run is for, and return its name for the others.
 
-    The driver may sit on a node without the accelerator that the workers have.
+    The driver may sit on a node without the accelerator that the workers have. ``logical_gpus``: a CPU's ranks are counted
+    as Ray's GPUs, as verl wants it for its engines.
     """
-    platform = fitting_platform(device)
-    if get_platform().device_name != device:
+    platform = PlatformCPUEngines if logical_gpus else fitting_platform(device)
+    if get_platform().device_name != device or (device == "cpu" and type(get_platform()) is not platform):
         set_platform(platform())
     return next(name for name, known in platforms().items() if type(get_platform()) is known)
 
@@ -107,6 +118,9 @@ def ray_arguments(config: DictConfig, environment: dict[str, str], ranks: int) -
     if cpus is None and config.trainer.device == "cpu":
         # Ray's CPUs are a count, not cores: a laptop may run more ranks than it has cores, if more slowly
         cpus = max(os.cpu_count() or 1, ranks)
+        if serves_vllm_on_cpu(config):
+            arguments.setdefault("num_gpus", ranks)
+            cpus += ranks  # Ray wants a free one to create a server
     return arguments | ({"num_cpus": cpus} if cpus is not None else {})
 
 

@@ -142,6 +142,19 @@ class PackTurns(Enum):
         return cls(str(config.controller.pack_turns).lower())
 
 
+class RequestSeeds(Enum):
+    """``controller.request_seeds``: whether each request to a server carries a seed, so that its answer can be drawn again."""
+
+    auto = "auto"
+    """Where it costs nothing: ``hf``, CPUs, and engines that were asked to be deterministic."""
+    always = "always"
+    never = "never"
+
+    @classmethod
+    def of(cls, config: Any) -> "RequestSeeds":
+        return cls(config.controller.request_seeds)
+
+
 class AnswerRule(Enum):
     strict = "strict"
     """The last ``#### number`` counts, as verl has it."""
@@ -183,6 +196,9 @@ class ControllerConfig:
     log_prob_gap_alarm: float | None = bounded(None, Number(0, null=True))
     """Warns if the log-probs of a token in a server and in the trainer differ by more; null for the bound of the policy's
     precision."""
+    request_seeds: RequestSeeds = RequestSeeds.auto
+    """Seeds of requests: auto, always or never. With seeds a run can be repeated and resumed answer by answer; on an
+    accelerator vLLM then draws row by row, and SGLang needs deterministic inference. auto sends them where they cost nothing."""
     pack_turns: Any = PackTurns.auto.value
     """Turns of an agent whose observations extend one another are trained as one sequence: fewer tokens, the same gradient.
     ``auto`` packs where that is all that changes, ``true`` refuses settings under which it is not, ``false`` never packs."""

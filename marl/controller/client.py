@@ -7,15 +7,17 @@ from typing import Any
 from ray.exceptions import RayError, RayTaskError
 from verl.workers.rollout.llm_server import LLMServerClient
 
-from marl.cluster.failures import GroupFailed, group_failed
+from marl.cluster.failures import GroupFailed, engine_is_dead, group_failed
 from marl.config.deadlines import NONE, Deadline
 from marl.controller.chat import ChatEncoder
 from marl.rollout.decoding import end_ids
 from marl.types import AgentId, ContextOverflow, Message, PolicyName, Task, Turn
 from marl.utils.deadlines import HangsError, Watch, waiting_for_others
 
-SEED_KEYS = {"sglang": "sampling_seed"}
-"""Name of the seed parameter in backends that do not call it ``seed``."""
+SEED = ("seed", 2**63 - 1)
+"""Name of the seed parameter, and the bits that it holds."""
+SEEDS = {"sglang": ("sampling_seed", 2**31 - 1)}
+"""The same, of backends that have others."""
 
 READS_NO_TEXT = frozenset({"sglang"})
 """Backends whose servers see only ids, as verl starts them (``skip_tokenizer_init``): they reject stop strings, or crash on them."""
@@ -63,13 +65,15 @@ class PolicyClient:
         vocabulary: int,
         ends: frozenset[int] | None = None,
         patience: Deadline = NONE,
+        seeded: bool = True,
     ) -> None:
         """``vocabulary``: the model's; a tokenizer's may be smaller. ``ends``: ids that end an answer; None for the tokenizer's.
-        ``patience``: maximum time without any answer from the servers."""
+        ``patience``: maximum time without any answer from the servers. ``seeded``: requests carry the turn's seed."""
         self.watch, self.patience = Watch(patience.seconds), patience
         self.vocabulary, self.ends = vocabulary, end_ids(tokenizer) if ends is None else ends
         self.policy, self.rollout, self.server = policy, rollout, server
-        self.seed_key = SEED_KEYS.get(rollout.name) or "seed"
+        self.seed_key, self.max_seed = SEEDS.get(rollout.name, SEED)
+        self.seeded = seeded
         self.tokenizer, self.encoder = tokenizer, encoder
 
     async def act(
@@ -163,7 +167,9 @@ class PolicyClient:
 
     async def request(self, session: str, prompt_ids: list[int], sampling: Mapping[str, Any], seed: int) -> Any:
         """Ask a server. Raises GroupFailed where it died, or no longer answers any request."""
-        params = {**sampling, self.seed_key: seed, "logprobs": True}
+        params = {**sampling, "logprobs": True}
+        if self.seeded:
+            params[self.seed_key] = seed & self.max_seed
         try:
             with waiting_for_others():
                 return await self.watch.answer(
@@ -175,7 +181,8 @@ class PolicyClient:
                 f"{self.patience.key}={self.patience.seconds:g} s; check their logs, and raise it if one answer takes longer"
             ) from None
         except RayError as error:
-            if isinstance(error, RayTaskError) and not isinstance(error.cause, RayError):
+            refused = isinstance(error, RayTaskError) and not isinstance(error.cause, RayError)
+            if refused and not engine_is_dead(error.cause):
                 raise error.cause from None  # the server lives: it refused this one request
             raise group_failed(f"policy {self.policy!r}", "generating", error) from error
 

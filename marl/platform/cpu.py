@@ -115,3 +115,21 @@ class PlatformCPU(PlatformBase):
 
     def cudart(self) -> None:
         return None
+
+
+@PlatformRegistry.register(platform="cpu_engines")
+class PlatformCPUEngines(PlatformCPU):
+    """A CPU with verl's vLLM servers, which are placed by Ray's GPUs: here a number of ranks, and no device.
+
+    Chosen by ``VERL_PLATFORM`` alone; :mod:`marl.cluster.session` sets it where a policy is served so.
+    """
+
+    def ray_resource_name(self) -> str:
+        return "GPU"
+
+    def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
+        return {"num_gpus": num_gpus}
+
+    def rollout_env_vars(self) -> dict[str, str]:
+        """Of servers alone. Engines would otherwise all bind the same cores."""
+        return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}

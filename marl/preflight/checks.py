@@ -17,7 +17,7 @@ from marl.controller.chat import ChatEncoder
 from marl.modules import pretrained
 from marl.modules.adapters import check_adapter
 from marl.preflight import model_checks
-from marl.preflight.memory_plan import ModelSize
+from marl.preflight.memory_plan import ModelSize, check_engine_shares
 from marl.preflight.packages import check_packages
 from marl.preflight.prompts import check_growth, check_prompts
 from marl.preflight.verl_settings import check_critic_settings, check_settings, fields_of, known_keys
@@ -46,12 +46,18 @@ def preflight(setup: Setup) -> CheckedSetup:
         own, key = own_settings(config, name), key_of(config, name)
         if changes_of(config.policies, name):
             check_settings(own, f"policies.{name}")
-        sizes[name] = model_checks.size_of(pretrained.load_config(own.model, key), f"{key}.path={own.model.path}")
+        model = pretrained.load_config(own.model, key)
+        sizes[name] = model_checks.size_of(model, f"{key}.path={own.model.path}")
         model_checks.check_weights(own.model, key)
-        if own.model.lora_rank and name not in frozen_policies(config):
-            check_adapter(pretrained.load_config(own.model, key), own.model, key, linear_only=shares_base(config))
+        if own.model.lora_rank and name not in frozen_policies(config):  # which are served without
+            check_adapter_base(own, bool(model.get_text_config().tie_word_embeddings), key)
+            check_adapter(model, own.model, key, linear_only=shares_base(config))
         encoders[name] = encoder_of(config, own, key, thinking_of(config, name))
         check_loops(own.rollout, loops_of(config, name))
+    if config.trainer.device != "cpu":
+        for pool in dict.fromkeys(setup.pool_by_policy.values()):
+            members = [name for name in setup.policies if setup.pool_by_policy[name] == pool]
+            check_engine_shares({name: own_settings(config, name) for name in members}, pool)
     tasks = check_prompts(config, encoders)
     if (
         "ensemble" not in config
@@ -59,6 +65,19 @@ def preflight(setup: Setup) -> CheckedSetup:
         check_packages(config, setup.policies, bool(setup.pool_by_critic))
         check_growth(setup, encoders, tasks)
     return CheckedSetup(**vars(setup), sizes=sizes, encoders=encoders, tasks=tasks)
+
+
+def check_adapter_base(own: Any, tied: bool, key: str) -> None:
+    """Raise ConfigError where vLLM would start from random weights that a sync of adapters cannot replace: the base is sent
+    once, without the head that is tied to the embedding."""
+    rollout = own.rollout
+    adapters = own.model.lora_rank and not own.model.lora.merge
+    if rollout.name == "vllm" and adapters and tied and rollout.load_format == "dummy":
+        raise ConfigError(
+            f"{key.removesuffix('.model')}.rollout.load_format=dummy: {own.model.path} ties its embeddings, and with "
+            f"{key}.lora_rank={own.model.lora_rank} the first weight sync fails; set load_format=safetensors, or "
+            "model.lora.merge=true"
+        )
 
 
 def key_of(config: DictConfig, name: str) -> str:

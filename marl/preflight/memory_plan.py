@@ -1,13 +1,23 @@
 """Estimated memory of every rank. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from marl.config.engines import engine_settings
+from marl.config.errors import ConfigError
 from marl.config.policies import longest_row
 from marl.preflight.batch_plan import PolicyBatch
 
 BYTES = {"fp32": 4, "float32": 4, "32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "16": 2}
+
+
+CONTEXT = 0.5e9
+"""Bytes that a process takes on a GPU before its first tensor; an estimate."""
+GRAPHS = 1e9
+"""Bytes of vLLM's captured graphs; an estimate, which grows with ``cudagraph_capture_sizes``."""
+MOST_SHARE = 0.9
+"""The most of a card that the engines of one pool may take together."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +67,15 @@ class Memory:
     activations: float = 0
     logits: float = 0
     server: float = 0
+    engine: float = 0
+    """Of an engine's process, asleep or not: its context, and captured graphs."""
+    sync: float = 0
+    """Buffer through which weights travel to an engine."""
 
     @property
     def kept(self) -> float:
         """Memory held between phases; a server's share depends on the phase."""
-        return self.weights + self.gradients + self.moments + self.reference
+        return self.weights + self.gradients + self.moments + self.reference + self.engine
 
     @property
     def working(self) -> float:
@@ -108,10 +122,11 @@ def hf_server_memory(size: ModelSize, width: int, sequences: int, length: int) -
 
 
 def pool_memory(members: Sequence[Memory], asleep: bool) -> float:
-    """The peak of one rank of a pool: all that is kept, the largest working set, and the servers, which may sleep meanwhile."""
+    """The peak of one rank of a pool: all that is kept, the largest working set, and the servers, which may sleep meanwhile;
+    one policy after another sends its weights."""
     kept, working = sum(member.kept for member in members), max(member.working for member in members)
-    server = sum(member.server for member in members)
-    return kept + (max(working, server) if asleep else working + server)
+    server, sync = sum(member.server for member in members), max(member.sync for member in members)
+    return kept + (max(working, server + sync) if asleep else server + max(working, sync))
 
 
 def training_of(own: Any, batch: PolicyBatch) -> Training:
@@ -139,9 +154,37 @@ def policy_memory(own: Any, batch: PolicyBatch, size: ModelSize, card: float | N
         server = (
             hf_server_memory(size, BYTES[rollout.dtype], rollout.max_num_seqs, length) * batch.servers / batch.ranks
         )
-    else:
-        server = rollout.gpu_memory_utilization * (card or 0.0)
-    return replace(memory, server=server)
+        return replace(memory, server=server)
+    return with_engine(memory, rollout, size, card)
+
+
+def with_engine(memory: Memory, rollout: Any, size: ModelSize, card: float | None) -> Memory:
+    """The memory with one rank of vLLM or SGLang: its share of the card, or its weights and a cache of a given size."""
+    cache = engine_settings(rollout).get("kv_cache_memory_bytes")
+    weights = size.parameters * BYTES[rollout.dtype] / rollout.tensor_model_parallel_size
+    return replace(
+        memory,
+        server=rollout.gpu_memory_utilization * (card or 0.0) if cache is None else weights + cache,
+        engine=(CONTEXT + (0.0 if rollout.enforce_eager else GRAPHS)) if card else 0.0,
+        sync=float(rollout.checkpoint_engine.update_weights_bucket_megabytes << 20),
+    )
+
+
+def engine_shares(policies: Mapping[str, Any]) -> float:
+    """Sum of the shares of a card that the engines of one pool take; ``policies``: their settings by name."""
+    return sum(own.rollout.gpu_memory_utilization for own in policies.values() if own.rollout.name != "hf")
+
+
+def check_engine_shares(policies: Mapping[str, Any], pool: str) -> None:
+    """Raise ConfigError where the engines of a pool, which are awake together, leave nothing for the rest."""
+    total = engine_shares(policies)
+    if len(policies) > 1 and total > MOST_SHARE + 1e-9:
+        listed = ", ".join(f"{name}: {own.rollout.gpu_memory_utilization:g}" for name, own in policies.items())
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.gpu_memory_utilization: the engines of pool {pool!r} are awake together and take "
+            f"{total:g} of each card ({listed}); expected at most {MOST_SHARE:g}, lower it to "
+            f"{int(100 * MOST_SHARE / len(policies)) / 100:g}, or give policies pools of their own"
+        )
 
 
 def adapter_memory(whole: Memory, own: Any, batch: PolicyBatch, size: ModelSize) -> Memory:

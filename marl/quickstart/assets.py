@@ -34,6 +34,8 @@ class Recipe:
     train_problems: int = 4096
     test_problems: int = 256
     version: int = VERSION
+    heads: int = 4
+    """Attention heads of 64 / heads numbers each; vLLM's kernels want at least 32."""
 
 
 RECIPES = {
@@ -68,7 +70,7 @@ def ensure(
     shutil.rmtree(making, ignore_errors=True)
     making.mkdir(parents=True)
     task, tokenizer = TASKS[recipe.task](), build_tokenizer()
-    model = build_model(tokenizer, seed)
+    model = build_model(tokenizer, seed, recipe.heads)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # two are slower on a model this small
     for step, _ in enumerate(warm_up(model, tokenizer, task, recipe.steps, recipe.batch, recipe.lr, seed), start=1):

@@ -14,7 +14,11 @@ from marl.rollout.vllm_sglang import offset_replica_class, replica_offset
 
 
 class PolicyServers(LLMServerManager):
-    """verl's manager, with the policy's replica offset. An ``hf`` policy needs no load-balancing actor."""
+    """verl's manager, with the policy's replica offset.
+
+    Requests need no load-balancing actor, which costs the driver more than the request itself: a conversation stays on the
+    server that its name hashes to. ``rollout.router_config_path`` asks for verl's balancer all the same.
+    """
 
     def __init__(self, config: Any, worker_group: Any) -> None:
         rollout = config.actor_rollout_ref.rollout
@@ -23,14 +27,44 @@ class PolicyServers(LLMServerManager):
 
     async def _init_global_load_balancer(self) -> None:
         self.global_load_balancer = None
-        if self.rollout_config.name != "hf":
+        if self.has_router:
             await super()._init_global_load_balancer()
+
+    @property
+    def has_router(self) -> bool:
+        return self.rollout_config.name != "hf" and bool(self.rollout_config.get("router_config_path"))
 
     def client(self, adapter: str | None = None) -> LLMServerClient:
         """``adapter``: the one whose answers are wanted, where ``hf`` serves several; None for the model itself."""
+        if self.has_router:
+            return self.get_client()
         if self.rollout_config.name == "hf":
             return self.get_client(client_cls=CoalescingClient, servers=self.server_handles, adapter=adapter)
-        return self.get_client()
+        return self.get_client(client_cls=DirectClient, servers=self.server_handles)
+
+    def all_handles(self) -> list[ray.actor.ActorHandle]:
+        """Every server's actor, on all nodes of each replica; those that were started, if a start was interrupted."""
+        return [server for replica in getattr(self, "rollout_replicas", ()) for server in replica.servers]
+
+
+def server_of(session: str, servers: int) -> int:
+    """Number of the server that a conversation stays on."""
+    return zlib.crc32(session.encode()) % servers
+
+
+class DirectClient(LLMServerClient):
+    """verl's client, without a router between it and the servers."""
+
+    def __init__(self, config: Any, load_balancer_handle: Any, servers: list[ray.actor.ActorHandle], **_: Any) -> None:
+        super().__init__(config, load_balancer_handle)
+        self.servers = servers
+
+    async def _acquire_server(self, request_id: str, **_: Any) -> tuple[str, ray.actor.ActorHandle]:
+        index = server_of(request_id, len(self.servers))
+        return str(index), self.servers[index]
+
+    def _release_server(self, server_id: str, request_id: str | None = None) -> None:
+        """Nothing was acquired. verl's asks an actor, which would start a new Ray after the end of a run."""
 
 
 class CoalescingClient(LLMServerClient):
@@ -61,7 +95,7 @@ class CoalescingClient(LLMServerClient):
         future = loop.create_future()
         if not self.waiting:
             loop.call_soon(self._flush)
-        server = zlib.crc32(request_id.encode()) % len(self.servers)
+        server = server_of(request_id, len(self.servers))
         if type(prompt_ids) is not list or set(map(type, prompt_ids)) != {int}:
             prompt_ids = normalize_token_ids(prompt_ids)  # which takes ten times as long to find nothing
         request = (prompt_ids, sampling_params | self.named if self.named else sampling_params, future)

@@ -4,9 +4,13 @@ verl names a server's Ray actor, and the socket of its weight sync, by its repli
 policy: a second policy would collide with the first or, worse, write its weights into the first one's server without an
 error. Every policy therefore gets an offset (``rollout.custom.replica_offset``) for its replica ranks. The adapter, the
 replica and the manager must agree on it: they are one unit.
+
+verl's engine classes are subclassed in functions, so that importing this module imports neither vLLM nor SGLang.
 """
 
 import os
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -14,9 +18,10 @@ from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, get_rollout_replica_class
 
 from marl.config.policies import ranks_per_server
+from marl.utils.spans import Span, Stopwatch
 
 OFFSET = 1024
-"""Ranks between policies: above any policy's replica count, and a multiple of the GPUs of a node, which SGLang needs."""
+"""Ranks between policies: above any policy's replica count."""
 
 
 def replica_offset(config: Any) -> int:
@@ -26,12 +31,13 @@ def replica_offset(config: Any) -> int:
 def offset_replica_class(name: str) -> type[RolloutReplica]:
     """verl's replica class of this backend, with replica ranks that start at the policy's offset."""
     base = get_rollout_replica_class(name)
+    make_server = {"vllm": vllm_server_class, "sglang": sglang_server_class}.get(name)
 
     class OffsetReplica(base):  # type: ignore[misc,valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            if name == "vllm":
-                self.server_class = ray.remote(vllm_server_class())
+            if make_server is not None:
+                self.server_class = ray.remote(make_server())
 
         async def init_hybrid(self, worker_group: Any) -> None:
             # a colocated server has weights of its own: it sleeps without dropping them
@@ -52,20 +58,73 @@ def run_id(config: Any) -> str:
     return config.custom["run_id"]
 
 
+class TimesRequests:
+    """Mixin for verl's servers: records when at least one request was being answered."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.watch = Stopwatch()
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Any:
+        began = time.time()
+        try:
+            return await super().generate(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.watch.add(began, time.time())
+
+    async def take_spans(self) -> tuple[list[Span], float]:
+        """Busy spans since the last call, and the server's current time."""
+        return self.watch.take(), time.time()
+
+
 def vllm_server_class() -> type:
-    """verl's vLLM server, whose weight-sync socket carries the run.
+    """verl's vLLM server, whose weight-sync socket carries the run, and which can end its engine.
 
     The socket is named by Ray's job id, which is the same in every fresh local cluster: two runs on one host would read
-    each other's weights.
+    each other's weights. An engine that is killed leaves its shared memory behind.
     """
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
-    class RunServer(vLLMHttpServer):
+    class RunServer(TimesRequests, vLLMHttpServer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             os.environ["VERL_RAY_JOB_ID"] += f"-{run_id(self.config)}"  # inherited by the engine's worker processes
 
+        async def shutdown(self) -> None:
+            """End the engine's processes, which free their shared memory."""
+            if self.node_rank == 0:  # other nodes' servers have no engine object
+                self.engine.shutdown()
+
     return RunServer
+
+
+def sglang_server_class() -> type:
+    """verl's SGLang server, placed on the GPUs of its own workers.
+
+    Where Ray leaves all GPUs visible, verl derives the first GPU from the replica's rank, which is right for a pool that
+    starts at GPU 0 and for no other.
+    """
+    from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
+
+    class PlacedServer(TimesRequests, SGLangHttpServer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            own = ray.get([worker.__ray_call__.remote(gpu_of) for worker in kwargs["workers"]])
+            super().__init__(*args, **kwargs | {"base_gpu_id": first_gpu(kwargs["cuda_visible_devices"], own)})
+
+    return PlacedServer
+
+
+def gpu_of(worker: Any) -> str:
+    """The id of the GPU that Ray gave a worker, whatever the process can see."""
+    from verl.utils.device import get_resource_name
+
+    return str(ray.get_runtime_context().get_accelerator_ids()[get_resource_name()][0])
+
+
+def first_gpu(visible: str, own: Sequence[str]) -> int:
+    """Position of a server's first GPU among the visible ones."""
+    listed = visible.split(",")
+    return min(listed.index(gpu) for gpu in own)
 
 
 def offset_rank(config: Any) -> int:
@@ -74,38 +133,55 @@ def offset_rank(config: Any) -> int:
 
 
 def socket_seconds(config: Any) -> float:
-    """Deadline of a weight sync's socket: it ends before the call around it, and names the server. zmq counts milliseconds in
-    31 bits."""
-    return min(config.custom["timeout_s"] / 2, (2**31 - 1) / 1000)
+    """Deadline of each bucket of a weight sync: it ends before the call around it, and names the server."""
+    return float(config.custom["timeout_s"]) / 2
 
 
 def vllm_adapter_class() -> type:
-    """verl's adapter, whose weight sync names the key that limits its wait."""
-    import zmq
+    """verl's adapter, whose weight sync ends when the server fails to take the weights."""
+    import torch
     from verl.workers.rollout.vllm_rollout import ServerAdapter
 
-    class BoundedAdapter(ServerAdapter):
-        async def update_weights(self, *args: Any, **kwargs: Any) -> None:
-            try:
-                await super().update_weights(*args, **kwargs)
-            except zmq.Again:
-                raise TimeoutError(
-                    f"the vLLM server of policy {self.config.custom['policy']!r} took no weights for "
-                    f"{socket_seconds(self.config):g} s, half of {self.config.custom['timeout_key']}; look at its log, and raise the key if it "
-                    "only needs longer"
-                ) from None
+    from marl.rollout.watched_sender import WatchedSender
 
-    return BoundedAdapter
+    class WatchedAdapter(ServerAdapter):
+        @torch.no_grad()
+        async def update_weights(
+            self, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any
+        ) -> None:
+            """Send whole tensors as verl's adapter does, with a sender that hears of a receiver that failed."""
+            if wire_format != "named_tensors":
+                raise ValueError(
+                    f"wire_format={wire_format!r}: expected 'named_tensors'; use checkpoint_engine.backend=naive"
+                )
+            settings = {**kwargs, "use_shm": self.use_shm}
+            receiving = await self._execute_method("update_weights_from_ipc", non_block=True, kwargs=settings)
+            await self._sender(receiving).async_send_weights(weights)
+            if receiving is not None:
+                await receiving
+            if self._has_server:
+                await self.server_handle.clear_kv_cache.remote()
+                if global_steps is not None:
+                    await self.server_handle.set_global_steps.remote(global_steps)
+
+        def _sender(self, receiving: Any) -> WatchedSender:
+            return WatchedSender(
+                receiving=receiving,
+                whose=f"the vLLM server of policy {self.config.custom['policy']!r}",
+                seconds=socket_seconds(self.config),
+                key=self.config.custom["timeout_key"],
+                zmq_handle=self.zmq_handle,
+                bucket_size_mb=self.config.checkpoint_engine.update_weights_bucket_megabytes,
+                use_shm=self.use_shm,
+            )
+
+    return WatchedAdapter
 
 
 class VLLMServerAdapter:
     """Built lazily, so that importing this module does not import vLLM."""
 
     def __new__(cls, config: Any, model_config: Any, device_mesh: Any, **_: Any) -> Any:
-        import zmq
-
-        for option in (zmq.RCVTIMEO, zmq.SNDTIMEO):  # verl's sender waits for ever for a receiver that died
-            zmq.Context.instance().setsockopt(option, round(1000 * socket_seconds(config)))
         adapter = vllm_adapter_class()(config, model_config, device_mesh, replica_rank=offset_rank(config))
         adapter.zmq_handle = adapter.zmq_handle.replace("-replica-", f"-{run_id(config)}-replica-")
         return adapter

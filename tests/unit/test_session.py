@@ -3,8 +3,9 @@
 import os
 
 import pytest
+from verl.plugin.platform import get_platform
 
-from marl.cluster.session import ray_arguments
+from marl.cluster.session import ray_arguments, run_environment
 from marl.config.errors import ConfigError
 
 OURS = {
@@ -47,3 +48,26 @@ def test_a_variable_equals_its_key_as_a_number(compose_config):
     assert env_vars(compose_config, MARL_PROCESS_GROUP_TIMEOUT="600")["MARL_PROCESS_GROUP_TIMEOUT"] == "600"
     with pytest.raises(ConfigError, match="MARL_PROCESS_GROUP_TIMEOUT=601"):
         env_vars(compose_config, MARL_PROCESS_GROUP_TIMEOUT="601")
+
+
+def test_workers_have_verls_environment_and_ours(compose_config, monkeypatch):
+    """verl's trainer sets these for its workers; vLLM's compile cache, for one, is known to be corrupted."""
+    for name in ("NCCL_DEBUG", "VLLM_DISABLE_COMPILE_CACHE", "PYTHONPATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "mine.platform")
+    given = run_environment(compose_config())
+    assert given["VLLM_DISABLE_COMPILE_CACHE"] == "1" and given["NCCL_DEBUG"] == "WARN"
+    assert given["TOKENIZERS_PARALLELISM"] == "false", "ours, where both have it"
+    assert given["VERL_USE_EXTERNAL_MODULES"] == "marl.platform.cpu,mine.platform"
+    assert given["VERL_PLATFORM"] == "cpu" and all(isinstance(value, str) for value in given.values())
+
+
+def test_vllm_on_a_cpu_is_placed_by_a_count_of_gpus(compose_config):
+    config = compose_config("hardware=cpu_vllm")
+    assert run_environment(config)["VERL_PLATFORM"] == "cpu_engines"
+    assert get_platform().ray_resource_name() == "GPU" and get_platform().device_name == "cpu"
+    assert get_platform().rollout_env_vars()["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    given = ray_arguments(config, OURS, 3)
+    assert given["num_gpus"] == 3 and given["num_cpus"] == max(os.cpu_count(), 3) + 3, "one more for every server"
+    assert run_environment(compose_config())["VERL_PLATFORM"] == "cpu", "the next run in this process is hf's"
+    assert get_platform().ray_resource_name() == "CPU" and "num_gpus" not in ray_arguments(compose_config(), OURS, 3)

@@ -16,6 +16,7 @@ from marl.config.rules import (
     agents,
     batches,
     endpoints,
+    engines,
     files,
     frozen,
     policies,
@@ -35,6 +36,7 @@ RULES: tuple[Callable[[Any], None], ...] = (
     *agents.RULES,
     *batches.RULES,
     *resources.RULES,
+    *engines.RULES,
     *precision.RULES,
     *references.RULES,
     *files.RULES,
@@ -46,6 +48,7 @@ OF_ALL_POLICIES = (
     *endpoints.RULES,
     *frozen.RULES,
     *resources.OF_ALL_POLICIES,
+    *engines.OF_ALL_POLICIES,
     precision.critics_have_the_precision,
 )
 RULES_PER_POLICY = tuple(rule for rule in RULES if rule not in OF_ALL_POLICIES)

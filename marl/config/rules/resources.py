@@ -5,6 +5,7 @@ from typing import Any
 
 from marl.config.deadlines import Phase, deadline_of
 from marl.config.endpoints import has_endpoint, hosted_policies
+from marl.config.engines import engine_settings
 from marl.config.errors import ConfigError
 from marl.config.placement import PoolSize, pool_of, size_of
 from marl.config.policies import own_settings, ranks_per_server, trained_policies, within
@@ -90,9 +91,14 @@ def a_cpu_has_its_engines(config: Any) -> None:
         raise ConfigError(
             f"actor_rollout_ref.actor.strategy={actor.strategy} does not run on a CPU; use fsdp2 (hardware=cpu sets it)"
         )
-    if rollout.name != "hf":
+    if rollout.name not in ("hf", "vllm"):
         raise ConfigError(
             f"actor_rollout_ref.rollout.name={rollout.name} needs an accelerator; use hf (hardware=cpu sets it)"
+        )
+    if rollout.name == "vllm" and not engine_settings(rollout).get("worker_extension_cls"):
+        raise ConfigError(
+            "actor_rollout_ref.rollout.name=vllm needs an accelerator, or settings for a CPU, which hardware=cpu_vllm makes; "
+            "use hf (hardware=cpu sets it)"
         )
 
 

@@ -1,0 +1,22 @@
+"""vLLM's worker on a CPU, named by ``hardware=cpu_vllm`` and imported in vLLM's own worker process alone."""
+
+from typing import Any
+
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+
+
+class PlainLinearExtension(vLLMColocateWorkerExtension):
+    """Keeps every linear layer's weight in place, where verl's weight sync writes to it.
+
+    On a CPU vLLM packs weights for oneDNN after loading and frees the originals. verl 0.9.1 also calls a mapper by the name
+    that it had until vLLM 0.25.
+    """
+
+    def __new__(cls, **settings: Any) -> Any:
+        import vllm._custom_ops as ops
+        from vllm.model_executor.models.utils import WeightsMapper
+
+        ops._supports_onednn = False
+        if not hasattr(WeightsMapper, "get_unstacked_mapper"):
+            WeightsMapper.get_unstacked_mapper = WeightsMapper.get_rename_mapper
+        return super().__new__(cls, **settings)

@@ -1,0 +1,85 @@
+"""Other layouts of servers, each a run of its own: replicas, tensor parallelism, one pool, adapters, and what goes wrong."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from marl.cluster.failures import GroupFailed
+from tests.vllm.builders import CLOSE, SETTINGS, learn, matrix, shared_memory, sync
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+
+ONE_POLICY = ("agents.alice.policy=team", "agents.carol.policy=team")
+LAYOUTS = {
+    "two replicas": (*ONE_POLICY, "trainer.n_gpus_per_node=2"),
+    "tensor parallel": (*ONE_POLICY, "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"),
+    "one pool and a critic": ("learner=mappo", "resources.placement=colocated"),
+    "adapters": (
+        *ONE_POLICY,
+        "actor_rollout_ref.model.lora_rank=8",
+        "actor_rollout_ref.rollout.load_format=safetensors",
+    ),
+    "episode workers": (*ONE_POLICY, "controller.num_workers=1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_servers_have_their_trainers_weights(start, layout):
+    before = shared_memory()
+    with start(*LAYOUTS[layout]) as live:
+        for _ in range(2):
+            metrics = live.step()
+            largest = [value for key, value in metrics.items() if key.endswith("log_prob_gap_max")]
+            assert len(largest) == 2 and max(largest) <= CLOSE
+    assert len(shared_memory() - before) <= len(live.trainer.policies), "an engine may leave one segment"
+
+
+def test_half_an_offset_writes_into_the_other_policys_server_without_an_error(start, monkeypatch):
+    """The negative control: it is the comparison of log-probs alone that shows it."""
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "marl.platform.cpu,tests.vllm.half_offset")
+    with start(first_sync=False) as live:  # both at once would meet at one socket
+        sync(live, "alice")
+        for _ in range(2):
+            learn(live, "carol")
+        sync(live, "carol")
+        found = matrix(live)
+        assert found["alice", "carol"] <= CLOSE, "carol's weights are in alice's server"
+        assert min(found["alice", "alice"], found["carol", "carol"]) > 1e-2
+
+
+def test_an_engine_that_refuses_weights_ends_the_run_at_once_with_the_cause(start):
+    extension = "tests.vllm.refuses_weights.RefusesSecondSync"
+    engine = f"actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls={extension}"
+    with start(*ONE_POLICY, engine) as live:
+        began = time.monotonic()
+        with pytest.raises(
+            GroupFailed, match=r"policy 'team'.*syncing the weights.*failed to take the weights"
+        ) as failed:
+            sync(live, "team")
+        assert time.monotonic() - began < 10
+        assert "no parameter of this name" in str(failed.value)
+
+
+def command(folder, assets, *overrides):
+    words = (*SETTINGS[:-1], f"assets={assets}", f"trainer.default_local_dir={folder}", *ONE_POLICY, *overrides)
+    return [sys.executable, "-m", "marl.main", "--config-name", "split_information", "trainer.logger=[file]", *words]
+
+
+def test_two_runs_on_one_host_keep_their_weights_apart(wide_assets, tmp_path):
+    """Ray's job id, by which verl names the sockets, is the same in both."""
+    folders = [tmp_path / "one", tmp_path / "two"]
+    runs = [
+        subprocess.Popen(command(folder, wide_assets, "trainer.total_training_steps=4", f"seed={seed}"), env=os.environ)
+        for seed, folder in enumerate(folders)
+    ]
+    assert [run.wait(900) for run in runs] == [0, 0]
+    for folder in folders:
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        gaps = [
+            value for line in lines for key, value in line.get("data", line).items() if key.endswith("log_prob_gap_max")
+        ]
+        assert len(gaps) >= 8 and max(gaps) <= CLOSE
