@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 REQUIRED = {
     "policies", "critics", "references", "running_means", "histories", "answers_per_episode", "seconds", "old_log_probs",
+    "spent_at_endpoints",
 }  # fmt: skip
 
 
@@ -69,6 +70,7 @@ async def save(trainer: MARLTrainer) -> None:
             "references": trainer.references.state_dict(),
             "running_means": {name: [mean.total, mean.count] for name, mean in trainer.learner.running_means.items()},
             "accuracy": trainer.controller.accuracy.state_dict(),
+            "spent_at_endpoints": trainer.controller.spent(),
             "log_prob_gap_max": trainer.log_prob_gap_max,
             "old_log_probs": trainer.old_log_probs.state_dict(),
             "histories": {data: list(history.items()) for data, history in trainer.histories.items()},
@@ -105,6 +107,7 @@ async def resume(trainer: MARLTrainer) -> None:
     trainer.earlier_seconds = state["seconds"] - process_seconds()
     trainer.learner.running_means = {name: RunningMean(*mean) for name, mean in state["running_means"].items()}
     trainer.controller.accuracy.load_state_dict(state["accuracy"])
+    trainer.controller.go_on_from(state["spent_at_endpoints"])
     trainer.histories = {data: dict(history) for data, history in state["histories"].items()}
     logger.warning("resumed from %s", folder)
 

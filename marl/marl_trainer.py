@@ -182,7 +182,7 @@ class MARLTrainer:
             | policy_metrics(updates, labels)
             | (critic_metrics(fits | late_fits, unread) if self.critics.groups else {})
             | gathered
-            | self.controller.reward.metrics()
+            | self.controller.metrics()
             | phase.metrics()
             | throughput(self.groups, float(batch.spoken_ERA.sum()), (started, ended))
         )

@@ -11,10 +11,12 @@ from typing import Any, TypeVar
 from marl.cluster.failures import GroupFailed
 from marl.config.schema import AgentConfig, ControllerConfig
 from marl.controller.client import PolicyClient
+from marl.controller.endpoint_client import EndpointClient
 from marl.controller.policy_map import PolicyMap
 from marl.rewards import Reward, RewardUnavailable
+from marl.rollout.endpoint_usage import usage_metrics
 from marl.runners import Generate, LiveEpisode, RecordedAnswers, Runner, TooManyTurns, play_to_end
-from marl.types import AgentId, Episode, Message, PolicyName, Score, Task, Turn
+from marl.types import AgentId, Episode, Message, Metrics, PolicyName, Score, Task, Turn
 from marl.utils.deadlines import OutOfTime, own_time, waiting_for_others
 from marl.utils.seeding import derive_seed
 
@@ -175,7 +177,7 @@ class Controller:
         self,
         runner: Runner,
         agents: Mapping[AgentId, AgentConfig],
-        clients: Mapping[PolicyName, PolicyClient],
+        clients: Mapping[PolicyName, PolicyClient | EndpointClient],
         reward: Reward,
         *,
         seed: int,
@@ -185,6 +187,10 @@ class Controller:
     ) -> None:
         """``exchange_every``: see :meth:`PolicyMap.at`."""
         self.runner, self.agents, self.clients, self.reward = runner, agents, clients, reward
+        self.endpoints = {
+            name: client.server.usage for name, client in clients.items() if isinstance(client, EndpointClient)
+        }
+        """Usage of the servers elsewhere, by policy."""
         self.policy_map = PolicyMap(agents, exchange_every)
         self.roles = {name: agent.role for name, agent in agents.items()}
         self.sampling = functools.cache(self._sampling)  # reading a configuration costs more than the rest of a turn
@@ -193,6 +199,23 @@ class Controller:
         self.accuracy = Accuracy()
         self.judged: dict[int, tuple[Episode, Exception | None]] = {}
         """Scored episodes and their scoring errors, by ``id(episode)``, until :meth:`score` collects them."""
+
+    def metrics(self) -> Metrics:
+        """Failures of the reward and usage of endpoints since the last call."""
+        metrics = self.reward.metrics()
+        for policy, usage in self.endpoints.items():
+            metrics |= usage_metrics(policy, usage.take())
+        return metrics
+
+    def spent(self) -> dict[PolicyName, int]:
+        """Tokens that the run has used of each endpoint."""
+        return {policy: usage.spent for policy, usage in self.endpoints.items()}
+
+    def go_on_from(self, spent: Mapping[PolicyName, int]) -> None:
+        """Count the endpoints' tokens from what the run had used; an endpoint that is new to it has used none."""
+        for policy, usage in self.endpoints.items():
+            if policy in spent:
+                usage.go_on_from(spent[policy])
 
     async def collect(self, tasks: Sequence[Task], samples: int, step: int, validate: bool = False) -> Collection:
         """Play every task ``samples`` times, all episodes at once. Each is scored while the others still run.

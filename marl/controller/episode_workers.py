@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import ray
 from ray.actor import ActorHandle
@@ -21,8 +21,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from marl.cluster.failures import GroupFailed, group_failed, said_last
 from marl.controller.controller import Controller, Play, outcomes
+from marl.rollout.endpoint_usage import Counts
 from marl.runners import TooManyTurns
-from marl.types import Episode, Task
+from marl.types import Episode, PolicyName, Task
 from marl.utils.deadlines import wait_with_deadline
 from marl.utils.garbage import freeze_gc
 
@@ -35,6 +36,24 @@ STOP_S = 5.0
 T = TypeVar("T")
 Played = tuple[Episode | None, Exception | None]
 """A scored episode, or the error that left it unscored or unplayed."""
+
+
+class Known(NamedTuple):
+    """What the driver tells of the run with every message."""
+
+    accuracy: Mapping[str, Any]
+    spent: Mapping[PolicyName, int]
+    """Tokens that the run has used of each endpoint."""
+
+
+class Part(NamedTuple):
+    """A worker's answer: its plays' outcomes, in order, and what it has counted since its last one."""
+
+    played: list[Played]
+    failures: Counter[str]
+    """Of the reward."""
+    usage: dict[PolicyName, Counts]
+    """Of the endpoints."""
 
 
 class EpisodeFailed(RuntimeError):
@@ -68,17 +87,17 @@ class EpisodeWorker:
         freeze_gc()
         return os.getpid()
 
-    async def play(
-        self, plays: Sequence[Play], step: int, validate: bool, accuracy: Mapping[str, Any]
-    ) -> tuple[list[Played], Counter[str]]:
-        """Outcomes of the plays, in order, and counts of reward failures. Raises GroupFailed at once."""
-        self.controller.accuracy.load_state_dict(accuracy)
+    async def play(self, plays: Sequence[Play], step: int, validate: bool, known: Known) -> Part:
+        """Raises GroupFailed at once."""
+        self.controller.accuracy.load_state_dict(known.accuracy)
+        self.controller.go_on_from(known.spent)
         ended = await outcomes([self._play(task, sample, step, validate) for task, sample in plays])
         played = [entry if isinstance(entry, tuple) else (None, entry) for entry in ended]
         failures = self.controller.reward.failures
         counts = Counter(failures)
         failures.clear()
-        return [(episode, error and sendable(error)) for episode, error in played], counts
+        sent = [(episode, error and sendable(error)) for episode, error in played]
+        return Part(sent, counts, {policy: usage.take() for policy, usage in self.controller.endpoints.items()})
 
     async def _play(self, task: Task, sample: int, step: int, validate: bool) -> Played:
         episode = await self.controller.play_and_score(task, sample, step, validate)
@@ -147,25 +166,19 @@ class EpisodeWorkers:
         except RayError as error:
             raise group_failed("an episode worker", "starting", error) from error
 
-    async def play(
-        self, plays: Sequence[Play], step: int, validate: bool, accuracy: Mapping[str, Any]
-    ) -> tuple[list[Played], Counter[str]]:
-        """Outcomes of the plays, in order, and counts of reward failures. Raises GroupFailed at once, where a policy
-        or a worker failed."""
+    async def play(self, plays: Sequence[Play], step: int, validate: bool, known: Known) -> list[Part]:
+        """The workers' answers, in the order of the plays. Raises GroupFailed at once, where a policy or a worker failed."""
         asked = [
-            asyncio.create_task(self._ask(worker, plays[part], step, validate, accuracy))
+            asyncio.create_task(self._ask(worker, plays[part], step, validate, known))
             for worker, part in chunks(len(plays), len(self.actors))
         ]
         try:
-            answers = await asyncio.gather(*asked)
+            return await asyncio.gather(*asked)
         finally:
             for task in asked:
                 task.cancel()
-        return [entry for played, _ in answers for entry in played], sum((counts for _, counts in answers), Counter())
 
-    async def _ask(
-        self, index: int, plays: Sequence[Play], step: int, *given: Any
-    ) -> tuple[list[Played], Counter[str]]:
+    async def _ask(self, index: int, plays: Sequence[Play], step: int, *given: Any) -> Part:
         who, what = f"episode worker {index} (pid {self.pids[index]})", f"playing episodes of step {step}"
         actor = self.actors[index]
         ref = actor.play.remote(plays, step, *given)
@@ -201,10 +214,12 @@ class SpreadController(Controller):
         self.workers = workers
 
     async def outcomes_of(self, plays: Sequence[Play], step: int, validate: bool) -> list[Episode | Exception]:
-        played, counts = await self.workers.play(plays, step, validate, self.accuracy.state_dict())
-        self.reward.failures.update(counts)
+        known = Known(self.accuracy.state_dict(), self.spent())
+        parts = await self.workers.play(plays, step, validate, known)
+        for part in parts:
+            self._count(part)
         results: list[Episode | Exception] = []
-        for (task, _), (episode, error) in zip(plays, played, strict=True):
+        for (task, _), (episode, error) in zip(plays, (entry for part in parts for entry in part.played), strict=True):
             if episode is None:
                 assert error is not None
                 results.append(error)
@@ -213,3 +228,9 @@ class SpreadController(Controller):
             self.judged[id(episode)] = episode, error
             results.append(episode)
         return results
+
+    def _count(self, part: Part) -> None:
+        """Add what a worker has counted to the driver's own numbers."""
+        self.reward.failures.update(part.failures)
+        for policy, counts in part.usage.items():
+            self.endpoints[policy].add(counts)

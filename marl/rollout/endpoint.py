@@ -18,6 +18,7 @@ import aiohttp
 
 from marl.config.endpoints import Endpoint
 from marl.rollout.chat_completion import QUOTA, TOO_LONG, NonsenseAnswer, Reply, listed_models, read_reply, shown
+from marl.rollout.endpoint_usage import Usage
 
 LARGEST_BODY = 32 << 20
 """Bytes of an answer that are read."""
@@ -92,12 +93,11 @@ class EndpointServer:
         self.key, self.endpoint = f"policies.{policy}.endpoint", endpoint
         self.who = f"the endpoint of policy {policy!r} ({endpoint.base_url}, model {endpoint.model})"
         self.url = f"{endpoint.base_url.rstrip('/')}/chat/completions"
-        rate, budget = endpoint.requests_per_minute, endpoint.token_budget
+        rate = endpoint.requests_per_minute
         self.pace = Pace(rate and rate / processes)
-        self.budget = budget and max(1, budget // processes)
+        self.usage = Usage(endpoint.token_budget, processes)
         self.gate = asyncio.Semaphore(max(1, endpoint.max_concurrent // processes))
         self.sessions = Sessions()
-        self.spent, self.requests = 0, 0
 
     async def complete(self, body: Mapping[str, Any]) -> Reply:
         """The completion of a request. Raises EndpointError where there is none within the attempts and the deadline,
@@ -111,8 +111,11 @@ class EndpointServer:
                     return await self._attempt(body, min(left, self.endpoint.timeout_s))
                 except TryAgain as failed:
                     last = failed
+                finally:
+                    seconds = loop.time() - started
+                    self.usage.asked(seconds, retries=attempt > 0)
             attempt += 1
-            left -= loop.time() - started
+            left -= seconds
             wait = self._wait(attempt, last)
             if attempt == self.endpoint.max_attempts or wait >= left:
                 break
@@ -152,13 +155,18 @@ class EndpointServer:
         """Wait until the limits allow one more request. Raises EndpointFailed if the budget is spent."""
         async with self.gate:
             await self.pace.wait()
-            if self.budget is not None and self.spent >= self.budget:
+            if self.usage.is_spent:
                 raise EndpointFailed(
-                    f"{self.who} has spent {self.spent} tokens of {self.key}.token_budget={self.endpoint.token_budget}; raise it "
-                    "and resume the run, or use fewer turns"
+                    f"{self.who} has spent {self.usage.spent} tokens of {self.key}.token_budget={self.endpoint.token_budget}"
+                    f"{self._of_share()}; raise it and resume the run, or use fewer turns"
                 )
-            self.requests += 1
             yield
+
+    def _of_share(self) -> str:
+        """An addition for a process that has used its share while others may not have."""
+        if self.usage.spent >= (self.endpoint.token_budget or 0):
+            return ""
+        return f", and this process its share of what was left, one of {self.usage.processes}"
 
     def _wait(self, attempt: int, failed: TryAgain) -> float:
         """Seconds before the next attempt: as the server asks, else twice as long each time, with jitter so that requests that
@@ -181,7 +189,7 @@ class EndpointServer:
             reply = read_reply(text, sum(len(str(message)) for message in body["messages"]))
         except NonsenseAnswer as error:
             raise TryAgain(f"nonsense: {self._clean(error)}") from None
-        self.spent += reply.tokens
+        self.usage.answered(reply.tokens)
         return reply
 
     def _options(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from marl.cluster.failures import GroupFailed
 from marl.controller.controller import EpisodesFailed
 from tests.judge import Judge, completion, serving
 from tests.stack.builders import plays_again
@@ -37,7 +38,8 @@ def test_a_step_with_an_endpoint_trains_the_others_alone(alone, tmp_path):
         norms = {key: value for key, value in metrics.items() if key.endswith("grad_norm")}
         assert len(norms) == 1 and all("alice" in key and value > 0 for key, value in norms.items())
         assert "agent/carol/response_length" not in metrics
-        assert len(judge.bodies) == trainer.controller.clients["carol"].server.requests
+        assert 0 < metrics["endpoint/carol/requests"] == len(judge.bodies) and metrics["endpoint/carol/retries"] == 0
+        assert metrics["endpoint/carol/tokens"] == 7 * len(judge.bodies) and 0 < metrics["endpoint/carol/seconds"] < 5
         live.wait(trainer.save())
         assert not list(tmp_path.glob("global_step_*/carol"))
 
@@ -47,3 +49,20 @@ def test_a_server_that_fails_for_good_ends_the_step_with_its_name(alone):
         live = alone(*asks(address, max_attempts=2))
         with pytest.raises(EpisodesFailed, match=r"the endpoint of policy 'carol' .*2 attempts.*HTTP 500: broken"):
             live.step()
+
+
+def test_a_budget_lasts_over_a_resume(alone):
+    """Tokens that the run had used when it was saved are not given twice, and a larger budget lets it go on."""
+    with serving(Judge()) as address:
+        live = alone(*asks(address))
+        live.step()
+        live.wait(live.trainer.save())
+        used = live.trainer.controller.spent()["carol"]
+        again = alone(*asks(address, token_budget=used + 7, max_concurrent=1), "trainer.resume_mode=auto")
+        again.wait(again.trainer.resume())
+        assert again.trainer.controller.spent() == {"carol": used}
+        with pytest.raises(GroupFailed, match=rf"has spent {used + 7} tokens of .*token_budget={used + 7}; raise it"):
+            again.step()
+        larger = alone(*asks(address, token_budget=10 * used), "trainer.resume_mode=auto")
+        larger.wait(larger.trainer.resume())
+        larger.step()

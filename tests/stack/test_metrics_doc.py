@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.judge import Judge, serving
 from tests.stack.conftest import ROOT
 
 DOC = (ROOT / "docs" / "metrics.md").read_text()
@@ -58,8 +59,11 @@ def rows_of(metric):
 @pytest.fixture
 def logged(alone):
     """The names that each run logs: in a step, and in a validation."""
-    lives = [alone(*overrides) for overrides in RUNS]
-    return [(set(live.step()), set(live.wait(live.trainer.validate()))) for live in lives]
+    with serving(Judge()) as address:
+        endpoint = f"+policies.carol.endpoint={{base_url: '{address}', model: m-1}}"
+        asking = ("agents.carol.trainable=false", "credit=own", endpoint)
+        lives = [alone(*overrides) for overrides in (*RUNS, asking)]
+        return [(set(live.step()), set(live.wait(live.trainer.validate()))) for live in lives]
 
 
 def test_every_metric_has_one_row_and_every_row_a_metric(logged):

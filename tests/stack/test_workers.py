@@ -21,6 +21,7 @@ from marl.controller.controller import EpisodesFailed
 from marl.controller.episode_workers import EpisodeWorkers, SpreadController, spawn
 from marl.run_setup import Setup
 from marl.runners import RUNNERS, Decide, Runner, decide, register_runner
+from tests.judge import KEY, Judge, completion, serving
 
 REWARDS = """
 import os, time
@@ -78,7 +79,9 @@ def spread(live, lasting, monkeypatch):
     @contextmanager
     def spread(workers, *overrides, runner=None, rewards=None, fresh=False):
         trainer = live.trainer
-        config = OmegaConf.merge(trainer.config, OmegaConf.from_dotlist([*overrides]))
+        config = OmegaConf.create(trainer.config)
+        OmegaConf.set_struct(config, False)  # policies' own settings are new keys
+        config = OmegaConf.merge(config, OmegaConf.from_dotlist([*overrides]))
         with open_dict(config):
             config.controller.num_workers = workers
             if runner:
@@ -254,6 +257,67 @@ def test_a_reward_that_hangs_costs_its_own_episodes_and_ends_with_its_worker(liv
             return [child.pid for child in judging]
 
         gone(live.wait(asyncio.wait_for(killed(), 60)))
+
+
+def asks(address, **settings):
+    fields = {"base_url": address, "model": "m-1", "backoff_s": 0.01} | settings
+    return (
+        "agents.carol.trainable=false",
+        *(f"policies.carol.endpoint.{key}={value}" for key, value in fields.items()),
+    )
+
+
+def echoed(number, body):
+    """An answer that the request alone decides; one request in five fails at first."""
+    if (place := sum(map(len, map(str, body["messages"]))) + body["seed"]) % 5 == 0 and place not in echoed.failed:
+        echoed.failed.add(place)
+        return 503, "busy"
+    return completion(f"#### {place % 9}")
+
+
+def test_a_server_elsewhere_is_asked_by_all_workers_and_counted_by_the_driver(live, spread):
+    results = []
+    for workers in (0, 2):
+        echoed.failed, judge = set(), Judge(echoed)
+        with serving(judge) as address, spread(workers, *asks(address)) as controller:
+            episodes, _ = played(live)
+            turns = [turn for episode in episodes for turn in episode.turns if turn.agent == "carol"]
+            assert len(turns) == 32 and all(turn.text.startswith("####") for turn in turns)
+            metrics, requests = controller.metrics(), len(judge.bodies)
+            assert metrics["endpoint/carol/requests"] == requests and controller.spent() == {"carol": 7 * 32}
+            assert metrics["endpoint/carol/retries"] == len(echoed.failed) == requests - 32 > 0
+            assert 0 < metrics["endpoint/carol/seconds"] < 5 and not controller.metrics()["endpoint/carol/requests"]
+            results.append([contents(episodes), len(echoed.failed)])
+    assert results[0] == results[1]
+
+
+def test_workers_share_what_is_left_of_an_endpoints_budget(live, spread):
+    """32 turns of 7 tokens: half as much again is too little for two workers and the driver, and a resumed run knows of them."""
+    with serving(Judge()) as address:
+        with spread(2, *asks(address, token_budget=3 * 7 * 16)) as controller:
+            played(live)
+            with pytest.raises(
+                GroupFailed, match=r"token_budget=336, and this process its share of what was left, one of 3"
+            ):
+                played(live)
+        with spread(2, *asks(address, token_budget=336)) as controller:
+            controller.go_on_from({"carol": 336})
+            with pytest.raises(
+                GroupFailed, match="has spent 336 tokens of policies.carol.endpoint.token_budget=336; raise it"
+            ):
+                played(live)
+
+
+def test_an_access_key_that_a_worker_does_not_have_is_named(live, spread, monkeypatch):
+    monkeypatch.setenv("OF_THE_DRIVER_ALONE", KEY)
+    said = "api_key_env=OF_THE_DRIVER_ALONE: this variable is not set"
+    with (
+        serving(Judge()) as address,
+        spread(1, *asks(address, api_key_env="OF_THE_DRIVER_ALONE")),
+        pytest.raises(GroupFailed, match=said) as caught,
+    ):
+        played(live)
+    assert KEY not in str(caught.value)
 
 
 @pytest.mark.parametrize(

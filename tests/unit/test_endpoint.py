@@ -247,7 +247,7 @@ def test_the_budget_ends_the_run_and_counts_what_servers_do_not():
     async def spend(client):
         for _ in range(3):
             await act(client)
-        assert client.server.spent == 21
+        assert client.server.usage.spent == 21
         await act(client)
 
     judge = Judge()
