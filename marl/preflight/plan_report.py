@@ -11,10 +11,10 @@ from marl.batch.packing import packed_policies
 from marl.config.placement import size_of
 from marl.config.policies import holds_reference, own_settings, trained_policies
 from marl.modules import pretrained
-from marl.preflight import batch_plan, memory_plan, model_checks
-from marl.preflight.batch_plan import Batch
+from marl.preflight import batch_plan, memory_plan, model_checks, shared_gpus
+from marl.preflight.batch_plan import Batch, PolicyBatch
 from marl.preflight.checks import CheckedSetup
-from marl.preflight.memory_plan import Memory, pool_memory
+from marl.preflight.memory_plan import Memory, ModelSize, pool_memory
 from marl.preflight.prompts import grows, growth_of, remedy
 from marl.run_setup import Setup
 from marl.utils.tables import aligned
@@ -45,7 +45,13 @@ def plan_text(setup: CheckedSetup) -> str:
 
 def step_text(setup: CheckedSetup) -> list[str]:
     """A step's arithmetic, packing and prompts."""
-    return [batch_text(batch_of(setup)), packing_text(setup), growth_text(setup)]
+    return [
+        batch_text(batch_of(setup)),
+        packing_text(setup),
+        growth_text(setup),
+        *pools_text(setup.config),
+        *shared_gpus.text_of(setup),
+    ]
 
 
 def batch_of(setup: Setup) -> Batch:
@@ -61,14 +67,19 @@ def pool_members(setup: CheckedSetup, card: float | None) -> tuple[Members, dict
     config, pools, asleep = setup.config, Members(), dict[str, bool]()
     for policy in batch_of(setup).policies:
         own, pool = own_settings(config, policy.policy), setup.pool_by_policy[policy.policy]
-        size, has_reference = setup.sizes[policy.policy], has_reference_here(config, policy.policy, own)
-        memory = memory_plan.policy_memory(own, policy, size, card, has_reference)
-        pools.setdefault(pool, []).append((policy.policy, memory))
+        pools.setdefault(pool, []).append((policy.policy, member_memory(setup, own, policy, card)))
         asleep[pool] = asleep.get(pool, True) and own.rollout.free_cache_engine
     for critic, pool in setup.pool_by_critic.items():
-        pools.setdefault(pool, []).append((f"{critic} critic", critic_memory(setup, pool)))
+        memory = critic_memory(setup, critic_size(config), size_of(config, pool).ranks)
+        pools.setdefault(pool, []).append((f"{critic} critic", memory))
         asleep.setdefault(pool, False)
     return pools, asleep
+
+
+def member_memory(setup: CheckedSetup, own: DictConfig, batch: PolicyBatch, card: float | None) -> Memory:
+    """The memory of one of a policy's ranks."""
+    size, has_reference = setup.sizes[batch.policy], has_reference_here(setup.config, batch.policy, own)
+    return memory_plan.policy_memory(own, batch, size, card, has_reference)
 
 
 def peaks_of(members: Members, asleep: Mapping[str, bool]) -> dict[str, float]:
@@ -85,13 +96,27 @@ def packing_text(setup: Setup) -> str:
     return f"turns of an agent whose prompts extend one another share a row (controller.pack_turns): {', '.join(names)}"
 
 
-def critic_memory(setup: Setup, pool: str) -> Memory:
-    """The memory of a critic's rank in a pool; all critics have one model."""
-    config = setup.config
-    model = model_checks.size_of(pretrained.load_config(config.critic.model, "critic.model"), "critic.model.path")
-    ranks = size_of(config, pool).ranks
+def critic_size(config: DictConfig) -> ModelSize:
+    """The size of the critics' model, which is one."""
+    return model_checks.size_of(pretrained.load_config(config.critic.model, "critic.model"), "critic.model.path")
+
+
+def critic_memory(setup: Setup, model: ModelSize, ranks: int) -> Memory:
+    """The memory of one of a critic's ranks."""
     has_target = setup.critics is not None and setup.critics.keeps_target
-    return memory_plan.critic_memory(config.critic, ranks, model, has_target)
+    return memory_plan.critic_memory(setup.config.critic, ranks, model, has_target)
+
+
+def pools_text(config: DictConfig) -> list[str]:
+    """The pools of unequal size or of ``resources.placement=auto``, as the key that makes them."""
+    if not config.resources.pools:
+        return []
+    pools = (
+        f"{name}:{{gpus:{size.gpus},nodes:{size.nodes},policies:[{','.join(pool.policies)}],critics:[{','.join(pool.critics)}]}}"
+        for name, pool in config.resources.pools.items()
+        for size in [size_of(config, name)]
+    )
+    return [f"resources.pools={{{','.join(pools)}}}"]
 
 
 def has_reference_here(config: DictConfig, name: str, own: DictConfig) -> bool:
