@@ -12,7 +12,7 @@ BYTES = {"fp32": 4, "float32": 4, "32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Model dimensions from config.json that determine memory."""
+    """Model dimensions from config.json that determine memory and work."""
 
     parameters: int
     embedding: int
@@ -27,6 +27,10 @@ class ModelSize:
     """Parameters of the largest layer, which FSDP gathers at a time."""
     linear_width: int = 0
     """Inputs and outputs of all linear layers but the head: LoRA adds ``rank`` parameters for each."""
+    multiplied: int = 0
+    """Parameters that every token is multiplied with: those of all linear layers, the head's too."""
+    query_width: int = 0
+    """Attention heads times their size."""
 
 
 @dataclass(frozen=True)

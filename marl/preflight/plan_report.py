@@ -9,13 +9,21 @@ from omegaconf import DictConfig
 
 from marl.batch.packing import packed_policies
 from marl.config.placement import size_of
-from marl.config.policies import holds_reference, own_settings, trained_policies
+from marl.config.policies import (
+    holds_reference,
+    longest_row,
+    own_settings,
+    reads_reference,
+    trained_policies,
+)
+from marl.config.schema import LogProbSource
 from marl.modules import pretrained
-from marl.preflight import batch_plan, memory_plan, model_checks, shared_gpus
+from marl.preflight import batch_plan, memory_plan, model_checks, shared_gpus, step_estimate
 from marl.preflight.batch_plan import Batch, PolicyBatch
 from marl.preflight.checks import CheckedSetup
 from marl.preflight.memory_plan import Memory, ModelSize, pool_memory
 from marl.preflight.prompts import grows, growth_of, remedy
+from marl.preflight.step_estimate import Row, Work
 from marl.run_setup import Setup
 from marl.utils.tables import aligned
 
@@ -85,6 +93,40 @@ def member_memory(setup: CheckedSetup, own: DictConfig, batch: PolicyBatch, card
 def peaks_of(members: Members, asleep: Mapping[str, bool]) -> dict[str, float]:
     """The peak of one rank of each pool."""
     return {pool: pool_memory([memory for _, memory in own], asleep[pool]) for pool, own in members.items()}
+
+
+def work_by_pool(setup: CheckedSetup) -> dict[str, list[tuple[str, Work]]]:
+    """Each policy's work in a step, at most: every row as long as it may be, and none packed."""
+    config, work = setup.config, dict[str, list[tuple[str, Work]]]()
+    for batch in batch_of(setup).policies:
+        own, name = own_settings(config, batch.policy), batch.policy
+        from_servers = own.rollout.name == "hf" and LogProbSource.of(config) is LogProbSource.auto
+        done = step_estimate.work_of(
+            setup.sizes[name],
+            batch.rows,
+            Row(longest_row(own.rollout), own.rollout.response_length),
+            own.actor.ppo_epochs,
+            checkpointing=own.model.enable_gradient_checkpointing,
+            log_probs=not (from_servers or LogProbSource.of(config) is LogProbSource.server),
+            reference=name in trained_policies(config.agents) and reads_reference(config.algorithm, own.actor),
+        )
+        work.setdefault(setup.pool_by_policy[name], []).append((name, done))
+    return work
+
+
+def work_text(setup: CheckedSetup, rate: float | None = None) -> str:
+    """The policies' work as text, and at a rate its seconds. ``rate``: operations of a rank in a second."""
+    work = work_by_pool(setup)
+    names = [field.name for field in fields(Work)]
+    rows = [("policy", *names)]
+    rows += [
+        (name, *(f"{getattr(done, key) / 1e12:.4g}" for key in names)) for own in work.values() for name, done in own
+    ]
+    head = "work of a step at most, without critics, in 10^12 operations:"
+    if rate is not None:
+        took = step_estimate.seconds({k: [d for _, d in own] for k, own in work.items()}, setup.ranks_by_pool, rate)
+        head = f"{head[:-1]}; {took:.3g} s at {rate / 1e12:g} x 10^12 a second and rank:"
+    return "\n".join([head, *aligned(rows)])
 
 
 def packing_text(setup: Setup) -> str:
