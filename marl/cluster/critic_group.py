@@ -8,7 +8,8 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
-from marl.cluster.worker_group import WorkerGroup, first_rows, flatten_metrics
+from marl.cluster.balance import as_before
+from marl.cluster.worker_group import WorkerGroup, flatten_metrics
 from marl.config.policies import critic_tokens
 from marl.modules.pretrained import load_config
 from marl.types import Metrics
@@ -22,6 +23,10 @@ class CriticGroup(WorkerGroup):
     @property
     def critic(self) -> Any:
         return self.config.critic
+
+    @cached_property
+    def ranks_per_row(self) -> int:
+        return int(self.critic.fsdp.ulysses_sequence_parallel_size)
 
     @property
     def longest(self) -> int:
@@ -48,9 +53,8 @@ class CriticGroup(WorkerGroup):
         self._must_fit(rows)
         rows = rows.select(*self.FORWARD_KEYS)
         rows["value_mask"] = ones_like(rows["read_at"])
-        rows = self._for_workers(with_loss_mask(rows), compute_loss=False, temperature=1.0)
-        values = (await self._call("values", method, rows))["values"]
-        return first_rows(values, size) if len(rows) > size else values
+        rows, order = self._for_workers(with_loss_mask(rows), compute_loss=False, temperature=1.0)
+        return as_before((await self._call("values", method, rows))["values"], order, size)
 
     async def renew_target(self) -> None:
         await self._all("renewing its target", self.workers.renew_target)

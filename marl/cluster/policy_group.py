@@ -16,8 +16,10 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from marl.cluster.worker_group import T, WorkerGroup, first_rows, flatten_metrics
+from marl.cluster.balance import as_before
+from marl.cluster.worker_group import T, WorkerGroup, flatten_metrics
 from marl.config.deadlines import Phase
+from marl.config.policies import sequence_parallel
 from marl.config.precision import gap_alarm
 from marl.rollout.servers import PolicyServers
 from marl.types import Metrics
@@ -53,6 +55,10 @@ class RayPolicyGroup(WorkerGroup):
     def gap_alarm(self) -> float:
         return gap_alarm(self.config)
 
+    @cached_property
+    def ranks_per_row(self) -> int:
+        return sequence_parallel(self.actor)
+
     def client(self) -> LLMServerClient:
         return self.servers.client()
 
@@ -85,11 +91,9 @@ class RayPolicyGroup(WorkerGroup):
 
     async def _log_prob(self, phase: str, method: Any, rows: TensorDict, **settings: Any) -> TensorDict:
         size = len(rows)
-        rows = self._for_workers(rows.select(*self.FORWARD_KEYS), compute_loss=False, **settings)
+        rows, order = self._for_workers(rows.select(*self.FORWARD_KEYS), compute_loss=False, **settings)
         output = await self._call(phase, method, rows)
-        columns = {key: output[key] for key in ("log_probs", "entropy") if key in output}
-        if len(rows) > size:
-            columns = {key: first_rows(value, size) for key, value in columns.items()}
+        columns = {key: as_before(output[key], order, size) for key in ("log_probs", "entropy") if key in output}
         return TensorDict(columns, batch_size=[size])
 
     async def update_actor(self, rows: TensorDict) -> Metrics:

@@ -5,22 +5,25 @@ import logging
 import time
 from collections.abc import Awaitable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import ray
-import torch
 from ray.exceptions import RayError
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import reduce_metrics
 
 from marl.batch.build import pad_rows
+from marl.batch.rows import rows_of
+from marl.cluster.balance import balanced_order
 from marl.cluster.failures import group_failed
 from marl.config.deadlines import Deadlines, Phase
 from marl.types import Metrics
 from marl.utils.deadlines import wait_with_deadline
+from marl.utils.ragged import row_lengths
 from marl.utils.spans import Span, placed, union_seconds
 
 logger = logging.getLogger(__name__)
@@ -42,6 +45,11 @@ class WorkerGroup:
         self.in_turn: AbstractAsyncContextManager = lock or nullcontext()
         self.busy: list[Span] = []
         """Spans of the current step in which a rank, or a server, computed; by ``time.time()`` of this process."""
+
+    @cached_property
+    def ranks_per_row(self) -> int:
+        """Ranks that split a row among them."""
+        return 1
 
     async def start_workers(self) -> None:
         """Load the model in every rank."""
@@ -65,7 +73,7 @@ class WorkerGroup:
         size = len(rows)
         count = even_mini_batches(size, wanted, self.workers.world_size)
         self._warn_of_fewer(count, wanted, size)
-        rows = self._for_workers(rows, count)
+        rows, _ = self._for_workers(rows, count)
         tu.assign_non_tensor(
             rows,
             global_batch_size=size / count,  # of the real rows: what padding adds weighs nothing
@@ -85,12 +93,19 @@ class WorkerGroup:
                 *(self.kind, self.name, size, self.workers.world_size, count, wanted),
             )
 
-    def _for_workers(self, rows: TensorDict, mini_batches: int = 1, **settings: Any) -> TensorDict:
-        """Rows that divide among the ranks and mini-batches, with what verl's engines ask for."""
-        rows = pad_rows(rows, mini_batches * self.workers.world_size).copy()
+    def _for_workers(
+        self, rows: TensorDict, mini_batches: int = 1, **settings: Any
+    ) -> tuple[TensorDict, list[int] | None]:
+        """Rows that divide among the ranks and mini-batches, with what verl's engines ask for, and the order in which they are
+        balanced; None where they stay as they are."""
+        rows, order = pad_rows(rows, mini_batches * self.workers.world_size).copy(), None
+        ranks = self.workers.world_size // self.ranks_per_row
+        if ranks > 1 and self.config.trainer.balance_batch:
+            order = balanced_order(row_lengths(rows["input_ids"]).tolist(), ranks, mini_batches)
+            rows = rows_of(rows, order)
         if settings:
             tu.assign_non_tensor(rows, **settings)
-        return rows
+        return rows, order
 
     async def _all(self, what: str, method: Any, *arguments: Any, phase: Phase = Phase.update) -> None:
         """Call a method of every rank and wait for all of them."""
@@ -137,11 +152,6 @@ def even_mini_batches(rows: int, wanted: int, ranks: int) -> int:
         if (count - 1) * size < rows:
             return count
     return 1
-
-
-def first_rows(nested: Any, size: int) -> torch.Tensor:
-    end = int(nested.offsets()[size])
-    return torch.nested.nested_tensor_from_jagged(nested.values()[:end], offsets=nested.offsets()[: size + 1])
 
 
 def flatten_metrics(metrics: Mapping[str, Any]) -> Metrics:

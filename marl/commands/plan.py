@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def run(config: DictConfig) -> None:
         cluster = None if described is None else Cluster.of(described)
-        setup = prepare(config)
+        setup = prepare(config, cluster)
         text, found = (plan_text(setup), []) if cluster is None else cluster_plan(setup, cluster)
         problems.extend(found)
         sys.stdout.write(f"{text}\n")

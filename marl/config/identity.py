@@ -45,6 +45,7 @@ MAY_DIFFER = (
     "ensemble.*",
     "ray_kwargs.*",
     "resources.*",
+    "*.rollout.gpu_memory_utilization",
     "controller.num_workers",
     "controller.reward_processes",
     "controller.*_timeout_s",

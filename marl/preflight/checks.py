@@ -17,7 +17,7 @@ from marl.controller.chat import ChatEncoder
 from marl.modules import pretrained
 from marl.modules.adapters import check_adapter
 from marl.preflight import model_checks
-from marl.preflight.memory_plan import ModelSize, check_engine_shares
+from marl.preflight.memory_plan import ModelSize
 from marl.preflight.packages import check_packages
 from marl.preflight.prompts import check_growth, check_prompts
 from marl.preflight.verl_settings import check_critic_settings, check_settings, fields_of, known_keys
@@ -54,10 +54,6 @@ def preflight(setup: Setup) -> CheckedSetup:
             check_adapter(model, own.model, key, linear_only=shares_base(config))
         encoders[name] = encoder_of(config, own, key, thinking_of(config, name))
         check_loops(own.rollout, loops_of(config, name))
-    if config.trainer.device != "cpu":
-        for pool in dict.fromkeys(setup.pool_by_policy.values()):
-            members = [name for name in setup.policies if setup.pool_by_policy[name] == pool]
-            check_engine_shares({name: own_settings(config, name) for name in members}, pool)
     tasks = check_prompts(config, encoders)
     if (
         "ensemble" not in config

@@ -11,10 +11,11 @@ from marl.config.placement import PoolSize, Unplaceable, machines_of
 from marl.config.policies import own_settings, ranks_per_server
 from marl.config.schema import PoolConfig
 from marl.preflight.checks import CheckedSetup
-from marl.preflight.plan_report import memory_text, peaks_of, pool_members, step_text
+from marl.preflight.plan_report import memory_text, peaks_of, pool_members, step_text, work_text
 from marl.utils.tables import aligned
 
-WORDS = re.compile(r"(\d+)x(\d+)x(\d+(?:\.\d+)?)GB", re.IGNORECASE)
+NUMBER = r"\d+(?:\.\d+)?"
+WORDS = re.compile(rf"(\d+)x(\d+)x({NUMBER})GB(?:@({NUMBER})TFLOPS)?", re.IGNORECASE)
 WIDEST = 64
 """Ranks of the largest pool that is tried as a remedy."""
 
@@ -26,13 +27,18 @@ class Cluster:
     """Of each machine."""
     card: float
     """Bytes of an accelerator."""
+    rate: float | None = None
+    """Operations that it reaches in a second, where known."""
 
     @classmethod
     def of(cls, words: str) -> "Cluster":
         match = WORDS.fullmatch(words)
-        if match is None or not int(match[1]) or not int(match[2]) or not float(match[3]):
-            raise ConfigError(f"--cluster {words}: expected machines x GPUs of each x memory of a GPU, as in 2x8x80GB")
-        return cls(int(match[1]), int(match[2]), float(match[3]) * 1e9)
+        if match is None or not all(float(number) for number in match.groups() if number):
+            raise ConfigError(
+                f"--cluster {words}: expected machines x GPUs of each x memory of a GPU, as in 2x8x80GB, and if it is known the "
+                "rate that a GPU reaches in training, as in 2x8x80GB@400TFLOPS"
+            )
+        return cls(int(match[1]), int(match[2]), float(match[3]) * 1e9, float(match[4]) * 1e12 if match[4] else None)
 
 
 def cluster_plan(setup: CheckedSetup, cluster: Cluster) -> tuple[str, list[str]]:
@@ -40,7 +46,8 @@ def cluster_plan(setup: CheckedSetup, cluster: Cluster) -> tuple[str, list[str]]
     members, asleep = pool_members(setup, cluster.card)
     peaks = peaks_of(members, asleep)
     problems = [*too_large(setup, cluster, peaks), *unplaced(setup, cluster)]
-    parts = [*step_text(setup), memory_text(members, asleep), placement_text(setup, cluster, peaks)]
+    parts = [*step_text(setup), work_text(setup, cluster.rate), memory_text(members, asleep)]
+    parts.append(placement_text(setup, cluster, peaks))
     return "\n".join([*parts, *(f"does not fit: {problem}" for problem in problems)]), problems
 
 

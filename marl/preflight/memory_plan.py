@@ -1,11 +1,10 @@
 """Estimated memory of every rank. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from marl.config.engines import engine_settings
-from marl.config.errors import ConfigError
 from marl.config.policies import longest_row
 from marl.preflight.batch_plan import PolicyBatch
 
@@ -16,13 +15,11 @@ CONTEXT = 0.5e9
 """Bytes that a process takes on a GPU before its first tensor; an estimate."""
 GRAPHS = 1e9
 """Bytes of vLLM's captured graphs; an estimate, which grows with ``cudagraph_capture_sizes``."""
-MOST_SHARE = 0.9
-"""The most of a card that the engines of one pool may take together."""
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Model dimensions from config.json that determine memory."""
+    """Model dimensions from config.json that determine memory and work."""
 
     parameters: int
     embedding: int
@@ -37,6 +34,10 @@ class ModelSize:
     """Parameters of the largest layer, which FSDP gathers at a time."""
     linear_width: int = 0
     """Inputs and outputs of all linear layers but the head: LoRA adds ``rank`` parameters for each."""
+    multiplied: int = 0
+    """Parameters that every token is multiplied with: those of all linear layers, the head's too."""
+    query_width: int = 0
+    """Attention heads times their size."""
 
 
 @dataclass(frozen=True)
@@ -168,23 +169,6 @@ def with_engine(memory: Memory, rollout: Any, size: ModelSize, card: float | Non
         engine=(CONTEXT + (0.0 if rollout.enforce_eager else GRAPHS)) if card else 0.0,
         sync=float(rollout.checkpoint_engine.update_weights_bucket_megabytes << 20),
     )
-
-
-def engine_shares(policies: Mapping[str, Any]) -> float:
-    """Sum of the shares of a card that the engines of one pool take; ``policies``: their settings by name."""
-    return sum(own.rollout.gpu_memory_utilization for own in policies.values() if own.rollout.name != "hf")
-
-
-def check_engine_shares(policies: Mapping[str, Any], pool: str) -> None:
-    """Raise ConfigError where the engines of a pool, which are awake together, leave nothing for the rest."""
-    total = engine_shares(policies)
-    if len(policies) > 1 and total > MOST_SHARE + 1e-9:
-        listed = ", ".join(f"{name}: {own.rollout.gpu_memory_utilization:g}" for name, own in policies.items())
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.gpu_memory_utilization: the engines of pool {pool!r} are awake together and take "
-            f"{total:g} of each card ({listed}); expected at most {MOST_SHARE:g}, lower it to "
-            f"{int(100 * MOST_SHARE / len(policies)) / 100:g}, or give policies pools of their own"
-        )
 
 
 def adapter_memory(whole: Memory, own: Any, batch: PolicyBatch, size: ModelSize) -> Memory:

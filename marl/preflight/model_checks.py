@@ -62,19 +62,20 @@ def size_of(config: Any, key: str) -> ModelSize:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     largest = max((sum(p.numel() for p in block.parameters()) for block in blocks(model)), default=parameters)
     heads = text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
     return ModelSize(
         parameters=parameters,
         embedding=model.get_input_embeddings().weight.numel(),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-        kv_width=(getattr(text, "num_key_value_heads", None) or heads)
-        * (getattr(text, "head_dim", None) or text.hidden_size // heads),
+        kv_width=(getattr(text, "num_key_value_heads", None) or heads) * head_dim,
         vocabulary=text.vocab_size,
         largest_block=largest,
-        linear_width=sum(
-            m.in_features + m.out_features for m in model.modules() if is_inner_linear(m, text.vocab_size)
-        ),
+        linear_width=sum(m.in_features + m.out_features for m in linear if is_inner_linear(m, text.vocab_size)),
+        multiplied=sum(m.in_features * m.out_features for m in linear),
+        query_width=heads * head_dim,
     )
 
 

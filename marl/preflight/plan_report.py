@@ -11,14 +11,22 @@ from marl.batch.packing import packed_policies
 from marl.config.endpoints import endpoint_of
 from marl.config.kinds import frozen_policies
 from marl.config.placement import size_of
-from marl.config.policies import holds_reference, own_settings, trained_policies
+from marl.config.policies import (
+    holds_reference,
+    longest_row,
+    own_settings,
+    reads_reference,
+    trained_policies,
+)
+from marl.config.schema import LogProbSource
 from marl.config.sharing import shares_base
 from marl.modules import pretrained
-from marl.preflight import batch_plan, memory_plan, model_checks
-from marl.preflight.batch_plan import Batch
+from marl.preflight import batch_plan, memory_plan, model_checks, shared_gpus, step_estimate
+from marl.preflight.batch_plan import Batch, PolicyBatch
 from marl.preflight.checks import CheckedSetup
-from marl.preflight.memory_plan import Memory, pool_memory
+from marl.preflight.memory_plan import Memory, ModelSize, pool_memory
 from marl.preflight.prompts import grows, growth_of, remedy
+from marl.preflight.step_estimate import Row, Work
 from marl.run_setup import Setup
 from marl.utils.tables import aligned
 
@@ -48,7 +56,14 @@ def plan_text(setup: CheckedSetup) -> str:
 
 def step_text(setup: CheckedSetup) -> list[str]:
     """A step's arithmetic, endpoints, packing and prompts."""
-    return [batch_text(batch_of(setup)), *endpoint_lines(setup), packing_text(setup), growth_text(setup)]
+    return [
+        batch_text(batch_of(setup)),
+        *endpoint_lines(setup),
+        packing_text(setup),
+        growth_text(setup),
+        *pools_text(setup.config),
+        *shared_gpus.text_of(setup),
+    ]
 
 
 def batch_of(setup: Setup) -> Batch:
@@ -64,18 +79,25 @@ def pool_members(setup: CheckedSetup, card: float | None) -> tuple[Members, dict
     config, pools, asleep = setup.config, Members(), dict[str, bool]()
     for policy in batch_of(setup).policies:
         own, pool = own_settings(config, policy.policy), setup.pool_by_policy[policy.policy]
-        size, has_reference = setup.sizes[policy.policy], has_reference_here(config, policy.policy, own)
-        memory = memory_plan.policy_memory(own, policy, size, card, has_reference)
-        if policy.policy in frozen_policies(config):
-            memory = Memory(server=memory.server, engine=memory.engine)
-        elif shares_base(config) and pool in pools:
-            memory = memory_plan.adapter_memory(memory, own, policy, size)
+        memory = member_memory(setup, own, policy, card)
+        if shares_base(config) and pool in pools and policy.policy not in frozen_policies(config):
+            memory = memory_plan.adapter_memory(memory, own, policy, setup.sizes[policy.policy])
         pools.setdefault(pool, []).append((policy.policy, memory))
         asleep[pool] = asleep.get(pool, True) and own.rollout.free_cache_engine
     for critic, pool in setup.pool_by_critic.items():
-        pools.setdefault(pool, []).append((f"{critic} critic", critic_memory(setup, pool)))
+        memory = critic_memory(setup, critic_size(config), size_of(config, pool).ranks)
+        pools.setdefault(pool, []).append((f"{critic} critic", memory))
         asleep.setdefault(pool, False)
     return pools, asleep
+
+
+def member_memory(setup: CheckedSetup, own: DictConfig, batch: PolicyBatch, card: float | None) -> Memory:
+    """The memory of one of a policy's ranks: of its server alone where nobody trains it."""
+    size, has_reference = setup.sizes[batch.policy], has_reference_here(setup.config, batch.policy, own)
+    memory = memory_plan.policy_memory(own, batch, size, card, has_reference)
+    if batch.policy in frozen_policies(setup.config):
+        return Memory(server=memory.server, engine=memory.engine)
+    return memory
 
 
 def peaks_of(members: Members, asleep: Mapping[str, bool]) -> dict[str, float]:
@@ -96,6 +118,40 @@ def endpoint_lines(setup: Setup) -> list[str]:
     return lines
 
 
+def work_by_pool(setup: CheckedSetup) -> dict[str, list[tuple[str, Work]]]:
+    """Each policy's work in a step, at most: every row as long as it may be, and none packed."""
+    config, work = setup.config, dict[str, list[tuple[str, Work]]]()
+    for batch in batch_of(setup).policies:
+        own, name = own_settings(config, batch.policy), batch.policy
+        from_servers = own.rollout.name == "hf" and LogProbSource.of(config) is LogProbSource.auto
+        done = step_estimate.work_of(
+            setup.sizes[name],
+            batch.rows,
+            Row(longest_row(own.rollout), own.rollout.response_length),
+            own.actor.ppo_epochs,
+            checkpointing=own.model.enable_gradient_checkpointing,
+            log_probs=not (from_servers or LogProbSource.of(config) is LogProbSource.server),
+            reference=name in trained_policies(config.agents) and reads_reference(config.algorithm, own.actor),
+        )
+        work.setdefault(setup.pool_by_policy[name], []).append((name, done))
+    return work
+
+
+def work_text(setup: CheckedSetup, rate: float | None = None) -> str:
+    """The policies' work as text, and at a rate its seconds. ``rate``: operations of a rank in a second."""
+    work = work_by_pool(setup)
+    names = [field.name for field in fields(Work)]
+    rows = [("policy", *names)]
+    rows += [
+        (name, *(f"{getattr(done, key) / 1e12:.4g}" for key in names)) for own in work.values() for name, done in own
+    ]
+    head = "work of a step at most, without critics, in 10^12 operations:"
+    if rate is not None:
+        took = step_estimate.seconds({k: [d for _, d in own] for k, own in work.items()}, setup.ranks_by_pool, rate)
+        head = f"{head[:-1]}; {took:.3g} s at {rate / 1e12:g} x 10^12 a second and rank:"
+    return "\n".join([head, *aligned(rows)])
+
+
 def packing_text(setup: Setup) -> str:
     """Lists policies whose rows may hold several turns; the row count above is then an upper bound."""
     packed = packed_policies(setup.config, setup.critics)
@@ -105,13 +161,27 @@ def packing_text(setup: Setup) -> str:
     return f"turns of an agent whose prompts extend one another share a row (controller.pack_turns): {', '.join(names)}"
 
 
-def critic_memory(setup: Setup, pool: str) -> Memory:
-    """The memory of a critic's rank in a pool; all critics have one model."""
-    config = setup.config
-    model = model_checks.size_of(pretrained.load_config(config.critic.model, "critic.model"), "critic.model.path")
-    ranks = size_of(config, pool).ranks
+def critic_size(config: DictConfig) -> ModelSize:
+    """The size of the critics' model, which is one."""
+    return model_checks.size_of(pretrained.load_config(config.critic.model, "critic.model"), "critic.model.path")
+
+
+def critic_memory(setup: Setup, model: ModelSize, ranks: int) -> Memory:
+    """The memory of one of a critic's ranks."""
     has_target = setup.critics is not None and setup.critics.keeps_target
-    return memory_plan.critic_memory(config.critic, ranks, model, has_target)
+    return memory_plan.critic_memory(setup.config.critic, ranks, model, has_target)
+
+
+def pools_text(config: DictConfig) -> list[str]:
+    """The pools of unequal size or of ``resources.placement=auto``, as the key that makes them."""
+    if not config.resources.pools:
+        return []
+    pools = (
+        f"{name}:{{gpus:{size.gpus},nodes:{size.nodes},policies:[{','.join(pool.policies)}],critics:[{','.join(pool.critics)}]}}"
+        for name, pool in config.resources.pools.items()
+        for size in [size_of(config, name)]
+    )
+    return [f"resources.pools={{{','.join(pools)}}}"]
 
 
 def has_reference_here(config: DictConfig, name: str, own: DictConfig) -> bool:

@@ -15,6 +15,7 @@ from marl.config.dataset_rows import check_files, file_list
 from marl.config.errors import ConfigError, resolve
 from marl.config.external import VARIABLE
 from marl.config.rules import check
+from marl.config.schema import Placement
 from marl.config.sharing import apply_sharing
 from marl.preflight.compatibility import check_facts, choose_credit
 from marl.run_setup import Setup
@@ -24,10 +25,12 @@ if os.environ.get(VARIABLE) or any(plugin.name != "marl" for plugin in entry_poi
 
 if TYPE_CHECKING:
     from marl.preflight.checks import CheckedSetup
+    from marl.preflight.cluster_plan import Cluster
 
 
-def prepare(config: DictConfig) -> CheckedSetup:
-    """Resolve, make paths absolute (workers have other working directories), and check every rule. Raises ConfigError."""
+def prepare(config: DictConfig, cluster: Cluster | None = None) -> CheckedSetup:
+    """Resolve, make paths absolute (workers have other working directories), and check every rule. Raises ConfigError.
+    ``cluster``: machines for ``resources.placement=auto``, if not this run's own."""
     config = OmegaConf.create(config)
     resolve(config)
     apply_sharing(config)
@@ -48,14 +51,19 @@ def prepare(config: DictConfig) -> CheckedSetup:
         )
     # heavy: imported once the rules hold
     from marl.cluster.session import fitting_platform
+    from marl.preflight.auto_placement import place
     from marl.preflight.checks import preflight
+    from marl.preflight.shared_gpus import divide
     from marl.rewards.custom import checked_function
     from marl.rewards.extractors import check_extractors
 
     fitting_platform(config.trainer.device)
     checked_function(config)
     check_extractors(config)
-    return preflight(setup)
+    checked = preflight(setup)
+    placed = place(checked, cluster) if config.resources.placement is Placement.auto else checked
+    divide(placed)
+    return placed
 
 
 def absolutise(config: DictConfig) -> None:

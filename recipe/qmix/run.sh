@@ -18,7 +18,7 @@ bash "$ROOT/marl/marl.sh" \
   actor_rollout_ref.rollout.n=4 \
   actor_rollout_ref.actor.ppo_mini_batch_size=128 \
   actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384 \
-  actor_rollout_ref.rollout.gpu_memory_utilization=0.4 \
+  actor_rollout_ref.rollout.gpu_memory_utilization=0.8 \
   resources.placement=colocated \
   trainer.n_gpus_per_node=8 trainer.nnodes=1 \
   trainer.total_epochs=5 trainer.test_freq=5 trainer.save_freq=20 \

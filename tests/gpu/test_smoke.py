@@ -27,7 +27,7 @@ def test_two_policies_on_one_gpu(compose_config, wide_assets, tmp_path, rollout)
         "trainer.n_gpus_per_node=1",
         "precision=fp32",
         "actor_rollout_ref.rollout.enforce_eager=true",
-        "actor_rollout_ref.rollout.gpu_memory_utilization=0.2",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
         "actor_rollout_ref.model.use_remove_padding=false",
         "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
         f"assets={wide_assets}",

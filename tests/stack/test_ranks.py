@@ -4,6 +4,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from marl.cluster.failures import WeightsNotArrived
+from marl.cluster.weight_arrival import WeightSync
 from marl.main import run
 
 from .conftest import SMALL
@@ -48,14 +50,42 @@ def compare(first, second, of_critics=("critic/central/grad_norm", "critic/centr
 
 
 COLOCATED = ("resources.placement=colocated",)
+UNEQUAL = "resources.pools={wide: {gpus: 2, policies: [alice], critics: [central]}, narrow: {policies: [carol]}}"
+SKIPPED = 3
+"""The step before whose sync the servers are asked for proof."""
 
 
-def test_two_ranks_are_one(train):
-    one = train("resources.one_process=true")
+@pytest.fixture
+def proofs(monkeypatch):
+    """Errors of the proofs of a step whose weights were not sent yet, and the steps of those that hold."""
+    errors, passed, to_step = [], [], WeightSync.to_step
+
+    async def proved_too_early(sync, step):
+        if step == SKIPPED:
+            for proof in sync.proofs:
+                with pytest.raises(WeightsNotArrived) as caught:
+                    await proof.prove(step)
+                errors.append(str(caught.value))
+        metrics = await to_step(sync, step)
+        passed.append((step, "timing_s/weight_check" in metrics))
+        return metrics
+
+    monkeypatch.setattr(WeightSync, "to_step", proved_too_early)
+    return errors, passed
+
+
+def test_pools_of_two_ranks_and_of_one_are_one(train, proofs):
+    one = train("resources.one_process=true", "resources.weight_check=none")
+    errors, passed = proofs
+    passed.clear()
     # the servers sleep while the trainer works, and wake with its new weights
-    compare(one, train(*COLOCATED, "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.free_cache_engine=true"))
+    asleep = "actor_rollout_ref.rollout.free_cache_engine=true"
+    compare(one, train(UNEQUAL, asleep, "resources.weight_check=digest"))
     # and they have trained
     assert one[0][-1]["agent/alice/grad_norm"] > 0
+    # a digest that two ranks' shards add up to is the servers', unless a sync is skipped
+    assert passed == [(step, True) for step in range(STEPS + 1)] and len(errors) == 1
+    assert "policy 'alice', step 3: server 0" in errors[0] and "are still those of step 2" in errors[0]
 
 
 def test_two_ranks_train_adapters_as_one_does(train):

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from marl.batch.build import joint_batch, pad_rows
 from marl.batch.rows import rows_of
 from marl.cluster.failures import GroupFailed, WeightsNotArrived
+from marl.cluster.weight_probe import ProbeProof
 from marl.controller.controller import EpisodesFailed
 from marl.learners import broadcast_to_tokens
 from marl.runners.base import Runner
@@ -59,6 +60,26 @@ def test_one_skipped_weight_sync_breaks_that_bound_for_its_policy_alone(live):
     assert metrics["agent/alice/log_prob_gap_max"] > 1e-4
     assert metrics["agent/carol/log_prob_gap_max"] <= 1e-5
     assert live.step()["agent/alice/log_prob_gap_max"] <= 1e-5, "the next sync mends it"
+
+
+def test_a_probe_of_real_servers_sees_a_skipped_sync(live):
+    trainer = live.trainer
+    probe = ProbeProof(trainer.config.seed, trainer.policies, trainer.controller.clients)
+    for _ in range(2):
+        live.step()
+        live.wait(probe.prove(trainer.step_number))
+    group, check = trainer.policies["alice"], trainer.weights.proofs
+    synced, group.sync_weights, trainer.weights.proofs = group.sync_weights, lambda step: asyncio.sleep(0), []
+    try:
+        live.step()
+    finally:
+        group.sync_weights, trainer.weights.proofs = synced, check
+    with pytest.raises(
+        WeightsNotArrived, match=r"policy .alice.*server 0.*(repeats its answer|differ from the trainer.s)"
+    ):
+        live.wait(probe.prove(trainer.step_number - 1))  # so that the server's own account is as expected
+    live.wait(trainer.sync_weights())
+    live.wait(probe.prove(trainer.step_number))
 
 
 def test_agents_may_sample_at_temperatures_of_their_own(live):

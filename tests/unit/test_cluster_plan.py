@@ -21,7 +21,9 @@ def setup(compose_config, cold_assets):
     return lambda *overrides: prepare(compose_config(f"assets={cold_assets}", *overrides))
 
 
-@pytest.mark.parametrize("words", ["", "8x80GB", "2x8x80", "2x0x80GB", "0x8x80GB", "2x8x0GB", "2x8x80GBs", "ax8x80GB"])
+@pytest.mark.parametrize(
+    "words", ["", "8x80GB", "2x8x80", "2x0x80GB", "0x8x80GB", "2x8x0GB", "2x8x80GBs", "ax8x80GB", "1x1x1GB@0TFLOPS"]
+)
 def test_a_cluster_that_is_no_cluster_is_refused(words):
     with pytest.raises(
         ConfigError, match=r"--cluster .*expected machines x GPUs of each x memory of a GPU, as in 2x8x80GB"
@@ -31,6 +33,7 @@ def test_a_cluster_that_is_no_cluster_is_refused(words):
 
 def test_a_cluster_is_read():
     assert Cluster.of("2x8x80GB") == Cluster(2, 8, 80e9) and Cluster.of("1x1x0.5gb").card == 0.5e9
+    assert Cluster.of("2x8x80GB@400TFLOPS") == Cluster(2, 8, 80e9, 400e12)
 
 
 def test_pools_are_placed_with_their_members_and_what_is_left(setup):

@@ -329,6 +329,17 @@ BAD = {
     "agents.alice.policy=a_critic": ["a_critic"],
     "algorithm.rollout_correction.rollout_rs=token_k1": ["rollout_rs=token_k1", "rollout_rs_threshold"],
     "resources.one_process=true trainer.n_gpus_per_node=2": ["one rank", "n_gpus_per_node=2"],
+    "resources.placement=auto sharing=lora": [
+        "expected separate or colocated with sharing=lora",
+        "resources.placement=separate",
+    ],
+    "resources.placement=auto +policies.alice.pool=q": ["policies.alice.pool=q", "leave policies.alice.pool out"],
+    "resources.pools={p:{gpus:2}}": ["resources.pools.p: nobody lives in it", "leave it out"],
+    "resources.pools={p:{policies:[alice]}} +policies.alice.pool=q": [
+        "policies.alice.pool=q",
+        "leave one of the two out",
+    ],
+    "actor_rollout_ref.rollout.name=vllm resources.weight_check=digest": ["rollout.name=vllm"],
     "resources.one_process=true controller.num_workers=2": ["controller.num_workers=2", "one_process=false"],
     "controller.num_workers=-1": ["controller.num_workers=-1", "at least 0"],
     "actor_rollout_ref.rollout.n=1": ["rollout.n=1", "at least 2"],
@@ -550,6 +561,7 @@ def test_a_policy_differs_from_the_others_where_it_says_so(quickstart):
         "run_id": "run",
         "replica_offset": 1024,
         "timeout_s": 600.0,
+        "timeout_key": "resources.timeout_s",
     }
     assert carol.actor_rollout_ref.actor.optim.total_training_steps == 9
 

@@ -120,32 +120,6 @@ def test_an_engine_takes_its_share_of_the_card_a_buffer_and_what_its_process_nee
     assert (cpu.server, cpu.engine) == (1000 * 2 / 2 + 70, 0.0)
 
 
-def policies(*shares, name="vllm"):
-    return {
-        f"p{i}": SimpleNamespace(rollout=engine(name=name, gpu_memory_utilization=share))
-        for i, share in enumerate(shares)
-    }
-
-
-def test_engines_of_one_pool_leave_the_trainers_a_tenth_of_the_card():
-    with pytest.raises(
-        ConfigError, match=r"pool 'shared' .*take 1 of each card \(p0: 0.5, p1: 0.5\).*at most 0.9, lower it to 0.45"
-    ):
-        memory_plan.check_engine_shares(policies(0.5, 0.5), "shared")
-    memory_plan.check_engine_shares(policies(0.45, 0.45), "shared")
-    memory_plan.check_engine_shares(policies(0.3, 0.3, 0.3), "shared")
-    memory_plan.check_engine_shares(policies(0.95), "alone: vLLM's own business")
-    memory_plan.check_engine_shares(policies(0.5, 0.5, name="hf"), "shared")
-
-
-def test_three_colocated_policies_on_gpus_are_told_their_shares(compose_config, cold_assets):
-    agents = [f"+agents.{name}.role=x" for name in ("dora",)]
-    options = (f"assets={cold_assets}", "hardware=gpu", "resources.placement=colocated")
-    assert prepare(compose_config(*options)).policies == ["alice", "carol"], "two fit by default"
-    with pytest.raises(ConfigError, match=r"gpu_memory_utilization: .*take 1.2 of each card.*lower it to 0.3"):
-        prepare(compose_config(*options, *agents))
-
-
 def test_an_engine_that_is_sent_no_weights_has_a_process_and_no_buffer(compose_config, cold_assets):
     options = (f"assets={cold_assets}", "hardware=gpu", "agents.carol.trainable=false", "credit=own")
     members, _ = pool_members(prepare(compose_config(*options)), 80e9)

@@ -1,0 +1,25 @@
+"""The work that a plan counts is what an update does: torch's own count of it."""
+
+import pytest
+from torch.utils.flop_counter import FlopCounterMode
+
+from marl.modules import pretrained
+from marl.preflight.model_checks import size_of
+from marl.preflight.step_estimate import Row, forward, training
+from tests.stack.builders import prepared
+
+
+def test_an_update_and_a_forward_pass_are_counted_within_15_percent(alone):
+    live = alone("actor_rollout_ref.model.enable_gradient_checkpointing=false", "controller.pack_turns=false")
+    rows, group = prepared(live), live.trainer.policies["alice"]
+    size = size_of(pretrained.load_config(group.config.actor_rollout_ref.model, "model"), "model.path")
+    lengths = (rows["input_ids"].offsets().diff().tolist(), rows["responses"].offsets().diff().tolist())
+    shapes = [Row(*pair) for pair in zip(*lengths, strict=True)]
+    with FlopCounterMode(display=False) as read:
+        live.wait(group.compute_log_prob(rows))
+    with FlopCounterMode(display=False) as updated:
+        live.wait(group.update_actor(rows))
+    assert sum(forward(size, row) for row in shapes) == pytest.approx(read.get_total_flops(), rel=0.15)
+    epochs = group.actor.ppo_epochs
+    counted = epochs * sum(training(size, row, False) for row in shapes)
+    assert counted == pytest.approx(updated.get_total_flops(), rel=0.15)

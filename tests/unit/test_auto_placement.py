@@ -1,0 +1,107 @@
+"""``resources.placement=auto``: pools by hand, and the same run from what its plan prints."""
+
+import re
+
+import pytest
+
+from marl.config.errors import ConfigError
+from marl.config.placement import PoolSize
+from marl.config.schema import Placement
+from marl.preflight.auto_placement import Member, cluster_of, found, names_of
+from marl.preflight.cluster_plan import Cluster
+from marl.preflight.memory_plan import Memory
+from marl.preflight.plan_report import plan_text
+from marl.preflight.prepare import prepare
+
+
+def member(name, gigabytes, work=1.0, working=0.0, **options):
+    """A model whose weights shards divide among the ranks, and whose working memory they do not."""
+
+    def memory(ranks):
+        return Memory(weights=gigabytes * 1e9 / ranks, activations=working * 1e9)
+
+    return Member(name, False, memory, work, **({"most_ranks": 64} | options))
+
+
+def placed(members, machines, gpus, card):
+    groups, sizes = found(members, Cluster(machines, gpus, card * 1e9))
+    pools = {name: [member.name for member in group] for name, group in zip(names_of(groups), groups, strict=True)}
+    return {name: (pools[name], size.gpus, size.nodes) for name, size in zip(pools, sizes, strict=True)}
+
+
+A, B = member("a", 10), member("b", 10)
+
+
+@pytest.mark.parametrize(
+    "members,cluster,expected",
+    [
+        ([A, B], (1, 2, 16), {"a": (["a"], 1, 1), "b": (["b"], 1, 1)}),
+        ([A, B], (1, 4, 16), {"a": (["a"], 2, 1), "b": (["b"], 2, 1)}),
+        # three times the work, three times the ranks
+        ([member("a", 10, work=3), B], (1, 4, 16), {"a": (["a"], 3, 1), "b": (["b"], 1, 1)}),
+        # one GPU holds both
+        ([A, B], (1, 1, 32), {"shared": (["a", "b"], 1, 1)}),
+        # what is kept is divided among the ranks, what works is not
+        ([member("a", 30, working=2), B], (1, 4, 12), {"a": (["a"], 3, 1), "b": (["b"], 1, 1)}),
+        # the two with the least work share, in the place of the first
+        ([A, member("c", 10, work=9), B], (1, 2, 24), {"shared_1": (["a", "b"], 1, 1), "c": (["c"], 1, 1)}),
+        # a server of two ranks
+        ([member("a", 10, per_server=2), B], (1, 3, 16), {"a": (["a"], 2, 1), "b": (["b"], 1, 1)}),
+        # a node's ranks are on one machine: 3 ranks do not divide over two machines
+        ([member("a", 40)], (2, 2, 16), {"a": (["a"], 2, 2)}),
+        # a third rank would have no row
+        ([member("a", 10, most_ranks=2)], (1, 8, 16), {"a": (["a"], 2, 1)}),
+    ],
+)  # fmt: skip
+def test_pools_by_hand(members, cluster, expected):
+    assert placed(members, *cluster) == expected
+
+
+def test_a_critic_is_a_member_and_alone_named_as_one():
+    critic = Member("central", True, lambda ranks: Memory(weights=10e9 / ranks), 1.0, 64)
+    assert set(placed([A, critic], 1, 2, 16)) == {"a", "central_critic"}
+
+
+def test_servers_that_sleep_need_no_place_while_others_work():
+    def memory(ranks):
+        return Memory(activations=6e9, server=6e9)
+
+    asleep, awake = (Member("a", False, memory, 1.0, 64, sleeps=sleeps) for sleeps in (True, False))
+    assert placed([asleep], 1, 1, 10) == {"a": (["a"], 1, 1)}
+    with pytest.raises(ConfigError, match="a need 12.0 GB a rank on all 1 ranks, each has 10.0 GB"):
+        placed([awake], 1, 1, 10)
+
+
+@pytest.mark.parametrize("members,said", [([A, B], "a, b need 20.0 GB"), ([member("a", 90), B], "a need 90.0 GB")])
+def test_what_has_no_place_is_named_with_what_it_needs(members, said):
+    with pytest.raises(ConfigError, match=rf"resources.placement=auto: {said} a rank on all 1 ranks, each has 16.0 GB"):
+        placed(members, 1, 1, 16)
+
+
+@pytest.fixture
+def config(compose_config, cold_assets):
+    return lambda *overrides: compose_config(f"assets={cold_assets}", *overrides)
+
+
+def test_the_plan_prints_the_pools_as_a_key_that_makes_them(config):
+    auto = prepare(config("resources.placement=auto", "learner=mappo"), Cluster(1, 4, 80e9))
+    assert set(auto.pool_by_policy) == {"alice", "carol"} and set(auto.pool_by_critic) == {"central"}
+    assert sum(auto.ranks_by_pool.values()) <= 4 and auto.config.resources.placement is Placement.separate
+    (words,) = re.findall(r"^resources\.pools=.*$", plan_text(auto), re.MULTILINE)
+    again = prepare(config(words, "learner=mappo"))
+    assert again.pools == auto.pools and again.pool_by_policy == auto.pool_by_policy
+    assert again.pool_by_critic == auto.pool_by_critic
+
+
+def test_without_a_described_cluster_it_is_the_runs_own(config):
+    setup = prepare(config("resources.placement=auto", "trainer.n_gpus_per_node=2"))
+    assert setup.pools == {"alice": PoolSize(1, 1), "carol": PoolSize(1, 1)}
+    one = prepare(config("resources.placement=auto", "resources.one_process=true"))
+    assert one.pools == {"shared": PoolSize(1, 1)}
+
+
+def test_gpus_that_are_not_here_must_be_described(config, monkeypatch):
+    monkeypatch.setattr("marl.preflight.auto_placement.card_bytes", lambda device: None)
+    elsewhere = config("trainer.device=cuda")
+    with pytest.raises(ConfigError, match=r"needs to know a GPU's memory.*marl plan --cluster 2x8x80GB"):
+        cluster_of(elsewhere)

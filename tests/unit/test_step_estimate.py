@@ -1,0 +1,58 @@
+"""Operations of a step, by hand, and what a plan says of them."""
+
+import pytest
+
+from marl.preflight.cluster_plan import Cluster, cluster_plan
+from marl.preflight.memory_plan import ModelSize
+from marl.preflight.prepare import prepare
+from marl.preflight.step_estimate import Row, Work, forward, seconds, training, work_of
+
+SIZE = ModelSize(1100, 200, 2, 16, 32, 8, 50, 400, multiplied=1000, query_width=16)
+# 10 tokens x 800 weights x 2, 4 answer tokens x 200 x 2, 10 x 10 / 2 pairs x 2 layers x 4 x 16
+ONCE = 16000 + 1600 + 6400
+
+
+def test_a_forward_pass_by_hand():
+    assert forward(SIZE, Row(10, 4)) == ONCE == 24000
+
+
+def test_a_backward_pass_is_twice_that_and_checkpointing_once_more():
+    assert training(SIZE, Row(10, 4), False) == 3 * ONCE and training(SIZE, Row(10, 4), True) == 4 * ONCE
+
+
+def test_the_phases_of_a_policy():
+    options = {"checkpointing": False, "log_probs": True, "reference": False}
+    assert work_of(SIZE, 5, Row(10, 4), 2, **options) == Work(5 * ONCE, 5 * ONCE, 0, 30 * ONCE)
+
+
+def test_members_of_a_pool_add_up_and_pools_work_at_the_same_time():
+    work = {"shared": [Work(update=6.0), Work(sampling=2.0)], "own": [Work(update=3.0)]}
+    assert seconds(work, {"shared": 2, "own": 1}, 2.0) == 2.0
+    assert seconds(work, {"shared": 8, "own": 1}, 2.0) == 1.5
+
+
+@pytest.fixture
+def setup(compose_config, cold_assets):
+    return lambda *overrides: prepare(compose_config(f"assets={cold_assets}", *overrides))
+
+
+def test_a_plan_says_how_long_a_step_takes_at_a_rate(setup):
+    text, _ = cluster_plan(setup(), Cluster(1, 2, 80e9))
+    assert "work of a step at most, without critics, in 10^12 operations:" in text
+    fast, _ = cluster_plan(setup(), Cluster(1, 2, 80e9, 400e12))
+    assert "s at 400 x 10^12 a second and rank:" in fast
+
+
+def numbers(text):
+    (line,) = [line.split() for line in text.splitlines() if line.strip().startswith("alice ") and "." in line][:1]
+    return [float(number) for number in line[1:5]]
+
+
+def test_log_probs_of_servers_and_a_missing_reference_cost_nothing(setup):
+    from marl.preflight.plan_report import work_text
+
+    sampling, log_probs, reference, update = numbers(work_text(setup("learner=grpo")))
+    assert log_probs == reference == 0 and update > 2.9 * sampling > 0
+    keys = ("controller.old_log_probs=trainer", "actor_rollout_ref.actor.use_kl_loss=true")
+    again = numbers(work_text(setup("learner=grpo", *keys)))
+    assert again == [sampling, sampling, sampling, update]
