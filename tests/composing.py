@@ -20,11 +20,12 @@ BASES: dict[tuple, tuple[bytes, list]] = {}
 def compose(*overrides: str, name: str = "quickstart") -> DictConfig:
     """A shipped configuration with overrides, as the command line would compose it."""
     words = hydra_overrides(overrides)
-    if is_mixed(words):
+    settings = [word for word in words if is_setting(word)]
+    parsed = OverridesParser.create().parse_overrides(settings)
+    if is_mixed(words) or any(setting.is_sweep_override() for setting in parsed):  # which Hydra refuses
         return composed(name, words)
-    config = base(name, [word for word in words if not is_setting(word)])
-    settings = OverridesParser.create().parse_overrides([word for word in words if is_setting(word)])
-    ConfigLoaderImpl._apply_overrides_to_config(settings, config)
+    config = base(name, [word for word in words if word not in settings])
+    ConfigLoaderImpl._apply_overrides_to_config(parsed, config)
     return config
 
 

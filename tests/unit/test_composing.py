@@ -30,7 +30,17 @@ def test_what_is_kept_and_set_is_what_hydra_composes(name, words):
         mine.learner.gamma = 0.123  # nobody else's
 
 
-@pytest.mark.parametrize("word", ["learner.gama=1", "learner=grop", "learner.gamma=much", "+learner.gamma=1", "a=b=[c"])
+@pytest.mark.parametrize(
+    "word",
+    [
+        "learner.gama=1",
+        "learner=grop",
+        "learner.gamma=much",
+        "+learner.gamma=1",
+        "runner.instruction=Now, answer",
+        "a.b=[c",
+    ],
+)
 def test_what_hydra_refuses_is_refused_in_its_words(word):
     with pytest.raises(HydraException) as theirs:
         composing.composed("quickstart", hydra_overrides([word]))
