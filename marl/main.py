@@ -112,7 +112,8 @@ async def _train(setup: Setup, progress: Any) -> Any:
             await trainer.fit()
     config = setup.config
     if config.baseline and not config.trainer.val_only:
-        await run_baselines(config, trainer, build)
+        with frozen_gc():
+            await run_baselines(config, trainer, build)
     return trainer
 
 

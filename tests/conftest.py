@@ -61,16 +61,9 @@ def wide_assets(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def compose_config():
     """Compose a shipped configuration with overrides, as the command line would."""
-    from hydra import compose, initialize_config_module
+    from tests.composing import compose  # heavy: only for tests that need it
 
-    import marl.main  # noqa: F401 - registers every option
-    from marl.config.overrides import hydra_overrides
-
-    def build(*overrides: str, name: str = "quickstart"):
-        with initialize_config_module("marl.configs", version_base="1.3"):
-            return compose(name, overrides=hydra_overrides(overrides))
-
-    return build
+    return compose
 
 
 @pytest.fixture(scope="session")

@@ -130,7 +130,8 @@ def words(hint: Any) -> str:
     return "a list" if (typing.get_origin(hint) or hint) in (list, tuple) else "a group of keys"
 
 
-def known_keys() -> dict[str, Any]:
+@cache
+def known_keys() -> Mapping[str, Any]:
     """verl's configuration with its defaults, and ours over it, without what is typed."""
     theirs = files("verl.trainer.config").joinpath("_generated_ppo_trainer.yaml").read_text()
     ours = files("marl.configs").joinpath("marl.yaml").read_text()

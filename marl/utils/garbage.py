@@ -3,18 +3,17 @@
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 
 
-@cache
 def freeze_gc() -> None:
-    """Exclude the objects created at start-up from garbage collection, once per process.
+    """Exclude the objects created at start-up from garbage collection; nothing to do where some are frozen.
 
     torch, ray and verl create a million objects; walking them takes .3 s, a third of a small step, every few steps. Frozen
-    objects are never collected: a process that runs several runs freezes before the first one begins.
+    objects are not collected until :func:`frozen_gc` ends: a process that runs several runs freezes before each one begins.
     """
-    gc.collect()
-    gc.freeze()
+    if gc.get_freeze_count() == 0:
+        gc.collect()
+        gc.freeze()
 
 
 @contextmanager

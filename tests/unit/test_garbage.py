@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from marl.utils.garbage import frozen_gc
+from marl.utils.garbage import freeze_gc, frozen_gc
 
 
 @pytest.mark.parametrize(("given", "found"), [((700, 10, 10), (50_000, 20, 50)), ((900, 10, 10), (900, 10, 10))])
@@ -37,3 +37,16 @@ def test_frozen_objects_are_freed_after_their_run():
         assert kept() is not None
     gc.collect()
     assert kept() is None
+
+
+def test_a_run_after_another_one_begins_with_frozen_objects():
+    """The first run thaws everything at its end: a collection of the second one would walk all imports again."""
+    freeze_gc()
+    with frozen_gc():
+        pass
+    assert gc.get_freeze_count() == 0
+    freeze_gc()
+    frozen = gc.get_freeze_count()
+    assert frozen > 10_000
+    freeze_gc()
+    assert gc.get_freeze_count() == frozen, "what came later can be freed"
