@@ -1,5 +1,8 @@
 """A policy and a critic over several ranks: the same gradients and weights as on one."""
 
+from pathlib import Path
+from typing import NamedTuple
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -11,6 +14,14 @@ from marl.main import run
 from .conftest import SMALL
 
 STEPS = 5
+
+
+class Trained(NamedTuple):
+    steps: list
+    """The metrics of each."""
+    weights: list
+    """alice's and carol's whole models in the end."""
+    folder: Path
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +41,8 @@ def train(cluster, compose_config, cold_assets, tmp_path_factory):
             )  # fmt: skip
             run(config, lambda step, total, metrics: steps.append(metrics))
             saved = [f"{policy}/actor/huggingface/model.safetensors" for policy in ("alice", "carol")]
-            done[overrides] = steps, [load_file(folder / f"global_step_{STEPS}" / file) for file in saved]
+            weights = [load_file(folder / f"global_step_{STEPS}" / file) for file in saved]
+            done[overrides] = Trained(steps, weights, folder)
         return done[overrides]
 
     return train
@@ -40,13 +52,12 @@ OF_POLICIES = ("agent/alice/grad_norm", "agent/carol/grad_norm")
 
 
 def compare(first, second, of_critics=("critic/central/grad_norm", "critic/central/vf_loss")):
-    (steps, weights), (others, other_weights) = first, second
     for key in (*OF_POLICIES, *of_critics):
-        for mine, theirs in zip(steps, others, strict=True):
+        for mine, theirs in zip(first.steps, second.steps, strict=True):
             assert theirs[key] == pytest.approx(mine[key], rel=1e-5, abs=1e-5), key
-    for mine, theirs in zip(weights, other_weights, strict=True):
+    for mine, theirs in zip(first.weights, second.weights, strict=True):
         assert max(float((mine[name] - theirs[name]).abs().max()) for name in mine) <= 1e-4
-    assert all(step["agent/alice/log_prob_gap_max"] <= 1e-5 for step in others)
+    assert all(step["agent/alice/log_prob_gap_max"] <= 1e-5 for step in second.steps)
 
 
 COLOCATED = ("resources.placement=colocated",)
@@ -82,18 +93,41 @@ def test_pools_of_two_ranks_and_of_one_are_one(train, proofs):
     asleep = "actor_rollout_ref.rollout.free_cache_engine=true"
     compare(one, train(UNEQUAL, asleep, "resources.weight_check=digest"))
     # and they have trained
-    assert one[0][-1]["agent/alice/grad_norm"] > 0
+    assert one.steps[-1]["agent/alice/grad_norm"] > 0
     # a digest that two ranks' shards add up to is the servers', unless a sync is skipped
     assert passed == [(step, True) for step in range(STEPS + 1)] and len(errors) == 1
     assert "policy 'alice', step 3: server 0" in errors[0] and "are still those of step 2" in errors[0]
 
 
+ADAPTERS = (
+    "sharing=lora", "+policies.alice.model.lora_rank=3", "+policies.carol.model.lora_rank=1",
+    "actor_rollout_ref.actor.optim.lr=0.01",
+)  # fmt: skip
+"""Ranks that do not divide between two: alice's shards are of 2 and 1 rows, and the second of carol's is empty."""
+ON_TWO_RANKS = ("trainer.n_gpus_per_node=2", "trainer.save_freq=3", *ADAPTERS)
+
+
 def test_two_ranks_train_adapters_as_one_does(train):
-    options = ("sharing=lora", "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=0.01")
-    one, two = train("resources.one_process=true", *options), train("trainer.n_gpus_per_node=2", *options)
+    one, two = train("resources.one_process=true", *ADAPTERS), train(*ON_TWO_RANKS)
     compare(one, two)
-    alice, carol = one[1]
+    assert all(step["agent/carol/log_prob_gap_max"] <= 1e-5 for step in two.steps)
+    alice, carol = one.weights
     assert any(not torch.equal(alice[name], carol[name]) for name in alice), "each has an adapter of its own"
+
+
+def test_two_ranks_resume_adapters_to_the_last_bit(train):
+    """Saved after three steps of five: moments in shards of their parameters' sizes, empty ones among them."""
+    whole = train(*ON_TWO_RANKS)
+    saved = whole.folder / "global_step_3"
+    files = [saved / "carol" / "actor" / f"adapter_world_size_2_rank_{rank}.pt" for rank in (0, 1)]
+    first, second = ({len(m["exp_avg"]) for m in torch.load(f)["optimizer"]["state"].values()} for f in files)
+    assert 0 not in first and 0 in second
+    resumed = train(*ON_TWO_RANKS, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}")
+    assert len(resumed.steps) == STEPS - 3
+    for mine, theirs in zip(resumed.steps, whole.steps[3:], strict=True):
+        assert [mine[key] for key in OF_POLICIES] == [theirs[key] for key in OF_POLICIES]
+    for mine, theirs in zip(resumed.weights, whole.weights, strict=True):
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
 @pytest.mark.slow

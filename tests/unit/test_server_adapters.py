@@ -1,6 +1,7 @@
 """Adapters in the hf server: a batch of several gives what each gives alone, and none answers with another's cache."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def weights_of(model, rank, seed, targets=("q_proj", "v_proj", "down_proj")):
     return weights
 
 
-def adapted(limit=1 << 30):
+def adapted(limit=1 << 30, max_rows=1000):
     """An engine over a model with three adapters, of other ranks and layers."""
     model = make_model()
     bank = AdapterBank(model)
@@ -35,7 +36,7 @@ def adapted(limit=1 << 30):
     bank.put("green", weights_of(model, 4, 2, ("k_proj", "up_proj")), 1.0)
     bank.put("blue", weights_of(model, 8, 3), 0.5)
     reader = SingleReader(model, Prefixes(limit), 0, adapters=bank)
-    return Engine(reader, model.device, text_of, 1000), bank
+    return Engine(reader, model.device, text_of, max_rows), bank
 
 
 def requests(names, length=9, same_seed=True):
@@ -59,6 +60,14 @@ def test_a_mixed_batch_answers_as_each_adapter_does_alone(copies):
     assert together == alone
     if copies == 1:
         assert len({tuple(log_probs) for _, log_probs in together}) == len(NAMES), "each is a policy of its own"
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 6])
+def test_a_full_batch_answers_as_each_adapter_does_alone(max_rows):
+    """Fewer rows than adapters, or than requests: rows leave, move and join, and each keeps its adapter."""
+    wanted = [replace(r, max_tokens=3 + 5 * i % 11) for i, r in enumerate(requests(NAMES * 4, same_seed=False))]
+    alone = [finish(adapted()[0], [request])[0] for request in wanted]
+    assert finish(adapted(max_rows=max_rows)[0], wanted) == alone
 
 
 def test_no_adapter_answers_with_what_another_has_read():
