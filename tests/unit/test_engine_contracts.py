@@ -170,12 +170,12 @@ def test_an_engine_inherits_the_runs_name_for_its_socket(server):
 
 def test_the_server_that_has_the_engine_ends_it(server):
     ended = []
-    server.engine = SimpleNamespace(shutdown=lambda: ended.append(True))
+    server.engine = SimpleNamespace(shutdown=lambda timeout: ended.append(timeout))
     asyncio.run(server.shutdown())
-    assert ended == [True]
+    assert ended == [vllm_sglang.SHUTDOWN_S]
     server.node_rank = 1
     asyncio.run(server.shutdown())
-    assert ended == [True]
+    assert ended == [vllm_sglang.SHUTDOWN_S]
 
 
 def test_a_server_says_when_it_answered_even_where_it_failed(server, monkeypatch):
