@@ -22,12 +22,13 @@ from marl.config.deadlines import Phase
 from marl.config.policies import sequence_parallel
 from marl.config.precision import gap_alarm
 from marl.rollout.servers import PolicyServers
+from marl.rollout.vllm_sglang import SHUTDOWN_S
 from marl.types import Metrics
 from marl.utils.spans import Span
 from marl.utils.weight_digest import Digest, Held, joined
 
-SHUTDOWN_S = 10.0
-"""Time that engines have to end by themselves."""
+ANSWER_S = 5.0
+"""Time that a server has to say that its engine ended."""
 
 
 class RayPolicyGroup(WorkerGroup):
@@ -161,7 +162,8 @@ class RayPolicyGroup(WorkerGroup):
         """End the servers and workers."""
         servers = self.servers.all_handles() if hasattr(self, "servers") else []
         if servers and self.rollout.name == "vllm":  # an engine that is killed leaves its shared memory behind
-            ray.wait([server.shutdown.remote() for server in servers], num_returns=len(servers), timeout=SHUTDOWN_S)
+            ended = [server.shutdown.remote() for server in servers]
+            ray.wait(ended, num_returns=len(ended), timeout=SHUTDOWN_S + ANSWER_S)
         for server in servers:
             ray.kill(server)
         super().stop()

@@ -20,3 +20,10 @@ class PlainLinearExtension(vLLMColocateWorkerExtension):
         if not hasattr(WeightsMapper, "get_unstacked_mapper"):
             WeightsMapper.get_unstacked_mapper = WeightsMapper.get_rename_mapper
         return super().__new__(cls, **settings)
+
+    def update_weights_from_ipc(self, *args: Any, **settings: Any) -> None:
+        """As verl's, whose receiver cannot close shared memory that the failed tensors still use: raises why they failed."""
+        try:
+            super().update_weights_from_ipc(*args, **settings)
+        except BufferError as error:
+            raise error.__context__ or error from None

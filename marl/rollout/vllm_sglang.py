@@ -22,6 +22,8 @@ from marl.utils.spans import Span, Stopwatch
 
 OFFSET = 1024
 """Ranks between policies: above any policy's replica count."""
+SHUTDOWN_S = 20.0
+"""Time that an engine's processes have to end by themselves; vLLM kills them after 5 s, too few on a busy machine."""
 
 
 def replica_offset(config: Any) -> int:
@@ -93,7 +95,7 @@ def vllm_server_class() -> type:
         async def shutdown(self) -> None:
             """End the engine's processes, which free their shared memory."""
             if self.node_rank == 0:  # other nodes' servers have no engine object
-                self.engine.shutdown()
+                self.engine.shutdown(timeout=SHUTDOWN_S)
 
     return RunServer
 

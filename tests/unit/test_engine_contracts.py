@@ -186,12 +186,12 @@ def test_an_engine_inherits_the_runs_name_for_its_socket(server):
 
 def test_the_server_that_has_the_engine_ends_it(server):
     ended = []
-    server.engine = SimpleNamespace(shutdown=lambda: ended.append(True))
+    server.engine = SimpleNamespace(shutdown=lambda timeout: ended.append(timeout))
     asyncio.run(server.shutdown())
-    assert ended == [True]
+    assert ended == [vllm_sglang.SHUTDOWN_S]
     server.node_rank = 1
     asyncio.run(server.shutdown())
-    assert ended == [True]
+    assert ended == [vllm_sglang.SHUTDOWN_S]
 
 
 def test_a_server_says_when_it_answered_even_where_it_failed(server, monkeypatch):
@@ -222,3 +222,18 @@ def test_a_server_says_when_it_answered_even_where_it_failed(server, monkeypatch
 def test_a_server_begins_at_the_first_gpu_of_its_own_workers(visible, own, first):
     """Where Ray leaves all GPUs visible, the rank 1024 of a second pool would be GPU 0 of eight: that is the first pool's."""
     assert vllm_sglang.first_gpu(visible, own) == first
+
+
+def test_an_engine_on_a_cpu_says_why_it_refused_weights(engines, monkeypatch):
+    """verl's receiver then fails a second time: the refused tensors keep its shared memory from closing."""
+    from marl.rollout.vllm_cpu import PlainLinearExtension
+
+    def refuse(self):
+        try:
+            raise KeyError("model.embed")
+        finally:
+            raise BufferError("cannot close exported pointers exist")
+
+    monkeypatch.setattr(PlainLinearExtension.__mro__[1], "update_weights_from_ipc", refuse)
+    with pytest.raises(KeyError, match="model.embed"):
+        PlainLinearExtension.update_weights_from_ipc(object.__new__(PlainLinearExtension))

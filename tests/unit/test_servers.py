@@ -222,7 +222,7 @@ def test_an_engine_is_ended_before_its_server_is_killed(monkeypatch):
     group.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "vllm"}}})
     group.servers, group.workers = SimpleNamespace(all_handles=lambda: [server]), SimpleNamespace(workers=[])
     group.stop()
-    assert done == [(["ending"], 1, policy_group.SHUTDOWN_S), server]
+    assert done == [(["ending"], 1, policy_group.SHUTDOWN_S + policy_group.ANSWER_S), server]
 
 
 def test_every_policys_servers_know_the_runs_limit(compose_config):

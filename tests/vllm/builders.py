@@ -67,12 +67,25 @@ def sync(live, policy):
     live.wait(live.trainer.policies[policy].sync_weights(live.trainer.step_number))
 
 
-def ask(live, agent="alice", session="s", prompt=None, **params):
+def ask(live, agent="alice", **settings):
     """One request to a policy's server."""
+    return live.wait(answer(live, agent, **settings))
+
+
+def ask_together(live, requests, agent="alice"):
+    """All of these requests at once."""
+
+    async def answers():
+        return await asyncio.gather(*(answer(live, agent, **settings) for settings in requests))
+
+    return live.wait(answers())
+
+
+async def answer(live, agent, prompt=None, **params):
     client = live.trainer.controller.clients[agent]
     prompt = prompt or client.encoder.encode([{"role": "user", "content": "you have 3"}])
     given = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 12, "logprobs": True} | params
-    return live.wait(client.server.generate(request_id=session, prompt_ids=prompt, sampling_params=given))
+    return await client.server.generate(request_id="s", prompt_ids=prompt, sampling_params=given)
 
 
 def process_of(live, policy, index=0):

@@ -15,16 +15,19 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 ONE_POLICY = ("agents.alice.policy=team", "agents.carol.policy=team")
 LAYOUTS = {
-    "two replicas": (*ONE_POLICY, "trainer.n_gpus_per_node=2"),
-    "tensor parallel": (*ONE_POLICY, "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"),
+    "two replicas, asked by an episode worker": (*ONE_POLICY, "trainer.n_gpus_per_node=2", "controller.num_workers=1"),
+    "tensor parallel": (
+        *ONE_POLICY,
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    ),
     "one pool and a critic": ("learner=mappo", "resources.placement=colocated"),
     "adapters": (
         *ONE_POLICY,
         "actor_rollout_ref.model.lora_rank=8",
         "actor_rollout_ref.rollout.load_format=safetensors",
     ),
-    "episode workers": (*ONE_POLICY, "controller.num_workers=1"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -41,7 +44,8 @@ def test_servers_have_their_trainers_weights(start, layout):
 def test_half_an_offset_writes_into_the_other_policys_server_without_an_error(start, monkeypatch):
     """The negative control: it is the comparison of log-probs alone that shows it."""
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "marl.platform.cpu,tests.vllm.half_offset")
-    with start(first_sync=False) as live:  # both at once would meet at one socket
+    awake = "actor_rollout_ref.rollout.free_cache_engine=false"  # a sleeping server that nobody wakes would not answer
+    with start(awake, first_sync=False) as live:  # both syncs at once would meet at one socket
         sync(live, "alice")
         for _ in range(2):
             learn(live, "carol")

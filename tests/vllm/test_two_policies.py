@@ -9,6 +9,7 @@ from tests.vllm.builders import (
     CLOSE,
     CLOSE_ON_AVERAGE,
     ask,
+    ask_together,
     engine_of,
     learn,
     matrix,
@@ -22,11 +23,16 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 @pytest.fixture(scope="module")
 def live(start):
     before = shared_memory()
-    with start() as live:
+    # alice's servers are put to sleep and woken, carol's are not
+    with start("+policies.carol.rollout.free_cache_engine=false") as live:
         yield live
     # the engine that a test kills leaves its own; verl's buffers are always freed
     left = shared_memory() - before
     assert not [path for path in left if "verl_weights" in path] and len(left) <= 2, left
+
+
+def cached(output):
+    return output.extra_fields["num_cached_tokens"]
 
 
 def test_servers_compute_what_trainers_compute_after_each_of_ten_syncs(live):
@@ -53,18 +59,26 @@ def test_a_server_has_its_own_policys_weights_alone(live):
 
 
 def test_a_seed_gives_the_same_answer_alone_and_in_company(live):
-    first, again = (ask(live, seed=2**63 - 1, ignore_eos=True) for _ in range(2))
-    assert first.token_ids == again.token_ids
-    assert first.log_probs == pytest.approx(again.log_probs, abs=CLOSE)
-    assert len({tuple(ask(live, seed=seed, ignore_eos=True).token_ids) for seed in range(8)}) > 4
+    hot = {"temperature": 2.0, "ignore_eos": True}
+    alone = ask(live, seed=2**63 - 1, **hot)
+    together = ask_together(live, [{"seed": seed, **hot} for seed in (*range(31), 2**63 - 1)])
+    assert alone.token_ids == together[-1].token_ids
+    assert alone.log_probs == pytest.approx(together[-1].log_probs, abs=CLOSE)
+    assert len({tuple(output.token_ids) for output in together}) > 16
     assert ask(live, temperature=0.0).token_ids == ask(live, top_k=1, seed=1).token_ids
 
 
 def test_stop_strings_end_an_answer(live):
-    full = ask(live, seed=5, ignore_eos=True)
-    word = live.trainer.controller.clients["alice"].tokenizer.convert_ids_to_tokens(full.token_ids[3])
-    stopped = ask(live, seed=5, ignore_eos=True, stop=[word])
-    assert stopped.token_ids == full.token_ids[: len(stopped.token_ids)] and len(stopped.token_ids) <= 4
+    client, asked = live.trainer.controller.clients["alice"], {"seed": 5, "temperature": 2.0, "ignore_eos": True}
+    full = ask(live, **asked)
+    words = client.tokenizer.convert_ids_to_tokens(full.token_ids)
+    shown = client.tokenizer.decode(full.token_ids, skip_special_tokens=True).split()
+    stop = next(word for i, word in enumerate(words) if i > 1 and word in shown and word not in words[:i])
+    size = words.index(stop) + 1
+    stopped = ask(live, **asked, stop=[stop])
+    assert stopped.token_ids == full.token_ids[:size] and size < len(full.token_ids)
+    last = {"max_tokens": size, "stop": [stop]}
+    assert client.stop_reason(ask(live, **asked | last), last) == "completed", "ended by its last token"
 
 
 def test_an_answer_that_was_cut_off_is_marked(live):
@@ -83,13 +97,14 @@ def test_a_refused_request_leaves_the_server_alive(live):
     assert ask(live).token_ids
 
 
-def test_a_conversations_prefix_is_cached_until_the_next_sync(live):
+@pytest.mark.parametrize("agent", ["alice", "carol"])
+def test_a_conversations_prefix_is_cached_until_the_next_sync(live, agent):
     prompt = list(range(5, 69))
-    first = ask(live, prompt=prompt, temperature=0.0)
+    first = ask(live, agent, prompt=prompt, temperature=0.0)
     longer = [*prompt, *first.token_ids, 7, 8]
-    assert ask(live, prompt=longer).extra_fields["num_cached_tokens"] == 64, "two blocks of 32"
-    sync(live, "alice")
-    assert ask(live, prompt=longer).extra_fields["num_cached_tokens"] == 0, "computed with the old weights"
+    assert cached(ask(live, agent, prompt=longer)) == 64, "two blocks of 32"
+    sync(live, agent)
+    assert cached(ask(live, agent, prompt=longer)) == 0, "computed with the old weights"
 
 
 def test_servers_say_when_they_worked(live):
