@@ -17,7 +17,7 @@ def test_an_update_and_a_forward_pass_are_counted_within_15_percent(alone):
     lengths = rows["input_ids"].offsets().diff().tolist()
     usual = max(set(lengths), key=lengths.count)  # the engine pads others to the longest of a micro-batch
     rows = rows_of(rows, [row for row, length in enumerate(lengths) if length == usual])
-    assert len(rows) >= 8
+    assert len(rows) >= 4
     size = size_of(pretrained.load_config(group.config.actor_rollout_ref.model, "model"), "model.path")
     answers = rows["responses"].offsets().diff().tolist()
     shapes = [Row(key_width(usual), answer) for answer in answers]  # and all of them on a CPU
