@@ -128,7 +128,8 @@ def test_a_server_gives_each_of_its_spans_once():
 
 
 def test_fewer_updates_than_wanted_are_warned_of_once(caplog):
-    group = WorkerGroup("alice", None, SimpleNamespace(world_size=2), "pool", same_for_all(1.0))
+    config = SimpleNamespace(trainer=SimpleNamespace(balance_batch=True))
+    group = WorkerGroup("alice", config, SimpleNamespace(world_size=2), "pool", same_for_all(1.0))
     group.kind = "policy"
     settings = SimpleNamespace(ppo_epochs=1, data_loader_seed=1, shuffle=False)
     for size in (8, 3, 3):
