@@ -117,7 +117,7 @@ class HFServer:
 
     async def take_spans(self) -> tuple[list[Span], float]:
         """Decoding spans since the last call, and the server's current time."""
-        return self.busy.take(), time.time()
+        return self.busy.take(), time.monotonic()
 
     async def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
         """Overwrite the named parameters. Raises KeyError for a name that this model does not have."""
@@ -218,7 +218,7 @@ class HFServer:
         while self.engine.busy:
             async with self.model_lock:
                 self._remove_cancelled()
-                started = time.time()
+                started = time.monotonic()
                 try:
                     self._answer(await self._decode())
                 except Exception as error:
@@ -226,7 +226,7 @@ class HFServer:
                         future = self.futures.pop(draft)
                         if not future.done():  # cancelled meanwhile
                             future.set_exception(error)
-                self.busy.add(started, time.time())
+                self.busy.add(started, time.monotonic())
             await asyncio.sleep(0)
 
     def _remove_cancelled(self) -> None:
