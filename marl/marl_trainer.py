@@ -154,7 +154,7 @@ class MARLTrainer:
         return spent or self.step_number >= self.total_steps
 
     async def step(self, tasks: Sequence[Task]) -> Metrics:
-        phase, started = PhaseTimer(), time.time()
+        phase, started = PhaseTimer(), time.monotonic()
         collection = await phase.of("collect", self.collect(tasks))
         scored = await phase.of("score", self.controller.score(collection.episodes, self.step_number))
         played = with_turns(scored, self.step_number)
@@ -170,7 +170,7 @@ class MARLTrainer:
             credited = self.assign_credit(batch)
         (updates, late_fits), _ = await phase.of("update", asyncio.gather(self.update(batch), self.tasks.read_ahead()))
         gathered |= await phase.of("sync_weights", self.sync_weights())
-        ended = time.time()
+        ended = time.monotonic()
         await self.dumps.write(episodes, self.step_number, batch, self.learner.credit.of)
         labels = self.policy_map.labels(self.trained_agents)
         return (

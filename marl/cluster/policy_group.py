@@ -172,7 +172,7 @@ class RayPolicyGroup(WorkerGroup):
         """Busy spans of the servers since the last call, in this process's clock."""
         refs = [server.take_spans.remote() for server in self.servers.server_handles]
         answers = await self._wait("asking its servers", asyncio.gather(*refs), Phase.request)
-        now = time.time()  # a server's clock may be another node's
+        now = time.monotonic()  # a server's clock begins when its machine does
         return [(start + now - theirs, end + now - theirs) for spans, theirs in answers for start, end in spans]
 
 

@@ -44,7 +44,7 @@ class WorkerGroup:
         self.name, self.config, self.workers, self.pool, self.deadlines = name, config, workers, pool, deadlines
         self.in_turn: AbstractAsyncContextManager = lock or nullcontext()
         self.busy: list[Span] = []
-        """Spans of the current step in which a rank, or a server, computed; by ``time.time()`` of this process."""
+        """Spans of the current step in which a rank, or a server, computed; by this process's ``time.monotonic()``."""
 
     @cached_property
     def ranks_per_row(self) -> int:
@@ -115,14 +115,15 @@ class WorkerGroup:
     async def _call(self, phase: str, method: Any, rows: TensorDict) -> TensorDict:
         """Give every rank its part of the rows and wait for verl's future without blocking the loop."""
         async with self.in_turn:
-            began = time.time()
+            began = time.monotonic()
             future = method(rows)
             await self._wait(f"computing {phase}", asyncio.gather(*future.futures))
-            within = began, time.time()
+            within = began, time.monotonic()
+            offset = time.time() - within[1]  # ranks report the time of day, which nodes have in common
         output = future.get()
         metrics = tu.get(output, "metrics")
         ranks = zip(*(np.ravel(metrics[key]).tolist() for key in ("worker_seconds", "worker_ended")), strict=True)
-        self.busy += [placed(seconds, ended, within) for seconds, ended in ranks]
+        self.busy += [placed(seconds, ended - offset, within) for seconds, ended in ranks]
         return output
 
     async def _wait(self, what: str, work: Awaitable[T], phase: Phase = Phase.update) -> T:

@@ -4,9 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from marl.config.policies import loops_of, policies_by_agent
-
-DTYPES = {"fp32": "float32", "32": "float32", "bf16": "bfloat16", "fp16": "float16", "16": "float16"}
-"""verl's shorter names."""
+from marl.config.precision import compute_dtype
 
 Sampling = Callable[[str, str, bool], Mapping[str, Any]]
 """Sampling parameters of an agent with a policy; True for those of validation."""
@@ -20,18 +18,11 @@ def servers_are_comparable(config: Any, policy: str, own: Any, sampling: Samplin
     correction = config.algorithm.rollout_correction
     return (
         own.rollout.name == "hf"
-        and own.rollout.dtype == compute_dtype(own.actor)
+        and own.rollout.dtype == compute_dtype(own.actor.fsdp_config)
         and not (correction.rollout_is or correction.rollout_rs)
         and not loops_of(config, policy)
         and all(samples_all_tokens(sampling(agent, policy, False)) for agent in trained_agents(config.agents, policy))
     )
-
-
-def compute_dtype(actor: Any) -> str:
-    """Precision of a trainer's forward pass: verl computes in bfloat16 unless ``mixed_precision`` says otherwise."""
-    precision = actor.fsdp_config.get("mixed_precision")
-    name = str(precision.param_dtype) if precision else "bf16"
-    return DTYPES.get(name, name)
 
 
 def samples_all_tokens(sampling: Mapping[str, Any]) -> bool:

@@ -10,6 +10,8 @@ from omegaconf import OmegaConf
 
 SERVER_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 """Precisions, and verl's words for them in ``rollout.dtype``."""
+SHORT_NAMES = SERVER_DTYPES | {"32": "float32", "fp16": "float16", "16": "float16"}
+"""verl's other words for its dtypes."""
 CPU_GAPS = {"fp32": 1e-4, "bf16": 0.25}
 """Differences of a token's log-prob between server and trainer that are not rounding. In bf16, models of 1 and 25 million
 parameters showed 0 over 128 tokens, and up to .065 over 320 tokens in training at a learning rate of 1e-3."""
@@ -47,10 +49,20 @@ OF_CRITICS = ("critic.fsdp.mixed_precision.param_dtype",)
 """verl's keys that ``precision`` decides."""
 
 
+def dtype_name(word: Any) -> str:
+    """PyTorch's name of a dtype that verl knows by several."""
+    return SHORT_NAMES.get(str(word), str(word))
+
+
+def compute_dtype(fsdp: Any) -> str:
+    """Dtype of an engine's forward pass: verl computes in bfloat16 unless ``mixed_precision`` says otherwise."""
+    precision = fsdp.get("mixed_precision")
+    return dtype_name(precision.param_dtype if precision else "bf16")
+
+
 def is_full(own: Any) -> bool:
     """True if a policy is trained and served in full precision."""
-    trained = OmegaConf.select(own.actor.fsdp_config, "mixed_precision.param_dtype")
-    return trained in ("fp32", "float32") and own.rollout.dtype == "float32"
+    return compute_dtype(own.actor.fsdp_config) == own.rollout.dtype == "float32"
 
 
 def gap_alarm(config: Any) -> float:

@@ -6,9 +6,10 @@ from typing import Any
 
 from marl.config.engines import engine_settings
 from marl.config.policies import longest_row
+from marl.config.precision import compute_dtype, dtype_name
 from marl.preflight.batch_plan import PolicyBatch
 
-BYTES = {"fp32": 4, "float32": 4, "32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "16": 2}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 CONTEXT = 0.5e9
@@ -131,12 +132,11 @@ def pool_memory(members: Sequence[Memory], asleep: bool) -> float:
 
 
 def training_of(own: Any, batch: PolicyBatch) -> Training:
-    precision = own.actor.fsdp_config.get("mixed_precision")
     return Training(
         ranks=batch.ranks,
         tokens=batch.tokens,
-        master_bytes=BYTES[str(own.actor.fsdp_config.model_dtype)],
-        compute_bytes=BYTES[str(precision.param_dtype)] if precision else BYTES["bf16"],
+        master_bytes=BYTES[dtype_name(own.actor.fsdp_config.model_dtype)],
+        compute_bytes=BYTES[compute_dtype(own.actor.fsdp_config)],
         checkpointing=own.model.enable_gradient_checkpointing,
         reshard=own.actor.fsdp_config.reshard_after_forward,
         lora_rank=own.model.lora_rank,
@@ -151,10 +151,8 @@ def policy_memory(own: Any, batch: PolicyBatch, size: ModelSize, card: float | N
     if reference:
         memory = replace(memory, reference=reference_memory(size, training))
     if rollout.name == "hf":
-        length = longest_row(rollout)
-        server = (
-            hf_server_memory(size, BYTES[rollout.dtype], rollout.max_num_seqs, length) * batch.servers / batch.ranks
-        )
+        length, width = longest_row(rollout), BYTES[dtype_name(rollout.dtype)]
+        server = hf_server_memory(size, width, rollout.max_num_seqs, length) * batch.servers / batch.ranks
         return replace(memory, server=server)
     return with_engine(memory, rollout, size, card)
 
@@ -162,7 +160,7 @@ def policy_memory(own: Any, batch: PolicyBatch, size: ModelSize, card: float | N
 def with_engine(memory: Memory, rollout: Any, size: ModelSize, card: float | None) -> Memory:
     """The memory with one rank of vLLM or SGLang: its share of the card, or its weights and a cache of a given size."""
     cache = engine_settings(rollout).get("kv_cache_memory_bytes")
-    weights = size.parameters * BYTES[rollout.dtype] / rollout.tensor_model_parallel_size
+    weights = size.parameters * BYTES[dtype_name(rollout.dtype)] / rollout.tensor_model_parallel_size
     return replace(
         memory,
         server=rollout.gpu_memory_utilization * (card or 0.0) if cache is None else weights + cache,
@@ -175,18 +173,17 @@ def adapter_memory(whole: Memory, own: Any, batch: PolicyBatch, size: ModelSize)
     """Memory of a policy that is one more adapter on a base and server that are counted already."""
     training = training_of(own, batch)
     base = size.parameters * training.master_bytes / training.ranks
-    server = training.lora_rank * size.linear_width * BYTES[own.rollout.dtype] * batch.servers / batch.ranks
+    server = training.lora_rank * size.linear_width * BYTES[dtype_name(own.rollout.dtype)] * batch.servers / batch.ranks
     return replace(whole, weights=whole.weights - base, server=server)
 
 
 def critic_memory(critic: Any, ranks: int, size: ModelSize, target: bool = False) -> Memory:
     """Memory of one rank of a critic: a value per token in place of logits; ``target``: plus a copy of its weights."""
-    precision = critic.fsdp.get("mixed_precision")
     training = Training(
         ranks=ranks,
         tokens=critic.ppo_max_token_len_per_gpu,
-        master_bytes=BYTES[str(critic.fsdp.model_dtype)],
-        compute_bytes=BYTES[str(precision.param_dtype)] if precision else BYTES["bf16"],
+        master_bytes=BYTES[dtype_name(critic.fsdp.model_dtype)],
+        compute_bytes=BYTES[compute_dtype(critic.fsdp)],
         checkpointing=critic.model.enable_gradient_checkpointing,
         reshard=critic.fsdp.reshard_after_forward,
         lora_rank=critic.model.lora_rank,

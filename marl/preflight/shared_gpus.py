@@ -7,6 +7,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from marl.config.errors import ConfigError
 from marl.config.policies import changes_of, longest_row, own_settings
+from marl.config.precision import dtype_name
 from marl.preflight.checks import CheckedSetup
 from marl.preflight.memory_plan import BYTES, ModelSize
 
@@ -53,7 +54,7 @@ def shares_of(setup: CheckedSetup, pool: str, engines: Mapping[str, Any]) -> dic
 
 def need(size: ModelSize, rollout: Any) -> float:
     """Bytes of a rank's weights, and of the keys and values of its longest sequences."""
-    width = BYTES[str(rollout.dtype)]
+    width = BYTES[dtype_name(rollout.dtype)]
     cache = rollout.max_num_seqs * longest_row(rollout) * size.layers * 2 * size.kv_width
     return (
         (size.parameters + cache) * width / (rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size)

@@ -104,7 +104,7 @@ class HFServer(TakesWeights):
 
     async def take_spans(self) -> tuple[list[Span], float]:
         """Decoding spans since the last call, and the server's current time."""
-        return self.busy.take(), time.time()
+        return self.busy.take(), time.monotonic()
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **_: Any
@@ -186,7 +186,7 @@ class HFServer(TakesWeights):
         while self.engine.busy:
             async with self.model_lock:
                 self._remove_cancelled()
-                started = time.time()
+                started = time.monotonic()
                 try:
                     self._answer(await self._decode())
                 except Exception as error:
@@ -194,7 +194,7 @@ class HFServer(TakesWeights):
                         future = self.futures.pop(draft)
                         if not future.done():  # cancelled meanwhile
                             future.set_exception(error)
-                self.busy.add(started, time.time())
+                self.busy.add(started, time.monotonic())
             await asyncio.sleep(0)
 
     def _remove_cancelled(self) -> None:

@@ -68,15 +68,15 @@ class TimesRequests:
         self.watch = Stopwatch()
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
-        began = time.time()
+        began = time.monotonic()
         try:
             return await super().generate(*args, **kwargs)  # type: ignore[misc]
         finally:
-            self.watch.add(began, time.time())
+            self.watch.add(began, time.monotonic())
 
     async def take_spans(self) -> tuple[list[Span], float]:
         """Busy spans since the last call, and the server's current time."""
-        return self.watch.take(), time.time()
+        return self.watch.take(), time.monotonic()
 
 
 def vllm_server_class() -> type:

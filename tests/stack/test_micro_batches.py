@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDict
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
+from marl.batch.rows import rows_of
 from marl.platform.micro_batches import cuts, even_cuts
 from marl.utils.ragged import jagged
 from tests.stack.builders import gradient, parameters
@@ -105,6 +106,23 @@ def test_critics_read_and_learn_as_with_verls_cutting(live, monkeypatch):
     assert len(found) >= 12 and float(results[0][1].norm()) > 0.01
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-6)
+
+
+def test_micro_batches_of_padding_alone_train_nothing(alone, monkeypatch):
+    """Five rows in two mini-batches are padded to six, and each is a micro-batch: verl's loss in bypass mode refuses the sixth,
+    where other losses take it for 0."""
+    words = ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=43", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+    results, taken = [], rows_of(ragged_rows(), [0, 4, 9, 11, 0])
+    taken["old_log_probs"] = taken["advantages"] * 0 - 3
+    for bypass in ("false", "true"):
+        live = alone(*words, f"algorithm.rollout_correction.bypass_mode={bypass}")
+        kept, found = gradient_at_step(monkeypatch, actor(live)), micro_batches(monkeypatch, actor(live))
+        metrics = live.wait(live.trainer.policies["alice"].update_actor(taken))
+        assert len(kept) == 2 and sorted(map(len, found)) == [1] * 6
+        results.append((torch.stack(kept), metrics["actor/pg_loss"], metrics["actor/ppo_kl"]))
+    assert min(float(gradient.norm()) for gradient in results[0][0]) > 0.01
+    torch.testing.assert_close(results[0][0], results[1][0], atol=1e-7, rtol=0)
+    assert results[1][1:] == pytest.approx(results[0][1:], abs=1e-6)
 
 
 def gradient_at_step(monkeypatch, engine):

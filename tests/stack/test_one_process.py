@@ -2,8 +2,10 @@
 
 import functools
 import gc
+import itertools
 import sys
 import threading
+import time
 import weakref
 
 import pytest
@@ -32,6 +34,15 @@ def test_its_results_are_those_of_a_run_through_ray(cluster, compose_config, col
         results.append(numbers(steps))
     assert len(results[0]) == 3 and len(results[0][0]) > 10
     assert results[0] == results[1], "to the last bit"
+
+
+def test_a_clock_that_is_set_back_changes_no_length(alone, monkeypatch):
+    live, clock = alone(), itertools.count(time.time(), -3600.0)
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+    metrics = live.step()
+    phases = [metrics[f"timing_s/{phase}"] for phase in ("collect", "log_probs", "update")]
+    assert min(phases) > 0 and sum(phases) <= metrics["timing_s/step"] < 60
+    assert 0 <= metrics["perf/overhead_share"] < 1 and metrics["perf/turns_per_second"] > 0
 
 
 def parts_of(trainer):

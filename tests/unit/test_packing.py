@@ -147,6 +147,21 @@ def test_an_alternative_beside_it_does_not_end_a_conversations_row():
     assert [row.tolist() for row in rows["input_ids"].unbind()] == [[1, 2, 9, 4], [1, 3], [1, 2, 9, 5, 9, 6]]
 
 
+def test_equal_ids_do_not_join_turns_of_two_episodes_or_of_two_agents():
+    """All of one policy. In the second episode, prompts extend turns of the first one, and of the other agent."""
+    one = episode_of_turns(turn_of_ids("a", 1, [1], [2], "p"), turn_of_ids("b", 1, [1], [3], "p"))
+    two = episode_of_turns(
+        turn_of_ids("a", 1, [1], [5], "p"),
+        turn_of_ids("a", 2, [1, 2, 9], [4], "p"),
+        turn_of_ids("a", 3, [1, 3, 9], [4], "p"),
+        turn_of_ids("b", 1, [1, 5, 9], [4], "p"),
+    )
+    rows = joint_batch([one, two], ["a", "b"], {"a": 1.0, "b": 0.5}, pack_turns=True).rows["p"]
+    found = [row.tolist() for row in rows["input_ids"].unbind()]
+    assert found == [[1, 2], [1, 3], [1, 5], [1, 2, 9, 4], [1, 3, 9, 4], [1, 5, 9, 4]]
+    assert rows["temperature"].tolist() == [1.0, 0.5, 1.0, 1.0, 1.0, 0.5]
+
+
 @st.composite
 def conversations(draw):
     """Turns of two agents: each continues one of its agent's, or starts anew, with a mask of its own."""

@@ -6,8 +6,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from marl.config.errors import ConfigError, resolve
+from marl.config.log_probs import servers_are_comparable
 from marl.config.policies import own_settings
-from marl.config.precision import OF_CRITICS, OF_POLICIES, gap_alarm
+from marl.config.precision import CPU_GAPS, OF_CRITICS, OF_POLICIES, gap_alarm
 from marl.config.rules import check
 from marl.report.alarms import warn_of_gaps
 
@@ -117,3 +118,18 @@ def test_a_gap_of_half_a_nat_is_plausible_on_an_accelerator_in_bf16_alone(resolv
 def test_a_server_in_another_precision_than_its_trainer_is_not_held_to_full_precision(resolved):
     mixed = gap_alarm(of_policy(resolved(*VERLS_KEYS[:1]), "alice"))
     assert mixed == gap_alarm(of_policy(resolved("precision=bf16"), "alice")) > gap_alarm(resolved("precision=fp32"))
+
+
+@pytest.mark.parametrize("word,full", [("fp32", True), ("float32", True), ("32", True), ("bf16", False), ("16", False)])
+def test_every_word_of_verls_for_a_dtype_means_the_same_to_all(resolved, word, full):
+    """To the alarm, to the source of old log-probs, and to the rule that compares it with ``precision``."""
+    key = f"actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype={word}"
+    config, sampling = resolved(key), {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
+    own = of_policy(config, "alice")
+    assert gap_alarm(own) == CPU_GAPS["fp32" if full else "bf16"]
+    assert servers_are_comparable(config, "alice", own.actor_rollout_ref, lambda *_: sampling) is full
+    if full:
+        check(resolved("precision=fp32", key))
+    else:
+        with pytest.raises(ConfigError, match="precision=fp32 sets it"):
+            check(resolved("precision=fp32", key))

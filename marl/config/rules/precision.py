@@ -6,7 +6,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from marl.config.errors import ConfigError
-from marl.config.precision import OF_CRITICS, OF_POLICIES, SERVER_DTYPES
+from marl.config.precision import OF_CRITICS, OF_POLICIES, SERVER_DTYPES, dtype_name
 from marl.utils.registry import did_you_mean
 
 
@@ -32,7 +32,7 @@ def must_agree(config: Any, keys: Sequence[str]) -> None:
     precision = config.precision
     for key in keys if precision in SERVER_DTYPES else ():
         value = OmegaConf.select(config, key)
-        if value not in (precision, SERVER_DTYPES[precision]):
+        if dtype_name(value) != dtype_name(precision):
             raise ConfigError(
                 f"{key}={value}: precision={precision} sets it, for trainer, critics and servers alike; leave it out, or set "
                 "precision=null to choose each of verl's keys"
