@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 from tensordict import TensorDict
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils as tu
@@ -23,6 +22,7 @@ import marl.platform.engine
 import marl.rollout.hf
 import marl.rollout.vllm_sglang  # noqa: F401 - these three register the CPU's engines and our rollout backends
 from marl.cluster.workers import lora
+from marl.platform.sharding import reshard
 from marl.utils.garbage import freeze_gc
 
 PG_TIMEOUT_SECONDS = "MARL_PROCESS_GROUP_TIMEOUT"
@@ -172,15 +172,6 @@ def shards(worker: TrainingWorker) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         shard = tensor.detach()
         yield name, shard.to_local() if isinstance(shard, DTensor) else shard
-
-
-def reshard(module: torch.nn.Module) -> None:
-    """Free the parameters gathered for a forward pass: they would hide writes into the shards."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
-        elif isinstance(part, FullyShardedDataParallel) and part._handle and part._handle.uses_sharded_strategy:
-            part._handle.reshard(True)
 
 
 def log_probs_of(output: TensorDict | None, data: TensorDict, started: float) -> TensorDict | None:
