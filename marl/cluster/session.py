@@ -14,6 +14,7 @@ from verl.plugin.platform import PlatformRegistry, get_platform, set_platform
 import marl.config.schema  # noqa: F401 - registers our groups
 from marl.config.errors import ConfigError
 from marl.run_setup import Setup
+from marl.utils.allocator import keep_freed_memory
 from marl.utils.garbage import freeze_gc
 
 FOLLOWING = {
@@ -34,7 +35,8 @@ def session(setup: Setup) -> AbstractContextManager[None]:
 @contextmanager
 def local_session(config: DictConfig) -> Iterator[None]:
     """This process alone (``resources.one_process``)."""
-    use_platform(config.trainer.device)
+    if use_platform(config.trainer.device) == "cpu":
+        keep_freed_memory()
     os.environ.setdefault("MARL_PROCESS_GROUP_TIMEOUT", str(config.resources.process_group_timeout_s))
     from marl.cluster.local import one_process
 

@@ -28,6 +28,7 @@ from marl.rollout.decoding import Engine, SingleReader, end_ids, padding_token
 from marl.rollout.prefixes import Prefixes
 from marl.rollout.requests import Draft, Request
 from marl.rollout.vllm_sglang import offset_rank
+from marl.utils.allocator import keep_freed_memory
 from marl.utils.garbage import freeze_gc
 from marl.utils.spans import Span, Stopwatch
 
@@ -61,6 +62,8 @@ class HFServer:
 
     def __init__(self, config: Any, model_config: Any, device: str) -> None:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        if device == "cpu":
+            keep_freed_memory()
         self.config, self.device = config, device
         exact = is_exact(config)
         attention = ATTENTION if exact else NEAR_ATTENTION
