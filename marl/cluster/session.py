@@ -16,6 +16,7 @@ from marl.config.engines import serves_vllm_on_cpu
 from marl.config.errors import ConfigError
 from marl.platform.cpu import PlatformCPUEngines
 from marl.run_setup import Setup
+from marl.utils.allocator import keep_freed_memory
 from marl.utils.garbage import freeze_gc
 
 FOLLOWING = {
@@ -36,7 +37,8 @@ def session(setup: Setup) -> AbstractContextManager[None]:
 @contextmanager
 def local_session(config: DictConfig) -> Iterator[None]:
     """This process alone (``resources.one_process``)."""
-    use_platform(config.trainer.device)
+    if use_platform(config.trainer.device) == "cpu":
+        keep_freed_memory()
     os.environ.setdefault("MARL_PROCESS_GROUP_TIMEOUT", str(config.resources.process_group_timeout_s))
     from marl.cluster.local import one_process
 

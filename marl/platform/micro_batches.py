@@ -5,7 +5,8 @@ by length and cut where the token budget is spent; rows are moved column by colu
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, pairwise
 from typing import Any
@@ -13,12 +14,14 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 from verl.utils.metric import Metric
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 from verl.workers.engine.utils import postprocess_batch_func
 
+from marl.platform.shards import reshard
 from marl.utils.ragged import consecutive, joined, pick, pick_rows, row_lengths
 
 
@@ -38,8 +41,18 @@ class SortedMicroBatches(FSDPEngine):
             if not keep:
                 step.pop("model_output", None)
             steps.append(step)
+        if forward_only:
+            reshard(self.module)
         outputs = in_order([step.pop("model_output", {}) for step in steps], order)
         return postprocess_batch_func(steps, None, data) | {"model_output": outputs}
+
+    @contextmanager
+    def _gradient_sync_context(self, *, is_last_micro_batch: bool) -> Iterator[None]:
+        """As verl's; weights that stay gathered after a forward pass are gathered once for all micro-batches."""
+        if isinstance(self.module, FSDPModule) and not self.engine_config.reshard_after_forward:
+            self.module.set_reshard_after_backward(is_last_micro_batch)
+        with super()._gradient_sync_context(is_last_micro_batch=is_last_micro_batch):
+            yield
 
     def _count_tokens(self, data: TensorDict) -> None:
         """Note the numbers by which losses are normalised: tokens of all ranks, and ranks."""

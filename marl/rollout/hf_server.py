@@ -23,6 +23,7 @@ from marl.rollout.hf_weights import TakesWeights
 from marl.rollout.prefixes import Prefixes
 from marl.rollout.requests import Draft, Request
 from marl.rollout.vllm_sglang import is_frozen
+from marl.utils.allocator import keep_freed_memory
 from marl.utils.garbage import freeze_gc
 from marl.utils.spans import Span, Stopwatch
 
@@ -48,6 +49,8 @@ class HFServer(TakesWeights):
     def __init__(self, config: Any, model_config: Any, device: str) -> None:
         super().__init__()
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        if device == "cpu":
+            keep_freed_memory()
         self.config, self.device = config, device
         exact = is_exact(config)
         attention = ATTENTION if exact else NEAR_ATTENTION

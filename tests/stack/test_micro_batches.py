@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 from tensordict import TensorDict
+from torch.distributed.tensor import DTensor
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from marl.batch.rows import rows_of
@@ -87,6 +88,21 @@ def test_every_row_is_trained_once_with_rows_of_like_length(live, monkeypatch):
     padded = not live.trainer.config.actor_rollout_ref.model.use_remove_padding
     ends = even_cuts(lengths, 96, padded, len(cuts(lengths, 96, padded)) - 1)
     assert found == [lengths[start:end] for start, end in pairwise(ends)] and len(found) > 2
+
+
+def test_weights_are_gathered_once_for_a_mini_batch(live, monkeypatch):
+    engine, rows, sharded = actor(live), ragged_rows(), []
+    rows["old_log_probs"] = jagged([[-1.0] * n for n in ANSWERS], torch.float32)
+
+    def look():
+        sharded.append({isinstance(parameter, DTensor) for parameter in engine.module.parameters()})
+
+    step = engine.forward_step
+    monkeypatch.setattr(engine, "forward_step", lambda *args, **options: look() or step(*args, **options))
+    live.wait(live.trainer.policies["alice"].update_actor(rows))
+    look()
+    assert sharded[0] == sharded[-1] == {True} and len(sharded) > 3
+    assert sharded[1:-1] == [{False}] * (len(sharded) - 2)
 
 
 def test_critics_read_and_learn_as_with_verls_cutting(live, monkeypatch):

@@ -26,6 +26,7 @@ import marl.rollout.hf
 import marl.rollout.vllm_sglang  # noqa: F401 - these three register the CPU's engines and our rollout backends
 from marl.cluster.workers import lora
 from marl.platform.shards import reshard
+from marl.utils.allocator import keep_freed_memory
 from marl.utils.garbage import freeze_gc
 from marl.utils.weight_digest import Digest, digest_of
 
@@ -36,6 +37,7 @@ def ensure_process_group() -> None:
     """gloo for a CPU: verl would ask for ``cpu:gloo,cpu:gloo``, which torch refuses; it skips what is there already."""
     if get_device_name() != "cpu" or torch.distributed.is_initialized():
         return
+    keep_freed_memory()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.distributed.init_process_group(
         process_group_backend(),
