@@ -246,7 +246,9 @@ class Says:
         self.asked.append((task.id, seed, sampling["temperature"]))
         text = self.does(agent, round, task=task, seed=seed)
         await asyncio.sleep(0)
-        return Turn(agent, round, observation, text, response_ids=[1], response_mask=[1], log_probs=[0.0])
+        return Turn(
+            agent, round, observation, text, prompt_ids=[1], response_ids=[1], response_mask=[1], log_probs=[0.0]
+        )
 
 
 def task(number=0):

@@ -8,7 +8,7 @@ import hydra
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 import marl.main  # noqa: F401 - registers every option
 from marl.config.overrides import hydra_overrides
@@ -43,7 +43,9 @@ def base(name: str, words: list[str]) -> DictConfig:
             BASES[key] = pickle.dumps(config), options
         except (AttributeError, pickle.PicklingError):  # typed by a class of a function
             return config
-    return pickle.loads(BASES[key][0])
+    config = pickle.loads(BASES[key][0])
+    OmegaConf.clear_cache(config)  # each run has a stamp of its own
+    return config
 
 
 def nodes(group: Mapping[str, Any]) -> Iterator[Any]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from marl.config.policies import all_policies
 from marl.utils.numbers import SECONDS, Number, bounded, count
@@ -52,7 +52,8 @@ RESUMABLE = tuple(option.name for option in fields(Endpoint) if option.name not 
 
 def endpoint_node(config: Any, policy: str) -> Any:
     """A policy's own ``endpoint`` group as it is written, or None."""
-    return (config.policies.get(policy) or {}).get("endpoint")
+    own = config.policies.get(policy)
+    return own.get("endpoint") if isinstance(own, Mapping | DictConfig) else None  # a rule refuses what is no group
 
 
 def has_endpoint(config: Any, policy: str) -> bool:

@@ -491,6 +491,35 @@ def test_an_overlong_penalty_that_has_an_effect_is_taken(quickstart):
         prepare(quickstart("controller.overlong_buffer=2", *words))
 
 
+JUDGE = "agents.carol.trainable=false credit=own +policies.carol.endpoint={base_url:'http://localhost:1/v1',model:m"
+"""A policy that a server elsewhere answers for, to be closed with a brace."""
+GPU = "hardware=gpu actor_rollout_ref.rollout"
+BAD |= {
+    "sharing=grups": ["sharing=grups", "Did you mean 'groups'"],
+    "sharing=individual agents.carol.policy=alice": ["alice and carol", "agents.carol.policy"],
+    "sharing=shared agents.alice.policy=one agents.carol.policy=two": ["one, two", "unset", "sharing=groups"],
+    "sharing=groups agents.alice.policy=one": ["agent carol", "set agents.carol.policy"],
+    "sharing=lora actor_rollout_ref.model.lora.merge=true": ["lora.merge=true", "sharing=individual"],
+    "sharing=lora actor_rollout_ref.actor.strategy=fsdp": ["strategy=fsdp", "use fsdp2"],
+    "sharing=lora +policies.alice.model.path=other": ["policies.alice.model.path=other", "alice and carol", "pool"],
+    f"{GPU}.name=trtllm": ["rollout.name=trtllm", "use hf, vllm, sglang"],
+    f"{GPU}.checkpoint_engine.backend=nccl": ["checkpoint_engine.backend=nccl", "set naive"],
+    f"{GPU}.temperature=2.5": ["rollout.temperature=2.5", "lower it, or use hf"],
+    "hardware=gpu agents.alice.temperature=2.1": ["agents.alice.temperature=2.1", "lower it, or use hf"],
+    f"{GPU}.name=sglang controller.request_seeds=always": ["request_seeds=always", "deterministic"],
+    "agents.carol.trainable=false credit=own +policies.carol.model.lora_adapter_path=x": [
+        "lora_adapter_path=x",
+        "merge",
+    ],
+    f"{JUDGE},modle:x}}": ["policies.carol.endpoint.modle", "Did you mean 'model'"],
+    f"{JUDGE},timeout_s:0}}": ["endpoint.timeout_s=0.0", "above 0"],
+    f"{JUDGE.replace('http://', '')}}}": ["base_url=localhost:1/v1", "expected an address"],
+    f"{JUDGE},api_key_env:UNSET_JUDGE_KEY}}": ["api_key_env=UNSET_JUDGE_KEY", "not set"],
+    f"{JUDGE}}} agents.carol.trainable=true": ["agent 'carol'", "set agents.carol.trainable=false"],
+    f"{JUDGE}}} +policies.carol.pool=p": ["policies.carol.pool has no effect"],
+}
+
+
 @pytest.fixture(scope="module")
 def bad(compose_config, cold_assets):
     """Each bad configuration, composed once."""
@@ -528,7 +557,7 @@ def test_every_rule_was_broken_by_a_test(bad):
                 rule(config)
             except ConfigError:
                 broken.add(rule)
-    assert [rule.__name__ for rule in RULES if rule not in broken] == []
+    assert [f"{rule.__module__}.{rule.__name__}" for rule in RULES if rule not in broken] == []
 
 
 def test_one_reward_function_is_named(quickstart, tmp_path):

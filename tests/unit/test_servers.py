@@ -13,6 +13,7 @@ from marl.cluster.frozen_group import FrozenPolicyGroup
 from marl.cluster.layout import policy_config
 from marl.rollout import vllm_sglang
 from marl.rollout.servers import CoalescingClient, DirectClient, PolicyServers
+from tests.builders import same_for_all
 
 
 def rollout_config(offset=0, tensor_parallel=1):
@@ -93,7 +94,7 @@ class FakeReplica:
 def frozen_group(free_cache_engine):
     rollout = SimpleNamespace(free_cache_engine=free_cache_engine)
     config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
-    group = FrozenPolicyGroup("judge", config, None, "shared", 5.0, asyncio.Lock())
+    group = FrozenPolicyGroup("judge", config, None, "shared", same_for_all(5.0), asyncio.Lock())
     replicas = [FakeReplica(), FakeReplica()]
     group.servers = SimpleNamespace(get_replicas=lambda: replicas)
     return group, replicas
