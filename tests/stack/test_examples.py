@@ -33,7 +33,7 @@ def test_a_script_is_composed_down_to_the_settings_of_its_workers(script, enviro
         actor = omega_conf_to_dataclass(own.actor_rollout_ref.actor)
         rollout = omega_conf_to_dataclass(own.actor_rollout_ref.rollout)
         assert (actor.strategy, actor.optim.lr, rollout.name) == ("fsdp2", 1e-6, "vllm")
-        assert actor.optim.total_training_steps == 10 and rollout.gpu_memory_utilization == 0.8
+        assert actor.optim.total_training_steps == 10 and rollout.gpu_memory_utilization == 0.4  # half of .8
     parts = parts_of(setup, configs)
     assert [part.is_critic for part in parts] == [False, False, *[True] * len(setup.pool_by_critic)]
     for part in parts:
