@@ -86,7 +86,8 @@ class SortedMicroBatches(FSDPEngine):
 
 def is_padding(rows: TensorDict) -> bool:
     """True for rows of a policy without a token to train."""
-    return "response_mask" in rows and not rows["response_mask"].values().any()
+    mask = rows.get("response_mask")
+    return mask is not None and not bool((mask.values() if mask.is_nested else mask).any())
 
 
 def zero_loss(loss_function: Callable[..., Any]) -> Callable[..., Any]:

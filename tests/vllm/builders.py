@@ -3,7 +3,8 @@
 import asyncio
 import glob
 import os
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import psutil
 import ray
@@ -39,6 +40,8 @@ def running(config, first_sync=True):
         if first_sync:
             loop.run_until_complete(trainer.sync_weights())
         yield Live(trainer, loop)
+        engines = [child for child in psutil.Process().children(recursive=True) if child.name().startswith("VLLM")]
+    psutil.wait_procs(engines, timeout=30)
 
 
 def differences(live, server, policy, samples=4):
@@ -99,6 +102,14 @@ def engine_of(live, policy):
     return next(child for child in children if "EngineCor" in " ".join([child.name(), *child.cmdline()]))
 
 
-def shared_memory():
-    """What engines and weight syncs keep in /dev/shm; other programs may have segments of these names too."""
-    return {path for name in ("psm_*", "vllm_*", "verl_weights_*") for path in glob.glob(f"/dev/shm/{name}")}
+def abandoned():
+    """Segments of engines and weight syncs in /dev/shm that no process uses, as another run's engines would."""
+    used = "".join(maps_of(process) for process in glob.glob("/proc/[0-9]*/maps"))
+    segments = (path for name in ("psm_*", "vllm_*", "verl_weights_*") for path in glob.glob(f"/dev/shm/{name}"))
+    return {path for path in segments if path not in used}
+
+
+def maps_of(process):
+    with suppress(OSError):
+        return Path(process).read_text()
+    return ""

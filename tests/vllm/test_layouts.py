@@ -9,7 +9,7 @@ import time
 import pytest
 
 from marl.cluster.failures import GroupFailed
-from tests.vllm.builders import CLOSE, SETTINGS, learn, matrix, shared_memory, sync
+from tests.vllm.builders import CLOSE, SETTINGS, abandoned, learn, matrix, sync
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
@@ -32,13 +32,15 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_servers_have_their_trainers_weights(start, layout):
-    before = shared_memory()
+    before = abandoned()
     with start(*LAYOUTS[layout]) as live:
         for _ in range(2):
             metrics = live.step()
             largest = [value for key, value in metrics.items() if key.endswith("log_prob_gap_max")]
             assert len(largest) == 2 and max(largest) <= CLOSE
-    assert len(shared_memory() - before) <= len(live.trainer.policies), "an engine may leave one segment"
+    # vLLM's channel between the ranks of a tensor-parallel group on a CPU, 4 MB a rank, outlives its processes
+    left = [path for path in abandoned() - before if "-cpushm_" not in path]
+    assert len(left) <= len(live.trainer.policies), "an engine may leave one segment"
 
 
 def test_half_an_offset_writes_into_the_other_policys_server_without_an_error(start, monkeypatch):

@@ -8,12 +8,12 @@ from marl.cluster.failures import GroupFailed
 from tests.vllm.builders import (
     CLOSE,
     CLOSE_ON_AVERAGE,
+    abandoned,
     ask,
     ask_together,
     engine_of,
     learn,
     matrix,
-    shared_memory,
     sync,
 )
 
@@ -22,12 +22,12 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 @pytest.fixture(scope="module")
 def live(start):
-    before = shared_memory()
+    before = abandoned()
     # alice's servers are put to sleep and woken, carol's are not
     with start("+policies.carol.rollout.free_cache_engine=false") as live:
         yield live
     # the engine that a test kills leaves its own; verl's buffers are always freed
-    left = shared_memory() - before
+    left = abandoned() - before
     assert not [path for path in left if "verl_weights" in path] and len(left) <= 2, left
 
 
