@@ -70,7 +70,8 @@ def place(setup: CheckedSetup, cluster: Cluster | None = None) -> CheckedSetup:
     """The run with the pools that were found, in its configuration too. ``cluster``: the run's own where it is None. Raises
     ConfigError where no pools fit."""
     config = setup.config
-    groups, sizes = found(members_of(setup, cluster or cluster_of(config)), cluster or cluster_of(config))
+    cluster = cluster or cluster_of(config)
+    groups, sizes = found(members_of(setup, cluster.card), cluster)
     names = names_of(groups)
     with open_dict(config):
         config.resources.placement = Placement.separate
