@@ -64,7 +64,7 @@ def test_the_launch_script_passes_overrides_on(cold_assets):
 def test_more_than_the_cluster_can_ever_give_is_an_error_at_once(finish, cluster, cold_assets, tmp_path):
     code, said = finish(f"assets={cold_assets}", f"trainer.default_local_dir={tmp_path}", "trainer.n_gpus_per_node=5")
     assert code == 2
-    assert re.search(r"the pools ask for 10 CPU \(alice: 5, carol: 5; .*\), the whole cluster has 8", said.err)
+    assert re.search(r"the pools ask for 10 CPU \(alice: 1 x 5, carol: 1 x 5; .*\), the whole cluster has 8", said.err)
 
 
 def alive(pids):

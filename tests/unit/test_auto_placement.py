@@ -6,6 +6,7 @@ import pytest
 
 from marl.config.errors import ConfigError
 from marl.config.placement import PoolSize
+from marl.config.policies import own_settings
 from marl.config.schema import Placement
 from marl.preflight.auto_placement import Member, cluster_of, found, names_of
 from marl.preflight.cluster_plan import Cluster
@@ -91,6 +92,18 @@ def test_the_plan_prints_the_pools_as_a_key_that_makes_them(config):
     again = prepare(config(words, "learner=mappo"))
     assert again.pools == auto.pools and again.pool_by_policy == auto.pool_by_policy
     assert again.pool_by_critic == auto.pool_by_critic
+
+
+def test_engines_that_reserve_memory_share_a_gpu_where_there_is_one(config, monkeypatch):
+    """Each server's share of a GPU is that of all, so that two fit into one that would hold three halves."""
+    monkeypatch.setattr("marl.cluster.session.fitting_platform", lambda device: None)
+    words = ("hardware=gpu", "resources.placement=auto", "actor_rollout_ref.rollout.gpu_memory_utilization=.75")
+    one = prepare(config(*words), Cluster(1, 1, 80e9))
+    assert one.pools == {"shared": PoolSize(1, 1)}
+    assert own_settings(one.config, "alice").rollout.gpu_memory_utilization == pytest.approx(0.375)
+    two = prepare(config(*words), Cluster(1, 2, 80e9))
+    assert set(two.pools) == {"alice", "carol"}
+    assert own_settings(two.config, "alice").rollout.gpu_memory_utilization == 0.75
 
 
 def test_without_a_described_cluster_it_is_the_runs_own(config):
