@@ -29,14 +29,22 @@ class Pair(NamedTuple):
         return added
 
 
+class Share(NamedTuple):
+    """The rows of a batch that are one adapter's."""
+
+    rows_B: Tensor
+    padded_P: Tensor
+    """The same, and the first again where they are fewer than ``MIN_ROWS``."""
+
+
 class AdapterBank:
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
         self.pairs: dict[str, dict[str, Pair]] = {}
         """By layer and adapter."""
         self.names: set[str] = set()
-        self.rows: dict[str, list[int]] = {}
-        """Rows of the batch that is computed, by adapter."""
+        self.shares: dict[str, Share] = {}
+        """Of the batch that is computed, by adapter."""
 
     def put(self, name: str, weights: Mapping[str, Tensor], scaling: float) -> None:
         """Take over a whole adapter, new or in place of its former weights. Raises KeyError for a layer or half of a pair that
@@ -78,27 +86,31 @@ class AdapterBank:
         return add
 
     def _added(self, layer: str, x: Tensor, output: Tensor) -> Tensor:
-        for name, rows in self.rows.items():
-            if (pair := self.pairs[layer].get(name)) is None:
-                continue
-            padded = rows + rows[:1] * max(0, MIN_ROWS - len(rows))
-            output[rows] = output[rows] + pair(x[padded])[: len(rows)]
+        for name, (rows, padded) in self.shares.items():
+            if (pair := self.pairs[layer].get(name)) is not None:
+                output[rows] = output[rows] + pair(x[padded])[: len(rows)]
         return output
 
     @contextmanager
     def routed(self, adapters: Sequence[str | None]) -> Iterator[None]:
         """Compute row i with ``adapters[i]``, further rows and those of None with the model alone. Raises KeyError for an
         adapter that was never put."""
-        self.rows = {}
+        rows: dict[str, list[int]] = {}
         for row, name in enumerate(adapters):
             if name is not None:
                 if name not in self.names:
                     raise KeyError(f"adapter {name!r}: expected one of {', '.join(sorted(self.names)) or 'none'}")
-                self.rows.setdefault(name, []).append(row)
+                rows.setdefault(name, []).append(row)
+        self.shares = {name: self._share(those) for name, those in rows.items()}
         try:
             yield
         finally:
-            self.rows = {}
+            self.shares = {}
+
+    def _share(self, rows: list[int]) -> Share:
+        device = next(self.model.parameters()).device
+        padded = rows + rows[:1] * (MIN_ROWS - len(rows))
+        return Share(torch.tensor(rows, device=device), torch.tensor(padded, device=device))
 
 
 def layer_of(key: str) -> str:
