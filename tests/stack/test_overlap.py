@@ -1,5 +1,6 @@
 """Tasks read ahead, dumps written beside the next step and the calls of a step, through the real parts."""
 
+import json
 from collections import Counter
 
 from marl.cluster.local import LocalHandle, LocalWorkers
@@ -30,6 +31,12 @@ def test_a_resumed_run_plays_the_tasks_of_the_whole_run(alone, tmp_path):
     )
     assert sorted(whole) == [1, 2, 3, 4] and len(set(whole.values())) == 4
     assert resumed == {step: whole[step] for step in (3, 4)}
+
+
+def test_a_dump_has_the_advantages_with_which_its_step_trained(alone, tmp_path):
+    dumps = fitted(alone, tmp_path, "trainer.total_training_steps=1")
+    lines = [json.loads(line) for line in dumps[1].splitlines()]
+    assert len(lines) == 64 and all(isinstance(line["advantage"], float) for line in lines if line["trained"])
 
 
 def test_a_policy_is_called_at_most_four_times_a_phase(alone, monkeypatch):

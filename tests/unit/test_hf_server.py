@@ -140,6 +140,25 @@ def test_weights_that_come_between_tokens_are_never_mixed_with_what_was_read_und
     asyncio.run(run())
 
 
+def test_nothing_that_was_read_outlives_a_part_of_the_weights(server):
+    """Weights come in several parts; after the last one, an answer is the new model's, whatever was asked between them."""
+    other, prompt = make_model(), (30, 31, 32, 33)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.05)
+    new = {name: tensor.detach() for name, tensor in other.named_parameters()}
+    parts = [dict(list(new.items())[:3]), dict(list(new.items())[3:])]
+
+    async def run():
+        for part in parts:
+            await server.generate_many([ask(6, 5, prompt)])
+            await server.load_weights(part)
+        ((ids, log_probs, _, _),) = await server.generate_many([ask(6, 5, prompt)])
+        assert (ids, log_probs) == answers(other, [Request(prompt, 6, 5)])[0][:2]
+
+    asyncio.run(run())
+
+
 def test_a_cache_that_outlives_a_weight_sync_is_caught(server, monkeypatch):
     """The test above sees the fault on purpose."""
     monkeypatch.setattr(server.engine, "forget", lambda: None)
