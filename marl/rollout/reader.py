@@ -5,16 +5,15 @@ product has fewer than ``MIN_ROWS`` rows, attention sees ``key_width`` keys, and
 transformers drops it, and takes another kernel, whenever no row happens to be padded).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from marl.platform.shapes import MIN_ROWS, key_width, near_width
+from marl.rollout.plain_forward import Place, forward_of
 from marl.rollout.prefixes import Node, Prefixes
 from marl.rollout.slots import Slots
 
@@ -27,6 +26,7 @@ class ModelReader:
         """``prefixes``: what this model has read; ``exact``: bit for bit, as above."""
         self.model, self.device, self.prefixes, self.pad_id = model, model.device, prefixes, pad_id
         self.key_width = key_width if exact else near_width
+        self.forward = forward_of(model)
         self.prefilled = 0
         self.clear()
 
@@ -55,7 +55,7 @@ class ModelReader:
         for read, token in zip(self.read, tokens, strict=True):
             read.append(token)
         end = max(map(len, self.read))
-        return self._forward(self.slots, ids_B[:, None], at_B, end, self.key_width(end)).logits[: len(tokens), 0]
+        return self._forward(self.slots, ids_B[:, None], at_B, end, self.key_width(end))[: len(tokens), 0]
 
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with these rows; remember what the others have read. Rows change places only into those of the others."""
@@ -76,29 +76,25 @@ class ModelReader:
         width = self.key_width(max(node.start for node in nodes) + size)
         scratch = Slots(len(nodes), width)
         fill(scratch, [node.parent for node in nodes], 0)
-        last = [len(node.tokens) - 1 for node in nodes]
         rows = [*range(len(nodes)), *[0] * (MIN_ROWS - len(nodes))]
-        picked_rows, picked_last = (torch.tensor(x, device=self.device) for x in (rows, [last[u] for u in rows]))
-        with picked(self.model.get_output_embeddings(), lambda hidden: hidden[picked_rows, picked_last][:, None]):
-            scores = self._forward(scratch, ids_UN, start_U, max(node.end for node in nodes), width).logits
+        columns = [len(nodes[u].tokens) - 1 for u in rows]
+        last = torch.tensor(rows, device=self.device), torch.tensor(columns, device=self.device)
+        scores = self._forward(scratch, ids_UN, start_U, max(node.end for node in nodes), width, last)
         for u, node in enumerate(nodes):
             node.scores = scores[u, 0].clone()
             self.prefixes.hold(node, scratch.take(u, node.start, node.end))
         self.prefilled += sum(len(node.tokens) for node in nodes)
 
-    def _forward(self, cache: Slots, ids_BN: Tensor, start_B: Tensor, end: int, width: int) -> Any:
+    def _forward(
+        self, cache: Slots, ids_BN: Tensor, start_B: Tensor, end: int, width: int, last: Place | None = None
+    ) -> Tensor:
         """Read tokens into the first B rows of a cache, from ``start_B`` on; past ``end`` there is padding alone."""
         positions_BN = start_B[:, None] + torch.arange(ids_BN.shape[1], device=self.device)
         cache.aim(positions_BN, width)
         unseen_BNW = torch.arange(width, device=self.device) > positions_BN[..., None]
         mask_BNW = torch.zeros(unseen_BNW.shape, dtype=self.model.dtype, device=self.device)
-        return self.model(
-            input_ids=ids_BN,
-            attention_mask=mask_BNW.masked_fill_(unseen_BNW, -torch.inf)[:, None],
-            position_ids=positions_BN.clamp(max=end - 1),
-            past_key_values=cache,
-            use_cache=True,
-        )
+        mask_BNW.masked_fill_(unseen_BNW, -torch.inf)
+        return self.forward(ids_BN, mask_BNW[:, None], positions_BN.clamp(max=end - 1), cache, last)
 
 
 def padded(size: int) -> int:
@@ -140,13 +136,3 @@ def cut(nodes: Sequence[Node]) -> Iterator[list[Node]]:
         tokens += len(node.tokens)
     if batch:
         yield batch
-
-
-@contextmanager
-def picked(head: torch.nn.Module, pick: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Reduce a module's input to what ``pick`` selects: logits of one position per row instead of all."""
-    hook = head.register_forward_pre_hook(lambda _, inputs: (pick(inputs[0]), *inputs[1:]))
-    try:
-        yield
-    finally:
-        hook.remove()
