@@ -1,5 +1,7 @@
 """A model small enough to decode in a unit test, and its answers."""
 
+from contextlib import contextmanager
+
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -36,3 +38,14 @@ def text_of(ids):
 
 def answers(model, batch):
     return [(a.token_ids, a.log_probs, a.stop_reason) for a in decode(model, batch, 0, text_of)]
+
+
+@contextmanager
+def shapes_read(model):
+    """The shapes of the ids that a model reads meanwhile."""
+    seen = []
+    hook = model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(tuple(inputs[0].shape)))
+    try:
+        yield seen
+    finally:
+        hook.remove()

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -22,19 +23,20 @@ def heads_as_rows(
     least: int = MIN_ROWS,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """sdpa, but of a single query the heads that share a key head are its rows: the cache is read as it lies, not repeated
-    for each of them. On a CPU they are asked until there are ``least``."""
-    if query.shape[2] > 1 or attention_mask is None:
+    """sdpa that reads the cache as it lies, not repeated for every head that shares a key head: these heads are a single
+    query's rows, and of many queries a CPU's kernel finds their keys. On a CPU a single query has at least ``least`` rows."""
+    on_cpu, single = query.device.type == "cpu", query.shape[2] == 1
+    if attention_mask is None or not (single or on_cpu):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    attend = partial(scaled_dot_product_attention, attn_mask=attention_mask, scale=kwargs.get("scaling"))
+    if not single:
+        return attend(query, key, value, enable_gqa=True).transpose(1, 2), None
     batch, heads, _, size = query.shape
     shared = heads // key.shape[1]
     rows = query.reshape(batch, -1, shared, size)
-    if query.device.type == "cpu" and shared < least:
+    if on_cpu and shared < least:
         rows = rows.repeat(1, 1, -(-least // shared), 1)
-    output = torch.nn.functional.scaled_dot_product_attention(
-        rows, key, value, attn_mask=attention_mask, scale=kwargs.get("scaling")
-    )
-    return output[:, :, :shared].reshape(batch, 1, heads, -1), None
+    return attend(rows, key, value)[:, :, :shared].reshape(batch, 1, heads, -1), None
 
 
 AttentionInterface.register(ATTENTION, heads_as_rows)

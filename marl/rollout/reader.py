@@ -5,10 +5,9 @@ product has fewer than ``MIN_ROWS`` rows, attention sees ``key_width`` keys, and
 transformers drops it, and takes another kernel, whenever no row happens to be padded).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from transformers import PreTrainedModel
 
 from marl.platform.shapes import MIN_ROWS, key_width, near_width
 from marl.rollout.adapters import AdapterBank
+from marl.rollout.plain_forward import OwnForward, Place, forward_of
 from marl.rollout.prefixes import Node, Prefixes
 from marl.rollout.slots import Slots
 
@@ -36,6 +36,7 @@ class ModelReader:
         self.adapters = adapters
         self.model, self.device, self.prefixes, self.pad_id = model, model.device, prefixes, pad_id
         self.key_width = key_width if exact else near_width
+        self.forward, self.with_adapters = forward_of(model), OwnForward(model)
         self.prefilled = 0
         self.clear()
 
@@ -74,8 +75,7 @@ class ModelReader:
             read.append(token)
         end = max(map(len, self.read))
         with self._answered_by(self.readers):
-            output = self._forward(self.slots, ids_B[:, None], at_B, end, self.key_width(end))
-        return output.logits[: len(tokens), 0]
+            return self._forward(self.slots, ids_B[:, None], at_B, end, self.key_width(end))[: len(tokens), 0]
 
     def _answered_by(self, adapters: Sequence[str | None]) -> AbstractContextManager:
         return self.adapters.routed(adapters) if self.adapters else nullcontext()
@@ -100,30 +100,28 @@ class ModelReader:
         width = self.key_width(max(node.start for node in nodes) + size)
         scratch = Slots(len(nodes), width)
         fill(scratch, [node.parent for node in nodes], 0)
-        last = [len(node.tokens) - 1 for node in nodes]
         rows = [*range(len(nodes)), *[0] * (MIN_ROWS - len(nodes))]
-        picked_rows, picked_last = (torch.tensor(x, device=self.device) for x in (rows, [last[u] for u in rows]))
-        head, reads = self.model.get_output_embeddings(), self._answered_by([node.adapter for node in nodes])
-        with picked(head, lambda hidden: hidden[picked_rows, picked_last][:, None]), reads:
-            scores = self._forward(scratch, ids_UN, start_U, max(node.end for node in nodes), width).logits
+        columns = [len(nodes[u].tokens) - 1 for u in rows]
+        last = torch.tensor(rows, device=self.device), torch.tensor(columns, device=self.device)
+        with self._answered_by([node.adapter for node in nodes]):
+            scores = self._forward(scratch, ids_UN, start_U, max(node.end for node in nodes), width, last)
         for u, node in enumerate(nodes):
             node.scores = scores[u, 0].clone()
             self.prefixes.hold(node, scratch.take(u, node.start, node.end))
         self.prefilled += sum(len(node.tokens) for node in nodes)
 
-    def _forward(self, cache: Slots, ids_BN: Tensor, start_B: Tensor, end: int, width: int) -> Any:
+    def _forward(
+        self, cache: Slots, ids_BN: Tensor, start_B: Tensor, end: int, width: int, last: Place | None = None
+    ) -> Tensor:
         """Read tokens into the first B rows of a cache, from ``start_B`` on; past ``end`` there is padding alone."""
         positions_BN = start_B[:, None] + torch.arange(ids_BN.shape[1], device=self.device)
         cache.aim(positions_BN, width)
         unseen_BNW = torch.arange(width, device=self.device) > positions_BN[..., None]
         mask_BNW = torch.zeros(unseen_BNW.shape, dtype=self.model.dtype, device=self.device)
-        return self.model(
-            input_ids=ids_BN,
-            attention_mask=mask_BNW.masked_fill_(unseen_BNW, -torch.inf)[:, None],
-            position_ids=positions_BN.clamp(max=end - 1),
-            past_key_values=cache,
-            use_cache=True,
-        )
+        mask_BNW.masked_fill_(unseen_BNW, -torch.inf)
+        # adapters act on calls of modules, and a plain forward pass has none
+        forward = self.with_adapters if self.adapters and self.adapters.shares else self.forward
+        return forward(ids_BN, mask_BNW[:, None], positions_BN.clamp(max=end - 1), cache, last)
 
 
 def padded(size: int) -> int:
@@ -165,13 +163,3 @@ def cut(nodes: Sequence[Node]) -> Iterator[list[Node]]:
         tokens += len(node.tokens)
     if batch:
         yield batch
-
-
-@contextmanager
-def picked(head: torch.nn.Module, pick: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Reduce a module's input to what ``pick`` selects: logits of one position per row instead of all."""
-    hook = head.register_forward_pre_hook(lambda _, inputs: (pick(inputs[0]), *inputs[1:]))
-    try:
-        yield
-    finally:
-        hook.remove()

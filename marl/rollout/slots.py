@@ -48,7 +48,8 @@ class Slots(Cache):
                 kept[to, :, :length] = kept[source, :, :length]
 
     def fill(self, rows: Sequence[int], start: int, segment: Segment) -> None:
-        """Write tokens that were read before, the same into each of these rows, as far as there is room."""
+        """Write tokens that were read before, the same into each of these rows, which ascend, as far as there is room."""
+        places = slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] == len(rows) - 1 else list(rows)
         while len(self.layers) < len(segment):
             self.layers.append(SlotLayer(self))
         for layer, (keys, values) in zip(self.layers, segment, strict=True):
@@ -56,7 +57,7 @@ class Slots(Cache):
                 layer.allocate(keys[None], values[None])
             for kept, given in zip(layer.stored, (keys, values), strict=True):
                 known = given[:, : self.capacity - start]
-                kept[rows, :, start : start + known.shape[1]] = known
+                kept[places, :, start : start + known.shape[1]] = known
 
     def take(self, row: int, start: int, end: int) -> Segment:
         """A copy of the tokens from ``start`` to ``end`` of a row."""

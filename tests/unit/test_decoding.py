@@ -10,7 +10,7 @@ import torch
 from marl.rollout.decoding import Engine, Request, SingleReader, bucket, decode
 from marl.rollout.prefixes import Prefixes
 from marl.rollout.reader import padded
-from tests.tiny_model import EOS, answers, make_model, text_of
+from tests.tiny_model import EOS, answers, make_model, shapes_read, text_of
 
 
 @pytest.fixture(scope="module")
@@ -131,36 +131,17 @@ def test_answers_end_at_a_stop_token_a_stop_string_or_the_limit(model):
 
 
 def test_equal_prompts_are_prefilled_once(model):
-    seen = []
-    forward = model.forward
-
-    def spy(*args, **kwargs):
-        seen.append(tuple(kwargs["input_ids"].shape))
-        return forward(*args, **kwargs)
-
-    model.forward = spy
-    try:
-        prompt = requests(1)[0].prompt_ids
+    prompt = requests(1)[0].prompt_ids
+    with shapes_read(model) as seen:
         decode(model, [Request(prompt, 2, seed) for seed in range(32)], 0, text_of)
-    finally:
-        model.forward = forward
     assert seen == [(1, padded(len(prompt))), (32, 1)], "one prompt; then all rows together"
 
 
 def test_rows_that_ended_leave_the_batch(model):
-    seen = []
-    forward = model.forward
-
-    def spy(*args, **kwargs):
-        seen.append(kwargs["input_ids"].shape[0])
-        return forward(*args, **kwargs)
-
-    model.forward = spy
-    try:
+    with shapes_read(model) as seen:
         decode(model, requests(30, max_tokens=2) + requests(3, seed=5, max_tokens=20), 0, text_of)
-    finally:
-        model.forward = forward
-    assert max(seen) == 33 and seen[-1] == 4
+    rows = [rows for rows, _ in seen]
+    assert max(rows) == 33 and rows[-1] == 4
 
 
 def test_buckets_do_not_depend_on_the_neighbours():

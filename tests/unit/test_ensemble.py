@@ -24,6 +24,7 @@ from marl.config.errors import ConfigError
 from marl.report.ensemble_table import Way, best_agent, mean_and_error, mean_of_agents, numbers, table
 from marl.rollout.decoding import ATTENTION, Request, decode
 from marl.rollout.joint_decoding import READERS, check_together, decode_jointly, mean_distribution, weighted_mean
+from tests.tiny_model import shapes_read
 
 MODES = sorted(READERS)
 EOS = 7
@@ -232,18 +233,9 @@ def test_an_answer_does_not_depend_on_the_tasks_beside_it(models, mode, which):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_agents_of_one_model_share_its_batch(models, mode):
-    seen, forward = [], models[0].forward
-
-    def spy(*args, **kwargs):
-        seen.append(tuple(kwargs["input_ids"].shape))
-        return forward(*args, **kwargs)
-
-    models[0].forward = spy
-    try:
-        asked = [prompts(6), prompts(6, seed=1), prompts(6, seed=2)]
+    asked = [prompts(6), prompts(6, seed=1), prompts(6, seed=2)]
+    with shapes_read(models[0]) as seen:
         decode_jointly(mode, [models[0]] * 3, asked, requests(6, max_tokens=2, stop_token_ids=frozenset()), 0, text_of)
-    finally:
-        models[0].forward = forward
     assert sum(rows for rows, _ in seen[:-1]) == 18 and seen[-1] == (18, 1)
 
 

@@ -180,7 +180,7 @@ def test_aborted_requests_are_cancelled_and_the_server_goes_on(server):
 
 def test_a_model_that_fails_fails_its_requests_and_no_later_one(server, monkeypatch):
     async def run():
-        monkeypatch.setattr(server.model, "forward", lambda **_: 1 / 0)
+        monkeypatch.setattr(server.reader, "forward", lambda *_: 1 / 0)
         answered = await server.generate_many([ask(4, 1), ask(4, 2)])
         assert all(isinstance(answer, ZeroDivisionError) for answer in answered)
         monkeypatch.undo()
