@@ -29,12 +29,8 @@ class Pair(NamedTuple):
         return added
 
 
-class Share(NamedTuple):
-    """The rows of a batch that are one adapter's."""
-
-    rows_B: Tensor
-    padded_P: Tensor
-    """The same, and the first again where they are fewer than ``MIN_ROWS``."""
+Share = tuple[Tensor, Tensor]
+"""The rows of a batch that are one adapter's; and the same, with the first again where they are fewer than ``MIN_ROWS``."""
 
 
 class AdapterBank:
@@ -110,7 +106,7 @@ class AdapterBank:
     def _share(self, rows: list[int]) -> Share:
         device = next(self.model.parameters()).device
         padded = rows + rows[:1] * (MIN_ROWS - len(rows))
-        return Share(torch.tensor(rows, device=device), torch.tensor(padded, device=device))
+        return torch.tensor(rows, device=device), torch.tensor(padded, device=device)
 
 
 def layer_of(key: str) -> str:
