@@ -108,6 +108,8 @@ ADAPTERS = (
 ON_TWO_RANKS = ("trainer.n_gpus_per_node=2", "trainer.save_freq=3", *ADAPTERS)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_two_ranks_train_adapters_as_one_does(train):
     one, two = train("resources.one_process=true", *ADAPTERS), train(*ON_TWO_RANKS)
     compare(one, two)
@@ -116,6 +118,8 @@ def test_two_ranks_train_adapters_as_one_does(train):
     assert any(not torch.equal(alice[name], carol[name]) for name in alice), "each has an adapter of its own"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_two_ranks_resume_adapters_to_the_last_bit(train):
     """Saved after three steps of five: moments in shards of their parameters' sizes, empty ones among them."""
     whole = train(*ON_TWO_RANKS)
