@@ -5,6 +5,7 @@ import random
 from dataclasses import dataclass, fields
 from typing import Any
 
+import pytest
 import torch
 from omegaconf import II, OmegaConf
 from tensordict import TensorDict
@@ -293,6 +294,11 @@ def episode_of_turns(*turns, agents=("a", "b")):
 
 def like(rows, values):
     return torch.nested.nested_tensor_from_jagged(values, offsets=rows["responses"].offsets())
+
+
+def slow_but(values, *fast):
+    """Parameters of a heavy test: ``make test`` runs it with the ``fast`` ones, ``make test-all`` with every value."""
+    return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def same_for_all(seconds):

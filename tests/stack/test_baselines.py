@@ -41,7 +41,7 @@ def test_baselines_stand_beside_the_team(small, tmp_path):
     assert (tmp_path / "baseline_solo" / "summary.json").is_file()
 
 
-@pytest.mark.parametrize(("schedule", "steps"), [("constant", 2), ("cosine", 1)])
+@pytest.mark.parametrize(("schedule", "steps"), [("constant", 2), pytest.param("cosine", 1, marks=pytest.mark.slow)])
 def test_the_single_agent_has_the_teams_schedule_and_twice_its_steps(small, monkeypatch, schedule, steps):
     """A learning rate that decays over twice the steps would be another recipe, and a cosine rises again after its end."""
     built, original = [], MARLTrainer.fit
@@ -57,6 +57,7 @@ def test_the_single_agent_has_the_teams_schedule_and_twice_its_steps(small, monk
     assert built == [(1, {1}, 1), (steps, {1}, 1)]
 
 
+@pytest.mark.slow
 def test_the_untrained_team_is_measured_where_the_run_did_not(small, tmp_path):
     run(small("baseline=untrained", "trainer.val_before_train=false", "trainer.test_freq=1"))
     found = run_summary.read_json(tmp_path)
@@ -96,6 +97,7 @@ def test_an_answer_that_one_of_its_texts_makes_right_is_right():
         assert majority_is_right(episodes) is True
 
 
+@pytest.mark.slow
 def test_the_vote_baseline_samples_where_validation_is_greedy(small, tmp_path, monkeypatch):
     """Greedy answers to one task are all the same, and so is their vote: that would be solo again."""
     greedy = "actor_rollout_ref.rollout.val_kwargs.do_sample=false"

@@ -1,5 +1,6 @@
 """Exchanges through the real parts: who acts with which weights, and what goes along."""
 
+import pytest
 import torch
 
 from marl.report.step_metrics import policy_metrics
@@ -60,6 +61,7 @@ def test_metrics_and_rows_stand_under_the_agent_that_acted(alone):
     assert metrics == {"agent/carol/x": 1.0, "agent/alice/x": 2.0}
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_goes_on_with_the_exchange(alone, tmp_path):
     first = alone(*START)
     for _ in range(3):

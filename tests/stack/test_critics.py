@@ -1,6 +1,7 @@
 """Critics through the real parts: what they read, what they learn, and PPO put together from verl's own functions."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_pad
 
 from marl.batch.build import joint_batch
 from marl.controller.controller import Collection, EpisodesFailed
+from tests.builders import slow_but
 from tests.stack.builders import parameters, valued, with_another_answer
 
 
@@ -85,10 +87,14 @@ def test_the_central_critic_reads_an_episode_once_and_each_speaker_where_the_rou
     assert len(words) == len(rows["input_ids"].unbind()[0]), "no word of the tiny tokenizer is unknown"
 
 
-@pytest.mark.parametrize("level", ["turn", "token"])
-@pytest.mark.parametrize("learner", ["ippo", "mappo"])
-def test_a_critic_fits_its_targets(alone, learner, level):
+@pytest.mark.parametrize(
+    "pair",
+    slow_but([*product(("ippo", "mappo"), ("turn", "token"))], ("ippo", "token"), ("mappo", "turn")),
+    ids="-".join,
+)
+def test_a_critic_fits_its_targets(alone, pair):
     """Fitted to its own returns again and again on one batch, its error falls by far."""
+    learner, level = pair
     live = alone(f"learner={learner}", f"critic.level={level}", "critic.cliprange_value=10", "critic.optim.lr=0.01")
     trainer, episodes = live.trainer, live.episodes()
     losses = []

@@ -54,6 +54,7 @@ def game(tmp_path):
 
 
 @pytest.mark.parametrize("learner,low,high", [("mappo", 0.9, 1.0), ("ippo", -1.0, 0.1)])
+@pytest.mark.slow
 def test_only_the_central_critic_foretells_what_the_dealer_holds(alone, game, learner, low, high):
     live = alone(*game, f"learner={learner}")
     steps = [live.step() for _ in range(12)]

@@ -129,6 +129,7 @@ def test_agents_that_share_a_policy_are_updated_once_and_not_corrected(alone):
     assert metrics["agent/alice/factor_max"] == 1.0 and metrics["agent/alice/update_position"] == 1.0
 
 
+@pytest.mark.slow
 def test_orders_are_fresh_and_a_resumed_run_goes_on_with_them(alone):
     options = ("learner=happo", *FAST)
     positions = lambda live, steps: [live.step()["agent/alice/update_position"] for _ in range(steps)]  # noqa: E731

@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 
+from tests.builders import slow_but
 from tests.stack.builders import ADAPTERS, numbers, parameters
 
 NO_WARM_UP = "actor_rollout_ref.actor.optim.lr_warmup_steps=0"
@@ -45,7 +46,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("case", SETTINGS)
+@pytest.mark.parametrize("case", slow_but(SETTINGS, "plain", "packed", "mini-batches and epochs"))
 def test_a_learning_step_is_that_of_the_trainers_own_pass(alone, case):
     words = (NO_WARM_UP, *SETTINGS[case]) if case != "adapters" else SETTINGS[case]
     runs = []
@@ -118,6 +119,7 @@ def test_happo_compares_log_probs_of_one_forward_pass(alone):
     assert live.step()["policy/alice/log_probs_from_server"] == 0.0 and seen[0] == 32
 
 
+@pytest.mark.slow
 def test_a_resumed_run_distrusts_the_same_servers(alone):
     live = alone("trainer.resume_mode=auto")
     corrupted(live, 0.01, range)

@@ -7,6 +7,7 @@ import torch
 
 from marl.config.errors import ConfigError
 from marl.learners.mixer_fit import read
+from tests.builders import slow_but
 from tests.stack.builders import valued, with_another_answer
 
 
@@ -121,7 +122,9 @@ def gradients_of(live, monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("options", [(), ("critic.ppo_max_token_len_per_gpu=64",), ("learner.share_utilities=true",)])
+@pytest.mark.parametrize(
+    "options", slow_but([(), ("critic.ppo_max_token_len_per_gpu=64",), ("learner.share_utilities=true",)], ())
+)
 def test_the_gradient_is_that_of_one_graph_from_the_mixer_to_the_value_heads(mixed, monkeypatch, options):
     """Through the workers' linear loss, in one micro-batch or in many; and by autograd through the critics' own modules."""
     live = mixed("qmix", "learner.mixer_epochs=1", *options)
@@ -186,6 +189,7 @@ def test_a_critic_without_a_target_raises(mixed):
         live.wait(live.trainer.critics.groups["alice"].compute_targets(batch.critic_data.value_rows["alice"]))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_utilities_targets_and_mixer(mixed, tmp_path):
     options = ("qmix", "learner.mixer_epochs=2", "trainer.save_freq=1")
     first = mixed(*options, f"trainer.default_local_dir={tmp_path / 'run'}")
@@ -215,6 +219,7 @@ def test_the_learning_rate_moves_once_a_step(mixed):
     assert scheduler.last_epoch == before + 1
 
 
+@pytest.mark.slow
 def test_a_critic_with_a_tokenizer_of_its_own(mixed, tmp_path, bpe_tokenizer):
     from transformers import LlamaConfig, LlamaForCausalLM
 

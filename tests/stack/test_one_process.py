@@ -17,6 +17,7 @@ from marl.cluster.workers.policy_worker import PolicyWorker
 from marl.learners.grpo import GRPO
 from marl.main import run
 from marl.runners.debate import Debate
+from tests.builders import slow_but
 from tests.stack.builders import gradient, numbers, prepared
 from tests.stack.conftest import SMALL
 
@@ -116,7 +117,7 @@ def test_packed_turns_have_the_gradient_of_unpacked_ones(alone, padding):
     [
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64",  # many micro-batches, one gradient
         "actor_rollout_ref.model.use_remove_padding=true",
-        "actor_rollout_ref.model.enable_gradient_checkpointing=true",
+        pytest.param("actor_rollout_ref.model.enable_gradient_checkpointing=true", marks=pytest.mark.slow),
     ],
 )
 def test_how_a_batch_is_cut_and_laid_out_changes_no_gradient(alone, override):
@@ -158,7 +159,9 @@ def test_one_key_puts_trainer_and_server_in_bf16_over_full_weights(alone):
     assert metrics["agent/alice/grad_norm"] > 0 and metrics["agent/carol/grad_norm"] > 0
 
 
-@pytest.mark.parametrize("mode", sorted(set(POLICY_LOSS_REGISTRY) - {"bypass_mode"}))
+@pytest.mark.parametrize(
+    "mode", slow_but(sorted(set(POLICY_LOSS_REGISTRY) - {"bypass_mode"}), "gspo", "cispo", "kl_cov")
+)
 def test_every_loss_of_verl_runs_by_its_key_and_for_one_policy_alone(alone, mode):
     needed = ["+policies.alice.actor.policy_loss.dro_beta=0.1"] if mode == "dro" else []
     live = alone(f"+policies.alice.actor.policy_loss.loss_mode={mode}", *needed)

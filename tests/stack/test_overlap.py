@@ -60,6 +60,10 @@ def test_a_policy_is_called_at_most_four_times_a_phase(alone, monkeypatch):
         of_worker = {name: count for (owner, name), count in calls.items() if owner == id(worker)}
         of_server = {name: count for (owner, name), count in calls.items() if owner == id(handle._target)}
         assert of_worker == {"compute_log_prob": 1, "update_actor": 1}
-        syncs = {name: of_server[name] for name in ("wake_up", "load_weights", "finish_weights") if name in of_server}
+        syncs = {
+            name: of_server[name]
+            for name in ("wake_up", "load_weights", "finish_weights", "held_weights")
+            if name in of_server
+        }
         assert of_server["take_spans"] == 1 and syncs and sum(syncs.values()) <= 4
         assert set(of_server) <= {"generate_many", "collect", "take_spans", *syncs}

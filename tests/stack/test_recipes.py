@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from marl.main import run
 from marl.preflight.prepare import prepare
+from tests.builders import slow_but
 from tests.stack.conftest import ROOT, overrides_of
 
 RECIPES = ["at_grpo", "cory", "maporl", "marft", "multi_agent_grpo", "qmix"]
@@ -57,6 +58,7 @@ def test_a_recipe_is_composed_for_its_gpus(overrides, compose_config):
     assert {group: config[group].name for group in chosen} == chosen
 
 
+@pytest.mark.parametrize("overrides", slow_but(RECIPES, "maporl", "qmix"), indirect=True)
 def test_a_recipe_runs_two_steps_on_a_cpu(overrides, compose_config, tmp_path):
     name, given = overrides
     samples = [] if name == "at_grpo" else ["actor_rollout_ref.rollout.n=2"]

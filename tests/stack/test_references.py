@@ -64,6 +64,7 @@ def test_a_renewed_reference_and_its_coefficient_are_in_the_checkpoint(alone, tm
     assert all(torch.equal(a, b) for a, b in zip(values, parameters(other, "critics"), strict=True))
 
 
+@pytest.mark.slow
 def test_a_renewed_reference_is_kept_where_no_more_are_renewed(alone, tmp_path):
     renewing, resumed = "trainer.ref_update_freq=1", "trainer.resume_mode=auto"
     live = alone(*KL_LOSS, renewing)
@@ -82,6 +83,7 @@ def test_a_renewed_reference_is_kept_where_no_more_are_renewed(alone, tmp_path):
         assert (tmp_path / f"global_step_{step}" / "alice" / "ref").is_dir()
 
 
+@pytest.mark.slow
 def test_a_policy_may_have_another_models_weights_for_its_reference(alone, tmp_path):
     first = alone(*KL_LOSS)
     first.step(), first.step()

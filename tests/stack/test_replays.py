@@ -166,6 +166,7 @@ def test_other_answers_are_trained_beside_what_was_said(played):
     assert any(advantages.values())
 
 
+@pytest.mark.slow
 def test_it_is_the_same_in_every_run_and_another_one_in_every_step(judged):
     results = []
     for step in (1, 1, 2):

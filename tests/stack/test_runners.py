@@ -268,6 +268,7 @@ def test_scores_of_missing_and_truncated_answers(alone):
     assert {t.scored.value for e in plain.episodes() for t in e.trajectory("alice")} == {0.0}
 
 
+@pytest.mark.slow
 def test_passing_agents_and_those_that_left_reach_every_learner(alone, monkeypatch):
     """Agents that speak a different number of times: each learner trains exactly the turns that were spoken."""
     for learner, level in (

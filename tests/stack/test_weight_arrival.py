@@ -10,6 +10,7 @@ from marl.cluster.failures import WeightsNotArrived
 from marl.cluster.weight_probe import Answer, problem_of
 from marl.config.errors import ConfigError
 from marl.config.rules.resources import digests_are_of_hf
+from tests.builders import slow_but
 from tests.stack.builders import ADAPTERS
 
 NO_WARM_UP = "actor_rollout_ref.actor.optim.lr_warmup_steps=0"
@@ -132,7 +133,9 @@ def test_a_digest_stops_the_run_in_the_step_of_the_fault(alone, fault):
     assert re.search(FAULTS[fault], told), text
 
 
-@pytest.mark.parametrize("fault", [skip, lose, swap, send_to_another, send_former_weights], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "fault", slow_but([skip, lose, swap, send_to_another, send_former_weights], skip, swap), ids=lambda f: f.__name__
+)
 def test_a_probe_stops_the_run_in_the_step_of_the_fault(alone, fault):
     text = stopped(alone(NO_WARM_UP, "resources.weight_check=probe"), fault)
     assert "differ from the trainer's by up to" in text or "repeats its answer of step 1 to the last bit" in text
@@ -161,7 +164,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("check", ["digest", "probe"])
-@pytest.mark.parametrize("case", SETTINGS)
+@pytest.mark.parametrize("case", slow_but(SETTINGS, "plain", "adapters"))
 def test_sound_syncs_pass(alone, case, check):
     live = alone(*(NO_WARM_UP,) * (case != "adapters"), *SETTINGS[case], f"resources.weight_check={check}")
     metrics = [live.step() for _ in range(3)]

@@ -131,7 +131,8 @@ def test_the_answers_of_an_episode_are_those_of_the_whole_run():
 def test_a_checkpoint_of_another_version_or_run_is_refused_by_name(tmp_path, changes, said):
     trainer = SimpleNamespace(policies={"alice": None}, critics=SimpleNamespace(groups={}))
     state = {"policies": ["alice"], "critics": [], "references": {}, "running_means": {}, "histories": {}}
-    state |= {"answers_per_episode": [0.0, 0], "seconds": 0.0, "old_log_probs": {"within": {}, "beyond": []}} | changes
+    state |= {"answers_per_episode": [0.0, 0], "seconds": 0.0, "old_log_probs": {"within": {}, "beyond": []}}
+    state |= {"spent_at_endpoints": {}} | changes
     state = {key: value for key, value in state.items() if value is not None}
     if said is None:
         check_state(trainer, tmp_path, state)
