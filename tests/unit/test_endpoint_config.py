@@ -138,7 +138,7 @@ def test_a_resumed_run_may_ask_elsewhere_but_not_another_model(with_endpoint):
 
 
 TEAMS = Path("docs/teams.md").read_text()
-COMMANDS = re.findall(r"^python -m marl.main --config-name (\w+) (.*)$", TEAMS, re.MULTILINE)
+COMMANDS = re.findall(r"^python -m marl.main --config-name (\w+) (agents.*)$", TEAMS, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("name", "words"), COMMANDS)

@@ -1,5 +1,8 @@
 """``sharing``: which agents share weights, what contradicts it, and what policies on one base may have apart."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from marl.config.errors import ConfigError
@@ -7,7 +10,7 @@ from marl.config.kinds import adapter_policies, frozen_policies
 from marl.config.policies import own_settings, policies_by_agent
 from marl.config.rules import check
 from marl.config.rules.sharing import is_of_the_adapter
-from marl.config.sharing import ADAPTER_RANK, apply_sharing
+from marl.config.sharing import ADAPTER_RANK, Sharing, apply_sharing
 from marl.preflight.prepare import prepare
 from marl.run_setup import Setup
 
@@ -23,6 +26,22 @@ def shared(compose_config, cold_assets):
         return config
 
     return make
+
+
+DOCUMENTED = re.findall(
+    r"^python -m marl.main --config-name quickstart (sharing.*)$", Path("docs/teams.md").read_text(), re.MULTILINE
+)
+
+
+def test_the_documentation_shows_every_mode():
+    assert {words.split()[0] for words in DOCUMENTED} == {f"sharing={mode.value}" for mode in Sharing}
+
+
+@pytest.mark.parametrize("words", DOCUMENTED)
+def test_a_command_of_the_documentation_is_prepared(compose_config, cold_assets, words):
+    setup = prepare(compose_config(f"assets={cold_assets}", *words.split()))
+    assert len(setup.policies) == (1 if words.startswith(("sharing=shared", "sharing=groups")) else 2)
+    assert len(setup.pools) == (2 if words.startswith("sharing=individual") else 1)
 
 
 PAIRED = ("agents.alice.policy=pair", "agents.carol.policy=pair")
