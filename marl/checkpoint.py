@@ -123,6 +123,16 @@ def check_state(trainer: MARLTrainer, folder: Path, state: Mapping[str, Any]) ->
     for kind, groups in {"policies": trainer.policies, "critics": trainer.critics.groups}.items():
         if state[kind] != sorted(groups):
             raise ValueError(f"{folder} holds the {kind} {state[kind]}, this run has {sorted(groups)}")
+    unsaved = [
+        name
+        for name, group in trainer.policies.items()
+        if group.takes_weights and not (folder / name / "actor").is_dir()
+    ]
+    if unsaved:
+        raise ValueError(
+            f"{folder} holds no weights of {', '.join(unsaved)}, which nobody trained then; set agents.<name>.trainable=false as it "
+            "was, or start a new run in another trainer.default_local_dir"
+        )
 
 
 def load_learner(trainer: MARLTrainer, state: dict[str, Any]) -> None:

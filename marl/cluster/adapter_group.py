@@ -62,7 +62,9 @@ class AdapterGroup(RayPolicyGroup):
     async def ask_servers(self, prompt_ids: list[int], sampling: Mapping[str, Any]) -> list[TokenOutput]:
         return await super().ask_servers(prompt_ids, {**sampling, "adapter": self.name})
 
-    def _for_workers(self, rows: TensorDict, mini_batches: int = 1, **settings: Any) -> TensorDict:
+    def _for_workers(
+        self, rows: TensorDict, mini_batches: int = 1, **settings: Any
+    ) -> tuple[TensorDict, list[int] | None]:
         return super()._for_workers(rows, mini_batches, adapter=self.name, **settings)
 
     async def update_actor(self, rows: TensorDict) -> Metrics:

@@ -46,6 +46,15 @@ def check_adapter(config: Any, model: Any, key: str, linear_only: bool) -> None:
         )
 
 
+def check_adapter_name(policy: str) -> None:
+    """Raise ConfigError for a name that torch, in whose ``ModuleDict`` PEFT keeps adapters, has taken."""
+    if hasattr(torch.nn.ModuleDict(), policy):
+        raise ConfigError(
+            f"policy {policy!r}: under sharing=lora a policy is an adapter, and torch.nn.ModuleDict has an attribute of this name; "
+            f"expected another name, such as {policy}_1"
+        )
+
+
 def layers_of(config: Any) -> str:
     """The names that ``target_modules`` may have, as text."""
     with torch.device("meta"):

@@ -122,7 +122,7 @@ class AdapterEngine(FSDPEngineWithLMHead):
         """An adapter's weights as this rank holds them, by their names in a model without PEFT."""
         reshard(self.module)
         for key, parameter in of_adapters(self.module, name):
-            yield key.removeprefix("base_model.model.").replace(f".{name}.", "."), parameter
+            yield unnamed(key.removeprefix("base_model.model."), name), parameter
 
     def base_shards(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The base's weights as this rank holds them, by their names in a model without PEFT."""
@@ -167,7 +167,7 @@ class AdapterEngine(FSDPEngineWithLMHead):
         )  # fmt: skip
         if different:
             raise ValueError(
-                f"adapter {name!r}: the checkpoint has another shape or none for {different[0]}; resume with the saved "
+                f"adapter {name!r}: the checkpoint has no {different[0]}, or one of another shape; resume with the saved "
                 "lora_rank, target_modules and number of ranks"
             )
         with torch.no_grad():
@@ -197,7 +197,12 @@ def of_adapters(module: torch.nn.Module, name: str | None = None) -> Iterator[tu
 
 def owner(key: str) -> str:
     """The adapter in PEFT's name of a parameter, ``….q_proj.lora_A.<adapter>.weight``."""
-    return key.rsplit(".lora_", 1)[1].split(".")[1]
+    return key.split(".lora_", 1)[1].split(".")[1]
+
+
+def unnamed(key: str, adapter: str) -> str:
+    """The name of a parameter in a model or a file that holds this adapter alone."""
+    return key.removesuffix(f".{adapter}.weight") + ".weight"
 
 
 def shard(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from marl.config.sharing import shares_base
 from marl.controller.agent_loop import check_loops
 from marl.controller.chat import ChatEncoder
 from marl.modules import pretrained
-from marl.modules.adapters import check_adapter
+from marl.modules.adapters import check_adapter, check_adapter_name
 from marl.preflight import model_checks
 from marl.preflight.memory_plan import ModelSize
 from marl.preflight.packages import check_packages
@@ -52,6 +52,8 @@ def preflight(setup: Setup) -> CheckedSetup:
         if own.model.lora_rank and name not in frozen_policies(config):  # which are served without
             check_adapter_base(own, bool(model.get_text_config().tie_word_embeddings), key)
             check_adapter(model, own.model, key, linear_only=shares_base(config))
+            if shares_base(config):
+                check_adapter_name(name)
         encoders[name] = encoder_of(config, own, key, thinking_of(config, name))
         check_loops(own.rollout, loops_of(config, name))
     tasks = check_prompts(config, encoders)

@@ -37,9 +37,14 @@ def decodable_config(model_config: Any, path: str, attention: str = ATTENTION) -
     """The configuration at ``path``, with our attention. Raises ValueError for one that the decoding loop does not mask."""
     changes = dict(model_config["override_config"] or {}) | {"attn_implementation": attention}
     config = AutoConfig.from_pretrained(path, trust_remote_code=model_config["trust_remote_code"], **changes)
-    windows = [kind for kind in getattr(config, "layer_types", None) or [] if kind != "full_attention"]
-    if windows:
-        raise ValueError(
-            f"rollout.name=hf masks full attention only; {path} has {windows[0]} layers: use vllm or sglang"
-        )
+    if other := other_attention(config):
+        raise ValueError(f"rollout.name=hf masks full attention only; {path} has {other}: use vllm or sglang")
     return config
+
+
+def other_attention(config: Any) -> str | None:
+    """A model's attention that is not full, by its layers' kinds or by one window for all of them (Mistral's, Phi-3's)."""
+    kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    if kinds:
+        return next((f"{kind} layers" for kind in kinds if kind != "full_attention"), None)
+    return f"a sliding_window of {window}" if window and window < config.max_position_embeddings else None

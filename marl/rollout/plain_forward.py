@@ -1,7 +1,7 @@
-"""Forward pass of Llama-like models that decode: the operations of transformers' modules in their order, with fewer calls.
+"""A forward pass for decoding with Llama-like models: transformers' operations in their order, in fewer calls.
 
 A token of a small model costs a CPU more in calls of modules and kernels than in arithmetic. Scores are those of the
-model's own forward pass, bit for bit.
+model's own forward pass, bit for bit on a CPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -76,7 +76,10 @@ class PlainForward(OwnForward):
 
 
 def forward_of(model: PreTrainedModel) -> OwnForward:
-    return PlainForward(model) if type(model) in LIKE_LLAMA else OwnForward(model)
+    """The plain pass where all projections are plain layers: one that PEFT or a quantiser replaced computes more than its weight."""
+    projections = (part for name, part in model.named_modules() if name.endswith("_proj"))
+    is_plain = type(model) in LIKE_LLAMA and all(type(part) is nn.Linear for part in projections)
+    return PlainForward(model) if is_plain else OwnForward(model)
 
 
 def passed(

@@ -5,9 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 from marl.config.errors import ConfigError
 from marl.rollout.attention import NEAR_ATTENTION
+from marl.rollout.hf_model import other_attention
 from marl.rollout.hf_server import HFServer, Pending
 from marl.rollout.requests import Request
 from marl.rollout.servers import CoalescingClient
@@ -235,3 +237,19 @@ def test_without_the_exact_form_answers_are_near(tmp_path, bpe_tokenizer):
 def test_the_exact_form_is_on_or_off(tmp_path, bpe_tokenizer):
     with pytest.raises(ConfigError, match=r"rollout\.custom\.exact='no'; expected true or false"):
         served(tmp_path, bpe_tokenizer, {"exact": "no"})
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (MistralConfig(sliding_window=16, max_position_embeddings=64), "a sliding_window of 16"),
+        (Qwen2Config(use_sliding_window=True, sliding_window=16, max_window_layers=0), "sliding_attention layers"),
+        (MistralConfig(sliding_window=64, max_position_embeddings=64), None),
+        (MistralConfig(sliding_window=None), None),
+        (Qwen2Config(), None),
+        (LlamaConfig(), None),
+    ],
+)
+def test_a_window_over_the_context_is_refused(config, said):
+    """Whether the layers' kinds tell it or, as in Mistral, one number for all of them."""
+    assert other_attention(config) == said

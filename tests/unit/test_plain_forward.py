@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from transformers import GraniteConfig, GraniteForCausalLM
 
 from marl.rollout.attention import ATTENTION, NEAR_ATTENTION
@@ -68,6 +69,15 @@ def test_weights_that_change_are_read_anew():
 def test_other_models_go_their_own_way():
     model = GraniteForCausalLM(GraniteConfig(**SIZES)).eval()
     assert type(forward_of(model)) is OwnForward
+
+
+@pytest.mark.parametrize("kind", LIKE_LLAMA)
+def test_a_model_with_layers_of_another_kind_goes_its_own_way(kind):
+    """PEFT's layers have a ``weight``, the base's: what the adapter adds would be lost without an error."""
+    model = make(kind)
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False), model)
+    assert type(forward_of(model)) is OwnForward
+    assert not torch.equal(scores(forward_of(model)), scores(PlainForward(model)))
 
 
 @pytest.mark.parametrize("kind", LIKE_LLAMA)

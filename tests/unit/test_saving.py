@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from marl.checkpoint import check_state, fingerprint, validation_sampling
+from marl.cluster.policy_group import RayPolicyGroup
 from marl.evaluation.baselines import answers_per_episode
 from marl.marl_trainer import MARLTrainer
 from marl.types import Episode, Task, Turn
@@ -126,10 +127,14 @@ def test_the_answers_of_an_episode_are_those_of_the_whole_run():
         ({}, None),
         ({"running_means": None}, "lacks running_means: another version of marl saved it"),
         ({"policies": ["bob"]}, r"holds the policies \['bob'\], this run has \['alice'\]"),
+        ({"frozen": True}, r"holds no weights of alice, which nobody trained then; set agents.<name>.trainable=false"),
     ],
 )
 def test_a_checkpoint_of_another_version_or_run_is_refused_by_name(tmp_path, changes, said):
-    trainer = SimpleNamespace(policies={"alice": None}, critics=SimpleNamespace(groups={}))
+    trainer = SimpleNamespace(policies={"alice": RayPolicyGroup}, critics=SimpleNamespace(groups={}))
+    changes = dict(changes)
+    if not changes.pop("frozen", False):
+        (tmp_path / "alice" / "actor").mkdir(parents=True)
     state = {"policies": ["alice"], "critics": [], "references": {}, "running_means": {}, "histories": {}}
     state |= {"answers_per_episode": [0.0, 0], "seconds": 0.0, "old_log_probs": {"within": {}, "beyond": []}}
     state |= {"spent_at_endpoints": {}} | changes

@@ -11,6 +11,7 @@ from marl.config.policies import own_settings, policies_by_agent
 from marl.config.rules import check
 from marl.config.rules.sharing import is_of_the_adapter
 from marl.config.sharing import ADAPTER_RANK, Sharing, apply_sharing
+from marl.platform.adapters import owner, unnamed
 from marl.preflight.prepare import prepare
 from marl.run_setup import Setup
 
@@ -193,3 +194,17 @@ def test_an_adapter_of_layers_that_there_are_not_is_refused(compose_config, cold
     with pytest.raises(ConfigError) as caught:
         prepare(compose_config(f"assets={cold_assets}", "sharing=lora", override))
     assert all(part in str(caught.value) for part in TARGETS[override]), str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["lora_a", "layers", "0", "model", "alice"])
+def test_the_parameters_of_an_adapter_of_any_name_are_found_and_unnamed(name):
+    key = f"base_model.model.model.layers.0.self_attn.q_proj.lora_A.{name}.weight"
+    assert owner(key) == name
+    assert unnamed(key, name) == "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+def test_a_name_that_torch_has_taken_is_refused(compose_config, cold_assets):
+    words = ("sharing=lora", "agents.alice.policy=update")
+    with pytest.raises(ConfigError, match="policy 'update': .*expected another name, such as update_1"):
+        prepare(compose_config(f"assets={cold_assets}", *words))
+    prepare(compose_config(f"assets={cold_assets}", "agents.alice.policy=update"))

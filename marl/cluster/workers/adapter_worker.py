@@ -21,7 +21,7 @@ from verl.workers.utils.losses import ppo_loss
 from marl.cluster.workers.lora import collected, save_model
 from marl.cluster.workers.policy_worker import EngineWorker, PolicyWorker, log_probs_of, timed
 from marl.modules.adapters import lora_arguments
-from marl.platform.adapters import ADAPTED, AdapterEngine, AdapterSpec, of_adapters, whole
+from marl.platform.adapters import ADAPTED, AdapterEngine, AdapterSpec, of_adapters, unnamed, whole
 from marl.utils.garbage import freeze_gc
 from marl.utils.weight_digest import Digest, digest_of
 
@@ -115,7 +115,7 @@ class AdapterWorker(PolicyWorker):
         Path(folder).mkdir(parents=True, exist_ok=True)
         torch.save(self.engine.adapter_state(name), self._adapter_file(folder))
         weights = collected(
-            ((peft_name(key, name), whole(p)) for key, p in of_adapters(self.engine.module, name)), self.rank
+            ((unnamed(key, name), whole(p)) for key, p in of_adapters(self.engine.module, name)), self.rank
         )
         if self.rank == 0:
             self.engine.module.peft_config[name].save_pretrained(Path(folder) / "lora_adapter")
@@ -133,12 +133,13 @@ class AdapterWorker(PolicyWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_adapter(self, name: str, folder: str) -> None:
-        self.engine.load_adapter_state(name, torch.load(self._adapter_file(folder), weights_only=True))
+        file = self._adapter_file(folder)
+        if not file.is_file():
+            raise ValueError(
+                f"{folder} holds no {file.name}: its adapters were saved by another number of ranks, and this run has "
+                f"{self.world_size}; resume with as many ranks as before"
+            )
+        self.engine.load_adapter_state(name, torch.load(file, weights_only=True))
 
     def _adapter_file(self, folder: str) -> Path:
         return Path(folder) / f"adapter_world_size_{self.world_size}_rank_{self.rank}.pt"
-
-
-def peft_name(key: str, adapter: str) -> str:
-    """The name that a parameter has in a file of PEFT's, which holds one adapter."""
-    return key.replace(f".{adapter}.", ".")
