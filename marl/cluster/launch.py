@@ -62,7 +62,7 @@ def make_groups(
         (critics if part.is_critic else groups).update(made)
         for group in made.values():
             cleanup.callback(group.stop)
-    return {name: groups[name] for name in configs}, critics
+    return {name: groups[name] for name in configs}, {name: critics[name] for name in setup.pool_by_critic}
 
 
 def groups_of(part: Part, configs: dict[str, DictConfig], one_process: bool, shared: tuple) -> dict[str, Any]:
@@ -105,8 +105,15 @@ async def start_groups(groups: dict[str, Any], critics: dict[str, Any]) -> None:
     await asyncio.gather(*(group.start_workers() for group in [*groups.values(), *critics.values()]))
     pools: dict[str, list[Any]] = {}
     for group in groups.values():
-        pools.setdefault(group.pool if group.rollout.free_cache_engine else group.name, []).append(group)
+        pools.setdefault(group.pool if waits_for_its_pool(group) else group.name, []).append(group)
     await asyncio.gather(*(one_after_another(members) for members in pools.values()))
+
+
+def waits_for_its_pool(group: Any) -> bool:
+    """True for servers that start one after another: those that sleep while others start, and engines that measure the free
+    memory of the GPU that they share."""
+    rollout = group.rollout
+    return bool(rollout.free_cache_engine or (rollout.name != "hf" and group.config.trainer.device != "cpu"))
 
 
 def start_workers(config: DictConfig, parts: list[Part], cleanup: ExitStack) -> Iterator[tuple[Part, Any]]:
@@ -126,7 +133,8 @@ def start_workers(config: DictConfig, parts: list[Part], cleanup: ExitStack) -> 
     members: dict[str, list[Part]] = {}
     for part in parts:
         members.setdefault(part.pool, []).append(part)
-    for pool_name, within in members.items():
+    # widest first, as they were placed: Ray gives a node to the emptiest machine, which a wide pool may need whole
+    for pool_name, within in sorted(members.items(), key=lambda member: -size_of(config, member[0]).gpus):
         size = size_of(config, pool_name)
         pool = Pool(
             [size.gpus] * size.nodes,

@@ -86,7 +86,7 @@ class DigestProof:
     ) -> str:
         wrong = differing(expected[name], held.digest)
         if not wrong:
-            return f"it says that they are those of step {held.version}, expected {step}"
+            return f"it reports weights of step {held.version}, expected {step}"
         found = f"{len(wrong)} of {len(expected[name])} tensors differ ({listed(wrong)})"
         for other, digest in expected.items():
             if other != name and agree(wrong, held.digest, digest):

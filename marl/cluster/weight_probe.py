@@ -85,7 +85,8 @@ def probe_of(client: Any, seed: int) -> Probe:
     """A prompt in the policy's own chat template, and a request that draws from the whole distribution."""
     rollout = client.rollout
     prompt_ids = list(client.encoder.encode(QUESTION))[-rollout.prompt_length :]
-    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": min(TOKENS, rollout.response_length)}
+    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
+    sampling["max_tokens"] = min(TOKENS, rollout.response_length)
     return Probe(prompt_ids, sampling | {"ignore_eos": True, "logprobs": True, client.seed_key: seed})
 
 
@@ -104,7 +105,7 @@ def version_of(output: TokenOutput) -> int | None:
 def problem_of(answer: Answer, before: Answer | None, bound: float) -> str | None:
     """A description of what is wrong with a server's answer; None if nothing is. ``bound``: of the largest gap."""
     if answer.version not in (None, answer.step):
-        return f"it says that they are those of step {answer.version}"
+        return f"it reports weights of step {answer.version}"
     if len(answer.served) != len(answer.trained) or not answer.served:
         return f"it gave {len(answer.served)} log-probs for {len(answer.token_ids)} tokens"
     largest, mean = gaps(answer.served, answer.trained)

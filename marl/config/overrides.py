@@ -8,7 +8,7 @@ from marl.config.errors import ConfigError
 OPTIONS = ("agents", "runner", "learner", "credit", "hardware")
 VERL = "pkg://verl.trainer.config"
 NEW_AGENT = re.compile(r"\+agents\.([^.=]+)(?:\.(.*)|=\{\})$", re.DOTALL)
-POOLS = re.compile(r"^\+{0,2}resources\.pools(?:\.([^.=]+)\.([^.=]+))?=(.*)$", re.DOTALL)
+POOLS = re.compile(r"^\+{0,2}resources\.pools(?:\.([^.=]+)(?:\.([^.=]+))?)?=(.*)$", re.DOTALL)
 
 
 def hydra_overrides(words: Sequence[str]) -> list[str]:
@@ -49,7 +49,9 @@ def new_pools(overrides: Sequence[str]) -> list[str]:
 
     def added(match: re.Match[str]) -> str:
         name, key, value = match.groups()
-        return f"++resources.pools={value}" if name is None else f"++resources.pools={{{name}:{{{key}:{value}}}}}"
+        if name is None:
+            return f"++resources.pools={value}"
+        return f"++resources.pools={{{name}:{value if key is None else f'{{{key}:{value}}}'}}}"
 
     return [POOLS.sub(added, override) for override in overrides]
 

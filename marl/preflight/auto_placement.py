@@ -176,7 +176,10 @@ def names_of(groups: Sequence[Group]) -> list[str]:
     for group in groups:
         shared += len(group) > 1
         alone = f"{group[0].name}_critic" if group[0].is_critic else group[0].name
-        names.append(alone if len(group) == 1 else f"{SHARED}_{shared}" if len(groups) > 1 else SHARED)
+        name = alone if len(group) == 1 else f"{SHARED}_{shared}" if len(groups) > 1 else SHARED
+        while name in names:
+            name += "_pool"
+        names.append(name)
     return names
 
 

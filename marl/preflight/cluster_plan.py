@@ -10,6 +10,7 @@ from marl.config.errors import ConfigError
 from marl.config.placement import PoolSize, Unplaceable, machines_of
 from marl.config.policies import own_settings, ranks_per_server
 from marl.config.schema import PoolConfig
+from marl.preflight import memory_plan
 from marl.preflight.checks import CheckedSetup
 from marl.preflight.plan_report import memory_text, peaks_of, pool_members, step_text, work_text
 from marl.utils.tables import aligned
@@ -74,6 +75,12 @@ def too_large(setup: CheckedSetup, cluster: Cluster, peaks: dict[str, float]) ->
         if peak > cluster.card:
             needed = f"pool {name!r} needs {peak / 1e9:.1f} GB a rank, a GPU has {cluster.card / 1e9:.1f} GB"
             yield f"{needed}; {remedy_of(setup, cluster, name)}"
+    for name, own in ((name, own_settings(setup.config, name)) for name in setup.pool_by_policy):
+        if room := memory_plan.room_for_weights(own.rollout, setup.sizes[name], cluster.card):
+            yield (
+                f"policy {name!r}: the weights of its server take {room.needed / 1e9:.1f} GB a rank, its share of a GPU is "
+                f"{room.share / 1e9:.1f} GB; raise rollout.gpu_memory_utilization or rollout.tensor_model_parallel_size"
+            )
 
 
 def remedy_of(setup: CheckedSetup, cluster: Cluster, pool: str) -> str:
@@ -129,5 +136,7 @@ def unplaced(setup: CheckedSetup, cluster: Cluster) -> Iterator[str]:
         machines_of(setup.pools, [cluster.gpus] * cluster.machines)
     except Unplaceable as error:
         shared = max(size.ranks for size in setup.pools.values())
-        remedy = "resources.placement=colocated" if shared <= there < needed else "fewer ranks a node and more nodes"
-        yield f"{error}; all pools ask for {needed} of {there} GPUs. {remedy} would, or a larger cluster"
+        movable = sum(name not in setup.config.resources.pools for name in setup.pools)  # members listed elsewhere stay
+        colocating = shared <= there < needed and movable > 1
+        remedy = "resources.placement=colocated" if colocating else "fewer ranks a node and more nodes"
+        yield f"{error}; all pools ask for {needed} of {there} GPUs. {remedy} would fit, as would a larger cluster"

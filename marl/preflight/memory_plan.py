@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from marl.config.engines import engine_settings
 from marl.config.policies import longest_row
@@ -167,6 +167,20 @@ def with_engine(memory: Memory, rollout: Any, size: ModelSize, card: float | Non
         engine=(CONTEXT + (0.0 if rollout.enforce_eager else GRAPHS)) if card else 0.0,
         sync=float(rollout.checkpoint_engine.update_weights_bucket_megabytes << 20),
     )
+
+
+class Room(NamedTuple):
+    needed: float
+    share: float
+
+
+def room_for_weights(rollout: Any, size: ModelSize, card: float) -> Room | None:
+    """Bytes of a rank's weights in vLLM or SGLang and of its share of a GPU, where that is too small for them."""
+    if rollout.name == "hf" or "kv_cache_memory_bytes" in engine_settings(rollout):
+        return None
+    among = rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size
+    room = Room(size.parameters * BYTES[dtype_name(rollout.dtype)] / among, rollout.gpu_memory_utilization * card)
+    return room if room.needed > room.share else None
 
 
 def adapter_memory(whole: Memory, own: Any, batch: PolicyBatch, size: ModelSize) -> Memory:

@@ -53,11 +53,14 @@ def shares_of(setup: CheckedSetup, pool: str, engines: Mapping[str, Any]) -> dic
 
 
 def need(size: ModelSize, rollout: Any) -> float:
-    """Bytes of a rank's weights, and of the keys and values of its longest sequences."""
+    """Bytes of a rank's weights, and of the keys and values of its longest sequences, which count for as much as the weights at
+    most: a cache may be smaller than it could use, weights may not."""
     width = BYTES[dtype_name(rollout.dtype)]
     cache = rollout.max_num_seqs * longest_row(rollout) * size.layers * 2 * size.kv_width
     return (
-        (size.parameters + cache) * width / (rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size)
+        (size.parameters + min(cache, size.parameters))
+        * width
+        / (rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size)
     )
 
 

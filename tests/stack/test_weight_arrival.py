@@ -151,7 +151,7 @@ def test_a_server_that_tells_another_step_stops_the_run(alone):
     """Frozen weights would be equal: the step that its turns carry is wrong."""
     live = alone()
     server_of(live).global_steps = 7
-    with pytest.raises(WeightsNotArrived, match="it says that they are those of step 7, expected 0"):
+    with pytest.raises(WeightsNotArrived, match="it reports weights of step 7, expected 0"):
         live.wait(live.trainer.weights.proofs[0].prove(0))
 
 

@@ -8,7 +8,7 @@ from marl.config.errors import ConfigError
 from marl.config.placement import PoolSize
 from marl.config.policies import own_settings
 from marl.config.schema import Placement
-from marl.preflight.auto_placement import Member, cluster_of, found, names_of
+from marl.preflight.auto_placement import Group, Member, cluster_of, found, names_of
 from marl.preflight.cluster_plan import Cluster
 from marl.preflight.memory_plan import Memory
 from marl.preflight.plan_report import plan_text
@@ -118,3 +118,8 @@ def test_gpus_that_are_not_here_must_be_described(config, monkeypatch):
     elsewhere = config("trainer.device=cuda")
     with pytest.raises(ConfigError, match=r"needs to know a GPU's memory.*marl plan --cluster 2x8x80GB"):
         cluster_of(elsewhere)
+
+
+def test_pools_have_names_of_their_own():
+    critic = Member("a", True, lambda ranks: Memory(), 1.0, 64)
+    assert names_of([Group([member("a_critic", 1)]), Group([critic])]) == ["a_critic", "a_critic_pool"]

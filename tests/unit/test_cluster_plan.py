@@ -1,12 +1,16 @@
 """``marl plan``: pools on a cluster that is not there, what does not fit, and a remedy that does."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
+from omegaconf import OmegaConf
 
 from marl.commands import plan
 from marl.config.errors import ConfigError
+from marl.config.placement import PoolSize
 from marl.preflight.cluster_plan import Cluster, cluster_plan
+from marl.preflight.memory_plan import room_for_weights
 from marl.preflight.plan_report import peaks_of, pool_members
 from marl.preflight.prepare import prepare
 
@@ -68,6 +72,23 @@ def test_a_pool_that_is_too_large_for_its_gpus_gets_a_size_that_fits(setup):
     _, problems = cluster_plan(setup(*options, pool), Cluster(1, 8, card))
     said = next(problem for problem in problems if "pool 'p'" in problem)
     assert "resources.pools.p={gpus:3,nodes:1} would fit" in said
+    assert not any("'p'" in p for p in cluster_plan(setup(*options, pool, said.split()[-3]), Cluster(1, 8, card))[1])
+    # of a pool that no key has named before, too
+    assert setup(*options, "resources.pools.alice={gpus:3,nodes:1}").pools["alice"] == PoolSize(3, 1)
+
+
+def test_members_of_named_pools_are_not_told_to_share_one(setup):
+    named = "resources.pools={a:{gpus:4,policies:[alice]},b:{gpus:4,policies:[carol]}}"
+    _, (problem,) = cluster_plan(setup(named), Cluster(1, 4, 80e9))
+    assert "colocated" not in problem and "fewer ranks a node and more nodes would fit" in problem
+
+
+def test_a_share_that_is_too_small_for_its_servers_weights_does_not_fit():
+    size = SimpleNamespace(parameters=32.8e9)
+    judge = {"dtype": "bfloat16", "gpu_memory_utilization": 0.6, "pipeline_model_parallel_size": 1, "engine_kwargs": {}}
+    for name, ranks, room in (("vllm", 1, (65.6e9, 48e9)), ("vllm", 2, None), ("hf", 1, None)):
+        rollout = OmegaConf.create(judge | {"name": name, "tensor_model_parallel_size": ranks})
+        assert room_for_weights(rollout, size, 80e9) == (room and pytest.approx(room))
 
 
 def test_a_pool_that_no_number_of_ranks_saves_says_so(setup):

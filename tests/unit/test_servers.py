@@ -10,6 +10,7 @@ from verl.workers.rollout.replica import RolloutMode, TokenOutput
 
 from marl.cluster import policy_group
 from marl.cluster.frozen_group import FrozenPolicyGroup
+from marl.cluster.launch import start_groups
 from marl.cluster.layout import policy_config
 from marl.rollout import vllm_sglang
 from marl.rollout.servers import CoalescingClient, DirectClient, PolicyServers
@@ -229,3 +230,30 @@ def test_an_engine_is_ended_before_its_server_is_killed(monkeypatch):
 def test_every_policys_servers_know_the_runs_limit(compose_config):
     config = compose_config("resources.timeout_s=77")
     assert policy_config(config, "alice", 0, "r", 1).actor_rollout_ref.rollout.custom["timeout_s"] == 77
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "sleeps", "together"),
+    [
+        ("vllm", "cuda", False, False),
+        ("vllm", "cuda", True, False),
+        ("hf", "cpu", True, False),
+        ("hf", "cuda", False, True),
+    ],
+)
+def test_engines_that_share_a_gpu_start_one_after_another(engine, device, sleeps, together):
+    """Each measures how much memory is free."""
+    heard = []
+
+    class Group(SimpleNamespace):
+        async def start_workers(self): ...
+
+        async def start_servers(self):
+            heard.append(f"{self.name} starts")
+            await asyncio.sleep(0)
+            heard.append(f"{self.name} is there")
+
+    config = SimpleNamespace(trainer=SimpleNamespace(device=device))
+    rollout = SimpleNamespace(name=engine, free_cache_engine=sleeps)
+    asyncio.run(start_groups({n: Group(name=n, pool="shared", rollout=rollout, config=config) for n in "ab"}, {}))
+    assert (heard[:2] == ["a starts", "b starts"]) is together and len(heard) == 4

@@ -32,9 +32,11 @@ def shares(run):
 
 
 def test_what_a_server_needs_is_its_weights_and_its_longest_sequences():
-    # (1000 parameters + 5 sequences x 10 tokens x 2 layers x 2 x 8 numbers) x 2 bytes
-    assert need(SIZE, OmegaConf.create(SERVER)) == 5200
-    assert need(SIZE, OmegaConf.create(SERVER | {"tensor_model_parallel_size": 2})) == 2600
+    # (1000 parameters + 3 sequences x 10 tokens x 2 layers x 2 x 8 numbers) x 2 bytes
+    assert need(SIZE, OmegaConf.create(SERVER | {"max_num_seqs": 3})) == 3920
+    # 5 sequences would take 1600 numbers, and count for as much as the weights: those must fit
+    assert need(SIZE, OmegaConf.create(SERVER)) == 4000
+    assert need(SIZE, OmegaConf.create(SERVER | {"tensor_model_parallel_size": 2})) == 2000
 
 
 def test_servers_of_a_pool_divide_its_share_by_what_they_need():
