@@ -22,7 +22,8 @@ def compose(*overrides: str, name: str = "quickstart") -> DictConfig:
     words = hydra_overrides(overrides)
     settings = [word for word in words if is_setting(word)]
     parsed = OverridesParser.create().parse_overrides(settings)
-    if is_mixed(words) or any(setting.is_sweep_override() for setting in parsed):  # which Hydra refuses
+    refused = is_mixed(words) or any(setting.is_sweep_override() for setting in parsed)
+    if refused or any(word.startswith("hydra.searchpath=") for word in overrides):  # whose files a test may write again
         return composed(name, words)
     config = base(name, [word for word in words if word not in settings])
     ConfigLoaderImpl._apply_overrides_to_config(parsed, config)
@@ -59,7 +60,7 @@ def nodes(group: Mapping[str, Any]) -> Iterator[Any]:
 def is_setting(word: str) -> bool:
     """True for ``group.key=value``, which chooses no file: Hydra sets it after it has read all of them."""
     key = word.partition("=")[0]
-    return "." in key and not set("@/:") & set(key) and not key.startswith("hydra.")
+    return "." in key and not set("@/:") & set(key) and not key.lstrip("+~").startswith("hydra.")
 
 
 def is_mixed(words: list[str]) -> bool:

@@ -93,7 +93,7 @@ class DigestProof:
                 return f"{found}, and are those of policy {other!r}: its weights went to this server"
         if self.earlier and agree(wrong, await self._held_before(name, index), self.earlier.expected[name]):
             return f"{found}, and are still those of step {self.earlier.step}: the sync was skipped, or lost them"
-        return f"{found}, and are no policy's"
+        return f"{found}, and match no policy"
 
     async def _held_before(self, name: PolicyName, index: int) -> Digest:
         """The server's present weights, read as at the last proof."""

@@ -1,4 +1,4 @@
-"""Shapes below which a CPU's kernels take another path, and with it other last bits.
+"""Shapes below which a CPU's kernels use another code path, which rounds differently.
 
 Products of 1 to 3 rows are computed otherwise than those of 4 or more, in linear layers and in attention alike; attention
 over fewer than 32 keys is summed otherwise than over 32 or more, keys beyond a multiple of 16 otherwise than those before it,

@@ -66,7 +66,7 @@ def placement_text(setup: CheckedSetup, cluster: Cluster, peaks: dict[str, float
         share = f"{peaks[name] / 1e9:.1f} of {cluster.card / 1e9:.1f}"
         rows.append((name, ",".join(members), f"{size.nodes} x {size.gpus}", where, share))
     free = cluster.machines * cluster.gpus - sum(size.ranks for size in setup.pools.values())
-    return "\n".join([f"placement, {free} GPUs free:", *aligned(rows)])
+    return "\n".join([f"placement (free GPUs: {free}):", *aligned(rows)])
 
 
 def too_large(setup: CheckedSetup, cluster: Cluster, peaks: dict[str, float]) -> Iterator[str]:

@@ -96,5 +96,5 @@ def text_of(setup: CheckedSetup) -> list[str]:
         }
         if len(shares) > 1:
             parts = ", ".join(f"{name} {share:.2f}" for name, share in shares.items())
-            lines.append(f"pool {pool}: its servers take these parts of a GPU, one after another: {parts}")
+            lines.append(f"pool {pool}: GPU memory share of each server, started in turn: {parts}")
     return lines

@@ -1,4 +1,4 @@
-"""verl's sender of weights, which hears of a receiver that failed.
+"""Weight sender that notices a failed receiver.
 
 verl's sender and receiver take turns on a socket without a limit: where the receiver fails, the trainer waits for ever
 for an acknowledgement that nobody will send. The receiver's own call has an answer by then, so it is asked while waiting.

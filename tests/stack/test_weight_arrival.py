@@ -105,7 +105,7 @@ FAULTS = {
     skip: "all tensors, and are still those of step 1",
     lose: "all tensors, and are still those of step 1",
     lose_one_tensor: r"1 of \d+ tensors differ \(model.layers.0.mlp.up_proj.weight\), and are still those of step 1",
-    lose_a_part_of_a_tensor: r"tensors differ \(model.embed_tokens.weight.*\), and are no policy's",
+    lose_a_part_of_a_tensor: r"tensors differ \(model.embed_tokens.weight.*\), and match no policy",
     swap: "and are those of policy 'carol': its weights went to this server",
     send_to_another: "and are those of policy 'carol': its weights went to this server",
     send_former_weights: "all tensors, and are still those of step 1",

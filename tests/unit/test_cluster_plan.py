@@ -43,7 +43,7 @@ def test_a_cluster_is_read():
 def test_pools_are_placed_with_their_members_and_what_is_left(setup):
     pools = "resources.pools={big:{gpus:4,nodes:2,policies:[alice]},small:{policies:[carol],critics:[central]}}"
     text, problems = cluster_plan(setup("learner=mappo", pools), Cluster(2, 5, 80e9))
-    assert problems == [] and "placement, 1 GPUs free:" in text
+    assert problems == [] and "placement (free GPUs: 1):" in text
     rows = [re.split(r"\s{2,}", line.strip()) for line in text.splitlines()]
     assert ["big", "alice", "2 x 4", "0,1"] in [row[:4] for row in rows]
     assert ["small", "carol,central critic", "1 x 1", "0"] in [row[:4] for row in rows]
@@ -99,7 +99,7 @@ def test_a_pool_that_no_number_of_ranks_saves_says_so(setup):
 def test_the_command_prints_the_plan_and_its_code_says_whether_it_fits(words, capsys):
     assert plan.main(["--cluster", "1x2x80GB", *words]) == 0
     said = capsys.readouterr().out
-    assert "a step: " in said and "memory of one rank" in said and "placement, 0 GPUs free" in said
+    assert "a step: " in said and "memory of one rank" in said and "placement (free GPUs: 0)" in said
     assert plan.main([*words, "--cluster=1x1x80GB"]) == 1 and "does not fit: pool" in capsys.readouterr().out
     assert plan.main(["--cluster", "eight", *words]) == 2 and "as in 2x8x80GB" in capsys.readouterr().err
     assert plan.main(["--cluster"]) == 2

@@ -339,7 +339,7 @@ BAD = {
         "resources.placement=separate",
     ],
     "resources.placement=auto +policies.alice.pool=q": ["policies.alice.pool=q", "leave policies.alice.pool out"],
-    "resources.pools={p:{gpus:2}}": ["resources.pools.p: nobody lives in it", "leave it out"],
+    "resources.pools={p:{gpus:2}}": ["resources.pools.p: it has no members", "leave it out"],
     "resources.pools={p:{policies:[alice]}} +policies.alice.pool=q": [
         "policies.alice.pool=q",
         "leave one of the two out",

@@ -75,7 +75,7 @@ REFUSED = {
     "resources.pools={p:{policies:[alise]}}": ["resources.pools.p.policies=['alise']", "Did you mean 'alice'"],
     "resources.pools={p:{policies:[alice]},q:{policies:[alice]}}": ["'alice' is in resources.pools.q.policies too"],
     "resources.pools={p:{policies:[alice,alice]}}": ["'alice' is in the same list too"],
-    "resources.pools={p:{gpus:2}}": ["resources.pools.p: nobody lives in it", "leave it out"],
+    "resources.pools={p:{gpus:2}}": ["resources.pools.p: it has no members", "leave it out"],
     "resources.pools={p:{policies:[alice]}} +policies.alice.pool=q": ["policies.alice.pool=q", "leave one of the two out"],
     "resources.pools={p:{policies:[alice],critics:[central]}} resources.critic_pool=q learner=mappo": [
         "resources.critic_pool=q", "resources.pools.p.critics"

@@ -47,9 +47,7 @@ def test_servers_of_a_pool_divide_its_share_by_what_they_need():
 def test_a_share_of_its_own_is_kept_and_the_others_divide_what_it_leaves():
     run = run_of({"a": 300, "b": 100, "c": 100}, a={"rollout": {"gpu_memory_utilization": 0.5}})
     assert shares(run) == pytest.approx({"a": 0.5, "b": 0.15, "c": 0.15})
-    assert text_of(run) == [
-        "pool shared: its servers take these parts of a GPU, one after another: a 0.50, b 0.15, c 0.15"
-    ]
+    assert text_of(run) == ["pool shared: GPU memory share of each server, started in turn: a 0.50, b 0.15, c 0.15"]
 
 
 def test_our_own_server_takes_no_share():

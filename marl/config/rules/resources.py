@@ -55,7 +55,7 @@ def pools_have_members(config: Any) -> None:
         named = [policy for policy in known if pool_of(config, policy) == name]
         if not named and not pool.critics and config.resources.critic_pool != name:
             raise ConfigError(
-                f"{key}: nobody lives in it; list some of {', '.join(known)} in {key}.policies, or a critic in {key}.critics, or "
+                f"{key}: it has no members; list some of {', '.join(known)} in {key}.policies, or a critic in {key}.critics, or "
                 "leave it out"
             )
 
