@@ -30,7 +30,7 @@ class Pair(NamedTuple):
 
 
 Share = tuple[Tensor, Tensor]
-"""The rows of a batch that are one adapter's; and the same, with the first again where they are fewer than ``MIN_ROWS``."""
+"""The rows of a batch that are one adapter's; and the same, padded with the first row to ``MIN_ROWS``."""
 
 
 class AdapterBank:

@@ -23,8 +23,9 @@ def heads_as_rows(
     least: int = MIN_ROWS,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """sdpa that reads the cache as it lies, not repeated for every head that shares a key head: these heads are a single
-    query's rows, and of many queries a CPU's kernel finds their keys. On a CPU a single query has at least ``least`` rows."""
+    """sdpa that reads the cache as it lies, without repeating it for the heads that share a key head: for a single query
+    these heads are rows, for several a CPU's kernel shares the keys itself. On a CPU a single query has at least ``least``
+    rows."""
     on_cpu, single = query.device.type == "cpu", query.shape[2] == 1
     if attention_mask is None or not (single or on_cpu):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
