@@ -6,54 +6,19 @@ import logging
 import math
 import socket
 import time
-from types import SimpleNamespace
 
 import pytest
 
 from marl.batch.build import joint_batch
 from marl.cluster.failures import GroupFailed
-from marl.config.endpoints import Endpoint
 from marl.config.errors import ConfigError
-from marl.controller.endpoint_client import EndpointClient, defused, split_thought, text_marks
+from marl.controller.endpoint_client import defused, split_thought, text_marks
 from marl.preflight.endpoints import check_endpoints
 from marl.rollout.chat_completion import SEEDS, NonsenseAnswer, read_reply
-from marl.rollout.endpoint import EndpointError, EndpointServer, seconds_of
-from marl.types import ContextOverflow, Episode, Score, Task
+from marl.rollout.endpoint import EndpointError, seconds_of
+from marl.types import ContextOverflow, Episode, Score
+from tests.asking import QUESTION, TASK, act, client_of, many, one, serve, setup_of
 from tests.judge import KEY, Judge, completion, serving
-
-TASK = Task("train/7", [], "4", "x", lambda text: None)
-QUESTION = [{"role": "user", "content": "2+2?"}]
-SAMPLING = {"temperature": 0.5, "top_p": 1.0, "top_k": -1, "max_tokens": 8}
-QUICK = {"backoff_s": 0.01, "timeout_s": 2.0, "deadline_s": 5.0}
-
-
-def serve(judge, work, **endpoint):
-    """Run ``work(client)`` beside the server."""
-    with serving(judge) as address:
-        return asyncio.run(work(client_of(address, **endpoint)))
-
-
-def client_of(base_url, processes=1, thinking="auto", **endpoint):
-    own = Endpoint(base_url=base_url, **({"model": "m-1"} | QUICK | endpoint))
-    return EndpointClient("judge", SimpleNamespace(), EndpointServer("judge", own, processes), thinking)
-
-
-def act(client, observation=QUESTION, **sampling):
-    return client.act(
-        "critic", observation, 2, None, task=TASK, session="s", seed=2**40 + 3, sampling=SAMPLING | sampling,
-        max_prompt_length=1,
-    )  # fmt: skip
-
-
-def one(judge, **endpoint):
-    return serve(judge, act, **endpoint)
-
-
-def many(count):
-    async def work(client):
-        return await asyncio.gather(*(act(client) for _ in range(count)))
-
-    return work
 
 
 @pytest.fixture(autouse=True)
@@ -313,11 +278,6 @@ def test_log_probs_are_finite_and_at_most_zero(wrong):
 def test_marks_of_thoughts_follow_the_setting():
     assert split_thought("<think>a</think>b", text_marks("none")) == (None, "<think>a</think>b")
     assert split_thought("{a}b", text_marks({"start": "{", "end": "}"})) == ("a", "b")
-
-
-def setup_of(client):
-    endpoint = dict(vars(client.server.endpoint))
-    return SimpleNamespace(config=SimpleNamespace(policies={"judge": {"endpoint": endpoint}}), endpoints=["judge"])
 
 
 def test_endpoints_are_checked_before_a_run(monkeypatch, caplog):
