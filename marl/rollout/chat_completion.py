@@ -16,7 +16,8 @@ from marl.types import Message
 SEEDS = 2**31
 """Servers differ in how large a seed may be; all take these."""
 TOO_LONG = re.compile(r"context[ _](length|window|size)|too (long|many tokens)|maximum.{0,40}tokens", re.IGNORECASE)
-QUOTA = re.compile(r"insufficient_quota|billing", re.IGNORECASE)
+QUOTA = re.compile(r"insufficient_quota|credit balance", re.IGNORECASE)
+"""A used-up account. Rate limits speak of billing and of quotas too, and pass."""
 
 
 class NonsenseAnswer(ValueError):
