@@ -3,6 +3,8 @@
 import pytest
 
 from marl.cluster.failures import GroupFailed
+from marl.rollout.endpoint import EndpointError
+from marl.types import ContextOverflow
 from tests.asking import one
 from tests.judge import Judge, completion
 
@@ -42,3 +44,37 @@ def test_an_account_without_credit_ends_the_run(body):
     with pytest.raises(GroupFailed, match="HTTP 429.*check its account"):
         one(judge)
     assert len(judge.bodies) == 1
+
+
+TOO_LONG = {
+    "OpenAI": error("This model's maximum context length is 8192 tokens.", code="context_length_exceeded"),
+    "a window": error("Your input exceeds the context window of this model."),
+    "vLLM": error("The decoder prompt (length 5000) is longer than the maximum model length of 4096."),
+    "an older vLLM": error("The engine prompt length 5000 exceeds the max_model_len 4096. Please reduce prompt."),
+    "SGLang": error("The input (5000 tokens) is longer than the model's context length (4096 tokens)."),
+    "llama.cpp": error("the request exceeds the available context size, try increasing it"),
+    "Anthropic": error("prompt is too long: 210000 tokens > 200000 maximum"),
+    "Anthropic's sum": error("input length and `max_tokens` exceed context limit: 190000 + 20000 > 200000"),
+    "Gemini": error("The input token count (1200000) exceeds the maximum number of tokens allowed (1048576)."),
+    "Cohere": error("too many tokens: size limit exceeded by 120 tokens"),
+}
+
+
+@pytest.mark.parametrize("server", TOO_LONG)
+def test_a_conversation_that_is_too_long_is_an_overflow(server):
+    with pytest.raises(ContextOverflow, match="agent 'critic' in round 2"):
+        one(Judge(lambda *_: (400, TOO_LONG[server])))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "max_tokens: 9000 > 8192, which is the maximum allowed number of output tokens for m-1",
+        "Invalid 'user': string too long. Expected a string with maximum length 64, but got a string with length 81.",
+        "Invalid 'input[0].name': string too long. Expected a string with maximum length 64.",
+    ],
+)
+def test_a_field_that_is_too_large_is_an_error_and_no_outcome(text):
+    """An overflow is an outcome, and would be trained on."""
+    with pytest.raises(EndpointError, match="extra_body"):
+        one(Judge(lambda *_: (400, error(text))))
