@@ -13,8 +13,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from email.utils import parsedate_to_datetime
 from time import time
 from typing import Any
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
+from yarl import URL
 
 from marl.config.endpoints import Endpoint
 from marl.rollout.chat_completion import QUOTA, TOO_LONG, NonsenseAnswer, Reply, listed_models, read_reply, shown
@@ -71,11 +73,9 @@ class Sessions:
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[aiohttp.ClientSession]:
-        if self.session is None:  # proxies come from the environment
+        if self.session is None:
             unlimited = aiohttp.ClientTimeout(total=None)
-            self.session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0), timeout=unlimited, trust_env=True
-            )
+            self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=unlimited)
         session = self.session
         self.users += 1
         try:
@@ -193,7 +193,8 @@ class EndpointServer:
         return reply
 
     def _options(self) -> dict[str, Any]:
-        return {"headers": self._headers(), "allow_redirects": False}  # one would carry the access key elsewhere
+        own = {"headers": self._headers(), "allow_redirects": False}  # one would carry the access key elsewhere
+        return own | proxy_options(URL(self.url))
 
     async def _ask(self, request: AbstractAsyncContextManager[Any]) -> tuple[int, Mapping[str, str], str]:
         async with request as response:
@@ -236,6 +237,15 @@ class EndpointServer:
         """What a server said, cut, without the access key: some repeat it."""
         key = os.environ.get(self.endpoint.api_key_env or "", "").strip()
         return shown(str(text).replace(key, "***") if key else text)
+
+
+def proxy_options(url: URL) -> dict[str, Any]:
+    """Options of a request for the environment's proxy. aiohttp's ``trust_env`` would send what ``~/.netrc`` holds, too."""
+    proxy = getproxies().get(url.scheme)
+    if not proxy or (url.host and proxy_bypass(url.host)):
+        return {}
+    found = URL(proxy if "://" in proxy else f"http://{proxy}")
+    return {"proxy": found.with_user(None), "proxy_auth": aiohttp.BasicAuth.from_url(found)}  # errors show the address
 
 
 def seconds_of(header: str | None) -> float | None:
