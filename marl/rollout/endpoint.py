@@ -169,11 +169,10 @@ class EndpointServer:
         return f", and this process its share of what was left, one of {self.usage.processes}"
 
     def _wait(self, attempt: int, failed: TryAgain) -> float:
-        """Seconds before the next attempt: as the server asks, else twice as long each time, with jitter so that requests that
-        failed together do not come back together."""
-        if failed.after is not None:
-            return failed.after
-        return float(self.endpoint.backoff_s * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+        """Seconds before the next attempt: twice as long each time, or up to about a second more than the server asks for, with
+        jitter so that requests that failed together do not come back together."""
+        own, jitter = float(self.endpoint.backoff_s * 2 ** (attempt - 1)), random.uniform(0.5, 1.5)
+        return own * jitter if failed.after is None else failed.after + min(own, 1.0) * jitter
 
     async def _attempt(self, body: Mapping[str, Any], seconds: float) -> Reply:
         try:

@@ -3,9 +3,9 @@
 import pytest
 
 from marl.cluster.failures import GroupFailed
-from marl.rollout.endpoint import EndpointError
+from marl.rollout.endpoint import EndpointError, TryAgain
 from marl.types import ContextOverflow
-from tests.asking import one
+from tests.asking import client_of, many, one, serve
 from tests.judge import Judge, completion
 
 
@@ -78,3 +78,19 @@ def test_a_field_that_is_too_large_is_an_error_and_no_outcome(text):
     """An overflow is an outcome, and would be trained on."""
     with pytest.raises(EndpointError, match="extra_body"):
         one(Judge(lambda *_: (400, error(text))))
+
+
+@pytest.mark.parametrize("at_once", ["0", "Wed, 21 Oct 2015 07:28:00 GMT"])
+def test_requests_that_may_return_at_once_do_not_return_together(at_once):
+    judge = Judge(lambda number, _: (429, "slow down", {"Retry-After": at_once}) if number <= 6 else completion())
+    serve(judge, many(6), backoff_s=0.6)
+    waits = [at - judge.at[5] for at in judge.at[6:]]
+    assert len(waits) == 6 and min(waits) >= 0.1 and max(waits) - min(waits) >= 0.02, waits
+
+
+@pytest.mark.parametrize("after", [0.0, 7.0])
+def test_a_servers_wait_is_spread_by_a_second_however_often_it_was_asked(after):
+    server = client_of("http://127.0.0.1:1/v1", backoff_s=1.0).server
+    waits = {server._wait(6, TryAgain("slow down", after)) for _ in range(32)}
+    assert len(waits) == 32 and all(after + 0.5 <= wait <= after + 1.5 for wait in waits)
+    assert 16 <= server._wait(6, TryAgain("broken")) <= 48, "2 ** 5 s, and the spread"
