@@ -124,8 +124,8 @@ class EndpointServer:
         raise EndpointError(self._gave_up(attempt, last))
 
     async def models(self) -> list[str]:
-        """Names of the models that the server lists; none where it lists none. Raises EndpointFailed where it cannot be reached
-        or denies access."""
+        """Names of the models that the server lists; none where it lists none. Raises EndpointFailed where it cannot be reached,
+        fails or denies access."""
         seconds, url = min(CHECK_SECONDS, self.endpoint.timeout_s), f"{self.endpoint.base_url.rstrip('/')}/models"
         try:
             async with asyncio.timeout(seconds), self.sessions.lease() as session:
@@ -134,10 +134,14 @@ class EndpointServer:
             cause = f"no answer within {seconds:.3g} s"
         except (aiohttp.ClientError, OSError) as error:
             cause = f"{type(error).__name__}: {self._clean(error)}"
+        except TryAgain as error:
+            cause = str(error)
         else:
             if status in (401, 403):
                 raise self._refusal(401, headers, text)
-            return listed_models(text) if status == 200 else []
+            if status < 500:
+                return listed_models(text) if status == 200 else []
+            cause = f"HTTP {status}: {self._clean(text)}"
         raise EndpointFailed(
             f"{self.who} cannot be reached: {cause}; start it, or set {self.key}.base_url to its address"
         )

@@ -3,9 +3,12 @@
 import asyncio
 
 import pytest
+from aiohttp import web
 
+from marl.config.errors import ConfigError
+from marl.preflight.endpoints import check_endpoints
 from marl.rollout.endpoint import EndpointError
-from tests.asking import act, client_of, one
+from tests.asking import act, client_of, one, setup_of
 from tests.judge import KEY, Judge, serving
 
 
@@ -61,3 +64,34 @@ def test_a_proxys_password_is_in_no_error(monkeypatch):
         with pytest.raises(EndpointError, match="ClientHttpProxyError") as caught:  # it tunnels nothing
             asyncio.run(act(client_of("https://judge.invalid/v1", max_attempts=1)))
     assert KEY not in str(caught.value)
+
+
+class Listing(Judge):
+    """Answers a request for its models as given."""
+
+    def __init__(self, status, text):
+        super().__init__()
+        self.status, self.text = status, text
+
+    async def models(self, request):
+        return web.Response(status=self.status, text=self.text)
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "words"),
+    [
+        (502, "upstream is down", r"policy 'judge'.*HTTP 502: upstream is down; start it"),
+        (503, "", "HTTP 503: nothing"),
+        (200, "x" * (1 << 20), "an answer of more than 131072 bytes"),
+    ],
+)
+def test_a_server_without_a_working_model_ends_the_run_before_it_starts(monkeypatch, status, text, words):
+    monkeypatch.setattr("marl.rollout.endpoint.LARGEST_BODY", 1 << 17)
+    with serving(Listing(status, text)) as address, pytest.raises(ConfigError, match=words):
+        check_endpoints(setup_of(client_of(address)))
+
+
+@pytest.mark.parametrize("status", [200, 404, 405])
+def test_a_server_may_list_no_models(status):
+    with serving(Listing(status, "no such page")) as address:
+        check_endpoints(setup_of(client_of(address)))
