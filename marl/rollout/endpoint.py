@@ -129,7 +129,7 @@ class EndpointServer:
         seconds, url = min(CHECK_SECONDS, self.endpoint.timeout_s), f"{self.endpoint.base_url.rstrip('/')}/models"
         try:
             async with asyncio.timeout(seconds), self.sessions.lease() as session:
-                status, headers, text = await self._ask(session.get(url, **self._options()))
+                status, _, text = await self._ask(session.get(url, **self._options()))
         except TimeoutError:
             cause = f"no answer within {seconds:.3g} s"
         except (aiohttp.ClientError, OSError) as error:
@@ -138,7 +138,7 @@ class EndpointServer:
             cause = str(error)
         else:
             if status in (401, 403):
-                raise self._refusal(401, headers, text)
+                raise self._refuses_all(status, text)
             if status < 500:
                 return listed_models(text) if status == 200 else []
             cause = f"HTTP {status}: {self._clean(text)}"
@@ -223,16 +223,25 @@ class EndpointServer:
         """The error of an HTTP status: worth another attempt, this request's own, or that of all requests."""
         said = f"HTTP {status}: {self._clean(text)}"
         if status in (401, 402, 404) or 300 <= status < 400 or (status == 429 and QUOTA.search(text)):
-            return EndpointFailed(f"{self.who} refuses every request with {said}; {self._remedy(status)}")
+            return self._refuses_all(status, text)
         if status >= 500 or status in TRY_AGAIN:
             return TryAgain(said, seconds_of(headers.get("Retry-After")))
         if status in (400, 413, 422) and TOO_LONG.search(text):
             return PromptTooLong(f"{self.who} cannot read so long a conversation: {said}")
+        if status == 403:  # some deny a single text so
+            return EndpointError(
+                f"{self.who} denied a request with {said}; may this account use model {self.endpoint.model}, and send such "
+                f"texts? Check its rights, or set {self.key}.api_key_env to another"
+            )
         return EndpointError(f"{self.who} refused a request with {said}; does it know every field that is sent? set "
                              f"{self.key}.extra_body={{<field>: null}} to leave one out")  # fmt: skip
 
+    def _refuses_all(self, status: int, text: str) -> EndpointFailed:
+        said = f"HTTP {status}: {self._clean(text)}"
+        return EndpointFailed(f"{self.who} refuses every request with {said}; {self._remedy(status)}")
+
     def _remedy(self, status: int) -> str:
-        if status in (401, 402, 429):
+        if status in (401, 402, 403, 429):
             return f"set {self.key}.api_key_env to a variable with a valid key, and check its account"
         return f"set {self.key}.base_url and model to what the server has"
 

@@ -82,6 +82,7 @@ class Listing(Judge):
     [
         (502, "upstream is down", r"policy 'judge'.*HTTP 502: upstream is down; start it"),
         (503, "", "HTTP 503: nothing"),
+        (403, "not yours", "HTTP 403: not yours; set policies.judge.endpoint.api_key_env"),
         (200, "x" * (1 << 20), "an answer of more than 131072 bytes"),
     ],
 )

@@ -94,3 +94,11 @@ def test_a_servers_wait_is_spread_by_a_second_however_often_it_was_asked(after):
     waits = {server._wait(6, TryAgain("slow down", after)) for _ in range(32)}
     assert len(waits) == 32 and all(after + 0.5 <= wait <= after + 1.5 for wait in waits)
     assert 16 <= server._wait(6, TryAgain("broken")) <= 48, "2 ** 5 s, and the spread"
+
+
+def test_denied_access_to_one_request_loses_its_episode_and_names_the_accounts_rights():
+    """Some vendors deny a single text so."""
+    judge = Judge(lambda *_: (403, error("not allowed")))
+    with pytest.raises(EndpointError, match="HTTP 403: .*not allowed.*may this account use model m-1") as caught:
+        one(judge)
+    assert len(judge.bodies) == 1 and "extra_body" not in str(caught.value)
