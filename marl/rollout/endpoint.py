@@ -147,11 +147,12 @@ class EndpointServer:
         )
 
     def _gave_up(self, attempts: int, last: TryAgain) -> str:
-        asked = f"; it asks to wait {last.after:g} s" if last.after is not None else ""
+        asked = f"; the server asked to wait {last.after:g} s" if last.after is not None else ""
+        tried = f"after {attempts} attempt{'s' if attempts != 1 else ''} within {self.endpoint.deadline_s:g} s"
         return (
-            f"{self.who} gave no usable answer in {attempts} attempts within {self.endpoint.deadline_s:g} s; the last one: {last}"
-            f"{asked}. Is it up, and does it answer at {self.url}? Raise {self.key}.deadline_s, timeout_s or max_attempts if it "
-            "only needs longer, or set requests_per_minute to its limit"
+            f"{self.who} gave no usable answer {tried}; the last one: {last}{asked}. Is it up, and does it answer at {self.url}? "
+            f"Raise {self.key}.deadline_s, timeout_s or max_attempts if it only needs longer, or set requests_per_minute to its "
+            "limit"
         )
 
     @asynccontextmanager

@@ -128,7 +128,10 @@ def test_the_server_says_how_long_to_wait():
     judge = Judge(lambda number, _: (*RATE, {"Retry-After": "0.4"}) if number == 1 else completion())
     one(judge)
     assert judge.at[1] - judge.at[0] >= 0.4
-    with pytest.raises(EndpointError, match=r"1 attempts.*HTTP 429.*slow down.*asks to wait 60 s.*requests_per_minute"):
+    with pytest.raises(
+        EndpointError,
+        match=r"after 1 attempt within.*HTTP 429.*slow down.*the server asked to wait 60 s.*requests_per_minute",
+    ):
         one(Judge(lambda *_: (*RATE, {"Retry-After": "60"})))
     assert seconds_of("x") is None and 50 < seconds_of(_date_in(60)) <= 61 and seconds_of(_date_in(-60)) == 0.0
 
@@ -148,7 +151,7 @@ def test_a_slow_server_ends_at_the_deadline_and_the_error_names_the_keys():
         one(judge, timeout_s=0.2, deadline_s=0.5, max_attempts=9)
     assert time.monotonic() - began < 2 and 2 <= len(judge.bodies) <= 3
     began = time.monotonic()
-    with pytest.raises(EndpointError, match=r"1 attempts within 0.3 s"):
+    with pytest.raises(EndpointError, match=r"after 1 attempt within 0.3 s"):
         one(Judge(lambda *_: sleep()), timeout_s=9.0, deadline_s=0.3)
     assert time.monotonic() - began < 2, "an attempt does not outlive the turn's deadline"
 
@@ -158,7 +161,7 @@ def test_a_server_that_is_down_is_named():
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     address = f"http://127.0.0.1:{port}/v1"
-    with pytest.raises(EndpointError, match=rf"{address}.*2 attempts.*Connect.*Is it up"):
+    with pytest.raises(EndpointError, match=rf"{address}.*after 2 attempts within.*Connect.*Is it up"):
         asyncio.run(act(client_of(address, max_attempts=2)))
 
 
