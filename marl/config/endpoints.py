@@ -31,7 +31,8 @@ class Endpoint:
     max_attempts: int = bounded(5, count(1, 100))
     """Maximum number of attempts to get one turn."""
     backoff_s: float = bounded(1.0, SECONDS)
-    """Mean wait before the second attempt; it doubles with each further one. A server's ``Retry-After`` overrides it."""
+    """Mean wait before the second attempt; it doubles with each further one. To a server's ``Retry-After`` at most a second
+    of it, on average, is added."""
     requests_per_minute: float | None = bounded(None, Number(0, 1e7, above=True, null=True))
     """Rate limit, attempts included; null for none."""
     max_concurrent: int = bounded(32, count(1, 4096))

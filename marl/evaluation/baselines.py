@@ -96,6 +96,7 @@ async def untrained(config: DictConfig, team: MARLTrainer, build: Build) -> Metr
             before.trainer.default_local_dir = f"{config.trainer.default_local_dir}/baseline_untrained"
         with ExitStack() as cleanup:
             trainer = await build(Setup.of(before), cleanup)
+            trainer.controller.go_on_from(team.controller.spent())  # an endpoint's budget is the run's
             await trainer.fit()
         first = trainer.history[0]
     return {"accuracy": run_summary.last_accuracy(first), "vote": first["vote"], "sampled_tokens": 0.0}

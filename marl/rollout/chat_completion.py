@@ -15,8 +15,15 @@ from marl.types import Message
 
 SEEDS = 2**31
 """Servers differ in how large a seed may be; all take these."""
-TOO_LONG = re.compile(r"context[ _](length|window|size)|too (long|many tokens)|maximum.{0,40}tokens", re.IGNORECASE)
-QUOTA = re.compile(r"insufficient_quota|billing", re.IGNORECASE)
+TOO_LONG = re.compile(
+    r"context[ _](length|window|size|limit)|too many tokens"
+    r"|(prompt|input|conversation)\b.{0,40}((?<!string )too long|longer than the max|exceeds the max)",
+    re.IGNORECASE,
+)
+"""A conversation that the model cannot read, in the words of many servers. A field that is too large is none: a fault of
+the configuration must not become an outcome."""
+QUOTA = re.compile(r"insufficient_quota|credit balance", re.IGNORECASE)
+"""A used-up account. Rate limits speak of billing and of quotas too, and pass."""
 
 
 class NonsenseAnswer(ValueError):

@@ -13,8 +13,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from email.utils import parsedate_to_datetime
 from time import time
 from typing import Any
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
+from yarl import URL
 
 from marl.config.endpoints import Endpoint
 from marl.rollout.chat_completion import QUOTA, TOO_LONG, NonsenseAnswer, Reply, listed_models, read_reply, shown
@@ -71,11 +73,9 @@ class Sessions:
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[aiohttp.ClientSession]:
-        if self.session is None:  # proxies come from the environment
+        if self.session is None:
             unlimited = aiohttp.ClientTimeout(total=None)
-            self.session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0), timeout=unlimited, trust_env=True
-            )
+            self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=unlimited)
         session = self.session
         self.users += 1
         try:
@@ -124,30 +124,35 @@ class EndpointServer:
         raise EndpointError(self._gave_up(attempt, last))
 
     async def models(self) -> list[str]:
-        """Names of the models that the server lists; none where it lists none. Raises EndpointFailed where it cannot be reached
-        or denies access."""
+        """Names of the models that the server lists; none where it lists none. Raises EndpointFailed where it cannot be reached,
+        fails or denies access."""
         seconds, url = min(CHECK_SECONDS, self.endpoint.timeout_s), f"{self.endpoint.base_url.rstrip('/')}/models"
         try:
             async with asyncio.timeout(seconds), self.sessions.lease() as session:
-                status, headers, text = await self._ask(session.get(url, **self._options()))
+                status, _, text = await self._ask(session.get(url, **self._options()))
         except TimeoutError:
             cause = f"no answer within {seconds:.3g} s"
         except (aiohttp.ClientError, OSError) as error:
             cause = f"{type(error).__name__}: {self._clean(error)}"
+        except TryAgain as error:
+            cause = str(error)
         else:
             if status in (401, 403):
-                raise self._refusal(401, headers, text)
-            return listed_models(text) if status == 200 else []
+                raise self._refuses_all(status, text)
+            if status < 500:
+                return listed_models(text) if status == 200 else []
+            cause = f"HTTP {status}: {self._clean(text)}"
         raise EndpointFailed(
             f"{self.who} cannot be reached: {cause}; start it, or set {self.key}.base_url to its address"
         )
 
     def _gave_up(self, attempts: int, last: TryAgain) -> str:
-        asked = f"; it asks to wait {last.after:g} s" if last.after is not None else ""
+        asked = f"; the server asked to wait {last.after:g} s" if last.after is not None else ""
+        tried = f"after {attempts} attempt{'s' if attempts != 1 else ''} within {self.endpoint.deadline_s:g} s"
         return (
-            f"{self.who} gave no usable answer in {attempts} attempts within {self.endpoint.deadline_s:g} s; the last one: {last}"
-            f"{asked}. Is it up, and does it answer at {self.url}? Raise {self.key}.deadline_s, timeout_s or max_attempts if it "
-            "only needs longer, or set requests_per_minute to its limit"
+            f"{self.who} gave no usable answer {tried}; the last one: {last}{asked}. Is it up, and does it answer at {self.url}? "
+            f"Raise {self.key}.deadline_s, timeout_s or max_attempts if it only needs longer, or set requests_per_minute to its "
+            "limit"
         )
 
     @asynccontextmanager
@@ -169,11 +174,10 @@ class EndpointServer:
         return f", and this process its share of what was left, one of {self.usage.processes}"
 
     def _wait(self, attempt: int, failed: TryAgain) -> float:
-        """Seconds before the next attempt: as the server asks, else twice as long each time, with jitter so that requests that
-        failed together do not come back together."""
-        if failed.after is not None:
-            return failed.after
-        return float(self.endpoint.backoff_s * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+        """Seconds before the next attempt: twice as long each time, or up to about a second more than the server asks for, with
+        jitter so that requests that failed together do not come back together."""
+        own, jitter = float(self.endpoint.backoff_s * 2 ** (attempt - 1)), random.uniform(0.5, 1.5)
+        return own * jitter if failed.after is None else failed.after + min(own, 1.0) * jitter
 
     async def _attempt(self, body: Mapping[str, Any], seconds: float) -> Reply:
         try:
@@ -193,7 +197,8 @@ class EndpointServer:
         return reply
 
     def _options(self) -> dict[str, Any]:
-        return {"headers": self._headers(), "allow_redirects": False}  # one would carry the access key elsewhere
+        own = {"headers": self._headers(), "allow_redirects": False}  # one would carry the access key elsewhere
+        return own | proxy_options(URL(self.url))
 
     async def _ask(self, request: AbstractAsyncContextManager[Any]) -> tuple[int, Mapping[str, str], str]:
         async with request as response:
@@ -219,16 +224,25 @@ class EndpointServer:
         """The error of an HTTP status: worth another attempt, this request's own, or that of all requests."""
         said = f"HTTP {status}: {self._clean(text)}"
         if status in (401, 402, 404) or 300 <= status < 400 or (status == 429 and QUOTA.search(text)):
-            return EndpointFailed(f"{self.who} refuses every request with {said}; {self._remedy(status)}")
+            return self._refuses_all(status, text)
         if status >= 500 or status in TRY_AGAIN:
             return TryAgain(said, seconds_of(headers.get("Retry-After")))
         if status in (400, 413, 422) and TOO_LONG.search(text):
             return PromptTooLong(f"{self.who} cannot read so long a conversation: {said}")
+        if status == 403:  # some deny a single text so
+            return EndpointError(
+                f"{self.who} denied a request with {said}; may this account use model {self.endpoint.model}, and send such "
+                f"texts? Check its rights, or set {self.key}.api_key_env to another"
+            )
         return EndpointError(f"{self.who} refused a request with {said}; does it know every field that is sent? set "
                              f"{self.key}.extra_body={{<field>: null}} to leave one out")  # fmt: skip
 
+    def _refuses_all(self, status: int, text: str) -> EndpointFailed:
+        said = f"HTTP {status}: {self._clean(text)}"
+        return EndpointFailed(f"{self.who} refuses every request with {said}; {self._remedy(status)}")
+
     def _remedy(self, status: int) -> str:
-        if status in (401, 402, 429):
+        if status in (401, 402, 403, 429):
             return f"set {self.key}.api_key_env to a variable with a valid key, and check its account"
         return f"set {self.key}.base_url and model to what the server has"
 
@@ -236,6 +250,15 @@ class EndpointServer:
         """What a server said, cut, without the access key: some repeat it."""
         key = os.environ.get(self.endpoint.api_key_env or "", "").strip()
         return shown(str(text).replace(key, "***") if key else text)
+
+
+def proxy_options(url: URL) -> dict[str, Any]:
+    """Options of a request for the environment's proxy. aiohttp's ``trust_env`` would send what ``~/.netrc`` holds, too."""
+    proxy = getproxies().get(url.scheme)
+    if not proxy or (url.host and proxy_bypass(url.host)):
+        return {}
+    found = URL(proxy if "://" in proxy else f"http://{proxy}")
+    return {"proxy": found.with_user(None), "proxy_auth": aiohttp.BasicAuth.from_url(found)}  # errors show the address
 
 
 def seconds_of(header: str | None) -> float | None:

@@ -2,8 +2,10 @@
 
 import pytest
 
+from marl.build import build
 from marl.cluster.failures import GroupFailed
 from marl.controller.controller import EpisodesFailed
+from marl.evaluation.baselines import untrained
 from tests.judge import Judge, completion, serving
 from tests.stack.builders import plays_again
 
@@ -66,3 +68,14 @@ def test_a_budget_lasts_over_a_resume(alone):
         larger = alone(*asks(address, token_budget=10 * used), "trainer.resume_mode=auto")
         larger.wait(larger.trainer.resume())
         larger.step()
+
+
+def test_a_baseline_does_not_get_the_budget_again(alone):
+    """The team before training is played again after the run where the run did not measure it."""
+    with serving(Judge()) as address:
+        live = alone(*asks(address, token_budget=10**9), "trainer.val_before_train=false")
+        live.step()
+        used = live.trainer.controller.spent()["carol"]
+        live.trainer.config.policies.carol.endpoint.token_budget = used
+        with pytest.raises(GroupFailed, match=rf"has spent {used} tokens of .*token_budget={used}; raise it"):
+            live.wait(untrained(live.trainer.config, live.trainer, build))

@@ -6,54 +6,19 @@ import logging
 import math
 import socket
 import time
-from types import SimpleNamespace
 
 import pytest
 
 from marl.batch.build import joint_batch
 from marl.cluster.failures import GroupFailed
-from marl.config.endpoints import Endpoint
 from marl.config.errors import ConfigError
-from marl.controller.endpoint_client import EndpointClient, defused, split_thought, text_marks
+from marl.controller.endpoint_client import defused, split_thought, text_marks
 from marl.preflight.endpoints import check_endpoints
 from marl.rollout.chat_completion import SEEDS, NonsenseAnswer, read_reply
-from marl.rollout.endpoint import EndpointError, EndpointServer, seconds_of
-from marl.types import ContextOverflow, Episode, Score, Task
+from marl.rollout.endpoint import EndpointError, seconds_of
+from marl.types import ContextOverflow, Episode, Score
+from tests.asking import QUESTION, TASK, act, client_of, many, one, serve, setup_of
 from tests.judge import KEY, Judge, completion, serving
-
-TASK = Task("train/7", [], "4", "x", lambda text: None)
-QUESTION = [{"role": "user", "content": "2+2?"}]
-SAMPLING = {"temperature": 0.5, "top_p": 1.0, "top_k": -1, "max_tokens": 8}
-QUICK = {"backoff_s": 0.01, "timeout_s": 2.0, "deadline_s": 5.0}
-
-
-def serve(judge, work, **endpoint):
-    """Run ``work(client)`` beside the server."""
-    with serving(judge) as address:
-        return asyncio.run(work(client_of(address, **endpoint)))
-
-
-def client_of(base_url, processes=1, thinking="auto", **endpoint):
-    own = Endpoint(base_url=base_url, **({"model": "m-1"} | QUICK | endpoint))
-    return EndpointClient("judge", SimpleNamespace(), EndpointServer("judge", own, processes), thinking)
-
-
-def act(client, observation=QUESTION, **sampling):
-    return client.act(
-        "critic", observation, 2, None, task=TASK, session="s", seed=2**40 + 3, sampling=SAMPLING | sampling,
-        max_prompt_length=1,
-    )  # fmt: skip
-
-
-def one(judge, **endpoint):
-    return serve(judge, act, **endpoint)
-
-
-def many(count):
-    async def work(client):
-        return await asyncio.gather(*(act(client) for _ in range(count)))
-
-    return work
 
 
 @pytest.fixture(autouse=True)
@@ -163,7 +128,10 @@ def test_the_server_says_how_long_to_wait():
     judge = Judge(lambda number, _: (*RATE, {"Retry-After": "0.4"}) if number == 1 else completion())
     one(judge)
     assert judge.at[1] - judge.at[0] >= 0.4
-    with pytest.raises(EndpointError, match=r"1 attempts.*HTTP 429.*slow down.*asks to wait 60 s.*requests_per_minute"):
+    with pytest.raises(
+        EndpointError,
+        match=r"after 1 attempt within.*HTTP 429.*slow down.*the server asked to wait 60 s.*requests_per_minute",
+    ):
         one(Judge(lambda *_: (*RATE, {"Retry-After": "60"})))
     assert seconds_of("x") is None and 50 < seconds_of(_date_in(60)) <= 61 and seconds_of(_date_in(-60)) == 0.0
 
@@ -183,7 +151,7 @@ def test_a_slow_server_ends_at_the_deadline_and_the_error_names_the_keys():
         one(judge, timeout_s=0.2, deadline_s=0.5, max_attempts=9)
     assert time.monotonic() - began < 2 and 2 <= len(judge.bodies) <= 3
     began = time.monotonic()
-    with pytest.raises(EndpointError, match=r"1 attempts within 0.3 s"):
+    with pytest.raises(EndpointError, match=r"after 1 attempt within 0.3 s"):
         one(Judge(lambda *_: sleep()), timeout_s=9.0, deadline_s=0.3)
     assert time.monotonic() - began < 2, "an attempt does not outlive the turn's deadline"
 
@@ -193,7 +161,7 @@ def test_a_server_that_is_down_is_named():
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     address = f"http://127.0.0.1:{port}/v1"
-    with pytest.raises(EndpointError, match=rf"{address}.*2 attempts.*Connect.*Is it up"):
+    with pytest.raises(EndpointError, match=rf"{address}.*after 2 attempts within.*Connect.*Is it up"):
         asyncio.run(act(client_of(address, max_attempts=2)))
 
 
@@ -313,11 +281,6 @@ def test_log_probs_are_finite_and_at_most_zero(wrong):
 def test_marks_of_thoughts_follow_the_setting():
     assert split_thought("<think>a</think>b", text_marks("none")) == (None, "<think>a</think>b")
     assert split_thought("{a}b", text_marks({"start": "{", "end": "}"})) == ("a", "b")
-
-
-def setup_of(client):
-    endpoint = dict(vars(client.server.endpoint))
-    return SimpleNamespace(config=SimpleNamespace(policies={"judge": {"endpoint": endpoint}}), endpoints=["judge"])
 
 
 def test_endpoints_are_checked_before_a_run(monkeypatch, caplog):

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from omegaconf.errors import OmegaConfBaseException
 
@@ -68,18 +68,34 @@ def endpoint_addresses_are_valid(config: Any) -> None:
     """An address with a user, a password or a query is not repeated: these are credentials."""
     for _, group, node in endpoints(config):
         url = str(node.get("base_url") or "")
-        parts = urlsplit(url)
-        if "@" in parts.netloc or parts.query or parts.fragment:
+        parts = address_of(url)
+        if holds_more_than_an_address(url, parts):
             raise ConfigError(
                 f"{group}.base_url holds a user, a password, a query or a fragment; expected scheme, host and path alone, as in "
                 f"https://api.example.com/v1; set {group}.api_key_env for access"
             )
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"{group}.base_url={url}: expected an address such as http://localhost:8000/v1; set it")
         if url.rstrip("/").endswith("/completions"):
             raise ConfigError(
                 f"{group}.base_url={url}: expected the part before /chat/completions, which is added; use that alone"
             )
+
+
+def address_of(url: str) -> SplitResult | None:
+    """An address in its parts; None where it has no valid host or port."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises for one that is no number
+    except ValueError:
+        return None
+    return parts
+
+
+def holds_more_than_an_address(url: str, parts: SplitResult | None) -> bool:
+    if parts is None:
+        return any(mark in url for mark in "@?#")
+    return "@" in parts.netloc or bool(parts.query or parts.fragment)
 
 
 def access_keys_are_set(config: Any) -> None:
