@@ -187,6 +187,7 @@ def test_what_is_saved_is_loaded_by_others(alone, cold_assets, tmp_path):
     assert AutoTokenizer.from_pretrained(actor / "huggingface").eos_token_id is not None
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_rank_is_refused(alone):
     live = alone(*ADAPTED)
     state = engine_of(live).adapter_state("alice")

@@ -121,6 +121,7 @@ def test_the_vote_baseline_samples_where_validation_is_greedy(small, tmp_path, m
     assert any(len({turn.text for turn in turns}) > 1 for turns in by_task.values()), "they differ"
 
 
+@pytest.mark.slow
 def test_instruction_variants_against_a_single_instruction_at_equal_cost(small, tmp_path):
     """Two instructions of one model answer beside one another and are one group; the share of groups that taught nothing
     stands beside that of a single instruction with as many answers."""

@@ -31,6 +31,7 @@ def acting(live):
     return [turn.policy for turn in sorted(episode.turns, key=lambda turn: turn.round)]
 
 
+@pytest.mark.slow
 def test_after_an_exchange_the_pioneer_is_the_former_observer(alone):
     live = alone(*START)
     seen = []

@@ -128,6 +128,7 @@ def test_the_critic_warms_up_alone(alone):
     assert "agent/alice/grad_norm" in live.step()
 
 
+@pytest.mark.slow
 def test_a_critic_with_a_tokenizer_of_its_own_values_turns_and_not_tokens(alone, tmp_path, bpe_tokenizer):
     from transformers import LlamaConfig, LlamaForCausalLM
 

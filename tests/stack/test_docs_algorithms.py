@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from marl.learners import CREDITS, LEARNERS
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +32,7 @@ def test_every_learner_and_credit_stands_in_its_table():
     assert table("Credit") == {name for name in CREDITS.names() if CREDITS.get(name).__module__.startswith("marl.")}
 
 
+@pytest.mark.slow
 def test_the_file_of_ones_own_trains_by_its_command(cold_assets, tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", DOC, re.DOTALL)
     (command,) = re.findall(r"```bash\n(.*?)```", DOC, re.DOTALL)

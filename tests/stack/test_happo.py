@@ -86,6 +86,7 @@ def test_later_policies_are_corrected_by_the_fresh_weights_of_earlier_ones(alone
     assert metrics[first]["factor_max"] == 1.0 and metrics[first]["grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_with_a_learning_rate_of_0_it_is_mappo_to_the_last_bit(alone):
     still = ("actor_rollout_ref.actor.optim.lr=0", NO_WARM_UP, "credit=team")
     given = []

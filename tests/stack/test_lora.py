@@ -17,6 +17,7 @@ def logits(model):
         return model.eval()(torch.arange(1, 25).view(2, 12)).logits
 
 
+@pytest.mark.slow
 def test_adapters_are_served_in_full_precision_and_exported_for_others(alone, cold_assets, tmp_path):
     live = alone(*ADAPTERS)
     for _ in range(2):

@@ -3,6 +3,8 @@
 import json
 from collections import Counter
 
+import pytest
+
 from marl.cluster.local import LocalHandle, LocalWorkers
 
 QUIET = (
@@ -22,6 +24,7 @@ def fitted(alone, folder, *overrides):
     return {int(path.stem): path.read_text() for path in (folder / "rollouts").iterdir()}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_plays_the_tasks_of_the_whole_run(alone, tmp_path):
     """Saved after step 2, when the tasks of step 3 were read already."""
     whole = fitted(alone, tmp_path / "whole")

@@ -114,7 +114,7 @@ def of_class(family, name):
 @pytest.mark.parametrize(
     "running,victim",
     [
-        ((), "PolicyWorker"),
+        pytest.param((), "PolicyWorker", marks=pytest.mark.slow),
         pytest.param((), "HFServer", marks=pytest.mark.slow),
         pytest.param(WORKER, "EpisodeWorker", marks=pytest.mark.slow),
     ],

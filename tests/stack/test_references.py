@@ -46,6 +46,7 @@ def test_it_is_renewed_every_so_many_steps(alone):
     )
 
 
+@pytest.mark.slow
 def test_a_renewed_reference_and_its_coefficient_are_in_the_checkpoint(alone, tmp_path):
     options = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=1e-4",
                "algorithm.kl_ctrl.horizon=50", NO_WARM_UP, "trainer.ref_update_freq=1", "learner=ippo")  # fmt: skip

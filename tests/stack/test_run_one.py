@@ -126,6 +126,7 @@ class Mine(Runner):
 """
 
 
+@pytest.mark.slow
 def test_a_runner_in_the_working_folder_is_found_by_the_installed_command(tmp_path):
     """Python puts the folder of the command's script on the path, and not the working folder."""
     (tmp_path / "bin").mkdir()

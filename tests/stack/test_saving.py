@@ -56,6 +56,7 @@ def test_a_run_is_kept_resumed_and_measured_on_other_data(alone, cold_assets, tm
     assert f"{folder.name}/team/vote" in last["data"] and not any(key.startswith("val/") for key in last["data"])
 
 
+@pytest.mark.slow
 def test_a_last_validation_that_failed_is_done_on_resume(alone, tmp_path, monkeypatch):
     one_step = ("trainer.total_training_steps=1", "trainer.val_before_train=false", "trainer.logger=[file]")
 
@@ -77,6 +78,7 @@ def test_a_last_validation_that_failed_is_done_on_resume(alone, tmp_path, monkey
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 1
 
 
+@pytest.mark.slow
 def test_a_resumed_run_counts_the_seconds_before_it_and_its_process_once(alone, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "process_seconds", lambda: 100.0)
     first = alone()

@@ -206,7 +206,7 @@ PROBLEMS = {
     "a mean gap": (answer((-1.0, -2.0), (-1.02, -2.02)), None, "by 0.02 on average"),
     "no number": (answer((-1.0, float("nan")), (-1.0, -2.0)), None, "by up to nan"),
     "no log-probs": (answer((), (-1.0, -2.0)), None, "gave 0 log-probs for 2 tokens"),
-    "another step": (answer((-1.0,), (-1.0,), version=0), None, "those of step 0"),
+    "another step": (answer((-1.0,), (-1.0,), version=0), None, "weights of step 0"),
     "an engine that tells no step": (answer((-1.0,), (-1.0,), version=None), None, None),
     "a repetition of what stayed": (answer((-1.0,), (-1.0,), 2, 2), answer((-1.0,), (-1.00001,)), None),
     "a repetition of what moved": (answer((-1.0,), (-1.001,), 2, 2), answer((-1.0,), (-1.0,)), "answer of step 1"),

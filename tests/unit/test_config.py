@@ -546,6 +546,7 @@ def test_rules_between_keys_name_the_remedy(bad, override):
     assert all(part in str(caught.value) for part in BAD[override]), str(caught.value)
 
 
+@pytest.mark.slow
 def test_every_rule_was_broken_by_a_test(bad):
     """A rule that no configuration above breaks is a rule without a test."""
     broken = set()

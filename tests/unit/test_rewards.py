@@ -297,6 +297,7 @@ def judge_math(run, *texts, truth="14"):
     return asyncio.run(all_at_once()), reward.metrics()
 
 
+@pytest.mark.slow
 def test_math_verify_is_killed_when_it_hangs_and_failures_are_counted_apart_from_wrong_answers(monkeypatch):
     monkeypatch.setattr("marl.rewards.builtin.MATH_TIMEOUT_S", 6.0)
     processes, started = Processes(2, timeout_s=1000.0), time.monotonic()
