@@ -106,7 +106,7 @@ class Run:
         return sum(stats["prefilled_tokens"] for stats in self.wait(ask()))
 
     def checksum(self) -> float:
-        """Of the servers' models, which have the trainer's weights after every step."""
+        """The servers' models, which have the trainer's weights after every step."""
 
         async def ask() -> list[float]:
             return await asyncio.gather(*(server.__ray_call__.remote(model_checksum) for server in self.servers()))

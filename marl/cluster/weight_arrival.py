@@ -54,7 +54,7 @@ def check_of(wanted: WeightCheck, engine: str) -> WeightCheck:
 
 
 class Earlier(NamedTuple):
-    """What the trainers had at the last proof."""
+    """The trainers' weights at the last proof."""
 
     step: int
     seed: int

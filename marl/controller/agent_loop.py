@@ -275,7 +275,7 @@ class LoopClient(PolicyClient):
         return turn
 
     def _stop_reason_of(self, turn: Turn, server: LoopServer) -> str | None:
-        """That of the answer which the turn ends with. verl's loops cut a response that has grown too long, wherever it is."""
+        """The stop reason of the answer that ends the turn. verl's loops cut a response that has grown too long, wherever it is."""
         last = (turn.response_ids[-1], np.float32(turn.log_probs[-1]))
         if turn.response_mask[-1] and last in server.stop_reasons:
             return server.stop_reasons[last]

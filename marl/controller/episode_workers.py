@@ -39,7 +39,7 @@ Played = tuple[Episode | None, Exception | None]
 
 
 class Known(NamedTuple):
-    """What the driver tells of the run with every message."""
+    """State of the run that the driver sends with every message."""
 
     accuracy: Mapping[str, Any]
     spent: Mapping[PolicyName, int]
@@ -51,9 +51,9 @@ class Part(NamedTuple):
 
     played: list[Played]
     failures: Counter[str]
-    """Of the reward."""
+    """Failures of the reward."""
     usage: dict[PolicyName, Counts]
-    """Of the endpoints."""
+    """Usage of the endpoints."""
 
 
 class EpisodeFailed(RuntimeError):

@@ -131,5 +131,5 @@ class PlatformCPUEngines(PlatformCPU):
         return {"num_gpus": num_gpus}
 
     def rollout_env_vars(self) -> dict[str, str]:
-        """Of servers alone. Engines would otherwise all bind the same cores."""
+        """Variables of servers alone: engines would otherwise all bind the same cores."""
         return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}

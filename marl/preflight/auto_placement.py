@@ -184,7 +184,7 @@ def names_of(groups: Sequence[Group]) -> list[str]:
 
 
 def no_place(groups: Sequence[Group], sizes: Sequence[PoolSize | None], cluster: Cluster) -> ConfigError:
-    """What has no place, and how much it needs on all of the cluster's ranks."""
+    """An error that names the members without a place, and the memory they need on all of the cluster's ranks."""
     group = (
         next(group for group, size in zip(groups, sizes, strict=True) if size is None) if None in sizes else groups[0]
     )

@@ -25,7 +25,7 @@ WIDEST = 64
 class Cluster:
     machines: int
     gpus: int
-    """Of each machine."""
+    """GPUs of each machine."""
     card: float
     """Bytes of an accelerator."""
     rate: float | None = None

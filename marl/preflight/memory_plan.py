@@ -70,7 +70,7 @@ class Memory:
     logits: float = 0
     server: float = 0
     engine: float = 0
-    """Of an engine's process, asleep or not: its context, and captured graphs."""
+    """Bytes of an engine's process, asleep or not: its context, and captured graphs."""
     sync: float = 0
     """Buffer through which weights travel to an engine."""
 
