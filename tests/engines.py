@@ -21,7 +21,7 @@ VERL_OF_ENGINES = (
 
 
 class AnyName(type):
-    """Of a stand-in for a class: its attributes are there too."""
+    """Stands in for a class: its attributes are there too."""
 
     def __getattr__(cls, name):
         if name.startswith("__"):

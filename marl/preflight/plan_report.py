@@ -75,7 +75,7 @@ Members = dict[str, list[tuple[str, Memory]]]
 
 
 def pool_members(setup: CheckedSetup, card: float | None) -> tuple[Members, dict[str, bool]]:
-    """Who lives in each pool, and whether its servers sleep while it trains. ``card``: an accelerator's bytes, where known."""
+    """The members of each pool, and whether its servers sleep while it trains. ``card``: an accelerator's bytes, where known."""
     config, pools, asleep = setup.config, Members(), dict[str, bool]()
     for policy in batch_of(setup).policies:
         own, pool = own_settings(config, policy.policy), setup.pool_by_policy[policy.policy]

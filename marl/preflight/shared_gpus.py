@@ -13,7 +13,7 @@ from marl.preflight.memory_plan import BYTES, ModelSize
 
 KEY = "gpu_memory_utilization"
 MOST = 0.9
-"""Of a GPU that several servers share: contexts, CUDA graphs and the buckets of a sync take some of the rest."""
+"""The most that servers may take of a GPU they share: contexts, CUDA graphs and the buckets of a sync need some of the rest."""
 
 
 def reserves(rollout: Any) -> bool:

@@ -17,7 +17,7 @@ SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 
 
 class Pair(NamedTuple):
-    """What an adapter adds to a layer: ``scaling * B A x``."""
+    """An adapter's addition to a layer: ``scaling * B A x``."""
 
     down_RI: Tensor
     up_OR: Tensor
@@ -40,7 +40,7 @@ class AdapterBank:
         """By layer and adapter."""
         self.names: set[str] = set()
         self.shares: dict[str, Share] = {}
-        """Of the batch that is computed, by adapter."""
+        """Rows of the batch that is computed, by adapter."""
 
     def put(self, name: str, weights: Mapping[str, Tensor], scaling: float) -> None:
         """Take over a whole adapter, new or in place of its former weights. Raises KeyError for a layer or half of a pair that

@@ -247,7 +247,7 @@ class EndpointServer:
         return f"set {self.key}.base_url and model to what the server has"
 
     def _clean(self, text: object) -> str:
-        """What a server said, cut, without the access key: some repeat it."""
+        """A server's words, cut, without the access key: some repeat it."""
         key = os.environ.get(self.endpoint.api_key_env or "", "").strip()
         return shown(str(text).replace(key, "***") if key else text)
 

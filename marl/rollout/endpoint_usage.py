@@ -1,4 +1,4 @@
-"""What a process has used of a server elsewhere, and its share of what the run may use."""
+"""A process's usage of a server elsewhere, and its share of what the run may use."""
 
 from collections.abc import Mapping
 

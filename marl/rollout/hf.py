@@ -96,7 +96,7 @@ class HFServerAdapter(BaseRollout):
             await self._server().finish_adapter.remote(name, scaling, global_steps)
 
     def _buckets(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
-        """What the first rank of a replica sends at a time. Every rank iterates: gathering a parameter is a collective."""
+        """Weights that the first rank of a replica sends at a time. Every rank iterates: gathering a parameter is a collective."""
         limit = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20
         pending: dict[str, torch.Tensor] = {}
         for name, tensor in weights:

@@ -105,7 +105,7 @@ def projected(module: Any, x_BNH: Tensor, angles: Angles) -> tuple[Tensor, Tenso
 
 
 def signed(cos_BND: Tensor, sin_BND: Tensor) -> Angles:
-    """Of all heads; the sines are negative where rotation would negate a number."""
+    """Angles for all heads; the sines are negative where rotation would negate a number."""
     half = sin_BND.shape[-1] // 2
     return cos_BND[:, :, None], torch.cat([-sin_BND[..., :half], sin_BND[..., half:]], -1)[:, :, None]
 

@@ -58,7 +58,7 @@ FAULTS = {
     lose_half: ("alice", r"lora_B.*, and are still those of step 1"),
     change_the_base: ("alice", r"1 of \d+ tensors differ \(model.embed_tokens.weight\)|2 of \d+ tensors .*lm_head"),
 }
-"""Whose sync the error names, and what it says of each."""
+"""The policy whose sync the error names, and the cause it gives, by fault."""
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)

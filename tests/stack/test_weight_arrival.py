@@ -110,7 +110,7 @@ FAULTS = {
     send_to_another: "and are those of policy 'carol': its weights went to this server",
     send_former_weights: "all tensors, and are still those of step 1",
 }
-"""What the error says of each."""
+"""The cause that the error gives, by fault."""
 
 
 def stopped(live, fault):

@@ -1,4 +1,4 @@
-"""What each engine can be asked for is checked before the start; seeds travel where an engine draws by them."""
+"""Requests that an engine cannot serve are refused before the start; seeds travel where an engine draws by them."""
 
 import asyncio
 from types import SimpleNamespace

@@ -251,5 +251,5 @@ def test_the_exact_form_is_on_or_off(tmp_path, bpe_tokenizer):
     ],
 )
 def test_a_window_over_the_context_is_refused(config, said):
-    """Whether the layers' kinds tell it or, as in Mistral, one number for all of them."""
+    """The layers' kinds tell it or, as in Mistral, one number for all of them."""
     assert other_attention(config) == said

@@ -25,7 +25,7 @@ def make(kind, dtype=torch.float32, attention=ATTENTION, **options):
 
 
 def scores(forward, seed=0, width=64):
-    """Of prompts of 20 tokens, and of three tokens after them."""
+    """Scores of prompts of 20 tokens, and of three tokens after them."""
     generator, cache = torch.Generator().manual_seed(seed), Slots(5, width)
     said = []
     for start, size in ((0, 20), (20, 1), (21, 1), (22, 1)):

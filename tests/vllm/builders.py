@@ -45,7 +45,7 @@ def running(config, first_sync=True):
 
 
 def differences(live, server, policy, samples=4):
-    """How far the log-probs of a policy's server are from those of a policy's trainer, token by token."""
+    """Gaps between the log-probs of a policy's server and those of a policy's trainer, token by token."""
     rows = live.trainer.batch_of(live.episodes(samples)).rows[server]
     outputs = live.wait(live.trainer.policies[policy].compute_log_prob(rows))
     answers = rows["turn_index"].values() >= 0
