@@ -2,12 +2,13 @@
 
 import asyncio
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from marl.cluster.failures import WeightsNotArrived
-from marl.cluster.weight_probe import Answer, problem_of
+from marl.cluster.weight_probe import Answer, probe_of, problem_of
 from marl.config.errors import ConfigError
 from marl.config.rules.resources import digests_are_of_hf
 from tests.builders import slow_but
@@ -220,3 +221,12 @@ def test_a_probe_judges_an_answer_by_the_trainers_numbers_and_the_last_answer(ca
     given, before, expected = PROBLEMS[case]
     said = problem_of(given, before, bound=0.1)
     assert said is None if expected is None else expected in said
+
+
+def test_a_probe_draws_from_the_whole_distribution_whatever_the_policys_sampling():
+    """verl's server takes what a request leaves out from ``rollout``: a penalty there would look like other weights."""
+    rollout = SimpleNamespace(prompt_length=8, response_length=4, temperature=0.3, top_k=5, repetition_penalty=1.1)
+    client = SimpleNamespace(rollout=rollout, encoder=SimpleNamespace(encode=lambda _: range(20)), seed_key="seed")
+    sampling = probe_of(client, 3).sampling
+    neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
+    assert {key: sampling[key] for key in neutral} == neutral and sampling["max_tokens"] == 4 and sampling["seed"] == 3
