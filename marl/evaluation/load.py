@@ -43,7 +43,7 @@ def load_policy(config: DictConfig, name: str) -> Policy:
         hf_config = decodable_config(own.model, path)
     except ValueError as error:
         raise ConfigError(
-            f"policy {name!r} cannot answer in an ensemble: {line(error)}; expected full attention in every layer"
+            f"policy {name!r} cannot answer in an ensemble: {line(error)}; expected full attention or sliding windows"
         ) from None
     model, loaded = AutoModelForCausalLM.from_pretrained(
         path,

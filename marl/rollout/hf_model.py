@@ -6,6 +6,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from marl.rollout.attention import ATTENTION
+from marl.rollout.masks import other_attention
 
 
 def build_model(model_config: Any, dtype: torch.dtype, device: str, attention: str = ATTENTION) -> PreTrainedModel:
@@ -34,17 +35,20 @@ def load_model(model_config: Any, dtype: torch.dtype, device: str, attention: st
 
 
 def decodable_config(model_config: Any, path: str, attention: str = ATTENTION) -> Any:
-    """The configuration at ``path``, with our attention. Raises ValueError for one that the decoding loop does not mask."""
+    """The configuration at ``path``, with our attention. Raises ValueError for one that ours does not compute."""
     changes = dict(model_config["override_config"] or {}) | {"attn_implementation": attention}
     config = AutoConfig.from_pretrained(path, trust_remote_code=model_config["trust_remote_code"], **changes)
-    if other := other_attention(config):
-        raise ValueError(f"rollout.name=hf masks full attention only; {path} has {other}: use vllm or sglang")
+    check_attention(config, path)
     return config
 
 
-def other_attention(config: Any) -> str | None:
-    """A model's attention that is not full, by its layers' kinds or by one window for all of them (Mistral's, Phi-3's)."""
-    kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
-    if kinds:
-        return next((f"{kind} layers" for kind in kinds if kind != "full_attention"), None)
-    return f"a sliding_window of {window}" if window and window < config.max_position_embeddings else None
+def check_attention(config: Any, path: str) -> None:
+    """Raise ValueError for a model whose attention is not transformers' sdpa, which ours repeats."""
+    kind = AutoModelForCausalLM._model_mapping.get(type(config), None)  # None: the model's own code
+    other = other_attention(config)
+    if other is None and kind is not None and not kind._supports_sdpa:
+        other = f"an attention of its own (model_type={config.model_type})"
+    if other is not None:
+        raise ValueError(
+            f"rollout.name=hf computes full attention and sliding windows; {path} has {other}: use vllm or sglang"
+        )

@@ -15,6 +15,8 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 from transformers.cache_utils import Cache
 
+from marl.rollout.masks import window_of
+
 LIKE_LLAMA = (LlamaForCausalLM, Qwen2ForCausalLM)
 """Models whose layers are an RMS norm, attention with rotary positions, an RMS norm and a gated MLP."""
 Place = tuple[Tensor, Tensor]
@@ -30,9 +32,10 @@ class OwnForward:
         self.model = model
 
     def __call__(
-        self, ids_BN: Tensor, mask_B1NW: Tensor, positions_BN: Tensor, cache: Cache, last: Place | None = None
+        self, ids_BN: Tensor, mask_B1NW: Any, positions_BN: Tensor, cache: Cache, last: Place | None = None
     ) -> Tensor:
-        """Scores [B, N, V] of what follows each token; [P, 1, V] where only what follows ``last`` is wanted."""
+        """Scores [B, N, V] of what follows each token; [P, 1, V] where only what follows ``last`` is wanted. The mask may be one a
+        kind of layer, by its name."""
         with picked(self.model.get_output_embeddings(), last) if last else nullcontext():
             output = self.model(
                 input_ids=ids_BN,
@@ -59,7 +62,7 @@ class PlainForward(OwnForward):
     """The same of a model that is like Llama; its last layer goes on with the ``last`` tokens alone."""
 
     def __call__(
-        self, ids_BN: Tensor, mask_B1NW: Tensor, positions_BN: Tensor, cache: Cache, last: Place | None = None
+        self, ids_BN: Tensor, mask_B1NW: Any, positions_BN: Tensor, cache: Cache, last: Place | None = None
     ) -> Tensor:
         decoder = self.model.model
         x_BNH = decoder.embed_tokens(ids_BN)
@@ -76,10 +79,12 @@ class PlainForward(OwnForward):
 
 
 def forward_of(model: PreTrainedModel) -> OwnForward:
-    """The plain pass where all projections are plain layers: one that PEFT or a quantiser replaced computes more than its weight."""
+    """The plain pass where all projections are plain layers and all layers see all tokens: a projection that PEFT or a quantiser
+    replaced computes more than its weight."""
+    if type(model) not in LIKE_LLAMA or window_of(model.config) is not None:
+        return OwnForward(model)
     projections = (part for name, part in model.named_modules() if name.endswith("_proj"))
-    is_plain = type(model) in LIKE_LLAMA and all(type(part) is nn.Linear for part in projections)
-    return PlainForward(model) if is_plain else OwnForward(model)
+    return (PlainForward if all(type(part) is nn.Linear for part in projections) else OwnForward)(model)
 
 
 def passed(

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from marl.platform.shapes import MIN_ROWS, key_width, near_width
 from marl.rollout.adapters import AdapterBank
+from marl.rollout.masks import Masks
 from marl.rollout.plain_forward import OwnForward, Place, forward_of
 from marl.rollout.prefixes import Node, Prefixes
 from marl.rollout.slots import Slots
@@ -37,6 +38,7 @@ class ModelReader:
         self.model, self.device, self.prefixes, self.pad_id = model, model.device, prefixes, pad_id
         self.key_width = key_width if exact else near_width
         self.forward, self.with_adapters = forward_of(model), OwnForward(model)
+        self.masks = Masks(model.config, model.dtype)
         self.prefilled = 0
         self.clear()
 
@@ -116,12 +118,10 @@ class ModelReader:
         """Read tokens into the first B rows of a cache, from ``start_B`` on; past ``end`` there is padding alone."""
         positions_BN = start_B[:, None] + torch.arange(ids_BN.shape[1], device=self.device)
         cache.aim(positions_BN, width)
-        unseen_BNW = torch.arange(width, device=self.device) > positions_BN[..., None]
-        mask_BNW = torch.zeros(unseen_BNW.shape, dtype=self.model.dtype, device=self.device)
-        mask_BNW.masked_fill_(unseen_BNW, -torch.inf)
+        mask = self.masks(positions_BN, width)
         # adapters act on calls of modules, and a plain forward pass has none
         forward = self.with_adapters if self.adapters and self.adapters.shares else self.forward
-        return forward(ids_BN, mask_BNW[:, None], positions_BN.clamp(max=end - 1), cache, last)
+        return forward(ids_BN, mask, positions_BN.clamp(max=end - 1), cache, last)
 
 
 def padded(size: int) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 
 from marl.cli import main as cli
 from marl.commands.ensemble import run
@@ -191,18 +191,19 @@ def test_another_tokenizer_leaves_the_vote(composed, other_model):
     assert "accuracy" in of(result, "vote")
 
 
-def test_attention_that_is_not_masked_is_refused(composed, cold_assets, tmp_path):
+def test_attention_that_ours_does_not_compute_is_refused(composed, cold_assets, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(cold_assets / "model")
-    sliding = Qwen2Config(
+    capped = Gemma2Config(
         vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
-        intermediate_size=64, use_sliding_window=True, max_window_layers=0, sliding_window=8,
+        intermediate_size=64, head_dim=16,
     )  # fmt: skip
-    Qwen2ForCausalLM(sliding).save_pretrained(tmp_path / "sliding")
-    tokenizer.save_pretrained(tmp_path / "sliding")
+    Gemma2ForCausalLM(capped).save_pretrained(tmp_path / "capped")
+    tokenizer.save_pretrained(tmp_path / "capped")
     with pytest.raises(
-        ConfigError, match="policy 'carol' cannot answer .* sliding_attention .* expected full attention"
+        ConfigError,
+        match="policy 'carol' cannot answer .* attn_logit_softcapping=50: .* expected full attention or sliding",
     ):
-        run(composed(f"+policies.carol.model.path={tmp_path / 'sliding'}"))
+        run(composed(f"+policies.carol.model.path={tmp_path / 'capped'}"))
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, MistralConfig, Qwen2Config
+from transformers import (
+    Gemma2Config,
+    Gemma3nTextConfig,
+    Gemma3TextConfig,
+    GptOssConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+)
 
 from marl.config.errors import ConfigError
 from marl.rollout.attention import NEAR_ATTENTION
-from marl.rollout.hf_model import other_attention
+from marl.rollout.hf_model import check_attention
 from marl.rollout.hf_server import HFServer, Pending
+from marl.rollout.masks import window_of
 from marl.rollout.requests import Request
 from marl.rollout.servers import CoalescingClient
 from tests.tiny_model import answers, make_model
@@ -242,14 +252,33 @@ def test_the_exact_form_is_on_or_off(tmp_path, bpe_tokenizer):
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (MistralConfig(sliding_window=16, max_position_embeddings=64), "a sliding_window of 16"),
-        (Qwen2Config(use_sliding_window=True, sliding_window=16, max_window_layers=0), "sliding_attention layers"),
-        (MistralConfig(sliding_window=64, max_position_embeddings=64), None),
+        (Llama4TextConfig(), "chunked_attention layers"),
+        (Gemma2Config(), "attn_logit_softcapping=50"),
+        (Gemma3nTextConfig(), "layers that share keys and values"),
+        (GptOssConfig(), r"an attention of its own \(model_type=gpt_oss\)"),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_attention_that_ours_does_not_compute_is_refused(config, said):
+    with pytest.raises(
+        ValueError, match=rf"rollout.name=hf computes full .* /some/where has {said}: use vllm or sglang"
+    ):
+        check_attention(config, "/some/where")
+
+
+@pytest.mark.parametrize(
+    ("config", "window"),
+    [
+        (MistralConfig(sliding_window=16), 16),
         (MistralConfig(sliding_window=None), None),
+        (Qwen2Config(use_sliding_window=True, sliding_window=16, max_window_layers=0), 16),
         (Qwen2Config(), None),
+        (Gemma3TextConfig(sliding_window=16), 16),
         (LlamaConfig(), None),
     ],
+    ids=lambda value: getattr(value, "model_type", None),
 )
-def test_a_window_over_the_context_is_refused(config, said):
+def test_the_window_is_the_layers_that_have_one(config, window):
     """The layers' kinds tell it or, as in Mistral, one number for all of them."""
-    assert other_attention(config) == said
+    check_attention(config, "/some/where")
+    assert window_of(config) == window
