@@ -204,7 +204,9 @@ def test_adapters_that_other_ranks_saved_are_refused(alone, tmp_path):
     worker.save_adapter("alice", str(tmp_path / "saved"))
     (file,) = (tmp_path / "saved").glob("adapter_world_size_1_rank_0.pt")
     file.rename(file.with_name("adapter_world_size_2_rank_0.pt"))
-    with pytest.raises(ValueError, match=r"saved by another number of ranks, and this run has 1; resume with as many ranks"):
+    with pytest.raises(
+        ValueError, match=r"saved by another number of ranks, and this run has 1; resume with as many ranks"
+    ):
         worker.load_adapter("alice", str(tmp_path / "saved"))
 
 
