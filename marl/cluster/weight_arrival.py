@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from marl.cluster.failures import WeightsNotArrived
 from marl.cluster.policy_group import RayPolicyGroup
 from marl.cluster.weight_probe import ProbeProof
+from marl.config.engines import check_of
 from marl.config.schema import WeightCheck
 from marl.types import Metrics, PolicyName
 from marl.utils.seeding import derive_seed
@@ -44,13 +45,6 @@ class WeightSync:
         started = time.perf_counter()
         await asyncio.gather(*(proof.prove(step) for proof in self.proofs))
         return {"timing_s/weight_check": time.perf_counter() - started} if self.proofs else {}
-
-
-def check_of(wanted: WeightCheck, engine: str) -> WeightCheck:
-    """The check of an engine's servers: others than ours store weights fused, sharded or quantised, and give log-probs alone."""
-    if wanted is WeightCheck.auto:
-        return WeightCheck.digest if engine == "hf" else WeightCheck.probe
-    return wanted
 
 
 class Earlier(NamedTuple):

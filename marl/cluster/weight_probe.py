@@ -10,12 +10,10 @@ from verl.workers.rollout.replica import TokenOutput
 from marl.batch.build import to_rows
 from marl.cluster.failures import WeightsNotArrived
 from marl.cluster.policy_group import RayPolicyGroup
+from marl.config.engines import PROBE, PROBE_TOKENS
 from marl.types import PolicyName, Turn
 from marl.utils.seeding import derive_seed
 
-QUESTION = [{"role": "user", "content": "hello"}]
-"""Each chat template has been tried on it before the run started."""
-TOKENS = 16
 MEAN_SHARE = 0.1
 """Bound of the mean gap, as a share of the largest gap's (``controller.log_prob_gap_alarm``)."""
 MOVED_SHARE, MOVED_LEAST = 1e-3, 1e-5
@@ -84,9 +82,9 @@ class ProbeProof:
 def probe_of(client: Any, seed: int) -> Probe:
     """A prompt in the policy's own chat template, and a request that draws from the whole distribution."""
     rollout = client.rollout
-    prompt_ids = list(client.encoder.encode(QUESTION))[-rollout.prompt_length :]
+    prompt_ids = list(client.encoder.encode(PROBE))[-rollout.prompt_length :]
     sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
-    sampling["max_tokens"] = min(TOKENS, rollout.response_length)
+    sampling["max_tokens"] = min(PROBE_TOKENS, rollout.response_length)
     return Probe(prompt_ids, sampling | {"ignore_eos": True, "logprobs": True, client.seed_key: seed})
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from marl.config.endpoints import hosted_policies
 from marl.config.policies import own_settings
-from marl.config.schema import RequestSeeds
+from marl.config.schema import RequestSeeds, WeightCheck
 
 ENGINES = ("hf", "vllm", "sglang")
 """Engines whose servers are told apart by policy."""
@@ -38,3 +38,16 @@ def serves_vllm_on_cpu(config: Any) -> bool:
     """True if a run on CPUs has a vLLM server; verl schedules those on Ray's GPUs, which are then a mere count."""
     names = hosted_policies(config)
     return config.trainer.device == "cpu" and any(own_settings(config, name).rollout.name == "vllm" for name in names)
+
+
+PROBE = [{"role": "user", "content": "hello"}]
+"""The prompt by which servers prove their weights. Each chat template has been tried on it before the run started."""
+PROBE_TOKENS = 16
+"""Tokens of the answer."""
+
+
+def check_of(wanted: WeightCheck, engine: str) -> WeightCheck:
+    """The check of an engine's servers: others than ours store weights fused, sharded or quantised, and give log-probs alone."""
+    if wanted is WeightCheck.auto:
+        return WeightCheck.digest if engine == "hf" else WeightCheck.probe
+    return wanted

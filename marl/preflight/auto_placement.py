@@ -3,10 +3,12 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import psutil
 from omegaconf import DictConfig, open_dict
 
+from marl.config.engines import engine_settings
 from marl.config.errors import ConfigError
 from marl.config.placement import SHARED, PoolSize, Unplaceable, machines_of
 from marl.config.policies import own_settings, ranks_per_server
@@ -16,10 +18,23 @@ from marl.preflight import batch_plan
 from marl.preflight.checks import CheckedSetup
 from marl.preflight.cluster_plan import Cluster
 from marl.preflight.compatibility import check_facts
-from marl.preflight.memory_plan import Memory, pool_memory
+from marl.preflight.memory_plan import Memory, ModelSize, Room, pool_memory, remedy_for_weights, weights_of_rank
 from marl.preflight.plan_report import batch_of, card_bytes, critic_memory, critic_size, member_memory
-from marl.preflight.shared_gpus import keeps_own_share, reserves
+from marl.preflight.shared_gpus import MOST, keeps_own_share, need, reserves
 from marl.run_setup import Setup
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A server that takes a share of a GPU when it starts."""
+
+    rollout: Any
+    weights: float
+    """Bytes of a rank's weights; 0 if its cache has a size of its own, beside which they need no share."""
+    need: float
+    """The weight of its claim where several servers share a GPU."""
+    share: float
+    """The part of a GPU that is its own, or that all which share one divide."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +55,8 @@ class Member:
     """Its servers free their memory while it is trained."""
     shares: bool = False
     """Its server's memory is that of all servers of a GPU which share it."""
+    engine: Engine | None = None
+    """Its server, if that reserves a share of its GPUs."""
 
 
 class Group(tuple[Member, ...]):
@@ -56,8 +73,20 @@ class Group(tuple[Member, ...]):
         memories = [(member.memory(ranks), sharing if member.shares else 1) for member in self]
         return pool_memory([replace(memory, server=memory.server / among) for memory, among in memories], asleep)
 
+    def starved(self, card: float) -> Iterator[tuple[Member, Room]]:
+        """Members whose weights do not fit into their server's share of a GPU, as ``shared_gpus`` divides it."""
+        engines = [(member, member.engine) for member in self if member.engine is not None]
+        fixed = sum(engine.share for member, engine in engines if not member.shares) if len(engines) > 1 else 0.0
+        whole = sum(engine.need for member, engine in engines if member.shares)
+        for member, engine in engines:
+            part = max(0.0, engine.share - fixed) * engine.need / whole if member.shares else engine.share
+            if engine.weights > part * card:
+                yield member, Room(engine.weights, part * card)
+
     def sizes(self, cluster: Cluster) -> Iterator[PoolSize]:
         """Sizes whose ranks divide into servers and whose memory suffices, the smallest first."""
+        if any(self.starved(cluster.card)):
+            return
         most = min(cluster.machines * cluster.gpus, max(member.most_ranks for member in self))
         for ranks in range(1, most + 1):
             nodes = -(-ranks // cluster.gpus)
@@ -120,6 +149,7 @@ def members_of(setup: CheckedSetup, card: float) -> list[Member]:
                 ranks_per_server(own.rollout),
                 own.rollout.free_cache_engine,
                 reserves(own.rollout) and not keeps_own_share(config, name),
+                engine_of(setup.sizes[name], own.rollout) if reserves(own.rollout) else None,
             )
         )
         rows += batch.rows
@@ -128,6 +158,12 @@ def members_of(setup: CheckedSetup, card: float) -> list[Member]:
         memory = partial(critic_memory, setup, size)
         members.append(Member(name, True, memory, size.parameters * rows, max(1, rows)))
     return members
+
+
+def engine_of(size: ModelSize, rollout: Any) -> Engine:
+    has_own_cache = "kv_cache_memory_bytes" in engine_settings(rollout)
+    weights = 0.0 if has_own_cache else weights_of_rank(rollout, size)
+    return Engine(rollout, weights, need(size, rollout), float(rollout.gpu_memory_utilization))
 
 
 def _policy_memory(
@@ -188,9 +224,23 @@ def no_place(groups: Sequence[Group], sizes: Sequence[PoolSize | None], cluster:
     group = (
         next(group for group, size in zip(groups, sizes, strict=True) if size is None) if None in sizes else groups[0]
     )
+    for member, room in group.starved(cluster.card):
+        return too_little(group, member, room, cluster.card)
     ranks, members = cluster.machines * cluster.gpus, ", ".join(member.name for member in group)
     return ConfigError(
         f"resources.placement=auto: {members} need {group.peak(ranks) / 1e9:.1f} GB a rank on all {ranks} ranks, each has "
         f"{cluster.card / 1e9:.1f} GB; expected a size whose ranks divide into servers and fit. Lower "
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu or rollout.gpu_memory_utilization, use a smaller model or more GPUs"
+    )
+
+
+def too_little(group: Group, member: Member, room: Room, card: float) -> ConfigError:
+    """An error that names the server whose share of a GPU does not hold its weights, and settings with which it would."""
+    among = f", as {len(group)} members share it," if len(group) > 1 else ""
+    assert member.engine is not None
+    wider = "a larger cluster, or " if len(group) > 1 else ""
+    remedy = remedy_for_weights(room, member.engine.rollout, card, MOST)
+    return ConfigError(
+        f"resources.placement=auto: the weights of {member.name}'s server take {room.needed / 1e9:.1f} GB a rank, its share of a "
+        f"GPU{among} is {room.share / 1e9:.1f} of {card / 1e9:.1f} GB; {wider}policies.{member.name}.{remedy} fit"
     )

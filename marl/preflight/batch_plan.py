@@ -28,6 +28,8 @@ class PolicyBatch:
     updates: int
     ranks: int
     servers: int
+    turns: int = 0
+    """Turns that its servers answer at most, trained or not."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,15 @@ def trained_turns(config: Any, policy: str, turns_by_agent: Mapping[str, int]) -
     return count
 
 
+def answered_turns(config: Any, policy: str, turns_by_agent: Mapping[str, int]) -> int:
+    """Maximum number of turns per episode in which agents act with a policy."""
+    return sum(
+        policies[min(r, len(policies)) - 1] == policy
+        for agent, policies in policies_by_agent(config.agents).items()
+        for r in range(1, turns_by_agent[agent] + 1)
+    )
+
+
 def policy_batch(config: Any, name: str, turns_by_agent: Mapping[str, int]) -> PolicyBatch:
     own = own_settings(config, name)
     agents = tuple(agent for agent, policies in policies_by_agent(config.agents).items() if name in policies)
@@ -80,6 +91,7 @@ def policy_batch(config: Any, name: str, turns_by_agent: Mapping[str, int]) -> P
         updates=mini_batches * own.actor.ppo_epochs if rows else 0,
         ranks=0,
         servers=0,
+        turns=config.data.train_batch_size * own.rollout.n * answered_turns(config, name, turns_by_agent),
     )
     return at_ranks(batch, own, ranks_of(config, name))
 

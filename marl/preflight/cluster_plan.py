@@ -10,7 +10,7 @@ from marl.config.errors import ConfigError
 from marl.config.placement import PoolSize, Unplaceable, machines_of
 from marl.config.policies import own_settings, ranks_per_server
 from marl.config.schema import PoolConfig
-from marl.preflight import memory_plan
+from marl.preflight import memory_plan, shared_gpus
 from marl.preflight.checks import CheckedSetup
 from marl.preflight.plan_report import memory_text, peaks_of, pool_members, step_text, work_text
 from marl.utils.tables import aligned
@@ -79,7 +79,7 @@ def too_large(setup: CheckedSetup, cluster: Cluster, peaks: dict[str, float]) ->
         if room := memory_plan.room_for_weights(own.rollout, setup.sizes[name], cluster.card):
             yield (
                 f"policy {name!r}: the weights of its server take {room.needed / 1e9:.1f} GB a rank, its share of a GPU is "
-                f"{room.share / 1e9:.1f} GB; raise rollout.gpu_memory_utilization or rollout.tensor_model_parallel_size"
+                f"{room.share / 1e9:.1f} GB; {memory_plan.remedy_for_weights(room, own.rollout, cluster.card, shared_gpus.MOST)} fit"
             )
 
 

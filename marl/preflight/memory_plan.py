@@ -1,5 +1,6 @@
 """Estimated memory of every rank. Pure."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -73,6 +74,8 @@ class Memory:
     """Bytes of an engine's process, asleep or not: its context, and captured graphs."""
     sync: float = 0
     """Buffer through which weights travel to an engine."""
+    probe: float = 0
+    """Working memory of the forward pass that proves a sync, while the servers are awake."""
 
     @property
     def kept(self) -> float:
@@ -112,6 +115,12 @@ def training_memory(size: ModelSize, training: Training) -> Memory:
     )
 
 
+def probe_memory(own: Any, batch: PolicyBatch, size: ModelSize, tokens: int) -> float:
+    """Working memory of a forward pass over the answers to a probe, each rank's share of the rows."""
+    share = -(-tokens // max(1, min(batch.ranks, batch.servers)))
+    return training_memory(size, replace(training_of(own, batch), tokens=share, checkpointing=True)).working
+
+
 def reference_memory(size: ModelSize, training: Training) -> float:
     """A rank's share of a frozen copy; verl keeps it in host memory where there is an accelerator."""
     return size.parameters * training.master_bytes / training.ranks
@@ -127,7 +136,7 @@ def pool_memory(members: Sequence[Memory], asleep: bool) -> float:
     """The peak of one rank of a pool: all that is kept, the largest working set, and the servers, which may sleep meanwhile;
     one policy after another sends its weights."""
     kept, working = sum(member.kept for member in members), max(member.working for member in members)
-    server, sync = sum(member.server for member in members), max(member.sync for member in members)
+    server, sync = sum(member.server for member in members), max(max(m.sync, m.probe) for m in members)
     return kept + (max(working, server + sync) if asleep else server + max(working, sync))
 
 
@@ -178,9 +187,26 @@ def room_for_weights(rollout: Any, size: ModelSize, card: float) -> Room | None:
     """Bytes of a rank's weights in vLLM or SGLang and of its share of a GPU, where that is too small for them."""
     if rollout.name == "hf" or "kv_cache_memory_bytes" in engine_settings(rollout):
         return None
-    among = rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size
-    room = Room(size.parameters * BYTES[dtype_name(rollout.dtype)] / among, rollout.gpu_memory_utilization * card)
+    room = Room(weights_of_rank(rollout, size), rollout.gpu_memory_utilization * card)
     return room if room.needed > room.share else None
+
+
+def weights_of_rank(rollout: Any, size: ModelSize) -> float:
+    """Bytes of a server's weights in one of its ranks."""
+    among = rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size
+    return size.parameters * BYTES[dtype_name(rollout.dtype)] / among
+
+
+def remedy_for_weights(room: Room, rollout: Any, card: float, most: float) -> str:
+    """Settings with which a server's weights would fit into its share of a GPU, of which servers may take ``most``."""
+    ranks = rollout.tensor_model_parallel_size
+    while room.needed * rollout.tensor_model_parallel_size / ranks >= room.share:
+        ranks *= 2
+    share = math.ceil(100 * room.needed / card) / 100
+    wider = f"rollout.tensor_model_parallel_size={ranks}"
+    return (
+        f"{wider} would, as would rollout.gpu_memory_utilization above {share:g}" if share < most else f"{wider} would"
+    )
 
 
 def adapter_memory(whole: Memory, own: Any, batch: PolicyBatch, size: ModelSize) -> Memory:

@@ -1,7 +1,7 @@
 """The plan of a step as text: batch arithmetic and memory."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import psutil
 import torch
@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 
 from marl.batch.packing import packed_policies
 from marl.config.endpoints import endpoint_of
+from marl.config.engines import PROBE, PROBE_TOKENS, check_of
 from marl.config.kinds import frozen_policies
 from marl.config.placement import size_of
 from marl.config.policies import (
@@ -18,7 +19,7 @@ from marl.config.policies import (
     reads_reference,
     trained_policies,
 )
-from marl.config.schema import LogProbSource
+from marl.config.schema import LogProbSource, WeightCheck
 from marl.config.sharing import shares_base
 from marl.modules import pretrained
 from marl.preflight import batch_plan, memory_plan, model_checks, shared_gpus, step_estimate
@@ -97,7 +98,8 @@ def member_memory(setup: CheckedSetup, own: DictConfig, batch: PolicyBatch, card
     memory = memory_plan.policy_memory(own, batch, size, card, has_reference)
     if batch.policy in frozen_policies(setup.config):
         return Memory(server=memory.server, engine=memory.engine)
-    return memory
+    probe = probe_row(setup, own, batch)
+    return memory if probe is None else replace(memory, probe=memory_plan.probe_memory(own, batch, size, probe.length))
 
 
 def peaks_of(members: Members, asleep: Mapping[str, bool]) -> dict[str, float]:
@@ -129,12 +131,24 @@ def work_by_pool(setup: CheckedSetup) -> dict[str, list[tuple[str, Work]]]:
             batch.rows,
             Row(longest_row(own.rollout), own.rollout.response_length),
             own.actor.ppo_epochs,
+            turns=batch.turns,
             checkpointing=own.model.enable_gradient_checkpointing,
             log_probs=not (from_servers or LogProbSource.of(config) is LogProbSource.server),
             reference=name in trained_policies(config.agents) and reads_reference(config.algorithm, own.actor),
+            probe=probe_row(setup, own, batch),
         )
         work.setdefault(setup.pool_by_policy[name], []).append((name, done))
     return work
+
+
+def probe_row(setup: CheckedSetup, own: DictConfig, batch: PolicyBatch) -> Row | None:
+    """The tokens of the probe after a weight sync, of all servers together; None where weights are proved otherwise."""
+    check = check_of(WeightCheck(setup.config.resources.weight_check), own.rollout.name)
+    if check is not WeightCheck.probe or batch.policy in frozen_policies(setup.config):
+        return None
+    prompt = min(len(setup.encoders[batch.policy].encode(PROBE)), own.rollout.prompt_length)
+    answer = min(PROBE_TOKENS, own.rollout.response_length)
+    return Row(batch.servers * (prompt + answer), batch.servers * answer)
 
 
 def work_text(setup: CheckedSetup, rate: float | None = None) -> str:

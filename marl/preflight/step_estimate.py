@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+from marl.platform.shapes import MIN_WIDTH
 from marl.preflight.memory_plan import ModelSize
 
 
@@ -14,10 +16,12 @@ class Work:
     log_probs: float = 0
     reference: float = 0
     update: float = 0
+    probe: float = 0
+    """The answers that prove a weight sync, and the trainer's forward pass over them."""
 
     @property
     def total(self) -> float:
-        return self.sampling + self.log_probs + self.reference + self.update
+        return self.sampling + self.log_probs + self.reference + self.update + self.probe
 
 
 @dataclass(frozen=True)
@@ -40,12 +44,39 @@ def training(size: ModelSize, row: Row, checkpointing: bool) -> float:
     return (4 if checkpointing else 3) * forward(size, row)
 
 
+def padded(rows: Sequence[Row], budget: int) -> list[Row]:
+    """Rows as a CPU reads them: in micro-batches of at most so many tokens, each padded to the longest of its micro-batch."""
+    from marl.platform.micro_batches import cuts, even_cuts  # imports verl
+
+    ordered = sorted(rows, key=lambda row: -row.length)
+    lengths = [row.length for row in ordered]
+    boundaries = even_cuts(lengths, budget, True, len(cuts(lengths, budget, True)) - 1)
+    groups = [ordered[start:end] for start, end in pairwise(boundaries)]
+    return [Row(max(MIN_WIDTH, group[0].length), row.answer) for group in groups for row in group]
+
+
 def work_of(
-    size: ModelSize, rows: int, row: Row, epochs: int, *, checkpointing: bool, log_probs: bool, reference: bool
+    size: ModelSize,
+    rows: int,
+    row: Row,
+    epochs: int,
+    *,
+    turns: int,
+    checkpointing: bool,
+    log_probs: bool,
+    reference: bool,
+    probe: Row | None = None,
 ) -> Work:
-    """A policy's work on so many equal rows. Its server reads every token once, as its keys and values are kept."""
-    once = rows * forward(size, row)
-    return Work(once, once * log_probs, once * reference, epochs * rows * training(size, row, checkpointing))
+    """A policy's work on so many equal rows and on ``turns`` that its servers answer, whether they are trained or not. A server
+    reads every token once, as its keys and values are kept. ``probe``: what all servers answer to it, in a row for each."""
+    once = forward(size, row)
+    return Work(
+        turns * once,
+        rows * once * log_probs,
+        rows * once * reference,
+        epochs * rows * training(size, row, checkpointing),
+        2 * forward(size, probe) if probe else 0.0,
+    )
 
 
 def seconds(work: Mapping[str, Sequence[Work]], ranks: Mapping[str, int], rate: float) -> float:

@@ -1,31 +1,79 @@
-"""The work that a plan counts is what an update does: torch's own count of it."""
+"""The work that a plan counts is what an update does: torch's own count of it, and the seconds that it takes."""
+
+import time
 
 import pytest
+import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from marl.batch.rows import rows_of
 from marl.modules import pretrained
-from marl.platform.shapes import key_width
 from marl.preflight.model_checks import size_of
-from marl.preflight.step_estimate import Row, forward, training
+from marl.preflight.step_estimate import Row, forward, padded, training
 from tests.stack.builders import prepared
 
+PLAIN = ("actor_rollout_ref.model.enable_gradient_checkpointing=false", "controller.pack_turns=false")
 
-def test_an_update_and_a_forward_pass_are_counted_within_15_percent(alone):
-    live = alone("actor_rollout_ref.model.enable_gradient_checkpointing=false", "controller.pack_turns=false")
-    rows, group = prepared(live), live.trainer.policies["alice"]
-    lengths = rows["input_ids"].offsets().diff().tolist()
-    usual = max(set(lengths), key=lengths.count)  # the engine pads others to the longest of a micro-batch
-    rows = rows_of(rows, [row for row, length in enumerate(lengths) if length == usual])
-    assert len(rows) >= 4
+
+def counted(group, rows):
+    """Operations of a forward pass over rows, and of an update."""
     size = size_of(pretrained.load_config(group.config.actor_rollout_ref.model, "model"), "model.path")
-    answers = rows["responses"].offsets().diff().tolist()
-    shapes = [Row(key_width(usual), answer) for answer in answers]  # and all of them on a CPU
+    lengths, answers = (rows[key].offsets().diff().tolist() for key in ("input_ids", "responses"))
+    shapes = padded(list(map(Row, lengths, answers)), group.actor.ppo_max_token_len_per_gpu)
+    update = group.actor.ppo_epochs * sum(training(size, row, False) for row in shapes)
+    return sum(forward(size, row) for row in shapes), update
+
+
+@pytest.mark.parametrize("budget", [8192, pytest.param(200, marks=pytest.mark.slow)])
+def test_an_update_and_a_forward_pass_are_counted_within_15_percent(alone, budget):
+    live = alone(*PLAIN, f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={budget}")
+    rows, group = prepared(live), live.trainer.policies["alice"]
+    lengths = rows["input_ids"].offsets().diff()
+    rows = rows_of(rows, [*range(len(rows)), *[int(lengths.argmin())] * 8])
+    assert lengths.max() > 1.5 * lengths.min(), "lengths are mixed"
     with FlopCounterMode(display=False) as read:
         live.wait(group.compute_log_prob(rows))
     with FlopCounterMode(display=False) as updated:
         live.wait(group.update_actor(rows))
-    assert sum(forward(size, row) for row in shapes) == pytest.approx(read.get_total_flops(), rel=0.15)
-    epochs = group.actor.ppo_epochs
-    counted = epochs * sum(training(size, row, False) for row in shapes)
-    assert counted == pytest.approx(updated.get_total_flops(), rel=0.15)
+    assert counted(group, rows) == pytest.approx((read.get_total_flops(), updated.get_total_flops()), rel=0.15)
+
+
+@pytest.fixture
+def wide(cold_assets, tmp_path):
+    """A model whose time is that of its products."""
+    tokenizer = AutoTokenizer.from_pretrained(cold_assets / "model")
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=512, num_hidden_layers=6, num_attention_heads=8, intermediate_size=1536,
+        max_position_embeddings=256, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, tie_word_embeddings=True,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "wide")
+    tokenizer.save_pretrained(tmp_path / "wide")
+    return tmp_path / "wide"
+
+
+def matmul_rate(tokens):
+    """Operations a second of one thread in a product of a layer's shape, in the thread's own time; the median of several."""
+    x, weight = torch.randn(tokens, 512), torch.randn(1536, 512)
+    taken = []
+    for _ in range(15):
+        started = time.thread_time()
+        for _ in range(10):
+            torch.nn.functional.linear(x, weight)
+        taken.append(time.thread_time() - started)
+    return 10 * 2 * tokens * 512 * 1536 / sorted(taken)[len(taken) // 2]
+
+
+@pytest.mark.slow
+def test_an_update_takes_the_estimated_seconds_within_15_percent(alone, wide):
+    live = alone(*PLAIN, f"actor_rollout_ref.model.path={wide}")
+    rows, group = prepared(live), live.trainer.policies["alice"]
+    rows = rows_of(rows, [i for i in range(len(rows)) for _ in range(6)])
+    rate, taken = matmul_rate(len(rows["input_ids"].values())), []
+    for _ in range(5):
+        started = time.process_time()
+        live.wait(group.update_actor(rows))
+        taken.append(time.process_time() - started)
+    estimated = counted(group, rows)[1] / rate
+    assert estimated == pytest.approx(sorted(taken)[2], rel=0.15), f"at {rate:.3g} a second, {taken}"

@@ -3,12 +3,13 @@
 import re
 
 import pytest
+from omegaconf import OmegaConf
 
 from marl.config.errors import ConfigError
 from marl.config.placement import PoolSize
 from marl.config.policies import own_settings
 from marl.config.schema import Placement
-from marl.preflight.auto_placement import Group, Member, cluster_of, found, names_of
+from marl.preflight.auto_placement import Engine, Group, Member, cluster_of, found, members_of, names_of
 from marl.preflight.cluster_plan import Cluster
 from marl.preflight.memory_plan import Memory
 from marl.preflight.plan_report import plan_text
@@ -104,6 +105,50 @@ def test_engines_that_reserve_memory_share_a_gpu_where_there_is_one(config, monk
     two = prepare(config(*words), Cluster(1, 2, 80e9))
     assert set(two.pools) == {"alice", "carol"}
     assert own_settings(two.config, "alice").rollout.gpu_memory_utilization == 0.75
+
+
+ROLLOUT = OmegaConf.create({"tensor_model_parallel_size": 1})
+
+
+def server(name, weights, share=0.5, shares=True, need=None):
+    """A policy on an engine that reserves a share of its GPU; the memory of its trainer is nothing."""
+    engine = Engine(ROLLOUT, weights * 1e9, (need or weights) * 1e9, share)
+    return member(name, 0, work=weights, shares=shares, engine=engine)
+
+
+def test_weights_must_fit_into_their_servers_share():
+    assert placed([server("a", 4)], 1, 1, 10) == {"a": (["a"], 1, 1)}
+    said = (
+        r"placement=auto: the weights of a's server take 6.0 GB a rank, its share of a GPU is 5.0 of 10.0 GB; policies.a."
+        r"rollout.tensor_model_parallel_size=2 would, as would rollout.gpu_memory_utilization above 0.6 fit"
+    )
+    with pytest.raises(ConfigError, match=said):
+        placed([server("a", 6)], 1, 1, 10)
+    with pytest.raises(ConfigError, match=r"tensor_model_parallel_size=4 would fit$"):
+        placed([server("a", 12)], 1, 8, 10)
+
+
+@pytest.mark.parametrize(
+    "members,said",
+    [
+        # half of 10 GB, divided by need: 2.5 GB for each
+        ([server("a", 3), server("b", 2, need=3)], r"a's server take 3.0 GB a rank, .* as 2 members share it, is 2.5 of 10.0 GB"),
+        # b takes .3 of the GPU for itself, and leaves .2
+        ([server("a", 3), server("b", 2, 0.3, shares=False)], r"a's server take 3.0 GB .* is 2.0 of 10.0 GB; a larger cluster, or"),
+    ],
+)  # fmt: skip
+def test_members_that_would_starve_each_other_do_not_share_a_gpu(members, said):
+    assert set(placed(members, 1, 2, 10)) == {"a", "b"}
+    with pytest.raises(ConfigError, match=said):
+        placed(members, 1, 1, 10)
+
+
+def test_the_weights_are_the_models(config, monkeypatch):
+    monkeypatch.setattr("marl.cluster.session.fitting_platform", lambda device: None)
+    words = ("hardware=gpu", "resources.placement=auto", "actor_rollout_ref.rollout.dtype=float32")
+    setup = prepare(config(*words), Cluster(1, 2, 80e9))
+    (first, _) = members_of(setup, 80e9)
+    assert first.engine.weights == 4 * setup.sizes["alice"].parameters and first.engine.share == 0.6
 
 
 def test_without_a_described_cluster_it_is_the_runs_own(config):
