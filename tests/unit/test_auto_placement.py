@@ -143,6 +143,7 @@ def test_members_that_would_starve_each_other_do_not_share_a_gpu(members, said):
         placed(members, 1, 1, 10)
 
 
+@pytest.mark.slow
 def test_the_weights_are_the_models(config, monkeypatch):
     monkeypatch.setattr("marl.cluster.session.fitting_platform", lambda device: None)
     words = ("hardware=gpu", "resources.placement=auto", "actor_rollout_ref.rollout.dtype=float32")

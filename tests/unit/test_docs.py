@@ -9,13 +9,16 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from marl.config.kinds import adapter_policies, frozen_policies
 from marl.config.overrides import find_verl
+from marl.config.placement import PoolSize
+from marl.config.policies import own_settings
 from marl.preflight.compatibility import check_facts, choose_credit
 from marl.preflight.prepare import prepare
 from marl.run_setup import Setup
 from marl.runners import scripted
 from marl.types import Task
-from tests.builders import BUILT_IN
+from tests.builders import BUILT_IN, slow_but
 
 RUNNERS_DOC = Path("docs/runners.md").read_text()
 GPU_COMMANDS = {
@@ -74,6 +77,55 @@ def test_a_command_for_gpus_is_prepared_with_a_batch_of_data(name, compose_confi
     config = prepare(compose_config(*words, *files, *here, name="marl")).config
     assert config.trainer.device == "cuda" and config.actor_rollout_ref.rollout.name == "vllm"
     assert config.data.train_batch_size == batch
+
+
+def ladder():
+    """The overrides of each step from a laptop to two nodes, by its comment."""
+    section = Path("docs/teams.md").read_text().partition("## From one model to a team")[2].partition("\n## ")[0]
+    (block,) = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
+    steps = re.findall(r"^# (\d+)\. .*\n(.*)$", block, re.MULTILINE)
+    assert len(steps) == len(block.splitlines()) // 2 == 10 and [int(number) for number, _ in steps] == [*range(1, 11)]
+    return [shlex.split(command) for _, command in steps]
+
+
+def step_of(number):
+    head, *overrides = [ladder()[number - 1][:5], *ladder()[number - 1][5:]]
+    assert head == ["python", "-m", "marl.main", "--config-name", "quickstart"]
+    return overrides
+
+
+@pytest.fixture
+def prepared_step(compose_config, cold_assets, monkeypatch):
+    """A step's resolved run, with the tiny model for every model and as if the machine had the GPUs."""
+    monkeypatch.setattr("marl.cluster.session.fitting_platform", lambda device: None)
+    monkeypatch.setattr("marl.preflight.auto_placement.card_bytes", lambda device: 80e9)
+
+    def prepared_step(number):
+        words = [word.replace("/models/llama", f"{cold_assets}/model") for word in step_of(number)]
+        return prepare(compose_config(f"assets={cold_assets}", *words))
+
+    return prepared_step
+
+
+LADDER = {
+    1: lambda run: len(run.policies) == 1,
+    2: lambda run: list(run.policies) == ["alice", "carol"],
+    3: lambda run: own_settings(run.config, "carol").rollout.temperature == 0.8,
+    4: lambda run: frozen_policies(run.config) == ["carol"],
+    5: lambda run: adapter_policies(run.config) == ["alice", "carol"],
+    6: lambda run: [own_settings(run.config, name).model.lora_rank for name in run.policies] == [8, 4, 8],
+    7: lambda run: run.pools == {"shared": PoolSize(8, 1)},
+    8: lambda run: sum(run.ranks_by_pool.values()) == 8 and len(run.pools) == 2,
+    9: lambda run: adapter_policies(run.config) and sum(run.ranks_by_pool.values()) == 8,
+    10: lambda run: run.pools == {"big": PoolSize(4, 2), "small": PoolSize(4, 1)},
+}
+"""What each step says that it does."""
+
+
+@pytest.mark.parametrize("number", slow_but(LADDER, 10))
+def test_every_step_of_the_ladder_is_prepared_and_is_what_it_says(prepared_step, number):
+    run = prepared_step(number)
+    assert LADDER[number](run), (run.pools, run.policies)
 
 
 def test_the_keys_and_hardware_of_engines_are_there(compose_config):

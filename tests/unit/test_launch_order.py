@@ -55,5 +55,6 @@ def test_the_widest_pools_start_first_and_equal_ones_in_the_runs_order(started):
     assert nodes == [[4], [2, 2, 2], [1]] and names == ["carol", "central_critic", "alice"]
 
 
+@pytest.mark.slow
 def test_members_of_one_pool_start_together(started):
     assert started("resources.placement=colocated") == ([[1]], ["alice", "carol"])

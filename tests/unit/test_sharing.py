@@ -30,7 +30,9 @@ def shared(compose_config, cold_assets):
 
 
 DOCUMENTED = re.findall(
-    r"^python -m marl.main --config-name quickstart (sharing.*)$", Path("docs/teams.md").read_text(), re.MULTILINE
+    r"^python -m marl.main --config-name quickstart (sharing.*)$",
+    Path("docs/teams.md").read_text().partition("## Who shares weights")[2],
+    re.MULTILINE,
 )
 
 
@@ -73,6 +75,10 @@ CONTRADICTIONS = {
     "sharing=individual agents.carol.policy=alice": ["alice and carol", "agents.carol.policy"],
     "sharing=shared agents.alice.policy=one agents.carol.policy=two": ["one, two", "unset", "sharing=groups"],
     "sharing=shared agents.alice.policy_by_round=[one,two]": ["one, two, team", "policy_by_round"],
+    "sharing=shared +policies.alice.model.lora_rank=8 +policies.carol.model.lora_rank=4": [
+        "policies.alice",
+        "expected one of team",
+    ],
     "sharing=groups agents.alice.policy=one": ["agent carol", "set agents.carol.policy"],
     "sharing=lora actor_rollout_ref.model.lora.merge=true": ["lora.merge=true", "sharing=individual"],
     "sharing=lora actor_rollout_ref.actor.strategy=fsdp": ["strategy=fsdp", "use fsdp2"],

@@ -69,6 +69,7 @@ def test_log_probs_of_servers_and_a_missing_reference_cost_nothing(setup):
     assert again == [sampling, sampling, sampling, update, 0]
 
 
+@pytest.mark.slow
 def test_agents_that_are_not_trained_sample_too(setup):
     from marl.preflight.plan_report import work_by_pool
 
@@ -79,6 +80,7 @@ def test_agents_that_are_not_trained_sample_too(setup):
     assert half.sampling == trained.sampling and half.update == trained.update / 2
 
 
+@pytest.mark.slow
 def test_a_probe_is_a_part_of_the_plan(setup):
     from marl.preflight.plan_report import peaks_of, pool_members, work_by_pool
 
