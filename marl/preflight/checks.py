@@ -21,6 +21,7 @@ from marl.preflight.memory_plan import ModelSize
 from marl.preflight.packages import check_packages
 from marl.preflight.prompts import check_growth, check_prompts
 from marl.preflight.verl_settings import check_critic_settings, check_settings, fields_of, known_keys
+from marl.rollout.hf_model import check_attention
 from marl.run_setup import Setup
 from marl.types import PolicyName, Task
 
@@ -49,6 +50,8 @@ def preflight(setup: Setup) -> CheckedSetup:
         model = pretrained.load_config(own.model, key)
         sizes[name] = model_checks.size_of(model, f"{key}.path={own.model.path}")
         model_checks.check_weights(own.model, key)
+        if own.rollout.name == "hf" and "ensemble" not in config:  # which names its models otherwise
+            check_decodable(model, str(own.model.path), key)
         if own.model.lora_rank and name not in frozen_policies(config):  # which are served without
             check_adapter_base(own, bool(model.get_text_config().tie_word_embeddings), key)
             check_adapter(model, own.model, key, linear_only=shares_base(config))
@@ -63,6 +66,14 @@ def preflight(setup: Setup) -> CheckedSetup:
         check_packages(config, setup.policies, bool(setup.pool_by_critic))
         check_growth(setup, encoders, tasks)
     return CheckedSetup(**vars(setup), sizes=sizes, encoders=encoders, tasks=tasks)
+
+
+def check_decodable(model: Any, path: str, key: str) -> None:
+    """Raise ConfigError for a model with attention that the ``hf`` server does not compute."""
+    try:
+        check_attention(model, path)
+    except ValueError as error:
+        raise ConfigError(f"{key}.path={path}: {error}") from None
 
 
 def check_adapter_base(own: Any, tied: bool, key: str) -> None:

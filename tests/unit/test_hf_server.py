@@ -1,12 +1,14 @@
 """The hf server without Ray: requests come and go between tokens, weights and sleep come in between."""
 
 import asyncio
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import (
     Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3nTextConfig,
     Gemma3TextConfig,
     GptOssConfig,
@@ -17,6 +19,8 @@ from transformers import (
 )
 
 from marl.config.errors import ConfigError
+from marl.preflight.checks import check_decodable
+from marl.preflight.prepare import prepare
 from marl.rollout.attention import NEAR_ATTENTION
 from marl.rollout.hf_model import check_attention
 from marl.rollout.hf_server import HFServer, Pending
@@ -264,6 +268,24 @@ def test_attention_that_ours_does_not_compute_is_refused(config, said):
         ValueError, match=rf"rollout.name=hf computes full .* /some/where has {said}: use vllm or sglang"
     ):
         check_attention(config, "/some/where")
+    with pytest.raises(ConfigError, match=rf"^policies.a.model.path=/some/where: rollout.name=hf .* has {said}"):
+        check_decodable(config, "/some/where", "policies.a.model")
+
+
+@pytest.mark.slow
+def test_such_a_model_is_refused_before_a_run_starts(compose_config, cold_assets, tmp_path):
+    shutil.copytree(cold_assets / "model", tmp_path / "capped")
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
+    Gemma2ForCausalLM(Gemma2Config(vocab_size=200, intermediate_size=32, **sizes)).save_pretrained(tmp_path / "capped")
+    config = compose_config(f"assets={cold_assets}", f"+policies.carol.model.path={tmp_path}/capped")
+    with pytest.raises(ConfigError, match=r"policies.carol.model.path=.*attn_logit_softcapping=50: use vllm"):
+        prepare(config)
 
 
 @pytest.mark.parametrize(
