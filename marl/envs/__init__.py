@@ -1,7 +1,8 @@
 """Environments and games. Importing this package registers the built-in ones."""
 
 from marl.envs.base import ENVIRONMENTS, Environment, make_environment, register_environment
-from marl.envs.games import GAMES, TABLES, Game, Joint, make_game, register_game
+from marl.envs.games import GAMES, Game, Joint, make_game, register_game
+from marl.envs.known_games import TABLES
 
 __all__ = [
     "ENVIRONMENTS",
