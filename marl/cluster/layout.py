@@ -34,7 +34,7 @@ def policy_config(config: DictConfig, name: str, index: int, run_id: str, total_
         own.actor_rollout_ref = own_settings(own, name)
         own.trainer.n_gpus_per_node = own.actor_rollout_ref.rollout.n_gpus_per_node = size.gpus
         own.trainer.nnodes = size.nodes
-        own.actor_rollout_ref.rollout.custom = (own.actor_rollout_ref.rollout.get("custom") or {}) | custom
+        own.actor_rollout_ref.rollout.custom = dict(own.actor_rollout_ref.rollout.get("custom") or {}) | custom
         own.actor_rollout_ref.actor.optim.total_training_steps = total_steps
         own.critic.optim.total_training_steps = total_steps
         if name in frozen_policies(own):
