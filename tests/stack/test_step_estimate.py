@@ -69,11 +69,11 @@ def matmul_rate(tokens):
 def test_an_update_takes_the_estimated_seconds_within_15_percent(alone, wide):
     live = alone(*PLAIN, f"actor_rollout_ref.model.path={wide}")
     rows, group = prepared(live), live.trainer.policies["alice"]
-    rows = rows_of(rows, [i for i in range(len(rows)) for _ in range(6)])
+    rows = rows_of(rows, [i for i in range(len(rows)) for _ in range(3)])
     rate, taken = matmul_rate(len(rows["input_ids"].values())), []
-    for _ in range(5):
+    for _ in range(3):
         started = time.process_time()
         live.wait(group.update_actor(rows))
         taken.append(time.process_time() - started)
     estimated = counted(group, rows)[1] / rate
-    assert estimated == pytest.approx(sorted(taken)[2], rel=0.15), f"at {rate:.3g} a second, {taken}"
+    assert estimated == pytest.approx(sorted(taken)[1], rel=0.15), f"at {rate:.3g} a second, {taken}"
