@@ -1,7 +1,6 @@
 """A team of three families, each with its own tokenizer, chat template and context length: everybody holds one number, and the
 answer is their sum. The models are made from configurations and have imitated such conversations."""
 
-import json
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -172,7 +171,6 @@ def make(folder: Path, steps: int, seed: int = 0, train: int = 2048, test: int =
     for name, count in (("train", train), ("test", test)):
         table = pyarrow.Table.from_pylist(list(rows(count, f"{name}-{seed}")))
         pyarrow.parquet.write_table(table, folder / f"{name}.parquet")
-    (folder / "settings.json").write_text(json.dumps({"steps": steps, "seed": seed}))
     return (
         f"data.train_files={folder}/train.parquet", f"data.val_files={folder}/test.parquet",
         f"actor_rollout_ref.model.path={folder}/alice", "+agents.bob={}", f"seed={seed}",

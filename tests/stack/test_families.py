@@ -10,7 +10,7 @@ from tests import families
 from tests.families import AGENTS
 
 STEPS, AFTER, LIFT = 25, 0.85, 0.35
-"""It reaches .93 with seed 0."""
+"""With seed 0 it goes from .42 to .93 in 25 steps."""
 
 
 @pytest.fixture
@@ -53,9 +53,8 @@ def test_three_families_learn_to_debate(learn, seed):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("frozen", ["carol"])
-def test_with_one_family_that_does_not_learn_the_team_does_not(learn, frozen):
-    before, after = learn(0, f"+policies.{frozen}.actor.optim.lr=1e-12")
+def test_with_one_family_that_does_not_learn_the_team_does_not(learn):
+    before, after = learn(0, "+policies.carol.actor.optim.lr=1e-12")
     assert not learned(before, after), f"{before:.3f} -> {after:.3f}"
 
 
