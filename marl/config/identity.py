@@ -39,6 +39,7 @@ MAY_DIFFER = (
     "actor_rollout_ref.rollout.val_kwargs.*",
     "baseline",
     "verbose",
+    "trusted_targets",
     "*profiler.*",
     "assets",
     "task",

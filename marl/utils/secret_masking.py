@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 SECRET = re.compile(
-    r"(api_?key|access_?key|private_?key|secret|passw(or)?d|credential|(auth|access|hf|hub|bearer)_?token|^token$)", re.I
+    r"(api_?key|access_?key|private_?key|secret|passw(or)?d|credential|(auth|access|hf|hub|bearer)_?token|^token$)",
+    re.I,
 )
 MASKED = "***"
 FORMS = (
