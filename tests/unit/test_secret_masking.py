@@ -103,4 +103,7 @@ def test_a_log_record_holds_no_secrets(caplog):
 
 def test_the_metrics_file_holds_no_secrets(tmp_path):
     MetricsFile(tmp_path / "metrics.jsonl", 0).log({"agent/secret/loss": 0.5, "note": f"api_key={PASSWORD}"}, 1)
-    assert json.loads((tmp_path / "metrics.jsonl").read_text())["data"] == {"agent/secret/loss": 0.5, "note": "api_key=***"}
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["data"] == {
+        "agent/secret/loss": 0.5,
+        "note": "api_key=***",
+    }
