@@ -14,8 +14,7 @@ port="${RAY_PORT:-6379}"
 mapfile -t machines < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head="${machines[0]}"
 
-# a file that its owner alone can read, in the folder that the machines share
-umask 077
+# a file that its owner alone can read, as mktemp makes it, in the folder that the machines share
 RAY_AUTH_TOKEN_PATH="$(mktemp "$PWD/.ray_token.XXXXXX")"
 od -An -N32 -tx1 /dev/urandom | tr -d ' \n' > "$RAY_AUTH_TOKEN_PATH"
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH RAY_USAGE_STATS_ENABLED=0

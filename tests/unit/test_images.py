@@ -161,3 +161,13 @@ def test_the_script_for_slurm_starts_ray_with_a_token_and_leaves_nothing(tmp_pat
     assert "two:ray start --block --node-ip-address=10.0.0.3 --address=10.0.0.3:6379" in said
     assert "one:python -m marl.main hardware=gpu trainer.nnodes=2 trainer.n_gpus_per_node=8 learner=grpo" in said
     assert not list(tmp_path.glob(".ray_token*")), "no token is left behind"
+
+
+def test_every_promise_names_its_tests():
+    promises = [
+        line for line in (ROOT / "SECURITY.md").read_text().splitlines() if line.startswith("| ") and "---" not in line
+    ]
+    assert len(promises) > 5
+    for promise in promises[1:]:
+        named = re.findall(r"`(tests/[\w/]+\.py)`", promise)
+        assert named and all((ROOT / path).is_file() for path in named), promise
