@@ -18,7 +18,7 @@ SECRET = re.compile(
 MASKED = "***"
 FORMS = (
     # the user and the password of an address
-    re.compile(r"(?P<kept>\b[a-z][a-z0-9+.-]*://)[^\s/@'\"]+(?=@)", re.I),
+    re.compile(r"(?P<kept>\b[a-z][a-z0-9+.-]{0,30}://)[^\s/@'\"]+(?=@)", re.I),
     re.compile(r"(?P<kept>\bbearer\s+)(?=\S*\d)[\w.~+/=-]{16,}", re.I),
     # Hugging Face, OpenAI and others, GitHub, GitLab, Slack, AWS, wandb
     re.compile(
@@ -29,7 +29,7 @@ FORMS = (
 VALUE = r"""(?P<value>'[^']*'|"[^"]*"|[^\s,;&)}\]'"]*[^\s,;&)}\]'":])"""
 NAMED = (
     # key=value, as in an override or a query; 'key' (=value), as in an error; 'key': 'value', as in a dictionary
-    re.compile(rf"(?P<kept>(?P<key>[\w.-]+)(=|'? \(=|['\"]\s*:\s*)){VALUE}"),
+    re.compile(rf"(?P<kept>(?<![\w.-])(?P<key>[\w.-]{{1,200}})(=|'? \(=|['\"]\s*:\s*)){VALUE}"),
     # a line of YAML
     re.compile(r"(?P<kept>^[ -]*(?P<key>[\w-]+):[ ]+)(?P<value>\S.*)$", re.M),
 )

@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+import time
 
 import pytest
 
@@ -52,6 +53,14 @@ def test_a_secret_in_a_text_is_masked(text, shown):
 )
 def test_a_text_without_secrets_stays_as_it_is(text):
     assert masked_text(text) == text
+
+
+@pytest.mark.parametrize("part", ["a", "a.", "a=", "a://", "'a' (="])
+def test_a_long_text_is_masked_in_linear_time(part):
+    """A quadratic expression would take minutes."""
+    began = time.monotonic()
+    masked_text(part * 100_000)
+    assert time.monotonic() - began < 10
 
 
 def test_values_of_secret_variables_are_masked_wherever_they_stand(monkeypatch):
