@@ -68,6 +68,8 @@ check: $(VENV)/installed
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/vulture
+	$(VENV)/bin/hadolint docker/Dockerfile.*
+	$(VENV)/bin/shellcheck docker/*.sh marl/*.sh examples/cluster/*.sh
 
 format: $(VENV)/installed
 	$(VENV)/bin/ruff check --fix .

@@ -5,11 +5,12 @@ The only file that decides what Ray resources a run takes.
 
 import asyncio
 import inspect
+import io
 import os
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,10 @@ from marl.preflight.prepare import prepare
 from marl.preflight.run_folder import claimed
 from marl.run_setup import Setup
 from marl.utils.garbage import frozen_gc
+from marl.utils.secret_masking import masked_logs, masked_text
+
+SHOWS_CONFIG = frozenset({"--cfg", "-c", "--info", "-i"})
+"""Flags of Hydra's that print the configuration."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,11 +62,26 @@ def run_composed(words: list[str], work: Callable[[DictConfig], Any]) -> int:
         options_are_words(words)
         config = composed_once(words, job_name=Path(inspect.getfile(work)).stem)
         if config is None:
-            compose_and_work()
+            with masked_output(SHOWS_CONFIG.intersection(words)):
+                compose_and_work()
         else:
             work(config)
 
     return exit_code(check_and_run)
+
+
+@contextmanager
+def masked_output(wanted: Any) -> Iterator[None]:
+    """Print without secrets, at the end, what is printed meanwhile; where it is not wanted, print as ever."""
+    if not wanted:
+        yield
+        return
+    shown = sys.stdout
+    with redirect_stdout(io.StringIO()) as printed:
+        try:
+            yield
+        finally:
+            print(masked_text(printed.getvalue()), end="", file=shown)
 
 
 def exit_code(work: Callable[[], Any]) -> int:
@@ -69,21 +89,21 @@ def exit_code(work: Callable[[], Any]) -> int:
     try:
         work()
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
-        print(f"configuration error: {explain(error)}", file=sys.stderr)
+        print(masked_text(f"configuration error: {explain(error)}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted: workers and servers are stopped", file=sys.stderr)
         return 130
     except Exception as error:
-        traceback.print_exc()
-        print(f"run failed: {type(error).__name__}: {error}", file=sys.stderr)
+        failure = f"{traceback.format_exc()}run failed: {type(error).__name__}: {error}"
+        print(masked_text(failure), file=sys.stderr)
         return 1
     return 0
 
 
 def run(config: DictConfig, progress: Any = None) -> Any:
     """Check, start, train, stop. Returns the trainer, whose workers are gone by then."""
-    with quiet(bool(config.verbose)):
+    with quiet(bool(config.verbose)), masked_logs():
         return _run(config, progress)
 
 

@@ -4,7 +4,7 @@ import marl.platform.cpu  # isort: skip - registers the platform before anything
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import ray
@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.plugin.platform import PlatformRegistry, get_platform, set_platform
 
 import marl.config.schema  # noqa: F401 - registers our groups
+from marl.cluster.access import token_required
 from marl.config.engines import serves_vllm_on_cpu
 from marl.config.errors import ConfigError
 from marl.platform.cpu import PlatformCPUEngines
@@ -24,6 +25,8 @@ FOLLOWING = {
     "MARL_PROCESS_GROUP_TIMEOUT": "resources.process_group_timeout_s",
 }
 """Environment variables that follow a key of the configuration."""
+
+LOOPBACK = "127.0.0.1"
 
 
 def session(setup: Setup) -> AbstractContextManager[None]:
@@ -54,13 +57,15 @@ def ray_session(config: DictConfig, ranks: int) -> Iterator[None]:
     ``ranks``: of all pools, for which this machine is to have CPUs.
     """
     environment = run_environment(config)
-    started = not ray.is_initialized()
-    if started:
-        ray.init(log_to_driver=False, **ray_arguments(config, environment, ranks))
-    try:
+    if ray.is_initialized():
         yield
-    finally:
-        if started:
+        return
+    arguments = ray_arguments(config, environment, ranks)
+    with token_required() if arguments["address"] == "local" else nullcontext():
+        ray.init(log_to_driver=False, **arguments)
+        try:
+            yield
+        finally:
             ray.shutdown()
 
 
@@ -116,7 +121,7 @@ def ray_arguments(config: DictConfig, environment: dict[str, str], ranks: int) -
     cpus = given.pop("num_cpus", None)
     if os.environ.get("RAY_ADDRESS"):
         return {"address": os.environ["RAY_ADDRESS"]} | given
-    arguments: dict[str, Any] = {"address": "local", "include_dashboard": False} | given
+    arguments: dict[str, Any] = {"address": "local", "include_dashboard": False, "dashboard_host": LOOPBACK} | given
     if cpus is None and config.trainer.device == "cpu":
         # Ray's CPUs are a count, not cores: a laptop may run more ranks than it has cores, if more slowly
         cpus = max(os.cpu_count() or 1, ranks)

@@ -6,10 +6,9 @@ A run that is resumed must be the run that was saved; what differs is named. Wha
 
 import hashlib
 import importlib.util
-import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from marl.config.endpoints import RESUMABLE, access_keys
+from marl.utils.secret_masking import masked
 
 MAY_DIFFER = (
     "*.total_training_steps",
@@ -39,6 +39,7 @@ MAY_DIFFER = (
     "actor_rollout_ref.rollout.val_kwargs.*",
     "baseline",
     "verbose",
+    "trusted_targets",
     "*profiler.*",
     "assets",
     "task",
@@ -56,10 +57,6 @@ MAY_DIFFER = (
     *(f"policies.*.endpoint.{key}" for key in RESUMABLE),
 )
 """Keys that do not affect training: length, frequencies, output locations, machines, validation."""
-SECRET = re.compile(
-    r"(api_?key|access_?key|secret|passw(or)?d|credential|(auth|access|hf|hub|bearer)_?token|^token$)", re.I
-)
-MASKED = "***"
 PACKAGES = ("marl", "verl", "torch", "transformers", "ray", "tensordict", "numpy", "peft", "vllm", "sglang")
 PATH_KEY = re.compile(r"(^|(?<!save)(?<!output)(?<!log)_)(path|file|files)$")
 WHOLE_BYTES = 1 << 20
@@ -85,31 +82,6 @@ def settings_of(config: Any) -> Any:
     """All settings without secrets, for files and trackers that others see."""
     plain = plain_of(config)
     return masked(plain, hidden=access_keys(plain))
-
-
-def masked(tree: Any, secret: bool = False, hidden: Collection[str] = ()) -> Any:
-    """The same tree with the values of secret keys, of environment variables and of secret variables hidden, and ``hidden``
-    wherever a text holds one of them."""
-    if isinstance(tree, Mapping):
-        return {
-            key: masked(value, secret or key == "env_vars" or is_secret(key), hidden) for key, value in tree.items()
-        }
-    if isinstance(tree, list):
-        return [masked(value, secret, hidden) for value in tree]
-    if not isinstance(tree, str):
-        return MASKED if secret and tree is not None else tree
-    spelt = any(tree == word or (len(word) >= 8 and word in tree) for word in hidden)
-    return MASKED if secret or spelt or tree in secrets_of_environment() else tree
-
-
-def is_secret(key: Any) -> bool:
-    """True for keys that hold secrets; those that name a variable (``api_key_env``) hold none."""
-    return isinstance(key, str) and not key.endswith("_env") and SECRET.search(key) is not None
-
-
-def secrets_of_environment() -> set[str]:
-    """Values that a key may have been given by ``${oc.env:…}``; short ones are words that mean other things."""
-    return {value for key, value in os.environ.items() if len(value) >= 8 and (is_secret(key) or key.endswith("TOKEN"))}
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

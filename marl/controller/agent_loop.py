@@ -28,6 +28,7 @@ from verl.utils.tokenizer import continuous_token_wiring
 
 from marl.cluster.failures import GroupFailed
 from marl.config.errors import ConfigError
+from marl.config.targets import check_target, targets_in, trusted_modules
 from marl.controller.client import BadAnswer, PolicyClient, check_answer, version_of
 from marl.types import AgentId, ContextOverflow, Message, Score, Task, Turn
 from marl.utils.registry import did_you_mean
@@ -42,10 +43,10 @@ class LoopFailed(RuntimeError):
     """A loop raised; its turn is lost, and the episode."""
 
 
-def check_loops(rollout: Any, loops: Mapping[AgentId, str]) -> None:
+def check_loops(rollout: Any, loops: Mapping[AgentId, str], trusted: Sequence[str]) -> None:
     """Raise ConfigError for a loop that is not registered, or that cannot be loaded with its tools."""
     for agent, name in loops.items():
-        find_loop(rollout, name, f"agents.{agent}.agent_loop")
+        find_loop(rollout, name, f"agents.{agent}.agent_loop", trusted)
     if not loops:
         return
     tools_of(rollout)
@@ -57,15 +58,20 @@ def check_loops(rollout: Any, loops: Mapping[AgentId, str]) -> None:
         )
 
 
-def find_loop(rollout: Any, name: str, key: str) -> Any:
-    """Hydra config of an agent loop, from verl's registry or ``agent_loop_config_path``."""
-    known = dict(_agent_loop_registry) | listed_loops(rollout.agent.agent_loop_config_path)
+def find_loop(rollout: Any, name: str, key: str, trusted: Sequence[str]) -> Any:
+    """Hydra config of an agent loop, from verl's registry or ``agent_loop_config_path``, whose classes are of ``trusted``
+    modules; those of the registry have been imported already."""
+    listed = listed_loops(rollout.agent.agent_loop_config_path)
+    known = dict(_agent_loop_registry) | listed
     if name not in known:
         raise ConfigError(
             f"{key}={name}: no such agent loop; expected one of {', '.join(sorted(known))}.{did_you_mean(name, known)} "
             "Register your own by verl's @register in a module that VERL_USE_EXTERNAL_MODULES names, or list it in "
             f"{ROLLOUT}.agent.agent_loop_config_path"
         )
+    if name in listed:
+        for inner, target in targets_in(OmegaConf.to_container(OmegaConf.create(listed[name]))):
+            check_target(f"{ROLLOUT}.agent.agent_loop_config_path: {name}.{inner}", target, trusted)
     try:
         found = hydra.utils.get_class(known[name]["_target_"])
     except Exception as error:  # a user's module, imported
@@ -121,7 +127,10 @@ class Loops:
         """``config``: the whole configuration with this policy's ``actor_rollout_ref``."""
         self.config, self.model_type = config, model_type
         rollout = config.actor_rollout_ref.rollout
-        self.loops = {agent: find_loop(rollout, name, f"agents.{agent}.agent_loop") for agent, name in loops.items()}
+        trusted = trusted_modules(config)
+        self.loops = {
+            agent: find_loop(rollout, name, f"agents.{agent}.agent_loop", trusted) for agent, name in loops.items()
+        }
         # loops encode in threads; our chat encoder meanwhile turns special tokens off, which is a switch of the tokenizer
         self.tokenizer = copy.deepcopy(tokenizer)
         self.tools = tools_of(rollout)

@@ -19,7 +19,7 @@ def load_config(model: Any, key: str) -> Any:
     except Exception as error:  # transformers raises whatever a broken file leads it to
         raise ConfigError(
             f"{key}.path={model.path}: its config.json cannot be used: {line(error)}; expected a Hugging Face model, "
-            "here or on the hub"
+            f"here or on the hub{about_its_code(error, key)}"
         ) from None
 
 
@@ -39,11 +39,18 @@ def load_tokenizer(model: Any, key: str) -> Any:
     except Exception as error:  # tokenizers raises Exception itself
         raise ConfigError(
             f"{key}.{named}={model[named]}: its tokenizer cannot be loaded: {line(error)}; expected tokenizer.json or the "
-            f"like; set {key}.tokenizer_path if it lies elsewhere"
+            f"like; set {key}.tokenizer_path if it lies elsewhere{about_its_code(error, key)}"
         ) from None
     if model.custom_chat_template:
         tokenizer.chat_template = model.custom_chat_template
     return tokenizer
+
+
+def about_its_code(error: BaseException, key: str) -> str:
+    """The remedy where transformers refuses to execute code that comes with a model."""
+    if "trust_remote_code" not in str(error):
+        return ""
+    return f"; its own code is not executed: read it, and set {key}.trust_remote_code=true if you trust it"
 
 
 def line(error: BaseException) -> str:

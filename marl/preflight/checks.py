@@ -12,6 +12,7 @@ from marl.config.kinds import frozen_policies
 from marl.config.known_keys import check_known, check_typed
 from marl.config.policies import changes_of, loops_of, own_settings, thinking_of
 from marl.config.sharing import shares_base
+from marl.config.targets import trusted_modules
 from marl.controller.agent_loop import check_loops
 from marl.controller.chat import ChatEncoder
 from marl.modules import pretrained
@@ -20,7 +21,13 @@ from marl.preflight import model_checks
 from marl.preflight.memory_plan import ModelSize
 from marl.preflight.packages import check_packages
 from marl.preflight.prompts import check_growth, check_prompts
-from marl.preflight.verl_settings import check_critic_settings, check_settings, fields_of, known_keys
+from marl.preflight.verl_settings import (
+    check_critic_settings,
+    check_settings,
+    check_targets,
+    fields_of,
+    known_keys,
+)
 from marl.rollout.hf_model import check_attention
 from marl.run_setup import Setup
 from marl.types import PolicyName, Task
@@ -39,6 +46,7 @@ class CheckedSetup(Setup):
 def preflight(setup: Setup) -> CheckedSetup:
     """Raise ConfigError for what a worker, a server or the first episode would fail on."""
     config, sizes, encoders = setup.config, {}, {}
+    check_targets(config)
     check_settings(config.actor_rollout_ref)
     check_typed(config)
     check_known(plain(config), known_keys(), fields_of)
@@ -58,7 +66,7 @@ def preflight(setup: Setup) -> CheckedSetup:
             if shares_base(config):
                 check_adapter_name(name)
         encoders[name] = encoder_of(config, own, key, thinking_of(config, name))
-        check_loops(own.rollout, loops_of(config, name))
+        check_loops(own.rollout, loops_of(config, name), trusted_modules(config))
     tasks = check_prompts(config, encoders)
     if (
         "ensemble" not in config

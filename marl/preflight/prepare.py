@@ -12,13 +12,16 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 import marl.config.schema  # noqa: F401 - registers our groups
 from marl.config.dataset_rows import check_files, file_list
+from marl.config.endpoints import access_keys
 from marl.config.errors import ConfigError, resolve
 from marl.config.external import VARIABLE
+from marl.config.identity import plain_of
 from marl.config.rules import check
 from marl.config.schema import Placement
 from marl.config.sharing import apply_sharing
 from marl.preflight.compatibility import check_facts, choose_credit
 from marl.run_setup import Setup
+from marl.utils.secret_masking import hide
 
 if os.environ.get(VARIABLE) or any(plugin.name != "marl" for plugin in entry_points(group="verl.plugins")):
     import_module("marl.platform.cpu")  # imports verl, which imports them, and they may register options
@@ -35,6 +38,7 @@ def prepare(config: DictConfig, cluster: Cluster | None = None) -> CheckedSetup:
     resolve(config)
     apply_sharing(config)
     check(config)
+    hide(access_keys(plain_of(config)))
     choose_credit(config)
     setup = Setup.of(config)
     check_facts(setup)

@@ -11,6 +11,8 @@ from typing import Any
 import orjson
 from verl.utils.tracking import Tracking
 
+from marl.utils.secret_masking import masked_text
+
 METRICS = "metrics.jsonl"
 
 
@@ -27,7 +29,8 @@ class MetricsFile:
         keep_until(path, step)
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
-        line = orjson.dumps({"step": step, "data": data}, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
+        shown = {key: masked_text(value) if isinstance(value, str) else value for key, value in data.items()}
+        line = orjson.dumps({"step": step, "data": shown}, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
         with open(self.path, "ab") as file:
             file.write(line)
 

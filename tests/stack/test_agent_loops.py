@@ -475,6 +475,7 @@ def test_a_loop_of_ones_own_is_found_by_name(tmp_path, cold_assets, way):
     else:
         file = {"file": "loops.yaml", "nowhere": "wrong.yaml"}[way]
         overrides.append(f"actor_rollout_ref.rollout.agent.agent_loop_config_path={tmp_path / file}")
+        overrides.append("trusted_targets=[my_loops]")
     command = [sys.executable, "-m", "marl.main", "--config-name", "quickstart", f"assets={cold_assets}", *overrides]
     command += [
         f"trainer.default_local_dir={tmp_path / 'out'}",

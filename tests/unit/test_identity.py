@@ -11,10 +11,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from marl.config.errors import ConfigError
-from marl.config.identity import MASKED, MAY_DIFFER, identity_of, refused
+from marl.config.identity import MAY_DIFFER, identity_of, refused
 from marl.config.schema import new_run
 from marl.preflight.run_folder import RUN, claimed
 from marl.utils import folders
+from marl.utils.secret_masking import MASKED
 
 
 @pytest.fixture

@@ -3,8 +3,10 @@
 import os
 
 import pytest
+from ray._raylet import AuthenticationMode, get_authentication_mode
 from verl.plugin.platform import get_platform
 
+from marl.cluster.access import token_required
 from marl.cluster.session import ray_arguments, run_environment
 from marl.config.errors import ConfigError
 
@@ -71,3 +73,37 @@ def test_vllm_on_a_cpu_is_placed_by_a_count_of_gpus(compose_config):
     assert given["num_gpus"] == 3 and given["num_cpus"] == max(os.cpu_count(), 3) + 3, "one more for every server"
     assert run_environment(compose_config())["VERL_PLATFORM"] == "cpu", "the next run in this process is hf's"
     assert get_platform().ray_resource_name() == "CPU" and "num_gpus" not in ray_arguments(compose_config(), OURS, 3)
+
+
+def test_the_dashboard_is_off_and_stays_on_this_machine(compose_config, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    given = ray_arguments(compose_config(), OURS, 1)
+    assert given["address"] == "local" and given["include_dashboard"] is False
+    assert given["dashboard_host"] == "127.0.0.1"
+    shown = ray_arguments(compose_config("+ray_kwargs.ray_init.include_dashboard=true"), OURS, 1)
+    assert shown["include_dashboard"] is True and shown["dashboard_host"] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("given", [{}, {"RAY_AUTH_MODE": "token"}, {"RAY_AUTH_TOKEN": "mine" * 8}])
+def test_a_cluster_of_ones_own_has_a_token_while_it_lives(monkeypatch, tmp_path, given):
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    tokens = []
+    for _ in range(2):
+        with token_required():
+            assert os.environ["RAY_AUTH_MODE"] == "token" and get_authentication_mode() == AuthenticationMode.TOKEN
+            tokens.append(os.environ["RAY_AUTH_TOKEN"])
+        assert {name: os.environ[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN") if name in os.environ} == given
+    assert all(len(token) >= 32 for token in tokens)
+    assert (tokens[0] == tokens[1]) == ("RAY_AUTH_TOKEN" in given), "the user's, or a new one for each cluster"
+    assert not (tmp_path / ".ray").exists(), "no token is left in the home folder"
+
+
+def test_the_users_choice_stands(monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    with token_required():
+        assert os.environ["RAY_AUTH_MODE"] == "disabled" and "RAY_AUTH_TOKEN" not in os.environ

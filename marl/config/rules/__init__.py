@@ -25,10 +25,12 @@ from marl.config.rules import (
     resources,
     run,
     sharing,
+    targets,
 )
 
 RULES: tuple[Callable[[Any], None], ...] = (
     check_values,
+    *targets.RULES,
     *sharing.RULES,
     *policies.RULES,
     *endpoints.RULES,
@@ -43,6 +45,7 @@ RULES: tuple[Callable[[Any], None], ...] = (
     *run.RULES,
 )
 OF_ALL_POLICIES = (
+    *targets.OF_ALL_POLICIES,
     *sharing.OF_ALL_POLICIES,
     *policies.OF_ALL_POLICIES,
     *endpoints.RULES,
