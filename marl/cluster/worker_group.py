@@ -117,10 +117,10 @@ class WorkerGroup:
         async with self.in_turn:
             began = time.monotonic()
             future = method(rows)
-            await self._wait(f"computing {phase}", asyncio.gather(*future.futures))
+            outputs = await self._wait(f"computing {phase}", asyncio.gather(*future.futures))
             within = began, time.monotonic()
             offset = time.time() - within[1]  # ranks report the time of day, which nodes have in common
-        output = future.get()
+        output = outputs[0] if len(outputs) == 1 else future.get()  # verl's joins several, row by row
         metrics = tu.get(output, "metrics")
         ranks = zip(*(np.ravel(metrics[key]).tolist() for key in ("worker_seconds", "worker_ended")), strict=True)
         self.busy += [placed(seconds, ended - offset, within) for seconds, ended in ranks]

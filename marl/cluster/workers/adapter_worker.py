@@ -12,12 +12,13 @@ import torch
 from omegaconf import DictConfig
 from safetensors.torch import save_file
 from tensordict import TensorDict
-from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.utils.losses import ppo_loss
 
+from marl.cluster.workers.dispatch import rows_by_rank
 from marl.cluster.workers.lora import collected, save_model
 from marl.cluster.workers.policy_worker import EngineWorker, PolicyWorker, log_probs_of, timed
 from marl.modules.adapters import lora_arguments
@@ -67,13 +68,13 @@ class AdapterWorker(PolicyWorker):
         self.engine.use(name)
         return name
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
+    @register(dispatch_mode=rows_by_rank("actor"), blocking=False)
     def compute_log_prob(self, data: TensorDict) -> TensorDict | None:
         started = time.perf_counter()
         self._use(data)
         return log_probs_of(ActorRolloutRefWorker.compute_log_prob(self, data), data, started)
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
+    @register(dispatch_mode=rows_by_rank("actor"), blocking=False)
     def compute_ref_log_prob(self, data: TensorDict) -> TensorDict | None:
         """The same under the base alone."""
         started, data = time.perf_counter(), data.copy()
@@ -81,7 +82,7 @@ class AdapterWorker(PolicyWorker):
         tu.assign_non_tensor(data, no_lora_adapter=True)
         return log_probs_of(ActorRolloutRefWorker.compute_log_prob(self, data), data, started)
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
+    @register(dispatch_mode=rows_by_rank("actor"), blocking=False)
     def update_actor(self, data: TensorDict) -> TensorDict | None:
         """verl's, with the policy's own loss."""
         started = time.perf_counter()
