@@ -34,7 +34,7 @@ def test_every_rank_gets_what_verl_would_send_it(ranks):
     assert len(ours) == len(theirs) == ranks
     for own, other in zip(ours, theirs, strict=True):
         assert own.batch_size == other.batch_size and set(own.keys()) == set(other.keys())
-        for key in other.keys():
+        for key in sorted(other.keys()):
             if isinstance(other[key], torch.Tensor):
                 assert own[key].dtype == other[key].dtype
                 assert torch.equal(torch.as_tensor(plain(own[key])), torch.as_tensor(plain(other[key]))), key
