@@ -91,8 +91,10 @@ class AdapterWorker(PolicyWorker):
         return None if output is None else tu.get_tensordict({}, {"metrics": timed(output, started)})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    async def sync_adapter(self, name: str, step: int, changed: bool) -> None:
-        """Ship an adapter's weights, where they have changed, and the step that they are of; before the first one the base's."""
+    async def sync_adapter(self, name: str, step: int, changed: bool) -> tuple[float, float]:
+        """Ship an adapter's weights, where they have changed, and the step that they are of; before the first one the base's.
+        Returns its seconds and when it ended."""
+        started = time.perf_counter()
         if self.config.rollout.free_cache_engine:
             await self.rollout.resume(tags=["weights"])
         if not self.base_is_served:
@@ -102,6 +104,7 @@ class AdapterWorker(PolicyWorker):
         await self.rollout.update_adapter(name, weights, self.specs[name].scaling, step)
         if self.config.rollout.free_cache_engine:
             await self.rollout.resume(tags=["kv_cache"])
+        return time.perf_counter() - started, time.time()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def weight_digest(self, seed: int, adapter: str | None = None, with_base: bool = True) -> Digest:

@@ -147,6 +147,13 @@ class PolicyWorker(ActorRolloutRefWorker):
         return None if output is None else tu.get_tensordict({}, {"metrics": timed(output, started)})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> tuple[float, float]:
+        """verl's; returns its seconds and when it ended."""
+        started = time.perf_counter()
+        await super().update_weights(global_steps=global_steps, mode=mode)
+        return time.perf_counter() - started, time.time()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def weight_digest(self, seed: int) -> Digest:
         """This rank's share of the digest of the weights that servers should hold: read from its shards, not from what a sync
         sends, which may be wrong. Adapters are merged for it, which gathers; the first rank has all of that."""
