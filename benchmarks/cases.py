@@ -75,6 +75,7 @@ TWO = Load(questions=4, samples=4, agents=2)
 DEBATE = Load(questions=2, samples=4, response=32, agents=3, rounds=3, shared=True, micro_batch_tokens=4096)
 FEW = Load(response=16)
 RAGGED = Load(ragged=True)
+JUDGED = Load(ragged=True, judged=True)
 THROUGH_RAY = ("resources.one_process=false",)
 
 SYSTEMS = {
@@ -96,6 +97,8 @@ SYSTEMS = {
     "ours_1024": System("growth", "ours", replace(FEW, questions=128)),
     "ours_ragged": System("ragged", "ours", RAGGED),
     "ours_equal": System("ragged", "ours", Load(response=33)),
+    "ours_judged": System("judged", "ours", JUDGED, THROUGH_RAY),
+    "ours_serial": System("judged", "ours", replace(JUDGED, serial=True), THROUGH_RAY),
 }
 """33 tokens are what answers of 1 to 64 have, on average."""
 
@@ -121,6 +124,7 @@ EXTRA = {
     "debate_hf_together": ratio("", "ours_debate", "hf_together", "rollout", PLAYED),
     "ragged": rate(">= .8", "ours_ragged", "ours_equal"),
     "ragged_rollout": rate(">= .8", "ours_ragged", "ours_equal", "rollout"),
+    "overlap": ratio("< 1", "ours_judged", "ours_serial", "wall"),
 }
 """Further figures of the same kind; of ``ragged`` more is better."""
 

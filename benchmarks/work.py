@@ -52,6 +52,10 @@ class Load:
     micro_batch_tokens: int = 2048
     ragged: bool = False
     """Answers of 1 to ``response`` tokens, each length equally often."""
+    judged: bool = False
+    """A judge scores one answer at a time, and the episodes are dumped."""
+    serial: bool = False
+    """Scoring, reading of tasks and dumps wait for what they could be done beside."""
 
     @property
     def episodes(self) -> int:

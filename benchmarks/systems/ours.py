@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from marl.preflight.prepare import prepare
 from marl.utils.garbage import freeze_gc
 
 REWARD = Path(__file__).parents[1] / "reward.py"
+JUDGE = Path(__file__).parents[1] / "judge.py"
 MANY = 10**6
 DEBATE = ("runner=debate", "runner.peer_template='{text}'", "runner.separator=''", "runner.instruction=''")
 
@@ -49,6 +49,8 @@ class Run:
         self.watch()
         if load.ragged:
             self.shorten()
+        if load.serial:
+            self.one_after_another()
 
     def wait(self, work: Any) -> Any:
         return self.loop.run_until_complete(work)
@@ -96,6 +98,18 @@ class Run:
         for client in self.trainer.controller.clients.values():
             client.server.generate = limited(client.server.generate)
 
+    def one_after_another(self) -> None:
+        """Score the episodes after the rollout, read tasks when they are wanted, and wait for every dump."""
+        trainer, write = self.trainer, self.trainer.dumps.write
+        trainer.controller.play_and_score = trainer.controller.bounded
+        trainer.tasks.reads_ahead = False
+
+        async def written(*arguments: Any) -> None:
+            await write(*arguments)
+            await trainer.dumps.flush()
+
+        trainer.dumps.write = written
+
     def servers(self) -> list[Any]:
         return [handle for group in self.trainer.policies.values() for handle in group.servers.server_handles]
 
@@ -116,16 +130,18 @@ class Run:
             return sum(model_checksum(handle._target) for handle in handles)
         return sum(self.wait(ask()))
 
+    async def step(self) -> Any:
+        return await self.trainer.step(await self.trainer.tasks.next())
+
     def steps(self) -> None:
         """Step whenever it is this system's turn. Raises Stopped after the last one."""
         trainer, prefilled = self.trainer, self.prefilled_tokens()
-        batches = chain.from_iterable(repeat(trainer.loader))
         self.gate.ready(self.checksum())
         while True:
             self.gate.begin()
             self.work = Work()
             trainer.step_number += 1
-            metrics = self.wait(trainer.step(next(batches)))
+            metrics = self.wait(self.step())
             self.gate.stop_clocks()
             before, prefilled = prefilled, self.prefilled_tokens()
             self.gate.report(
@@ -158,8 +174,8 @@ def overrides(load: Load, folder: Path) -> list[str]:
         f"actor_rollout_ref.model.tokenizer_path={TOKENIZER}",
         f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={load.micro_batch_tokens}",
         "actor_rollout_ref.actor.optim.lr=1.0e-6", "actor_rollout_ref.rollout.max_num_seqs=4096",
-        f"reward.custom_reward_function.path={REWARD}", "reward.custom_reward_function.name=compute_score",
-        "trainer.logger=[]", "trainer.rollout_data_dir=null", "trainer.validation_data_dir=null",
+        f"reward.custom_reward_function.path={JUDGE if load.judged else REWARD}", "reward.custom_reward_function.name=compute_score",
+        "trainer.logger=[]", f"trainer.rollout_data_dir={folder / 'dumps' if load.judged else 'null'}", "trainer.validation_data_dir=null",
         f"trainer.default_local_dir={folder}/run", f"trainer.total_training_steps={MANY}",
         "trainer.save_freq=-1", "trainer.resume_mode=disable",
     ]  # fmt: skip

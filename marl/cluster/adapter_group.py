@@ -73,11 +73,10 @@ class AdapterGroup(RayPolicyGroup):
 
     async def sync_weights(self, step: int) -> None:
         """Ship the adapter, if it has changed since the last sync, and the step."""
-        async with self.in_turn:
-            await self._wait(f"syncing the adapter of step {step}", self._sync(step), Phase.sync)
-        self.stepped, self.version = False, step
+        await super().sync_weights(step)
+        self.stepped = False
 
-    def _sync(self, step: int) -> Awaitable[Any]:
+    def _sync(self, step: int) -> Awaitable[list[tuple[float, float]]]:
         return asyncio.gather(*self.workers.sync_adapter(self.name, step, self.stepped))
 
     async def save(self, folder: Path) -> None:
@@ -91,6 +90,5 @@ class AdapterGroup(RayPolicyGroup):
 class LocalAdapterGroup(AdapterGroup, LocalPolicyGroup):
     """The same in one process."""
 
-    def _sync(self, step: int) -> Awaitable[Any]:
-        done: Awaitable[Any] = self.workers.worker.sync_adapter(self.name, step, self.stepped)
-        return done
+    async def _sync(self, step: int) -> list[tuple[float, float]]:
+        return [await self.workers.worker.sync_adapter(self.name, step, self.stepped)]

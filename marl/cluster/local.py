@@ -14,7 +14,6 @@ from verl.utils.device import get_device_name
 
 from marl.cluster.policy_group import RayPolicyGroup
 from marl.cluster.workers.policy_worker import process_group_backend
-from marl.config.deadlines import Phase
 from marl.rollout.hf import LOCAL_SERVERS, server_name
 from marl.rollout.hf_server import HFServer
 from marl.rollout.requests import Draft
@@ -134,10 +133,8 @@ class LocalPolicyGroup(RayPolicyGroup):
     async def free_servers(self) -> None:
         """Nothing to free: there is one model for the trainer and one for the server, and both stay."""
 
-    async def sync_weights(self, step: int) -> None:
-        update = self.workers.worker.update_weights(global_steps=step, mode="naive")
-        await self._wait(f"syncing the weights of step {step}", update, Phase.sync)
-        self.version = step
+    async def _sync(self, step: int) -> list[tuple[float, float]]:
+        return [await self.workers.worker.update_weights(global_steps=step, mode="naive")]
 
     async def weight_digest(self, seed: int) -> Digest:
         return joined([self.workers.worker.weight_digest(seed, *self.read_as)])

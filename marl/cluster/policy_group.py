@@ -131,9 +131,14 @@ class RayPolicyGroup(WorkerGroup):
     async def sync_weights(self, step: int) -> None:
         """Ship the trainer's weights to every server; their turns carry ``step`` as version from then on."""
         async with self.in_turn:
-            update = asyncio.to_thread(self.weight_sync.update_weights, global_steps=step)
-            await self._wait(f"syncing the weights of step {step}", update, Phase.sync)
+            began = time.monotonic()
+            ranks = await self._wait(f"syncing the weights of step {step}", self._sync(step), Phase.sync)
+            self._count_busy(ranks, (began, time.monotonic()))
         self.version = step
+
+    def _sync(self, step: int) -> Awaitable[list[tuple[float, float]]]:
+        """Each rank's seconds, and when it ended."""
+        return asyncio.gather(*self.workers.update_weights(global_steps=step, mode="naive"))
 
     def server_name(self, index: int) -> str:
         """A server's number and its address, for messages."""

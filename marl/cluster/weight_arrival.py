@@ -65,9 +65,11 @@ class DigestProof:
     async def prove(self, step: int) -> None:
         """Other numbers are read in every step."""
         seed = derive_seed(self.seed, "weights", step)
-        digests = await asyncio.gather(*(group.weight_digest(seed) for group in self.policies.values()))
+        digests, accounts = await asyncio.gather(
+            asyncio.gather(*(group.weight_digest(seed) for group in self.policies.values())),
+            asyncio.gather(*(group.held_weights(seed) for group in self.policies.values())),
+        )
         expected = dict(zip(self.policies, digests, strict=True))
-        accounts = await asyncio.gather(*(group.held_weights(seed) for group in self.policies.values()))
         for (name, digest), servers in zip(expected.items(), accounts, strict=True):
             for index, held in enumerate(servers):
                 if held != Held(step, digest):

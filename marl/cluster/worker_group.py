@@ -117,14 +117,18 @@ class WorkerGroup:
         async with self.in_turn:
             began = time.monotonic()
             future = method(rows)
-            await self._wait(f"computing {phase}", asyncio.gather(*future.futures))
+            outputs = await self._wait(f"computing {phase}", asyncio.gather(*future.futures))
             within = began, time.monotonic()
-            offset = time.time() - within[1]  # ranks report the time of day, which nodes have in common
-        output = future.get()
+        output = outputs[0] if len(outputs) == 1 else future.get()  # verl's joins several, row by row
         metrics = tu.get(output, "metrics")
         ranks = zip(*(np.ravel(metrics[key]).tolist() for key in ("worker_seconds", "worker_ended")), strict=True)
-        self.busy += [placed(seconds, ended - offset, within) for seconds, ended in ranks]
+        self._count_busy(ranks, within)
         return output
+
+    def _count_busy(self, ranks: Iterable[tuple[float, float]], within: Span) -> None:
+        """Add what ranks report of a call: how long it took, and the time of day, which nodes have in common, at its end."""
+        offset = time.time() - time.monotonic()
+        self.busy += [placed(seconds, ended - offset, within) for seconds, ended in ranks]
 
     async def _wait(self, what: str, work: Awaitable[T], phase: Phase = Phase.update) -> T:
         seconds, key = self.deadlines[phase]

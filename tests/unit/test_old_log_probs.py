@@ -236,3 +236,25 @@ def test_other_rows_are_checked_in_another_step(source):
     own, _ = source()
     read = [write(own, team_batch(), step)[0]["p"]["turn_index"].values().tolist() for step in (1, 2, 3, 1)]
     assert read[0] == read[3] and len({tuple(x) for x in read}) > 1
+
+
+class Waiting(Trainer):
+    """Its forward pass ends once every policy's has begun."""
+
+    def __init__(self, settings, begun):
+        super().__init__(settings)
+        self.begun = begun
+
+    async def compute_log_prob(self, rows):
+        await asyncio.wait_for(self.begun.wait(), 20.0)
+        return await super().compute_log_prob(rows)
+
+
+def test_all_policies_read_their_rows_at_the_same_time(compose_config):
+    """So that a learner that updates one policy after another, as HAPPO does, waits for no old log-probs between updates."""
+    config = compose_config("agents.alice.policy=p", "agents.carol.policy=p")
+    batch = batch_of(episode("t", 0, [[1.0], [0.0]]))
+    begun = asyncio.Barrier(len(batch.rows))
+    trainers = {name: Waiting(own_settings(config, "p"), begun) for name in batch.rows}
+    source = OldLogProbs(config, trainers, lambda *_: PLAIN, True)
+    assert len(trainers) == 2 and sorted(write(source, batch)[1]) == sorted(batch.rows)

@@ -10,10 +10,29 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from marl.cluster.local import Done
+from marl.cluster.policy_group import RayPolicyGroup
 from marl.cluster.worker_group import WorkerGroup, throughput
 from marl.utils.ragged import jagged
 from marl.utils.spans import Stopwatch, union_seconds
 from tests.builders import same_for_all
+
+
+def test_one_ranks_answer_is_not_read_again():
+    async def rank():
+        output = TensorDict({}, batch_size=[])
+        tu.assign_non_tensor(output, metrics={"worker_seconds": [0.0], "worker_ended": [0.0], "loss": [0.5]})
+        return output
+
+    group = WorkerGroup("alice", None, SimpleNamespace(world_size=1), "pool", same_for_all(5.0))
+    group.kind = "policy"
+    future = SimpleNamespace()
+
+    def method(rows):
+        future.futures = [rank()]
+        return future
+
+    output = asyncio.run(group._call("update", method, TensorDict({}, batch_size=[])))
+    assert tu.get(output, "metrics")["loss"] == [0.5]
 
 
 class Slow:
@@ -96,6 +115,19 @@ def test_repeated_calls_in_a_step_are_counted_twice_and_ranks_beside_one_another
     busy = called([0.025, 0.05], time.time)
     assert len(busy) == 4
     assert union_seconds(busy, (start, time.monotonic())) == pytest.approx(0.1, abs=1e-5)
+
+
+def test_a_weight_sync_is_computing_as_far_as_the_ranks_say_so():
+    async def rank(seconds):
+        await asyncio.sleep(0.1)
+        return seconds, time.time()
+
+    workers = SimpleNamespace(update_weights=lambda global_steps, mode: [rank(0.03), rank(0.06)])
+    group = RayPolicyGroup("alice", None, workers, "pool", same_for_all(5.0))
+    start = time.monotonic()
+    asyncio.run(group.sync_weights(7))
+    assert union_seconds(group.busy, (start, time.monotonic())) == pytest.approx(0.06, abs=1e-3)
+    assert group.version == 7
 
 
 @pytest.mark.parametrize("skew", [-1e6, 1e6])

@@ -12,12 +12,13 @@ import torch
 from omegaconf import DictConfig
 from safetensors.torch import save_file
 from tensordict import TensorDict
-from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.utils.losses import ppo_loss
 
+from marl.cluster.workers.dispatch import rows_by_rank
 from marl.cluster.workers.lora import collected, save_model
 from marl.cluster.workers.policy_worker import EngineWorker, PolicyWorker, log_probs_of, timed
 from marl.modules.adapters import lora_arguments
@@ -67,13 +68,13 @@ class AdapterWorker(PolicyWorker):
         self.engine.use(name)
         return name
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
+    @register(dispatch_mode=rows_by_rank("actor"), blocking=False)
     def compute_log_prob(self, data: TensorDict) -> TensorDict | None:
         started = time.perf_counter()
         self._use(data)
         return log_probs_of(ActorRolloutRefWorker.compute_log_prob(self, data), data, started)
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
+    @register(dispatch_mode=rows_by_rank("actor"), blocking=False)
     def compute_ref_log_prob(self, data: TensorDict) -> TensorDict | None:
         """The same under the base alone."""
         started, data = time.perf_counter(), data.copy()
@@ -81,7 +82,7 @@ class AdapterWorker(PolicyWorker):
         tu.assign_non_tensor(data, no_lora_adapter=True)
         return log_probs_of(ActorRolloutRefWorker.compute_log_prob(self, data), data, started)
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
+    @register(dispatch_mode=rows_by_rank("actor"), blocking=False)
     def update_actor(self, data: TensorDict) -> TensorDict | None:
         """verl's, with the policy's own loss."""
         started = time.perf_counter()
@@ -90,8 +91,10 @@ class AdapterWorker(PolicyWorker):
         return None if output is None else tu.get_tensordict({}, {"metrics": timed(output, started)})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    async def sync_adapter(self, name: str, step: int, changed: bool) -> None:
-        """Ship an adapter's weights, where they have changed, and the step that they are of; before the first one the base's."""
+    async def sync_adapter(self, name: str, step: int, changed: bool) -> tuple[float, float]:
+        """Ship an adapter's weights, where they have changed, and the step that they are of; before the first one the base's.
+        Returns its seconds and when it ended."""
+        started = time.perf_counter()
         if self.config.rollout.free_cache_engine:
             await self.rollout.resume(tags=["weights"])
         if not self.base_is_served:
@@ -101,6 +104,7 @@ class AdapterWorker(PolicyWorker):
         await self.rollout.update_adapter(name, weights, self.specs[name].scaling, step)
         if self.config.rollout.free_cache_engine:
             await self.rollout.resume(tags=["kv_cache"])
+        return time.perf_counter() - started, time.time()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def weight_digest(self, seed: int, adapter: str | None = None, with_base: bool = True) -> Digest:

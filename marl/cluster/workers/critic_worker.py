@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from tensordict import TensorDict
-from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import TrainingWorkerConfig
 
 from marl.cluster.workers.critic_loss import critic_loss, read_values
+from marl.cluster.workers.dispatch import rows_by_rank
 from marl.cluster.workers.policy_worker import EngineWorker, shards, timed
 from marl.utils.garbage import freeze_gc
 
@@ -56,7 +57,7 @@ class CriticWorker(EngineWorker):
         self.set_loss_fn(partial(critic_loss, self.settings))
         freeze_gc()
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
+    @register(dispatch_mode=rows_by_rank("train"), blocking=False)
     def compute_values(self, data: TensorDict) -> TensorDict | None:
         """``values``, ragged like ``read_at``."""
         started = time.perf_counter()
@@ -65,7 +66,7 @@ class CriticWorker(EngineWorker):
             return None  # a rank whose outputs another one collects
         return tu.get_tensordict({"values": read_values(output["values"], data)}, {"metrics": timed(output, started)})
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
+    @register(dispatch_mode=rows_by_rank("train"), blocking=False)
     def compute_targets(self, data: TensorDict) -> TensorDict | None:
         """The same under the target's weights."""
         with self._target_weights():
@@ -93,7 +94,7 @@ class CriticWorker(EngineWorker):
                 shard.copy_(self.target[name])
                 self.target[name].copy_(current)
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
+    @register(dispatch_mode=rows_by_rank("train"), blocking=False)
     def update_critic(self, data: TensorDict) -> TensorDict | None:
         started = time.perf_counter()
         output = self.train_mini_batch(data)

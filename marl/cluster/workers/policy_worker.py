@@ -14,7 +14,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 from tensordict import TensorDict
 from torch.distributed.tensor import DTensor
-from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 from verl.utils.fsdp_utils import fsdp_version
@@ -25,6 +25,7 @@ import marl.platform.engine
 import marl.rollout.hf
 import marl.rollout.vllm_sglang  # noqa: F401 - these three register the CPU's engines and our rollout backends
 from marl.cluster.workers import lora
+from marl.cluster.workers.dispatch import rows_by_rank
 from marl.platform.shards import reshard
 from marl.utils.allocator import keep_freed_memory
 from marl.utils.garbage import freeze_gc
@@ -97,13 +98,13 @@ class PolicyWorker(ActorRolloutRefWorker):
             self.actor.engine._merged_lora_per_tensor_param = partial(lora.merged_parameters, self.actor.engine, dtype)
         freeze_gc()
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
+    @register(dispatch_mode=rows_by_rank("actor"), blocking=False)
     def compute_log_prob(self, data: TensorDict) -> TensorDict | None:
         """``log_probs`` and ``entropy`` of the responses alone, ragged like ``responses``."""
         started = time.perf_counter()
         return log_probs_of(super().compute_log_prob(data), data, started)
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
+    @register(dispatch_mode=rows_by_rank("actor"), blocking=False)
     def compute_ref_log_prob(self, data: TensorDict) -> TensorDict | None:
         """The same under the reference: its own weights, or the policy's without its adapters."""
         started = time.perf_counter()
@@ -139,11 +140,18 @@ class PolicyWorker(ActorRolloutRefWorker):
     def _reference_file(self, folder: str) -> Path:
         return Path(folder) / f"model_world_size_{self.world_size}_rank_{self.rank}.pt"
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
+    @register(dispatch_mode=rows_by_rank("actor"), blocking=False)
     def update_actor(self, data: TensorDict) -> TensorDict | None:
         started = time.perf_counter()
         output = super().update_actor(data)
         return None if output is None else tu.get_tensordict({}, {"metrics": timed(output, started)})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> tuple[float, float]:
+        """verl's; returns its seconds and when it ended."""
+        started = time.perf_counter()
+        await super().update_weights(global_steps=global_steps, mode=mode)
+        return time.perf_counter() - started, time.time()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def weight_digest(self, seed: int) -> Digest:
