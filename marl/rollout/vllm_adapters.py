@@ -54,8 +54,8 @@ class AdapterEngine:
         """None: verl looks for its own adapter before every request."""
         return ()
 
-    def generate(self, *, lora_request: LoRARequest | None = None, **settings: Any) -> Any:
-        return self.engine.generate(lora_request=ASKED.get(), **settings)
+    def generate(self, **settings: Any) -> Any:
+        return self.engine.generate(**settings | {"lora_request": ASKED.get()})
 
 
 class AdapterServing:
