@@ -40,12 +40,13 @@ def on_server(live, work):
     return ray.get(server_of(live).__ray_call__.remote(work))
 
 
-def test_the_server_computes_what_the_trainer_computes_after_each_sync(live):
+def test_the_server_computes_what_the_trainer_computes_after_each_sync(live, record_property):
     for _ in range(4):
         metrics = live.step()
         largest = [value for key, value in metrics.items() if key.endswith("log_prob_gap_max")]
         mean = [value for key, value in metrics.items() if key.endswith("log_prob_gap_mean")]
         assert len(largest) == len(mean) == 2
+        record_property("gaps", (max(largest), max(mean)))
         assert max(largest) <= CLOSE and max(mean) <= CLOSE_ON_AVERAGE
     versions = {turn.version for episode in live.episodes() for turn in episode.turns}
     assert versions == {live.trainer.step_number}

@@ -41,12 +41,13 @@ def cached(output):
     return output.extra_fields["num_cached_tokens"]
 
 
-def test_servers_compute_what_trainers_compute_after_each_of_ten_syncs(live):
+def test_servers_compute_what_trainers_compute_after_each_of_ten_syncs(live, record_property):
     for _ in range(10):
         metrics = live.step()
         largest = [value for key, value in metrics.items() if key.endswith("log_prob_gap_max")]
         mean = [value for key, value in metrics.items() if key.endswith("log_prob_gap_mean")]
         assert len(largest) == len(mean) == 2
+        record_property("gaps", (max(largest), max(mean)))
         assert max(largest) <= CLOSE and max(mean) <= CLOSE_ON_AVERAGE
     versions = {turn.version for episode in live.episodes() for turn in episode.turns}
     assert versions == {live.trainer.step_number}
