@@ -1,6 +1,7 @@
 """Adapters on one vLLM server (``sharing=lora``): what trainer, server and worker tell one another, with stand-ins for the engine."""
 
 import asyncio
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -17,9 +18,10 @@ RANKS = {"alice": 12, "carol": 4}
 
 
 @pytest.fixture(scope="module")
-def engines():
+def vllm_adapters():
+    """The module, imported over stand-ins; the package may still have an earlier import as its attribute."""
     with engines_importable():
-        yield
+        yield import_module("marl.rollout.vllm_adapters")
 
 
 def rollout(adapters=RANKS):
@@ -46,20 +48,16 @@ def test_servers_are_told_of_every_adapter_of_their_pool(compose_config):
     assert adapter_ids(rollouts[0]) == {"alice": 1}
 
 
-def test_an_engine_has_a_slot_more_than_adapters_and_takes_the_largest_rank(engines, monkeypatch):
-    from marl.rollout import vllm_adapters
-
+def test_an_engine_has_a_slot_more_than_adapters_and_takes_the_largest_rank(vllm_adapters, monkeypatch):
     monkeypatch.setattr(vllm_adapters, "get_vllm_max_lora_rank", lambda rank: {12: 16}[rank])
     args = vllm_adapters.with_room(SimpleNamespace(max_loras=1, max_lora_rank=8), rollout())
     assert (args.max_loras, args.max_cpu_loras, args.max_lora_rank) == (3, 3, 16)
 
 
 @pytest.fixture
-def server(engines, monkeypatch):
+def server(vllm_adapters, monkeypatch):
     """Ours, whose engine holds alice's adapter; verl's ``generate`` asks it as it does, for its own adapter."""
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
-
-    from marl.rollout import vllm_adapters
 
     def start(self, config):
         self.config = config
@@ -110,11 +108,9 @@ def test_a_request_is_computed_with_the_adapter_that_it_names(server):
     assert [sampling for _, sampling, _ in server.asked] == [{"temperature": 1.0}] * 2, "vLLM refuses unknown keys"
 
 
-def test_servers_of_whole_models_stay_as_they_are(engines):
-    from marl.rollout.vllm_adapters import AdapterServing
-
-    assert not issubclass(vllm_sglang.vllm_server_class(rollout(None)), AdapterServing)
-    assert issubclass(vllm_sglang.vllm_server_class(rollout()), AdapterServing)
+def test_servers_of_whole_models_stay_as_they_are(vllm_adapters):
+    assert not issubclass(vllm_sglang.vllm_server_class(rollout(None)), vllm_adapters.AdapterServing)
+    assert issubclass(vllm_sglang.vllm_server_class(rollout()), vllm_adapters.AdapterServing)
 
 
 class Handle:
@@ -131,7 +127,7 @@ class Handle:
 
 
 @pytest.fixture
-def trainer(engines, monkeypatch):
+def trainer(vllm_adapters, monkeypatch):
     """verl's adapter of the trainer's only rank, as ours extends it, without a socket."""
     made = object.__new__(vllm_sglang.vllm_adapter_class())
     made.config, made._has_server, made.use_shm, made.server_handle = rollout(), True, True, Handle()
@@ -165,9 +161,7 @@ def test_an_adapter_that_has_not_changed_is_not_shipped(trainer):
     assert trainer.server_handle.told == [("finish_adapter", ("carol", 10))]
 
 
-def test_a_worker_replaces_an_adapter_under_its_number_and_no_other(engines, monkeypatch):
-    from marl.rollout import vllm_adapters
-
+def test_a_worker_replaces_an_adapter_under_its_number_and_no_other(vllm_adapters, monkeypatch):
     class Request(SimpleNamespace):
         pass
 
