@@ -49,7 +49,7 @@ test-vllm: $(VLLM_VENV)/installed
 gpu: $(VENV)/gpu-installed
 
 gpu-smoke: $(VENV)/installed
-	$(RUN) -m pytest -m gpu $(ARGS)
+	$(RUN) -m pytest -m gpu tests/gpu $(ARGS)
 
 # benchmarks/README.md. ONLY=floor_tiny,trl_tiny: these figures; PEERS= (empty): without other frameworks; SMOKE=1: hardly any work
 ROUNDS ?= 5

@@ -15,6 +15,7 @@ VERL_OF_ENGINES = (
     "verl.utils.vllm",
     "verl.workers.rollout.vllm_rollout",
     "verl.workers.rollout.sglang_rollout",
+    "marl.rollout.vllm_adapters",
     "marl.rollout.vllm_cpu",
     "marl.rollout.watched_sender",
 )

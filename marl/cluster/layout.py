@@ -39,6 +39,8 @@ def policy_config(config: DictConfig, name: str, index: int, run_id: str, total_
         own.critic.optim.total_training_steps = total_steps
         if name in frozen_policies(own):
             serve_from_path(own.actor_rollout_ref)
+        if name in adapter_policies(own):
+            serve_adapters(own.actor_rollout_ref.rollout, config, name)
         if own.algorithm.rollout_correction.bypass_mode:  # as verl's apply_bypass_mode does
             own.actor_rollout_ref.actor.policy_loss.rollout_correction = own.algorithm.rollout_correction
             own.actor_rollout_ref.actor.policy_loss.loss_mode = "bypass_mode"
@@ -51,6 +53,15 @@ def serve_from_path(own: DictConfig) -> None:
     own.rollout.custom.frozen = True
     own.rollout.load_format = "auto"
     own.model.lora_rank = 0
+
+
+def serve_adapters(rollout: DictConfig, config: DictConfig, policy: str) -> None:
+    """Tell a policy's servers of all adapters of its pool. vLLM loads the base, which no update changes, from ``model.path``."""
+    pool = pool_of(config, policy)
+    members = [name for name in adapter_policies(config) if pool_of(config, name) == pool]
+    rollout.custom.adapters = {name: own_settings(config, name).model.lora_rank for name in members}
+    if rollout.name == "vllm":
+        rollout.load_format = "auto"
 
 
 def critic_config(config: DictConfig) -> DictConfig:

@@ -61,10 +61,11 @@ def preflight(setup: Setup) -> CheckedSetup:
         if own.rollout.name == "hf" and "ensemble" not in config:  # which names its models otherwise
             check_decodable(model, str(own.model.path), key)
         if own.model.lora_rank and name not in frozen_policies(config):  # which are served without
-            check_adapter_base(own, bool(model.get_text_config().tie_word_embeddings), key)
             check_adapter(model, own.model, key, linear_only=shares_base(config))
-            if shares_base(config):
+            if shares_base(config):  # whose base servers load themselves
                 check_adapter_name(name)
+            else:
+                check_adapter_base(own, bool(model.get_text_config().tie_word_embeddings), key)
         encoders[name] = encoder_of(config, own, key, thinking_of(config, name))
         check_loops(own.rollout, loops_of(config, name), trusted_modules(config))
     tasks = check_prompts(config, encoders)

@@ -6,6 +6,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from marl.config.errors import ConfigError
+from marl.config.kinds import adapter_policies
 from marl.config.policies import changes_of, longest_row, own_settings
 from marl.config.precision import dtype_name
 from marl.preflight.checks import CheckedSetup
@@ -36,7 +37,10 @@ def divide(setup: CheckedSetup) -> None:
 
 
 def members_of(setup: CheckedSetup, pool: str) -> list[str]:
-    return [name for name, own in setup.pool_by_policy.items() if own == pool]
+    """A policy for every engine of a pool: adapters have one together."""
+    members = [name for name, own in setup.pool_by_policy.items() if own == pool]
+    adapted = [name for name in members if name in adapter_policies(setup.config)]
+    return [name for name in members if name not in adapted[1:]]
 
 
 def shares_of(setup: CheckedSetup, pool: str, engines: Mapping[str, Any]) -> dict[str, float]:

@@ -88,10 +88,10 @@ class HFServerAdapter(BaseRollout):
             await self._server().finish_weights.remote(global_steps)
 
     async def update_adapter(
-        self, name: str, weights: Iterable[tuple[str, torch.Tensor]], scaling: float, global_steps: int
+        self, name: str, weights: Iterable[tuple[str, torch.Tensor]] | None, scaling: float, global_steps: int
     ) -> None:
         """Ship one adapter; without weights, the step alone."""
-        for bucket in self._buckets(weights):
+        for bucket in self._buckets(weights or ()):
             await self._server().load_adapter.remote(bucket)
         if self.rollout_rank == 0:
             await self._server().finish_adapter.remote(name, scaling, global_steps)

@@ -35,12 +35,11 @@ class PolicyServers(LLMServerManager):
         return self.rollout_config.name != "hf" and bool(self.rollout_config.get("router_config_path"))
 
     def client(self, adapter: str | None = None) -> LLMServerClient:
-        """``adapter``: the one whose answers are wanted, where ``hf`` serves several; None for the model itself."""
+        """``adapter``: the one whose answers are wanted, where servers hold several; None for the model itself."""
         if self.has_router:
-            return self.get_client()
-        if self.rollout_config.name == "hf":
-            return self.get_client(client_cls=CoalescingClient, servers=self.server_handles, adapter=adapter)
-        return self.get_client(client_cls=DirectClient, servers=self.server_handles)
+            return self.get_client(client_cls=NamingClient, adapter=adapter)
+        kind = CoalescingClient if self.rollout_config.name == "hf" else DirectClient
+        return self.get_client(client_cls=kind, servers=self.server_handles, adapter=adapter)
 
     def all_handles(self) -> list[ray.actor.ActorHandle]:
         """Every server's actor, on all nodes of each replica; those that were started, if a start was interrupted."""
@@ -52,11 +51,25 @@ def server_of(session: str, servers: int) -> int:
     return zlib.crc32(session.encode()) % servers
 
 
-class DirectClient(LLMServerClient):
-    """verl's client, without a router between it and the servers."""
+class NamingClient(LLMServerClient):
+    """verl's client, whose requests name the adapter that they are for."""
 
-    def __init__(self, config: Any, load_balancer_handle: Any, servers: list[ray.actor.ActorHandle], **_: Any) -> None:
+    def __init__(self, config: Any, load_balancer_handle: Any, adapter: str | None = None, **_: Any) -> None:
         super().__init__(config, load_balancer_handle)
+        self.named = {} if adapter is None else {"adapter": adapter}
+
+    async def generate(self, request_id: str, *, sampling_params: dict[str, Any], **settings: Any) -> TokenOutput:
+        named = sampling_params | self.named if self.named else sampling_params
+        return await super().generate(request_id, sampling_params=named, **settings)
+
+
+class DirectClient(NamingClient):
+    """The same without a router between it and the servers."""
+
+    def __init__(
+        self, config: Any, load_balancer_handle: Any, servers: list[ray.actor.ActorHandle], **kwargs: Any
+    ) -> None:
+        super().__init__(config, load_balancer_handle, **kwargs)
         self.servers = servers
 
     async def _acquire_server(self, request_id: str, **_: Any) -> tuple[str, ray.actor.ActorHandle]:

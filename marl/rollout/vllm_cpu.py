@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+from marl.rollout.vllm_adapters import AdapterExtension
 
 
-class PlainLinearExtension(vLLMColocateWorkerExtension):
+class PlainLinearExtension(AdapterExtension):
     """Keeps every linear layer's weight in place, where verl's weight sync writes to it.
 
     On a CPU vLLM packs weights for oneDNN after loading and frees the originals. verl 0.9.1 also calls a mapper by the name

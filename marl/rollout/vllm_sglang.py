@@ -18,6 +18,7 @@ from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, get_rollout_replica_class
 
 from marl.config.policies import ranks_per_server
+from marl.rollout.adapter_ids import adapter_ids, adapter_ranks
 from marl.utils.spans import Span, Stopwatch
 
 OFFSET = 1024
@@ -39,7 +40,7 @@ def offset_replica_class(name: str) -> type[RolloutReplica]:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             if make_server is not None:
-                self.server_class = ray.remote(make_server())
+                self.server_class = ray.remote(make_server(self.config))
 
         async def init_hybrid(self, worker_group: Any) -> None:
             # a colocated server has weights of its own: it sleeps without dropping them
@@ -79,7 +80,7 @@ class TimesRequests:
         return self.watch.take(), time.monotonic()
 
 
-def vllm_server_class() -> type:
+def vllm_server_class(config: Any) -> type:
     """verl's vLLM server, whose weight-sync socket carries the run, and which can end its engine.
 
     The socket is named by Ray's job id, which is the same in every fresh local cluster: two runs on one host would read
@@ -97,10 +98,17 @@ def vllm_server_class() -> type:
             if self.node_rank == 0:  # other nodes' servers have no engine object
                 self.engine.shutdown(timeout=SHUTDOWN_S)
 
-    return RunServer
+    return with_adapters(RunServer) if adapter_ranks(config) else RunServer
 
 
-def sglang_server_class() -> type:
+def with_adapters(server: type) -> type:
+    """A vLLM server that holds every adapter of its pool."""
+    from marl.rollout.vllm_adapters import AdapterServing
+
+    return type("AdapterServer", (AdapterServing, server), {})
+
+
+def sglang_server_class(_: Any) -> type:
     """verl's SGLang server, placed on the GPUs of its own workers.
 
     Where Ray leaves all GPUs visible, verl derives the first GPU from the replica's rank, which is right for a pool that
@@ -158,7 +166,7 @@ def vllm_adapter_class() -> type:
                 )
             settings = {**kwargs, "use_shm": self.use_shm}
             receiving = await self._execute_method("update_weights_from_ipc", non_block=True, kwargs=settings)
-            await self._sender(receiving).async_send_weights(weights)
+            await self._sender(receiving, kwargs.get("adapter")).async_send_weights(weights)
             if receiving is not None:
                 await receiving
             if self._has_server:
@@ -166,10 +174,24 @@ def vllm_adapter_class() -> type:
                 if global_steps is not None:
                     await self.server_handle.set_global_steps.remote(global_steps)
 
-        def _sender(self, receiving: Any) -> WatchedSender:
+        async def update_adapter(self, name: str, weights: Any, scaling: float, global_steps: int) -> None:
+            """Ship one adapter; without weights, the step alone."""
+            if weights is not None:
+                rank = adapter_ranks(self.config)[name]
+                await self.update_weights(
+                    ((f"base_model.model.{key}", weight) for key, weight in weights),
+                    peft_config={"r": rank, "lora_alpha": scaling * rank, "target_modules": "all-linear"},
+                    base_sync_done=True,
+                    adapter=(name, adapter_ids(self.config)[name]),
+                )
+            if self._ensure_server_handle():
+                await self.server_handle.finish_adapter.remote(name, global_steps)
+
+        def _sender(self, receiving: Any, adapter: tuple[str, int] | None = None) -> WatchedSender:
+            policy = adapter[0] if adapter else self.config.custom["policy"]
             return WatchedSender(
                 receiving=receiving,
-                whose=f"the vLLM server of policy {self.config.custom['policy']!r}",
+                whose=f"the vLLM server of policy {policy!r}",
                 seconds=socket_seconds(self.config),
                 key=self.config.custom["timeout_key"],
                 zmq_handle=self.zmq_handle,

@@ -17,12 +17,19 @@ def machine():
     assert find_spec("vllm"), "vLLM is not installed; run make gpu"
 
 
-@pytest.mark.parametrize("rollout", ["hf", "vllm"])
-def test_two_policies_on_one_gpu(compose_config, wide_assets, tmp_path, rollout):
+CASES = {
+    "hf": ("actor_rollout_ref.rollout.name=hf",),
+    "vllm": ("actor_rollout_ref.rollout.name=vllm",),
+    "vllm, adapters on one base": ("actor_rollout_ref.rollout.name=vllm", "sharing=lora"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_policies_on_one_gpu(compose_config, wide_assets, tmp_path, case):
     steps = []
     config = compose_config(
         "hardware=gpu",
-        f"actor_rollout_ref.rollout.name={rollout}",
+        *CASES[case],
         "resources.placement=colocated",
         "trainer.n_gpus_per_node=1",
         "precision=fp32",

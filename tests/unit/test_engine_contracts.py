@@ -69,7 +69,7 @@ def test_a_weight_sync_takes_what_verls_takes(engines):
 @pytest.mark.parametrize("make_server", [vllm_sglang.vllm_server_class, vllm_sglang.sglang_server_class])
 def test_a_probe_asks_as_verls_clients_do(engines, make_server):
     """``ask_servers`` gives the prompt, the sampling and a name, in this order."""
-    verls = make_server().__mro__[2].generate
+    verls = make_server(rollout_config()).__mro__[2].generate
     assert [name for name, _ in names_of(verls)][:4] == ["self", "prompt_ids", "sampling_params", "request_id"]
     assert check_of(WeightCheck.auto, "vllm") is check_of(WeightCheck.auto, "sglang") is WeightCheck.probe
 
@@ -177,7 +177,7 @@ def server(engines, monkeypatch):
 
     monkeypatch.setenv("VERL_RAY_JOB_ID", "")
     monkeypatch.setattr(vLLMHttpServer, "__init__", start)
-    return vllm_sglang.vllm_server_class()(rollout_config())
+    return vllm_sglang.vllm_server_class(rollout_config())(rollout_config())
 
 
 def test_an_engine_inherits_the_runs_name_for_its_socket(server):

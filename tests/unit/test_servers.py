@@ -196,7 +196,7 @@ def servers_of(name, router=None):
 
 @pytest.mark.parametrize(
     "name,router,kind",
-    [("hf", None, "Coalescing"), ("vllm", None, "Direct"), ("vllm", "r.yaml", "LLMServer"), ("sglang", None, "Direct")],
+    [("hf", None, "Coalescing"), ("vllm", None, "Direct"), ("vllm", "r.yaml", "Naming"), ("sglang", None, "Direct")],
 )
 def test_only_a_router_of_the_users_stands_before_the_servers(name, router, kind):
     assert type(servers_of(name, router).client()).__name__ == f"{kind}Client"

@@ -20,7 +20,7 @@ SERVER |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "
 
 def run_of(parameters, pools=None, **policies):
     """A run whose policies have so many parameters, and the servers that share a pool unless ``pools`` names others."""
-    rollout = OmegaConf.create({"actor_rollout_ref": {"rollout": SERVER}, "policies": policies})
+    rollout = OmegaConf.create({"actor_rollout_ref": {"rollout": SERVER}, "policies": policies, "sharing": None})
     sizes = {name: ModelSize(count, 0, 0, 0, 0, 0, 0, 0) for name, count in parameters.items()}
     own = pools or dict.fromkeys(parameters, "shared")
     return SimpleNamespace(config=rollout, sizes=sizes, pool_by_policy=own, pools=dict.fromkeys(own.values()))
@@ -75,6 +75,10 @@ def test_a_run_of_two_engines_on_one_gpu_is_planned_with_their_parts(compose_con
     """On a machine without a GPU, which is only asked what the cluster's machines would have."""
     monkeypatch.setattr("marl.cluster.session.fitting_platform", lambda device: None)
     words = ["hardware=gpu", "resources.placement=colocated", "actor_rollout_ref.rollout.gpu_memory_utilization=.6"]
-    setup = prepare(compose_config(f"assets={cold_assets}", *words, "actor_rollout_ref.rollout.dtype=bfloat16"))
+    words += [f"assets={cold_assets}", "actor_rollout_ref.rollout.dtype=bfloat16"]
+    setup = prepare(compose_config(*words))
     assert "alice 0.30, carol 0.30" in plan_text(setup)
     assert own_settings(setup.config, "carol").rollout.gpu_memory_utilization == pytest.approx(0.3)
+    adapted = prepare(compose_config(*words, "sharing=lora"))
+    assert own_settings(adapted.config, "carol").rollout.gpu_memory_utilization == 0.6, "adapters have one engine"
+    assert text_of(adapted) == []

@@ -99,8 +99,9 @@ def test_a_contradiction_names_key_value_and_remedy(shared, overrides):
 
 
 def test_adapters_on_a_server_that_cannot_hold_several_are_refused(shared):
-    with pytest.raises(ConfigError, match=r"rollout\.name=vllm.*sharing=lora.*use hf"):
-        shared("sharing=lora", "actor_rollout_ref.rollout.name=vllm", "trainer.device=cuda")
+    with pytest.raises(ConfigError, match=r"rollout\.name=sglang.*sharing=lora.*with hf or vllm"):
+        shared("sharing=lora", "actor_rollout_ref.rollout.name=sglang", "trainer.device=cuda")
+    shared("sharing=lora", "actor_rollout_ref.rollout.name=vllm", "trainer.device=cuda")
 
 
 def test_lora_alone_is_enough_and_a_rank_that_is_set_stays(shared):

@@ -1,15 +1,13 @@
-"""Other layouts of servers, each a run of its own: replicas, tensor parallelism, one pool, adapters, and what goes wrong."""
+"""Other layouts of servers, each a run of its own: replicas, tensor parallelism, one pool, adapters, and two runs on one host."""
 
 import json
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
-from marl.cluster.failures import GroupFailed
-from tests.vllm.builders import CLOSE, SETTINGS, abandoned, learn, matrix, sync
+from tests.vllm.builders import CLOSE, SETTINGS, abandoned
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
@@ -27,6 +25,11 @@ LAYOUTS = {
         "actor_rollout_ref.model.lora_rank=8",
         "actor_rollout_ref.rollout.load_format=safetensors",
     ),
+    "adapters on one base, tensor parallel": (
+        "sharing=lora",
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    ),
 }
 
 
@@ -41,33 +44,6 @@ def test_servers_have_their_trainers_weights(start, layout):
     # vLLM's channel between the ranks of a tensor-parallel group on a CPU, 4 MB a rank, outlives its processes
     left = [path for path in abandoned() - before if "-cpushm_" not in path]
     assert len(left) <= len(live.trainer.policies), "an engine may leave one segment"
-
-
-def test_half_an_offset_writes_into_the_other_policys_server_without_an_error(start, monkeypatch):
-    """The negative control: it is the comparison of log-probs alone that shows it."""
-    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "marl.platform.cpu,tests.vllm.half_offset")
-    awake = "actor_rollout_ref.rollout.free_cache_engine=false"  # a sleeping server that nobody wakes would not answer
-    with start(awake, first_sync=False) as live:  # both syncs at once would meet at one socket
-        sync(live, "alice")
-        for _ in range(2):
-            learn(live, "carol")
-        sync(live, "carol")
-        found = matrix(live)
-        assert found["alice", "carol"] <= CLOSE, "carol's weights are in alice's server"
-        assert min(found["alice", "alice"], found["carol", "carol"]) > 1e-2
-
-
-def test_an_engine_that_refuses_weights_ends_the_run_at_once_with_the_cause(start):
-    extension = "tests.vllm.refuses_weights.RefusesSecondSync"
-    engine = f"actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls={extension}"
-    with start(*ONE_POLICY, engine) as live:
-        began = time.monotonic()
-        with pytest.raises(
-            GroupFailed, match=r"policy 'team'.*syncing the weights.*failed to take the weights"
-        ) as failed:
-            sync(live, "team")
-        assert time.monotonic() - began < 10
-        assert "no parameter of this name" in str(failed.value)
 
 
 def command(folder, assets, *overrides):

@@ -20,10 +20,13 @@ def assets(tmp_path_factory):
     return folder
 
 
-def accuracy(assets, folder, hardware):
+ENGINES = {"hf": ("hardware=cpu", "resources.one_process=true"), "vllm": ("hardware=cpu_vllm",)}
+
+
+def accuracy(assets, folder, engine):
     """The share of right teams after the last step."""
     words = [
-        f"hardware={hardware}", f"assets={assets}", f"trainer.default_local_dir={folder}",
+        *ENGINES[engine], f"assets={assets}", f"trainer.default_local_dir={folder}",
         f"trainer.total_training_steps={STEPS}", f"trainer.test_freq={STEPS}", "trainer.logger=[file]",
     ]  # fmt: skip
     command = [sys.executable, "-m", "marl.main", "--config-name", "split_information", *words]
@@ -33,7 +36,8 @@ def accuracy(assets, folder, hardware):
     return [score for score in scores if score is not None][-1]
 
 
-def test_the_learning_task_ends_where_hf_ends(assets, tmp_path):
-    ends = {hardware: accuracy(assets, tmp_path / hardware, hardware) for hardware in ("cpu", "cpu_vllm")}
+def test_the_learning_task_ends_where_hf_ends(assets, tmp_path, record_property):
+    ends = {engine: accuracy(assets, tmp_path / engine, engine) for engine in ENGINES}
+    record_property("ends", ends)
     assert min(ends.values()) > 0.8
-    assert abs(ends["cpu"] - ends["cpu_vllm"]) <= 0.05, ends
+    assert abs(ends["hf"] - ends["vllm"]) <= 0.05, ends

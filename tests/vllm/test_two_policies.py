@@ -3,28 +3,34 @@
 import time
 
 import pytest
+import ray
 
-from marl.cluster.failures import GroupFailed
+from marl.cluster.failures import GroupFailed, WeightsNotArrived
 from tests.vllm.builders import (
     CLOSE,
     CLOSE_ON_AVERAGE,
+    POLICIES,
     abandoned,
     ask,
     ask_together,
+    differences,
     engine_of,
     learn,
     matrix,
     sync,
 )
+from tests.vllm.misdirected import misdirected
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+EXTENSION = "tests.vllm.refuses_weights.RefusesWhenTold"
+REFUSES = f"actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls={EXTENSION}"
 
 
 @pytest.fixture(scope="module")
 def live(start):
     before = abandoned()
     # alice's servers are put to sleep and woken, carol's are not
-    with start("+policies.carol.rollout.free_cache_engine=false") as live:
+    with start("+policies.carol.rollout.free_cache_engine=false", REFUSES) as live:
         yield live
     # the engine that a test kills leaves its own; verl's buffers are always freed
     left = abandoned() - before
@@ -35,12 +41,13 @@ def cached(output):
     return output.extra_fields["num_cached_tokens"]
 
 
-def test_servers_compute_what_trainers_compute_after_each_of_ten_syncs(live):
+def test_servers_compute_what_trainers_compute_after_each_of_ten_syncs(live, record_property):
     for _ in range(10):
         metrics = live.step()
         largest = [value for key, value in metrics.items() if key.endswith("log_prob_gap_max")]
         mean = [value for key, value in metrics.items() if key.endswith("log_prob_gap_mean")]
         assert len(largest) == len(mean) == 2
+        record_property("gaps", (max(largest), max(mean)))
         assert max(largest) <= CLOSE and max(mean) <= CLOSE_ON_AVERAGE
     versions = {turn.version for episode in live.episodes() for turn in episode.turns}
     assert versions == {live.trainer.step_number}
@@ -56,6 +63,50 @@ def test_a_server_has_its_own_policys_weights_alone(live):
     found = matrix(live)
     assert max(found["alice", "alice"], found["carol", "carol"]) <= CLOSE
     assert min(found["alice", "carol"], found["carol", "alice"]) > 1e-2
+
+
+def all_arrived(live):
+    """Both policies hold their own weights, which differ."""
+    for policy in POLICIES:
+        learn(live, policy)
+    live.wait(live.trainer.sync_weights())
+
+
+def ranks_of(live):
+    return {name: int(live.trainer.policies[name].rollout.custom.replica_offset) for name in POLICIES}
+
+
+def test_half_an_offset_writes_into_the_other_policys_server_without_an_error(live):
+    """The negative control: replicas with an offset, carol's adapter without. Log-probs alone show it."""
+    all_arrived(live)
+    assert ranks_of(live) == {"alice": 0, "carol": 1024}
+    with misdirected(live, {"carol": 0}):
+        learn(live, "carol")
+        sync(live, "carol")
+    found = matrix(live)
+    assert found["alice", "carol"] <= CLOSE, "carol's weights are in alice's server"
+    assert found["alice", "alice"] > 1e-2 and found["carol", "carol"] > 1e-3
+    with pytest.raises(WeightsNotArrived, match=r"policy '(alice|carol)'.*server 0 .*log-probs"):
+        live.wait(proved(live))
+    live.wait(live.trainer.sync_weights())
+
+
+async def proved(live):
+    for proof in live.trainer.weights.proofs:
+        await proof.prove(live.trainer.step_number)
+
+
+def test_weights_of_two_policies_that_are_swapped_end_the_run_at_that_sync(live):
+    all_arrived(live)
+    ranks = ranks_of(live)
+    with misdirected(live, dict(zip(ranks, reversed(ranks.values()), strict=True))):
+        with pytest.raises(WeightsNotArrived, match=r"policy '(alice|carol)'.*server 0 .*log-probs"):
+            live.wait(live.trainer.sync_weights())
+        found = matrix(live)
+    assert max(found["alice", "carol"], found["carol", "alice"]) <= CLOSE
+    assert min(found["alice", "alice"], found["carol", "carol"]) > 1e-2
+    live.wait(live.trainer.sync_weights())
+    assert max(differences(live, name, name).max() for name in POLICIES) <= CLOSE
 
 
 def test_a_seed_gives_the_same_answer_alone_and_in_company(live):
@@ -110,6 +161,18 @@ def test_a_conversations_prefix_is_cached_until_the_next_sync(live, agent):
 def test_servers_say_when_they_worked(live):
     metrics = live.step()
     assert 0 < metrics["perf/overhead_share"] < 0.6
+
+
+def test_an_engine_that_refuses_weights_ends_the_sync_at_once_with_the_cause(live):
+    (server,) = live.trainer.policies["alice"].servers.server_handles
+    ray.get(server.collective_rpc.remote("refuse_next"))
+    began = time.monotonic()
+    with pytest.raises(GroupFailed, match=r"policy 'alice'.*syncing the weights.*failed to take the weights") as failed:
+        sync(live, "alice")
+    assert time.monotonic() - began < 10
+    assert "no parameter of this name" in str(failed.value)
+    sync(live, "alice")
+    assert differences(live, "alice", "alice").max() <= CLOSE
 
 
 def test_a_dead_engine_ends_a_step_and_a_sync_within_seconds(live):

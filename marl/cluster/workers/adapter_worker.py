@@ -51,7 +51,7 @@ class AdapterWorker(PolicyWorker):
         self.specs = {name: spec_of(own, seeds[name]) for name, own in policies.items()}
         self.losses = {name: partial(ppo_loss, config=omega_conf_to_dataclass(p.actor)) for name, p in policies.items()}
         self.actor_worker_cls = partial(AdapterEngineWorker, adapters=self.specs)
-        self.base_is_served = False
+        self.base_is_served = config.rollout.name == "vllm"  # whose servers load it from its path
 
     @property
     def engine(self) -> AdapterEngine:
@@ -100,7 +100,7 @@ class AdapterWorker(PolicyWorker):
         if not self.base_is_served:
             await self.rollout.update_weights(self.engine.base_weights(), global_steps=step)
             self.base_is_served = True
-        weights = self.engine.adapter_weights(name) if changed else ()
+        weights = self.engine.adapter_weights(name) if changed else None
         await self.rollout.update_adapter(name, weights, self.specs[name].scaling, step)
         if self.config.rollout.free_cache_engine:
             await self.rollout.resume(tags=["kv_cache"])

@@ -16,6 +16,7 @@ BASE_ACTOR_KEYS = (
     "strategy", "fsdp_config", "use_dynamic_bsz", "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu", "checkpoint",
     "use_fused_kernels", "ulysses_sequence_parallel_size", "use_remove_padding", "engine",
 )  # fmt: skip
+SERVERS_OF_ADAPTERS = ("hf", "vllm")
 OWN_ROLLOUT_KEYS = ("temperature", "top_p", "top_k", "val_kwargs", "do_sample", "multi_turn", "agent")
 
 
@@ -69,10 +70,10 @@ def adapters_are_served_as_adapters(config: Any) -> None:
 def adapter_is_served_as_one(own: Any, where: str) -> None:
     """``where``: the beginning of an error."""
     model, rollout = own.model, own.rollout
-    if rollout.name != "hf":
+    if rollout.name not in SERVERS_OF_ADAPTERS:
         raise ConfigError(
-            f"{where}actor_rollout_ref.rollout.name={rollout.name}: sharing=lora serves several adapters on one base with hf alone; "
-            "use hf, or sharing=individual with lora_rank for an adapter and a base for every policy"
+            f"{where}actor_rollout_ref.rollout.name={rollout.name}: sharing=lora serves several adapters on one base with hf or vllm; "
+            "use one of them, or sharing=individual with lora_rank for an adapter and a base for every policy"
         )
     if model.lora.merge:
         raise ConfigError(
