@@ -6,10 +6,12 @@ verl's engine works on whatever is active: :meth:`AdapterEngine.use` exchanges t
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from peft import LoraConfig, TaskType, get_peft_model
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from verl.utils.device import get_device_id
 from verl.workers.config.optimizer import build_optimizer
@@ -33,6 +35,8 @@ class AdapterSpec:
     """verl's optimizer dataclass."""
     seed: int
     """Seeds the first weights, so that they do not depend on the adapters beside it."""
+    start: Path | None = None
+    """PEFT's file of the first weights, in place of drawn ones."""
 
     @property
     def scaling(self) -> float:
@@ -82,6 +86,9 @@ class AdapterEngine(FSDPEngineWithLMHead):
                     model.add_adapter(name, config, autocast_adapter_dtype=False)
         for _, parameter in of_adapters(model):
             parameter.data = parameter.data.float()
+        for name, spec in self.adapters.items():
+            if spec.start is not None:
+                load_first_weights(model, name, spec.start)
         return model
 
     def _build_optimizer(self, module: torch.nn.Module) -> torch.optim.Optimizer:
@@ -199,6 +206,15 @@ def renew_frequencies(module: torch.nn.Module) -> None:
                 fresh = type(part)(config=cast(Any, part).config)
             for key, buffer in fresh.named_buffers(recurse=False):
                 setattr(part, key, buffer)
+
+
+def load_first_weights(model: torch.nn.Module, name: str, file: Path) -> None:
+    """Start an adapter from PEFT's file. Raises ValueError where that has other weights."""
+    saved, own = load_file(file), {unnamed(key, name): parameter for key, parameter in of_adapters(model, name)}
+    if {key: tuple(weight.shape) for key, weight in saved.items()} != {key: tuple(p.shape) for key, p in own.items()}:
+        raise ValueError(f"adapter {name!r}: {file} holds an adapter of other layers or ranks than this run's")
+    for key, parameter in own.items():
+        parameter.data.copy_(saved[key])
 
 
 def of_adapters(module: torch.nn.Module, name: str | None = None) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -15,7 +15,7 @@ from marl.config.sharing import shares_base
 from marl.controller.agent_loop import check_loops
 from marl.controller.chat import ChatEncoder
 from marl.modules import pretrained
-from marl.modules.adapters import check_adapter, check_adapter_name
+from marl.modules.adapters import check_adapter, check_adapter_name, check_start
 from marl.preflight import model_checks
 from marl.preflight.memory_plan import ModelSize
 from marl.preflight.packages import check_packages
@@ -54,6 +54,8 @@ def preflight(setup: Setup) -> CheckedSetup:
             check_adapter(model, own.model, key, linear_only=shares_base(config))
             if shares_base(config):
                 check_adapter_name(name)
+                if own.model.lora_adapter_path is not None:
+                    check_start(model, own.model, key)
         encoders[name] = encoder_of(config, own, key, thinking_of(config, name))
         check_loops(own.rollout, loops_of(config, name))
     tasks = check_prompts(config, encoders)

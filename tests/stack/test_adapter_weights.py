@@ -22,6 +22,21 @@ def log_probs(live, policy, rows):
     return live.wait(live.trainer.policies[policy].compute_log_prob(rows))["log_probs"].values()
 
 
+def test_an_adapter_starts_from_another_runs(alone, trained):
+    """alice's from carol's folder; carol's own from nothing, which changes no log-prob."""
+    first, checkpoint = trained
+    folder = checkpoint / "carol" / "actor" / "lora_adapter"
+    live = alone(*ADAPTED, f"+policies.alice.model.lora_adapter_path={folder}")
+    assert same_weights(adapter_weights(live, "alice"), adapter_weights(first, "carol"))
+    rows = trainable(live, 0)
+    assert torch.equal(log_probs(live, "alice", rows["alice"]), log_probs(first, "carol", rows["alice"]))
+    reference = live.wait(live.trainer.policies["carol"].compute_ref_log_prob(rows["carol"]))["log_probs"].values()
+    assert torch.equal(log_probs(live, "carol", rows["carol"]), reference)
+    assert not torch.equal(log_probs(live, "alice", rows["alice"]), log_probs(live, "carol", rows["alice"]))
+    metrics = live.step()
+    assert metrics["agent/alice/log_prob_gap_max"] <= 1e-5 and metrics["agent/alice/grad_norm"] > 0
+
+
 def test_merged_models_go_on_as_whole_ones(alone, trained):
     """``huggingface/`` of every policy, under ``sharing=individual``; and as a base of new adapters."""
     first, checkpoint = trained
