@@ -29,9 +29,13 @@ def shared(compose_config, cold_assets):
     return make
 
 
-DOCUMENTED = re.findall(
-    r"^python -m marl.main --config-name quickstart (sharing.*)$", Path("docs/teams.md").read_text(), re.MULTILINE
-)
+DOCUMENTED = [
+    words
+    for words in re.findall(
+        r"^python -m marl.main --config-name quickstart (sharing.*)$", Path("docs/teams.md").read_text(), re.MULTILINE
+    )
+    if "outputs/earlier" not in words  # what an earlier run left: tests/stack/test_adapter_weights.py
+]
 
 
 def test_the_documentation_shows_every_mode():
