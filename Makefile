@@ -1,4 +1,4 @@
-# make quickstart | test | test-all | test-vllm | check | format | gpu | gpu-smoke | bench | bench-check
+# make quickstart | test | test-all | sharing-table | test-vllm | check | format | gpu | gpu-smoke | bench | bench-check
 SEED ?= 0
 VENV := .venv
 # the first Python of a version that verl and torch are built for
@@ -16,7 +16,7 @@ install = { $(VENV)/bin/pip install --disable-pip-version-check --progress-bar o
 	/^Installing/ {print "    Unpacking " NF - 3 " packages"; fflush()}'; \
 	! rm $(VENV)/failed 2>/dev/null
 
-.PHONY: quickstart test test-all test-vllm check format gpu gpu-smoke bench bench-check clean
+.PHONY: quickstart test test-all sharing-table test-vllm check format gpu gpu-smoke bench bench-check clean
 
 quickstart: $(VENV)/installed
 	$(RUN) -m marl.quickstart seed=$(SEED) $(ARGS)
@@ -36,7 +36,11 @@ test: $(VENV)/installed
 	$(call both,not slow and not gpu and not vllm)
 
 test-all: $(VENV)/installed
-	$(call both,not gpu and not vllm)
+	$(call both,not gpu and not vllm and not table)
+
+# docs/teams.md: every mode of sharing x learner x three seeds
+sharing-table: $(VENV)/installed
+	$(RUN) -m pytest -m slow tests/stack/test_sharing_proofs.py $(ARGS)
 
 # verl's own vLLM servers on this machine's CPUs (docs/engines.md)
 VLLM_VENV := .venv-vllm

@@ -6,10 +6,12 @@ verl's engine works on whatever is active: :meth:`AdapterEngine.use` exchanges t
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from peft import LoraConfig, TaskType, get_peft_model
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from verl.utils.device import get_device_id
 from verl.workers.config.optimizer import build_optimizer
@@ -33,6 +35,8 @@ class AdapterSpec:
     """verl's optimizer dataclass."""
     seed: int
     """Seeds the first weights, so that they do not depend on the adapters beside it."""
+    start: Path | None = None
+    """PEFT's file of the first weights, in place of drawn ones."""
 
     @property
     def scaling(self) -> float:
@@ -61,14 +65,16 @@ class AdapterEngine(FSDPEngineWithLMHead):
     def _build_module(self) -> torch.nn.Module:
         self.model_config.model_type = "language_model"
         try:
-            return super()._build_module()
+            module = super()._build_module()
         finally:
             self.model_config.model_type = ADAPTED
+        renew_frequencies(module)
+        return module
 
     def _build_lora_module(self, module: Any) -> torch.nn.Module:
-        """As verl's, with all the adapters, in the base's precision."""
+        """As verl's, with all the adapters, which are in full precision whatever the base is in: most updates are smaller than
+        the last bit of a bf16 weight."""
         module.enable_input_require_grads()
-        dtype = next(module.parameters()).dtype
         model: Any = None
         for name, spec in self.adapters.items():
             config = LoraConfig(task_type=TaskType.CAUSAL_LM, bias="none", **spec.lora)
@@ -79,7 +85,10 @@ class AdapterEngine(FSDPEngineWithLMHead):
                 else:
                     model.add_adapter(name, config, autocast_adapter_dtype=False)
         for _, parameter in of_adapters(model):
-            parameter.data = parameter.data.to(dtype)
+            parameter.data = parameter.data.float()
+        for name, spec in self.adapters.items():
+            if spec.start is not None:
+                load_first_weights(model, name, spec.start)
         return model
 
     def _build_optimizer(self, module: torch.nn.Module) -> torch.optim.Optimizer:
@@ -144,7 +153,7 @@ class AdapterEngine(FSDPEngineWithLMHead):
         added, scaling = dict(self.adapter_weights(name)), self.adapters[name].scaling
         for key, weight in self.base_weights():
             down, up = (added.get(f"{key.removesuffix('.weight')}.lora_{half}.weight") for half in "AB")
-            yield key, weight if down is None or up is None else weight + (up @ down) * scaling
+            yield key, weight if down is None or up is None else (weight + (up @ down) * scaling).to(weight.dtype)
 
     def adapter_state(self, name: str) -> dict[str, Any]:
         """This rank's shards of an adapter, and the state of its update."""
@@ -186,6 +195,26 @@ class AdapterEngine(FSDPEngineWithLMHead):
             update.optimizer.param_groups, settings, base_lrs, update.schedule.lr_lambdas, strict=True
         ):
             group.update(own, lr=base * factor(update.schedule.last_epoch))
+
+
+def renew_frequencies(module: torch.nn.Module) -> None:
+    """Compute rotary frequencies anew: verl casts buffers with the weights, and positions would be off by bf16's rounding."""
+    for part in module.modules():
+        old = getattr(part, "inv_freq", None)
+        if old is not None and old.dtype != torch.float32:
+            with torch.device(old.device):
+                fresh = type(part)(config=cast(Any, part).config)
+            for key, buffer in fresh.named_buffers(recurse=False):
+                setattr(part, key, buffer)
+
+
+def load_first_weights(model: torch.nn.Module, name: str, file: Path) -> None:
+    """Start an adapter from PEFT's file. Raises ValueError where that has other weights."""
+    saved, own = load_file(file), {unnamed(key, name): parameter for key, parameter in of_adapters(model, name)}
+    if {key: tuple(weight.shape) for key, weight in saved.items()} != {key: tuple(p.shape) for key, p in own.items()}:
+        raise ValueError(f"adapter {name!r}: {file} holds an adapter of other layers or ranks than this run's")
+    for key, parameter in own.items():
+        parameter.data.copy_(saved[key])
 
 
 def of_adapters(module: torch.nn.Module, name: str | None = None) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -16,7 +16,7 @@ from marl.config.targets import trusted_modules
 from marl.controller.agent_loop import check_loops
 from marl.controller.chat import ChatEncoder
 from marl.modules import pretrained
-from marl.modules.adapters import check_adapter, check_adapter_name
+from marl.modules.adapters import check_adapter, check_adapter_name, check_start
 from marl.preflight import model_checks
 from marl.preflight.memory_plan import ModelSize
 from marl.preflight.packages import check_packages
@@ -64,6 +64,8 @@ def preflight(setup: Setup) -> CheckedSetup:
             check_adapter(model, own.model, key, linear_only=shares_base(config))
             if shares_base(config):  # whose base servers load themselves
                 check_adapter_name(name)
+                if own.model.lora_adapter_path is not None:
+                    check_start(model, own.model, key)
             else:
                 check_adapter_base(own, bool(model.get_text_config().tie_word_embeddings), key)
         encoders[name] = encoder_of(config, own, key, thinking_of(config, name))

@@ -211,10 +211,10 @@ def remedy_for_weights(room: Room, rollout: Any, card: float, most: float) -> st
 
 def adapter_memory(whole: Memory, own: Any, batch: PolicyBatch, size: ModelSize) -> Memory:
     """Memory of a policy that is one more adapter on a base and server that are counted already."""
-    training = training_of(own, batch)
-    base = size.parameters * training.master_bytes / training.ranks
-    server = training.lora_rank * size.linear_width * BYTES[dtype_name(own.rollout.dtype)] * batch.servers / batch.ranks
-    return replace(whole, weights=whole.weights - base, server=server)
+    numbers = own.model.lora_rank * size.linear_width / batch.ranks
+    trained = numbers * BYTES["float32"]
+    server = numbers * BYTES[dtype_name(own.rollout.dtype)] * batch.servers
+    return replace(whole, weights=trained, gradients=trained, moments=2 * trained, server=server)
 
 
 def critic_memory(critic: Any, ranks: int, size: ModelSize, target: bool = False) -> Memory:

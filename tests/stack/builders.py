@@ -117,3 +117,33 @@ def prepared(live, pack=False, policy="alice"):
     )
     rows["old_log_probs"] = live.wait(trainer.policies[policy].compute_log_prob(rows))["log_probs"]
     return rows
+
+
+def adapter_engine(live, policy="alice"):
+    """The engine of one base and several adapters."""
+    return live.trainer.policies[policy].workers.worker.engine
+
+
+def adapter_weights(live, policy):
+    return dict(adapter_engine(live, policy).adapter_weights(policy))
+
+
+def same_weights(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def trainable(live, seed):
+    """Rows of both policies, with advantages that differ by seed."""
+    batch = live.trainer.batch_of(live.episodes())
+    generator = torch.Generator().manual_seed(seed)
+    for rows in batch.rows.values():
+        rows["old_log_probs"] = rows["rollout_log_probs"]
+        drawn = torch.randn(rows["responses"].values().shape, generator=generator)
+        rows["advantages"] = torch.nested.nested_tensor_from_jagged(drawn, offsets=rows["responses"].offsets())
+    return batch.rows
+
+
+def updated(live, policy, rows, times=1):
+    for _ in range(times):
+        metrics = live.wait(live.trainer.policies[policy].update_actor(rows))
+    return metrics

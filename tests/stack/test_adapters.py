@@ -7,19 +7,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from marl.evaluation.load import saved_weights
-from tests.stack.builders import ADAPTED
-
-
-def engine_of(live, policy="alice"):
-    return live.trainer.policies[policy].workers.worker.engine
-
-
-def weights(live, policy):
-    return dict(engine_of(live, policy).adapter_weights(policy))
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+from tests.stack.builders import ADAPTED, adapter_engine, adapter_weights, same_weights, trainable, updated
 
 
 def test_servers_play_with_every_adapter_bit_for_bit(alone):
@@ -30,36 +18,22 @@ def test_servers_play_with_every_adapter_bit_for_bit(alone):
         for agent in ("alice", "carol"):
             assert metrics[f"agent/{agent}/log_prob_gap_max"] <= 1e-5
             assert metrics[f"agent/{agent}/grad_norm"] > 0
-    assert not same(weights(live, "alice"), weights(live, "carol"))
+    assert not same_weights(adapter_weights(live, "alice"), adapter_weights(live, "carol"))
 
 
 APART = ("+policies.alice.pool=left", "+policies.carol.pool=right")
 """Every adapter alone on a base of its own."""
 
 
-def updated(live, policy, rows, times=1):
-    for _ in range(times):
-        metrics = live.wait(live.trainer.policies[policy].update_actor(rows))
-    return metrics
+OF_THEIR_OWN = (
+    "+policies.alice.actor.optim.lr=0.02", "+policies.carol.actor.optim.clip_grad=0.1",
+    "+policies.carol.model.lora_rank=2", "+policies.carol.actor.entropy_coeff=0.1",
+)  # fmt: skip
 
 
-def trainable(live, seed):
-    """Rows of both policies, with advantages that differ by seed."""
-    batch = live.trainer.batch_of(live.episodes())
-    generator = torch.Generator().manual_seed(seed)
-    for rows in batch.rows.values():
-        rows["old_log_probs"] = rows["rollout_log_probs"]
-        drawn = torch.randn(rows["responses"].values().shape, generator=generator)
-        rows["advantages"] = torch.nested.nested_tensor_from_jagged(drawn, offsets=rows["responses"].offsets())
-    return batch.rows
-
-
-def test_an_adapter_is_updated_as_if_it_were_alone(alone, tmp_path):
+@pytest.mark.parametrize("own", [OF_THEIR_OWN, pytest.param((), marks=pytest.mark.slow)], ids=["of their own", "alike"])
+def test_an_adapter_is_updated_as_if_it_were_alone(alone, own):
     """The same rows, interleaved on one base and apart on two: weights, gradient norms and log-probs to the last bit."""
-    own = (
-        "+policies.alice.actor.optim.lr=0.02", "+policies.carol.actor.optim.clip_grad=0.1",
-        "+policies.carol.model.lora_rank=2", "+policies.carol.actor.entropy_coeff=0.1",
-    )  # fmt: skip
     together, apart = alone(*ADAPTED, *own), alone(*ADAPTED, *APART, *own)
     assert apart.trainer.policies["alice"].workers is not apart.trainer.policies["carol"].workers
     rows = trainable(together, 0)
@@ -67,12 +41,12 @@ def test_an_adapter_is_updated_as_if_it_were_alone(alone, tmp_path):
         one, other = updated(together, name, rows[name]), updated(apart, name, rows[name])
         assert one["grad_norm"] == other["grad_norm"] > 0 and one["loss"] == other["loss"] and one["lr"] == other["lr"]
     for name in ("alice", "carol"):
-        assert same(weights(together, name), weights(apart, name))
+        assert same_weights(adapter_weights(together, name), adapter_weights(apart, name))
         said, alone_said = (
             live.wait(live.trainer.policies[name].compute_log_prob(rows[name])) for live in (together, apart)
         )
         assert torch.equal(said["log_probs"].values(), alone_said["log_probs"].values())
-    assert updated(together, "alice", rows["alice"])["lr"] == 0.02
+    assert updated(together, "alice", rows["alice"])["lr"] == (0.02 if own else 0.01)
 
 
 def test_gathered_parameters_do_not_hide_the_switch(alone):
@@ -87,30 +61,30 @@ def test_gathered_parameters_do_not_hide_the_switch(alone):
             live.wait(live.trainer.policies[other_name].compute_log_prob(rows[other_name]))
         one, other = updated(usual, name, rows[name]), updated(gathered, name, rows[name])
         assert one["grad_norm"] == other["grad_norm"] > 0
-    assert same(weights(usual, "alice"), weights(gathered, "alice"))
+    assert same_weights(adapter_weights(usual, "alice"), adapter_weights(gathered, "alice"))
 
 
 def test_an_update_leaves_base_and_other_adapters_alone(alone):
     live = alone(*ADAPTED)
-    rows, engine = trainable(live, 1), engine_of(live)
+    rows, engine = trainable(live, 1), adapter_engine(live)
     updated(live, "carol", rows["carol"])
     base, carol, moments = (
         dict(engine.base_weights()),
-        weights(live, "carol"),
+        adapter_weights(live, "carol"),
         engine.adapter_state("carol")["optimizer"],
     )
-    before = weights(live, "alice")
+    before = adapter_weights(live, "alice")
     updated(live, "alice", rows["alice"])
-    assert not same(weights(live, "alice"), before)
-    assert same(weights(live, "carol"), carol) and same(dict(engine.base_weights()), base)
+    assert not same_weights(adapter_weights(live, "alice"), before)
+    assert same_weights(adapter_weights(live, "carol"), carol) and same_weights(dict(engine.base_weights()), base)
     after = engine.adapter_state("carol")["optimizer"]["state"]
-    assert all(same(after[index], state) for index, state in moments["state"].items())
+    assert all(same_weights(after[index], state) for index, state in moments["state"].items())
 
 
 def test_the_clip_is_of_the_adapters_own_gradients(alone):
     """A gradient that another adapter left behind does not count."""
     live = alone(*ADAPTED)
-    rows, engine = trainable(live, 2), engine_of(live)
+    rows, engine = trainable(live, 2), adapter_engine(live)
     updated(live, "carol", rows["carol"])
     engine.use("carol")
     for key, parameter in engine.module.named_parameters():
@@ -159,9 +133,11 @@ def test_a_checkpoint_continues_every_adapter_to_the_last_bit(alone, tmp_path):
     again.wait(again.trainer.resume())
     rows = trainable(live, 5)
     for name in ("alice", "carol"):
-        assert same(weights(live, name), weights(again, name))
+        assert same_weights(adapter_weights(live, name), adapter_weights(again, name))
         one, other = updated(live, name, rows[name]), updated(again, name, rows[name])
-        assert one["grad_norm"] == other["grad_norm"] and same(weights(live, name), weights(again, name))
+        assert one["grad_norm"] == other["grad_norm"] and same_weights(
+            adapter_weights(live, name), adapter_weights(again, name)
+        )
     saved = load_file(tmp_path / "global_step_1" / "carol" / "actor" / "lora_adapter" / "adapter_model.safetensors")
     assert {tensor.shape[0] for key, tensor in saved.items() if "lora_A" in key} == {2}
 
@@ -176,7 +152,7 @@ def test_what_is_saved_is_loaded_by_others(alone, cold_assets, tmp_path):
     merged = AutoModelForCausalLM.from_pretrained(
         saved_weights(tmp_path / "global_step_1", "carol"), dtype=torch.float32
     ).eval()
-    engine = engine_of(live)
+    engine = adapter_engine(live)
     engine.use("carol")
     with torch.no_grad():
         before = base(ids).logits
@@ -190,10 +166,10 @@ def test_what_is_saved_is_loaded_by_others(alone, cold_assets, tmp_path):
 @pytest.mark.slow
 def test_a_checkpoint_of_another_rank_is_refused(alone):
     live = alone(*ADAPTED)
-    state = engine_of(live).adapter_state("alice")
+    state = adapter_engine(live).adapter_state("alice")
     other = alone(*ADAPTED, "+policies.alice.model.lora_rank=2")
     with pytest.raises(ValueError, match=r"'alice'.*lora_rank"):
-        engine_of(other).load_adapter_state("alice", state)
+        adapter_engine(other).load_adapter_state("alice", state)
 
 
 @pytest.mark.slow
@@ -213,7 +189,7 @@ def test_adapters_that_other_ranks_saved_are_refused(alone, tmp_path):
 def test_an_unknown_adapter_is_an_error_that_names_the_known(alone):
     live = alone(*ADAPTED)
     with pytest.raises(KeyError, match="bob.*alice, carol"):
-        engine_of(live).use("bob")
+        adapter_engine(live).use("bob")
     server = live.trainer.policies["alice"].servers.server_handles[0]._target
     with pytest.raises(ValueError, match="bob.*alice.*carol"):
         live.wait(server.generate([1, 2], {"adapter": "bob", "max_tokens": 2}, "x"))
@@ -225,8 +201,8 @@ def test_an_unknown_adapter_is_an_error_that_names_the_known(alone):
 @pytest.mark.parametrize("learner", [("learner=happo",), ("learner=mappo",), ("learner=qmix", "credit=team")], ids=str)
 def test_learners_see_policies_whatever_they_share(alone, learner):
     live = alone(*ADAPTED, *learner)
-    before = {name: weights(live, name) for name in ("alice", "carol")}
+    before = {name: adapter_weights(live, name) for name in ("alice", "carol")}
     metrics = live.step()
     for name in before:
         assert metrics[f"agent/{name}/log_prob_gap_max"] <= 1e-5
-        assert not same(weights(live, name), before[name])
+        assert not same_weights(adapter_weights(live, name), before[name])

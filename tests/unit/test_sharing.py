@@ -29,11 +29,15 @@ def shared(compose_config, cold_assets):
     return make
 
 
-DOCUMENTED = re.findall(
-    r"^python -m marl.main --config-name quickstart (sharing.*)$",
-    Path("docs/teams.md").read_text().partition("## Who shares weights")[2],
-    re.MULTILINE,
-)
+DOCUMENTED = [
+    words
+    for words in re.findall(
+        r"^python -m marl.main --config-name quickstart (sharing.*)$",
+        Path("docs/teams.md").read_text().partition("## Who shares weights")[2],
+        re.MULTILINE,
+    )
+    if "outputs/earlier" not in words  # what an earlier run left: tests/stack/test_adapter_weights.py
+]
 
 
 def test_the_documentation_shows_every_mode():
@@ -82,7 +86,6 @@ CONTRADICTIONS = {
     "sharing=groups agents.alice.policy=one": ["agent carol", "set agents.carol.policy"],
     "sharing=lora actor_rollout_ref.model.lora.merge=true": ["lora.merge=true", "sharing=individual"],
     "sharing=lora actor_rollout_ref.actor.strategy=fsdp": ["strategy=fsdp", "use fsdp2"],
-    "sharing=lora actor_rollout_ref.model.lora_adapter_path=x": ["lora_adapter_path=x", "unset"],
     "sharing=lora +policies.alice.model.lora_rank=0": ["policies.alice.model.lora_rank=0", "rank 1 or more"],
     "sharing=lora +policies.alice.model.path=other": ["policies.alice.model.path=other", "alice and carol", "pool"],
     "sharing=lora +policies.carol.actor.fsdp_config.model_dtype=bf16": ["policies.carol.actor.fsdp_config.model_dtype"],
@@ -179,6 +182,7 @@ def test_policies_of_different_pools_may_have_different_bases(shared):
         ("actor.clip_ratio_low", True),
         ("actor.fsdp_config.param_offload", False),
         ("model.lora_alpha", True),
+        ("model.lora_adapter_path", True),
         ("model.path", False),
         ("rollout.val_kwargs.temperature", True),
         ("rollout.dtype", False),

@@ -21,7 +21,7 @@ from verl.workers.utils.losses import ppo_loss
 from marl.cluster.workers.dispatch import rows_by_rank
 from marl.cluster.workers.lora import collected, save_model
 from marl.cluster.workers.policy_worker import EngineWorker, PolicyWorker, log_probs_of, timed
-from marl.modules.adapters import lora_arguments
+from marl.modules.adapters import first_weights, lora_arguments
 from marl.platform.adapters import ADAPTED, AdapterEngine, AdapterSpec, of_adapters, unnamed, whole
 from marl.utils.garbage import freeze_gc
 from marl.utils.weight_digest import Digest, digest_of
@@ -29,7 +29,9 @@ from marl.utils.weight_digest import Digest, digest_of
 
 def spec_of(own: DictConfig, seed: int) -> AdapterSpec:
     """An adapter as a policy's ``actor_rollout_ref`` describes it."""
-    return AdapterSpec(lora_arguments(own.model), omega_conf_to_dataclass(own.actor).optim, seed)
+    return AdapterSpec(
+        lora_arguments(own.model), omega_conf_to_dataclass(own.actor).optim, seed, first_weights(own.model)
+    )
 
 
 class AdapterEngineWorker(EngineWorker):

@@ -11,7 +11,7 @@ from marl.config.policies import changes_of, leaves, own_settings, policies_by_a
 from marl.config.sharing import Sharing
 from marl.utils.registry import did_you_mean
 
-OWN_MODEL_KEYS = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
+OWN_MODEL_KEYS = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
 BASE_ACTOR_KEYS = (
     "strategy", "fsdp_config", "use_dynamic_bsz", "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu", "checkpoint",
     "use_fused_kernels", "ulysses_sequence_parallel_size", "use_remove_padding", "engine",
@@ -79,11 +79,6 @@ def adapter_is_served_as_one(own: Any, where: str) -> None:
         raise ConfigError(
             f"{where}actor_rollout_ref.model.lora.merge=true: sharing=lora serves one base with every policy's adapter beside it, and "
             "a merged one would be another base; set it to false, or sharing=individual"
-        )
-    if model.lora_adapter_path is not None:
-        raise ConfigError(
-            f"{where}actor_rollout_ref.model.lora_adapter_path={model.lora_adapter_path}: sharing=lora starts every policy from "
-            "the base; unset it, or set sharing=individual"
         )
 
 
