@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.tensor  # shards cannot be read before
+from numpy._core import multiarray
 
-NUMPY_STATE: list[Any] = [np._core.multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype("uint32"))]
+NUMPY_STATE: list[Any] = [multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype("uint32"))]
 """All that a saved random state of numpy names, beyond what torch reads by itself."""
 SHARDS_OF_FSDP1 = "torch.distributed._shard."
 """Classes that FSDP1's shards name: torch reads them by pickle alone."""

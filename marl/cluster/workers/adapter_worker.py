@@ -118,7 +118,7 @@ class AdapterWorker(PolicyWorker):
         jobs = [partial(save_tree, state, self._adapter_file(folder))]
         parts = ((unnamed(key, name), whole(p)) for key, p in of_adapters(self.engine.module, name))
         weights, config = collected(parts, self.rank), self.engine.module.peft_config[name]
-        exports = [partial(save_adapter, config, weights, Path(folder) / "lora_adapter")]
+        exports: list[Callable[[], Any]] = [partial(save_adapter, config, weights, Path(folder) / "lora_adapter")]
         if "hf_model" in manager.checkpoint_save_contents:
             exports += self._exports_of_whole_model(name, Path(folder) / "huggingface")
         write(folder, self.rank, jobs + (exports if self.rank == 0 else []))

@@ -55,6 +55,8 @@ class FolderWorker:
 class ShardFiles(FSDPCheckpointManager):
     """verl's, file for file. FSDP1's shards are objects of its own: verl writes and reads them, at once and by pickle."""
 
+    checkpoint_save_contents: list[str]
+
     def __init__(self, verls: FSDPCheckpointManager) -> None:
         self.__dict__.update(vars(verls))
         self.jobs: list[Job] = []
