@@ -1,4 +1,4 @@
-# make quickstart | test | test-all | sharing-table | test-vllm | check | format | gpu | gpu-smoke | bench | bench-check
+# make quickstart | test | test-all | chaos | sharing-table | test-vllm | check | format | gpu | gpu-smoke | bench | bench-check
 SEED ?= 0
 VENV := .venv
 # the first Python of a version that verl and torch are built for
@@ -16,7 +16,7 @@ install = { $(VENV)/bin/pip install --disable-pip-version-check --progress-bar o
 	/^Installing/ {print "    Unpacking " NF - 3 " packages"; fflush()}'; \
 	! rm $(VENV)/failed 2>/dev/null
 
-.PHONY: quickstart test test-all sharing-table test-vllm check format gpu gpu-smoke bench bench-check clean
+.PHONY: quickstart test test-all chaos sharing-table test-vllm check format gpu gpu-smoke bench bench-check clean
 
 quickstart: $(VENV)/installed
 	$(RUN) -m marl.quickstart seed=$(SEED) $(ARGS)
@@ -41,6 +41,10 @@ test-all: $(VENV)/installed
 # docs/teams.md: every mode of sharing x learner x three seeds
 sharing-table: $(VENV)/installed
 	$(RUN) -m pytest -m slow tests/stack/test_sharing_proofs.py $(ARGS)
+
+# kills inside saves and of whole runs, damaged checkpoints; -s shows how many (docs/runs.md)
+chaos: $(VENV)/installed
+	$(RUN) -m pytest -s -m "not gpu and not vllm" tests/chaos $(ARGS)
 
 # verl's own vLLM servers on this machine's CPUs (docs/engines.md)
 VLLM_VENV := .venv-vllm

@@ -7,21 +7,30 @@ import asyncio
 import hashlib
 import json
 import logging
+import random
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import psutil
 import torch
 
+from marl.cluster.shared_folder import check_shared
+from marl.config.deadlines import Deadline, Phase, deadline_of
+from marl.config.identity import code_fingerprint, fingerprints
 from marl.config.policies import policies_by_agent
-from marl.preflight.run_folder import RUN
+from marl.preflight.run_folder import RUN, family_of, read_identity, to_resume
 from marl.report import run_summary
 from marl.types import Metrics, Task
-from marl.utils import folders
+from marl.utils import folders, manifest
+from marl.utils.marks import wait_for
 from marl.utils.metrics import RunningMean
+from marl.utils.trees import copied, load_tree, save_tree
 
 if TYPE_CHECKING:
     from marl.marl_trainer import MARLTrainer
@@ -51,55 +60,149 @@ def fingerprint(tasks: Sequence[Task], sampling: Any = None) -> str:
 
 
 async def save(trainer: MARLTrainer) -> None:
-    """Write ``global_step_N``, whole or not at all, and drop the oldest of too many."""
-    with folders.writing(trainer.folder, trainer.step_number) as folder:
-        await asyncio.gather(
-            *(group.save(folder / name / "actor") for name, group in trainer.policies.items()),
-            *(group.save(folder / name / "critic") for name, group in trainer.critics.groups.items()),
-            trainer.references.save(folder),
-        )
-        torch.save(trainer.tasks.state_dict(), folder / "data.pt")
-        torch.save(trainer.learner.state_dict(), folder / "learner.pt")
-        state: dict[str, Any] = {
-            "sampled_tokens": trainer.sampled_tokens,
-            "seconds": seconds_of(trainer),
-            "answers_per_episode": [trainer.answers_per_episode.total, trainer.answers_per_episode.count],
-            "step": trainer.step_number,
-            "policies": sorted(trainer.policies),
-            "critics": sorted(trainer.critics.groups),
-            "references": trainer.references.state_dict(),
-            "running_means": {name: [mean.total, mean.count] for name, mean in trainer.learner.running_means.items()},
-            "accuracy": trainer.controller.accuracy.state_dict(),
-            "spent_at_endpoints": trainer.controller.spent(),
-            "log_prob_gap_max": trainer.log_prob_gap_max,
-            "old_log_probs": trainer.old_log_probs.state_dict(),
-            "histories": {data: list(history.items()) for data, history in trainer.histories.items()},
-        }
-        if (trainer.folder / RUN).is_file():
-            shutil.copy(trainer.folder / RUN, folder)
-        folders.write_state(folder, state)
-    folders.prune(trainer.folder, trainer.config.trainer.max_actor_ckpt_to_keep)
+    """Copy the run's state and write it as ``global_step_N`` in the background, whole or not at all; then drop what is kept no
+    longer. Waits for the former save, and raises its error."""
+    await trainer.saving.flush()
+    folder = folders.begin(trainer.folder, trainer.step_number)
+    groups = await asyncio.gather(
+        *(group.save(folder / name / "actor") for name, group in trainer.policies.items()),
+        *(group.save(folder / name / "critic") for name, group in trainer.critics.groups.items()),
+        trainer.references.save(folder),
+    )
+    if (trainer.folder / RUN).is_file():
+        shutil.copy(trainer.folder / RUN, folder)
+    folders.write_state(folder, state_of(trainer))
+    trees = {"data": trainer.tasks.state_dict(), "learner": trainer.learner.state_dict(), "random": random_states()}
+    marks, deadline = list(chain.from_iterable(groups)), deadline_of(trainer.config.resources, Phase.save)
+    trainer.saving.start(finish, folder, copied(trees), facts_of(trainer), marks, deadline, Kept.of(trainer.config))
+
+
+def finish(
+    folder: Path,
+    trees: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    marks: Collection[Path],
+    deadline: Deadline,
+    kept: Kept,
+) -> None:
+    """Wait for the ranks' parts, and make the folder a checkpoint; a half that nobody will finish is removed."""
+    try:
+        for name, tree in trees.items():
+            save_tree(tree, folder / f"{name}.safetensors")
+        wait_for(marks, *deadline)
+        folders.publish(folder.parent, facts["step"], facts)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    kept.prune(folder.parent)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Checkpoints that stay: the last ones, and the best ones by a metric of their steps."""
+
+    last: int | None
+    best: int
+    metric: str
+
+    @classmethod
+    def of(cls, config: Any) -> Kept:
+        settings = config.trainer
+        last = settings.max_actor_ckpt_to_keep
+        return cls(1 if last is None and settings.keep_best else last, settings.keep_best, settings.keep_best_metric)
+
+    def prune(self, root: Path) -> None:
+        if self.last is not None:
+            values = {step: self._value(folder) for step, folder in folders.numbered(root)} if self.best else {}
+            known = sorted((value, step) for step, value in values.items() if value is not None)
+            folders.prune(root, self.last, [step for _, step in known[::-1][: self.best]])
+
+    def _value(self, folder: Path) -> float | None:
+        """The metric of a checkpoint's step; None where it was not measured, or the checkpoint is damaged."""
+        try:
+            value: float | None = manifest.facts_of(folder)["metrics"].get(self.metric)
+        except manifest.Damaged:
+            return None
+        return value
+
+
+def state_of(trainer: MARLTrainer) -> dict[str, Any]:
+    """The numbers and names of ``trainer.json``."""
+    return {
+        "sampled_tokens": trainer.sampled_tokens,
+        "seconds": seconds_of(trainer),
+        "answers_per_episode": [trainer.answers_per_episode.total, trainer.answers_per_episode.count],
+        "step": trainer.step_number,
+        "policies": sorted(trainer.policies),
+        "critics": sorted(trainer.critics.groups),
+        "references": trainer.references.state_dict(),
+        "running_means": {name: [mean.total, mean.count] for name, mean in trainer.learner.running_means.items()},
+        "accuracy": trainer.controller.accuracy.state_dict(),
+        "spent_at_endpoints": trainer.controller.spent(),
+        "log_prob_gap_max": trainer.log_prob_gap_max,
+        "old_log_probs": trainer.old_log_probs.state_dict(),
+        "histories": {data: list(history.items()) for data, history in trainer.histories.items()},
+    }
+
+
+def facts_of(trainer: MARLTrainer) -> dict[str, Any]:
+    """Facts for the manifest: whose checkpoint it is, of which step, and from what it was made."""
+    return {
+        "step": trainer.step_number,
+        "family": family_of(trainer.folder),
+        "world_size": world_sizes(trainer),
+        "fingerprints": fingerprints(read_identity(trainer.folder)),
+        "metrics": dict(trainer.last_metrics),
+    }
+
+
+def world_sizes(trainer: MARLTrainer) -> dict[str, int]:
+    """Ranks of every worker group that leaves weights."""
+    policies = {name: group for name, group in trainer.policies.items() if group.takes_weights}
+    actors = {f"{name}/actor": group.workers.world_size for name, group in policies.items()}
+    return actors | {f"{name}/critic": group.workers.world_size for name, group in trainer.critics.groups.items()}
+
+
+def random_states() -> dict[str, Any]:
+    """States of the driver's generators; its ranks save their own."""
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
 
 
 async def resume(trainer: MARLTrainer) -> None:
-    """Continue from the newest checkpoint, or the one that is named. Raises ValueError if its policies are others."""
+    """Continue from the newest checkpoint that is whole, or from the one that is named. Raises ValueError if its policies are
+    others, and ConfigError if there are checkpoints and none is whole."""
     settings = trainer.config.trainer
-    if settings.resume_mode == "disable":
-        return
-    found = folders.complete(trainer.folder)
-    named = settings.resume_mode == "resume_path"
-    folder = Path(settings.resume_from_path) if named else found[-1] if found else None
+    if settings.save_freq > 0 or settings.save_final:
+        await check_shared(trainer.folder, [group for group in trainer.groups if getattr(group, "takes_weights", True)])
+    folder, refused = to_resume(settings, trainer.folder)
+    for name, why in refused.items():
+        logger.warning("%s is not used: %s", trainer.folder / name, why)
     if folder is None:
         return
     state = folders.read_state(folder)
     check_state(trainer, folder, state)
+    check_source(trainer, folder, manifest.facts_of(folder))
     await asyncio.gather(
         *(group.load(folder / name / "actor") for name, group in trainer.policies.items()),
         *(group.load(folder / name / "critic") for name, group in trainer.critics.groups.items()),
         trainer.references.load(folder, state["references"]),
     )
-    trainer.tasks.load_state_dict(torch.load(folder / "data.pt", weights_only=True))
-    load_learner(trainer, torch.load(folder / "learner.pt", weights_only=True))
+    restore(trainer, state)
+    data, learner, chance = (load_tree(folder / f"{name}.safetensors") for name in ("data", "learner", "random"))
+    trainer.tasks.load_state_dict(data)
+    load_learner(trainer, learner)
+    set_random_states(chance)
+    logger.warning("resumed from %s", folder)
+
+
+def restore(trainer: MARLTrainer, state: Mapping[str, Any]) -> None:
+    """Take up what ``trainer.json`` holds."""
     trainer.step_number, trainer.log_prob_gap_max = state["step"], state["log_prob_gap_max"]
     trainer.old_log_probs.load_state_dict(state["old_log_probs"])
     trainer.sampled_tokens = state["sampled_tokens"]
@@ -109,7 +212,6 @@ async def resume(trainer: MARLTrainer) -> None:
     trainer.controller.accuracy.load_state_dict(state["accuracy"])
     trainer.controller.go_on_from(state["spent_at_endpoints"])
     trainer.histories = {data: dict(history) for data, history in state["histories"].items()}
-    logger.warning("resumed from %s", folder)
 
 
 def check_state(trainer: MARLTrainer, folder: Path, state: Mapping[str, Any]) -> None:
@@ -133,6 +235,19 @@ def check_state(trainer: MARLTrainer, folder: Path, state: Mapping[str, Any]) ->
             f"{folder} holds no weights of {', '.join(unsaved)}, which nobody trained then; set agents.<name>.trainable=false as it "
             "was, or start a new run in another trainer.default_local_dir"
         )
+
+
+def check_source(trainer: MARLTrainer, folder: Path, facts: Mapping[str, Any]) -> None:
+    """Raise ValueError where other numbers of ranks saved the shards; warn of other source files."""
+    for part, ranks in world_sizes(trainer).items():
+        saved = facts["world_size"].get(part, ranks)
+        if saved != ranks:
+            raise ValueError(
+                f"{folder}: {part} was saved by {saved} ranks, and this run has {ranks}; resume with as many (trainer.nnodes, "
+                "trainer.n_gpus_per_node, resources.pools), or begin a new run from its weights (model.path=…/huggingface)"
+            )
+    if facts["fingerprints"]["code"] != code_fingerprint():
+        logger.warning("%s was saved with other source files of marl: the run may not go on as it would have", folder)
 
 
 def load_learner(trainer: MARLTrainer, state: dict[str, Any]) -> None:

@@ -32,6 +32,7 @@ from marl.report.dump_writer import DumpWriter
 from marl.report.step_metrics import count_metrics, critic_metrics, episode_metrics, policy_metrics, share_metrics
 from marl.report.tokens import token_metrics
 from marl.types import AgentId, CriticName, Episode, Metrics, PolicyName, Task, Turn
+from marl.utils.background import Background
 from marl.utils.metrics import PhaseTimer, RunningMean, must_be_finite, prefixed
 from marl.utils.numbers import is_due
 from marl.utils.tracking import tracking_of
@@ -67,7 +68,7 @@ class MARLTrainer:
         self.progress = progress or (lambda step, total, metrics: None)
         self.folder, self.dumps = Path(config.trainer.default_local_dir), DumpWriter(config.trainer.rollout_data_dir)
         self.step_number, self.sampled_tokens, self.log_prob_gap_max, self.earlier_seconds = 0, 0, 0.0, 0.0
-        self.answers_per_episode = RunningMean()
+        self.answers_per_episode, self.saving, self.last_metrics = RunningMean(), Background("a checkpoint"), Metrics()
         self.degenerate_alarm = DegenerateGroups(config.controller.degenerate_steps)
         self.lazy_agents = LazyAgents(config.controller.lazy_agent_share)
         self.histories: dict[str, dict[int, Metrics]] = {}
@@ -104,49 +105,46 @@ class MARLTrainer:
         return {agent: self.controller.sampling(agent, own, False)["temperature"] for agent, own in policies.items()}
 
     async def fit(self, token_budget: int | None = None) -> None:
-        """Train to the last step, or until ``token_budget`` tokens are sampled; validate before the first step, every
-        ``trainer.test_freq`` and after the last."""
+        """Train to the last step, or until ``token_budget`` tokens are sampled; validate and save where that is due."""
         trainer = self.config.trainer
         await self.resume()
         self.tracking = tracking_of(trainer, settings_of(self.config), self.step_number)
         finished = 0 < self.step_number >= self.total_steps and not trainer.val_only
         if finished and self.step_number in self.history:
-            steps = f"step {self.step_number} of {self.total_steps}"
-            logger.warning("nothing to do: already at %s; raise trainer.total_training_steps to continue", steps)
+            at = f"step {self.step_number} of {self.total_steps}"
+            logger.warning("nothing to do: already at %s; raise trainer.total_training_steps to continue", at)
             return self.summarise()
         await self.sync_weights()
-        if trainer.val_before_train or trainer.val_only or finished:
+        if trainer.val_only or finished or self.validates_first():
             self.tracking.log(await self.validate(), self.step_number)
-        if trainer.val_only:
-            return self.summarise()
-        async with self.dumps:
-            while not self.is_over(token_budget):
+        async with self.saving, self.dumps:
+            while not trainer.val_only and not self.is_over(token_budget):
                 self.step_number += 1
                 metrics = await self.step(await self.tasks.next())
-                try:
-                    metrics |= await self.keep(last=self.is_over(token_budget))
-                finally:
-                    self.tracking.log(metrics, self.step_number)
+                await self.keep(metrics, last=self.is_over(token_budget))
                 self.progress(self.step_number, self.total_steps, metrics)
         self.summarise()
 
-    async def keep(self, last: bool) -> Metrics:
-        """Validate and save where this step is one for it; the weights are saved even where their validation fails."""
+    def validates_first(self) -> bool:
+        """True before the first step, and where the validation of the step that a run goes on from is missing."""
+        if self.step_number > 0 and is_due(self.config.trainer.test_freq, self.step_number):
+            return self.step_number not in self.history
+        return self.config.trainer.val_before_train and not self.history
+
+    async def keep(self, metrics: Metrics, last: bool) -> None:
+        """Validate, log and save where this step is one for it: the weights even where their validation fails, and after the
+        log, so that a run killed between the two repeats the step."""
         trainer = self.config.trainer
-        saves = is_due(trainer.save_freq, self.step_number) or (last and trainer.save_final)
-        metrics: Metrics = {}
         try:
             if last or is_due(trainer.test_freq, self.step_number):
-                metrics = await self.validate()
-        except Exception:
-            if saves:
-                await self.save()
-            raise
-        if saves:
-            await self.save()
-        elif last:
-            logger.warning("the weights of the last step, %d, are not kept: trainer.save_final=false", self.step_number)
-        return metrics
+                metrics |= await self.validate()
+        finally:
+            self.tracking.log(metrics, self.step_number)
+            self.last_metrics = metrics
+            if is_due(trainer.save_freq, self.step_number) or (last and trainer.save_final):
+                await self.save(wait=last or not trainer.save_in_background)
+            elif last:
+                logger.warning("the weights of step %d, the last, are lost: trainer.save_final=false", self.step_number)
 
     def is_over(self, token_budget: int | None) -> bool:
         """True if the last step is done, or the budget is spent."""
@@ -286,11 +284,13 @@ class MARLTrainer:
             dump.write(episodes, self.step_number, folder)
         return prefixed(f"{self._of_other_data() or 'val'}/team", self.history[self.step_number])
 
-    async def save(self) -> None:
+    async def save(self, wait: bool = True) -> None:
         try:
             await self.dumps.flush()
         finally:
             await checkpoint.save(self)
+        if wait:
+            await self.saving.flush()
 
     async def resume(self) -> None:
         await checkpoint.resume(self)

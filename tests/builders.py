@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -21,6 +22,7 @@ from marl.learners import CREDITS, LEARNERS
 from marl.rewards import Reward
 from marl.runners import RUNNERS, scripted
 from marl.types import Ballot, Episode, Rule, Score, Task, Turn, Vote
+from marl.utils import folders
 from marl.utils.ragged import jagged
 
 AGENTS = ("a", "b")
@@ -304,3 +306,10 @@ def slow_but(values, *fast):
 def same_for_all(seconds):
     """One deadline for every phase."""
     return dict.fromkeys(Phase, Deadline(seconds, "resources.timeout_s"))
+
+
+@contextmanager
+def writing(root, step, facts=None):
+    """A folder to fill; it becomes ``global_step_N`` when the block ends without an error."""
+    yield folders.begin(root, step)
+    folders.publish(root, step, facts or {})

@@ -12,6 +12,7 @@ from marl.cluster.local import LocalPolicyGroup
 from marl.cluster.policy_group import RayPolicyGroup
 from marl.config.deadlines import Phase
 from marl.types import Metrics, PolicyName
+from marl.utils.marks import marks_of
 
 
 class Once:
@@ -79,8 +80,9 @@ class AdapterGroup(RayPolicyGroup):
     def _sync(self, step: int) -> Awaitable[list[tuple[float, float]]]:
         return asyncio.gather(*self.workers.sync_adapter(self.name, step, self.stepped))
 
-    async def save(self, folder: Path) -> None:
+    async def save(self, folder: Path) -> list[Path]:
         await self._all(f"saving to {folder}", self.workers.save_adapter, self.name, str(folder), phase=Phase.save)
+        return marks_of(folder, self.workers.world_size)
 
     async def load(self, folder: Path) -> None:
         self.stepped = True

@@ -43,8 +43,9 @@ class FrozenPolicyGroup(RayPolicyGroup):
         replicas = self.servers.get_replicas()
         await self._wait(what, asyncio.gather(*(getattr(replica, method)() for replica in replicas)), Phase.sync)
 
-    async def save(self, folder: Path) -> None:
+    async def save(self, folder: Path) -> list[Path]:
         """Nothing to save: the weights are those at ``model.path``."""
+        return []
 
     async def load(self, folder: Path) -> None:
         """Warn of a checkpoint that holds weights of this policy, from a run that trained it."""

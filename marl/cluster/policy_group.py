@@ -24,6 +24,7 @@ from marl.config.precision import gap_alarm
 from marl.rollout.servers import PolicyServers
 from marl.rollout.vllm_sglang import SHUTDOWN_S
 from marl.types import Metrics
+from marl.utils.marks import marks_of
 from marl.utils.spans import Span
 from marl.utils.weight_digest import Digest, Held, joined
 
@@ -115,8 +116,9 @@ class RayPolicyGroup(WorkerGroup):
         """Give the reference the policy's present weights."""
         await self._all("renewing its reference", self.workers.renew_reference)
 
-    async def save_reference(self, folder: Path) -> None:
+    async def save_reference(self, folder: Path) -> list[Path]:
         await self._all(f"saving its reference to {folder}", self.workers.save_reference, str(folder), phase=Phase.save)
+        return marks_of(folder, self.workers.world_size)
 
     async def load_reference(self, folder: Path) -> None:
         await self._all(

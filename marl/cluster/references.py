@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,10 @@ class References:
             await asyncio.gather(*(group.renew_reference() for group in self.groups.values()))
             self.renewed = set(self.groups)
 
-    async def save(self, folder: Path) -> None:
-        """Write the references that were renewed, in this run or before its resume."""
-        await asyncio.gather(*(self.groups[name].save_reference(folder / name / "ref") for name in self.renewed))
+    async def save(self, folder: Path) -> list[Path]:
+        """Write the references that were renewed, in this run or before its resume. Returns the marks of their ranks."""
+        work = (self.groups[name].save_reference(folder / name / "ref") for name in sorted(self.renewed))
+        return list(chain.from_iterable(await asyncio.gather(*work)))
 
     async def load(self, folder: Path, state: Mapping[str, Any]) -> None:
         saved = [name for name in self.groups if (folder / name / "ref").is_dir()]

@@ -23,6 +23,7 @@ from marl.cluster.failures import group_failed
 from marl.config.deadlines import Deadlines, Phase
 from marl.types import Metrics
 from marl.utils.deadlines import wait_with_deadline
+from marl.utils.marks import marks_of
 from marl.utils.ragged import row_lengths
 from marl.utils.spans import Span, placed, union_seconds
 
@@ -55,13 +56,21 @@ class WorkerGroup:
         """Load the model in every rank."""
         await self._all("loading its model", self.workers.init_model, phase=Phase.start)
 
-    async def save(self, folder: Path) -> None:
+    async def save(self, folder: Path) -> list[Path]:
+        """Let every rank copy its state, and write it in the background. Returns the marks that they leave when they have."""
         await self._all(
             f"saving to {folder}", self.workers.save_checkpoint, str(folder), None, 0, None, phase=Phase.save
         )
+        return marks_of(folder, self.workers.world_size)
 
     async def load(self, folder: Path) -> None:
         await self._all(f"loading {folder}", self.workers.load_checkpoint, str(folder), None, False, phase=Phase.save)
+
+    async def hosts_without(self, path: Path) -> list[str]:
+        """Hosts of ranks that do not see a file."""
+        async with self.in_turn:
+            ranks = asyncio.gather(*self.workers.host_without(str(path)))
+            return [host for host in await self._wait("looking for its folder", ranks, Phase.save) if host]
 
     def stop(self) -> None:
         """End the workers."""

@@ -91,6 +91,7 @@ NUMBERS: dict[str, Number] = {
     "trainer.save_freq": count(0, also=-1),
     "trainer.test_freq": count(0, also=-1),
     "trainer.max_actor_ckpt_to_keep": count(1, null=True),
+    "trainer.keep_best": count(0),
     "algorithm.gamma": SHARE,
     "algorithm.lam": SHARE,
     "ray_kwargs.ray_init.num_cpus": count(1, null=True),
@@ -104,6 +105,7 @@ SWITCHES = (
     "trainer.val_before_train",
     "trainer.val_only",
     "trainer.save_final",
+    "trainer.save_in_background",
     "critic.enable",
     "algorithm.use_kl_in_reward",
     "algorithm.norm_adv_by_std_in_grpo",
@@ -134,6 +136,7 @@ WORDS: dict[str, tuple[str, ...]] = {
 
 TEXTS = (
     "data.prompt_key",
+    "trainer.keep_best_metric",
     "trainer.project_name",
     "trainer.experiment_name",
     "trainer.default_local_dir",

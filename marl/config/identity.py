@@ -6,10 +6,12 @@ A run that is resumed must be the run that was saved; what differs is named. Wha
 
 import hashlib
 import importlib.util
+import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ MAY_DIFFER = (
     "trainer.val_*",
     "trainer.log_val_generations",
     "trainer.max_*_ckpt_to_keep",
+    "trainer.keep_*",
     "data.val_*",
     "actor_rollout_ref.rollout.val_kwargs.*",
     "baseline",
@@ -139,6 +142,26 @@ def file_digest(path: Path) -> str:
 
 def digest(content: bytes) -> str:
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
+def fingerprints(identity: Mapping[str, Any] | None) -> dict[str, str | None]:
+    """Digests of a run's settings, its data files and marl's source files; of an unknown run, of the last alone."""
+    parts = dict.fromkeys(("configuration", "data", "versions"))
+    if identity is not None and "config" in identity:
+        data = {key: value for key, value in identity["contents"].items() if key.startswith("data.")}
+        parts = {"configuration": identity["config"], "data": data, "versions": identity["versions"]}
+    digests = {
+        name: None if part is None else digest(json.dumps(part, sort_keys=True, default=str).encode())
+        for name, part in parts.items()
+    }
+    return digests | {"code": code_fingerprint()}
+
+
+@cache
+def code_fingerprint() -> str:
+    root = Path(__file__).parents[1]
+    files = sorted(root.rglob("*.py"))
+    return digest("\n".join(f"{path.relative_to(root)} {file_digest(path)}" for path in files).encode())
 
 
 def versions() -> dict[str, str]:

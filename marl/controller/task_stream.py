@@ -54,5 +54,8 @@ class TaskStream:
         return self.loader.state_dict() if self.ahead is None else self.before
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the last batch of :meth:`state_dict`. The loader's iterator, which draws from the global generator as
+        it is made, is made here: its maker restores the generators afterwards."""
         self.loader.load_state_dict(state)
         self._restart()
+        self.batches = chain(iter(self.loader), self.batches)

@@ -4,44 +4,48 @@ import fcntl
 import json
 import logging
 import os
-import re
 import socket
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from marl.config.errors import ConfigError
-from marl.config.identity import identity_of, key_of, refused
+from marl.config.identity import identity_of, key_of, refused, settings_of
+from marl.preflight.unfinished import LOCK, RUN, STAMPED, go_on_with, mark_finished
 from marl.utils import folders
+from marl.utils.manifest import Damaged, replace_text
 
 logger = logging.getLogger(__name__)
 
-RUN, LOCK, LATEST = "run.json", ".lock", "latest"
+LATEST = "latest"
 RESULTS = ("global_step_*", "metrics.jsonl", "summary.json", "rollouts/*", "validation/*")
 """Files that show that a run reached its first step or validation."""
-STAMPED = re.compile(r"\d{8}-\d{6}-\w{4}-seed\d+")
-"""A folder that ``${new_run:}`` named."""
 SHOWN = 10
 
 
 @contextmanager
 def claimed(config: Any) -> Iterator[Path]:
-    """Hold ``trainer.default_local_dir`` for a run and leave its ``run.json`` there.
+    """Hold ``trainer.default_local_dir`` for a run, or the folder of the unfinished run that it continues, and leave its
+    ``run.json`` there.
 
     Raises ConfigError where another run writes into it, or where what lies there is of a run with other settings.
     """
-    folder = Path(config.trainer.default_local_dir)
+    new = identity_of(config)
+    folder = go_on_with(config, Path(config.trainer.default_local_dir), new)
     with locked(folder):
+        folders.clean(folder)
+        new["config"] = settings_of(config)  # its folder may be another now
         origin = origin_of(config.trainer, folder)
-        new = identity_of(config)
         saved = None if origin is None else read_identity(origin)
         if origin is not None:
             must_be_the_same_run(saved, new, origin, tuple(config.trainer.resume_changes))
         write_identity(folder, new, origin, saved)
         point_latest_at(folder)
         yield folder
+        mark_finished(folder)
 
 
 @contextmanager
@@ -76,15 +80,45 @@ def origin_of(settings: Any, folder: Path) -> Path | None:
             f"trainer.default_local_dir={folder} holds the results of a run, and trainer.resume_mode=disable would write over "
             "them; set trainer.default_local_dir to a new folder, or trainer.resume_mode=auto to continue that run"
         )
-    found = folders.complete(folder)
-    return found[-1] if found else folder
+    found, _ = to_resume(settings, folder)
+    return found or folder
+
+
+def to_resume(settings: Any, folder: Path) -> tuple[Path | None, dict[str, str]]:
+    """The checkpoint to continue from: the one that is named, or the folder's newest that is whole and of its run; and what is
+    wrong with each newer one. Raises ConfigError where there are checkpoints, and none to continue from."""
+    if settings.resume_mode == "disable":
+        return None, {}
+    if settings.resume_mode == "resume_path":
+        named = Path(settings.resume_from_path).expanduser().resolve()
+        must_be_whole(named)
+        return named, {}
+    found, refused = folders.newest_valid(folder, family_of(folder))
+    if found is None and refused:
+        listed = "; ".join(f"{name}: {why}" for name, why in refused.items())
+        raise ConfigError(
+            f"trainer.resume_mode=auto: no checkpoint in {folder} can be resumed. {listed}. Restore one of them from a copy, or "
+            "set trainer.default_local_dir to a new folder for a new run"
+        )
+    return found, refused
+
+
+def must_be_whole(source: Path) -> dict[str, Any]:
+    try:
+        folders.read_state(source)
+        return folders.checked(source, family=None)
+    except (FileNotFoundError, Damaged) as error:
+        raise ConfigError(f"trainer.resume_from_path={source}: {error}; expected …/global_step_N, whole") from None
+
+
+def family_of(folder: Path) -> str | None:
+    """The family of a run's checkpoints: its own, and those of the runs that it continues."""
+    identity = read_identity(folder)
+    return None if identity is None else identity.get("family")
 
 
 def named_origin(source: Path, folder: Path, results: bool) -> Path:
-    try:
-        step = folders.read_state(source)["step"]
-    except FileNotFoundError as error:
-        raise ConfigError(f"trainer.resume_from_path={source}: {error}; expected …/global_step_N") from None
+    step = must_be_whole(source)["step"]
     if source.parent != folder.resolve():
         if results:
             raise ConfigError(
@@ -131,11 +165,11 @@ def must_be_the_same_run(
 
 def write_identity(folder: Path, new: dict[str, Any], origin: Path | None, saved: Mapping[str, Any] | None) -> None:
     now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    earlier = {} if saved is None else {"started": saved["started"], "resumed": saved["resumed"]}
-    record = {"started": now, "resumed": []} | earlier
+    earlier = {key: saved[key] for key in ("started", "resumed", "family") if saved and key in saved}
+    record = {"started": now, "resumed": [], "family": uuid.uuid4().hex} | earlier
     if origin is not None:
         record["resumed"] = [*record["resumed"], {"at": now, "from": str(origin)}]
-    folders.replace_text(folder / RUN, json.dumps(record | new, indent=1, default=str) + "\n")
+    replace_text(folder / RUN, json.dumps(record | new, indent=1, default=str) + "\n")
 
 
 def point_latest_at(folder: Path) -> None:

@@ -1,44 +1,61 @@
-"""Checkpoint folders: ``<root>/global_step_N``, written beside and renamed, so that a killed run leaves no half of one."""
+"""Checkpoint folders: ``<root>/global_step_N``, written beside, sealed by a manifest and renamed, so that neither a kill nor a
+loss of power leaves half of one; read only where all of it is as it was sealed."""
 
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
+
+from marl.utils.manifest import MANIFEST, Damaged, facts_of, replace_text, seal, sync_folder, verify
+from marl.utils.pickles import foreign_names
 
 STEP = re.compile(r"global_step_(\d+)")
 TRACKER = "latest_checkpointed_iteration.txt"
 """verl's tracker file."""
 STATE = "trainer.json"
-"""Written last inside a folder: a folder without it is not a checkpoint."""
+ASIDE, BEGUN, GONE = ".old_", ".tmp_", ".gone_"
+"""A former checkpoint of a step that is saved again, one that is being written, and one that is being removed."""
 
 
-@contextmanager
-def writing(root: Path, step: int) -> Iterator[Path]:
-    """A folder to fill; it becomes ``global_step_N`` when the block ends without an error."""
-    temporary, final = root / f".tmp_global_step_{step}", root / f"global_step_{step}"
+def begin(root: Path, step: int) -> Path:
+    """An empty folder beside the checkpoints, for one to be written into."""
+    temporary = root / f"{BEGUN}global_step_{step}"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    yield temporary
-    shutil.rmtree(final, ignore_errors=True)
+    return temporary
+
+
+def publish(root: Path, step: int, facts: Mapping[str, Any]) -> None:
+    """Seal the folder that was begun, and make it ``global_step_N`` and the newest; one of that name makes way."""
+    temporary, final, old = (root / f"{prefix}global_step_{step}" for prefix in (BEGUN, "", ASIDE))
+    seal(temporary, {"step": step, **facts})
+    if final.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(final, old)
     os.replace(temporary, final)
+    sync_folder(root)
     replace_text(root / TRACKER, str(step))
+    sync_folder(root)
+    shutil.rmtree(old, ignore_errors=True)
 
 
-def replace_text(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+def clean(root: Path) -> None:
+    """Undo what a killed save left: a half is removed, and a checkpoint that had made way for it returns."""
+    for path in [*root.glob(f"{BEGUN}global_step_*"), *root.glob(f"{GONE}global_step_*")]:
+        shutil.rmtree(path, ignore_errors=True)
+    for path in [*root.glob(f"{ASIDE}global_step_*")]:
+        final = root / path.name.removeprefix(ASIDE)
+        if final.exists():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            os.replace(path, final)
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
-    replace_text(folder / STATE, json.dumps(state))
+    (folder / STATE).write_text(json.dumps(state))
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -50,18 +67,59 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def complete(root: Path) -> list[Path]:
-    """Finished checkpoints, oldest first."""
+    """Sealed checkpoints, oldest first."""
     return [folder for _, folder in numbered(root)]
 
 
 def numbered(root: Path) -> list[tuple[int, Path]]:
-    """Complete checkpoints with their steps, oldest first."""
+    """Sealed checkpoints with their steps, oldest first."""
+    return [(step, folder) for step, folder in named(root) if (folder / MANIFEST).is_file()]
+
+
+def named(root: Path) -> list[tuple[int, Path]]:
+    """Folders named as checkpoints are, oldest first, whatever they hold."""
     found = [(int(match[1]), folder) for folder in root.glob("global_step_*") if (match := STEP.fullmatch(folder.name))]
-    return [(step, folder) for step, folder in sorted(found) if (folder / STATE).is_file()]
+    return sorted((step, folder) for step, folder in found if folder.is_dir())
 
 
-def prune(root: Path, keep: int | None) -> None:
-    """Remove the oldest ones beyond ``keep``."""
-    if keep is not None:
-        for folder in complete(root)[:-keep] if keep > 0 else []:
-            shutil.rmtree(folder)
+def checked(folder: Path, family: str | None, step: int | None = None) -> dict[str, Any]:
+    """The manifest of a checkpoint whose files are all as they were sealed. Raises Damaged for another one, for one of another
+    step than ``step``, and for one of another family of runs."""
+    facts = facts_of(folder)
+    if family is not None and facts.get("family") != family:
+        raise Damaged(
+            f"another run saved it ({facts.get('family')}, and this is {family}): resume it by resume_from_path"
+        )
+    if step is not None and facts["step"] != step:
+        raise Damaged(f"it is of step {facts['step']}")
+    verify(folder)
+    for path in folder.rglob("*.pt"):
+        names = foreign_names(path)
+        if names:
+            raise Damaged(f"{path.relative_to(folder)} is a pickle that would call {', '.join(names)}: it is not read")
+    return facts
+
+
+def newest_valid(root: Path, family: str | None) -> tuple[Path | None, dict[str, str]]:
+    """The newest checkpoint that is whole and of this family of runs, and what is wrong with each newer one."""
+    refused: dict[str, str] = {}
+    for step, folder in reversed(named(root)):
+        try:
+            checked(folder, family, step)
+        except (Damaged, OSError) as error:
+            refused[folder.name] = str(error)
+        else:
+            return folder, refused
+    return None, refused
+
+
+def prune(root: Path, keep_last: int | None, best: Collection[int] = ()) -> None:
+    """Remove the oldest ones beyond ``keep_last``, except those of the ``best`` steps and the newest that is whole."""
+    found = numbered(root)
+    if keep_last is None or len(found) <= keep_last:
+        return
+    newest, _ = newest_valid(root, None)
+    for step, folder in found[:-keep_last]:
+        if step not in best and folder != newest:
+            os.replace(folder, gone := root / f"{GONE}{folder.name}")  # a kill leaves no half of it under its name
+            shutil.rmtree(gone)

@@ -17,7 +17,8 @@ from tests.builders import Live
 ROOT = Path(__file__).parents[2]
 
 
-SMALL = ("data.train_batch_size=4", "actor_rollout_ref.rollout.n=4", "trainer.logger=[]")
+UNBOUND = ("trainer.resume_mode=disable", "trainer.max_actor_ckpt_to_keep=null")
+SMALL = ("data.train_batch_size=4", "actor_rollout_ref.rollout.n=4", "trainer.logger=[]", *UNBOUND)
 
 
 @pytest.fixture(scope="session")

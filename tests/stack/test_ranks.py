@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from marl.cluster.failures import WeightsNotArrived
 from marl.cluster.weight_arrival import WeightSync
 from marl.main import run
+from marl.utils.trees import load_tree
 
 from .conftest import SMALL
 
@@ -124,8 +125,8 @@ def test_two_ranks_resume_adapters_to_the_last_bit(train):
     """Saved after three steps of five: moments in shards of their parameters' sizes, empty ones among them."""
     whole = train(*ON_TWO_RANKS)
     saved = whole.folder / "global_step_3"
-    files = [saved / "carol" / "actor" / f"adapter_world_size_2_rank_{rank}.pt" for rank in (0, 1)]
-    first, second = ({len(m["exp_avg"]) for m in torch.load(f)["optimizer"]["state"].values()} for f in files)
+    files = [saved / "carol" / "actor" / f"adapter_world_size_2_rank_{rank}.safetensors" for rank in (0, 1)]
+    first, second = ({len(m["exp_avg"]) for m in load_tree(f)["optimizer"]["state"].values()} for f in files)
     assert 0 not in first and 0 in second
     resumed = train(*ON_TWO_RANKS, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}")
     assert len(resumed.steps) == STEPS - 3

@@ -1,12 +1,21 @@
 """A run's folder over several starts: the last weights, metrics that are appended to, and other validation data."""
 
 import json
+import random
+import threading
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from marl import checkpoint
+from marl.cluster.workers import shard_files
 from marl.marl_trainer import MARLTrainer
 from marl.utils import folders
+from marl.utils.trees import copied
+from tests.stack.builders import ADAPTED
 
 
 def logged(folder):
@@ -90,3 +99,67 @@ def test_a_resumed_run_counts_the_seconds_before_it_and_its_process_once(alone, 
     monkeypatch.setattr(checkpoint, "process_seconds", lambda: 130.0)
     again.trainer.summarise()
     assert json.loads((tmp_path / "summary.json").read_text())["seconds"] == pytest.approx(1e6 + 130, abs=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ADAPTED, ("learner=qmix", "credit=team")], ids=["own", "adapters", "mixer"])
+def test_a_checkpoint_holds_its_own_step_though_it_is_written_during_the_next(alone, tmp_path, options):
+    """The writer is held until the next step has changed weights, moments, schedules and the mixer."""
+    gate, live = threading.Event(), alone(*options)
+    live.step()
+    shard_files.THREAD.submit(gate.wait)
+    live.wait(live.trainer.save(wait=False))
+    expected = kept_of(live)
+    live.step()
+    assert not folders.complete(tmp_path) and not same(kept_of(live), expected)
+    gate.set()
+    live.wait(live.trainer.saving.flush())
+    again = alone(*options, "trainer.resume_mode=auto")
+    again.wait(again.trainer.resume())
+    assert again.trainer.step_number == 1 and same(kept_of(again), expected)
+
+
+def kept_of(live):
+    """Copies of what a step changes."""
+    engines = [group.workers.worker.actor.engine for group in live.trainer.policies.values()]
+    engines += [group.workers.worker.engine for group in live.trainer.critics.groups.values()]
+    weights = [[p.to_local().detach().clone() for p in engine.module.parameters()] for engine in engines]
+    parts = [
+        [engine.adapter_state(name) for name in engine.adapters]
+        if hasattr(engine, "adapters")
+        else [engine.optimizer.state_dict(), engine.lr_scheduler.state_dict()]
+        for engine in engines
+    ]
+    return copied([weights, parts, live.trainer.learner.state_dict(), live.trainer.tasks.state_dict()])
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return torch.equal(*(getattr(tensor, "_local_tensor", tensor) for tensor in (one, other)))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return all(map(same, one, other)) and len(one) == len(other) if isinstance(one, list | tuple) else one == other
+
+
+def test_writing_a_model_draws_no_random_numbers(tmp_path, tiny_model):
+    """It is done beside the next step, whose draws it would change."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    stub = SimpleNamespace(model=model, trust_remote_code=False)
+    shard_files.ShardFiles._save_whole(stub, model.state_dict(), tmp_path)
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+    assert np.random.get_state()[1].tolist() == before[2]
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.slow
+def test_the_error_of_a_save_ends_the_run_at_the_next_one(alone, tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    live = alone("trainer.total_training_steps=3", "trainer.save_freq=1", "trainer.val_before_train=false")
+    monkeypatch.setattr(shard_files.torch, "save", full)
+    with pytest.raises(OSError, match="alice.*No space left on device"):
+        live.wait(live.trainer.fit())
+    assert live.trainer.step_number == 2 and not folders.named(tmp_path) and not list(tmp_path.glob(".tmp_*"))

@@ -1,6 +1,7 @@
 """Each phase has the deadline of its key, or that of all, and the error of a late call names the key."""
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -28,7 +29,7 @@ async def late():
 
 CALLS = {
     Phase.start: lambda group: group.start_workers(),
-    Phase.save: lambda group: group.save("folder"),
+    Phase.save: lambda group: group.save(Path("folder")),
     Phase.update: lambda group: group.renew_reference(),
     Phase.sync: lambda group: group.weight_digest(0),
     Phase.request: lambda group: group.server_spans(),

@@ -13,9 +13,10 @@ from omegaconf import OmegaConf
 from marl.config.errors import ConfigError
 from marl.config.identity import MAY_DIFFER, identity_of, refused
 from marl.config.schema import new_run
-from marl.preflight.run_folder import RUN, claimed
+from marl.preflight.run_folder import RUN, claimed, family_of
 from marl.utils import folders
 from marl.utils.secret_masking import MASKED
+from tests.builders import writing
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def save(config, *steps):
     """What a run leaves at these steps."""
     with claimed(config) as folder:
         for step in steps:
-            with folders.writing(folder, step) as inside:
+            with writing(folder, step, {"family": family_of(folder)}) as inside:
                 (inside / RUN).write_text((folder / RUN).read_text())
                 folders.write_state(inside, {"step": step})
         (folder / "metrics.jsonl").write_text("{}\n")
@@ -310,3 +311,83 @@ def test_a_shipped_configuration_names_a_new_folder_each_time_and_one_within_a_r
 def test_the_documentation_lists_what_may_differ():
     rows = re.search(r"\| may differ \|.*?\n\n", Path("docs/runs.md").read_text(), re.DOTALL)[0]
     assert set(re.findall(r"`([^`]+)`", rows)) == set(MAY_DIFFER)
+
+
+def stamped(tmp_path, config, name, **changes):
+    """The configuration of a command given anew: its folder is named by the time."""
+    folder = str(tmp_path / "runs" / name)
+    own = {"trainer__default_local_dir": folder, "trainer__rollout_data_dir": f"{folder}/rollouts"}
+    return changed(config, **own, **changes)
+
+
+FIRST, SECOND, THIRD = (f"2026010{day}-093000-5f2e-seed0" for day in (1, 2, 3))
+
+
+def killed(config, *steps):
+    """As :func:`save`, but the run does not come to its end."""
+    with pytest.raises(KeyboardInterrupt), claimed(config) as folder:
+        for step in steps:
+            with writing(folder, step, {"family": family_of(folder)}) as inside:
+                folders.write_state(inside, {"step": step})
+        raise KeyboardInterrupt
+    return folder
+
+
+def test_the_same_command_continues_a_run_that_was_killed_and_leaves_a_finished_one_alone(config, tmp_path, caplog):
+    first = killed(stamped(tmp_path, config, FIRST), 1, 2)
+    again = stamped(tmp_path, config, SECOND)
+    with claimed(again) as folder:
+        assert folder == first and again.trainer.default_local_dir == str(first)
+        assert again.trainer.rollout_data_dir == f"{first}/rollouts"
+        left = json.loads((first / RUN).read_text())
+        assert left["config"]["trainer"]["default_local_dir"] == str(first)
+        assert left["resumed"][0]["from"] == str(first / "global_step_2") and "finished" not in left
+    assert f"continuing {first}, which did not finish; trainer.resume_mode=disable" in caplog.text
+    assert "finished" in json.loads((first / RUN).read_text())
+    with claimed(stamped(tmp_path, config, THIRD)) as folder:
+        assert folder.name == THIRD
+
+
+@pytest.mark.parametrize(
+    "changes,said",
+    [
+        ({"learner__lam": 0.5}, "learner.lam: 0.9 then, 0.5 now"),
+        ({"trainer__total_training_steps": 9}, "trainer.total_training_steps: 5 then, 9 now"),
+        ({"trainer__resume_mode": "disable"}, ""),
+    ],
+)
+def test_a_run_of_other_settings_is_not_continued_and_they_are_named(config, tmp_path, caplog, changes, said):
+    first = killed(stamped(tmp_path, config, FIRST), 1)
+    with claimed(stamped(tmp_path, config, SECOND, **changes)) as folder:
+        assert folder.name == SECOND
+    assert (f"{first} did not finish, and is not continued" in caplog.text) is bool(said) and said in caplog.text
+    assert folders.complete(first) == [first / "global_step_1"]
+
+
+def test_a_run_without_a_checkpoint_or_with_another_process_is_not_continued(config, tmp_path):
+    killed(stamped(tmp_path, config, FIRST))
+    with claimed(stamped(tmp_path, config, SECOND)) as folder:
+        assert folder.name == SECOND
+        with writing(folder, 1, {"family": family_of(folder)}) as inside:
+            folders.write_state(inside, {"step": 1})
+        with claimed(stamped(tmp_path, config, THIRD)) as other:
+            assert other.name == THIRD
+
+
+def test_what_a_killed_save_left_is_cleaned_before_the_next_run(config):
+    folder = killed(config, 1)
+    folders.begin(folder, 2)
+    with claimed(config):
+        assert not list(folder.glob(".tmp_*"))
+
+
+def test_checkpoints_of_another_run_are_not_continued(config, tmp_path):
+    """Copied over from a run with the same settings."""
+    ours, theirs = save(config, 1), save(changed(config, trainer__default_local_dir=str(tmp_path / "b")), 2)
+    shutil.copytree(theirs / "global_step_2", ours / "global_step_2")
+    with claimed(config) as folder:
+        resumed = json.loads((folder / RUN).read_text())["resumed"]
+    assert resumed[-1]["from"] == str(ours / "global_step_1")
+    shutil.rmtree(ours / "global_step_1")
+    with pytest.raises(ConfigError, match="global_step_2: another run saved it"), claimed(config):
+        pass

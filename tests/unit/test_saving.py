@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from marl.checkpoint import check_state, fingerprint, validation_sampling
+from marl.checkpoint import check_source, check_state, fingerprint, validation_sampling
 from marl.cluster.policy_group import RayPolicyGroup
+from marl.config.identity import code_fingerprint
 from marl.evaluation.baselines import answers_per_episode
 from marl.marl_trainer import MARLTrainer
 from marl.types import Episode, Task, Turn
@@ -24,17 +25,20 @@ class Stub(SimpleNamespace):
             raise RuntimeError("the judge is gone")
         return {"val/team/vote": 1.0}
 
-    async def save(self):
-        self.done.append("save")
+    async def save(self, wait):
+        self.done.append("save and wait" if wait else "save")
 
 
-def kept(step, total, save_freq=-1, save_final=True, test_freq=-1, spent=False, fails=False):
-    settings = SimpleNamespace(save_freq=save_freq, save_final=save_final, test_freq=test_freq)
+def kept(step, total, save_freq=-1, save_final=True, test_freq=-1, spent=False, fails=False, beside=True):
+    settings = SimpleNamespace(
+        save_freq=save_freq, save_final=save_final, test_freq=test_freq, save_in_background=beside
+    )
     config = SimpleNamespace(trainer=settings)
     tokens = 10 if spent else 9
     stub = Stub(config=config, step_number=step, total_steps=total, sampled_tokens=tokens, fails=fails, done=[])
+    stub.tracking = SimpleNamespace(log=lambda metrics, step: stub.done.append(f"log {len(metrics)}"))
     try:
-        stub.metrics = asyncio.run(MARLTrainer.keep(stub, last=MARLTrainer.is_over(stub, token_budget=10)))
+        asyncio.run(MARLTrainer.keep(stub, {"loss": 1.0}, last=MARLTrainer.is_over(stub, token_budget=10)))
     except RuntimeError as error:
         stub.done.append(str(error))
     return stub.done
@@ -43,15 +47,16 @@ def kept(step, total, save_freq=-1, save_final=True, test_freq=-1, spent=False, 
 @pytest.mark.parametrize(
     "step,options,done",
     [
-        (1, {}, []),
-        (4, {}, ["validate", "save"]),
-        (4, {"save_final": False}, ["validate"]),
-        (2, {"save_freq": 2, "save_final": False}, ["save"]),
-        (3, {"save_freq": 2}, []),
-        (4, {"save_freq": 4, "save_final": False}, ["validate", "save"]),
-        (2, {"test_freq": 2}, ["validate"]),
-        (2, {"spent": True}, ["validate", "save"]),
-        (0, {"save_freq": 0, "test_freq": 0}, []),
+        (1, {}, ["log 1"]),
+        (4, {}, ["validate", "log 2", "save and wait"]),
+        (4, {"save_final": False}, ["validate", "log 2"]),
+        (2, {"save_freq": 2, "save_final": False}, ["log 1", "save"]),
+        (2, {"save_freq": 2, "beside": False}, ["log 1", "save and wait"]),
+        (3, {"save_freq": 2}, ["log 1"]),
+        (4, {"save_freq": 4, "save_final": False}, ["validate", "log 2", "save and wait"]),
+        (2, {"test_freq": 2}, ["validate", "log 2"]),
+        (2, {"spent": True}, ["validate", "log 2", "save and wait"]),
+        (0, {"save_freq": 0, "test_freq": 0}, ["log 1"]),
     ],
 )
 def test_the_last_weights_are_kept_whatever_the_frequency(step, options, done):
@@ -59,15 +64,33 @@ def test_the_last_weights_are_kept_whatever_the_frequency(step, options, done):
 
 
 def test_weights_are_kept_where_their_validation_fails():
-    assert kept(4, 4, fails=True) == ["validate", "save", "the judge is gone"]
-    assert kept(4, 4, fails=True, save_final=False) == ["validate", "the judge is gone"]
-    assert kept(2, 4, fails=True, test_freq=2) == ["validate", "the judge is gone"]
+    assert kept(4, 4, fails=True) == ["validate", "log 1", "save and wait", "the judge is gone"]
+    assert kept(4, 4, fails=True, save_final=False) == ["validate", "log 1", "the judge is gone"]
+    assert kept(2, 4, fails=True, test_freq=2) == ["validate", "log 1", "the judge is gone"]
 
 
 def test_discarded_weights_raise_a_warning(caplog):
     with caplog.at_level(logging.WARNING):
         kept(4, 4, save_final=False)
-    assert "step, 4, are not kept: trainer.save_final=false" in caplog.text
+    assert "step 4, the last, are lost: trainer.save_final=false" in caplog.text
+
+
+def resumed_from(ranks, code=None):
+    group = SimpleNamespace(takes_weights=True, workers=SimpleNamespace(world_size=ranks))
+    trainer = SimpleNamespace(policies={"alice": group}, critics=SimpleNamespace(groups={"bob": group}))
+    facts = {"world_size": {"alice/actor": 2, "bob/critic": 2}, "fingerprints": {"code": code or code_fingerprint()}}
+    check_source(trainer, "global_step_3", facts)
+
+
+def test_another_number_of_ranks_is_refused_and_other_source_files_are_said(caplog):
+    resumed_from(2)
+    assert not caplog.text
+    resumed_from(2, "of another version")
+    assert "global_step_3 was saved with other source files of marl" in caplog.text
+    with pytest.raises(
+        ValueError, match=r"global_step_3: alice/actor was saved by 2 ranks, and this run has 1; resume with"
+    ):
+        resumed_from(1)
 
 
 def task(number, truth="4", source="x"):

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPr
 from marl.cluster.local import one_process
 from marl.cluster.workers.critic_worker import CriticWorker
 from marl.cluster.workers.policy_worker import PolicyWorker, shards
+from marl.utils import marks
 
 
 def plain(module):
@@ -88,8 +89,10 @@ def test_a_reference_gets_its_policys_weights(workers):
 def test_a_saved_reference_comes_back(workers, tmp_path):
     reference, policy = workers
     first = output(reference)
-    host = SimpleNamespace(ref=reference, actor=policy, _reference_file=lambda folder: tmp_path / "ref.pt")
+    host = SimpleNamespace(ref=reference, actor=policy, rank=0, _reference_file=lambda folder: tmp_path / "ref")
     PolicyWorker.save_reference(host, str(tmp_path))
+    PolicyWorker.renew_reference(host)  # while the former one is written
+    marks.wait_for(marks.marks_of(tmp_path, 1), 10.0, "key")
     PolicyWorker.renew_reference(host)
     assert not torch.equal(output(reference), first)
     PolicyWorker.load_reference(host, str(tmp_path))

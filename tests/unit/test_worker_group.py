@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -57,7 +58,7 @@ async def save_both(workers, timeout, locks):
     ]
     for group in groups:
         group.kind = "policy"
-    await asyncio.gather(*(group.save(SimpleNamespace()) for group in groups))
+    await asyncio.gather(*(group.save(Path("folder")) for group in groups))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

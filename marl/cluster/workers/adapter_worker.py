@@ -1,7 +1,7 @@
 """The FSDP worker of one base model and the adapters of several policies (``sharing=lora``)."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from safetensors.torch import save_file
 from tensordict import TensorDict
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils import tensordict_utils as tu
@@ -19,11 +18,13 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.utils.losses import ppo_loss
 
 from marl.cluster.workers.dispatch import rows_by_rank
-from marl.cluster.workers.lora import collected, save_model
+from marl.cluster.workers.lora import collected, save_adapter, save_model
 from marl.cluster.workers.policy_worker import EngineWorker, PolicyWorker, log_probs_of, timed
+from marl.cluster.workers.shard_files import write
 from marl.modules.adapters import first_weights, lora_arguments
 from marl.platform.adapters import ADAPTED, AdapterEngine, AdapterSpec, of_adapters, unnamed, whole
 from marl.utils.garbage import freeze_gc
+from marl.utils.trees import copied, load_tree, save_tree
 from marl.utils.weight_digest import Digest, digest_of
 
 
@@ -118,24 +119,21 @@ class AdapterWorker(PolicyWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def save_adapter(self, name: str, folder: str) -> None:
         """Write what a resumed run needs of one adapter, and ``lora_adapter`` in PEFT's form."""
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        torch.save(self.engine.adapter_state(name), self._adapter_file(folder))
-        weights = collected(
-            ((unnamed(key, name), whole(p)) for key, p in of_adapters(self.engine.module, name)), self.rank
-        )
-        if self.rank == 0:
-            self.engine.module.peft_config[name].save_pretrained(Path(folder) / "lora_adapter")
-            save_file(weights, Path(folder) / "lora_adapter" / "adapter_model.safetensors", {"format": "pt"})
-        if "hf_model" in self.engine.checkpoint_manager.checkpoint_save_contents:
-            self._save_whole_model(name, Path(folder) / "huggingface")
-        torch.distributed.barrier()
+        manager = self.engine.checkpoint_manager
+        state = copied({**self.engine.adapter_state(name), "random": manager.get_rng_state()})
+        jobs = [partial(save_tree, state, self._adapter_file(folder))]
+        parts = ((unnamed(key, name), whole(p)) for key, p in of_adapters(self.engine.module, name))
+        weights, config = collected(parts, self.rank), self.engine.module.peft_config[name]
+        exports: list[Callable[[], Any]] = [partial(save_adapter, config, weights, Path(folder) / "lora_adapter")]
+        if "hf_model" in manager.checkpoint_save_contents:
+            exports += self._exports_of_whole_model(name, Path(folder) / "huggingface")
+        write(folder, self.rank, jobs + (exports if self.rank == 0 else []))
 
-    def _save_whole_model(self, name: str, folder: Path) -> None:
-        """Write the base with the adapter merged in, and the tokenizer; called by every rank."""
-        weights = collected(self.engine.merged_weights(name), self.rank)
-        if self.rank == 0:
-            save_model(self.engine.module.config, weights, folder, self.engine.model_config.trust_remote_code)
-            self.engine.model_config.get_processor().save_pretrained(folder)
+    def _exports_of_whole_model(self, name: str, folder: Path) -> list[Callable[[], Any]]:
+        """Writers of the base with the adapter merged in, and of the tokenizer; called by every rank."""
+        engine, weights = self.engine, collected(self.engine.merged_weights(name), self.rank)
+        whole_model = partial(save_model, engine.module.config, weights, folder, engine.model_config.trust_remote_code)
+        return [whole_model, partial(engine.model_config.get_processor().save_pretrained, folder)]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_adapter(self, name: str, folder: str) -> None:
@@ -145,7 +143,9 @@ class AdapterWorker(PolicyWorker):
                 f"{folder} holds no {file.name}: its adapters were saved by another number of ranks, and this run has "
                 f"{self.world_size}; resume with as many ranks as before"
             )
-        self.engine.load_adapter_state(name, torch.load(file, weights_only=True))
+        state = load_tree(file)
+        self.engine.load_adapter_state(name, state)
+        self.engine.checkpoint_manager.load_rng_state(state["random"])
 
     def _adapter_file(self, folder: str) -> Path:
-        return Path(folder) / f"adapter_world_size_{self.world_size}_rank_{self.rank}.pt"
+        return Path(folder) / f"adapter_world_size_{self.world_size}_rank_{self.rank}.safetensors"

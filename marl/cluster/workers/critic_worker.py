@@ -18,7 +18,9 @@ from verl.workers.config import TrainingWorkerConfig
 from marl.cluster.workers.critic_loss import critic_loss, read_values
 from marl.cluster.workers.dispatch import rows_by_rank
 from marl.cluster.workers.policy_worker import EngineWorker, shards, timed
+from marl.cluster.workers.shard_files import write
 from marl.utils.garbage import freeze_gc
+from marl.utils.trees import copied, load_tree, save_tree
 
 
 def critic_settings(config: DictConfig) -> Any:
@@ -109,14 +111,16 @@ class CriticWorker(EngineWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         super().save_checkpoint(local_path, *args, **kwargs)
+        jobs = self.engine.checkpoint_manager.taken()
         if self.target is not None:
-            torch.save(self.target, self._target_file(local_path))
+            jobs.append(partial(save_tree, copied(self.target), self._target_file(local_path)))
+        write(local_path, self.rank, jobs)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         super().load_checkpoint(local_path, *args, **kwargs)
         if self._target_file(local_path).is_file():
-            self.target = torch.load(self._target_file(local_path), weights_only=True)
+            self.target = load_tree(self._target_file(local_path))
 
     def _target_file(self, folder: str) -> Path:
-        return Path(folder) / f"target_world_size_{self.world_size}_rank_{self.rank}.pt"
+        return Path(folder) / f"target_world_size_{self.world_size}_rank_{self.rank}.safetensors"

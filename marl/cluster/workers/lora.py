@@ -1,7 +1,8 @@
 """A policy's adapters: merged into the weights that servers get, and exported so that other programs load them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -78,18 +79,23 @@ def without_whole_model(engine: Any) -> Iterator[bool]:
         manager.checkpoint_save_contents = contents
 
 
-def export(engine: Any, folder: Path, rank: int, whole_model: bool) -> None:
-    """Write ``lora_adapter`` in PEFT's form, and the merged model into ``huggingface`` if it is wanted; called by every rank."""
-    adapters = collected(adapter_parameters(engine), rank)
-    if rank == 0:
-        model = unwrapped(engine)
-        model.peft_config["default"].save_pretrained(folder / "lora_adapter")
-        save_file(adapters, folder / "lora_adapter" / "adapter_model.safetensors", {"format": "pt"})
+def exports(engine: Any, folder: Path, rank: int, whole_model: bool) -> list[Callable[[], Any]]:
+    """Writers of ``lora_adapter`` in PEFT's form, and of the merged model in ``huggingface`` if it is wanted, from copies of the
+    present weights; called by every rank."""
+    model, parts = unwrapped(engine), collected(adapter_parameters(engine), rank)
+    jobs: list[Callable[[], Any]] = [
+        partial(save_adapter, model.peft_config["default"], parts, folder / "lora_adapter")
+    ]
     if whole_model:
         weights = collected(merged_parameters(engine), rank)
-        if rank == 0:
-            save_model(unwrapped(engine).config, weights, folder / "huggingface", engine.model_config.trust_remote_code)
-    torch.distributed.barrier()
+        trusted = engine.model_config.trust_remote_code
+        jobs.append(partial(save_model, model.config, weights, folder / "huggingface", trusted))
+    return jobs if rank == 0 else []
+
+
+def save_adapter(config: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    config.save_pretrained(folder)
+    save_file(weights, folder / "adapter_model.safetensors", {"format": "pt"})
 
 
 def adapter_parameters(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:

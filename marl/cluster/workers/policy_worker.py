@@ -26,9 +26,11 @@ import marl.rollout.hf
 import marl.rollout.vllm_sglang  # noqa: F401 - these three register the CPU's engines and our rollout backends
 from marl.cluster.workers import lora
 from marl.cluster.workers.dispatch import rows_by_rank
+from marl.cluster.workers.shard_files import FolderWorker, ShardFiles, write
 from marl.platform.shards import reshard
 from marl.utils.allocator import keep_freed_memory
 from marl.utils.garbage import freeze_gc
+from marl.utils.trees import copied, load_tree, save_tree
 from marl.utils.weight_digest import Digest, digest_of
 
 PG_TIMEOUT_SECONDS = "MARL_PROCESS_GROUP_TIMEOUT"
@@ -52,10 +54,15 @@ def process_group_backend() -> str:
     return "cpu:gloo" if get_device_name() == "cpu" else f"cpu:gloo,{get_device_name()}:nccl"
 
 
-class EngineWorker(TrainingWorker):
+class EngineWorker(FolderWorker, TrainingWorker):
     def __init__(self, config: Any) -> None:
         ensure_process_group()
         super().__init__(config)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def reset(self) -> None:
+        super().reset()
+        self.engine.checkpoint_manager = ShardFiles(self.engine.checkpoint_manager)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -72,7 +79,7 @@ class EngineWorker(TrainingWorker):
             group.update(own, lr=base * factor(schedule.last_epoch))
 
 
-class PolicyWorker(ActorRolloutRefWorker):
+class PolicyWorker(FolderWorker, ActorRolloutRefWorker):
     """Overrides change one thing of verl's methods: they return at once, so that policies work at the same time."""
 
     role: str
@@ -127,18 +134,17 @@ class PolicyWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def save_reference(self, folder: str) -> None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        torch.save(dict(shards(self.ref)), self._reference_file(folder))
+        write(folder, self.rank, [partial(save_tree, copied(dict(shards(self.ref))), self._reference_file(folder))])
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_reference(self, folder: str) -> None:
-        saved = torch.load(self._reference_file(folder), weights_only=True)
+        saved = load_tree(self._reference_file(folder))
         with torch.no_grad():
             for name, kept in shards(self.ref):
                 kept.copy_(saved[name])
 
     def _reference_file(self, folder: str) -> Path:
-        return Path(folder) / f"model_world_size_{self.world_size}_rank_{self.rank}.pt"
+        return Path(folder) / f"reference_world_size_{self.world_size}_rank_{self.rank}.safetensors"
 
     @register(dispatch_mode=rows_by_rank("actor"), blocking=False)
     def update_actor(self, data: TensorDict) -> TensorDict | None:
@@ -167,14 +173,14 @@ class PolicyWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        """verl's; a policy with adapters also leaves them in PEFT's form, and ``hf_model`` is the merged model."""
+        """verl's, written beside the next step; a policy with adapters also leaves them in PEFT's form, and ``hf_model`` is the
+        merged model."""
         engine = self.actor.engine
-        if not lora.has_adapters(engine):
+        adapted = lora.has_adapters(engine)
+        with lora.without_whole_model(engine) if adapted else nullcontext(False) as whole_model:
             super().save_checkpoint(local_path, *args, **kwargs)
-            return
-        with lora.without_whole_model(engine) as whole_model:
-            super().save_checkpoint(local_path, *args, **kwargs)
-        lora.export(engine, Path(local_path), self.rank, whole_model)
+        exports = lora.exports(engine, Path(local_path), self.rank, whole_model) if adapted else []
+        write(local_path, self.rank, engine.checkpoint_manager.taken() + exports)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,130 @@
+"""A rank's part of a checkpoint: copied at once, written in a thread beside the next step, and read without executing pickles."""
+
+import logging
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+from verl.utils.fsdp_utils import fsdp_version, get_fsdp_full_state_dict
+from verl.utils.transformers_compat import drop_tied_target_keys
+
+from marl.utils.marks import leave
+from marl.utils.pickles import read
+from marl.utils.trees import copied
+
+logger = logging.getLogger(__name__)
+Job = Callable[[], Any]
+THREAD = ThreadPoolExecutor(1, "checkpoint")
+
+
+def write(folder: str | Path, rank: int, jobs: Sequence[Job]) -> None:
+    """Do the jobs in the background, one folder after another; the mark that then appears there holds the error, or nothing."""
+    THREAD.submit(_write, Path(folder), rank, list(jobs))
+
+
+def _write(folder: Path, rank: int, jobs: Sequence[Job]) -> None:
+    error = ""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for job in jobs:
+            job()
+    except Exception as failed:
+        error = f"{type(failed).__name__}: {failed}"
+        logger.error("writing a checkpoint to %s: %s", folder, error)
+    leave(folder, rank, error)
+
+
+class FolderWorker:
+    """A worker that writes into a folder, which its host may not share."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def host_without(self, path: str) -> str | None:
+        """This host's name where it does not see a file."""
+        return None if Path(path).exists() else socket.gethostname()
+
+
+class ShardFiles(FSDPCheckpointManager):
+    """verl's, file for file. FSDP1's shards are objects of its own: verl writes and reads them, at once and by pickle."""
+
+    checkpoint_save_contents: list[str]
+
+    def __init__(self, verls: FSDPCheckpointManager) -> None:
+        self.__dict__.update(vars(verls))
+        self.jobs: list[Job] = []
+
+    def taken(self) -> list[Job]:
+        """The writes that the last save left to do."""
+        jobs, self.jobs = self.jobs, []
+        return jobs
+
+    def save_checkpoint(self, local_path: str, *arguments: Any, **settings: Any) -> None:
+        if fsdp_version(self.model) == 1:
+            return super().save_checkpoint(local_path, *arguments, **settings)
+        with self._contents([]):
+            super().save_checkpoint(local_path, *arguments, **settings)  # model configuration and tokenizer
+        states = {name: copied(state) for name, state in self._states()}
+        self.jobs += [partial(torch.save, state, self._file(local_path, name)) for name, state in states.items()]
+        if self.should_save_hf_model:
+            weights = get_fsdp_full_state_dict(self.model, offload_to_cpu=True, rank0_only=True)
+            if self.rank == 0:
+                self.jobs.append(partial(self._save_whole, copied(dict(weights)), Path(local_path) / "huggingface"))
+
+    def load_checkpoint(self, local_path: str, *arguments: Any, **settings: Any) -> None:
+        if fsdp_version(self.model) == 1:
+            return super().load_checkpoint(local_path, *arguments, **settings)
+        if self.should_load_model:
+            weights = read(self._file(local_path, "model"))
+            self.model.load_state_dict(weights, strict=not self.is_lora_only_state_dict(weights))
+        if self.should_load_optimizer:
+            self.optimizer.load_state_dict(self._backfill_optimizer_state(read(self._file(local_path, "optim"))))
+        if self.should_load_extra:
+            extra = read(self._file(local_path, "extra_state"))
+            self.load_rng_state(extra["rng"])
+            if extra["lr_scheduler"] is not None:
+                self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
+        torch.distributed.barrier()
+
+    def _file(self, folder: str, state: str) -> str:
+        return f"{folder}/{state}_world_size_{self.world_size}_rank_{self.rank}.pt"
+
+    def _states(self) -> Iterator[tuple[str, Any]]:
+        """Live states by the names of verl's files."""
+        if self.should_save_model:
+            weights = self.model.state_dict()
+            only = self.should_save_lora_only and self._has_lora()
+            yield "model", {key: w for key, w in weights.items() if not only or "lora_" in key or ".adapter_" in key}
+        if self.should_save_optimizer:
+            yield "optim", self.optimizer.state_dict()
+        if self.should_save_extra:
+            schedule = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
+            yield "extra_state", {"lr_scheduler": schedule, "rng": self.get_rng_state()}
+
+    @contextmanager
+    def _contents(self, kinds: list[str]) -> Iterator[None]:
+        before, self.checkpoint_save_contents = self.checkpoint_save_contents, kinds
+        try:
+            yield
+        finally:
+            self.checkpoint_save_contents = before
+
+    def _save_whole(self, weights: dict[str, torch.Tensor], folder: Path) -> None:
+        """The whole model in Hugging Face's form, as verl writes it."""
+        config = self.model.config
+        head = "ForTokenClassification" in config.architectures[0]
+        kind = AutoModelForTokenClassification if head else AutoModelForCausalLM
+        with init_empty_weights():
+            model = kind.from_config(config, dtype=torch.bfloat16, trust_remote_code=self.trust_remote_code)
+        model.to_empty(device="cpu")
+        if model.can_generate() and (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+        drop_tied_target_keys(weights, model, config)
+        model.save_pretrained(folder, state_dict=weights)

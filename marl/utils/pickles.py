@@ -1,0 +1,31 @@
+"""torch's saved states, which are pickles: what one names is looked at before it is read, and reading one executes nothing."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.tensor  # shards cannot be read before
+from numpy._core import multiarray
+
+NUMPY_STATE: list[Any] = [multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype("uint32"))]
+"""All that a saved random state of numpy names, beyond what torch reads by itself."""
+SHARDS_OF_FSDP1 = "torch.distributed._shard."
+"""Classes that FSDP1's shards name: torch reads them by pickle alone."""
+
+
+def read(path: str | Path) -> Any:
+    """A saved state. Raises UnpicklingError for one that names anything but tensors and random states."""
+    with torch.serialization.safe_globals(NUMPY_STATE):
+        return torch.load(path, weights_only=True)
+
+
+def foreign_names(path: Path) -> list[str]:
+    """Functions and classes that reading this file by pickle would call, beyond those of tensors and random states."""
+    try:
+        with torch.serialization.safe_globals(NUMPY_STATE):
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, AttributeError, IndexError, KeyError, TypeError) as error:
+        return [f"what torch never writes ({error})"]
+    return sorted(name for name in names if not name.startswith(SHARDS_OF_FSDP1))
