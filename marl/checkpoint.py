@@ -17,6 +17,7 @@ import psutil
 import torch
 
 from marl.config.policies import policies_by_agent
+from marl.controller import ledger
 from marl.preflight.run_folder import RUN
 from marl.report import run_summary
 from marl.types import Metrics, Task
@@ -79,6 +80,13 @@ async def save(trainer: MARLTrainer) -> None:
             shutil.copy(trainer.folder / RUN, folder)
         folders.write_state(folder, state)
     folders.prune(trainer.folder, trainer.config.trainer.max_actor_ckpt_to_keep)
+    forget_ledgers(trainer, trainer.step_number - 1)  # the step's own: its validation may not have ended
+
+
+def forget_ledgers(trainer: MARLTrainer, step: int) -> None:
+    """Remove the ledgers up to a step, unless they are kept."""
+    if not trainer.config.controller.keep_ledger:
+        ledger.forget(trainer.folder, step)
 
 
 async def resume(trainer: MARLTrainer) -> None:

@@ -128,6 +128,7 @@ class MARLTrainer:
                 finally:
                     self.tracking.log(metrics, self.step_number)
                 self.progress(self.step_number, self.total_steps, metrics)
+        checkpoint.forget_ledgers(self, self.step_number)
         self.summarise()
 
     async def keep(self, last: bool) -> Metrics:

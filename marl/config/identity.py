@@ -47,6 +47,7 @@ MAY_DIFFER = (
     "resources.*",
     "*.rollout.gpu_memory_utilization",
     "controller.num_workers",
+    "controller.*ledger",
     "controller.reward_processes",
     "controller.*_timeout_s",
     "controller.log_prob_gap_alarm",

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 RUN, LOCK, LATEST = "run.json", ".lock", "latest"
 RESULTS = ("global_step_*", "metrics.jsonl", "summary.json", "rollouts/*", "validation/*")
 """Files that show that a run reached its first step or validation."""
+BEGUN = "ledger/*"
+"""Files of a run that was killed before that."""
 STAMPED = re.compile(r"\d{8}-\d{6}-\w{4}-seed\d+")
 """A folder that ``${new_run:}`` named."""
 SHOWN = 10
@@ -70,7 +72,8 @@ def origin_of(settings: Any, folder: Path) -> Path | None:
     if settings.resume_mode == "resume_path":
         return named_origin(Path(settings.resume_from_path).expanduser().resolve(), folder, bool(results))
     if not results:
-        return None
+        goes_on = settings.resume_mode == "auto" and any(folder.glob(BEGUN))
+        return folder if goes_on else None
     if settings.resume_mode == "disable":
         raise ConfigError(
             f"trainer.default_local_dir={folder} holds the results of a run, and trainer.resume_mode=disable would write over "
