@@ -53,7 +53,7 @@ class Ledger:
         folder = folder_of(self.root, step)
         self.known, self.step = read_step(folder), step
         folder.mkdir(parents=True, exist_ok=True)
-        self.file = open(folder / f"{socket.gethostname()}_{os.getpid()}.jsonl", "ab", buffering=0)
+        self.file = open(folder / f"{socket.gethostname()}_{os.getpid()}.jsonl", "ab", buffering=0)  # noqa: SIM115 - open for the whole step
         if self.file.tell():
             self.file.write(b"\n")  # what a killed process of this number was writing ends here
 
@@ -109,7 +109,14 @@ def turn_content(turn: Turn) -> dict[str, Any]:
     arrays = {name: packed(kind, getattr(turn, name)) for name, kind in ARRAYS.items()}
     score = None if turn.score is None else score_content(turn.score)
     plain = {name: getattr(turn, name) for name in PLAIN}
-    return {"agent": turn.agent, "round": turn.round, "observation": turn.observation, **plain, **arrays, "score": score}
+    return {
+        "agent": turn.agent,
+        "round": turn.round,
+        "observation": turn.observation,
+        **plain,
+        **arrays,
+        "score": score,
+    }
 
 
 def turn_of(content: Mapping[str, Any], seed: int) -> Turn:

@@ -17,7 +17,8 @@ from tests.builders import Live
 ROOT = Path(__file__).parents[2]
 
 
-SMALL = ("data.train_batch_size=4", "actor_rollout_ref.rollout.n=4", "trainer.logger=[]")
+SMALL = ("data.train_batch_size=4", "actor_rollout_ref.rollout.n=4", "trainer.logger=[]", "controller.ledger=false")
+"""Without a ledger: tests play the same step of one run again and again."""
 
 
 @pytest.fixture(scope="session")

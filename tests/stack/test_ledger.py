@@ -9,7 +9,12 @@ from marl.cluster.failures import GroupFailed
 from marl.controller.client import PolicyClient
 from tests.stack.builders import parameters
 
-RUN = ("trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.test_freq=-1", "trainer.val_before_train=false")
+RUN = (
+    "trainer.total_training_steps=2",
+    "trainer.save_freq=1",
+    "trainer.test_freq=-1",
+    "trainer.val_before_train=false",
+)
 RESUMED = (*RUN, "trainer.resume_mode=auto")
 
 

@@ -181,7 +181,9 @@ def test_another_right_answer_is_scored_anew(tmp_path):
     finished(tmp_path)
     other = [task()]
     object.__setattr__(other[0], "ground_truth", "5")
-    team = controller(folder=tmp_path, reward=lambda solution_str, ground_truth, **_: float(solution_str == ground_truth))
+    team = controller(
+        folder=tmp_path, reward=lambda solution_str, ground_truth, **_: float(solution_str == ground_truth)
+    )
     (episode,) = asyncio.run(team.collect(other, 1, 1)).episodes
     assert not asked(team) and episode.scored.value == 0.0
 
