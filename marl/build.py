@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -31,6 +32,7 @@ from marl.controller.client import PolicyClient
 from marl.controller.controller import Controller
 from marl.controller.endpoint_client import make_endpoint_client
 from marl.controller.episode_workers import EpisodeWorkers, SpreadController, spawn
+from marl.controller.ledger import Ledger, forget_all
 from marl.controller.tasks import train_loader, validation_tasks
 from marl.modules.pretrained import load_config, load_generation_config
 from marl.rewards import build_reward
@@ -151,6 +153,7 @@ def make_controller(
         max_prompt_length=config.data.max_prompt_length,
         settings=to_object(config.controller),
         exchange_every=exchange_every,
+        ledger=Ledger(Path(config.trainer.default_local_dir) if config.controller.ledger else None),
     )
 
 
@@ -200,6 +203,8 @@ async def build(setup: Setup, cleanup: ExitStack, progress: Any = None) -> Any:
     configs = {name: policy_config(config, name, index, run_id, total_steps) for index, name in enumerate(names)}
     groups, critics = make_groups(setup, configs, cleanup)
     await start_groups(groups, critics)
+    if config.trainer.resume_mode == "disable" or config.trainer.resume_changes:  # its turns are another run's
+        forget_all(Path(config.trainer.default_local_dir))
     controller = await start_controller(setup, groups, tokenizers, run_id, cleanup)
     values = make_critics(setup, critics)
     return MARLTrainer(config, groups, controller, setup.learner, values, loader, validation, total_steps, progress)

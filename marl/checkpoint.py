@@ -24,6 +24,7 @@ from marl.cluster.shared_folder import check_shared
 from marl.config.deadlines import Deadline, Phase, deadline_of
 from marl.config.identity import code_fingerprint, fingerprints
 from marl.config.policies import policies_by_agent
+from marl.controller import ledger
 from marl.preflight.run_folder import RUN, family_of, read_identity, to_resume
 from marl.report import run_summary
 from marl.types import Metrics, Task
@@ -95,6 +96,7 @@ def finish(
         shutil.rmtree(folder, ignore_errors=True)
         raise
     kept.prune(folder.parent)
+    kept.forget_ledgers(folder.parent, facts["step"] - 1)  # the step's own: its validation may not have ended
 
 
 @dataclass(frozen=True)
@@ -104,18 +106,26 @@ class Kept:
     last: int | None
     best: int
     metric: str
+    ledgers: bool = False
+    """Ledgers of all steps stay, not only of those that a resumed run needs."""
 
     @classmethod
     def of(cls, config: Any) -> Kept:
         settings = config.trainer
         last = settings.max_actor_ckpt_to_keep
-        return cls(1 if last is None and settings.keep_best else last, settings.keep_best, settings.keep_best_metric)
+        last = 1 if last is None and settings.keep_best else last
+        return cls(last, settings.keep_best, settings.keep_best_metric, config.controller.keep_ledger)
 
     def prune(self, root: Path) -> None:
         if self.last is not None:
             values = {step: self._value(folder) for step, folder in folders.numbered(root)} if self.best else {}
             known = sorted((value, step) for step, value in values.items() if value is not None)
             folders.prune(root, self.last, [step for _, step in known[::-1][: self.best]])
+
+    def forget_ledgers(self, root: Path, step: int) -> None:
+        """Remove the ledgers up to a step, unless all stay."""
+        if not self.ledgers:
+            ledger.forget(root, step)
 
     def _value(self, folder: Path) -> float | None:
         """The metric of a checkpoint's step; None where it was not measured, or the checkpoint is damaged."""

@@ -18,6 +18,7 @@ from marl.batch.values import place_values
 from marl.config.deadlines import Deadline, Phase
 from marl.config.schema import AgentConfig, ControllerConfig
 from marl.controller.controller import Controller
+from marl.controller.ledger import Ledger
 from marl.learners import CREDITS, LEARNERS
 from marl.rewards import Reward
 from marl.runners import RUNNERS, scripted
@@ -250,22 +251,22 @@ class Says:
         text = self.does(agent, round, task=task, seed=seed)
         await asyncio.sleep(0)
         return Turn(
-            agent, round, observation, text, prompt_ids=[1], response_ids=[1], response_mask=[1], log_probs=[0.0]
-        )
+            agent, round, observation, text, prompt_ids=[1], response_ids=[1], response_mask=[1], log_probs=[0.0], seed=seed
+        )  # fmt: skip
 
 
 def task(number=0):
     return Task(f"val/{number}", [{"role": "user", "content": "2 + 2"}], "4", "x", str)
 
 
-def controller(does=None, runner="debate", reward=None, **settings):
+def controller(does=None, runner="debate", reward=None, folder=None, **settings):
     cls = RUNNERS.get(runner) if isinstance(runner, str) else runner
     judge = reward or (lambda solution_str, **_: float(solution_str == "4"))
     client = Says(does) if does else Says()
     agents = OmegaConf.create({"a": AgentConfig(), "b": AgentConfig()})
     return Controller(
         cls(cls.Config(name="x")), agents, {"a": client, "b": client}, Reward(judge), seed=0, max_prompt_length=9,
-        settings=ControllerConfig(**settings),
+        settings=ControllerConfig(**settings), ledger=Ledger(folder),
     )  # fmt: skip
 
 

@@ -51,6 +51,8 @@ MAY_DIFFER = (
     "resources.*",
     "*.rollout.gpu_memory_utilization",
     "controller.num_workers",
+    "controller.ledger",
+    "controller.keep_ledger",
     "controller.reward_processes",
     "controller.*_timeout_s",
     "controller.log_prob_gap_alarm",

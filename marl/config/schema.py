@@ -208,6 +208,11 @@ class ControllerConfig:
     """Warns once if an agent's credit share over twenty steps is below this part of an equal share; null: never."""
     degenerate_steps: int | None = bounded(5, count(null=True))
     """Number of consecutive steps with only degenerate groups before a warning names likely causes; null for never."""
+    ledger: bool = True
+    """Turns and scores are written into ``ledger/`` of the run's folder as they end: a run that was killed in the middle of
+    a step goes on from the interrupted turns."""
+    keep_ledger: bool = False
+    """Keep the ledgers of all steps; else those that a resumed run needs, from the newest checkpoint on."""
     answer_rule: AnswerRule = AnswerRule.strict
     """Rule that finds the answer in a response to a GSM8K question."""
     extractors: dict[str, str] = field(default_factory=dict)

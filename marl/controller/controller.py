@@ -12,6 +12,7 @@ from marl.cluster.failures import GroupFailed
 from marl.config.schema import AgentConfig, ControllerConfig
 from marl.controller.client import PolicyClient
 from marl.controller.endpoint_client import EndpointClient
+from marl.controller.ledger import Ledger
 from marl.controller.policy_map import PolicyMap
 from marl.rewards import Reward, RewardUnavailable
 from marl.rollout.endpoint_usage import usage_metrics
@@ -29,6 +30,10 @@ Play = tuple[Task, int]
 
 class EpisodesFailed(RuntimeError):
     """Too many episodes of one collection ended in an error."""
+
+
+class EpisodeLost(RuntimeError):
+    """Stands for the error of an episode that the same collection lost before the run was killed."""
 
 
 @dataclass(slots=True)
@@ -138,6 +143,13 @@ def collection_of(plays: Sequence[Play], results: Sequence[Episode | Exception],
     return Collection(episodes, [error for _, error in lost], [play for play, _ in lost], retried)
 
 
+def lost_content(collection: Collection) -> dict[str, Any]:
+    """The ledger's record of a collection's lost plays."""
+    errors = [f"{type(error).__name__}: {error}" for error in collection.failures]
+    plays = [(task.id, sample, error) for (task, sample), error in zip(collection.lost, errors, strict=True)]
+    return {"plays": plays, "retried": collection.retried}
+
+
 def with_turns(episodes: Sequence[Episode], step: int) -> list[Episode]:
     """Drop episodes whose first prompt is too long, as there is nothing to train. Raises EpisodesFailed if none is
     left."""
@@ -184,8 +196,10 @@ class Controller:
         max_prompt_length: int,
         settings: ControllerConfig,
         exchange_every: int = 0,
+        ledger: Ledger | None = None,
     ) -> None:
-        """``exchange_every``: see :meth:`PolicyMap.at`."""
+        """``exchange_every``: see :meth:`PolicyMap.at`. ``ledger``: None keeps none."""
+        self.ledger = ledger or Ledger(None)
         self.runner, self.agents, self.clients, self.reward = runner, agents, clients, reward
         self.endpoints = {
             name: client.server.usage for name, client in clients.items() if isinstance(client, EndpointClient)
@@ -223,10 +237,37 @@ class Controller:
         An error ends its own episode and is counted; where too few samples of a task are left
         (``controller.min_sample_share``; in validation, where one is missing), its lost ones are played again with the same
         seeds. Raises EpisodesFailed, with the first error as its cause, where more than ``max_error_rate`` of the episodes
-        failed at the first attempt; a policy that failed is raised at once.
+        failed at the first attempt; a policy that failed is raised at once. What the ledger knows of this step is not played
+        again.
         """
         self.judged.clear()
+        self.ledger.open(step)
         plays = [(task, sample) for task in tasks for sample in range(samples)]
+        of = self.ledger.digest([(task.id, sample) for task, sample in plays], validate)
+        known = self.ledger.find("lost", step, of)
+        if known is not None:
+            return await self._as_before(plays, known, step, validate)
+        results, retried = await self._with_retries(plays, step, validate)
+        collection = collection_of(plays, results, retried, step)
+        if collection.lost or retried:
+            self.ledger.add("lost", step, of, lost_content(collection))
+        return collection
+
+    async def _as_before(self, plays: Sequence[Play], lost: Mapping[str, Any], step: int, validate: bool) -> Collection:
+        """The collection of a run that was killed after it had lost some of these plays."""
+        errors = {(task, sample): error for task, sample, error in lost["plays"]}
+        left = [(task, sample) for task, sample in plays if (task.id, sample) not in errors]
+        played = iter((await self._with_retries(left, step, validate))[0])
+        results = [
+            EpisodeLost(errors[task.id, sample]) if (task.id, sample) in errors else next(played)
+            for task, sample in plays
+        ]
+        return collection_of(plays, results, lost["retried"], step)
+
+    async def _with_retries(
+        self, plays: Sequence[Play], step: int, validate: bool
+    ) -> tuple[list[Episode | Exception], int]:
+        """Each play's outcome, and how many plays were retried."""
         results = await self.outcomes_of(plays, step, validate)
         self.failures_of(results, "playing episodes", step)
         share, retried = 1.0 if validate else self.settings.min_sample_share, 0
@@ -239,7 +280,7 @@ class Controller:
                 again, await self.outcomes_of([plays[at] for at in again], step, validate), strict=True
             ):
                 results[at] = result
-        return collection_of(plays, results, retried, step)
+        return results, retried
 
     async def measure(self, tasks: Sequence[Task], samples: int, step: int, validate: bool = True) -> list[Episode]:
         """``samples`` judged episodes of every task, in their order. One that was lost is a failed one: whatever happens,
@@ -360,15 +401,22 @@ class Controller:
 
     async def judge(self, task: Task, turn: Turn) -> Score:
         """The score with its penalty. Raises RewardUnavailable where no scorer was there, ``max_attempts`` times."""
+        of = self.ledger.digest(task.data_source, task.ground_truth, turn.text)
+        score = self.ledger.score(turn, of)
+        if score is None:
+            score = await self._judge(task, turn)
+            self.ledger.add_score(turn, score, of)
+        return score if score.failure is not None else self.priced(turn, score)
+
+    async def _judge(self, task: Task, turn: Turn) -> Score:
         for attempt in range(self.settings.max_attempts):
             try:
                 with waiting_for_others():
-                    score = await self.reward.judge_or_fail(task, turn.text, self.settings.failure_score)
-                break
+                    return await self.reward.judge_or_fail(task, turn.text, self.settings.failure_score)
             except RewardUnavailable:
                 if attempt + 1 == self.settings.max_attempts:
                     raise
-        return score if score.failure is not None else self.priced(turn, score)
+        raise AssertionError("max_attempts is at least 1")
 
     def priced(self, turn: Turn, score: Score) -> Score:
         """A score with what length, truncation and abstention cost. What the reward function calls right is an answer."""
@@ -408,28 +456,42 @@ class Controller:
     def generate(self, task: Task, key: tuple, step: int, validate: bool = False) -> Generate:
         """Generate function of one episode: observations to turns. ``key`` names the episode and seeds the sampling."""
         policy_map = self.policy_map.at(step)
+        self.ledger.open(step)
 
         async def generate(
             agent: AgentId, observation: list[Message], round: int, previous: Turn | None, branch: int
         ) -> Turn:
             policy = policy_map.policy(agent, round)
-            turn = await self.clients[policy].act(
-                agent,
-                observation,
-                round,
-                previous,
-                task=task,
-                session=f"{'/'.join(map(str, key[1:]))}/{agent}",
-                seed=derive_seed(*key, agent, round, *([branch] if branch else [])),
-                sampling=self.sampling(agent, policy, validate),
-                max_prompt_length=self.max_prompt_length,
-            )
-            turn.branch = branch
+            seed = derive_seed(*key, agent, round, *([branch] if branch else []))
+            sampling = self.sampling(agent, policy, validate)
+            of = self.ledger.digest(policy, observation, sampling, self.max_prompt_length)
+            turn = self._recorded(policy, seed, of)
+            if turn is None:
+                turn = await self.clients[policy].act(
+                    agent,
+                    observation,
+                    round,
+                    previous,
+                    task=task,
+                    session=f"{'/'.join(map(str, key[1:]))}/{agent}",
+                    seed=seed,
+                    sampling=sampling,
+                    max_prompt_length=self.max_prompt_length,
+                )
+                turn.branch = branch
+                self.ledger.add_turn(turn, seed, of)
             if turn.score is not None:  # an agent loop's own
                 turn.score = self.priced(turn, turn.score)
             return turn
 
         return generate
+
+    def _recorded(self, policy: PolicyName, seed: int, of: str) -> Turn | None:
+        """The turn that a killed run has made; what it cost at an endpoint counts."""
+        turn = self.ledger.turn(seed, of)
+        if turn is not None and policy in self.endpoints:
+            self.endpoints[policy].answered(turn.billed_tokens)
+        return turn
 
     async def resume(
         self, episode: Episode, at: Turn, step: int, alternative: int, answer: Turn | None = None

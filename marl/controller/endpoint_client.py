@@ -67,6 +67,7 @@ class EndpointClient:
             log_probs=reply.log_probs,
             stop_reason="length" if reply.truncated else "completed",
             seed=seed,
+            billed_tokens=reply.tokens,
             thought=thought,
         )
 

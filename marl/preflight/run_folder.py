@@ -14,7 +14,7 @@ from typing import Any
 
 from marl.config.errors import ConfigError
 from marl.config.identity import identity_of, key_of, refused, settings_of
-from marl.preflight.unfinished import LOCK, RUN, STAMPED, go_on_with, mark_finished
+from marl.preflight.unfinished import BEGUN, LOCK, RUN, STAMPED, go_on_with, mark_finished
 from marl.utils import folders
 from marl.utils.manifest import Damaged, replace_text
 
@@ -74,7 +74,8 @@ def origin_of(settings: Any, folder: Path) -> Path | None:
     if settings.resume_mode == "resume_path":
         return named_origin(Path(settings.resume_from_path).expanduser().resolve(), folder, bool(results))
     if not results:
-        return None
+        goes_on = settings.resume_mode == "auto" and any(folder.glob(BEGUN))
+        return folder if goes_on else None
     if settings.resume_mode == "disable":
         raise ConfigError(
             f"trainer.default_local_dir={folder} holds the results of a run, and trainer.resume_mode=disable would write over "

@@ -21,6 +21,8 @@ STAMPED = re.compile(r"\d{8}-\d{6}-\w{4}-seed\d+")
 """A folder that ``${new_run:}`` named."""
 RUN, LOCK, FINISHED = "run.json", ".lock", "finished"
 LENGTH = re.compile(r"trainer\.total_(training_steps|epochs)")
+BEGUN = "ledger/*"
+"""Files of a run that was killed before its first checkpoint."""
 NEWEST = 20
 """Folders beside a new one that are looked at."""
 
@@ -47,7 +49,8 @@ def unfinished(folder: Path, identity: Mapping[str, Any]) -> Path | None:
     beside = sorted((path for path in folder.parent.glob(f"*-{seed}") if STAMPED.fullmatch(path.name)), reverse=True)
     for path in beside[:NEWEST]:
         saved = json.loads((path / RUN).read_text()) if (path / RUN).is_file() else None
-        if saved is None or FINISHED in saved or not folders.complete(path) or is_running(path):
+        left = folders.complete(path) or [*path.glob(BEGUN)]
+        if saved is None or FINISHED in saved or not left or is_running(path):
             continue
         different = settings_that_differ(saved, identity)
         if not different:

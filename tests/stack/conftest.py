@@ -17,7 +17,8 @@ from tests.builders import Live
 ROOT = Path(__file__).parents[2]
 
 
-UNBOUND = ("trainer.resume_mode=disable", "trainer.max_actor_ckpt_to_keep=null")
+UNBOUND = ("trainer.resume_mode=disable", "trainer.max_actor_ckpt_to_keep=null", "controller.ledger=false")
+"""A run of its own, without a ledger: tests play the same step again and again."""
 SMALL = ("data.train_batch_size=4", "actor_rollout_ref.rollout.n=4", "trainer.logger=[]", *UNBOUND)
 
 

@@ -126,6 +126,26 @@ def gone(pids):
 TIMED = ("timing_s/", "perf/", "/mfu", "/worker_seconds")
 
 
+@pytest.mark.slow
+def test_workers_go_on_from_each_others_ledgers(live, spread, tmp_path):
+    """Two workers play a step; the driver alone, then two others, find every turn and score, and write none."""
+
+    def records():
+        return [
+            len(line) for path in tmp_path.glob("ledger/*/*.jsonl") for line in path.read_bytes().splitlines() if line
+        ]
+
+    kept = ("controller.ledger=true", f"trainer.default_local_dir={tmp_path}")
+    with spread(2, *kept):
+        first, _ = played(live)
+    assert sum(path.stat().st_size > 0 for path in tmp_path.glob("ledger/*/*.jsonl")) == 2
+    written = sorted(records())
+    for workers in (0, 2):
+        with spread(workers, *kept):
+            again, _ = played(live)
+        assert contents(again) == contents(first) and sorted(records()) == written
+
+
 def test_episodes_metrics_and_weights_are_the_same_whoever_plays(live, spread):
     """0, 1 and 2 workers, to the last bit: training samples, a validation, and a step with its metrics."""
     trainer = live.trainer

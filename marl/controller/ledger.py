@@ -1,0 +1,168 @@
+"""The ledger of a run: turns and scores, written as they end, so that a killed run goes on from the interrupted turn.
+
+``<run>/ledger/step_N`` holds one file per process that generated, a record per line, its CRC-32 in front. A resumed run finds
+there what it asks for again: a record is known by its seed, which names run, step, task, sample, agent and round, and by a digest
+of all that decides it. What is not found is generated.
+"""
+
+import json
+import logging
+import os
+import shutil
+import socket
+import time
+import zlib
+from array import array
+from base64 import b64decode, b64encode
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from marl.types import Score, Turn
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "ledger"
+PLAIN = ("text", "thought", "policy", "stop_reason", "version", "branch", "kept", "answers", "trained", "billed_tokens")
+"""Fields of a turn that JSON holds as they are."""
+ARRAYS = {"prompt_ids": "i", "response_ids": "i", "response_mask": "b", "log_probs": "d"}
+"""Fields that are lists of numbers, with the type of each number."""
+Key = tuple[str, int, str]
+"""Kind of the record, its seed, and the digest of what decides it."""
+
+
+class Ledger:
+    """One process's view: it reads what earlier processes of the run wrote, and appends what is new.
+
+    It finds nothing of its own: an episode that is played again after an error is played, not read.
+    """
+
+    def __init__(self, root: Path | None) -> None:
+        """``root``: the run's folder; None keeps no ledger."""
+        self.root = root and root / FOLDER
+        self.step = -1
+        self.file: BinaryIO | None = None
+        self.known: dict[Key, Any] = {}
+
+    def open(self, step: int) -> None:
+        """Read what is known of a step, and append to it from now on."""
+        if self.root is None or step == self.step:
+            return
+        self.close()
+        folder = folder_of(self.root, step)
+        self.known, self.step = read_step(folder), step
+        folder.mkdir(parents=True, exist_ok=True)
+        self.file = open(folder / f"{socket.gethostname()}_{os.getpid()}.jsonl", "ab", buffering=0)  # noqa: SIM115 - open for the whole step
+        if self.file.tell():
+            self.file.write(b"\n")  # what a killed process of this number was writing ends here
+
+    def close(self) -> None:
+        if self.file is not None:
+            os.fsync(self.file.fileno())
+            self.file.close()
+            self.file = None
+
+    def digest(self, *deciding: Any) -> str:
+        """Digest of all that decides a record, which has to be the same when it is read."""
+        if self.root is None:
+            return ""
+        text = json.dumps(deciding, sort_keys=True, default=str).encode()
+        return blake2b(text, digest_size=8).hexdigest()
+
+    def find(self, kind: str, name: int, of: str) -> Any:
+        """The content of a record, or None."""
+        return self.known.get((kind, name, of))
+
+    def add(self, kind: str, name: int, of: str, content: Any) -> None:
+        """Append a record. One whose content JSON cannot hold is left out, and made again by a resumed run."""
+        if self.file is None:
+            return
+        try:
+            text = json.dumps({"kind": kind, "name": name, "of": of, "at": time.time(), "content": content}).encode()
+        except (TypeError, ValueError) as error:
+            logger.debug("a %s is not in the ledger: %s", kind, error)
+            return
+        self.file.write(b"%08x %s\n" % (zlib.crc32(text), text))
+
+    def turn(self, seed: int, of: str) -> Turn | None:
+        content = self.find("turn", seed, of)
+        return None if content is None else turn_of(content, seed)
+
+    def add_turn(self, turn: Turn, seed: int, of: str) -> None:
+        self.add("turn", seed, of, turn_content(turn))
+
+    def score(self, turn: Turn, of: str) -> Score | None:
+        content = self.find("score", turn.seed, of)
+        return None if content is None else Score(**content)
+
+    def add_score(self, turn: Turn, score: Score, of: str) -> None:
+        if score.failure is None:  # a failure may be the machine's: it is scored again
+            self.add("score", turn.seed, of, score_content(score))
+
+
+def folder_of(root: Path, step: int) -> Path:
+    return root / f"step_{step}"
+
+
+def turn_content(turn: Turn) -> dict[str, Any]:
+    arrays = {name: packed(kind, getattr(turn, name)) for name, kind in ARRAYS.items()}
+    score = None if turn.score is None else score_content(turn.score)
+    plain = {name: getattr(turn, name) for name in PLAIN}
+    return {
+        "agent": turn.agent,
+        "round": turn.round,
+        "observation": turn.observation,
+        **plain,
+        **arrays,
+        "score": score,
+    }
+
+
+def turn_of(content: Mapping[str, Any], seed: int) -> Turn:
+    arrays = {name: unpacked(kind, content[name]) for name, kind in ARRAYS.items()}
+    score = None if content["score"] is None else Score(**content["score"])
+    return Turn(**{**content, **arrays, "score": score}, seed=seed)
+
+
+def score_content(score: Score) -> dict[str, Any]:
+    return {"value": score.value, "answer": score.answer, "extra": dict(score.extra), "penalty": score.penalty}
+
+
+def packed(kind: str, numbers: Sequence[float]) -> str:
+    """Numbers in full precision."""
+    return b64encode(array(kind, numbers).tobytes()).decode()
+
+
+def unpacked(kind: str, text: str) -> list[Any]:
+    numbers = array(kind)
+    numbers.frombytes(b64decode(text))
+    return numbers.tolist()
+
+
+def read_step(folder: Path) -> dict[Key, Any]:
+    """All records of a step, the latest of each; a line that was cut off, or that the disk damaged, is none."""
+    records = [record for path in sorted(folder.glob("*.jsonl")) for record in read_file(path)]
+    records.sort(key=lambda record: record["at"])
+    return {(record["kind"], record["name"], record["of"]): record["content"] for record in records}
+
+
+def read_file(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_bytes().split(b"\n")
+    return [json.loads(line[9:]) for line in lines if is_whole(line)]
+
+
+def is_whole(line: bytes) -> bool:
+    return line[8:9] == b" " and line[:8] == b"%08x" % zlib.crc32(line[9:])
+
+
+def forget(root: Path, step: int) -> None:
+    """Remove the ledgers of all steps up to ``step``."""
+    for folder in (root / FOLDER).glob("step_*"):
+        number = folder.name.removeprefix("step_")
+        if number.isdecimal() and int(number) <= step:
+            shutil.rmtree(folder)
+
+
+def forget_all(root: Path) -> None:
+    shutil.rmtree(root / FOLDER, ignore_errors=True)
