@@ -43,8 +43,8 @@ class AdapterBank:
         """Rows of the batch that is computed, by adapter."""
 
     def put(self, name: str, weights: Mapping[str, Tensor], scaling: float) -> None:
-        """Take over a whole adapter, new or in place of its former weights. Raises KeyError for a layer or half of a pair that
-        is missing."""
+        """Copy a whole adapter, new or in place of its former weights. Raises KeyError for a layer or half of a pair that is
+        missing."""
         layers = {layer_of(key): None for key in weights}
         for layer in layers:
             missing = [layer + suffix for suffix in SUFFIXES if layer + suffix not in weights]
@@ -55,7 +55,7 @@ class AdapterBank:
             known.pop(name, None)
         like = next(self.model.parameters())
         for layer, module in modules.items():
-            down, up = (weights[layer + suffix].to(like.device, like.dtype) for suffix in SUFFIXES)
+            down, up = (weights[layer + suffix].to(like.device, like.dtype, copy=True) for suffix in SUFFIXES)
             if layer not in self.pairs:
                 module.register_forward_hook(self._hook(layer))
             self.pairs.setdefault(layer, {})[name] = Pair(down, up, scaling)

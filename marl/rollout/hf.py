@@ -17,6 +17,7 @@ from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 from marl.config.policies import ranks_per_server
 from marl.rollout.hf_server import HFServer
 from marl.rollout.vllm_sglang import offset_rank
+from marl.rollout.weights import Weights
 
 LOCAL_SERVERS: dict[str, Any] = {}
 """Servers of this process, by name, where a run has no other (``resources.one_process``)."""
@@ -95,16 +96,16 @@ class HFServerAdapter(BaseRollout):
         if self.rollout_rank == 0:
             await self._server().finish_adapter.remote(name, scaling, global_steps)
 
-    def _buckets(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+    def _buckets(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Weights]:
         """Weights that the first rank of a replica sends at a time. Every rank iterates: gathering a parameter is a collective."""
         limit = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20
-        pending: dict[str, torch.Tensor] = {}
+        pending = Weights()
         for name, tensor in weights:
             if self.rollout_rank == 0:
                 pending[name] = tensor.detach().cpu()
                 if sum(t.nbytes for t in pending.values()) >= limit:
                     yield pending
-                    pending = {}
+                    pending = Weights()
         if pending:
             yield pending
 

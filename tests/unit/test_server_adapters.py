@@ -143,3 +143,10 @@ def test_adapters_that_do_not_fit_are_refused():
         bank.put("red", {"model.embed_tokens.lora_embedding_A": torch.zeros(1, 1)}, 1.0)
     with pytest.raises(KeyError, match="'pink'.*blue, green, red"), bank.routed(["pink"]):
         pass
+
+
+def test_a_bank_keeps_no_memory_of_the_sender():
+    bank = AdapterBank(make_model())
+    weights = weights_of(bank.model, 2, 4)
+    bank.put("red", weights, 1.0)
+    assert {kept.data_ptr() for _, kept in bank.weights("red")}.isdisjoint(sent.data_ptr() for sent in weights.values())
