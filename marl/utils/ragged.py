@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 def jagged(lists: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
     """A nested tensor of these rows."""
     offsets = torch.from_numpy(np.cumsum([0, *map(len, lists)], dtype=np.int64))
-    values = torch.tensor([x for row in lists for x in row], dtype=dtype)
-    return torch.nested.nested_tensor_from_jagged(values, offsets=offsets)
+    values = np.fromiter(chain.from_iterable(lists), torch.empty(0, dtype=dtype).numpy().dtype, int(offsets[-1]))
+    return torch.nested.nested_tensor_from_jagged(torch.from_numpy(values), offsets=offsets)
 
 
 def dense(nested: Tensor) -> Tensor:
