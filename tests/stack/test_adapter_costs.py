@@ -55,8 +55,8 @@ def cpu_seconds(live):
 
 
 def test_four_adapters_cost_what_one_does_with_equal_tokens(adapted, record_property):
-    """CPU seconds of whole steps in pairs, 256 rows of a model of 5 M parameters: games, updates and syncs."""
-    shape = (256, 6, 768, 512, "data.train_batch_size=8", "actor_rollout_ref.rollout.n=8")
+    """CPU seconds of whole steps in pairs, 512 rows of a model of 5 M parameters: games, updates and syncs."""
+    shape = (256, 6, 768, 512, "data.train_batch_size=16", "actor_rollout_ref.rollout.n=8")
     one, four = adapted(*shape, *ONE), adapted(*shape)
     assert [len(live.trainer.policies) for live in (one, four)] == [1, 4]
     for live in (one, four):
