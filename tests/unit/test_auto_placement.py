@@ -49,6 +49,8 @@ A, B = member("a", 10), member("b", 10)
         ([A, member("c", 10, work=9), B], (1, 2, 24), {"shared_1": (["a", "b"], 1, 1), "c": (["c"], 1, 1)}),
         # a server of two ranks
         ([member("a", 10, per_server=2), B], (1, 3, 16), {"a": (["a"], 2, 1), "b": (["b"], 1, 1)}),
+        # the third rank would be half of a server
+        ([member("a", 10, per_server=2)], (1, 3, 16), {"a": (["a"], 2, 1)}),
         # a node's ranks are on one machine: 3 ranks do not divide over two machines
         ([member("a", 40)], (2, 2, 16), {"a": (["a"], 2, 2)}),
         # a third rank would have no row

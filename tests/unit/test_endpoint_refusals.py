@@ -5,7 +5,7 @@ import pytest
 from marl.cluster.failures import GroupFailed
 from marl.rollout.endpoint import EndpointError, TryAgain
 from marl.types import ContextOverflow
-from tests.asking import client_of, many, one, serve
+from tests.asking import act, client_of, many, one, serve
 from tests.judge import Judge, completion
 
 
@@ -30,6 +30,16 @@ def test_a_rate_limit_that_mentions_billing_is_tried_again(text):
     limited = (429, error(text), {"Retry-After": "0.2"})
     judge = Judge(lambda number, _: limited if number == 1 else completion("at last"))
     assert one(judge).text == "at last" and judge.at[1] - judge.at[0] >= 0.2
+
+
+def test_further_attempts_at_a_turn_are_counted_as_retries():
+    judge = Judge(lambda number, _: completion() if number in (1, 4) else (503, "busy"))
+
+    async def twice(client):
+        return [[await act(client), client.server.usage.take()][1] for _ in range(2)]
+
+    first, second = serve(judge, twice)
+    assert (first["requests"], first["retries"]) == (1, 0) and (second["requests"], second["retries"]) == (3, 2)
 
 
 @pytest.mark.parametrize(
