@@ -51,7 +51,7 @@ def timeless(data):
     return {
         key: v
         for key, v in data.items()
-        if not key.startswith(own) and not key.endswith(("mfu", "seconds", "memory_gb"))
+        if not key.startswith(own) and not key.endswith(("mfu", "seconds")) and "memory" not in key
     }
 
 
