@@ -36,15 +36,15 @@ test: $(VENV)/installed
 	$(call both,not slow and not gpu and not vllm)
 
 test-all: $(VENV)/installed
-	$(call both,not gpu and not vllm and not table)
+	$(call both,not gpu and not vllm and not table and not chaos)
 
 # docs/teams.md: every mode of sharing x learner x three seeds
 sharing-table: $(VENV)/installed
 	$(RUN) -m pytest -m slow tests/stack/test_sharing_proofs.py $(ARGS)
 
-# kills inside saves and of whole runs, damaged checkpoints; -s shows how many (docs/runs.md)
+# kills inside saves and rollouts and of whole runs, damaged checkpoints; -s shows how many (docs/runs.md)
 chaos: $(VENV)/installed
-	$(RUN) -m pytest -s -m "not gpu and not vllm" tests/chaos $(ARGS)
+	$(RUN) -m pytest -s -m chaos tests/chaos $(ARGS)
 
 # verl's own vLLM servers on this machine's CPUs (docs/engines.md)
 VLLM_VENV := .venv-vllm

@@ -11,7 +11,7 @@ import torch
 from marl.utils import folders, manifest
 from tests.chaos import saver
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.chaos, pytest.mark.slow]
 NEWEST = "global_step_2"
 FILES = (
     "alice/actor/model_world_size_1_rank_0.pt",

@@ -13,7 +13,7 @@ from marl.utils import folders
 from marl.utils.manifest import MANIFEST, verify
 from tests.chaos import saver
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(900)]
 KILLS = 200
 CALLS = ("fsync", "replace", "open", "unlink", "rmdir", "mkdir", "scandir")
 

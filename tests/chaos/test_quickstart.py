@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(1200)]
 ROOT = Path(__file__).parents[2]
 STEPS = 24
 COMMAND = (

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(1800)]
 KILLS = 100
 RUN = (
     "resources.one_process=true", "trainer.resume_mode=auto", "trainer.logger=[]", "trainer.save_freq=3", "trainer.test_freq=4", "trainer.val_before_train=false",
