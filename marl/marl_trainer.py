@@ -21,7 +21,8 @@ from marl.cluster.weight_arrival import WeightSync
 from marl.cluster.worker_group import WorkerGroup, throughput
 from marl.config.identity import settings_of
 from marl.controller.alternative_rollouts import AlternativeRollouts
-from marl.controller.controller import Collection, Controller, with_turns
+from marl.controller.collection import Collection, with_turns
+from marl.controller.controller import Controller
 from marl.controller.policy_map import PolicyMap
 from marl.controller.task_stream import TaskStream
 from marl.learners import Learner

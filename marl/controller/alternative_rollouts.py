@@ -3,7 +3,8 @@
 import random
 from collections.abc import Callable, Sequence
 
-from marl.controller.controller import Controller, outcomes
+from marl.controller.collection import outcomes
+from marl.controller.controller import Controller
 from marl.learners.extra_rollouts import Tried, Tries
 from marl.runners import together
 from marl.types import Episode, Turn

@@ -1,19 +1,28 @@
 """The controller runs episodes: agent -> policy -> server, and back as recorded, scored turns."""
 
-import asyncio
 import functools
 import logging
-from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from marl.cluster.failures import GroupFailed
 from marl.config.schema import AgentConfig, ControllerConfig
 from marl.controller.client import PolicyClient
+from marl.controller.collection import (
+    Collection,
+    EpisodeLost,
+    EpisodesFailed,
+    Play,
+    collection_of,
+    lost_content,
+    outcomes,
+    to_play_again,
+)
 from marl.controller.endpoint_client import EndpointClient
 from marl.controller.ledger import Ledger
 from marl.controller.policy_map import PolicyMap
+from marl.controller.scores import Accuracy, overlong, score_failure, team_score
 from marl.rewards import Reward, RewardUnavailable
 from marl.rollout.endpoint_usage import usage_metrics
 from marl.runners import Generate, LiveEpisode, RecordedAnswers, Runner, TooManyTurns, play_to_end
@@ -22,166 +31,6 @@ from marl.utils.deadlines import OutOfTime, own_time, waiting_for_others
 from marl.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-Play = tuple[Task, int]
-"""A task, and which of its samples."""
-
-
-class EpisodesFailed(RuntimeError):
-    """Too many episodes of one collection ended in an error."""
-
-
-class EpisodeLost(RuntimeError):
-    """Stands for the error of an episode that the same collection lost before the run was killed."""
-
-
-@dataclass(slots=True)
-class Collection:
-    """Episodes that ended, and why the others were lost."""
-
-    episodes: list[Episode]
-    failures: list[Exception] = field(default_factory=list)
-    lost: list[Play] = field(default_factory=list)
-    """The plays of ``failures``."""
-    retried: int = 0
-    """Number of retried plays."""
-
-    @property
-    def started(self) -> int:
-        """Number of episodes, whether or not they succeeded."""
-        return len(self.episodes) + len(self.failures)
-
-    @property
-    def refused(self) -> int:
-        """Episodes that ended because a conversation grew too long."""
-        return sum(episode.failure == "overflow" for episode in self.episodes)
-
-
-async def outcomes(works: Sequence[Coroutine[Any, Any, T]]) -> list[T | Exception]:
-    """Run all concurrently and return each one's result or error. A failed policy, or a runner that exceeds its own
-    ``most_turns``, cancels the rest and raises."""
-    running = [asyncio.create_task(work) for work in works]
-    try:
-        for ended in asyncio.as_completed(running):
-            try:
-                await ended
-            except (GroupFailed, TooManyTurns):
-                raise
-            except Exception:
-                continue  # given below
-    finally:
-        for task in running:
-            task.cancel()
-    return [outcome(task) for task in running]
-
-
-def outcome(task: asyncio.Task[T]) -> T | Exception:
-    error = task.exception()
-    if error is None:
-        return task.result()
-    if not isinstance(error, Exception):
-        raise error
-    return error
-
-
-def team_score(episode: Episode, no_answer_score: float = 0.0, failure_score: float = 0.0) -> Score:
-    """The runner's own score, else the best score of a turn that gave the team's answer, since only texts are scored.
-
-    The best one: a reward may judge two texts with the same answer differently, and the order of seats decides nothing.
-    """
-    if episode.failure is not None:
-        return Score(failure_score, None, failure=episode.failure)
-    if episode.runner_score is not None:
-        return episode.runner_score
-    if episode.answer is None:
-        return Score(no_answer_score, None)
-    gave = [turn for turn in episode.path if turn.answers and episode.task.extract(turn.text) == episode.answer]
-    scores = [turn.scored for turn in gave]
-    return max(scores, key=lambda score: score.value, default=Score(0.0, episode.answer))
-
-
-def score_failure(episode: Episode, scores: Mapping[AgentId, float]) -> None:
-    """Scores a conversation that ended early, for training: once per agent, at its last turn.
-
-    A turn that is compared with its alternatives keeps its own score, or the best of them would be punished.
-    """
-    for agent in episode.agents:
-        turns = episode.trajectory(agent)
-        for turn in turns:
-            if turn is turns[-1] and not turn.compared:
-                turn.score = turn.scored.for_training(scores[agent])
-            elif not turn.answers:
-                turn.score = turn.scored.for_training(0.0)
-
-
-def overlong(length: int, limit: int, buffer: int) -> float:
-    """Share of the last ``buffer`` tokens before its limit that an answer uses, 0 to 1 (DAPO, arXiv:2503.14476)."""
-    return min(1.0, max(0.0, (length - (limit - buffer)) / buffer))
-
-
-def to_play_again(plays: Sequence[Play], results: Sequence[Episode | Exception], share: float) -> list[int]:
-    """Indices of lost plays, for tasks with less than this share of their samples left."""
-    samples, left = Counter(task.id for task, _ in plays), Counter[str]()
-    for (task, _), result in zip(plays, results, strict=True):
-        left[task.id] += isinstance(result, Episode)
-    return [
-        at
-        for at, ((task, _), result) in enumerate(zip(plays, results, strict=True))
-        if isinstance(result, Exception) and left[task.id] < share * samples[task.id]
-    ]
-
-
-def collection_of(plays: Sequence[Play], results: Sequence[Episode | Exception], retried: int, step: int) -> Collection:
-    """Raises EpisodesFailed where no agent produced a turn, as where all prompts are too long."""
-    lost = [(play, result) for play, result in zip(plays, results, strict=True) if isinstance(result, Exception)]
-    episodes = [result for result in results if isinstance(result, Episode)]
-    if episodes and not any(episode.turns for episode in episodes):
-        raise EpisodesFailed(
-            f"in step {step} no episode has a single turn: {episodes[0].failure_message or 'no agent has acted'}"
-        )
-    return Collection(episodes, [error for _, error in lost], [play for play, _ in lost], retried)
-
-
-def lost_content(collection: Collection) -> dict[str, Any]:
-    """The ledger's record of a collection's lost plays."""
-    errors = [f"{type(error).__name__}: {error}" for error in collection.failures]
-    plays = [(task.id, sample, error) for (task, sample), error in zip(collection.lost, errors, strict=True)]
-    return {"plays": plays, "retried": collection.retried}
-
-
-def with_turns(episodes: Sequence[Episode], step: int) -> list[Episode]:
-    """Drop episodes whose first prompt is too long, as there is nothing to train. Raises EpisodesFailed if none is
-    left."""
-    played = [episode for episode in episodes if episode.turns]
-    if not played:
-        raise EpisodesFailed(
-            f"in step {step} no scored episode has a single turn: {len(episodes)} were refused before their first turn, and the "
-            "others could not be scored; see the warnings above; raise data.max_prompt_length, or fix the reward function"
-        )
-    return played
-
-
-class Accuracy:
-    """Each agent's share of right answers in training so far; one half before it has given any."""
-
-    def __init__(self) -> None:
-        self.right: Counter[AgentId] = Counter()
-        self.given: Counter[AgentId] = Counter()
-
-    def update(self, episodes: Sequence[Episode]) -> None:
-        for turn in (turn for episode in episodes for turn in episode.turns if turn.answers):
-            self.right[turn.agent] += turn.correct
-            self.given[turn.agent] += 1
-
-    def shares(self) -> dict[AgentId, float]:
-        return {agent: (self.right[agent] + 1) / (given + 2) for agent, given in self.given.items()}
-
-    def state_dict(self) -> dict[str, dict[AgentId, int]]:
-        return {"right": dict(self.right), "given": dict(self.given)}
-
-    def load_state_dict(self, state: Mapping[str, Mapping[AgentId, int]]) -> None:
-        self.right, self.given = Counter(state["right"]), Counter(state["given"])
 
 
 class Controller:

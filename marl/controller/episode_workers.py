@@ -20,7 +20,8 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from marl.cluster.failures import GroupFailed, group_failed, said_last
-from marl.controller.controller import Controller, Play, outcomes
+from marl.controller.collection import Play, outcomes
+from marl.controller.controller import Controller
 from marl.rollout.endpoint_usage import Counts
 from marl.runners import TooManyTurns
 from marl.types import Episode, PolicyName, Task

@@ -11,8 +11,9 @@ from omegaconf import DictConfig
 
 from marl.config.errors import ConfigError
 from marl.config.policies import own_settings
-from marl.controller.controller import outcomes, team_score
+from marl.controller.collection import outcomes
 from marl.controller.policy_map import PolicyMap
+from marl.controller.scores import team_score
 from marl.controller.tasks import validation_tasks
 from marl.evaluation.load import load_policy, saved_step
 from marl.report.ensemble_table import Way

@@ -21,7 +21,7 @@ from verl.experimental.agent_loop.agent_loop import register
 
 from marl.cluster.failures import GroupFailed
 from marl.controller.chat import ChatEncoder
-from marl.controller.controller import EpisodesFailed
+from marl.controller.collection import EpisodesFailed
 from tests.stack.builders import gradient, numbers
 
 TOOL_SAYS = "buys 3 more ."

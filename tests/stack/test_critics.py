@@ -12,7 +12,7 @@ from verl.workers.utils.losses import value_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 from marl.batch.build import joint_batch
-from marl.controller.controller import Collection, EpisodesFailed
+from marl.controller.collection import Collection, EpisodesFailed
 from tests.builders import slow_but
 from tests.stack.builders import parameters, valued, with_another_answer
 

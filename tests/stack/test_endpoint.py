@@ -4,7 +4,7 @@ import pytest
 
 from marl.build import build
 from marl.cluster.failures import GroupFailed
-from marl.controller.controller import EpisodesFailed
+from marl.controller.collection import EpisodesFailed
 from marl.evaluation.baselines import untrained
 from tests.judge import Judge, completion, serving
 from tests.stack.builders import plays_again

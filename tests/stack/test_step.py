@@ -12,7 +12,7 @@ from marl.batch.build import joint_batch, pad_rows
 from marl.batch.rows import rows_of
 from marl.cluster.failures import GroupFailed, WeightsNotArrived
 from marl.cluster.weight_probe import ProbeProof
-from marl.controller.controller import EpisodesFailed
+from marl.controller.collection import EpisodesFailed
 from marl.learners import broadcast_to_tokens
 from marl.runners.base import Runner
 from marl.types import Task

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf, open_dict
 from examples import bench_controller
 from marl.build import start_controller
 from marl.cluster.failures import GroupFailed
-from marl.controller.controller import EpisodesFailed
+from marl.controller.collection import EpisodesFailed
 from marl.controller.episode_workers import EpisodeWorkers, SpreadController, spawn
 from marl.run_setup import Setup
 from marl.runners import RUNNERS, Decide, Runner, decide, register_runner

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from marl.config.errors import ConfigError
 from marl.config.schema import ControllerConfig
-from marl.controller.controller import team_score
+from marl.controller.scores import team_score
 from marl.controller.tasks import to_task
 from marl.evaluation.ensemble_answers import Ensemble, Play
 from marl.report import conversation

@@ -13,8 +13,9 @@ from marl.batch.evidence import ballots_of
 from marl.cluster.failures import GroupFailed
 from marl.config.deadlines import Deadline
 from marl.controller.client import PolicyClient
-from marl.controller.controller import EpisodesFailed, score_failure, team_score, with_turns
+from marl.controller.collection import EpisodesFailed, with_turns
 from marl.controller.episode_workers import answer_of
+from marl.controller.scores import score_failure, team_score
 from marl.learners.replay_credit import ReturnOf, team_return
 from marl.rewards import Reward, RewardUnavailable
 from marl.rewards.processes import RewardError

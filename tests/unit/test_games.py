@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from marl.batch.joint import JointBatch
-from marl.controller.controller import team_score
+from marl.controller.scores import team_score
 from marl.envs import GAMES, TABLES, Game, make_game, register_game
 from marl.learners import CREDITS
 from marl.learners.credit import returns_to_go

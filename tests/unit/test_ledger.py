@@ -7,7 +7,7 @@ import os
 import pytest
 
 from marl.cluster.failures import GroupFailed
-from marl.controller.controller import EpisodeLost
+from marl.controller.collection import EpisodeLost
 from marl.controller.ledger import Ledger, forget, forget_all, read_step
 from marl.preflight.run_folder import origin_of
 from marl.types import Score, Turn

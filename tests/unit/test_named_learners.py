@@ -8,7 +8,7 @@ from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.utils.config import omega_conf_to_dataclass
 
 from marl.config.errors import ConfigError
-from marl.controller.controller import overlong
+from marl.controller.scores import overlong
 from marl.preflight.prepare import prepare
 from tests.builders import batch_of, build_learner as build, episode
 

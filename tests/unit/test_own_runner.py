@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from marl.controller.controller import outcomes
+from marl.controller.collection import outcomes
 from marl.runners import RUNNERS, RecordedAnswers, ReplayDiverged, Runner, TooManyTurns, keep, scripted
 from marl.runners.debate import Sees
 from marl.types import Score, Task
