@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from marl.evaluation.load import saved_weights
+from tests.builders import slow_but
 from tests.stack.builders import ADAPTED, adapter_engine, adapter_weights, same_weights, trainable, updated
 
 
@@ -198,7 +199,10 @@ def test_an_unknown_adapter_is_an_error_that_names_the_known(alone):
         live.wait(server.finish_adapter("bob", 1.0, 3))
 
 
-@pytest.mark.parametrize("learner", [("learner=happo",), ("learner=mappo",), ("learner=qmix", "credit=team")], ids=str)
+LEARNERS = (("learner=happo",), ("learner=mappo",), ("learner=qmix", "credit=team"))
+
+
+@pytest.mark.parametrize("learner", slow_but(LEARNERS, ("learner=mappo",)), ids=str)
 def test_learners_see_policies_whatever_they_share(alone, learner):
     live = alone(*ADAPTED, *learner)
     before = {name: adapter_weights(live, name) for name in ("alice", "carol")}

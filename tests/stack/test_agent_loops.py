@@ -190,7 +190,7 @@ def gradient_by_hand(module: Any, rows: Any) -> torch.Tensor:
         pytest.param(["algorithm.rollout_correction.rollout_is=token"], marks=pytest.mark.slow),
         pytest.param(["algorithm.rollout_correction.bypass_mode=true"], marks=pytest.mark.slow),
         ["controller.pack_turns=true", "actor_rollout_ref.model.use_remove_padding=true"],
-        ["learner=ippo", "critic.level=token"],
+        pytest.param(["learner=ippo", "critic.level=token"], marks=pytest.mark.slow),
         pytest.param(
             ["learner=ippo", "critic.level=turn", "actor_rollout_ref.actor.use_kl_loss=true"], marks=pytest.mark.slow
         ),

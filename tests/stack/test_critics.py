@@ -30,9 +30,13 @@ def values_of(live, episodes):
     return grid
 
 
-@pytest.mark.parametrize("level", ["turn", "token"])
-@pytest.mark.parametrize("learner", ["ippo", "mappo"])
-def test_a_peers_text_changes_the_central_critics_values_and_not_the_local_ones(alone, learner, level):
+PAIRS = [*product(("ippo", "mappo"), ("turn", "token"))]
+"""Learners and levels of their critics."""
+
+
+@pytest.mark.parametrize("pair", slow_but(PAIRS, ("ippo", "turn"), ("mappo", "token")), ids="-".join)
+def test_a_peers_text_changes_the_central_critics_values_and_not_the_local_ones(alone, pair):
+    learner, level = pair
     live = alone(f"learner={learner}", f"critic.level={level}")
     episodes = live.episodes()
     before, after = values_of(live, episodes), values_of(live, with_another_answer(episodes))
@@ -89,7 +93,7 @@ def test_the_central_critic_reads_an_episode_once_and_each_speaker_where_the_rou
 
 @pytest.mark.parametrize(
     "pair",
-    slow_but([*product(("ippo", "mappo"), ("turn", "token"))], ("ippo", "token"), ("mappo", "turn")),
+    slow_but(PAIRS, ("ippo", "token"), ("mappo", "turn")),
     ids="-".join,
 )
 def test_a_critic_fits_its_targets(alone, pair):
@@ -148,8 +152,9 @@ def test_a_critic_with_a_tokenizer_of_its_own_values_turns_and_not_tokens(alone,
         alone("learner=ippo", "critic.level=token", f"critic.model.path={folder}", "critic.model.tokenizer_path=null")
 
 
-@pytest.mark.parametrize("learner,level", [("mappo", "turn"), ("mappo", "token"), ("ippo", "turn"), ("ippo", "token")])
-def test_an_episode_that_is_too_long_for_the_critic_costs_itself_alone(alone, monkeypatch, learner, level):
+@pytest.mark.parametrize("pair", slow_but(PAIRS, ("mappo", "token")), ids="-".join)
+def test_an_episode_that_is_too_long_for_the_critic_costs_itself_alone(alone, monkeypatch, pair):
+    learner, level = pair
     live = alone(f"learner={learner}", f"critic.level={level}")
     trainer = live.trainer
     episodes = live.episodes()

@@ -155,7 +155,7 @@ def test_the_commands_of_the_documentation_pass_the_rules(compose_config, monkey
 
 def test_the_documentation_names_every_key_and_its_default():
     rows = dict(re.findall(r"^\| `(\w+)` \| (?:`(.*?)`)? ?\| ", TEAMS, re.MULTILINE))
-    assert len(COMMANDS) == 4 and list(rows) == [option.name for option in fields(Endpoint)]
+    assert len(COMMANDS) == 5 and list(rows) == [option.name for option in fields(Endpoint)]
     for key, shown in rows.items():
         default = getattr(Endpoint(), key)
         assert shown == ("" if default == "" else "null" if default is None else str(default).lower()), key
