@@ -203,7 +203,8 @@ async def build(setup: Setup, cleanup: ExitStack, progress: Any = None) -> Any:
     configs = {name: policy_config(config, name, index, run_id, total_steps) for index, name in enumerate(names)}
     groups, critics = make_groups(setup, configs, cleanup)
     await start_groups(groups, critics)
-    if config.trainer.resume_mode == "disable" or config.trainer.resume_changes:  # its turns are another run's
+    other_run = config.trainer.resume_mode != "auto" or config.trainer.resume_changes
+    if config.controller.ledger and other_run:
         forget_all(Path(config.trainer.default_local_dir))
     controller = await start_controller(setup, groups, tokenizers, run_id, cleanup)
     values = make_critics(setup, critics)

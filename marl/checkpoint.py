@@ -204,11 +204,18 @@ async def resume(trainer: MARLTrainer) -> None:
         trainer.references.load(folder, state["references"]),
     )
     restore(trainer, state)
+    ledger.forget_after_a_gap(trainer.folder, trainer.step_number)
     data, learner, chance = (load_tree(folder / f"{name}.safetensors") for name in ("data", "learner", "random"))
     trainer.tasks.load_state_dict(data)
     load_learner(trainer, learner)
     set_random_states(chance)
     logger.warning("resumed from %s", folder)
+
+
+def end_ledger(trainer: MARLTrainer) -> None:
+    """Remove the ledgers of a run that has come to its end, unless all stay."""
+    trainer.controller.ledger.close()
+    Kept.of(trainer.config).forget_ledgers(trainer.folder, trainer.step_number)
 
 
 def restore(trainer: MARLTrainer, state: Mapping[str, Any]) -> None:

@@ -124,7 +124,7 @@ class MARLTrainer:
                 metrics = await self.step(await self.tasks.next())
                 await self.keep(metrics, last=self.is_over(token_budget))
                 self.progress(self.step_number, self.total_steps, metrics)
-        checkpoint.Kept.of(self.config).forget_ledgers(self.folder, self.step_number)
+        checkpoint.end_ledger(self)
         self.summarise()
 
     def validates_first(self) -> bool:

@@ -159,7 +159,7 @@ async def stage(options: Options, config: DictConfig) -> AsyncIterator[tuple[Tas
     from marl.cluster.session import session
     from marl.preflight.prepare import prepare
 
-    config.trainer.logger = []
+    config.trainer.logger, config.controller.ledger = [], False
     setup = prepare(config)
     with session(setup), ExitStack() as cleanup:
         trainer = await build(setup, cleanup)

@@ -99,7 +99,7 @@ class Controller:
         results, retried = await self._with_retries(plays, step, validate)
         collection = collection_of(plays, results, retried, step)
         if collection.lost or retried:
-            self.ledger.add("lost", step, of, lost_content(collection))
+            self.ledger.add("lost", step, of, lost_content(collection) | {"spent": self.spent()})
         return collection
 
     async def _as_before(self, plays: Sequence[Play], lost: Mapping[str, Any], step: int, validate: bool) -> Collection:
@@ -107,6 +107,7 @@ class Controller:
         errors = {(task, sample): error for task, sample, error in lost["plays"]}
         left = [(task, sample) for task, sample in plays if (task.id, sample) not in errors]
         played = iter((await self._with_retries(left, step, validate))[0])
+        self.go_on_from(lost["spent"])  # lost plays, and first attempts, were billed too
         results = [
             EpisodeLost(errors[task.id, sample]) if (task.id, sample) in errors else next(played)
             for task, sample in plays
@@ -250,7 +251,7 @@ class Controller:
 
     async def judge(self, task: Task, turn: Turn) -> Score:
         """The score with its penalty. Raises RewardUnavailable where no scorer was there, ``max_attempts`` times."""
-        of = self.ledger.digest(task.data_source, task.ground_truth, turn.text)
+        of = self.ledger.digest(task.data_source, task.ground_truth, dict(task.extra), turn.text)
         score = self.ledger.score(turn, of)
         if score is None:
             score = await self._judge(task, turn)

@@ -5,8 +5,10 @@ there what it asks for again: a record is known by its seed, which names run, st
 of all that decides it. What is not found is generated.
 """
 
+import errno
 import json
 import logging
+import math
 import os
 import shutil
 import socket
@@ -14,11 +16,12 @@ import time
 import zlib
 from array import array
 from base64 import b64decode, b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from marl.config.identity import code_fingerprint
 from marl.types import Score, Turn
 
 logger = logging.getLogger(__name__)
@@ -35,13 +38,13 @@ Key = tuple[str, int, str]
 class Ledger:
     """One process's view: it reads what earlier processes of the run wrote, and appends what is new.
 
-    It finds nothing of its own: an episode that is played again after an error is played, not read.
+    It never returns what this process wrote: an episode that is played again after an error is played, not read.
     """
 
     def __init__(self, root: Path | None) -> None:
         """``root``: the run's folder; None keeps no ledger."""
         self.root = root and root / FOLDER
-        self.step = -1
+        self.step, self.last = -1, 0.0
         self.file: BinaryIO | None = None
         self.known: dict[Key, Any] = {}
 
@@ -64,10 +67,10 @@ class Ledger:
             self.file = None
 
     def digest(self, *deciding: Any) -> str:
-        """Digest of all that decides a record, which has to be the same when it is read."""
+        """Digest of all that decides a record, marl's own source files included; it has to be the same when it is read."""
         if self.root is None:
             return ""
-        text = json.dumps(deciding, sort_keys=True, default=str).encode()
+        text = json.dumps([code_fingerprint(), *deciding], sort_keys=True, default=str).encode()
         return blake2b(text, digest_size=8).hexdigest()
 
     def find(self, kind: str, name: int, of: str) -> Any:
@@ -75,15 +78,23 @@ class Ledger:
         return self.known.get((kind, name, of))
 
     def add(self, kind: str, name: int, of: str, content: Any) -> None:
-        """Append a record. One whose content JSON cannot hold is left out, and made again by a resumed run."""
+        """Append a record. One whose content JSON cannot hold is left out, and made again by a resumed run; where the disk is
+        full, the run goes on without a ledger."""
         if self.file is None:
             return
+        self.last = max(time.time(), math.nextafter(self.last, math.inf))  # in order, whatever the clock does
         try:
-            text = json.dumps({"kind": kind, "name": name, "of": of, "at": time.time(), "content": content}).encode()
+            text = json.dumps({"kind": kind, "name": name, "of": of, "at": self.last, "content": content}).encode()
         except (TypeError, ValueError) as error:
             logger.debug("a %s is not in the ledger: %s", kind, error)
             return
-        self.file.write(b"%08x %s\n" % (zlib.crc32(text), text))
+        line = b"%08x %s\n" % (zlib.crc32(text), text)
+        try:
+            if self.file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            logger.warning("no more turns are recorded in %s: %s", self.root, error)
+            self.file, self.root = None, None
 
     def turn(self, seed: int, of: str) -> Turn | None:
         content = self.find("turn", seed, of)
@@ -158,10 +169,24 @@ def is_whole(line: bytes) -> bool:
 
 def forget(root: Path, step: int) -> None:
     """Remove the ledgers of all steps up to ``step``."""
-    for folder in (root / FOLDER).glob("step_*"):
-        number = folder.name.removeprefix("step_")
-        if number.isdecimal() and int(number) <= step:
-            shutil.rmtree(folder)
+    remove(folder for number, folder in numbered(root) if number <= step)
+
+
+def forget_after_a_gap(root: Path, step: int) -> None:
+    """Remove the ledgers of all steps after ``step`` if the next one's is missing: they are of other weights."""
+    if not folder_of(root / FOLDER, step + 1).is_dir():
+        remove(folder for number, folder in numbered(root) if number > step)
+
+
+def numbered(root: Path) -> list[tuple[int, Path]]:
+    """The ledgers of a run with their steps."""
+    names = {folder: folder.name.removeprefix("step_") for folder in (root / FOLDER).glob("step_*")}
+    return [(int(number), folder) for folder, number in names.items() if number.isdecimal()]
+
+
+def remove(found: Iterable[Path]) -> None:
+    for folder in found:
+        shutil.rmtree(folder, ignore_errors=True)  # on NFS, a folder with an open file stays
 
 
 def forget_all(root: Path) -> None:

@@ -45,7 +45,8 @@ def claimed(config: Any) -> Iterator[Path]:
         write_identity(folder, new, origin, saved)
         point_latest_at(folder)
         yield folder
-        mark_finished(folder)
+        if not config.trainer.get("val_only"):
+            mark_finished(folder)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import logging
 import re
 import time
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ logger = logging.getLogger(__name__)
 STAMPED = re.compile(r"\d{8}-\d{6}-\w{4}-seed\d+")
 """A folder that ``${new_run:}`` named."""
 RUN, LOCK, FINISHED = "run.json", ".lock", "finished"
-LENGTH = re.compile(r"trainer\.total_(training_steps|epochs)")
+COMPARED = re.compile(r"trainer\.total_(training_steps|epochs)|resources\.(placement|pools)(\..+)?")
+"""Keys that a resumed run may change, and one that nobody asked to resume must share: its length, and its numbers of ranks."""
 BEGUN = "ledger/*"
 """Files of a run that was killed before its first checkpoint."""
 NEWEST = 20
@@ -29,7 +31,8 @@ NEWEST = 20
 
 def go_on_with(config: Any, folder: Path, identity: Mapping[str, Any]) -> Path:
     """The folder of the newest unfinished run with these settings, which the configuration then names; or else the new one."""
-    found = unfinished(folder, identity) if config.trainer.resume_mode == "auto" else None
+    goes_on = config.trainer.resume_mode == "auto" and not config.trainer.get("val_only")
+    found = unfinished(folder, identity) if goes_on else None
     if found is None:
         return folder
     logger.warning("continuing %s, which did not finish; trainer.resume_mode=disable begins a new run", found)
@@ -42,42 +45,56 @@ def go_on_with(config: Any, folder: Path, identity: Mapping[str, Any]) -> Path:
 
 
 def unfinished(folder: Path, identity: Mapping[str, Any]) -> Path | None:
-    """The newest unfinished run beside a new, time-stamped folder; None if its settings are others, which are named."""
+    """The newest unfinished run with these settings beside a new, time-stamped folder. Where there are only others, the first
+    differences of the newest are named."""
     if STAMPED.fullmatch(folder.name) is None or (folder / RUN).exists():
         return None
     seed = folder.name.rsplit("-", 1)[1]
     beside = sorted((path for path in folder.parent.glob(f"*-{seed}") if STAMPED.fullmatch(path.name)), reverse=True)
-    for path in beside[:NEWEST]:
-        saved = json.loads((path / RUN).read_text()) if (path / RUN).is_file() else None
-        left = folders.complete(path) or [*path.glob(BEGUN)]
-        if saved is None or FINISHED in saved or not left or is_running(path):
-            continue
-        different = settings_that_differ(saved, identity)
-        if not different:
+    interrupted = ((path, record) for path in beside if (record := record_of_interrupted(path)) is not None)
+    others = {}
+    for path, record in islice(interrupted, NEWEST):
+        others[path] = settings_that_differ(record, identity)
+        if not others[path]:
             return path
+    for path, different in [*others.items()][:1]:
         shown = "; ".join(f"{key}: {before} then, {now} now" for key, (before, now) in [*different.items()][:5])
         logger.warning("%s did not finish, and is not continued: it has other settings (%s)", path, shown)
-        return None
     return None
 
 
+def record_of_interrupted(folder: Path) -> dict[str, Any] | None:
+    """``run.json`` of a run that left something to continue from, did not come to its end and is not running; or else None."""
+    if not (folder / RUN).is_file() or not (folders.complete(folder) or any(folder.glob(BEGUN))) or is_running(folder):
+        return None
+    try:
+        record: dict[str, Any] = json.loads((folder / RUN).read_text())
+        comparable(record)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning("%s is not continued: its %s cannot be read (%s: %s)", folder, RUN, type(error).__name__, error)
+        return None
+    return None if FINISHED in record else record
+
+
 def settings_that_differ(saved: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """{key: (saved, new)} of what a resumed run may not change, and of its length."""
+    """{key: (saved, new)} of what a resumed run may not change, and of its length and ranks."""
     new = json.loads(json.dumps(new, default=str))
     before, now = comparable(saved), comparable(new)
-    lengths = {key: (before.get(key), now.get(key)) for key in now if LENGTH.fullmatch(key)}
-    return refused(saved, new, ()) | {key: pair for key, pair in lengths.items() if pair[0] != pair[1]}
+    pairs = {key: (before.get(key), now.get(key)) for key in {*before, *now} if COMPARED.fullmatch(key)}
+    return refused(saved, new, ()) | {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def is_running(folder: Path) -> bool:
-    """True if another process holds the folder."""
+    """True if another process holds the folder, or if that cannot be known, as on a file system without locks."""
     try:
         with open(folder / LOCK) as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # no lock, or a file system without them
+            fcntl.flock(
+                file, fcntl.LOCK_SH | fcntl.LOCK_NB
+            )  # which a file that is open for reading may take on NFS, too
+    except FileNotFoundError:
         return False
+    except OSError:
+        return True
     return False
 
 

@@ -1,5 +1,6 @@
 """A run's identity: what run.json says, what a resumed run may change, and that runs keep to their own folders."""
 
+import fcntl
 import json
 import re
 import shutil
@@ -353,7 +354,9 @@ def test_the_same_command_continues_a_run_that_was_killed_and_leaves_a_finished_
     [
         ({"learner__lam": 0.5}, "learner.lam: 0.9 then, 0.5 now"),
         ({"trainer__total_training_steps": 9}, "trainer.total_training_steps: 5 then, 9 now"),
+        ({"resources__pools": {"pool": [4]}}, "resources.pools.pool: None then, [4] now"),
         ({"trainer__resume_mode": "disable"}, ""),
+        ({"trainer__val_only": True}, ""),
     ],
 )
 def test_a_run_of_other_settings_is_not_continued_and_they_are_named(config, tmp_path, caplog, changes, said):
@@ -372,6 +375,49 @@ def test_a_run_without_a_checkpoint_or_with_another_process_is_not_continued(con
             folders.write_state(inside, {"step": 1})
         with claimed(stamped(tmp_path, config, THIRD)) as other:
             assert other.name == THIRD
+
+
+def test_the_newest_with_these_settings_is_continued_whatever_else_was_killed(config, tmp_path, caplog):
+    """As where a machine lost its power in the middle of a sweep."""
+    first = killed(stamped(tmp_path, config, FIRST), 1)
+    killed(stamped(tmp_path, config, SECOND, learner__lam=0.5), 1)
+    with claimed(stamped(tmp_path, config, THIRD)) as folder:
+        assert folder == first
+    assert "is not continued" not in caplog.text
+
+
+@pytest.mark.parametrize("record", ["{", "{}", "[]", '{"config": 3}'])
+def test_a_record_that_cannot_be_read_costs_its_run_alone(config, tmp_path, caplog, record):
+    first, second = killed(stamped(tmp_path, config, FIRST), 1), killed(stamped(tmp_path, config, SECOND, seed=1), 1)
+    (second / RUN).write_text(record)
+    with claimed(stamped(tmp_path, config, THIRD)) as folder:
+        assert folder == first
+    assert f"{second} is not continued: its run.json cannot be read" in caplog.text
+
+
+def test_a_validation_alone_does_not_finish_a_run(config):
+    folder = killed(config, 1)
+    with claimed(changed(config, trainer__val_only=True)):
+        pass
+    assert "finished" not in json.loads((folder / RUN).read_text())
+
+
+def test_a_run_that_left_turns_alone_is_continued(config, tmp_path):
+    first = killed(stamped(tmp_path, config, FIRST))
+    (first / "ledger" / "step_1").mkdir(parents=True)
+    with claimed(stamped(tmp_path, config, SECOND)) as folder:
+        assert folder == first
+
+
+def test_a_run_may_be_alive_where_there_are_no_locks(config, tmp_path, monkeypatch):
+    killed(stamped(tmp_path, config, FIRST), 1)
+
+    def unsupported(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with claimed(stamped(tmp_path, config, SECOND)) as folder:
+        assert folder.name == SECOND
 
 
 def test_what_a_killed_save_left_is_cleaned_before_the_next_run(config):

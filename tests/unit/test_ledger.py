@@ -1,17 +1,22 @@
 """The ledger of a run: records to the last bit, whatever a kill or the disk left of the file, and episodes that go on from them."""
 
 import asyncio
+import errno
 import math
 import os
+import time
+from types import SimpleNamespace
 
 import pytest
 
 from marl.cluster.failures import GroupFailed
+from marl.controller import ledger
 from marl.controller.collection import EpisodeLost
-from marl.controller.ledger import Ledger, forget, forget_all, read_step
+from marl.controller.ledger import Ledger, forget, forget_after_a_gap, forget_all, read_step
 from marl.preflight.run_folder import origin_of
+from marl.rollout.endpoint_usage import Usage
 from marl.types import Score, Turn
-from tests.builders import collected, controller, task
+from tests.builders import Says, collected, controller, task
 
 TURN = Turn(
     "a", 2, [{"role": "user", "content": "2 + 2 \u2026"}], "four\n", "p", [1, 2**31 - 1], [7, 0, 9], [1, 0, 1],
@@ -21,18 +26,18 @@ TURN = Turn(
 
 
 def written(folder, *turns, of="x"):
-    ledger = Ledger(folder)
-    ledger.open(1)
+    kept = Ledger(folder)
+    kept.open(1)
     for turn in turns:
-        ledger.add_turn(turn, turn.seed, of)
-    ledger.close()
+        kept.add_turn(turn, turn.seed, of)
+    kept.close()
     return next(folder.glob("ledger/step_1/*.jsonl"))
 
 
 def reopened(folder, step=1):
-    ledger = Ledger(folder)
-    ledger.open(step)
-    return ledger
+    kept = Ledger(folder)
+    kept.open(step)
+    return kept
 
 
 def test_a_turn_comes_back_to_the_last_bit(tmp_path):
@@ -61,10 +66,10 @@ def test_a_damaged_line_is_no_record_and_costs_itself_alone(tmp_path, damage):
     path = written(tmp_path, other, TURN)
     first, last = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(first + DAMAGE[damage](last))
-    ledger = reopened(tmp_path)
-    assert ledger.turn(TURN.seed, "x") is None and ledger.turn(5, "x") == other
-    ledger.add_turn(TURN, TURN.seed, "x")  # into the same file, behind what was cut off
-    ledger.close()
+    kept = reopened(tmp_path)
+    assert kept.turn(TURN.seed, "x") is None and kept.turn(5, "x") == other
+    kept.add_turn(TURN, TURN.seed, "x")  # into the same file, behind what was cut off
+    kept.close()
     assert reopened(tmp_path).turn(TURN.seed, "x") == TURN
 
 
@@ -92,10 +97,10 @@ def test_ledgers_are_forgotten_up_to_a_step(tmp_path):
 
 
 def test_without_a_folder_there_is_none():
-    ledger = Ledger(None)
-    ledger.open(1)
-    ledger.add_turn(TURN, TURN.seed, ledger.digest("x"))
-    assert ledger.turn(TURN.seed, ledger.digest("x")) is None
+    none = Ledger(None)
+    none.open(1)
+    none.add_turn(TURN, TURN.seed, none.digest("x"))
+    assert none.turn(TURN.seed, none.digest("x")) is None
 
 
 def asked(team):
@@ -227,14 +232,122 @@ def test_an_episode_that_is_tried_again_is_played_not_read(tmp_path):
     calls = []
 
     def does(agent, round, seed, **_):
-        calls.append(seed)
-        if len(calls) == 4:
+        calls.append((agent, round, seed))
+        if len(calls) == 3:
             raise RuntimeError("once")
         return "4"
 
     team = controller(does, folder=tmp_path, max_error_rate=1.0, min_sample_share=1.0)
-    assert len(collected(team, tasks=2).episodes) == 2
-    assert len(calls) > 8
+    assert len(collected(team).episodes) == 1
+    first = [seed for _, round, seed in calls if round == 1]
+    assert len(first) == 4 and len(set(first)) == 2, "the first round is asked for again, with the same seeds"
+
+
+class Endpoint(Says):
+    """Says what it is billed for."""
+
+    def __init__(self, does=None):
+        super().__init__(*([does] if does else []))
+        self.server = SimpleNamespace(usage=Usage())
+
+    async def act(self, *arguments, **options):
+        turn = await super().act(*arguments, **options)
+        turn.billed_tokens = 10
+        self.server.usage.answered(10)
+        return turn
+
+
+def billed(folder, does=None, **settings):
+    team, client = controller(folder=folder, **settings), Endpoint(does)
+    team.clients, team.endpoints = {"a": client, "b": client}, {"a": client.server.usage}
+    return team
+
+
+def test_what_an_endpoint_billed_is_counted_once(tmp_path):
+    first = billed(tmp_path)
+    collected(first)
+    first.ledger.close()
+    again = billed(tmp_path)
+    collected(again)
+    assert first.spent() == {"a": 40} and again.spent() == {"a": 20}, (
+        "both agents' turns, of which a's policy is an endpoint"
+    )
+
+
+def test_what_lost_episodes_were_billed_is_not_forgotten(tmp_path):
+    def does(agent, round, task, **_):
+        if task.id == "val/1" and round == 2:
+            raise RuntimeError("lost")
+        return "4"
+
+    settings = {"max_attempts": 2, "max_error_rate": 0.5, "min_sample_share": 1.0}
+    first = billed(tmp_path, does, **settings)
+    collected(first, tasks=3)
+    first.ledger.close()
+    again = billed(tmp_path, **settings)
+    collected(again, tasks=3)
+    assert again.spent() == first.spent() == {"a": 3 * 40}, "two episodes of four turns, and two rounds of two"
+
+
+def test_a_full_disk_ends_the_ledger_and_not_the_run(tmp_path, caplog):
+    team = controller(folder=tmp_path)
+    team.ledger.open(1)
+
+    class Full:
+        def write(self, line):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    team.ledger.file = Full()
+    assert len(collected(team).episodes) == 1
+    assert caplog.text.count("no more turns are recorded") == 1 and "No space left" in caplog.text
+
+
+def test_a_line_that_was_written_in_part_ends_the_ledger(tmp_path, caplog):
+    team = controller(folder=tmp_path)
+    team.ledger.open(1)
+
+    class AlmostFull:
+        def write(self, line):
+            return len(line) - 1
+
+    team.ledger.file = AlmostFull()
+    collected(team)
+    assert caplog.text.count("no more turns are recorded") == 1
+
+
+def test_records_are_in_order_whatever_the_clock_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "time", lambda clock=iter([5e9, 4e9, 3e9]): next(clock))
+    later = Turn("a", 2, [], "later", seed=TURN.seed)
+    written(tmp_path, TURN, later)
+    assert reopened(tmp_path).turn(TURN.seed, "x") == later
+
+
+def test_ledgers_after_a_gap_are_of_other_weights(tmp_path):
+    """An older checkpoint than the newest was taken: what followed the newest followed others."""
+    for step in (5, 6, 7):
+        reopened(tmp_path, step).close()
+    forget_after_a_gap(tmp_path, 5)
+    assert len(list(tmp_path.glob("ledger/*"))) == 3
+    forget_after_a_gap(tmp_path, 3)
+    forget_after_a_gap(tmp_path, 7)
+    assert not list(tmp_path.glob("ledger/*"))
+
+
+def test_other_source_files_are_another_run(tmp_path, monkeypatch):
+    finished(tmp_path)
+    monkeypatch.setattr(ledger, "code_fingerprint", lambda: "other")
+    team = controller(folder=tmp_path)
+    collected(team)
+    assert len(asked(team)) == 4
+
+
+def test_what_a_reward_reads_beside_the_text_decides_its_score(tmp_path):
+    finished(tmp_path)
+    other = task()
+    object.__setattr__(other, "extra", {"tolerance": 1})
+    team = controller(folder=tmp_path, reward=lambda **_: 0.0)
+    (episode,) = asyncio.run(team.collect([other], 1, 1)).episodes
+    assert not asked(team) and episode.scored.value == 0.0
 
 
 def test_a_run_that_left_only_a_ledger_is_gone_on_with(tmp_path):
