@@ -377,13 +377,12 @@ def test_a_run_without_a_checkpoint_or_with_another_process_is_not_continued(con
             assert other.name == THIRD
 
 
-def test_the_newest_with_these_settings_is_continued_whatever_else_was_killed(config, tmp_path, caplog):
+def test_the_newest_with_these_settings_is_continued_whatever_else_was_killed(config, tmp_path):
     """As where a machine lost its power in the middle of a sweep."""
     first = killed(stamped(tmp_path, config, FIRST), 1)
     killed(stamped(tmp_path, config, SECOND, learner__lam=0.5), 1)
     with claimed(stamped(tmp_path, config, THIRD)) as folder:
         assert folder == first
-    assert "is not continued" not in caplog.text
 
 
 @pytest.mark.parametrize("record", ["{", "{}", "[]", '{"config": 3}'])
