@@ -10,6 +10,7 @@ from marl.controller.client import PolicyClient
 from tests.stack.builders import parameters
 
 RUN = (
+    "controller.ledger=true",
     "trainer.total_training_steps=2",
     "trainer.save_freq=1",
     "trainer.test_freq=-1",
