@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from marl.evaluation.load import saved_weights
+from marl.utils.marks import marks_of, wait_for
 from tests.builders import slow_but
 from tests.stack.builders import ADAPTED, adapter_engine, adapter_weights, same_weights, trainable, updated
 
@@ -179,8 +180,9 @@ def test_adapters_that_other_ranks_saved_are_refused(alone, tmp_path):
     live = alone(*ADAPTED)
     worker = live.trainer.policies["alice"].workers.worker
     worker.save_adapter("alice", str(tmp_path / "saved"))
-    (file,) = (tmp_path / "saved").glob("adapter_world_size_1_rank_0.pt")
-    file.rename(file.with_name("adapter_world_size_2_rank_0.pt"))
+    wait_for(marks_of(tmp_path / "saved", 1), 60, "")
+    (file,) = (tmp_path / "saved").glob("adapter_world_size_1_rank_0.safetensors")
+    file.rename(file.with_name("adapter_world_size_2_rank_0.safetensors"))
     with pytest.raises(
         ValueError, match=r"saved by another number of ranks, and this run has 1; resume with as many ranks"
     ):
