@@ -34,7 +34,7 @@ class Engine:
     need: float
     """The weight of its claim where several servers share a GPU."""
     share: float
-    """The part of a GPU that is its own, or that all which share one divide."""
+    """Its own share of a GPU, or the total that all servers on that GPU divide."""
 
 
 @dataclass(frozen=True)
