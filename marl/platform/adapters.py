@@ -200,9 +200,9 @@ class AdapterEngine(FSDPEngineWithLMHead):
 def renew_frequencies(module: torch.nn.Module) -> None:
     """Compute rotary frequencies anew: verl casts buffers with the weights, and positions would be off by bf16's rounding."""
     for part in module.modules():
-        old = getattr(part, "inv_freq", None)
-        if old is not None and old.dtype != torch.float32:
-            with torch.device(old.device):
+        old = [buffer for key, buffer in part.named_buffers(recurse=False) if key.endswith("inv_freq")]
+        if any(buffer.dtype != torch.float32 for buffer in old):
+            with torch.device(old[0].device):
                 fresh = type(part)(config=cast(Any, part).config)
             for key, buffer in fresh.named_buffers(recurse=False):
                 setattr(part, key, buffer)
