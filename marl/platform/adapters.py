@@ -3,7 +3,7 @@
 verl's engine works on whatever is active: :meth:`AdapterEngine.use` exchanges the adapter and all that belongs to its update.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,10 +150,7 @@ class AdapterEngine(FSDPEngineWithLMHead):
 
     def merged_weights(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole weights of the base with one adapter added, by their names in a model without PEFT; a collective."""
-        added, scaling = dict(self.adapter_weights(name)), self.adapters[name].scaling
-        for key, weight in self.base_weights():
-            down, up = (added.get(f"{key.removesuffix('.weight')}.lora_{half}.weight") for half in "AB")
-            yield key, weight if down is None or up is None else (weight + (up @ down) * scaling).to(weight.dtype)
+        return merged(self.base_weights(), dict(self.adapter_weights(name)), self.adapters[name].scaling)
 
     def adapter_state(self, name: str) -> dict[str, Any]:
         """This rank's shards of an adapter, and the state of its update."""
@@ -215,6 +212,15 @@ def load_first_weights(model: torch.nn.Module, name: str, file: Path) -> None:
         raise ValueError(f"adapter {name!r}: {file} holds an adapter of other layers or ranks than this run's")
     for key, parameter in own.items():
         parameter.data.copy_(saved[key])
+
+
+def merged(
+    base: Iterable[tuple[str, torch.Tensor]], added: Mapping[str, torch.Tensor], scaling: float
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The base's weights with an adapter's added, by their names in a model without PEFT."""
+    for key, weight in base:
+        down, up = (added.get(f"{key.removesuffix('.weight')}.lora_{half}.weight") for half in "AB")
+        yield key, weight if down is None or up is None else (weight + (up @ down) * scaling).to(weight.dtype)
 
 
 def of_adapters(module: torch.nn.Module, name: str | None = None) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -1,11 +1,14 @@
 """Policies that are adapters on one base (``sharing=lora``): each is updated, served, referred to and saved as if it were alone."""
 
+import threading
+
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from marl.cluster.workers.shard_files import THREAD
 from marl.evaluation.load import saved_weights
 from marl.utils.marks import marks_of, wait_for
 from tests.builders import slow_but
@@ -163,6 +166,27 @@ def test_what_is_saved_is_loaded_by_others(alone, cold_assets, tmp_path):
         torch.testing.assert_close(engine.module.eval()(ids).logits, adapted, atol=1e-5, rtol=0)
     assert float((adapted - before).abs().max()) > 1e-3, "it has learned"
     assert AutoTokenizer.from_pretrained(actor / "huggingface").eos_token_id is not None
+
+
+@pytest.mark.slow
+def test_saves_that_wait_share_one_copy_of_the_base(alone, tmp_path, monkeypatch):
+    """However slow the disk: only adapters wait to be written."""
+    live, copies, disk = alone(*ADAPTED), [], threading.Event()
+    engine, worker = adapter_engine(live), live.trainer.policies["alice"].workers.worker
+    base_weights = engine.base_weights
+    monkeypatch.setattr(engine, "base_weights", lambda: copies.append(1) or base_weights())
+    THREAD.submit(disk.wait, 60)
+    try:
+        for name in ("alice", "carol", "alice"):
+            worker.save_adapter(name, str(tmp_path / f"{name}-{len(copies)}"))
+    finally:
+        disk.set()
+    for name in ("alice-0", "carol-1", "alice-1"):
+        wait_for(marks_of(tmp_path / name, 1), 60, "")
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / name / "huggingface", dtype=torch.float32).state_dict()
+        wanted = dict(engine.merged_weights(name.split("-")[0]))
+        assert all(torch.equal(saved[key], weight) for key, weight in wanted.items())
+    assert len(copies) == 1 + 3, "of which the assertion above made three"
 
 
 @pytest.mark.slow
