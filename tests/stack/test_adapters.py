@@ -175,13 +175,13 @@ def test_saves_that_wait_share_one_copy_of_the_base(alone, tmp_path, monkeypatch
     engine, worker = adapter_engine(live), live.trainer.policies["alice"].workers.worker
     base_weights = engine.base_weights
     monkeypatch.setattr(engine, "base_weights", lambda: copies.append(1) or base_weights())
+    names = ("alice-1", "carol-1", "alice-2")
     THREAD.submit(disk.wait, 60)
     try:
-        for name in ("alice", "carol", "alice"):
-            worker.save_adapter(name, str(tmp_path / f"{name}-{len(copies)}"))
+        for name in names:
+            worker.save_adapter(name.split("-")[0], str(tmp_path / name))
     finally:
         disk.set()
-    names = ("alice-0", "carol-1", "alice-1")
     wait_for([mark for name in names for mark in marks_of(tmp_path / name, 1)], 60, "")
     assert len(copies) == 1
     for name in names:
