@@ -107,10 +107,10 @@ def with_another_answer(episodes, agent="carol", round=1):
     return changed
 
 
-def prepared(live, pack=False, policy="alice"):
+def prepared(live, pack=False, policy="alice", episodes=None):
     """Rows of one policy, ready to train, with a different advantage for every turn."""
     trainer = live.trainer
-    batch = joint_batch(live.episodes(), ["alice", "carol"], trainer.temperatures, pack_turns=pack)
+    batch = joint_batch(episodes or live.episodes(), ["alice", "carol"], trainer.temperatures, pack_turns=pack)
     rows = batch.rows[policy]
     rows["advantages"] = broadcast_to_tokens(
         torch.linspace(-1, 1, batch.mask_ERA.numel()).view(batch.mask_ERA.shape), rows
