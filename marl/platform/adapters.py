@@ -148,10 +148,6 @@ class AdapterEngine(FSDPEngineWithLMHead):
         """Whole copies of the base's weights; a collective."""
         return ((key, whole(weight)) for key, weight in self.base_shards())
 
-    def merged_weights(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole weights of the base with one adapter added, by their names in a model without PEFT; a collective."""
-        return merged(self.base_weights(), dict(self.adapter_weights(name)), self.adapters[name].scaling)
-
     def adapter_state(self, name: str) -> dict[str, Any]:
         """This rank's shards of an adapter, and the state of its update."""
         reshard(self.module)

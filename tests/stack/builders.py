@@ -7,6 +7,7 @@ import torch
 
 from marl.batch.build import joint_batch
 from marl.learners import broadcast_to_tokens
+from marl.platform.adapters import merged
 from marl.report import dump
 from marl.rewards import extractor, hider
 from marl.runners import RecordedAnswers, scripted
@@ -122,6 +123,13 @@ def prepared(live, pack=False, policy="alice", episodes=None):
 def adapter_engine(live, policy="alice"):
     """The engine of one base and several adapters."""
     return live.trainer.policies[policy].workers.worker.engine
+
+
+def merged_weights(live, policy):
+    """Whole weights of the base with one adapter added."""
+    engine = adapter_engine(live)
+    added = dict(engine.adapter_weights(policy))
+    return dict(merged(engine.base_weights(), added, engine.adapters[policy].scaling))
 
 
 def adapter_weights(live, policy):

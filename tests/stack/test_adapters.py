@@ -12,7 +12,15 @@ from marl.cluster.workers.shard_files import THREAD
 from marl.evaluation.load import saved_weights
 from marl.utils.marks import marks_of, wait_for
 from tests.builders import slow_but
-from tests.stack.builders import ADAPTED, adapter_engine, adapter_weights, same_weights, trainable, updated
+from tests.stack.builders import (
+    ADAPTED,
+    adapter_engine,
+    adapter_weights,
+    merged_weights,
+    same_weights,
+    trainable,
+    updated,
+)
 
 
 def test_servers_play_with_every_adapter_bit_for_bit(alone):
@@ -186,7 +194,7 @@ def test_saves_that_wait_share_one_copy_of_the_base(alone, tmp_path, monkeypatch
     assert len(copies) == 1
     for name in names:
         saved = AutoModelForCausalLM.from_pretrained(tmp_path / name / "huggingface", dtype=torch.float32).state_dict()
-        wanted = dict(engine.merged_weights(name.split("-")[0]))
+        wanted = merged_weights(live, name.split("-")[0])
         assert all(torch.equal(saved[key], weight) for key, weight in wanted.items())
 
 
