@@ -131,7 +131,10 @@ class Run:
         return sum(self.wait(ask()))
 
     async def step(self) -> Any:
-        return await self.trainer.step(await self.trainer.tasks.next())
+        """A step and all of its dump, which would go on being written while the clocks stand still."""
+        metrics = await self.trainer.step(await self.trainer.tasks.next())
+        await self.trainer.dumps.flush()
+        return metrics
 
     def steps(self) -> None:
         """Step whenever it is this system's turn. Raises Stopped after the last one."""

@@ -135,7 +135,7 @@ class WorkerGroup:
         return output
 
     def _count_busy(self, ranks: Iterable[tuple[float, float]], within: Span) -> None:
-        """Add what ranks report of a call: how long it took, and the time of day, which nodes have in common, at its end."""
+        """Record each rank's busy span from its duration and wall-clock end; wall clocks are comparable across nodes."""
         offset = time.time() - time.monotonic()
         self.busy += [placed(seconds, ended - offset, within) for seconds, ended in ranks]
 

@@ -21,6 +21,8 @@ SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """PEFT's files of an adapter."""
 OTHER_KINDS = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern")
 """PEFT's settings of adapters that are more than one pair of matrices a layer, all of one rank and scale."""
+PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
+"""PEFT's ``init_lora_weights`` that leave the base as it is; others (PiSSA, OLoRA, CorDA, LoftQ …) take the adapter out of it."""
 LORA_KEYS = {
     "lora_rank": "r",
     "lora_alpha": "lora_alpha",
@@ -90,7 +92,10 @@ def saved_adapter(folder: Path, where: str) -> tuple[dict[str, Any], dict[str, t
     try:
         settings = json.loads((folder / SETTINGS).read_text())
         with safe_open(folder / WEIGHTS, "pt") as file:
-            return settings, {name: tuple(file.get_slice(name).get_shape()) for name in list(file.keys())}
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in list(file.keys())}
+        if not isinstance(settings, dict):
+            raise ValueError(f"{SETTINGS} holds a {type(settings).__name__} in place of settings")
+        return settings, shapes
     except (ValueError, OSError, SafetensorError) as error:
         raise ConfigError(
             f"{where}: it cannot be read: {line(error)}; expected whole files, save the adapter again"
@@ -99,6 +104,11 @@ def saved_adapter(folder: Path, where: str) -> tuple[dict[str, Any], dict[str, t
 
 def check_kind(settings: Mapping[str, Any], model: Any, where: str, key: str) -> None:
     other = [name for name in OTHER_KINDS if settings.get(name)]
+    if settings.get("init_lora_weights") not in PLAIN_STARTS:
+        raise ConfigError(
+            f"{where}: its {SETTINGS} says init_lora_weights={settings['init_lora_weights']}, which changes the base's weights too; "
+            "expected an adapter of an unchanged base; merge it into the base that PEFT changed, and set model.path to the result"
+        )
     if settings.get("peft_type") != "LORA" or other:
         kind = f"{other[0]}={settings[other[0]]}" if other else f"peft_type={settings.get('peft_type')}"
         raise ConfigError(

@@ -3,7 +3,7 @@
 verl's engine works on whatever is active: :meth:`AdapterEngine.use` exchanges the adapter and all that belongs to its update.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,13 +148,6 @@ class AdapterEngine(FSDPEngineWithLMHead):
         """Whole copies of the base's weights; a collective."""
         return ((key, whole(weight)) for key, weight in self.base_shards())
 
-    def merged_weights(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole weights of the base with one adapter added, by their names in a model without PEFT; a collective."""
-        added, scaling = dict(self.adapter_weights(name)), self.adapters[name].scaling
-        for key, weight in self.base_weights():
-            down, up = (added.get(f"{key.removesuffix('.weight')}.lora_{half}.weight") for half in "AB")
-            yield key, weight if down is None or up is None else (weight + (up @ down) * scaling).to(weight.dtype)
-
     def adapter_state(self, name: str) -> dict[str, Any]:
         """This rank's shards of an adapter, and the state of its update."""
         reshard(self.module)
@@ -200,9 +193,9 @@ class AdapterEngine(FSDPEngineWithLMHead):
 def renew_frequencies(module: torch.nn.Module) -> None:
     """Compute rotary frequencies anew: verl casts buffers with the weights, and positions would be off by bf16's rounding."""
     for part in module.modules():
-        old = getattr(part, "inv_freq", None)
-        if old is not None and old.dtype != torch.float32:
-            with torch.device(old.device):
+        old = [buffer for key, buffer in part.named_buffers(recurse=False) if key.endswith("inv_freq")]
+        if any(buffer.dtype != torch.float32 for buffer in old):
+            with torch.device(old[0].device):
                 fresh = type(part)(config=cast(Any, part).config)
             for key, buffer in fresh.named_buffers(recurse=False):
                 setattr(part, key, buffer)
@@ -215,6 +208,15 @@ def load_first_weights(model: torch.nn.Module, name: str, file: Path) -> None:
         raise ValueError(f"adapter {name!r}: {file} holds an adapter of other layers or ranks than this run's")
     for key, parameter in own.items():
         parameter.data.copy_(saved[key])
+
+
+def merged(
+    base: Iterable[tuple[str, torch.Tensor]], added: Mapping[str, torch.Tensor], scaling: float
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The base's weights with an adapter's added, by their names in a model without PEFT."""
+    for key, weight in base:
+        down, up = (added.get(f"{key.removesuffix('.weight')}.lora_{half}.weight") for half in "AB")
+        yield key, weight if down is None or up is None else (weight + (up @ down) * scaling).to(weight.dtype)
 
 
 def of_adapters(module: torch.nn.Module, name: str | None = None) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -20,7 +20,7 @@ from marl.preflight.cluster_plan import Cluster
 from marl.preflight.compatibility import check_facts
 from marl.preflight.memory_plan import Memory, ModelSize, Room, pool_memory, remedy_for_weights, weights_of_rank
 from marl.preflight.plan_report import batch_of, card_bytes, critic_memory, critic_size, member_memory
-from marl.preflight.shared_gpus import MOST, keeps_own_share, need, reserves
+from marl.preflight.shared_gpus import MOST, keeps_own_share, need, reserves, shares_that_fit
 from marl.run_setup import Setup
 
 
@@ -34,7 +34,7 @@ class Engine:
     need: float
     """The weight of its claim where several servers share a GPU."""
     share: float
-    """The part of a GPU that is its own, or that all which share one divide."""
+    """Its own share of a GPU, or the total that all servers on that GPU divide."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def no_place(groups: Sequence[Group], sizes: Sequence[PoolSize | None], cluster:
         next(group for group, size in zip(groups, sizes, strict=True) if size is None) if None in sizes else groups[0]
     )
     for member, room in group.starved(cluster.card):
-        return too_little(group, member, room, cluster.card)
+        return too_little(group, member, room, cluster)
     ranks, members = cluster.machines * cluster.gpus, ", ".join(member.name for member in group)
     return ConfigError(
         f"resources.placement=auto: {members} need {group.peak(ranks) / 1e9:.1f} GB a rank on all {ranks} ranks, each has "
@@ -234,13 +234,22 @@ def no_place(groups: Sequence[Group], sizes: Sequence[PoolSize | None], cluster:
     )
 
 
-def too_little(group: Group, member: Member, room: Room, card: float) -> ConfigError:
+def too_little(group: Group, member: Member, room: Room, cluster: Cluster) -> ConfigError:
     """An error that names the server whose share of a GPU does not hold its weights, and settings with which it would."""
-    among = f", as {len(group)} members share it," if len(group) > 1 else ""
     assert member.engine is not None
-    wider = "a larger cluster, or " if len(group) > 1 else ""
-    remedy = remedy_for_weights(room, member.engine.rollout, card, MOST)
+    engines = {each.name: each.engine.weights for each in group if each.engine is not None}
+    if not room.share:
+        return ConfigError(
+            f"resources.placement=auto: {', '.join(engines)} must share a GPU, and a rollout.gpu_memory_utilization of a policy's own "
+            f"leaves nothing for {member.name}'s server; lower or unset it, or use a larger cluster"
+        )
+    if len(engines) > 1:
+        among, shares = f", as {len(engines)} share it,", shares_that_fit(engines, cluster.card)
+        remedy = "use a larger cluster" + (f", or give each a share of its own: {shares}" if shares else "")
+    else:
+        among, gpus, key = "", cluster.machines * cluster.gpus, f"policies.{member.name}"
+        remedy = remedy_for_weights(room, member.engine.rollout, cluster.card, MOST, gpus, key)
     return ConfigError(
-        f"resources.placement=auto: the weights of {member.name}'s server take {room.needed / 1e9:.1f} GB a rank, its share of a "
-        f"GPU{among} is {room.share / 1e9:.1f} of {card / 1e9:.1f} GB; {wider}policies.{member.name}.{remedy} fit"
+        f"resources.placement=auto: the weights of {member.name}'s server need {room.needed / 1e9:.1f} GB a rank, but its share of a "
+        f"GPU{among} is {room.share / 1e9:.1f} of {cluster.card / 1e9:.1f} GB; {remedy}"
     )

@@ -1,12 +1,14 @@
 """Placement of a run's pools on a cluster that is described in words, ``2x8x80GB``: what fits where, and what would."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from omegaconf import OmegaConf
 
 from marl.config.errors import ConfigError
+from marl.config.kinds import adapter_policies
 from marl.config.placement import PoolSize, Unplaceable, machines_of
 from marl.config.policies import own_settings, ranks_per_server
 from marl.config.schema import PoolConfig
@@ -75,12 +77,35 @@ def too_large(setup: CheckedSetup, cluster: Cluster, peaks: dict[str, float]) ->
         if peak > cluster.card:
             needed = f"pool {name!r} needs {peak / 1e9:.1f} GB a rank, a GPU has {cluster.card / 1e9:.1f} GB"
             yield f"{needed}; {remedy_of(setup, cluster, name)}"
-    for name, own in ((name, own_settings(setup.config, name)) for name in setup.pool_by_policy):
-        if room := memory_plan.room_for_weights(own.rollout, setup.sizes[name], cluster.card):
+        yield from starved(setup, cluster, name)
+
+
+def starved(setup: CheckedSetup, cluster: Cluster, pool: str) -> Iterator[str]:
+    """A pool's servers whose weights do not fit into their shares of a GPU."""
+    rollouts = {name: own_settings(setup.config, name).rollout for name in shared_gpus.members_of(setup, pool)}
+    engines = {name: rollout for name, rollout in rollouts.items() if shared_gpus.reserves(rollout)}
+    for name, rollout in engines.items():
+        if room := memory_plan.room_for_weights(rollout, setup.sizes[name], cluster.card):
+            remedy = more_room(setup, cluster, engines) if len(engines) > 1 else more_share(setup, cluster, name, room)
             yield (
-                f"policy {name!r}: the weights of its server take {room.needed / 1e9:.1f} GB a rank, its share of a GPU is "
-                f"{room.share / 1e9:.1f} GB; {memory_plan.remedy_for_weights(room, own.rollout, cluster.card, shared_gpus.MOST)} fit"
+                f"policy {name!r}: the weights of its server need {room.needed / 1e9:.1f} GB a rank, but its share of a GPU is "
+                f"{room.share / 1e9:.1f} GB; {remedy}"
             )
+
+
+def more_share(setup: CheckedSetup, cluster: Cluster, name: str, room: memory_plan.Room) -> str:
+    """A remedy for the only server of a GPU; adapters share the settings of their base."""
+    key = "actor_rollout_ref" if name in adapter_policies(setup.config) else f"policies.{name}"
+    rollout, gpus = own_settings(setup.config, name).rollout, cluster.machines * cluster.gpus
+    return memory_plan.remedy_for_weights(room, rollout, cluster.card, shared_gpus.MOST, gpus, key)
+
+
+def more_room(setup: CheckedSetup, cluster: Cluster, engines: Mapping[str, Any]) -> str:
+    """A remedy for servers that share a GPU: a larger share of one would starve another."""
+    weights = {name: memory_plan.weights_of_rank(rollout, setup.sizes[name]) for name, rollout in engines.items()}
+    shares = shared_gpus.shares_that_fit(weights, cluster.card)
+    apart = "give each policy its own pool, as resources.placement=separate does"
+    return f"{apart}, or each a share of its own: {shares}" if shares else apart
 
 
 def remedy_of(setup: CheckedSetup, cluster: Cluster, pool: str) -> str:

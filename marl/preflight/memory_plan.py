@@ -11,7 +11,8 @@ from marl.config.precision import compute_dtype, dtype_name
 from marl.preflight.batch_plan import PolicyBatch
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
+ADAPTER_BYTES = BYTES["float32"]
+"""Bytes of a number of an adapter under ``sharing=lora``, whatever its base is in."""
 
 CONTEXT = 0.5e9
 """Bytes that a process takes on a GPU before its first tensor; an estimate."""
@@ -56,6 +57,8 @@ class Training:
     checkpointing: bool = True
     reshard: bool = True
     lora_rank: int = 0
+    adapter_bytes: int | None = None
+    """Bytes of an adapter's numbers, gradients and moments; None: those of the base's."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class Memory:
 def training_memory(size: ModelSize, training: Training) -> Memory:
     """Peak memory of one rank of a trained model: P parameters, R ranks, b bytes per master number, c in computation.
 
-    weights P b / R; gradients P b / R; two moments 2 P b / R (LoRA: of its own parameters alone);
+    weights P b / R; gradients P b / R; two moments 2 P b / R (LoRA: of its own parameters alone, in their own precision);
     gathered: the embedding, the head and two layers of P c, and the gradient of one;
     activations, per token and layer: c hidden, and 8 c hidden + 3 c kv + 4 c intermediate for one layer if gradients are
     checkpointed, for every layer if not;
@@ -98,17 +101,17 @@ def training_memory(size: ModelSize, training: Training) -> Memory:
     more copy of the entropy.
     """
     b, c, share = training.master_bytes, training.compute_bytes, 1 / training.ranks
-    trained = training.lora_rank * size.linear_width if training.lora_rank else size.parameters
-    everything = size.parameters + trained * bool(training.lora_rank)
+    adapter = training.lora_rank * size.linear_width * (training.adapter_bytes or b)
+    trained = adapter if training.lora_rank else size.parameters * b
     blocks = size.layers * size.largest_block
     root = max(size.parameters - blocks, size.embedding)
     gathered = root + (2 * size.largest_block if training.reshard else blocks)
     in_layer = c * (8 * size.hidden + 3 * size.kv_width + 4 * size.intermediate)
     kept_layers = 1 if training.checkpointing else size.layers
     return Memory(
-        weights=everything * b * share,
-        gradients=trained * b * share,
-        moments=2 * trained * b * share,
+        weights=(size.parameters * b + adapter) * share,
+        gradients=trained * share,
+        moments=2 * trained * share,
         gathered=(gathered + size.largest_block) * c,
         activations=training.tokens * (size.layers * size.hidden * c + kept_layers * in_layer),
         logits=training.tokens * size.vocabulary * (2 * c + 8),
@@ -140,7 +143,7 @@ def pool_memory(members: Sequence[Memory], asleep: bool) -> float:
     return kept + (max(working, server + sync) if asleep else server + max(working, sync))
 
 
-def training_of(own: Any, batch: PolicyBatch) -> Training:
+def training_of(own: Any, batch: PolicyBatch, adapter_bytes: int | None = None) -> Training:
     return Training(
         ranks=batch.ranks,
         tokens=batch.tokens,
@@ -149,13 +152,21 @@ def training_of(own: Any, batch: PolicyBatch) -> Training:
         checkpointing=own.model.enable_gradient_checkpointing,
         reshard=own.actor.fsdp_config.reshard_after_forward,
         lora_rank=own.model.lora_rank,
+        adapter_bytes=adapter_bytes,
     )
 
 
-def policy_memory(own: Any, batch: PolicyBatch, size: ModelSize, card: float | None, reference: bool = False) -> Memory:
+def policy_memory(
+    own: Any,
+    batch: PolicyBatch,
+    size: ModelSize,
+    card: float | None,
+    reference: bool = False,
+    adapter_bytes: int | None = None,
+) -> Memory:
     """Memory of one rank of a policy: its trainer, its reference and its share of a server. ``card``: an accelerator's
     bytes, where known."""
-    training, rollout = training_of(own, batch), own.rollout
+    training, rollout = training_of(own, batch, adapter_bytes), own.rollout
     memory = training_memory(size, training)
     if reference:
         memory = replace(memory, reference=reference_memory(size, training))
@@ -197,24 +208,35 @@ def weights_of_rank(rollout: Any, size: ModelSize) -> float:
     return size.parameters * BYTES[dtype_name(rollout.dtype)] / among
 
 
-def remedy_for_weights(room: Room, rollout: Any, card: float, most: float) -> str:
-    """Settings with which a server's weights would fit into its share of a GPU, of which servers may take ``most``."""
-    ranks = rollout.tensor_model_parallel_size
-    while room.needed * rollout.tensor_model_parallel_size / ranks >= room.share:
-        ranks *= 2
-    share = math.ceil(100 * room.needed / card) / 100
-    wider = f"rollout.tensor_model_parallel_size={ranks}"
-    return (
-        f"{wider} would, as would rollout.gpu_memory_utilization above {share:g}" if share < most else f"{wider} would"
-    )
+def remedy_for_weights(room: Room, rollout: Any, card: float, most: float, gpus: int, key: str) -> str:
+    """Settings with which the weights of a GPU's only server would fit into its share, on a cluster of so many ``gpus``.
+    ``most``: what servers may take of a GPU; ``key``: whose settings they are."""
+    now, share = rollout.tensor_model_parallel_size, share_for(room.needed, card)
+    wider = (now << doublings for doublings in range(1, gpus.bit_length()) if room.needed / 2**doublings < room.share)
+    ranks = next(wider, gpus + 1)
+    fits = [f"{key}.rollout.tensor_model_parallel_size={ranks}"]
+    if ranks * rollout.pipeline_model_parallel_size > gpus:
+        fits = []
+    if share < most:
+        fits.append(f"{key}.rollout.gpu_memory_utilization above {share:g}")
+    if not fits:
+        return "use a larger cluster or a smaller model"
+    return " would fit, and so would ".join(fits) + ("" if len(fits) > 1 else " would fit")
+
+
+def share_for(weights: float, card: float) -> float:
+    """The part of a GPU that so many bytes take, in hundredths."""
+    return math.ceil(100 * weights / card) / 100
 
 
 def adapter_memory(whole: Memory, own: Any, batch: PolicyBatch, size: ModelSize) -> Memory:
-    """Memory of a policy that is one more adapter on a base and server that are counted already."""
-    numbers = own.model.lora_rank * size.linear_width / batch.ranks
-    trained = numbers * BYTES["float32"]
-    server = numbers * BYTES[dtype_name(own.rollout.dtype)] * batch.servers
-    return replace(whole, weights=trained, gradients=trained, moments=2 * trained, server=server)
+    """Memory of a policy that is one more adapter on a base and server that are counted already. An engine's share of a GPU
+    holds its slots too."""
+    numbers, rollout = own.model.lora_rank * size.linear_width / batch.ranks, own.rollout
+    trained = numbers * ADAPTER_BYTES
+    in_share = rollout.name != "hf" and "kv_cache_memory_bytes" not in engine_settings(rollout)
+    server = 0.0 if in_share else numbers * BYTES[dtype_name(rollout.dtype)] * batch.servers
+    return replace(whole, weights=trained, gradients=trained, moments=2 * trained, server=server, engine=0.0)
 
 
 def critic_memory(critic: Any, ranks: int, size: ModelSize, target: bool = False) -> Memory:

@@ -95,7 +95,8 @@ def pool_members(setup: CheckedSetup, card: float | None) -> tuple[Members, dict
 def member_memory(setup: CheckedSetup, own: DictConfig, batch: PolicyBatch, card: float | None) -> Memory:
     """The memory of one of a policy's ranks: of its server alone where nobody trains it."""
     size, has_reference = setup.sizes[batch.policy], has_reference_here(setup.config, batch.policy, own)
-    memory = memory_plan.policy_memory(own, batch, size, card, has_reference)
+    adapter_bytes = memory_plan.ADAPTER_BYTES if shares_base(setup.config) else None
+    memory = memory_plan.policy_memory(own, batch, size, card, has_reference, adapter_bytes)
     if batch.policy in frozen_policies(setup.config):
         return Memory(server=memory.server, engine=memory.engine)
     probe = probe_row(setup, own, batch)

@@ -81,7 +81,7 @@ def absolutise(config: DictConfig) -> None:
         *(changes.model for changes in config.policies.values() if changes and "model" in changes),
     ]
     for model in models:
-        for key in ("path", "tokenizer_path"):
+        for key in ("path", "tokenizer_path", "lora_adapter_path"):
             if model.get(key):
                 model[key] = absolute(model[key])
     for key in ("train_files", "val_files"):

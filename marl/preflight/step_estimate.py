@@ -2,9 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
-from marl.platform.shapes import MIN_WIDTH
 from marl.preflight.memory_plan import ModelSize
 
 
@@ -42,17 +40,6 @@ def forward(size: ModelSize, row: Row) -> float:
 def training(size: ModelSize, row: Row, checkpointing: bool) -> float:
     """A forward pass, a backward pass of twice as much, and with gradient checkpointing the forward pass again."""
     return (4 if checkpointing else 3) * forward(size, row)
-
-
-def padded(rows: Sequence[Row], budget: int) -> list[Row]:
-    """Rows as a CPU reads them: in micro-batches of at most so many tokens, each padded to the longest of its micro-batch."""
-    from marl.platform.micro_batches import cuts, even_cuts  # imports verl
-
-    ordered = sorted(rows, key=lambda row: -row.length)
-    lengths = [row.length for row in ordered]
-    boundaries = even_cuts(lengths, budget, True, len(cuts(lengths, budget, True)) - 1)
-    groups = [ordered[start:end] for start, end in pairwise(boundaries)]
-    return [Row(max(MIN_WIDTH, group[0].length), row.answer) for group in groups for row in group]
 
 
 def work_of(

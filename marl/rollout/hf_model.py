@@ -1,12 +1,13 @@
 """The model of an ``hf`` server: the trainer's module with an attention that decodes."""
 
+import sys
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from marl.rollout.attention import ATTENTION
-from marl.rollout.masks import other_attention
+from marl.rollout.masks import kinds_of, other_attention, window_of
 
 
 def build_model(model_config: Any, dtype: torch.dtype, device: str, attention: str = ATTENTION) -> PreTrainedModel:
@@ -52,3 +53,13 @@ def check_attention(config: Any, path: str) -> None:
         raise ValueError(
             f"rollout.name=hf computes full attention and sliding windows; {path} has {other}: use vllm or sglang"
         )
+    if window_of(config) is not None and not kinds_of(config.get_text_config()) and not reads_window(kind):
+        raise ValueError(
+            f"{path} has sliding_window={window_of(config)}, and its model is not known to apply it: rollout.name=hf would hide "
+            "tokens that the trainer reads; set model.override_config.sliding_window=null, or use vllm or sglang"
+        )
+
+
+def reads_window(kind: type | None) -> bool:
+    """True if a model class of transformers masks by its configuration's ``sliding_window``, as Mistral's does and Llama's not."""
+    return kind is not None and hasattr(sys.modules[kind.__module__], "create_sliding_window_causal_mask")

@@ -16,7 +16,7 @@ def window_of(config: Any) -> int | None:
 
 
 def other_attention(config: Any) -> str | None:
-    """What a model's attention has beside full layers and sliding windows, which are all that we compute."""
+    """The first attention feature besides full and sliding-window layers; None if there is none."""
     text = config.get_text_config()
     strange = [kind for kind in kinds_of(text) if kind not in (FULL, SLIDING)]
     if strange:

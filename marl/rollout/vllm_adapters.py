@@ -15,11 +15,11 @@ from vllm.lora.request import LoRARequest
 from marl.rollout.adapter_ids import adapter_ids, adapter_ranks
 
 ASKED: ContextVar[LoRARequest | None] = ContextVar("asked", default=None)
-"""Adapter of the request that this task answers; None for the base."""
+"""Adapter named by the request that this task serves; None for the base."""
 
 
 def request_of(name: str, number: int, kind: type[LoRARequest] = LoRARequest, **tensors: Any) -> LoRARequest:
-    """vLLM's name of an adapter. Its path leads nowhere: one that the engine has lost cannot come from elsewhere."""
+    """The request by which vLLM knows an adapter. Its path does not exist, so a lost adapter is never reloaded from disk."""
     return kind(lora_name=name, lora_int_id=number, lora_path=f"/sent-by-the-trainer/{name}", **tensors)
 
 

@@ -11,7 +11,7 @@ Packed = dict[str, tuple[np.ndarray, torch.dtype, torch.Size]]
 
 class Weights(dict[str, torch.Tensor]):
     """Tensors by name. Pickled as numpy arrays, which Ray copies once, into shared memory; a tensor it copies several times.
-    They arrive as a plain dict, and may only be read."""
+    They arrive as a plain dict of read-only tensors."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         packed = {name: (bytes_of(tensor), tensor.dtype, tensor.shape) for name, tensor in self.items()}

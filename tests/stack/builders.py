@@ -7,6 +7,7 @@ import torch
 
 from marl.batch.build import joint_batch
 from marl.learners import broadcast_to_tokens
+from marl.platform.adapters import merged
 from marl.report import dump
 from marl.rewards import extractor, hider
 from marl.runners import RecordedAnswers, scripted
@@ -107,10 +108,10 @@ def with_another_answer(episodes, agent="carol", round=1):
     return changed
 
 
-def prepared(live, pack=False, policy="alice"):
+def prepared(live, pack=False, policy="alice", episodes=None):
     """Rows of one policy, ready to train, with a different advantage for every turn."""
     trainer = live.trainer
-    batch = joint_batch(live.episodes(), ["alice", "carol"], trainer.temperatures, pack_turns=pack)
+    batch = joint_batch(episodes or live.episodes(), ["alice", "carol"], trainer.temperatures, pack_turns=pack)
     rows = batch.rows[policy]
     rows["advantages"] = broadcast_to_tokens(
         torch.linspace(-1, 1, batch.mask_ERA.numel()).view(batch.mask_ERA.shape), rows
@@ -122,6 +123,13 @@ def prepared(live, pack=False, policy="alice"):
 def adapter_engine(live, policy="alice"):
     """The engine of one base and several adapters."""
     return live.trainer.policies[policy].workers.worker.engine
+
+
+def merged_weights(live, policy):
+    """Whole weights of the base with one adapter added."""
+    engine = adapter_engine(live)
+    added = dict(engine.adapter_weights(policy))
+    return dict(merged(engine.base_weights(), added, engine.adapters[policy].scaling))
 
 
 def adapter_weights(live, policy):

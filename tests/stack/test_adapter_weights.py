@@ -4,7 +4,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.stack.builders import ADAPTED, adapter_engine, adapter_weights, same_weights, trainable, updated
+from tests.stack.builders import (
+    ADAPTED,
+    adapter_engine,
+    adapter_weights,
+    merged_weights,
+    same_weights,
+    trainable,
+    updated,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +57,7 @@ def test_merged_models_go_on_as_whole_ones(alone, trained):
         )
     assert whole.step()["agent/carol/log_prob_gap_max"] <= 1e-5
     again = alone(*ADAPTED, f"actor_rollout_ref.model.path={models['carol']}")
-    assert same_weights(dict(adapter_engine(again).base_weights()), dict(adapter_engine(first).merged_weights("carol")))
+    assert same_weights(dict(adapter_engine(again).base_weights()), merged_weights(first, "carol"))
     assert not same_weights(dict(adapter_engine(first).base_weights()), dict(adapter_engine(again).base_weights()))
 
 
@@ -80,5 +88,5 @@ def test_a_base_in_half_precision_trains_its_adapters_in_full(alone, cold_assets
         assert same_weights(adapter_weights(full, name), adapter_weights(half, name))
     half.wait(half.trainer.sync_weights())
     assert half.step()["agent/alice/log_prob_gap_max"] <= 1e-5
-    merged = dict(adapter_engine(half).merged_weights("alice"))
+    merged = merged_weights(half, "alice")
     assert {weight.dtype for weight in merged.values()} == {torch.bfloat16}

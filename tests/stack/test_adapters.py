@@ -1,14 +1,26 @@
 """Policies that are adapters on one base (``sharing=lora``): each is updated, served, referred to and saved as if it were alone."""
 
+import threading
+
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from marl.cluster.workers.shard_files import THREAD
 from marl.evaluation.load import saved_weights
+from marl.utils.marks import marks_of, wait_for
 from tests.builders import slow_but
-from tests.stack.builders import ADAPTED, adapter_engine, adapter_weights, same_weights, trainable, updated
+from tests.stack.builders import (
+    ADAPTED,
+    adapter_engine,
+    adapter_weights,
+    merged_weights,
+    same_weights,
+    trainable,
+    updated,
+)
 
 
 def test_servers_play_with_every_adapter_bit_for_bit(alone):
@@ -165,6 +177,28 @@ def test_what_is_saved_is_loaded_by_others(alone, cold_assets, tmp_path):
 
 
 @pytest.mark.slow
+def test_saves_that_wait_share_one_copy_of_the_base(alone, tmp_path, monkeypatch):
+    """However slow the disk: only adapters wait to be written."""
+    live, copies, disk = alone(*ADAPTED), [], threading.Event()
+    engine, worker = adapter_engine(live), live.trainer.policies["alice"].workers.worker
+    base_weights = engine.base_weights
+    monkeypatch.setattr(engine, "base_weights", lambda: copies.append(1) or base_weights())
+    names = ("alice-1", "carol-1", "alice-2")
+    THREAD.submit(disk.wait, 60)
+    try:
+        for name in names:
+            worker.save_adapter(name.split("-")[0], str(tmp_path / name))
+    finally:
+        disk.set()
+    wait_for([mark for name in names for mark in marks_of(tmp_path / name, 1)], 60, "")
+    assert len(copies) == 1
+    for name in names:
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / name / "huggingface", dtype=torch.float32).state_dict()
+        wanted = merged_weights(live, name.split("-")[0])
+        assert all(torch.equal(saved[key], weight) for key, weight in wanted.items())
+
+
+@pytest.mark.slow
 def test_a_checkpoint_of_another_rank_is_refused(alone):
     live = alone(*ADAPTED)
     state = adapter_engine(live).adapter_state("alice")
@@ -179,8 +213,9 @@ def test_adapters_that_other_ranks_saved_are_refused(alone, tmp_path):
     live = alone(*ADAPTED)
     worker = live.trainer.policies["alice"].workers.worker
     worker.save_adapter("alice", str(tmp_path / "saved"))
-    (file,) = (tmp_path / "saved").glob("adapter_world_size_1_rank_0.pt")
-    file.rename(file.with_name("adapter_world_size_2_rank_0.pt"))
+    wait_for(marks_of(tmp_path / "saved", 1), 60, "")
+    (file,) = (tmp_path / "saved").glob("adapter_world_size_1_rank_0.safetensors")
+    file.rename(file.with_name("adapter_world_size_2_rank_0.safetensors"))
     with pytest.raises(
         ValueError, match=r"saved by another number of ranks, and this run has 1; resume with as many ranks"
     ):

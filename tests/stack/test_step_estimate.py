@@ -1,6 +1,7 @@
 """The work that a plan counts is what an update does: torch's own count of it, and the seconds that it takes."""
 
 import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -9,11 +10,24 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from marl.batch.rows import rows_of
 from marl.modules import pretrained
+from marl.platform.micro_batches import cuts, even_cuts
+from marl.platform.shapes import MIN_WIDTH
 from marl.preflight.model_checks import size_of
-from marl.preflight.step_estimate import Row, forward, padded, training
+from marl.preflight.plan_report import work_by_pool
+from marl.preflight.prepare import prepare
+from marl.preflight.step_estimate import Row, forward, training
 from tests.stack.builders import prepared
 
 PLAIN = ("actor_rollout_ref.model.enable_gradient_checkpointing=false", "controller.pack_turns=false")
+
+
+def padded(rows, budget):
+    """Rows as a CPU reads them: in micro-batches of at most so many tokens, each padded to the longest of its micro-batch."""
+    ordered = sorted(rows, key=lambda row: -row.length)
+    lengths = [row.length for row in ordered]
+    boundaries = even_cuts(lengths, budget, True, len(cuts(lengths, budget, True)) - 1)
+    groups = [ordered[start:end] for start, end in pairwise(boundaries)]
+    return [Row(max(MIN_WIDTH, group[0].length), row.answer) for group in groups for row in group]
 
 
 def counted(group, rows):
@@ -25,7 +39,8 @@ def counted(group, rows):
     return sum(forward(size, row) for row in shapes), update
 
 
-@pytest.mark.parametrize("budget", [8192, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [8192, 200])
 def test_an_update_and_a_forward_pass_are_counted_within_15_percent(alone, budget):
     live = alone(*PLAIN, f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={budget}")
     rows, group = prepared(live), live.trainer.policies["alice"]
@@ -37,6 +52,28 @@ def test_an_update_and_a_forward_pass_are_counted_within_15_percent(alone, budge
     with FlopCounterMode(display=False) as updated:
         live.wait(group.update_actor(rows))
     assert counted(group, rows) == pytest.approx((read.get_total_flops(), updated.get_total_flops()), rel=0.15)
+
+
+def longest(episodes, prompt, answer):
+    """The same episodes, as if every prompt and every answer were as long as it may be."""
+    for turn in (turn for episode in episodes for turn in episode.turns):
+        turn.prompt_ids = (turn.prompt_ids * prompt)[:prompt]
+        turn.response_ids, turn.log_probs = (turn.response_ids * answer)[:answer], (turn.log_probs * answer)[:answer]
+        turn.response_mask = [1] * answer
+    return episodes
+
+
+def test_a_plan_counts_the_longest_rows_within_15_percent(alone):
+    live = alone(*PLAIN, "controller.old_log_probs=trainer")
+    group, rollout = live.trainer.policies["alice"], live.trainer.config.actor_rollout_ref.rollout
+    rows = prepared(live, episodes=longest(live.episodes(), rollout.prompt_length, rollout.response_length))
+    ((_, planned),) = work_by_pool(prepare(live.trainer.config))["alice"]
+    with FlopCounterMode(display=False) as read:
+        live.wait(group.compute_log_prob(rows))
+    with FlopCounterMode(display=False) as updated:
+        live.wait(group.update_actor(rows))
+    counts = (read.get_total_flops(), updated.get_total_flops())
+    assert (planned.log_probs, planned.update) == pytest.approx(counts, rel=0.15)
 
 
 @pytest.fixture

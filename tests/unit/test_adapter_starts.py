@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from marl.config.errors import ConfigError
 from marl.modules.adapters import check_start, first_weights
-from marl.preflight.prepare import prepare
+from marl.preflight.prepare import absolutise, prepare
 
 KEY = "policies.alice.model"
 OWN = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
@@ -67,11 +67,33 @@ def test_an_adapter_that_does_not_fit_is_refused(start, case):
     ],
 )
 def test_an_adapter_of_another_kind_is_refused(start, saved, tmp_path, settings, says):
-    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
-    file = tmp_path / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
     with pytest.raises(ConfigError, match=f"{says}.*expected plain LoRA"):
-        start(tmp_path)
+        start(changed(saved, tmp_path, lambda own: own | settings))
+
+
+def changed(saved, folder, text_of):
+    """A copy of an adapter with other settings."""
+    shutil.copytree(saved, folder, dirs_exist_ok=True)
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(text_of(json.loads(file.read_text()))))
+    return folder
+
+
+@pytest.mark.parametrize("how", ["pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga"])
+def test_an_adapter_of_a_base_that_its_start_changed_is_refused(start, saved, tmp_path, how):
+    folder = changed(saved, tmp_path, lambda settings: settings | {"init_lora_weights": how})
+    with pytest.raises(ConfigError, match=f"init_lora_weights={how}, which changes the base.*merge it into the base"):
+        start(folder)
+
+
+@pytest.mark.parametrize("how", [None, False, "gaussian", "eva"])
+def test_plain_starts_are_accepted(start, saved, tmp_path, how):
+    start(changed(saved, tmp_path, lambda settings: settings | {"init_lora_weights": how}))
+
+
+def test_settings_that_are_none_are_refused(start, saved, tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read: .*adapter_config.json holds a list.*whole files"):
+        start(changed(saved, tmp_path, lambda settings: [settings]))
 
 
 def test_a_file_that_was_cut_short_is_refused(start, saved, tmp_path):
@@ -85,10 +107,7 @@ def test_a_base_of_another_name_is_warned_of(start, saved, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         start()
         assert not caplog.text
-        shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
-        file = tmp_path / "adapter_config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "org/other"}))
-        start(tmp_path)
+        start(changed(saved, tmp_path, lambda settings: settings | {"base_model_name_or_path": "org/other"}))
     assert "was trained on org/other, and this run puts it on" in caplog.text
 
 
@@ -96,6 +115,21 @@ def test_a_start_is_checked_before_anything_runs(compose_config, cold_assets, sa
     words = (f"assets={cold_assets}", "sharing=lora", f"+{KEY}.lora_adapter_path={saved}")
     with pytest.raises(ConfigError, match=rf"{KEY}.lora_adapter_path=.*its r is 4, and {KEY}.lora_rank=16"):
         prepare(compose_config(*words))
+
+
+@pytest.mark.parametrize("path", ["adapter", "~/adapter"])
+def test_a_folder_is_made_absolute(tmp_path, monkeypatch, path):
+    """Workers have other working directories."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "adapter").mkdir()
+    config = OmegaConf.create({
+        "actor_rollout_ref": {"model": {}}, "critic": {"model": {}}, "data": {"train_files": [], "val_files": []},
+        "policies": {"alice": {"model": {"lora_adapter_path": path}}},
+        "trainer": dict.fromkeys(("default_local_dir", "rollout_data_dir", "validation_data_dir", "resume_from_path")),
+    })  # fmt: skip
+    absolutise(config)
+    assert config.policies.alice.model.lora_adapter_path == str(tmp_path / "adapter")
 
 
 def test_an_adapter_starts_from_nothing_where_no_folder_is_named():

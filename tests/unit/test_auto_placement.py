@@ -109,7 +109,7 @@ def test_engines_that_reserve_memory_share_a_gpu_where_there_is_one(config, monk
     assert own_settings(two.config, "alice").rollout.gpu_memory_utilization == 0.75
 
 
-ROLLOUT = OmegaConf.create({"tensor_model_parallel_size": 1})
+ROLLOUT = OmegaConf.create({"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1})
 
 
 def server(name, weights, share=0.5, shares=True, need=None):
@@ -121,22 +121,40 @@ def server(name, weights, share=0.5, shares=True, need=None):
 def test_weights_must_fit_into_their_servers_share():
     assert placed([server("a", 4)], 1, 1, 10) == {"a": (["a"], 1, 1)}
     said = (
-        r"placement=auto: the weights of a's server take 6.0 GB a rank, its share of a GPU is 5.0 of 10.0 GB; policies.a."
-        r"rollout.tensor_model_parallel_size=2 would, as would rollout.gpu_memory_utilization above 0.6 fit"
+        r"placement=auto: the weights of a's server need 6.0 GB a rank, but its share of a GPU is 5.0 of 10.0 GB; policies.a."
+        r"rollout.tensor_model_parallel_size=2 would fit, and so would policies.a.rollout.gpu_memory_utilization above 0.6$"
     )
     with pytest.raises(ConfigError, match=said):
-        placed([server("a", 6)], 1, 1, 10)
+        placed([server("a", 6)], 1, 2, 10)
     with pytest.raises(ConfigError, match=r"tensor_model_parallel_size=4 would fit$"):
         placed([server("a", 12)], 1, 8, 10)
+
+
+@pytest.mark.parametrize(
+    "weights,gpus,remedy",
+    [
+        (6, 1, "GB; policies.a.rollout.gpu_memory_utilization above 0.6 would fit$"),  # two ranks have no place
+        (12, 2, "GB; use a larger cluster or a smaller model$"),
+    ],
+)
+def test_no_more_ranks_are_suggested_than_there_are_gpus(weights, gpus, remedy):
+    with pytest.raises(ConfigError, match=remedy):
+        placed([server("a", weights)], 1, gpus, 10)
 
 
 @pytest.mark.parametrize(
     "members,said",
     [
         # half of 10 GB, divided by need: 2.5 GB for each
-        ([server("a", 3), server("b", 2, need=3)], r"a's server take 3.0 GB a rank, .* as 2 members share it, is 2.5 of 10.0 GB"),
+        ([server("a", 3), server("b", 2, need=3)], 
+         r"a's server need 3.0 GB a rank, .* as 2 share it, is 2.5 of 10.0 GB; use a larger cluster, or give each a share of its "
+         r"own: policies.b.rollout.gpu_memory_utilization above 0.2, policies.a.rollout.gpu_memory_utilization above 0.3$"),
         # b takes .3 of the GPU for itself, and leaves .2
-        ([server("a", 3), server("b", 2, 0.3, shares=False)], r"a's server take 3.0 GB .* is 2.0 of 10.0 GB; a larger cluster, or"),
+        ([server("a", 3), server("b", 2, 0.3, shares=False)], r"a's server need 3.0 GB .* is 2.0 of 10.0 GB; use a larger cluster, or"),
+        # together they take the whole GPU
+        ([server("a", 4.5), server("b", 4.5)], r"a's server need 4.5 GB .* is 2.5 of 10.0 GB; use a larger cluster$"),
+        # b takes all that there is
+        ([server("a", 3), server("b", 2, 0.5, shares=False)], r"b, a must share a GPU, and .* leaves nothing for a's server; lower or unset"),
     ],
 )  # fmt: skip
 def test_members_that_would_starve_each_other_do_not_share_a_gpu(members, said):

@@ -1,12 +1,15 @@
 """The arithmetic of ``benchmarks/``: ratios, order of steps, equal work, the regression check. No system is started."""
 
+import asyncio
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +20,7 @@ from benchmarks.interleave import Child, SystemFailed, interleave, turns
 from benchmarks.ratios import KEYS, Spread, WorkDiffers, paired, paired_rates, require_same_work, require_training
 from benchmarks.run import Bench, as_json, parse, table
 from benchmarks.work import Load, questions, score
+from marl.utils.background import Background
 
 
 def step(cpu=1.0, changed=True, rollout=0.5, **work):
@@ -221,6 +225,23 @@ for sum in (1.0, 2.0):
     gate.stop_clocks()
     gate.report(Work(samples=3), sum)
 """
+
+
+def test_a_step_of_ours_ends_with_its_dump():
+    from benchmarks.systems.ours import Run
+
+    dumps, written = Background("a dump"), []
+
+    async def step(tasks):
+        dumps.start(lambda: time.sleep(0.05) or written.append(tasks))
+        return {"score": 1.0}
+
+    async def next_tasks():
+        return "tasks"
+
+    run = object.__new__(Run)
+    run.trainer = SimpleNamespace(step=step, tasks=SimpleNamespace(next=next_tasks), dumps=dumps)
+    assert asyncio.run(run.step()) == {"score": 1.0} and written == ["tasks"]
 
 
 def test_a_system_pays_for_its_children_and_its_noise_goes_to_its_log(tmp_path):

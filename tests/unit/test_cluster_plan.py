@@ -10,7 +10,7 @@ from marl.commands import plan
 from marl.config.errors import ConfigError
 from marl.config.placement import PoolSize
 from marl.preflight.cluster_plan import Cluster, cluster_plan
-from marl.preflight.memory_plan import room_for_weights
+from marl.preflight.memory_plan import Room, remedy_for_weights, room_for_weights
 from marl.preflight.plan_report import peaks_of, pool_members
 from marl.preflight.prepare import prepare
 
@@ -89,6 +89,45 @@ def test_a_share_that_is_too_small_for_its_servers_weights_does_not_fit():
     for name, ranks, room in (("vllm", 1, (65.6e9, 48e9)), ("vllm", 2, None), ("hf", 1, None)):
         rollout = OmegaConf.create(judge | {"name": name, "tensor_model_parallel_size": ranks})
         assert room_for_weights(rollout, size, 80e9) == (room and pytest.approx(room))
+
+
+@pytest.fixture
+def starved(setup, monkeypatch):
+    """What is said of servers' weights, where a GPU is so many times the weights of one."""
+    monkeypatch.setattr("marl.cluster.session.fitting_platform", lambda device: None)
+
+    def starved(times, *overrides):
+        made = setup("hardware=gpu", *overrides)
+        card = times * 2 * made.sizes["alice"].parameters
+        return [said for said in cluster_plan(made, Cluster(1, 1, card))[1] if "the weights of its server" in said]
+
+    return starved
+
+
+def test_adapters_have_one_server_together(starved):
+    (said,) = starved(1.25, "sharing=lora", "actor_rollout_ref.rollout.dtype=bfloat16")
+    assert said.endswith("; actor_rollout_ref.rollout.gpu_memory_utilization above 0.8 would fit")
+
+
+@pytest.mark.slow
+def test_servers_that_share_a_gpu_get_shares_that_fit(starved):
+    words = ("resources.placement=colocated", "actor_rollout_ref.rollout.dtype=bfloat16")
+    said = starved(2.5, *words)
+    assert (
+        len(said) == 2 and "its own pool, as resources.placement=separate does, or each a share of its own: " in said[0]
+    )
+    shares = re.findall(r"(policies\.\S+) above ([\d.]+)", said[0])
+    assert [name.split(".")[1] for name, _ in shares] == ["alice", "carol"] and said[0].split("; ")[1] == said[1].split(
+        "; "
+    )[1]
+    assert starved(2.5, *words, *(f"+{key}={float(share) + 0.01}" for key, share in shares)) == []
+    assert all(problem.endswith("as resources.placement=separate does") for problem in starved(2.1, *words))
+
+
+def test_a_share_of_nothing_has_a_remedy_too():
+    rollout = OmegaConf.create({"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1})
+    said = remedy_for_weights(Room(8e9, 0.0), rollout, 80e9, 0.9, 8, "policies.a")
+    assert said == "policies.a.rollout.gpu_memory_utilization above 0.1 would fit"
 
 
 def test_a_pool_that_no_number_of_ranks_saves_says_so(setup):

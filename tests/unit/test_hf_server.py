@@ -304,3 +304,10 @@ def test_the_window_is_the_layers_that_have_one(config, window):
     """The layers' kinds tell it or, as in Mistral, one number for all of them."""
     check_attention(config, "/some/where")
     assert window_of(config) == window
+
+
+def test_a_window_that_the_model_ignores_is_refused():
+    """The trainer would attend to all tokens, and the server to the latest alone."""
+    with pytest.raises(ValueError, match=r"/some/where has sliding_window=16, .*override_config.sliding_window=null"):
+        check_attention(LlamaConfig(sliding_window=16), "/some/where")
+    check_attention(LlamaConfig(sliding_window=None), "/some/where")

@@ -72,14 +72,31 @@ def test_checkpointing_keeps_one_layers_working_set_and_lora_its_own_moments():
 
 
 def test_one_more_adapter_costs_its_own_numbers_and_no_base(compose_config, cold_assets):
-    setup = prepare(compose_config(f"assets={cold_assets}", "sharing=lora", "actor_rollout_ref.model.lora_rank=3"))
+    words = ("actor_rollout_ref.model.lora_rank=3", "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16")
+    setup = prepare(compose_config(f"assets={cold_assets}", "sharing=lora", *words))
     size, own = ModelSize(1000, 200, 4, 10, 20, 5, 50, 150, linear_width=30), own_settings(setup.config, "alice")
     (alice, _) = batch_plan.batch_of(setup.config, dict.fromkeys(setup.config.agents, 2)).policies
-    whole = memory_plan.policy_memory(own, alice, size, None)
+    whole = memory_plan.policy_memory(own, alice, size, None, adapter_bytes=memory_plan.ADAPTER_BYTES)
     more = memory_plan.adapter_memory(whole, own, alice, size)
-    assert (whole.weights, more.weights, more.gradients, more.moments, more.server) == (4360, 360, 360, 720, 360)
+    assert (whole.weights, more.weights, more.gradients, more.moments, more.server) == (2360, 360, 360, 720, 360)
     first, second = [line.split() for line in plan_text(setup).splitlines() if line.split()[:1] == ["shared"]]
-    assert float(first[2]) > 5 * float(second[2]), "the base's weights are counted once"
+    assert float(first[2]) > 2 * float(second[2]), "the base's weights are counted once"
+    assert first[3:5] == second[3:5], "gradients and moments are in full precision whatever the base is in"
+
+
+def test_one_more_adapter_has_no_engine_of_its_own():
+    """Its slot is in the share of a GPU that the first one's server takes."""
+    size, batch = ModelSize(1000, 200, 4, 10, 20, 5, 50, 150, linear_width=30), SimpleNamespace(ranks=2, servers=1)
+    whole = memory_plan.with_engine(Memory(weights=1), engine(), size, 80e9)
+
+    def more(**changes):
+        own = SimpleNamespace(model=SimpleNamespace(lora_rank=3), rollout=engine(**changes))
+        return memory_plan.adapter_memory(whole, own, batch, size)
+
+    assert whole.engine == 1.5e9 and whole.server == 32e9
+    assert (more().engine, more().server, more().sync) == (0.0, 0.0, whole.sync)
+    assert memory_plan.pool_memory([whole, more()], True) - memory_plan.pool_memory([whole], True) == 4 * 180
+    assert more(engine_kwargs={"vllm": {"kv_cache_memory_bytes": 70}}).server == 90, "beside a cache of a given size"
 
 
 def test_an_hf_server_holds_a_copy_and_the_cache_of_its_sequences():

@@ -7,7 +7,7 @@ import pytest
 from marl.preflight.cluster_plan import Cluster, cluster_plan
 from marl.preflight.memory_plan import ModelSize
 from marl.preflight.prepare import prepare
-from marl.preflight.step_estimate import Row, Work, forward, padded, seconds, training, work_of
+from marl.preflight.step_estimate import Row, Work, forward, seconds, training, work_of
 
 SIZE = ModelSize(1100, 200, 2, 16, 32, 8, 50, 400, multiplied=1000, query_width=16)
 # 10 tokens x 800 weights x 2, 4 answer tokens x 200 x 2, 10 x 10 / 2 pairs x 2 layers x 4 x 16
@@ -27,13 +27,6 @@ def test_the_phases_of_a_policy():
     assert work_of(SIZE, 5, Row(10, 4), 2, **options) == Work(7 * ONCE, 5 * ONCE, 0, 30 * ONCE)
     probed = work_of(SIZE, 5, Row(10, 4), 2, **options, probe=Row(10, 4))
     assert probed.probe == 2 * ONCE and probed.total == (7 + 5 + 30 + 2) * ONCE
-
-
-def test_rows_are_padded_to_the_longest_of_their_micro_batch():
-    """Sorted, and no more than 160 tokens with their padding: two rows of 70, then three that begin with 40."""
-    rows = [Row(40, 1), Row(70, 2), Row(33, 3), Row(65, 4), Row(8, 5)]
-    assert padded(rows, 160) == [Row(70, 2), Row(70, 4), Row(40, 1), Row(40, 3), Row(40, 5)]
-    assert padded([Row(8, 5)], 160) == [Row(32, 5)], "a CPU's rows are never narrower"
 
 
 def test_members_of_a_pool_add_up_and_pools_work_at_the_same_time():

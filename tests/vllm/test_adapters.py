@@ -130,7 +130,7 @@ def test_a_server_that_confuses_adapters_ends_the_run_at_the_next_sync(live):
 def test_an_adapter_that_the_engine_has_lost_ends_the_next_sync(live):
     number = 1
     ray.get(server_of(live).collective_rpc.remote("remove_lora", args=(number,)))
-    with pytest.raises(GroupFailed, match=r"policy 'alice'.*syncing the adapter.*the engine does not hold it"):
+    with pytest.raises(GroupFailed, match=r"policy 'alice'.*syncing the weights.*the engine does not hold it"):
         sync(live, "alice")
     live.trainer.policies["alice"].stepped = True
     sync(live, "alice")

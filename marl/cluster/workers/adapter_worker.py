@@ -1,5 +1,6 @@
 """The FSDP worker of one base model and the adapters of several policies (``sharing=lora``)."""
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -14,6 +15,7 @@ from tensordict import TensorDict
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.device import get_torch_device
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.utils.losses import ppo_loss
 
@@ -22,7 +24,7 @@ from marl.cluster.workers.lora import collected, save_adapter, save_model
 from marl.cluster.workers.policy_worker import EngineWorker, PolicyWorker, log_probs_of, timed
 from marl.cluster.workers.shard_files import write
 from marl.modules.adapters import first_weights, lora_arguments
-from marl.platform.adapters import ADAPTED, AdapterEngine, AdapterSpec, of_adapters, unnamed, whole
+from marl.platform.adapters import ADAPTED, AdapterEngine, AdapterSpec, merged, of_adapters, unnamed, whole
 from marl.utils.garbage import freeze_gc
 from marl.utils.trees import copied, load_tree, save_tree
 from marl.utils.weight_digest import Digest, digest_of
@@ -54,6 +56,8 @@ class AdapterWorker(PolicyWorker):
         self.specs = {name: spec_of(own, seeds[name]) for name, own in policies.items()}
         self.losses = {name: partial(ppo_loss, config=omega_conf_to_dataclass(p.actor)) for name, p in policies.items()}
         self.actor_worker_cls = partial(AdapterEngineWorker, adapters=self.specs)
+        self.base: dict[str, torch.Tensor] | None = None
+        """The base's weights in the first rank's host memory once it was saved: it never changes."""
         self.base_is_served = config.rollout.name == "vllm"  # whose servers load it from its path
 
     @property
@@ -99,6 +103,7 @@ class AdapterWorker(PolicyWorker):
         Returns its seconds and when it ended."""
         started = time.perf_counter()
         if self.config.rollout.free_cache_engine:
+            get_torch_device().empty_cache()  # of what the update's activations took
             await self.rollout.resume(tags=["weights"])
         if not self.base_is_served:
             await self.rollout.update_weights(self.engine.base_weights(), global_steps=step)
@@ -106,6 +111,8 @@ class AdapterWorker(PolicyWorker):
         weights = self.engine.adapter_weights(name) if changed else None
         await self.rollout.update_adapter(name, weights, self.specs[name].scaling, step)
         if self.config.rollout.free_cache_engine:
+            get_torch_device().empty_cache()
+            await asyncio.to_thread(torch.distributed.barrier)  # a server's first rank wakes its others
             await self.rollout.resume(tags=["kv_cache"])
         return time.perf_counter() - started, time.time()
 
@@ -130,10 +137,19 @@ class AdapterWorker(PolicyWorker):
         write(folder, self.rank, jobs + (exports if self.rank == 0 else []))
 
     def _exports_of_whole_model(self, name: str, folder: Path) -> list[Callable[[], Any]]:
-        """Writers of the base with the adapter merged in, and of the tokenizer; called by every rank."""
-        engine, weights = self.engine, collected(self.engine.merged_weights(name), self.rank)
-        whole_model = partial(save_model, engine.module.config, weights, folder, engine.model_config.trust_remote_code)
-        return [whole_model, partial(engine.model_config.get_processor().save_pretrained, folder)]
+        """Writers of the base with the adapter merged in, and of the tokenizer; called by every rank. Adapters are merged as they
+        are written, into the one copy of the base that all saves share."""
+        engine, settings = self.engine, self.engine.model_config
+        if self.base is None:
+            self.base = collected(engine.base_weights(), self.rank)
+        base, scaling = self.base, self.specs[name].scaling
+        added = collected(engine.adapter_weights(name), self.rank)
+
+        def save_merged() -> None:
+            weights = dict(merged(base.items(), added, scaling))
+            save_model(engine.module.config, weights, folder, settings.trust_remote_code)
+
+        return [save_merged, partial(settings.get_processor().save_pretrained, folder)]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_adapter(self, name: str, folder: str) -> None:

@@ -1,4 +1,4 @@
-"""A dispatch mode of verl's: rows go to ranks as verl's own mode sends them, cut column by column instead of row by row."""
+"""verl's data-parallel dispatch, slicing whole columns instead of single rows."""
 
 from functools import partial
 from typing import Any

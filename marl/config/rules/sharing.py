@@ -17,6 +17,8 @@ BASE_ACTOR_KEYS = (
     "use_fused_kernels", "ulysses_sequence_parallel_size", "use_remove_padding", "engine",
 )  # fmt: skip
 SERVERS_OF_ADAPTERS = ("hf", "vllm")
+MOST_VLLM_RANK = 512
+"""The last of vLLM's ``MaxLoRARanks``."""
 OWN_ROLLOUT_KEYS = ("temperature", "top_p", "top_k", "val_kwargs", "do_sample", "multi_turn", "agent")
 
 
@@ -84,11 +86,17 @@ def adapter_is_served_as_one(own: Any, where: str) -> None:
 
 def every_policy_has_an_adapter(config: Any) -> None:
     for name in adapter_policies(config):
-        rank = own_settings(config, name).model.lora_rank
+        own = own_settings(config, name)
+        rank = own.model.lora_rank
         if rank < 1:
             raise ConfigError(
                 f"policies.{name}.model.lora_rank={rank}: under sharing=lora a policy is an adapter, of rank 1 or more; leave "
                 "it out, or set sharing=individual"
+            )
+        if own.rollout.name == "vllm" and rank > MOST_VLLM_RANK:
+            raise ConfigError(
+                f"{within(config, name)}actor_rollout_ref.model.lora_rank={rank}: vLLM serves adapters of rank {MOST_VLLM_RANK} at "
+                "most; lower it, or set actor_rollout_ref.rollout.name=hf"
             )
 
 
