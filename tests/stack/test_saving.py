@@ -1,8 +1,11 @@
 """A run's folder over several starts: the last weights, metrics that are appended to, and other validation data."""
 
 import json
+import os
 import random
+import sys
 import threading
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,11 +14,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from marl import checkpoint
-from marl.cluster.workers import shard_files
+from marl.cluster.workers import shard_files, whole_model
 from marl.marl_trainer import MARLTrainer
 from marl.utils import folders
 from marl.utils.trees import copied
-from tests.stack.builders import ADAPTED
+from tests.stack.builders import ADAPTED, ADAPTERS
 
 
 def logged(folder):
@@ -141,16 +144,58 @@ def same(one, other):
     return all(map(same, one, other)) and len(one) == len(other) if isinstance(one, list | tuple) else one == other
 
 
-def test_writing_a_model_draws_no_random_numbers(tmp_path, tiny_model):
-    """It is done beside the next step, whose draws it would change."""
+def of_the_process():
+    """Settings that every thread computes by."""
+    module = torch.nn.Module
+    functions = (module.register_parameter, module.register_buffer, torch.empty, torch.zeros, torch.ones, torch.full)
+    return torch.get_default_dtype(), functions, warnings.showwarning, list(warnings.filters), os.getcwd()
+
+
+@pytest.fixture
+def changes():
+    """What was seen changed of the process, at any call of the thread that looked."""
+    before, seen = of_the_process(), []
+
+    def watch(frame, event, argument):
+        if of_the_process() != before:
+            seen.append(frame.f_code.co_qualname)
+
+    return SimpleNamespace(watch=watch, seen=seen)
+
+
+def test_writing_a_model_changes_nothing_that_a_step_computes_by(tmp_path, tiny_model, changes):
+    """It is done beside the next step: no draw, no dtype, no method of torch's, and not its configuration."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    stub = SimpleNamespace(model=model, trust_remote_code=False)
-    shard_files.ShardFiles._save_whole(stub, model.state_dict(), tmp_path)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist(), model.config.to_dict()
+    job = whole_model.writer(model.config, dict(model.state_dict()), tmp_path, False, torch.bfloat16)
+    sys.setprofile(changes.watch)
+    try:
+        job()
+    finally:
+        sys.setprofile(None)
+    assert changes.seen == [] and model.config.to_dict() == before[3]
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
     assert np.random.get_state()[1].tolist() == before[2]
     saved = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), model.parameters(), strict=True))
+
+
+CRITIC = ("learner=mappo", "critic.checkpoint.save_contents=[model,optimizer,extra,hf_model]")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [CRITIC, ADAPTED, ADAPTERS], ids=["critic", "adapters", "lora"])
+def test_no_part_of_a_checkpoint_that_is_written_beside_a_step_changes_the_process(alone, tmp_path, options, changes):
+    live, gate = alone(*options), threading.Event()
+    shard_files.THREAD.submit(gate.wait)
+    shard_files.THREAD.submit(sys.setprofile, changes.watch)
+    live.wait(live.trainer.save(wait=False))
+    gate.set()
+    live.wait(live.trainer.saving.flush())
+    shard_files.THREAD.submit(sys.setprofile, None).result()
+    assert changes.seen == []
+    models = list((tmp_path / "global_step_0").rglob("huggingface/model.safetensors"))
+    assert len(models) == len(live.trainer.policies) + len(live.trainer.critics.groups)
 
 
 @pytest.mark.slow

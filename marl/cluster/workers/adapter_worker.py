@@ -18,7 +18,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.utils.losses import ppo_loss
 
 from marl.cluster.workers.dispatch import rows_by_rank
-from marl.cluster.workers.lora import collected, save_adapter, save_model
+from marl.cluster.workers.lora import collected, save_adapter, whole_model_writers
 from marl.cluster.workers.policy_worker import EngineWorker, PolicyWorker, log_probs_of, timed
 from marl.cluster.workers.shard_files import write
 from marl.modules.adapters import first_weights, lora_arguments
@@ -131,9 +131,8 @@ class AdapterWorker(PolicyWorker):
 
     def _exports_of_whole_model(self, name: str, folder: Path) -> list[Callable[[], Any]]:
         """Writers of the base with the adapter merged in, and of the tokenizer; called by every rank."""
-        engine, weights = self.engine, collected(self.engine.merged_weights(name), self.rank)
-        whole_model = partial(save_model, engine.module.config, weights, folder, engine.model_config.trust_remote_code)
-        return [whole_model, partial(engine.model_config.get_processor().save_pretrained, folder)]
+        writers = whole_model_writers(self.engine, self.engine.merged_weights(name), folder, self.rank)
+        return [*writers, partial(self.engine.model_config.get_processor().save_pretrained, folder)]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_adapter(self, name: str, folder: str) -> None:

@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.fsdp_utils import fsdp_version, get_fsdp_full_state_dict
-from verl.utils.transformers_compat import drop_tied_target_keys
 
+from marl.cluster.workers import whole_model
 from marl.utils.marks import leave
 from marl.utils.pickles import read
 from marl.utils.trees import copied
@@ -76,7 +74,9 @@ class ShardFiles(FSDPCheckpointManager):
         if self.should_save_hf_model:
             weights = get_fsdp_full_state_dict(self.model, offload_to_cpu=True, rank0_only=True)
             if self.rank == 0:
-                self.jobs.append(partial(self._save_whole, copied(dict(weights)), Path(local_path) / "huggingface"))
+                folder, trusts = Path(local_path) / "huggingface", self.trust_remote_code
+                weights = copied(dict(weights))
+                self.jobs.append(whole_model.writer(self.model.config, weights, folder, trusts, torch.bfloat16))
 
     def load_checkpoint(self, local_path: str, *arguments: Any, **settings: Any) -> None:
         if fsdp_version(self.model) == 1:
@@ -115,16 +115,3 @@ class ShardFiles(FSDPCheckpointManager):
             yield
         finally:
             self.checkpoint_save_contents = before
-
-    def _save_whole(self, weights: dict[str, torch.Tensor], folder: Path) -> None:
-        """The whole model in Hugging Face's form, as verl writes it."""
-        config = self.model.config
-        head = "ForTokenClassification" in config.architectures[0]
-        kind = AutoModelForTokenClassification if head else AutoModelForCausalLM
-        with init_empty_weights():
-            model = kind.from_config(config, dtype=torch.bfloat16, trust_remote_code=self.trust_remote_code)
-        model.to_empty(device="cpu")
-        if model.can_generate() and (folder / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(folder)
-        drop_tied_target_keys(weights, model, config)
-        model.save_pretrained(folder, state_dict=weights)

@@ -1,0 +1,38 @@
+"""A whole model in Hugging Face's form: its shell is built in the caller's thread, and any thread writes it."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig
+from verl.utils.transformers_compat import drop_tied_target_keys
+
+Weights = dict[str, torch.Tensor]
+
+
+def writer(
+    config: Any, weights: Weights, folder: Path, trust_remote_code: bool, dtype: torch.dtype | None = None
+) -> Callable[[], Any]:
+    """Writing of these weights, whose dict is the writer's from now on; ``dtype`` is the one that its configuration names, by
+    default the model's own.
+
+    Building a model sets torch's default dtype and replaces a method of ``torch.nn.Module`` for the whole process: beside a
+    step it would change what that computes. The configuration is copied, because writing a model changes its own.
+    """
+    config = deepcopy(config)
+    kind = AutoModelForTokenClassification if heads_tokens(config) else AutoModelForCausalLM
+    with init_empty_weights():
+        shell = kind.from_config(config, dtype=dtype or config.dtype, trust_remote_code=trust_remote_code)
+    if shell.can_generate() and (folder / "generation_config.json").is_file():
+        shell.generation_config = GenerationConfig.from_pretrained(folder)
+    drop_tied_target_keys(weights, shell, config)
+    return partial(shell.save_pretrained, folder, state_dict=weights)
+
+
+def heads_tokens(config: Any) -> bool:
+    """True for a critic's model, which has a value at every token."""
+    return "ForTokenClassification" in (config.architectures or [""])[0]
