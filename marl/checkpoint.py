@@ -162,7 +162,7 @@ def facts_of(trainer: MARLTrainer) -> dict[str, Any]:
         "family": family_of(trainer.folder),
         "world_size": world_sizes(trainer),
         "fingerprints": fingerprints(read_identity(trainer.folder)),
-        "metrics": dict(trainer.last_metrics),
+        "metrics": {key: float(value) for key, value in trainer.last_metrics.items()},
     }
 
 

@@ -155,6 +155,15 @@ def test_prune_keeps_the_best_by_a_metric_of_their_steps(tmp_path):
     assert steps(tmp_path) == [2, 4, 5]
 
 
+def test_a_metric_of_a_narrower_type_is_sealed_as_a_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "fingerprints", lambda identity: {})
+    metrics = {"val/team/vote": np.float32(0.25), "team/failed_episodes": np.int64(3), "perf/free": torch.tensor(0.5)}
+    trainer = SimpleNamespace(step_number=1, folder=tmp_path, last_metrics=metrics, policies={})
+    trainer.critics = SimpleNamespace(groups={})
+    save(tmp_path, **checkpoint.facts_of(trainer))
+    assert manifest.facts_of(tmp_path / "global_step_1")["metrics"] == dict(zip(metrics, (0.25, 3.0, 0.5), strict=True))
+
+
 @pytest.mark.parametrize("last,best,kept", [(None, 0, (None, 0)), (None, 2, (1, 2)), (3, 2, (3, 2))])
 def test_keep_best_alone_keeps_the_last_one_too(compose_config, last, best, kept):
     words = (f"trainer.max_actor_ckpt_to_keep={'null' if last is None else last}", f"trainer.keep_best={best}")
