@@ -29,6 +29,7 @@ from marl.preflight.run_folder import RUN, family_of, read_identity, to_resume
 from marl.report import run_summary
 from marl.types import Metrics, Task
 from marl.utils import folders, manifest
+from marl.utils.best import best_steps
 from marl.utils.marks import wait_for
 from marl.utils.metrics import RunningMean
 from marl.utils.trees import copied, load_tree, save_tree
@@ -95,7 +96,7 @@ def finish(
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    kept.prune(folder.parent)
+    kept.prune(folder.parent, whole=facts["step"])
     kept.forget_ledgers(folder.parent, facts["step"] - 1)  # the step's own: its validation may not have ended
 
 
@@ -116,24 +117,15 @@ class Kept:
         last = 1 if last is None and settings.keep_best else last
         return cls(last, settings.keep_best, settings.keep_best_metric, config.controller.keep_ledger)
 
-    def prune(self, root: Path) -> None:
+    def prune(self, root: Path, whole: int | None = None) -> None:
+        """``whole``: the step of a checkpoint that is known to be so."""
         if self.last is not None:
-            values = {step: self._value(folder) for step, folder in folders.numbered(root)} if self.best else {}
-            known = sorted((value, step) for step, value in values.items() if value is not None)
-            folders.prune(root, self.last, [step for _, step in known[::-1][: self.best]])
+            folders.prune(root, self.last, best_steps(root, self.metric, self.best, self.last), whole)
 
     def forget_ledgers(self, root: Path, step: int) -> None:
         """Remove the ledgers up to a step, unless all stay."""
         if not self.ledgers:
             ledger.forget(root, step)
-
-    def _value(self, folder: Path) -> float | None:
-        """The metric of a checkpoint's step; None where it was not measured, or the checkpoint is damaged."""
-        try:
-            value: float | None = manifest.facts_of(folder)["metrics"].get(self.metric)
-        except manifest.Damaged:
-            return None
-        return value
 
 
 def state_of(trainer: MARLTrainer) -> dict[str, Any]:

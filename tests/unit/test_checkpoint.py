@@ -155,6 +155,26 @@ def test_prune_keeps_the_best_by_a_metric_of_their_steps(tmp_path):
     assert steps(tmp_path) == [2, 4, 5]
 
 
+def test_a_metric_that_no_checkpoint_has_is_said_once_with_what_there_is(tmp_path, caplog):
+    kept = Kept(last=1, best=2, metric="val/team/votes")
+    save(tmp_path, 1, metrics={"val/team/vote": 0.5, "loss": 1.0})
+    kept.prune(tmp_path)
+    assert caplog.text == "", "nothing is removed yet"
+    for step in (2, 3):
+        save(tmp_path, step, metrics={"loss": 1.0})
+        kept.prune(tmp_path)
+    assert steps(tmp_path) == [3] and caplog.text.count("keep_best_metric=val/team/votes") == 1
+    assert "trainer.keep_best=2" in caplog.text and "are: val/team/vote, loss" in caplog.text
+
+
+def test_a_checkpoint_is_not_read_again_when_it_was_just_sealed(tmp_path, monkeypatch):
+    save(tmp_path, 0, metrics={})
+    read = []
+    monkeypatch.setattr(manifest, "_digest", lambda path, *_: read.append(path.name))
+    checkpoint.finish(*begun(tmp_path, 0, 1)[:-1], Kept(1, 0, ""))
+    assert steps(tmp_path) == [1] and read == []
+
+
 def test_a_metric_of_a_narrower_type_is_sealed_as_a_number(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "fingerprints", lambda identity: {})
     metrics = {"val/team/vote": np.float32(0.25), "team/failed_episodes": np.int64(3), "perf/free": torch.tensor(0.5)}
