@@ -76,7 +76,8 @@ async def save(trainer: MARLTrainer) -> None:
     folders.write_state(folder, state_of(trainer))
     trees = {"data": trainer.tasks.state_dict(), "learner": trainer.learner.state_dict(), "random": random_states()}
     marks, deadline = list(chain.from_iterable(groups)), deadline_of(trainer.config.resources, Phase.save)
-    trainer.saving.start(finish, folder, copied(trees), facts_of(trainer), marks, deadline, Kept.of(trainer.config))
+    facts, kept, failing = facts_of(trainer), Kept.of(trainer.config), trainer.saving.failing.is_set
+    trainer.saving.start(finish, folder, copied(trees), facts, marks, deadline, kept, failing)
 
 
 def finish(
@@ -86,12 +87,13 @@ def finish(
     marks: Collection[Path],
     deadline: Deadline,
     kept: Kept,
+    run_is_ending: Callable[[], bool] = lambda: False,
 ) -> None:
     """Wait for the ranks' parts, and make the folder a checkpoint; a half that nobody will finish is removed."""
     try:
         for name, tree in trees.items():
             save_tree(tree, folder / f"{name}.safetensors")
-        wait_for(marks, *deadline)
+        wait_for(marks, *deadline, run_is_ending)
         folders.publish(folder.parent, facts["step"], facts)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)

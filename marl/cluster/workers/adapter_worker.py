@@ -20,7 +20,7 @@ from verl.workers.utils.losses import ppo_loss
 from marl.cluster.workers.dispatch import rows_by_rank
 from marl.cluster.workers.lora import collected, save_adapter, whole_model_writers
 from marl.cluster.workers.policy_worker import EngineWorker, PolicyWorker, log_probs_of, timed
-from marl.cluster.workers.shard_files import write
+from marl.cluster.workers.shard_files import raise_lost, write
 from marl.modules.adapters import first_weights, lora_arguments
 from marl.platform.adapters import ADAPTED, AdapterEngine, AdapterSpec, of_adapters, unnamed, whole
 from marl.utils.garbage import freeze_gc
@@ -88,6 +88,7 @@ class AdapterWorker(PolicyWorker):
     @register(dispatch_mode=rows_by_rank("actor"), blocking=False)
     def update_actor(self, data: TensorDict) -> TensorDict | None:
         """verl's, with the policy's own loss."""
+        raise_lost()
         started = time.perf_counter()
         self.actor.set_loss_fn(self.losses[self._use(data)])
         output = ActorRolloutRefWorker.update_actor(self, data)

@@ -18,7 +18,7 @@ from verl.workers.config import TrainingWorkerConfig
 from marl.cluster.workers.critic_loss import critic_loss, read_values
 from marl.cluster.workers.dispatch import rows_by_rank
 from marl.cluster.workers.policy_worker import EngineWorker, shards, timed
-from marl.cluster.workers.shard_files import write
+from marl.cluster.workers.shard_files import raise_lost, write
 from marl.utils.garbage import freeze_gc
 from marl.utils.trees import copied, load_tree, save_tree
 
@@ -98,6 +98,7 @@ class CriticWorker(EngineWorker):
 
     @register(dispatch_mode=rows_by_rank("train"), blocking=False)
     def update_critic(self, data: TensorDict) -> TensorDict | None:
+        raise_lost()
         started = time.perf_counter()
         output = self.train_mini_batch(data)
         return None if output is None else tu.get_tensordict({}, {"metrics": timed(output, started)})

@@ -26,7 +26,7 @@ import marl.rollout.hf
 import marl.rollout.vllm_sglang  # noqa: F401 - these three register the CPU's engines and our rollout backends
 from marl.cluster.workers import lora
 from marl.cluster.workers.dispatch import rows_by_rank
-from marl.cluster.workers.shard_files import FolderWorker, ShardFiles, write
+from marl.cluster.workers.shard_files import FolderWorker, ShardFiles, raise_lost, write
 from marl.platform.shards import reshard
 from marl.utils.allocator import keep_freed_memory
 from marl.utils.garbage import freeze_gc
@@ -148,6 +148,7 @@ class PolicyWorker(FolderWorker, ActorRolloutRefWorker):
 
     @register(dispatch_mode=rows_by_rank("actor"), blocking=False)
     def update_actor(self, data: TensorDict) -> TensorDict | None:
+        raise_lost()
         started = time.perf_counter()
         output = super().update_actor(data)
         return None if output is None else tu.get_tensordict({}, {"metrics": timed(output, started)})

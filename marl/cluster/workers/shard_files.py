@@ -1,10 +1,12 @@
 """A rank's part of a checkpoint: copied at once, written in a thread beside the next step, and read without executing pickles."""
 
 import logging
+import re
+import shutil
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,30 +17,64 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.fsdp_utils import fsdp_version, get_fsdp_full_state_dict
 
 from marl.cluster.workers import whole_model
-from marl.utils.marks import leave
+from marl.utils.marks import leave, reserve
 from marl.utils.pickles import read
 from marl.utils.trees import copied
 
 logger = logging.getLogger(__name__)
 Job = Callable[[], Any]
 THREAD = ThreadPoolExecutor(1, "checkpoint")
+WRITES: list[Future] = []
+OF_A_RANK = re.compile(r"_rank_(\d+)\.")
 
 
 def write(folder: str | Path, rank: int, jobs: Sequence[Job]) -> None:
     """Do the jobs in the background, one folder after another; the mark that then appears there holds the error, or nothing."""
-    THREAD.submit(_write, Path(folder), rank, list(jobs))
+    raise_lost()
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    reserve(folder, rank)
+    WRITES.append(THREAD.submit(_write, folder, rank, list(jobs)))
+
+
+def raise_lost() -> None:
+    """Raise the error of a write that could not even leave a mark: nobody else will."""
+    for ended in [future for future in WRITES if future.done()]:
+        WRITES.remove(ended)
+        ended.result()
 
 
 def _write(folder: Path, rank: int, jobs: Sequence[Job]) -> None:
     error = ""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         for job in jobs:
             job()
     except Exception as failed:
-        error = f"{type(failed).__name__}: {failed}"
+        error = f"{free_space(folder)}{type(failed).__name__}: {failed}"
         logger.error("writing a checkpoint to %s: %s", folder, error)
-    leave(folder, rank, error)
+        remove_parts(folder, rank)
+    try:
+        leave(folder, rank, error)
+    except OSError as unsaid:
+        if folder.exists():  # one that the driver has given up is waited for by nobody
+            raise OSError(f"{folder}, rank {rank}: {error or 'written'}, and no mark can be left: {unsaid}") from unsaid
+
+
+def free_space(folder: Path) -> str:
+    """The beginning of an error: of a full disk, torch.save says nothing."""
+    try:
+        return f"with {shutil.disk_usage(folder).free / 2**20:.0f} MiB free there, "
+    except FileNotFoundError:
+        return ""
+
+
+def remove_parts(folder: Path, rank: int) -> None:
+    """Free the disk of a rank's files, which are of no use; those that name no rank are the first one's."""
+    for path in folder.glob("[!.]*"):
+        owner = OF_A_RANK.search(path.name)
+        if rank == (int(owner[1]) if owner else 0):
+            with suppress(OSError):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 class FolderWorker:
