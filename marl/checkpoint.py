@@ -62,14 +62,15 @@ def fingerprint(tasks: Sequence[Task], sampling: Any = None) -> str:
 
 
 async def save(trainer: MARLTrainer) -> None:
-    """Copy the run's state and write it as ``global_step_N`` in the background, whole or not at all; then drop what is kept no
-    longer. Waits for the former save, and raises its error."""
+    """Write the run's state as ``global_step_N``, in the background from a copy unless ``trainer.save_in_background`` is off,
+    whole or not at all; then drop what is kept no longer. Waits for the former save, and raises its error."""
     await trainer.saving.flush()
     folder = folders.begin(trainer.folder, trainer.step_number)
+    beside = trainer.config.trainer.save_in_background
     groups = await asyncio.gather(
-        *(group.save(folder / name / "actor") for name, group in trainer.policies.items()),
-        *(group.save(folder / name / "critic") for name, group in trainer.critics.groups.items()),
-        trainer.references.save(folder),
+        *(group.save(folder / name / "actor", beside) for name, group in trainer.policies.items()),
+        *(group.save(folder / name / "critic", beside) for name, group in trainer.critics.groups.items()),
+        trainer.references.save(folder, beside),
     )
     if (trainer.folder / RUN).is_file():
         shutil.copy(trainer.folder / RUN, folder)

@@ -252,6 +252,15 @@ def test_a_copy_is_not_changed_by_an_update():
     assert torch.equal(kept["a"][0], torch.zeros(2))
 
 
+def test_what_shares_no_memory_is_written_without_a_copy(tmp_path, monkeypatch):
+    written, weight = {}, torch.zeros(2, 2)
+    monkeypatch.setattr(trees, "save_file", lambda tensors, path, metadata: written.update(tensors))
+    trees.save_tree({"own": weight, "same": weight, "host": trees.on_host(torch.ones(2))}, tmp_path / "tree")
+    first, second, _ = written.values()
+    assert first.data_ptr() == weight.data_ptr() != second.data_ptr() and torch.equal(first, second)
+    assert trees.on_host([weight])[0].data_ptr() == weight.data_ptr()
+
+
 def test_a_state_that_is_none_is_named(tmp_path):
     with pytest.raises(TypeError, match="set"):
         trees.save_tree({"seen": {1, 2}}, tmp_path / "tree.safetensors")

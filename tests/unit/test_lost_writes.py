@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import time
+import weakref
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -92,6 +93,18 @@ def test_a_rank_that_is_late_for_a_folder_that_was_given_up_disturbs_nobody(tmp_
     shard_files.THREAD.submit(int).result()
     shard_files.raise_lost()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_written_is_no_longer_held_and_at_once_means_before_the_call_returns(tmp_path):
+    class State:
+        pass
+
+    state, seen = State(), []
+    gone = weakref.ref(state)
+    jobs = [partial(id, state), lambda: seen.append(gone() is None)]
+    del state
+    shard_files.write(tmp_path, 0, jobs, beside=False)
+    assert seen == [True] and (tmp_path / ".written_rank_0").exists()
 
 
 async def run_that_fails(work):

@@ -24,7 +24,7 @@ from marl.cluster.workers.shard_files import raise_lost, write
 from marl.modules.adapters import first_weights, lora_arguments
 from marl.platform.adapters import ADAPTED, AdapterEngine, AdapterSpec, of_adapters, unnamed, whole
 from marl.utils.garbage import freeze_gc
-from marl.utils.trees import copied, load_tree, save_tree
+from marl.utils.trees import load_tree, on_host, save_tree
 from marl.utils.weight_digest import Digest, digest_of
 
 
@@ -118,17 +118,17 @@ class AdapterWorker(PolicyWorker):
         return digest_of(chain.from_iterable(parts), getattr(torch, self.config.rollout.dtype), seed)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def save_adapter(self, name: str, folder: str) -> None:
+    def save_adapter(self, name: str, folder: str, beside: bool = True) -> None:
         """Write what a resumed run needs of one adapter, and ``lora_adapter`` in PEFT's form."""
         manager = self.engine.checkpoint_manager
-        state = copied({**self.engine.adapter_state(name), "random": manager.get_rng_state()})
+        state = on_host({**self.engine.adapter_state(name), "random": manager.get_rng_state()})  # copies already
         jobs = [partial(save_tree, state, self._adapter_file(folder))]
         parts = ((unnamed(key, name), whole(p)) for key, p in of_adapters(self.engine.module, name))
         weights, config = collected(parts, self.rank), self.engine.module.peft_config[name]
         exports: list[Callable[[], Any]] = [partial(save_adapter, config, weights, Path(folder) / "lora_adapter")]
         if "hf_model" in manager.checkpoint_save_contents:
             exports += self._exports_of_whole_model(name, Path(folder) / "huggingface")
-        write(folder, self.rank, jobs + (exports if self.rank == 0 else []))
+        write(folder, self.rank, jobs + (exports if self.rank == 0 else []), beside)
 
     def _exports_of_whole_model(self, name: str, folder: Path) -> list[Callable[[], Any]]:
         """Writers of the base with the adapter merged in, and of the tokenizer; called by every rank."""

@@ -110,12 +110,14 @@ class CriticWorker(EngineWorker):
         return super().train_batch(data)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        super().save_checkpoint(local_path, *args, **kwargs)
+    def save_checkpoint(self, local_path: str, beside: bool = True) -> None:
+        self.engine.checkpoint_manager.beside = beside
+        super().save_checkpoint(local_path)
         jobs = self.engine.checkpoint_manager.taken()
         if self.target is not None:
-            jobs.append(partial(save_tree, copied(self.target), self._target_file(local_path)))
-        write(local_path, self.rank, jobs)
+            target = copied(self.target) if beside else self.target
+            jobs.append(partial(save_tree, target, self._target_file(local_path)))
+        write(local_path, self.rank, jobs, beside)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:

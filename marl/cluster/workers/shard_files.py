@@ -4,10 +4,11 @@ import logging
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from verl.utils.fsdp_utils import fsdp_version, get_fsdp_full_state_dict
 from marl.cluster.workers import whole_model
 from marl.utils.marks import leave, reserve
 from marl.utils.pickles import read
-from marl.utils.trees import copied
+from marl.utils.trees import copied, on_host
 
 logger = logging.getLogger(__name__)
 Job = Callable[[], Any]
@@ -28,13 +29,17 @@ WRITES: list[Future] = []
 OF_A_RANK = re.compile(r"_rank_(\d+)\.")
 
 
-def write(folder: str | Path, rank: int, jobs: Sequence[Job]) -> None:
-    """Do the jobs in the background, one folder after another; the mark that then appears there holds the error, or nothing."""
+def write(folder: str | Path, rank: int, jobs: list[Job], beside: bool = True) -> None:
+    """Do the jobs and forget them, in the background, one folder after another, or at once; the mark that then appears there holds
+    the error, or nothing."""
     raise_lost()
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     reserve(folder, rank)
-    WRITES.append(THREAD.submit(_write, folder, rank, list(jobs)))
+    WRITES.append(written := THREAD.submit(_write, folder, rank, jobs))
+    if not beside:
+        wait([written])
+        raise_lost()
 
 
 def raise_lost() -> None:
@@ -44,11 +49,11 @@ def raise_lost() -> None:
         ended.result()
 
 
-def _write(folder: Path, rank: int, jobs: Sequence[Job]) -> None:
+def _write(folder: Path, rank: int, jobs: list[Job]) -> None:
     error = ""
     try:
-        for job in jobs:
-            job()
+        while jobs:
+            jobs.pop(0)()  # what it has written is no longer held
     except Exception as failed:
         error = f"{free_space(folder)}{type(failed).__name__}: {failed}"
         logger.error("writing a checkpoint to %s: %s", folder, error)
@@ -77,6 +82,10 @@ def remove_parts(folder: Path, rank: int) -> None:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+def save_live(state: Any, file: str) -> None:
+    torch.save(on_host(state), file)
+
+
 class FolderWorker:
     """A worker that writes into a folder, which its host may not share."""
 
@@ -94,6 +103,8 @@ class ShardFiles(FSDPCheckpointManager):
     def __init__(self, verls: FSDPCheckpointManager) -> None:
         self.__dict__.update(vars(verls))
         self.jobs: list[Job] = []
+        self.beside = True
+        """Whether the next save is written beside the next step, which changes the live states: they are copied for it."""
 
     def taken(self) -> list[Job]:
         """The writes that the last save left to do."""
@@ -105,14 +116,20 @@ class ShardFiles(FSDPCheckpointManager):
             return super().save_checkpoint(local_path, *arguments, **settings)
         with self._contents([]):
             super().save_checkpoint(local_path, *arguments, **settings)  # model configuration and tokenizer
-        states = {name: copied(state) for name, state in self._states()}
-        self.jobs += [partial(torch.save, state, self._file(local_path, name)) for name, state in states.items()]
+        self.jobs += [self._job(state, self._file(local_path, name)) for name, state in self._states()]
         if self.should_save_hf_model:
             weights = get_fsdp_full_state_dict(self.model, offload_to_cpu=True, rank0_only=True)
             if self.rank == 0:
                 folder, trusts = Path(local_path) / "huggingface", self.trust_remote_code
-                weights = copied(dict(weights))
-                self.jobs.append(whole_model.writer(self.model.config, weights, folder, trusts, torch.bfloat16))
+                live = self._live() if self.beside else set()
+                config, dtype = self.model.config, torch.bfloat16
+                self.jobs.append(whole_model.writer(config, dict(weights), folder, trusts, dtype, live))
+
+    def _job(self, state: Any, file: str) -> Job:
+        return partial(torch.save, copied(state), file) if self.beside else partial(save_live, state, file)
+
+    def _live(self) -> set[whole_model.Place]:
+        return {whole_model.place(tensor) for tensor in chain(self.model.parameters(), self.model.buffers())}
 
     def load_checkpoint(self, local_path: str, *arguments: Any, **settings: Any) -> None:
         if fsdp_version(self.model) == 1:

@@ -1,6 +1,6 @@
 """A whole model in Hugging Face's form: its shell is built in the caller's thread, and any thread writes it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -8,17 +8,24 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig
 from verl.utils.transformers_compat import drop_tied_target_keys
 
 Weights = dict[str, torch.Tensor]
+Place = tuple[str, int]
 
 
 def writer(
-    config: Any, weights: Weights, folder: Path, trust_remote_code: bool, dtype: torch.dtype | None = None
+    config: Any,
+    weights: Weights,
+    folder: Path,
+    trust_remote_code: bool,
+    dtype: torch.dtype | None = None,
+    live: Collection[Place] = (),
 ) -> Callable[[], Any]:
     """Writing of these weights, whose dict is the writer's from now on; ``dtype`` is the one that its configuration names, by
-    default the model's own.
+    default the model's own. Weights in ``live`` memory, which a step changes, are copied: on one rank gathered ones may be.
 
     Building a model sets torch's default dtype and replaces a method of ``torch.nn.Module`` for the whole process: beside a
     step it would change what that computes. The configuration is copied, because writing a model changes its own.
@@ -30,7 +37,15 @@ def writer(
     if shell.can_generate() and (folder / "generation_config.json").is_file():
         shell.generation_config = GenerationConfig.from_pretrained(folder)
     drop_tied_target_keys(weights, shell, config)
+    for name in [name for name, weight in weights.items() if place(weight) in live]:
+        weights[name] = weights[name].detach().clone()
     return partial(shell.save_pretrained, folder, state_dict=weights)
+
+
+def place(tensor: torch.Tensor) -> Place:
+    """The memory that a tensor shows, or this rank's part of it."""
+    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return own.device.type, own.untyped_storage().data_ptr()
 
 
 def heads_tokens(config: Any) -> bool:
