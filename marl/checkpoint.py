@@ -29,6 +29,7 @@ from marl.preflight.run_folder import RUN, family_of, read_identity, to_resume
 from marl.report import run_summary
 from marl.types import Metrics, Task
 from marl.utils import folders, manifest
+from marl.utils.best import best_steps
 from marl.utils.marks import wait_for
 from marl.utils.metrics import RunningMean
 from marl.utils.trees import copied, load_tree, save_tree
@@ -61,21 +62,23 @@ def fingerprint(tasks: Sequence[Task], sampling: Any = None) -> str:
 
 
 async def save(trainer: MARLTrainer) -> None:
-    """Copy the run's state and write it as ``global_step_N`` in the background, whole or not at all; then drop what is kept no
-    longer. Waits for the former save, and raises its error."""
+    """Write the run's state as ``global_step_N``, in the background from a copy unless ``trainer.save_in_background`` is off,
+    whole or not at all; then drop what is kept no longer. Waits for the former save, and raises its error."""
     await trainer.saving.flush()
     folder = folders.begin(trainer.folder, trainer.step_number)
+    beside = trainer.config.trainer.save_in_background
     groups = await asyncio.gather(
-        *(group.save(folder / name / "actor") for name, group in trainer.policies.items()),
-        *(group.save(folder / name / "critic") for name, group in trainer.critics.groups.items()),
-        trainer.references.save(folder),
+        *(group.save(folder / name / "actor", beside) for name, group in trainer.policies.items()),
+        *(group.save(folder / name / "critic", beside) for name, group in trainer.critics.groups.items()),
+        trainer.references.save(folder, beside),
     )
     if (trainer.folder / RUN).is_file():
         shutil.copy(trainer.folder / RUN, folder)
     folders.write_state(folder, state_of(trainer))
     trees = {"data": trainer.tasks.state_dict(), "learner": trainer.learner.state_dict(), "random": random_states()}
     marks, deadline = list(chain.from_iterable(groups)), deadline_of(trainer.config.resources, Phase.save)
-    trainer.saving.start(finish, folder, copied(trees), facts_of(trainer), marks, deadline, Kept.of(trainer.config))
+    facts, kept, failing = facts_of(trainer), Kept.of(trainer.config), trainer.saving.failing.is_set
+    trainer.saving.start(finish, folder, copied(trees), facts, marks, deadline, kept, failing)
 
 
 def finish(
@@ -85,17 +88,18 @@ def finish(
     marks: Collection[Path],
     deadline: Deadline,
     kept: Kept,
+    run_is_ending: Callable[[], bool] = lambda: False,
 ) -> None:
     """Wait for the ranks' parts, and make the folder a checkpoint; a half that nobody will finish is removed."""
     try:
         for name, tree in trees.items():
             save_tree(tree, folder / f"{name}.safetensors")
-        wait_for(marks, *deadline)
+        wait_for(marks, *deadline, run_is_ending)
         folders.publish(folder.parent, facts["step"], facts)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    kept.prune(folder.parent)
+    kept.prune(folder.parent, whole=facts["step"])
     kept.forget_ledgers(folder.parent, facts["step"] - 1)  # the step's own: its validation may not have ended
 
 
@@ -116,24 +120,15 @@ class Kept:
         last = 1 if last is None and settings.keep_best else last
         return cls(last, settings.keep_best, settings.keep_best_metric, config.controller.keep_ledger)
 
-    def prune(self, root: Path) -> None:
+    def prune(self, root: Path, whole: int | None = None) -> None:
+        """``whole``: the step of a checkpoint that is known to be so."""
         if self.last is not None:
-            values = {step: self._value(folder) for step, folder in folders.numbered(root)} if self.best else {}
-            known = sorted((value, step) for step, value in values.items() if value is not None)
-            folders.prune(root, self.last, [step for _, step in known[::-1][: self.best]])
+            folders.prune(root, self.last, best_steps(root, self.metric, self.best, self.last), whole)
 
     def forget_ledgers(self, root: Path, step: int) -> None:
         """Remove the ledgers up to a step, unless all stay."""
         if not self.ledgers:
             ledger.forget(root, step)
-
-    def _value(self, folder: Path) -> float | None:
-        """The metric of a checkpoint's step; None where it was not measured, or the checkpoint is damaged."""
-        try:
-            value: float | None = manifest.facts_of(folder)["metrics"].get(self.metric)
-        except manifest.Damaged:
-            return None
-        return value
 
 
 def state_of(trainer: MARLTrainer) -> dict[str, Any]:
@@ -162,7 +157,7 @@ def facts_of(trainer: MARLTrainer) -> dict[str, Any]:
         "family": family_of(trainer.folder),
         "world_size": world_sizes(trainer),
         "fingerprints": fingerprints(read_identity(trainer.folder)),
-        "metrics": dict(trainer.last_metrics),
+        "metrics": {key: float(value) for key, value in trainer.last_metrics.items()},
     }
 
 

@@ -80,8 +80,9 @@ class AdapterGroup(RayPolicyGroup):
     def _sync(self, step: int) -> Awaitable[list[tuple[float, float]]]:
         return asyncio.gather(*self.workers.sync_adapter(self.name, step, self.stepped))
 
-    async def save(self, folder: Path) -> list[Path]:
-        await self._all(f"saving to {folder}", self.workers.save_adapter, self.name, str(folder), phase=Phase.save)
+    async def save(self, folder: Path, beside: bool = True) -> list[Path]:
+        what = f"saving to {folder}"
+        await self._all(what, self.workers.save_adapter, self.name, str(folder), beside, phase=Phase.save)
         return marks_of(folder, self.workers.world_size)
 
     async def load(self, folder: Path) -> None:

@@ -43,7 +43,7 @@ class FrozenPolicyGroup(RayPolicyGroup):
         replicas = self.servers.get_replicas()
         await self._wait(what, asyncio.gather(*(getattr(replica, method)() for replica in replicas)), Phase.sync)
 
-    async def save(self, folder: Path) -> list[Path]:
+    async def save(self, folder: Path, beside: bool = True) -> list[Path]:
         """Nothing to save: the weights are those at ``model.path``."""
         return []
 

@@ -116,8 +116,9 @@ class RayPolicyGroup(WorkerGroup):
         """Give the reference the policy's present weights."""
         await self._all("renewing its reference", self.workers.renew_reference)
 
-    async def save_reference(self, folder: Path) -> list[Path]:
-        await self._all(f"saving its reference to {folder}", self.workers.save_reference, str(folder), phase=Phase.save)
+    async def save_reference(self, folder: Path, beside: bool = True) -> list[Path]:
+        what = f"saving its reference to {folder}"
+        await self._all(what, self.workers.save_reference, str(folder), beside, phase=Phase.save)
         return marks_of(folder, self.workers.world_size)
 
     async def load_reference(self, folder: Path) -> None:

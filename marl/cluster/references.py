@@ -49,9 +49,9 @@ class References:
             await asyncio.gather(*(group.renew_reference() for group in self.groups.values()))
             self.renewed = set(self.groups)
 
-    async def save(self, folder: Path) -> list[Path]:
+    async def save(self, folder: Path, beside: bool = True) -> list[Path]:
         """Write the references that were renewed, in this run or before its resume. Returns the marks of their ranks."""
-        work = (self.groups[name].save_reference(folder / name / "ref") for name in sorted(self.renewed))
+        work = (self.groups[name].save_reference(folder / name / "ref", beside) for name in sorted(self.renewed))
         return list(chain.from_iterable(await asyncio.gather(*work)))
 
     async def load(self, folder: Path, state: Mapping[str, Any]) -> None:

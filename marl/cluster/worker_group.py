@@ -56,11 +56,10 @@ class WorkerGroup:
         """Load the model in every rank."""
         await self._all("loading its model", self.workers.init_model, phase=Phase.start)
 
-    async def save(self, folder: Path) -> list[Path]:
-        """Let every rank copy its state, and write it in the background. Returns the marks that they leave when they have."""
-        await self._all(
-            f"saving to {folder}", self.workers.save_checkpoint, str(folder), None, 0, None, phase=Phase.save
-        )
+    async def save(self, folder: Path, beside: bool = True) -> list[Path]:
+        """Let every rank copy its state and write it ``beside`` the next step, or write it at once. Returns the marks that they
+        leave when they have."""
+        await self._all(f"saving to {folder}", self.workers.save_checkpoint, str(folder), beside, phase=Phase.save)
         return marks_of(folder, self.workers.world_size)
 
     async def load(self, folder: Path) -> None:

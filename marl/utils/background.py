@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -13,13 +14,16 @@ logger = logging.getLogger(__name__)
 class Background:
     """Writes one thing after another in a thread. The error of one is raised by the next call.
 
-    Leaving ``async with`` waits for the last one; if the block itself failed, its error is raised and the other is logged.
+    Leaving ``async with`` waits for the last one. If the block itself failed, its error is logged before that wait and raised
+    after it; the work's own is logged.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.thread = ThreadPoolExecutor(1, name.replace(" ", "_"))
         self.pending: asyncio.Future[Any] | None = None
+        self.failing = threading.Event()
+        """Set when the block has failed: the work need not wait long for others, which may have failed too."""
 
     def start(self, work: Callable[..., Any], *arguments: Any) -> None:
         """Begin some work; what came before must have been waited for by :meth:`flush`."""
@@ -40,6 +44,10 @@ class Background:
     ) -> None:
         if error is None:
             return await self.flush()
+        self.failing.set()
+        if self.pending is not None and not self.pending.done():
+            told = f"{type(error).__name__}: {error}"
+            logger.error("the run ends, as soon as %s that was begun is written or given up: %s", self.name, told)
         try:
             await self.flush()
         except Exception as failed:

@@ -113,12 +113,13 @@ def newest_valid(root: Path, family: str | None) -> tuple[Path | None, dict[str,
     return None, refused
 
 
-def prune(root: Path, keep_last: int | None, best: Collection[int] = ()) -> None:
-    """Remove the oldest ones beyond ``keep_last``, except those of the ``best`` steps and the newest that is whole."""
+def prune(root: Path, keep_last: int | None, best: Collection[int] = (), whole: int | None = None) -> None:
+    """Remove the oldest ones beyond ``keep_last``, except those of the ``best`` steps and the newest that is whole: that of step
+    ``whole``, which was sealed just now, or without one the newest whose files are as they were sealed."""
     found = numbered(root)
     if keep_last is None or len(found) <= keep_last:
         return
-    newest, _ = newest_valid(root, None)
+    newest = root / f"global_step_{whole}" if whole is not None else newest_valid(root, None)[0]
     for step, folder in found[:-keep_last]:
         if step not in best and folder != newest:
             os.replace(folder, gone := root / f"{GONE}{folder.name}")  # a kill leaves no half of it under its name

@@ -4,38 +4,89 @@ import json
 import os
 import socket
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 
 POLL_S = 0.02
+STILL_S = 60.0
+"""A rank that writes shows within this time, over a network file system too."""
+RESERVED_BYTES = 4096
+LONGEST_ERROR = 500
 
 
 def marks_of(folder: Path, ranks: int) -> list[Path]:
     return [folder / f".written_rank_{rank}" for rank in range(ranks)]
 
 
+def reserve(folder: Path, rank: int) -> None:
+    """Take the disk space of a rank's mark, so that it can be left on a full disk."""
+    _beside(folder, rank).write_text(" " * RESERVED_BYTES)
+
+
 def leave(folder: Path, rank: int, error: str) -> None:
     """``error``: empty where all went well."""
-    mark = folder / f".written_rank_{rank}"
-    beside = mark.with_name(f"{mark.name}.tmp")
-    beside.write_text(json.dumps({"host": socket.gethostname(), "error": error}))
-    os.replace(beside, mark)
+    beside = _beside(folder, rank)
+    with open(beside, "r+" if beside.exists() else "w") as file:  # blanks that stay after it are none of JSON's
+        file.write(json.dumps({"host": socket.gethostname(), "error": error[:LONGEST_ERROR]}))
+    os.replace(beside, beside.with_suffix(""))
 
 
-def wait_for(marks: Collection[Path], seconds: float, key: str) -> None:
-    """Wait for all marks and remove them. Raises OSError for a rank that failed, TimeoutError for one that left no mark."""
-    ends = time.monotonic() + seconds
-    for mark in marks:
-        while not mark.exists():
-            if time.monotonic() > ends:
-                raise TimeoutError(
-                    f"{mark.parent}: rank {mark.name.rsplit('_', 1)[1]} has not written its part within {seconds:g} s; if it only "
-                    f"needs longer, raise {key}; on a host with another file system, set trainer.default_local_dir to a shared "
-                    "folder"
-                )
-            time.sleep(POLL_S)
-        found = json.loads(mark.read_text())
-        if found["error"]:
-            raise OSError(f"{mark.parent}, written on {found['host']}: {found['error']}")
+def _beside(folder: Path, rank: int) -> Path:
+    return folder / f".written_rank_{rank}.tmp"
+
+
+def wait_for(
+    marks: Collection[Path], seconds: float, key: str, run_is_ending: Callable[[], bool] = lambda: False
+) -> None:
+    """Wait for all marks and remove them. Raises OSError for a rank that failed, TimeoutError for one that left no mark, in
+    time or, where the run is ending by an error, before all ranks stood still."""
+    ends, growth, waiting = time.monotonic() + seconds, Growth({mark.parent for mark in marks}), list(marks)
+    while waiting := [mark for mark in waiting if not _is_left(mark)]:
+        late = f"{waiting[0].parent}: rank {waiting[0].name.rsplit('_', 1)[1]} has not written its part"
+        if time.monotonic() > ends:
+            raise TimeoutError(
+                f"{late} within {seconds:g} s; if it only needs longer, raise {key}; on a host with another file system, set "
+                "trainer.default_local_dir to a shared folder"
+            )
+        if run_is_ending() and growth.still_seconds() > STILL_S:
+            raise TimeoutError(f"{late}, and nothing was written for {STILL_S:g} s while the run was ending")
+        time.sleep(POLL_S)
     for mark in marks:
         mark.unlink()
+
+
+def _is_left(mark: Path) -> bool:
+    """Raises OSError for the mark of a rank that failed."""
+    if not mark.exists():
+        return False
+    found = json.loads(mark.read_text())
+    if found["error"]:
+        raise OSError(f"{mark.parent}, written on {found['host']}: {found['error']}")
+    return True
+
+
+class Growth:
+    """Looks at folders, now and then, for whether their files grow."""
+
+    def __init__(self, folders: Collection[Path]) -> None:
+        self.folders = folders
+        self.sizes: dict[Path, int] | None = None
+        self.grown = self.looked = 0.0
+
+    def still_seconds(self) -> float:
+        """Time since they were last seen to change; the first look counts as a change."""
+        now = time.monotonic()
+        if now - self.looked > STILL_S / 60:
+            self.looked, sizes = now, self._sizes()
+            if sizes != self.sizes:
+                self.sizes, self.grown = sizes, now
+        return now - self.grown
+
+    def _sizes(self) -> dict[Path, int]:
+        sizes = {}
+        for folder in self.folders:
+            with suppress(FileNotFoundError):  # a file that gets its name meanwhile
+                for path in folder.rglob("*"):
+                    sizes[path] = path.stat().st_size
+        return sizes

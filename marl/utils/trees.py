@@ -18,6 +18,11 @@ def copied(tree: Any) -> Any:
     return mapped(tree, lambda tensor: tensor.detach().to("cpu", copy=True))
 
 
+def on_host(tree: Any) -> Any:
+    """The same in the host's memory; tensors that lie there are not copied."""
+    return mapped(tree, lambda tensor: tensor.detach().to("cpu"))
+
+
 def mapped(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """The same with every tensor changed; the tree's own dicts, lists and tuples are copies."""
     if isinstance(tree, torch.Tensor):
@@ -31,7 +36,14 @@ def save_tree(tree: Any, path: Path) -> None:
     """Raises TypeError for a state that holds anything but dicts, lists, tuples, tensors, numbers and strings."""
     tensors: dict[str, torch.Tensor] = {}
     text = json.dumps(_encoded(tree, tensors))
-    save_file(tensors, path, {TREE: text})
+    save_file(_apart(tensors), path, {TREE: text})
+
+
+def _apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same with copies of those that share another's memory, which safetensors does not take."""
+    found: dict[int, str] = {}
+    first = {name: found.setdefault(tensor.untyped_storage().data_ptr(), name) for name, tensor in tensors.items()}
+    return {name: tensor if first[name] == name else tensor.clone() for name, tensor in tensors.items()}
 
 
 def load_tree(path: Path) -> Any:
@@ -42,7 +54,7 @@ def load_tree(path: Path) -> Any:
 def _encoded(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(tree, torch.Tensor):
         name = str(len(tensors))
-        tensors[name] = tree.detach().cpu().contiguous().clone()  # safetensors takes no two that share memory
+        tensors[name] = tree.detach().cpu().contiguous()
         return {KIND: "tensor", "name": name}
     if isinstance(tree, dict):
         return {KIND: "dict", "items": [[_encoded(part, tensors) for part in item] for item in tree.items()]}

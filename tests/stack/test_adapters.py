@@ -212,8 +212,7 @@ def test_adapters_that_other_ranks_saved_are_refused(alone, tmp_path):
     """Shards of two ranks: a rank that found none would have gone on with adapters of its own."""
     live = alone(*ADAPTED)
     worker = live.trainer.policies["alice"].workers.worker
-    worker.save_adapter("alice", str(tmp_path / "saved"))
-    wait_for(marks_of(tmp_path / "saved", 1), 60, "")
+    worker.save_adapter("alice", str(tmp_path / "saved"), beside=False)
     (file,) = (tmp_path / "saved").glob("adapter_world_size_1_rank_0.safetensors")
     file.rename(file.with_name("adapter_world_size_2_rank_0.safetensors"))
     with pytest.raises(

@@ -1,21 +1,32 @@
 """A run's folder over several starts: the last weights, metrics that are appended to, and other validation data."""
 
 import json
+import os
 import random
+import sys
 import threading
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
+from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+from verl.utils.fsdp_utils import get_fsdp_full_state_dict
 
 from marl import checkpoint
-from marl.cluster.workers import shard_files
+from marl.cluster.local import one_process
+from marl.cluster.workers import shard_files, whole_model
+from marl.cluster.workers.shard_files import ShardFiles
 from marl.marl_trainer import MARLTrainer
 from marl.utils import folders
+from marl.utils.pickles import read
 from marl.utils.trees import copied
-from tests.stack.builders import ADAPTED
+from tests.stack.builders import ADAPTED, ADAPTERS
 
 
 def logged(folder):
@@ -119,6 +130,20 @@ def test_a_checkpoint_holds_its_own_step_though_it_is_written_during_the_next(al
     assert again.trainer.step_number == 1 and same(kept_of(again), expected)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [("learner=mappo",), ADAPTED], ids=["critic", "adapters"])
+def test_a_checkpoint_that_is_written_at_once_is_there_when_the_ranks_return(alone, tmp_path, options):
+    live = alone(*options, "trainer.save_in_background=false")
+    live.step()
+    groups = [*live.trainer.policies.items(), *live.trainer.critics.groups.items()]
+    marks = [mark for name, group in groups for mark in live.wait(group.save(tmp_path / "saved" / name, False))]
+    assert len(marks) == len(groups) and all(json.loads(mark.read_text())["error"] == "" for mark in marks)
+    live.wait(live.trainer.save())
+    again = alone(*options, "trainer.resume_mode=auto")
+    again.wait(again.trainer.resume())
+    assert again.trainer.step_number == 1 and same(kept_of(again), kept_of(live))
+
+
 def kept_of(live):
     """Copies of what a step changes."""
     engines = [group.workers.worker.actor.engine for group in live.trainer.policies.values()]
@@ -141,16 +166,94 @@ def same(one, other):
     return all(map(same, one, other)) and len(one) == len(other) if isinstance(one, list | tuple) else one == other
 
 
-def test_writing_a_model_draws_no_random_numbers(tmp_path, tiny_model):
-    """It is done beside the next step, whose draws it would change."""
+def of_the_process():
+    """Settings that every thread computes by."""
+    module = torch.nn.Module
+    functions = (module.register_parameter, module.register_buffer, torch.empty, torch.zeros, torch.ones, torch.full)
+    return torch.get_default_dtype(), functions, warnings.showwarning, list(warnings.filters), os.getcwd()
+
+
+@pytest.fixture
+def changes():
+    """What was seen changed of the process, at any call of the thread that looked."""
+    before, seen = of_the_process(), []
+
+    def watch(frame, event, argument):
+        if of_the_process() != before:
+            seen.append(frame.f_code.co_qualname)
+
+    return SimpleNamespace(watch=watch, seen=seen)
+
+
+def test_writing_a_model_changes_nothing_that_a_step_computes_by(tmp_path, tiny_model, changes):
+    """It is done beside the next step: no draw, no dtype, no method of torch's, and not its configuration."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    stub = SimpleNamespace(model=model, trust_remote_code=False)
-    shard_files.ShardFiles._save_whole(stub, model.state_dict(), tmp_path)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist(), model.config.to_dict()
+    job = whole_model.writer(model.config, dict(model.state_dict()), tmp_path, False, torch.bfloat16)
+    sys.setprofile(changes.watch)
+    try:
+        job()
+    finally:
+        sys.setprofile(None)
+    assert changes.seen == [] and model.config.to_dict() == before[3]
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
     assert np.random.get_state()[1].tolist() == before[2]
     saved = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), model.parameters(), strict=True))
+
+
+@pytest.fixture
+def shard_file(tiny_model, tmp_path):
+    """What writes the files of a rank that is alone, on a CPU, and the live model."""
+    with one_process():
+        model = AutoModelForCausalLM.from_pretrained(tiny_model)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        optimizer = torch.optim.SGD(model.parameters())
+        contents = OmegaConf.create({"save_contents": ["model", "hf_model"], "load_contents": ["model"]})
+        yield ShardFiles(FSDPCheckpointManager(model, optimizer, None, None, contents)), model
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_states_are_copied_only_for_a_write_beside_the_next_step(shard_file, tmp_path, beside):
+    files, model = shard_file
+    files.beside, weight = beside, model.get_output_embeddings().weight.to_local()
+    before = weight.detach().clone()
+    files.save_checkpoint(str(tmp_path))
+    with torch.no_grad():
+        weight += 1.0
+    for job in files.taken():
+        job()
+    saved = read(tmp_path / "model_world_size_1_rank_0.pt")["lm_head.weight"].to_local()
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface", dtype=torch.float32).lm_head.weight
+    assert torch.equal(saved, before if beside else before + 1) and torch.equal(whole, saved)
+
+
+def test_gathered_weights_that_are_copies_are_not_copied_again(shard_file, tmp_path, monkeypatch):
+    """As on several ranks, and from a GPU."""
+    files, model = shard_file
+    gathered = {name: weight.clone() for name, weight in get_fsdp_full_state_dict(model).items()}
+    monkeypatch.setattr(shard_files, "get_fsdp_full_state_dict", lambda *_, **__: dict(gathered))
+    files.save_checkpoint(str(tmp_path))
+    written = files.taken()[-1].keywords["state_dict"]
+    assert written and all(weight is gathered[name] for name, weight in written.items())
+
+
+CRITIC = ("learner=mappo", "critic.checkpoint.save_contents=[model,optimizer,extra,hf_model]")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [CRITIC, ADAPTED, ADAPTERS], ids=["critic", "adapters", "lora"])
+def test_no_part_of_a_checkpoint_that_is_written_beside_a_step_changes_the_process(alone, tmp_path, options, changes):
+    live, gate = alone(*options), threading.Event()
+    shard_files.THREAD.submit(gate.wait)
+    shard_files.THREAD.submit(sys.setprofile, changes.watch)
+    live.wait(live.trainer.save(wait=False))
+    gate.set()
+    live.wait(live.trainer.saving.flush())
+    shard_files.THREAD.submit(sys.setprofile, None).result()
+    assert changes.seen == []
+    models = list((tmp_path / "global_step_0").rglob("huggingface/model.safetensors"))
+    assert len(models) == len(live.trainer.policies) + len(live.trainer.critics.groups)
 
 
 @pytest.mark.slow

@@ -155,6 +155,35 @@ def test_prune_keeps_the_best_by_a_metric_of_their_steps(tmp_path):
     assert steps(tmp_path) == [2, 4, 5]
 
 
+def test_a_metric_that_no_checkpoint_has_is_said_once_with_what_there_is(tmp_path, caplog):
+    kept = Kept(last=1, best=2, metric="val/team/votes")
+    save(tmp_path, 1, metrics={"val/team/vote": 0.5, "loss": 1.0})
+    kept.prune(tmp_path)
+    assert caplog.text == "", "nothing is removed yet"
+    for step in (2, 3):
+        save(tmp_path, step, metrics={"loss": 1.0})
+        kept.prune(tmp_path)
+    assert steps(tmp_path) == [3] and caplog.text.count("keep_best_metric=val/team/votes") == 1
+    assert "trainer.keep_best=2" in caplog.text and "are: val/team/vote, loss" in caplog.text
+
+
+def test_a_checkpoint_is_not_read_again_when_it_was_just_sealed(tmp_path, monkeypatch):
+    save(tmp_path, 0, metrics={})
+    read = []
+    monkeypatch.setattr(manifest, "_digest", lambda path, *_: read.append(path.name))
+    checkpoint.finish(*begun(tmp_path, 0, 1)[:-1], Kept(1, 0, ""))
+    assert steps(tmp_path) == [1] and read == []
+
+
+def test_a_metric_of_a_narrower_type_is_sealed_as_a_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "fingerprints", lambda identity: {})
+    metrics = {"val/team/vote": np.float32(0.25), "team/failed_episodes": np.int64(3), "perf/free": torch.tensor(0.5)}
+    trainer = SimpleNamespace(step_number=1, folder=tmp_path, last_metrics=metrics, policies={})
+    trainer.critics = SimpleNamespace(groups={})
+    save(tmp_path, **checkpoint.facts_of(trainer))
+    assert manifest.facts_of(tmp_path / "global_step_1")["metrics"] == dict(zip(metrics, (0.25, 3.0, 0.5), strict=True))
+
+
 @pytest.mark.parametrize("last,best,kept", [(None, 0, (None, 0)), (None, 2, (1, 2)), (3, 2, (3, 2))])
 def test_keep_best_alone_keeps_the_last_one_too(compose_config, last, best, kept):
     words = (f"trainer.max_actor_ckpt_to_keep={'null' if last is None else last}", f"trainer.keep_best={best}")
@@ -221,6 +250,15 @@ def test_a_copy_is_not_changed_by_an_update():
     kept = trees.copied({"a": [weight]})
     weight += 1
     assert torch.equal(kept["a"][0], torch.zeros(2))
+
+
+def test_what_shares_no_memory_is_written_without_a_copy(tmp_path, monkeypatch):
+    written, weight = {}, torch.zeros(2, 2)
+    monkeypatch.setattr(trees, "save_file", lambda tensors, path, metadata: written.update(tensors))
+    trees.save_tree({"own": weight, "same": weight, "host": trees.on_host(torch.ones(2))}, tmp_path / "tree")
+    first, second, _ = written.values()
+    assert first.data_ptr() == weight.data_ptr() != second.data_ptr() and torch.equal(first, second)
+    assert trees.on_host([weight])[0].data_ptr() == weight.data_ptr()
 
 
 def test_a_state_that_is_none_is_named(tmp_path):

@@ -20,13 +20,14 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.utils.losses import ppo_loss
 
 from marl.cluster.workers.dispatch import rows_by_rank
-from marl.cluster.workers.lora import collected, save_adapter, save_model
+from marl.cluster.workers.lora import collected, save_adapter, unwrapped
 from marl.cluster.workers.policy_worker import EngineWorker, PolicyWorker, log_probs_of, timed
-from marl.cluster.workers.shard_files import write
+from marl.cluster.workers.shard_files import raise_lost, write
+from marl.cluster.workers.whole_model import shell_of, write_into
 from marl.modules.adapters import first_weights, lora_arguments
 from marl.platform.adapters import ADAPTED, AdapterEngine, AdapterSpec, merged, of_adapters, unnamed, whole
 from marl.utils.garbage import freeze_gc
-from marl.utils.trees import copied, load_tree, save_tree
+from marl.utils.trees import load_tree, on_host, save_tree
 from marl.utils.weight_digest import Digest, digest_of
 
 
@@ -92,6 +93,7 @@ class AdapterWorker(PolicyWorker):
     @register(dispatch_mode=rows_by_rank("actor"), blocking=False)
     def update_actor(self, data: TensorDict) -> TensorDict | None:
         """verl's, with the policy's own loss."""
+        raise_lost()
         started = time.perf_counter()
         self.actor.set_loss_fn(self.losses[self._use(data)])
         output = ActorRolloutRefWorker.update_actor(self, data)
@@ -124,17 +126,17 @@ class AdapterWorker(PolicyWorker):
         return digest_of(chain.from_iterable(parts), getattr(torch, self.config.rollout.dtype), seed)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def save_adapter(self, name: str, folder: str) -> None:
+    def save_adapter(self, name: str, folder: str, beside: bool = True) -> None:
         """Write what a resumed run needs of one adapter, and ``lora_adapter`` in PEFT's form."""
         manager = self.engine.checkpoint_manager
-        state = copied({**self.engine.adapter_state(name), "random": manager.get_rng_state()})
+        state = on_host({**self.engine.adapter_state(name), "random": manager.get_rng_state()})  # copies already
         jobs = [partial(save_tree, state, self._adapter_file(folder))]
         parts = ((unnamed(key, name), whole(p)) for key, p in of_adapters(self.engine.module, name))
         weights, config = collected(parts, self.rank), self.engine.module.peft_config[name]
         exports: list[Callable[[], Any]] = [partial(save_adapter, config, weights, Path(folder) / "lora_adapter")]
         if "hf_model" in manager.checkpoint_save_contents:
             exports += self._exports_of_whole_model(name, Path(folder) / "huggingface")
-        write(folder, self.rank, jobs + (exports if self.rank == 0 else []))
+        write(folder, self.rank, jobs + (exports if self.rank == 0 else []), beside)
 
     def _exports_of_whole_model(self, name: str, folder: Path) -> list[Callable[[], Any]]:
         """Writers of the base with the adapter merged in, and of the tokenizer; called by every rank. Adapters are merged as they
@@ -144,12 +146,14 @@ class AdapterWorker(PolicyWorker):
             self.base = collected(engine.base_weights(), self.rank)
         base, scaling = self.base, self.specs[name].scaling
         added = collected(engine.adapter_weights(name), self.rank)
+        if self.rank > 0:
+            return []
+        shell = shell_of(unwrapped(engine).config, folder, settings.trust_remote_code)
 
-        def save_merged() -> None:
-            weights = dict(merged(base.items(), added, scaling))
-            save_model(engine.module.config, weights, folder, settings.trust_remote_code)
+        def write_merged() -> None:
+            write_into(shell, folder, dict(merged(base.items(), added, scaling)))
 
-        return [save_merged, partial(settings.get_processor().save_pretrained, folder)]
+        return [write_merged, partial(settings.get_processor().save_pretrained, folder)]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_adapter(self, name: str, folder: str) -> None:

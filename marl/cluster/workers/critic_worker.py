@@ -18,7 +18,7 @@ from verl.workers.config import TrainingWorkerConfig
 from marl.cluster.workers.critic_loss import critic_loss, read_values
 from marl.cluster.workers.dispatch import rows_by_rank
 from marl.cluster.workers.policy_worker import EngineWorker, shards, timed
-from marl.cluster.workers.shard_files import write
+from marl.cluster.workers.shard_files import raise_lost, write
 from marl.utils.garbage import freeze_gc
 from marl.utils.trees import copied, load_tree, save_tree
 
@@ -98,6 +98,7 @@ class CriticWorker(EngineWorker):
 
     @register(dispatch_mode=rows_by_rank("train"), blocking=False)
     def update_critic(self, data: TensorDict) -> TensorDict | None:
+        raise_lost()
         started = time.perf_counter()
         output = self.train_mini_batch(data)
         return None if output is None else tu.get_tensordict({}, {"metrics": timed(output, started)})
@@ -109,12 +110,14 @@ class CriticWorker(EngineWorker):
         return super().train_batch(data)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        super().save_checkpoint(local_path, *args, **kwargs)
+    def save_checkpoint(self, local_path: str, beside: bool = True) -> None:
+        self.engine.checkpoint_manager.beside = beside
+        super().save_checkpoint(local_path)
         jobs = self.engine.checkpoint_manager.taken()
         if self.target is not None:
-            jobs.append(partial(save_tree, copied(self.target), self._target_file(local_path)))
-        write(local_path, self.rank, jobs)
+            target = copied(self.target) if beside else self.target
+            jobs.append(partial(save_tree, target, self._target_file(local_path)))
+        write(local_path, self.rank, jobs, beside)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate import init_empty_weights
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
 from verl.utils.device import get_device_id
 from verl.utils.fsdp_utils import (
     load_fsdp_model_to_gpu,
@@ -19,7 +17,8 @@ from verl.utils.fsdp_utils import (
     offload_fsdp_model_to_cpu,
 )
 from verl.utils.model import convert_weight_keys
-from verl.utils.transformers_compat import drop_tied_target_keys
+
+from marl.cluster.workers.whole_model import writer
 
 Named = Iterable[tuple[str, torch.Tensor]]
 
@@ -79,18 +78,22 @@ def without_whole_model(engine: Any) -> Iterator[bool]:
         manager.checkpoint_save_contents = contents
 
 
-def exports(engine: Any, folder: Path, rank: int, whole_model: bool) -> list[Callable[[], Any]]:
+def exports(engine: Any, folder: Path, rank: int, with_model: bool) -> list[Callable[[], Any]]:
     """Writers of ``lora_adapter`` in PEFT's form, and of the merged model in ``huggingface`` if it is wanted, from copies of the
     present weights; called by every rank."""
     model, parts = unwrapped(engine), collected(adapter_parameters(engine), rank)
     jobs: list[Callable[[], Any]] = [
         partial(save_adapter, model.peft_config["default"], parts, folder / "lora_adapter")
     ]
-    if whole_model:
-        weights = collected(merged_parameters(engine), rank)
-        trusted = engine.model_config.trust_remote_code
-        jobs.append(partial(save_model, model.config, weights, folder / "huggingface", trusted))
+    if with_model:
+        jobs += whole_model_writers(engine, merged_parameters(engine), folder / "huggingface", rank)
     return jobs if rank == 0 else []
+
+
+def whole_model_writers(engine: Any, merged: Named, folder: Path, rank: int) -> list[Callable[[], Any]]:
+    """The writer of a model with these weights, on the first rank; called by every rank."""
+    weights, trusted = collected(merged, rank), engine.model_config.trust_remote_code
+    return [writer(unwrapped(engine).config, weights, folder, trusted)] if rank == 0 else []
 
 
 def save_adapter(config: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
@@ -111,10 +114,3 @@ def collected(parameters: Named, rank: int) -> dict[str, torch.Tensor]:
         if rank == 0:
             kept[name] = weight.cpu().contiguous()
     return kept
-
-
-def save_model(config: Any, weights: dict[str, torch.Tensor], folder: Path, trust_remote_code: bool) -> None:
-    with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    drop_tied_target_keys(weights, model, config)
-    model.save_pretrained(folder, state_dict=weights)

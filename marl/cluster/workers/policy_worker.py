@@ -26,7 +26,7 @@ import marl.rollout.hf
 import marl.rollout.vllm_sglang  # noqa: F401 - these three register the CPU's engines and our rollout backends
 from marl.cluster.workers import lora
 from marl.cluster.workers.dispatch import rows_by_rank
-from marl.cluster.workers.shard_files import FolderWorker, ShardFiles, write
+from marl.cluster.workers.shard_files import FolderWorker, ShardFiles, raise_lost, write
 from marl.platform.shards import reshard
 from marl.utils.allocator import keep_freed_memory
 from marl.utils.garbage import freeze_gc
@@ -133,8 +133,10 @@ class PolicyWorker(FolderWorker, ActorRolloutRefWorker):
                 kept.copy_(new)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def save_reference(self, folder: str) -> None:
-        write(folder, self.rank, [partial(save_tree, copied(dict(shards(self.ref))), self._reference_file(folder))])
+    def save_reference(self, folder: str, beside: bool = True) -> None:
+        weights = dict(shards(self.ref))
+        job = partial(save_tree, copied(weights) if beside else weights, self._reference_file(folder))
+        write(folder, self.rank, [job], beside)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_reference(self, folder: str) -> None:
@@ -148,6 +150,7 @@ class PolicyWorker(FolderWorker, ActorRolloutRefWorker):
 
     @register(dispatch_mode=rows_by_rank("actor"), blocking=False)
     def update_actor(self, data: TensorDict) -> TensorDict | None:
+        raise_lost()
         started = time.perf_counter()
         output = super().update_actor(data)
         return None if output is None else tu.get_tensordict({}, {"metrics": timed(output, started)})
@@ -172,15 +175,16 @@ class PolicyWorker(FolderWorker, ActorRolloutRefWorker):
             return digest_of(tensors.items(), dtype, seed)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        """verl's, written beside the next step; a policy with adapters also leaves them in PEFT's form, and ``hf_model`` is the
-        merged model."""
+    def save_checkpoint(self, local_path: str, beside: bool = True) -> None:
+        """verl's, written beside the next step or at once; a policy with adapters also leaves them in PEFT's form, and
+        ``hf_model`` is the merged model."""
         engine = self.actor.engine
+        engine.checkpoint_manager.beside = beside
         adapted = lora.has_adapters(engine)
         with lora.without_whole_model(engine) if adapted else nullcontext(False) as whole_model:
-            super().save_checkpoint(local_path, *args, **kwargs)
+            super().save_checkpoint(local_path)
         exports = lora.exports(engine, Path(local_path), self.rank, whole_model) if adapted else []
-        write(local_path, self.rank, engine.checkpoint_manager.taken() + exports)
+        write(local_path, self.rank, engine.checkpoint_manager.taken() + exports, beside)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:

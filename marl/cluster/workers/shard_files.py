@@ -1,46 +1,89 @@
 """A rank's part of a checkpoint: copied at once, written in a thread beside the next step, and read without executing pickles."""
 
 import logging
+import re
+import shutil
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.fsdp_utils import fsdp_version, get_fsdp_full_state_dict
-from verl.utils.transformers_compat import drop_tied_target_keys
 
-from marl.utils.marks import leave
+from marl.cluster.workers import whole_model
+from marl.utils.marks import leave, reserve
 from marl.utils.pickles import read
-from marl.utils.trees import copied
+from marl.utils.trees import copied, on_host
 
 logger = logging.getLogger(__name__)
 Job = Callable[[], Any]
 THREAD = ThreadPoolExecutor(1, "checkpoint")
+WRITES: list[Future] = []
+OF_A_RANK = re.compile(r"_rank_(\d+)\.")
 
 
-def write(folder: str | Path, rank: int, jobs: Sequence[Job]) -> None:
-    """Do the jobs in the background, one folder after another; the mark that then appears there holds the error, or nothing."""
-    THREAD.submit(_write, Path(folder), rank, list(jobs))
+def write(folder: str | Path, rank: int, jobs: list[Job], beside: bool = True) -> None:
+    """Do the jobs and forget them, in the background, one folder after another, or at once; the mark that then appears there holds
+    the error, or nothing."""
+    raise_lost()
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    reserve(folder, rank)
+    WRITES.append(written := THREAD.submit(_write, folder, rank, jobs))
+    if not beside:
+        wait([written])
+        raise_lost()
 
 
-def _write(folder: Path, rank: int, jobs: Sequence[Job]) -> None:
+def raise_lost() -> None:
+    """Raise the error of a write that could not even leave a mark: nobody else will."""
+    for ended in [future for future in WRITES if future.done()]:
+        WRITES.remove(ended)
+        ended.result()
+
+
+def _write(folder: Path, rank: int, jobs: list[Job]) -> None:
     error = ""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for job in jobs:
-            job()
+        while jobs:
+            jobs.pop(0)()  # what it has written is no longer held
     except Exception as failed:
-        error = f"{type(failed).__name__}: {failed}"
+        error = f"{free_space(folder)}{type(failed).__name__}: {failed}"
         logger.error("writing a checkpoint to %s: %s", folder, error)
-    leave(folder, rank, error)
+        remove_parts(folder, rank)
+    try:
+        leave(folder, rank, error)
+    except OSError as unsaid:
+        if folder.exists():  # one that the driver has given up is waited for by nobody
+            raise OSError(f"{folder}, rank {rank}: {error or 'written'}, and no mark can be left: {unsaid}") from unsaid
+
+
+def free_space(folder: Path) -> str:
+    """The beginning of an error: of a full disk, torch.save says nothing."""
+    try:
+        return f"with {shutil.disk_usage(folder).free / 2**20:.0f} MiB free there, "
+    except FileNotFoundError:
+        return ""
+
+
+def remove_parts(folder: Path, rank: int) -> None:
+    """Free the disk of a rank's files, which are of no use; those that name no rank are the first one's."""
+    for path in folder.glob("[!.]*"):
+        owner = OF_A_RANK.search(path.name)
+        if rank == (int(owner[1]) if owner else 0):
+            with suppress(OSError):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def save_live(state: Any, file: str) -> None:
+    torch.save(on_host(state), file)
 
 
 class FolderWorker:
@@ -60,6 +103,8 @@ class ShardFiles(FSDPCheckpointManager):
     def __init__(self, verls: FSDPCheckpointManager) -> None:
         self.__dict__.update(vars(verls))
         self.jobs: list[Job] = []
+        self.beside = True
+        """Whether the next save is written beside the next step, which changes the live states: they are copied for it."""
 
     def taken(self) -> list[Job]:
         """The writes that the last save left to do."""
@@ -71,12 +116,20 @@ class ShardFiles(FSDPCheckpointManager):
             return super().save_checkpoint(local_path, *arguments, **settings)
         with self._contents([]):
             super().save_checkpoint(local_path, *arguments, **settings)  # model configuration and tokenizer
-        states = {name: copied(state) for name, state in self._states()}
-        self.jobs += [partial(torch.save, state, self._file(local_path, name)) for name, state in states.items()]
+        self.jobs += [self._job(state, self._file(local_path, name)) for name, state in self._states()]
         if self.should_save_hf_model:
             weights = get_fsdp_full_state_dict(self.model, offload_to_cpu=True, rank0_only=True)
             if self.rank == 0:
-                self.jobs.append(partial(self._save_whole, copied(dict(weights)), Path(local_path) / "huggingface"))
+                folder, trusts = Path(local_path) / "huggingface", self.trust_remote_code
+                live = self._live() if self.beside else set()
+                config, dtype = self.model.config, torch.bfloat16
+                self.jobs.append(whole_model.writer(config, dict(weights), folder, trusts, dtype, live))
+
+    def _job(self, state: Any, file: str) -> Job:
+        return partial(torch.save, copied(state), file) if self.beside else partial(save_live, state, file)
+
+    def _live(self) -> set[whole_model.Place]:
+        return {whole_model.place(tensor) for tensor in chain(self.model.parameters(), self.model.buffers())}
 
     def load_checkpoint(self, local_path: str, *arguments: Any, **settings: Any) -> None:
         if fsdp_version(self.model) == 1:
@@ -115,16 +168,3 @@ class ShardFiles(FSDPCheckpointManager):
             yield
         finally:
             self.checkpoint_save_contents = before
-
-    def _save_whole(self, weights: dict[str, torch.Tensor], folder: Path) -> None:
-        """The whole model in Hugging Face's form, as verl writes it."""
-        config = self.model.config
-        head = "ForTokenClassification" in config.architectures[0]
-        kind = AutoModelForTokenClassification if head else AutoModelForCausalLM
-        with init_empty_weights():
-            model = kind.from_config(config, dtype=torch.bfloat16, trust_remote_code=self.trust_remote_code)
-        model.to_empty(device="cpu")
-        if model.can_generate() and (folder / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(folder)
-        drop_tied_target_keys(weights, model, config)
-        model.save_pretrained(folder, state_dict=weights)

@@ -1,0 +1,64 @@
+"""A whole model in Hugging Face's form: its shell is built in the caller's thread, and any thread writes it."""
+
+from collections.abc import Callable, Collection
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig
+from verl.utils.transformers_compat import drop_tied_target_keys
+
+Weights = dict[str, torch.Tensor]
+Place = tuple[str, int]
+
+
+def writer(
+    config: Any,
+    weights: Weights,
+    folder: Path,
+    trust_remote_code: bool,
+    dtype: torch.dtype | None = None,
+    live: Collection[Place] = (),
+) -> Callable[[], Any]:
+    """Writing of these weights, whose dict is the writer's from now on. Weights in ``live`` memory, which a step changes, are
+    copied: on one rank gathered ones may be. For the other arguments see :func:`shell_of`."""
+    shell = shell_of(config, folder, trust_remote_code, dtype)
+    drop_tied_target_keys(weights, shell, shell.config)
+    for name in [name for name, weight in weights.items() if place(weight) in live]:
+        weights[name] = weights[name].detach().clone()
+    return partial(write_into, shell, folder, weights)
+
+
+def shell_of(config: Any, folder: Path, trust_remote_code: bool, dtype: torch.dtype | None = None) -> Any:
+    """A model without weights; ``dtype`` is the one that its configuration names, by default the model's own.
+
+    Building a model sets torch's default dtype and replaces a method of ``torch.nn.Module`` for the whole process: beside a
+    step it would change what that computes. The configuration is copied, because writing a model changes its own.
+    """
+    config = deepcopy(config)
+    kind = AutoModelForTokenClassification if heads_tokens(config) else AutoModelForCausalLM
+    with init_empty_weights():
+        shell = kind.from_config(config, dtype=dtype or config.dtype, trust_remote_code=trust_remote_code)
+    if shell.can_generate() and (folder / "generation_config.json").is_file():
+        shell.generation_config = GenerationConfig.from_pretrained(folder)
+    return shell
+
+
+def write_into(shell: Any, folder: Path, weights: Weights) -> None:
+    drop_tied_target_keys(weights, shell, shell.config)
+    shell.save_pretrained(folder, state_dict=weights)
+
+
+def place(tensor: torch.Tensor) -> Place:
+    """The memory that a tensor shows, or this rank's part of it."""
+    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return own.device.type, own.untyped_storage().data_ptr()
+
+
+def heads_tokens(config: Any) -> bool:
+    """True for a critic's model, which has a value at every token."""
+    return "ForTokenClassification" in (config.architectures or [""])[0]

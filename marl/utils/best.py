@@ -1,0 +1,48 @@
+"""The best checkpoints by a metric of their steps."""
+
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from difflib import get_close_matches
+from itertools import chain
+from pathlib import Path
+
+from marl.utils.folders import numbered
+from marl.utils.manifest import Damaged, facts_of
+
+logger = logging.getLogger(__name__)
+NAMES = 8
+"""Metrics that a warning lists."""
+warned: set[Path] = set()
+
+
+def best_steps(root: Path, metric: str, count: int, last: int) -> list[int]:
+    """Steps of the checkpoints with the largest values, of equal ones the later. Those without the metric do not count; where
+    none has it, and more than the ``last`` ones would have stayed, a warning says so once."""
+    if not count:
+        return []
+    measured = metrics_of(root)
+    known = sorted((metrics[metric], step) for step, metrics in measured.items() if metric in metrics)
+    if not known and len(measured) > last and root not in warned:
+        warned.add(root)
+        _warn(metric, count, last, measured)
+    return [step for _, step in known[::-1][:count]]
+
+
+def metrics_of(root: Path) -> dict[int, Mapping[str, float]]:
+    """Metrics of each checkpoint's step, without the damaged ones."""
+    found = {}
+    for step, folder in numbered(root):
+        with suppress(Damaged):
+            found[step] = facts_of(folder)["metrics"]
+    return found
+
+
+def _warn(metric: str, count: int, last: int, measured: Mapping[int, Mapping[str, float]]) -> None:
+    names = sorted(set(chain.from_iterable(measured.values())))
+    logger.warning(
+        "trainer.keep_best=%d keeps nothing: no step that was saved has trainer.keep_best_metric=%s, and only the last %d stay "
+        "(said once); expected one of their %d metrics, the nearest are: %s; validations are measured at steps that "
+        "trainer.test_freq divides: set it so that it divides trainer.save_freq",
+        *(count, metric, last, len(names), ", ".join(get_close_matches(metric, names, NAMES, cutoff=0.0)) or "none"),
+    )

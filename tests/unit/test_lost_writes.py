@@ -1,0 +1,148 @@
+"""Checkpoints of which a rank's part is never written: the disk is full, or the rank has died."""
+
+import asyncio
+import builtins
+import errno
+import io
+import logging
+import os
+import time
+import weakref
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from marl import checkpoint
+from marl.checkpoint import Kept
+from marl.cluster.workers import shard_files
+from marl.cluster.workers.adapter_worker import AdapterWorker
+from marl.cluster.workers.critic_worker import CriticWorker
+from marl.cluster.workers.policy_worker import PolicyWorker
+from marl.config.deadlines import Deadline
+from marl.utils import folders, marks
+from marl.utils.background import Background
+
+PATIENT = Deadline(5.0, "resources.save_timeout_s")
+SPACE = 64 * 1024
+NONE = Kept(None, 0, "")
+
+
+@pytest.fixture
+def full(tmp_path, monkeypatch):
+    """Writing of a file until the disk is full; then no file is begun, until another one is removed."""
+    usual = builtins.open
+
+    def used():
+        return sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+
+    def no_space():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def checked(path, mode="r", *arguments, **settings):
+        begins = not isinstance(path, int) and tmp_path in Path(path).parents and not Path(path).exists()
+        if begins and mode[0] in "wxa" and used() >= SPACE:
+            no_space()
+        return usual(path, mode, *arguments, **settings)
+
+    def fill(path):
+        with usual(path, "wb") as file:
+            file.write(b"x" * SPACE)
+        no_space()
+
+    monkeypatch.setattr(builtins, "open", checked)
+    monkeypatch.setattr(io, "open", checked)
+    return fill
+
+
+@pytest.mark.parametrize("filled_by", [0, 1])
+def test_a_full_disk_is_the_runs_error_at_once_and_holds_no_half(tmp_path, full, filled_by):
+    """Space that a rank gives back may be another's at once: its mark has its own."""
+    folder = folders.begin(tmp_path, 1)
+    part = folder / "alice" / "actor"
+    (part / "huggingface").mkdir(parents=True)
+    (part / "huggingface" / "config.json").write_text("{}")
+    (part / "model_rank_0.pt").touch()
+    shard_files.write(part, 0, [partial(full, part / f"optim_rank_{filled_by}.pt")])
+    shard_files.THREAD.submit(int).result()
+    others = {"optim_rank_1.pt"} if filled_by == 1 else set()
+    assert {path.name for path in part.iterdir()} == {".written_rank_0", *others}
+    began = time.monotonic()
+    with pytest.raises(OSError, match=r"alice/actor.*: with \d+ MiB free there, OSError:.*No space left on device"):
+        checkpoint.finish(folder, {}, {"step": 1}, marks.marks_of(part, 2)[::-1], PATIENT, NONE)
+    assert time.monotonic() - began < 1.0 and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("call", [PolicyWorker.update_actor, AdapterWorker.update_actor, CriticWorker.update_critic])
+def test_an_error_that_no_mark_tells_is_raised_by_the_next_update(tmp_path, monkeypatch, call):
+    def broken(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(shard_files, "leave", broken)
+    shard_files.write(tmp_path, 0, [lambda: 1 / 0])
+    shard_files.THREAD.submit(int).result()
+    with pytest.raises(OSError, match="rank 0: .*ZeroDivisionError: division by zero, and no mark.*Input/output error"):
+        call(SimpleNamespace(), None)
+    shard_files.raise_lost()
+
+
+def test_a_rank_that_is_late_for_a_folder_that_was_given_up_disturbs_nobody(tmp_path):
+    folder = folders.begin(tmp_path, 1)
+    shard_files.write(folder, 0, [lambda: folders.clean(tmp_path)])
+    shard_files.THREAD.submit(int).result()
+    shard_files.raise_lost()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_written_is_no_longer_held_and_at_once_means_before_the_call_returns(tmp_path):
+    class State:
+        pass
+
+    state, seen = State(), []
+    gone = weakref.ref(state)
+    jobs = [partial(id, state), lambda: seen.append(gone() is None)]
+    del state
+    shard_files.write(tmp_path, 0, jobs, beside=False)
+    assert seen == [True] and (tmp_path / ".written_rank_0").exists()
+
+
+async def run_that_fails(work):
+    async with Background("a checkpoint") as saving:
+        saving.start(work, saving.failing.is_set)
+        await asyncio.sleep(0.05)
+        raise RuntimeError("rank 1 died")
+
+
+def finished(root, failing):
+    folder, expected = root / ".tmp_global_step_1", marks.marks_of(root / ".tmp_global_step_1", 2)
+    checkpoint.finish(folder, {}, {"step": 1, "metrics": {}}, expected, PATIENT, NONE, failing)
+
+
+def test_a_rank_that_died_is_shown_before_its_part_is_given_up_and_soon(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(marks, "STILL_S", 0.1)
+    marks.leave(folders.begin(tmp_path, 1), 0, "")
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 1 died"):
+        asyncio.run(run_that_fails(partial(finished, tmp_path)))
+    assert time.monotonic() - began < 2.0 and list(tmp_path.iterdir()) == []
+    first, second = (record.message for record in caplog.records if record.levelno == logging.ERROR)
+    assert "the run ends" in first and "RuntimeError: rank 1 died" in first
+    assert "rank 1 has not written its part, and nothing was written for 0.1 s while the run was ending" in second
+
+
+def test_ranks_that_still_write_are_waited_for_though_the_run_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(marks, "STILL_S", 0.2)
+    folder = folders.begin(tmp_path, 1)
+    marks.leave(folder, 0, "")
+
+    def slowly():
+        with open(folder / "model_rank_1.pt", "wb", buffering=0) as file:
+            for _ in range(12):
+                time.sleep(0.05)
+                file.write(b"x")
+
+    shard_files.write(folder, 1, [slowly])
+    with pytest.raises(RuntimeError, match="rank 1 died"):
+        asyncio.run(run_that_fails(partial(finished, tmp_path)))
+    assert (tmp_path / "global_step_1" / "model_rank_1.pt").stat().st_size == 12
