@@ -82,7 +82,7 @@ def absolutise(config: DictConfig) -> None:
     ]
     for model in models:
         for key in ("path", "tokenizer_path", "lora_adapter_path"):
-            if model.get(key):
+            if isinstance(model.get(key), str):
                 model[key] = absolute(model[key])
     for key in ("train_files", "val_files"):
         config.data[key] = [absolute(file) for file in file_list(config.data[key])]

@@ -86,7 +86,6 @@ def proofs(monkeypatch):
     return errors, passed
 
 
-@pytest.mark.slow
 def test_pools_of_two_ranks_and_of_one_are_one(train, proofs):
     one = train("resources.one_process=true")
     errors, passed = proofs
