@@ -29,7 +29,7 @@ def state(step, policy):
 
 
 def save(root, step):
-    """What a run of two policies does between a step's end and its checkpoint."""
+    """Save as a run of two policies does between a step's end and its checkpoint."""
     folder = folders.begin(root, step)
     for policy in POLICIES:
         file = folder / policy / "actor" / "model_world_size_1_rank_0.pt"

@@ -88,7 +88,7 @@ def test_a_file_that_nobody_saved(root, file):
 
 
 def resealed(root, **facts):
-    """What somebody who may write there can do: a manifest that fits."""
+    """Seal the folder as anybody who may write there can: with a manifest that fits."""
     sealed = manifest.facts_of(root / NEWEST)
     manifest.seal(
         root / NEWEST, {key: value for key, value in sealed.items() if key not in ("format", "files")} | facts

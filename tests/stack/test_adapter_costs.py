@@ -1,4 +1,4 @@
-"""What agents cost as adapters on one base: the time of a step, and memory."""
+"""Cost of agents as adapters on one base: the time of a step, and memory."""
 
 import ctypes
 import gc

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 STAND_IN, IMAGE = "localhost/python-stand-in", "localhost/marl:cpu"
 PACKAGES = "python3,python3-venv,ca-certificates"
 MOUNTS = ("/etc/ssl/certs", "/opt/wheels")
-"""Of the machine's: its certificates, and wheels if it has some."""
+"""Files of the machine's: its certificates, and wheels if it has some."""
 PIP = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_CERT", "PIP_DEFAULT_TIMEOUT")
 
 WANTED = os.environ.get("MARL_IMAGE_ROOT")

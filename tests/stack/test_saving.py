@@ -175,7 +175,7 @@ def of_the_process():
 
 @pytest.fixture
 def changes():
-    """What was seen changed of the process, at any call of the thread that looked."""
+    """Changes of the process, seen at any call of the thread that looked."""
     before, seen = of_the_process(), []
 
     def watch(frame, event, argument):
@@ -204,7 +204,7 @@ def test_writing_a_model_changes_nothing_that_a_step_computes_by(tmp_path, tiny_
 
 @pytest.fixture
 def shard_file(tiny_model, tmp_path):
-    """What writes the files of a rank that is alone, on a CPU, and the live model."""
+    """The writer of the files of a rank that is alone, on a CPU, and the live model."""
     with one_process():
         model = AutoModelForCausalLM.from_pretrained(tiny_model)
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))

@@ -93,7 +93,7 @@ def test_a_share_that_is_too_small_for_its_servers_weights_does_not_fit():
 
 @pytest.fixture
 def starved(setup, monkeypatch):
-    """What is said of servers' weights, where a GPU is so many times the weights of one."""
+    """The error about servers' weights, where a GPU is so many times the weights of one."""
     monkeypatch.setattr("marl.cluster.session.fitting_platform", lambda device: None)
 
     def starved(times, *overrides):

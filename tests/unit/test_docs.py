@@ -119,7 +119,7 @@ LADDER = {
     9: lambda run: adapter_policies(run.config) and sum(run.ranks_by_pool.values()) == 8,
     10: lambda run: run.pools == {"big": PoolSize(4, 2), "small": PoolSize(4, 1)},
 }
-"""What each step says that it does."""
+"""Each step's claim, by its command."""
 
 
 @pytest.mark.parametrize("number", slow_but(LADDER, 10))

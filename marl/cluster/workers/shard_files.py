@@ -104,7 +104,7 @@ class ShardFiles(FSDPCheckpointManager):
         self.__dict__.update(vars(verls))
         self.jobs: list[Job] = []
         self.beside = True
-        """Whether the next save is written beside the next step, which changes the live states: they are copied for it."""
+        """True if the next save is written beside the next step, which changes the live states: they are copied for it."""
 
     def taken(self) -> list[Job]:
         """The writes that the last save left to do."""
