@@ -15,7 +15,9 @@ import yaml
 from tests import sharing
 from tests.sharing import pytest_addoption, pytest_runtest_protocol  # noqa: F401 - hooks
 
-pytest.register_assert_rewrite("tests.stack.builders")  # before a test imports it: its asserts explain themselves
+pytest.register_assert_rewrite(
+    "tests.stack.builders", "tests.vllm.builders"
+)  # before a test imports them: their asserts explain themselves
 torch.set_num_threads(1)
 yaml.SafeLoader = getattr(
     yaml, "CSafeLoader", yaml.SafeLoader

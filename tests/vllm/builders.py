@@ -113,3 +113,29 @@ def maps_of(process):
     with suppress(OSError):
         return Path(process).read_text()
     return ""
+
+
+def servers_compute_what_trainers_compute(live, steps, record_property):
+    """Both policies' log-probs, and the version of their turns, after each sync."""
+    for _ in range(steps):
+        metrics = live.step()
+        largest = [value for key, value in metrics.items() if key.endswith("log_prob_gap_max")]
+        mean = [value for key, value in metrics.items() if key.endswith("log_prob_gap_mean")]
+        assert len(largest) == len(mean) == 2
+        record_property("gaps", (max(largest), max(mean)))
+        assert max(largest) <= CLOSE and max(mean) <= CLOSE_ON_AVERAGE
+    versions = {turn.version for episode in live.episodes() for turn in episode.turns}
+    assert versions == {live.trainer.step_number}
+
+
+def answers_follow_a_policys_own_weights(live):
+    """Alice's answers change with a sync of hers alone, and carol's never."""
+    for _ in range(2):
+        learn(live, "alice")
+    behind = matrix(live)
+    assert behind["alice", "alice"] > 1e-3, "alice is served with her old weights"
+    assert behind["carol", "carol"] <= CLOSE
+    sync(live, "alice")
+    found = matrix(live)
+    assert max(found["alice", "alice"], found["carol", "carol"]) <= CLOSE
+    assert min(found["alice", "carol"], found["carol", "alice"]) > 1e-2

@@ -6,7 +6,17 @@ import ray
 from marl.batch.build import to_rows
 from marl.cluster.failures import GroupFailed, WeightsNotArrived
 from marl.cluster.weight_probe import turn_of
-from tests.vllm.builders import CLOSE, CLOSE_ON_AVERAGE, POLICIES, abandoned, ask, learn, matrix, sync
+from tests.vllm.builders import (
+    CLOSE,
+    POLICIES,
+    abandoned,
+    answers_follow_a_policys_own_weights,
+    ask,
+    learn,
+    matrix,
+    servers_compute_what_trainers_compute,
+    sync,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
@@ -41,27 +51,11 @@ def on_server(live, work):
 
 
 def test_the_server_computes_what_the_trainer_computes_after_each_sync(live, record_property):
-    for _ in range(4):
-        metrics = live.step()
-        largest = [value for key, value in metrics.items() if key.endswith("log_prob_gap_max")]
-        mean = [value for key, value in metrics.items() if key.endswith("log_prob_gap_mean")]
-        assert len(largest) == len(mean) == 2
-        record_property("gaps", (max(largest), max(mean)))
-        assert max(largest) <= CLOSE and max(mean) <= CLOSE_ON_AVERAGE
-    versions = {turn.version for episode in live.episodes() for turn in episode.turns}
-    assert versions == {live.trainer.step_number}
+    servers_compute_what_trainers_compute(live, 4, record_property)
 
 
 def test_an_adapters_answers_are_its_own_policys_alone(live):
-    for _ in range(2):
-        learn(live, "alice")
-    behind = matrix(live)
-    assert behind["alice", "alice"] > 1e-3, "the server has her old adapter"
-    assert behind["carol", "carol"] <= CLOSE
-    sync(live, "alice")
-    found = matrix(live)
-    assert max(found["alice", "alice"], found["carol", "carol"]) <= CLOSE
-    assert min(found["alice", "carol"], found["carol", "alice"]) > 1e-2
+    answers_follow_a_policys_own_weights(live)
 
 
 def record_syncs(server):

@@ -8,15 +8,16 @@ import ray
 from marl.cluster.failures import GroupFailed, WeightsNotArrived
 from tests.vllm.builders import (
     CLOSE,
-    CLOSE_ON_AVERAGE,
     POLICIES,
     abandoned,
+    answers_follow_a_policys_own_weights,
     ask,
     ask_together,
     differences,
     engine_of,
     learn,
     matrix,
+    servers_compute_what_trainers_compute,
     sync,
 )
 from tests.vllm.misdirected import misdirected
@@ -42,27 +43,11 @@ def cached(output):
 
 
 def test_servers_compute_what_trainers_compute_after_each_of_ten_syncs(live, record_property):
-    for _ in range(10):
-        metrics = live.step()
-        largest = [value for key, value in metrics.items() if key.endswith("log_prob_gap_max")]
-        mean = [value for key, value in metrics.items() if key.endswith("log_prob_gap_mean")]
-        assert len(largest) == len(mean) == 2
-        record_property("gaps", (max(largest), max(mean)))
-        assert max(largest) <= CLOSE and max(mean) <= CLOSE_ON_AVERAGE
-    versions = {turn.version for episode in live.episodes() for turn in episode.turns}
-    assert versions == {live.trainer.step_number}
+    servers_compute_what_trainers_compute(live, 10, record_property)
 
 
 def test_a_server_has_its_own_policys_weights_alone(live):
-    for _ in range(2):
-        learn(live, "alice")
-    behind = matrix(live)
-    assert behind["alice", "alice"] > 1e-3, "alice's server has her old weights"
-    assert behind["carol", "carol"] <= CLOSE
-    sync(live, "alice")
-    found = matrix(live)
-    assert max(found["alice", "alice"], found["carol", "carol"]) <= CLOSE
-    assert min(found["alice", "carol"], found["carol", "alice"]) > 1e-2
+    answers_follow_a_policys_own_weights(live)
 
 
 def all_arrived(live):
