@@ -2,6 +2,7 @@
 
 import time
 from itertools import pairwise
+from statistics import median
 
 import pytest
 import torch
@@ -94,7 +95,7 @@ def matmul_rate(tokens):
     """Operations a second of one thread in a product of a layer's shape, in the thread's own time; the median of several."""
     x, weight = torch.randn(tokens, 512), torch.randn(1536, 512)
     taken = []
-    for _ in range(15):
+    for _ in range(5):
         started = time.thread_time()
         for _ in range(10):
             torch.nn.functional.linear(x, weight)
@@ -107,10 +108,9 @@ def test_an_update_takes_the_estimated_seconds_within_15_percent(alone, wide):
     live = alone(*PLAIN, f"actor_rollout_ref.model.path={wide}")
     rows, group = prepared(live), live.trainer.policies["alice"]
     rows = rows_of(rows, [i for i in range(len(rows)) for _ in range(3)])
-    rate, taken = matmul_rate(len(rows["input_ids"].values())), []
-    for _ in range(3):
-        started = time.process_time()
+    tokens, ratios = len(rows["input_ids"].values()), []
+    for _ in range(3):  # the rate beside each update: other work on the machine slows both
+        rate, started = matmul_rate(tokens), time.process_time()
         live.wait(group.update_actor(rows))
-        taken.append(time.process_time() - started)
-    estimated = counted(group, rows)[1] / rate
-    assert estimated == pytest.approx(sorted(taken)[1], rel=0.15), f"at {rate:.3g} a second, {taken}"
+        ratios.append(counted(group, rows)[1] / rate / (time.process_time() - started))
+    assert median(ratios) == pytest.approx(1, rel=0.15), ratios
