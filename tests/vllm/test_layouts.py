@@ -1,4 +1,4 @@
-"""Other layouts of servers, each a run of its own: replicas, tensor parallelism, one pool, adapters, and two runs on one host."""
+"""Other layouts of servers, each a run of its own: replicas, tensor parallelism, two engines, one pool, adapters, and two runs on one host."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.vllm.builders import CLOSE, SETTINGS, abandoned
+from tests.vllm.builders import CLOSE, SETTINGS, abandoned, engine_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
@@ -37,13 +37,25 @@ LAYOUTS = {
 def test_servers_have_their_trainers_weights(start, layout):
     before = abandoned()
     with start(*LAYOUTS[layout]) as live:
-        for _ in range(2):
-            metrics = live.step()
-            largest = [value for key, value in metrics.items() if key.endswith("log_prob_gap_max")]
-            assert len(largest) == 2 and max(largest) <= CLOSE
+        gaps_stay_close(live)
     # vLLM's channel between the ranks of a tensor-parallel group on a CPU, 4 MB a rank, outlives its processes
     left = [path for path in abandoned() - before if "-cpushm_" not in path]
     assert len(left) <= len(live.trainer.policies), "an engine may leave one segment"
+
+
+def gaps_stay_close(live):
+    for _ in range(2):
+        metrics = live.step()
+        largest = [value for key, value in metrics.items() if key.endswith("log_prob_gap_max")]
+        assert len(largest) == 2 and max(largest) <= CLOSE
+
+
+def test_a_policy_on_vllm_and_one_on_hf_learn_together(start):
+    with start("+policies.carol.rollout.name=hf") as live:
+        engine_of(live, "alice")
+        with pytest.raises(StopIteration):
+            engine_of(live, "carol")
+        gaps_stay_close(live)
 
 
 def command(folder, assets, *overrides):
