@@ -10,12 +10,16 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
+class DeadlinePassed(TimeoutError):
+    """Raised by :func:`wait_with_deadline`."""
+
+
 async def wait_with_deadline(seconds: float, what: str, awaitable: Awaitable[T], key: str = "resources.timeout_s") -> T:
-    """Wait with a deadline. Raises TimeoutError that names the awaited call, and the key that sets the limit."""
+    """Wait with a deadline. Raises DeadlinePassed that names the awaited call, and the key that sets the limit."""
     try:
         return await asyncio.wait_for(awaitable, seconds)
     except TimeoutError:
-        raise TimeoutError(f"{what} did not end within {seconds:g} s; if it only needs longer, raise {key}") from None
+        raise DeadlinePassed(f"{what} did not end within {seconds:g} s; if it only needs longer, raise {key}") from None
 
 
 class Clock:
