@@ -18,7 +18,7 @@ import marl.config.schema  # noqa: F401 - registers our groups
 from marl.batch.critic_spec import CriticSpec, Reader
 from marl.batch.utility_inputs import JointStates
 from marl.cluster.critics import Critics
-from marl.cluster.launch import check_cluster, make_groups, start_groups
+from marl.cluster.launch import make_groups, start_groups, wait_for_cluster
 from marl.cluster.layout import model_config, policy_config
 from marl.config.deadlines import Phase, deadline_of
 from marl.config.endpoints import endpoint_policies
@@ -190,20 +190,23 @@ def critic_reader(config: DictConfig, critics: CriticSpec, policies: list[str]) 
     return reader
 
 
-async def build(setup: Setup, cleanup: ExitStack, progress: Any = None) -> Any:
-    """Start every policy's pool, workers and servers, and put the trainer together; ``cleanup`` learns how to end them."""
+async def build(setup: Setup, cleanup: ExitStack, progress: Any = None, again: bool = False) -> Any:
+    """Start every policy's pool, workers and servers, and put the trainer together; ``cleanup`` learns how to end them.
+
+    ``again``: after a fault of this process's run, whose ledger is therefore this run's own.
+    """
     # heavy: imported once the configuration is known to be right
     from marl.marl_trainer import MARLTrainer
 
     config, names, run_id = setup.config, setup.policies, uuid.uuid4().hex[:8]
     if not config.resources.one_process:
-        check_cluster(setup)
+        await wait_for_cluster(setup, config.resources.placement_timeout_s if again else 0.0)
     tokenizers = {name: tokenizer_of(model_config(config, name)) for name in names}
     loader, validation, total_steps = load_tasks(config, tokenizers)
     configs = {name: policy_config(config, name, index, run_id, total_steps) for index, name in enumerate(names)}
     groups, critics = make_groups(setup, configs, cleanup)
     await start_groups(groups, critics)
-    other_run = config.trainer.resume_mode != "auto" or config.trainer.resume_changes
+    other_run = not again and (config.trainer.resume_mode != "auto" or config.trainer.resume_changes)
     if config.controller.ledger and other_run:
         forget_all(Path(config.trainer.default_local_dir))
     controller = await start_controller(setup, groups, tokenizers, run_id, cleanup)

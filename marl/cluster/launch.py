@@ -3,6 +3,7 @@
 import marl.platform.cpu  # isort: skip - registers the platform before anything of verl asks for one
 
 import asyncio
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -18,6 +19,20 @@ from marl.config.deadlines import deadlines_of
 from marl.config.errors import ConfigError
 from marl.config.placement import Unplaceable, colocated, machines_of, size_of
 from marl.run_setup import Setup
+
+POLL_S = 1.0
+
+
+async def wait_for_cluster(setup: Setup, seconds: float) -> None:
+    """Give a lost node time to return. Raises ConfigError, as :func:`check_cluster`, if what is left is too small."""
+    ends = time.monotonic() + seconds
+    while True:
+        try:
+            return check_cluster(setup)
+        except ConfigError:
+            if time.monotonic() >= ends:
+                raise
+            await asyncio.sleep(POLL_S)
 
 
 def check_cluster(setup: Setup) -> None:
