@@ -5,6 +5,7 @@ driver was killed.
 """
 
 import os
+import shutil
 import socket
 import time
 import uuid
@@ -20,6 +21,9 @@ PATIENCE_S = 5.0
 SHARED_MEMORY = Path("/dev/shm")
 WEIGHTS = "verl_weights_*"
 """Segments of verl's weight transfer."""
+SESSIONS = Path("/tmp/ray")
+YOUNG_S = 60.0
+"""A socket may be made before anybody listens to it."""
 
 
 def new_mark() -> str:
@@ -91,12 +95,29 @@ def lost_by_ray(mark: str) -> list[psutil.Process]:
 
 
 def end_orphans() -> None:
-    """End what runs left whose drivers were killed, and unlink the weights that nobody reads any more."""
+    """End what runs left whose drivers were killed, and unlink the weights and sockets that nobody reads any more."""
     kill(processes_where(lambda mark: mark.count("/") == 4 and not owner_lives(mark)))
     for segment in SHARED_MEMORY.glob(WEIGHTS):
         with suppress(OSError):
             if segment.stat().st_uid == os.getuid() and not is_open(segment):
                 segment.unlink()
+    for raylet in SESSIONS.glob("session_*/sockets/raylet"):
+        with suppress(OSError):
+            if raylet.stat().st_uid == os.getuid() and is_deaf(raylet):
+                shutil.rmtree(raylet.parent)
+
+
+def is_deaf(listener: Path) -> bool:
+    """True for a socket's file to which nobody has listened for a while."""
+    if time.time() - listener.stat().st_mtime < YOUNG_S:
+        return False
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.settimeout(1.0)
+        try:
+            caller.connect(str(listener))
+        except ConnectionRefusedError:
+            return True
+    return False
 
 
 def is_stopped(process: psutil.Process) -> bool:

@@ -3,8 +3,10 @@
 import marl.platform.cpu  # isort: skip - registers the platform before anything of verl asks for one
 
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -73,8 +75,17 @@ def ray_session(config: DictConfig, ranks: int) -> Iterator[None]:
                 with ended_by_sigterm():
                     yield
             finally:
+                sockets = own_sockets()
                 ray.shutdown()
                 end_left(mark)
+                if sockets is not None:
+                    shutil.rmtree(sockets, ignore_errors=True)
+
+
+def own_sockets() -> Path | None:
+    """Folder of the sockets of the cluster that this process started; None if it started none."""
+    node = ray._private.worker._global_node
+    return Path(node.get_session_dir_path()) / "sockets" if node is not None and node.is_head() else None
 
 
 def run_environment(config: DictConfig) -> dict[str, str]:
