@@ -2,6 +2,7 @@
 
 import marl.platform.cpu  # isort: skip - registers the platform before anything of verl asks for one
 
+import math
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -39,6 +40,7 @@ from marl.rewards import build_reward
 from marl.rollout.decoding import end_ids
 from marl.run_setup import Setup, make_runner
 from marl.runners import Runner, register_runner
+from marl.utils.deadlines import interrupted_after
 
 
 def tokenizer_of(model: DictConfig) -> Any:
@@ -190,6 +192,12 @@ def critic_reader(config: DictConfig, critics: CriticSpec, policies: list[str]) 
     return reader
 
 
+def start_deadline(config: DictConfig) -> tuple[float, str, str]:
+    """Deadline of verl's constructors, which wait for Ray without one. A debugger's user may take longer."""
+    seconds, key = deadline_of(config.resources, Phase.start)
+    return math.inf if config.resources.one_process else seconds, "placing the worker groups", key
+
+
 async def build(setup: Setup, cleanup: ExitStack, progress: Any = None, again: bool = False) -> Any:
     """Start every policy's pool, workers and servers, and put the trainer together; ``cleanup`` learns how to end them.
 
@@ -204,7 +212,8 @@ async def build(setup: Setup, cleanup: ExitStack, progress: Any = None, again: b
     tokenizers = {name: tokenizer_of(model_config(config, name)) for name in names}
     loader, validation, total_steps = load_tasks(config, tokenizers)
     configs = {name: policy_config(config, name, index, run_id, total_steps) for index, name in enumerate(names)}
-    groups, critics = make_groups(setup, configs, cleanup)
+    with interrupted_after(*start_deadline(config)):
+        groups, critics = make_groups(setup, configs, cleanup)
     await start_groups(groups, critics)
     other_run = not again and (config.trainer.resume_mode != "auto" or config.trainer.resume_changes)
     if config.controller.ledger and other_run:

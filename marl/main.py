@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -134,8 +134,9 @@ async def _train(setup: Setup, progress: Any, again: bool) -> Any:
     from marl.build import build
     from marl.cluster.stacks import stacks_of_a_hang
     from marl.evaluation.baselines import run_baselines
+    from marl.recovery import TakeDown
 
-    with ExitStack() as cleanup, stacks_of_a_hang(Path(setup.config.trainer.default_local_dir)):
+    with TakeDown() as cleanup, stacks_of_a_hang(Path(setup.config.trainer.default_local_dir)):
         trainer = await build(setup, cleanup, progress, again)
         with frozen_gc():
             await trainer.fit()

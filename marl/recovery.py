@@ -2,8 +2,9 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig, open_dict
 
@@ -20,6 +21,20 @@ T = TypeVar("T")
 Progress = Callable[[int, int, Metrics], None]
 Attempt = Callable[[Setup, Progress, bool], T]
 """Builds a run, trains to its end and takes it down; the flag says whether it goes on after a fault of this process's."""
+
+
+class TakeDown(ExitStack):
+    """Ends all parts of an attempt; the error of one is logged, and hides neither the run's own nor the other parts."""
+
+    def callback(self, end: Callable[..., Any], /, *arguments: Any, **settings: Any) -> Callable[..., Any]:
+        def logged() -> None:
+            try:
+                end(*arguments, **settings)
+            except Exception as error:
+                logger.error("taking the run down: %s: %s", type(error).__name__, error)
+
+        super().callback(logged)
+        return end
 
 
 class Recovery:

@@ -1,6 +1,7 @@
 """Faults while a run lives: a process is killed or stopped, the run is built anew, and ends as the unbroken one."""
 
 import json
+import logging
 import os
 import random
 import signal
@@ -70,12 +71,17 @@ def victims(kind):
     return sorted(found, key=lambda process: process.pid)
 
 
-class Hits:
-    """Sends signals to processes of the run, each so many seconds after a step has ended."""
+class Hits(logging.Handler):
+    """Sends signals to processes of the run, each so many seconds after a step has ended; hears when a fault is noticed."""
 
     def __init__(self, *plan):
         """``plan``: (step, seconds, kind of process, signal), in order."""
-        self.plan, self.at, self.seen = list(plan), [], []
+        super().__init__()
+        self.plan, self.at, self.seen, self.noticed = list(plan), [], [], []
+        logging.getLogger("marl.recovery").addHandler(self)
+
+    def emit(self, record):
+        self.noticed.append(time.monotonic())
 
     def __call__(self, step, total, metrics):
         self.seen.append((step, time.monotonic()))
@@ -87,9 +93,18 @@ class Hits:
         victims(kind)[0].send_signal(number)
         self.at.append(time.monotonic())
 
-    def lost_seconds(self):
-        """Time between the first hit and the end of the first step after it."""
-        return min(at for _, at in self.seen if at > self.at[0]) - self.at[0]
+    def waits(self):
+        """Seconds until each fault was noticed, and from there to the end of the next step."""
+        found = []
+        for noticed in self.noticed:
+            hit = max(at for at in self.at if at <= noticed)
+            found.append((noticed - hit, min(at for _, at in self.seen if at > noticed) - noticed))
+        return found
+
+    def told(self):
+        return "; ".join(
+            f"noticed after {notice:.1f} s, trained on after {again:.1f} s more" for notice, again in self.waits()
+        )
 
 
 def faults_of(folder):
@@ -118,9 +133,7 @@ def test_a_run_outlives_a_process(runs, whole, kind, number, settings, extra, sa
     folder = runs("hit", *settings, *extra, progress=hits)
     (fault,) = faults_of(folder)
     assert said in fault["error"] and "global_step_" in fault["from"]
-    print(
-        f"\n{kind} {number.name}: {hits.lost_seconds():.1f} s to the next step; {fault['error'].splitlines()[0][:150]}"
-    )
+    print(f"\n{kind} {number.name}: {hits.told()}; {fault['error'].splitlines()[0][:150]}")
     assert not differing(whole(*settings), results(folder))
     stacks = sorted(path.name for path in folder.glob("stacks/*/*"))
     if number is STOP:
@@ -167,10 +180,6 @@ class ManyHits(Hits):
         except (AssertionError, IndexError, psutil.NoSuchProcess):
             self.outcomes["missed"] += 1
 
-    def waits(self):
-        """Seconds from each fault to the end of the next step."""
-        return sorted(min(at for _, at in self.seen if at > hit) - hit for hit in self.at)
-
 
 def test_many_faults_one_after_another(runs, whole):
     settings = (
@@ -181,11 +190,40 @@ def test_many_faults_one_after_another(runs, whole):
     )
     hits = ManyHits(COUNT)
     folder = runs("many", *settings, *WORKER, *IMPATIENT, progress=hits)
-    faults, waits = faults_of(folder), hits.waits()
+    faults, waits = faults_of(folder), sorted(hits.waits(), key=sum)
     print(
         f"\n{len(hits.at)} faults, {len(faults)} restarts: {dict(hits.outcomes)}; {Counter(f['error'].split(':')[0] for f in faults)}"
     )
-    print(f"seconds to the next step: {waits[0]:.1f} to {waits[-1]:.1f}, median {waits[len(waits) // 2]:.1f}")
+    for name, (notice, again) in {"fastest": waits[0], "median": waits[len(waits) // 2], "slowest": waits[-1]}.items():
+        print(f"{name}: noticed after {notice:.1f} s, trained on after {again:.1f} s more")
     print(f"driver (MiB, files, children): {hits.sizes[0]} at first, {hits.sizes[-1]} at last")
     assert len(faults) >= COUNT - hits.outcomes["missed"] - 1, "one may strike after the last step"
     assert not differing(whole(*settings), results(folder))
+
+
+@pytest.fixture
+def nodes(monkeypatch):
+    """A cluster of the driver's machine, which has no ranks, and two that have one each."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    for _ in range(2):
+        cluster.add_node(num_cpus=1)
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    yield cluster
+    cluster.shutdown()
+
+
+class RayletHit(Hits):
+    def hit(self, kind, number):
+        psutil.Process(victims(kind)[0].ppid()).send_signal(number)
+        self.at.append(time.monotonic())
+
+
+def test_a_run_outlives_a_node(nodes, runs, whole):
+    hits = RayletHit((3, 0.2, "PolicyWorker", KILL))
+    folder = runs("node", *ONE, progress=hits)
+    (fault,) = faults_of(folder)
+    assert "GroupLost" in fault["error"]
+    print(f"\nraylet: {hits.told()}; {fault['error'].splitlines()[0][:150]}")
+    assert not differing(whole(*ONE), results(folder))

@@ -3,6 +3,9 @@
 import errno
 import json
 import logging
+import signal
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +20,7 @@ from ray.exceptions import (
 )
 
 from marl import recovery
+from marl.checkpoint import process_seconds
 from marl.cluster.failures import (
     GroupFailed,
     GroupHung,
@@ -30,8 +34,8 @@ from marl.cluster.pools import PlacementTimeout
 from marl.config.errors import ConfigError
 from marl.controller.collection import EpisodesFailed
 from marl.preflight.run_folder import restarts_of
-from marl.recovery import Recovery, to_go_on
-from marl.utils.deadlines import DeadlinePassed
+from marl.recovery import Recovery, TakeDown, to_go_on
+from marl.utils.deadlines import DeadlinePassed, interrupted_after
 from marl.utils.metrics import NotFinite
 from tests.builders import writing
 
@@ -140,6 +144,46 @@ def test_a_named_checkpoint_is_taken_until_the_run_has_its_own(tmp_path):
     with writing(tmp_path, 4):
         pass
     assert to_go_on(config, tmp_path).trainer == named | {"resume_mode": "auto", "resume_from_path": None}
+
+
+def test_taking_a_run_down_goes_on_after_an_error_and_hides_none(caplog):
+    done = []
+
+    def fails(part):
+        raise OSError(f"{part} is gone")
+
+    with pytest.raises(GroupLost), TakeDown() as cleanup:
+        cleanup.callback(done.append, "pool")
+        cleanup.callback(fails, "server")
+        raise fault()
+    assert done == ["pool"] and "taking the run down: OSError: server is gone" in caplog.text
+
+
+def test_a_block_that_waits_by_itself_has_a_deadline():
+    before = signal.getsignal(signal.SIGALRM)
+    others = signal.getitimer(signal.ITIMER_REAL)[0]
+    late, limit = "placing did not end within 0.05 s; .*raise resources.x", (0.05, "placing", "resources.x")
+    with pytest.raises(DeadlinePassed, match=late), interrupted_after(*limit):
+        time.sleep(5)
+    with interrupted_after(*limit):
+        pass
+    time.sleep(0.06)
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == pytest.approx(others, abs=5), "pytest's own goes on"
+
+
+def test_a_clock_that_jumps_changes_no_duration(monkeypatch):
+    before = process_seconds()
+    monkeypatch.setattr(time, "time", lambda: 4e9)
+    assert 0 <= process_seconds() - before < 60
+
+
+def test_no_wait_reads_the_clock_that_jumps():
+    """The wall clock orders the ledger's records, compares machines' spans, tells a file's age and names moments for readers."""
+    marl = Path(recovery.__file__).parent
+    readers = {str(path.relative_to(marl)) for path in marl.rglob("*.py") if "time.time()" in path.read_text()}
+    spans = {"cluster/worker_group.py", "cluster/workers/policy_worker.py", "cluster/workers/adapter_worker.py"}
+    assert readers == spans | {"checkpoint.py", "cluster/processes.py", "controller/ledger.py"}
 
 
 def raised(cause):
