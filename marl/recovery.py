@@ -45,6 +45,8 @@ class Recovery:
         self.setup, self.folder, self.shown = setup, folder, progress
         self.most = setup.config.resources.max_restarts
         self.furthest = self.restarts = 0
+        self.rebuilding = False
+        """True between a fault and the end of the next step."""
 
     def run(self, attempt: Attempt[T]) -> T:
         """Attempt the run until it comes to its end. Raises the error of a fault that cannot be mended, or that is one too
@@ -61,18 +63,19 @@ class Recovery:
     def note_step(self, step: int, total: int, metrics: Metrics) -> None:
         if step > self.furthest:
             self.furthest, self.restarts = step, 0
+        self.rebuilding = False
         if self.shown is not None:
             self.shown(step, total, metrics)
 
     def after(self, error: Exception) -> Setup:
         """The setup of the next attempt."""
-        origin = self.origin()
-        if not can_be_mended(error) or self.restarts >= self.most:
-            if can_be_mended(error) and self.most:
+        origin, mended = self.origin(), self.can_be_mended(error)
+        if not mended or self.restarts >= self.most:
+            if mended and self.most:
                 error.add_note(f"resources.max_restarts={self.most}: as many restarts have led no further")
             error.add_note(f"the run is continued from {origin} by trainer.resume_mode=auto")
             raise error
-        self.restarts += 1
+        self.restarts, self.rebuilding = self.restarts + 1, True
         told = "; ".join([str(error).partition("\n")[0], *getattr(error, "__notes__", [])])
         logger.warning(
             "%s: %s. Restart %d of %d (resources.max_restarts), from %s",
@@ -81,6 +84,10 @@ class Recovery:
         note_restart(self.folder, f"{type(error).__name__}: {error}", origin)
         folders.clean(self.folder)
         return Setup.of(to_go_on(self.setup.config, self.folder))
+
+    def can_be_mended(self, error: Exception) -> bool:
+        """True for a fault, and for what may come of one while the run is rebuilt: a node has gone, Ray does not answer yet."""
+        return can_be_mended(error) or (self.rebuilding and isinstance(error, (TimeoutError, ConnectionError)))
 
     def origin(self) -> str:
         """Name of what the run is continued from."""

@@ -24,15 +24,25 @@ POLL_S = 1.0
 
 
 async def wait_for_cluster(setup: Setup, seconds: float) -> None:
-    """Give a lost node time to return. Raises ConfigError, as :func:`check_cluster`, if what is left is too small."""
+    """Check the cluster; after a fault, a lost node has so many seconds to return. Raises ConfigError, as :func:`check_cluster`, or
+    PlacementTimeout then."""
     ends = time.monotonic() + seconds
     while True:
         try:
             return check_cluster(setup)
-        except ConfigError:
-            if time.monotonic() >= ends:
+        except ConfigError as error:
+            if not seconds:
                 raise
+            if time.monotonic() >= ends:
+                raise too_small(seconds, error) from None
             await asyncio.sleep(POLL_S)
+
+
+def too_small(seconds: float, error: ConfigError) -> TimeoutError:
+    from marl.cluster.pools import PlacementTimeout
+
+    waited = f"resources.placement_timeout_s={seconds:g} s"
+    return PlacementTimeout(f"the cluster is smaller since the fault, and has not grown within {waited}: {error}")
 
 
 def check_cluster(setup: Setup) -> None:

@@ -1,10 +1,12 @@
 """A run after a fault: what is built anew, how often, and from where; and what ends it."""
 
+import asyncio
 import errno
 import json
 import logging
 import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +23,7 @@ from ray.exceptions import (
 
 from marl import recovery
 from marl.checkpoint import process_seconds
+from marl.cluster import launch
 from marl.cluster.failures import (
     GroupFailed,
     GroupHung,
@@ -105,6 +108,34 @@ def test_the_budget_counts_faults_without_progress(attempts):
     notes = " ".join(ended.value.__notes__)
     assert "resources.max_restarts=3: as many restarts have led no further" in notes
     assert "is continued from the start of" in notes and "resume_mode=auto" in notes
+
+
+def test_what_comes_of_a_fault_while_the_run_is_rebuilt_is_part_of_it(attempts):
+    """The cluster has lost a node, and Ray is not back yet; the same errors of a first attempt, or of a later step, are not mended."""
+    ended, given = attempts([1, fault()], [PlacementTimeout("no room")], [ConnectionError("no Ray")], [1, 2])
+    assert ended == "attempt 4" and len(given) == 4
+    for attempt in ([PlacementTimeout("no room")], [1, ConnectionError("a user's")]):
+        with pytest.raises(type(attempt[-1])):
+            attempts(attempt)
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_lost_node_has_time_to_return(monkeypatch, returns):
+    looks = []
+
+    def check(setup):
+        looks.append(setup)
+        if not returns or len(looks) < 3:
+            raise ConfigError("the pools ask for 2 CPU, the whole cluster has 1")
+
+    monkeypatch.setattr(launch, "check_cluster", check)
+    monkeypatch.setattr(launch, "POLL_S", 0.001)
+    with nullcontext() if returns else pytest.raises(PlacementTimeout, match="within .*=0.05 s: the pools ask for 2"):
+        asyncio.run(launch.wait_for_cluster("setup", 0.05))
+    looks.clear()
+    with pytest.raises(ConfigError, match="^the pools"):
+        asyncio.run(launch.wait_for_cluster("setup", 0.0))
+    assert len(looks) == 1, "a first attempt does not wait"
 
 
 def test_progress_refills_the_budget(attempts):
