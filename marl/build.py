@@ -192,6 +192,11 @@ def critic_reader(config: DictConfig, critics: CriticSpec, policies: list[str]) 
     return reader
 
 
+def ledger_is_foreign(config: DictConfig, again: bool) -> bool:
+    """True where the turns in the run's folder may be another run's; after a fault they are its own, however it began."""
+    return not again and bool(config.trainer.resume_mode != "auto" or config.trainer.resume_changes)
+
+
 def start_deadline(config: DictConfig) -> tuple[float, str, str]:
     """Deadline of verl's constructors, which wait for Ray without one. A debugger's user may take longer."""
     seconds, key = deadline_of(config.resources, Phase.start)
@@ -215,8 +220,7 @@ async def build(setup: Setup, cleanup: ExitStack, progress: Any = None, again: b
     with interrupted_after(*start_deadline(config)):
         groups, critics = make_groups(setup, configs, cleanup)
     await start_groups(groups, critics)
-    other_run = not again and (config.trainer.resume_mode != "auto" or config.trainer.resume_changes)
-    if config.controller.ledger and other_run:
+    if config.controller.ledger and ledger_is_foreign(config, again):
         forget_all(Path(config.trainer.default_local_dir))
     controller = await start_controller(setup, groups, tokenizers, run_id, cleanup)
     values = make_critics(setup, critics)

@@ -22,6 +22,7 @@ from ray.exceptions import (
 )
 
 from marl import recovery
+from marl.build import ledger_is_foreign
 from marl.checkpoint import process_seconds
 from marl.cluster import launch
 from marl.cluster.failures import (
@@ -175,6 +176,14 @@ def test_a_named_checkpoint_is_taken_until_the_run_has_its_own(tmp_path):
     with writing(tmp_path, 4):
         pass
     assert to_go_on(config, tmp_path).trainer == named | {"resume_mode": "auto", "resume_from_path": None}
+
+
+@pytest.mark.parametrize("mode", ["auto", "disable", "resume_path"])
+@pytest.mark.parametrize("changes", [[], ["seed"]])
+def test_a_run_that_is_rebuilt_keeps_its_ledger(mode, changes):
+    config = OmegaConf.create({"trainer": {"resume_mode": mode, "resume_changes": changes}})
+    assert not ledger_is_foreign(config, again=True)
+    assert ledger_is_foreign(config, again=False) is (mode != "auto" or bool(changes))
 
 
 def test_taking_a_run_down_goes_on_after_an_error_and_hides_none(caplog):
