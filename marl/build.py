@@ -2,6 +2,7 @@
 
 import marl.platform.cpu  # isort: skip - registers the platform before anything of verl asks for one
 
+import math
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,7 +19,7 @@ import marl.config.schema  # noqa: F401 - registers our groups
 from marl.batch.critic_spec import CriticSpec, Reader
 from marl.batch.utility_inputs import JointStates
 from marl.cluster.critics import Critics
-from marl.cluster.launch import check_cluster, make_groups, start_groups
+from marl.cluster.launch import make_groups, start_groups, wait_for_cluster
 from marl.cluster.layout import model_config, policy_config
 from marl.config.deadlines import Phase, deadline_of
 from marl.config.endpoints import endpoint_policies
@@ -39,6 +40,7 @@ from marl.rewards import build_reward
 from marl.rollout.decoding import end_ids
 from marl.run_setup import Setup, make_runner
 from marl.runners import Runner, register_runner
+from marl.utils.deadlines import interrupted_after
 
 
 def tokenizer_of(model: DictConfig) -> Any:
@@ -190,21 +192,35 @@ def critic_reader(config: DictConfig, critics: CriticSpec, policies: list[str]) 
     return reader
 
 
-async def build(setup: Setup, cleanup: ExitStack, progress: Any = None) -> Any:
-    """Start every policy's pool, workers and servers, and put the trainer together; ``cleanup`` learns how to end them."""
+def ledger_is_foreign(config: DictConfig, again: bool) -> bool:
+    """True where the turns in the run's folder may be another run's; after a fault they are its own, however it began."""
+    return not again and bool(config.trainer.resume_mode != "auto" or config.trainer.resume_changes)
+
+
+def start_deadline(config: DictConfig) -> tuple[float, str, str]:
+    """Deadline of verl's constructors, which wait for Ray without one. A debugger's user may take longer."""
+    seconds, key = deadline_of(config.resources, Phase.start)
+    return math.inf if config.resources.one_process else seconds, "placing the worker groups", key
+
+
+async def build(setup: Setup, cleanup: ExitStack, progress: Any = None, again: bool = False) -> Any:
+    """Start every policy's pool, workers and servers, and put the trainer together; ``cleanup`` learns how to end them.
+
+    ``again``: after a fault of this process's run, whose ledger is therefore this run's own.
+    """
     # heavy: imported once the configuration is known to be right
     from marl.marl_trainer import MARLTrainer
 
     config, names, run_id = setup.config, setup.policies, uuid.uuid4().hex[:8]
     if not config.resources.one_process:
-        check_cluster(setup)
+        await wait_for_cluster(setup, config.resources.placement_timeout_s if again else 0.0)
     tokenizers = {name: tokenizer_of(model_config(config, name)) for name in names}
     loader, validation, total_steps = load_tasks(config, tokenizers)
     configs = {name: policy_config(config, name, index, run_id, total_steps) for index, name in enumerate(names)}
-    groups, critics = make_groups(setup, configs, cleanup)
+    with interrupted_after(*start_deadline(config)):
+        groups, critics = make_groups(setup, configs, cleanup)
     await start_groups(groups, critics)
-    other_run = config.trainer.resume_mode != "auto" or config.trainer.resume_changes
-    if config.controller.ledger and other_run:
+    if config.controller.ledger and ledger_is_foreign(config, again):
         forget_all(Path(config.trainer.default_local_dir))
     controller = await start_controller(setup, groups, tokenizers, run_id, cleanup)
     values = make_critics(setup, critics)

@@ -25,7 +25,7 @@ from marl.config.deadlines import Deadline, Phase, deadline_of
 from marl.config.identity import code_fingerprint, fingerprints
 from marl.config.policies import policies_by_agent
 from marl.controller import ledger
-from marl.preflight.run_folder import RUN, family_of, read_identity, to_resume
+from marl.preflight.run_folder import RUN, family_of, read_identity, restarts_of, to_resume
 from marl.report import run_summary
 from marl.types import Metrics, Task
 from marl.utils import folders, manifest
@@ -185,6 +185,7 @@ async def resume(trainer: MARLTrainer) -> None:
     settings = trainer.config.trainer
     if settings.save_freq > 0 or settings.save_final:
         await check_shared(trainer.folder, [group for group in trainer.groups if getattr(group, "takes_weights", True)])
+    trainer.restarts = restarts_of(trainer.folder)
     folder, refused = to_resume(settings, trainer.folder)
     for name, why in refused.items():
         logger.warning("%s is not used: %s", trainer.folder / name, why)
@@ -278,8 +279,12 @@ def seconds_of(trainer: MARLTrainer) -> float:
     return trainer.earlier_seconds + process_seconds()
 
 
+STARTED = time.monotonic() - (time.time() - psutil.Process().create_time())
+"""Start of this process, by a clock that nobody sets."""
+
+
 def process_seconds() -> float:
-    return time.time() - psutil.Process().create_time()
+    return time.monotonic() - STARTED
 
 
 def summarise(trainer: MARLTrainer, baselines: Mapping[str, Metrics]) -> None:
@@ -290,6 +295,7 @@ def summarise(trainer: MARLTrainer, baselines: Mapping[str, Metrics]) -> None:
         trainer.history,
         steps=trainer.step_number,
         seconds=seconds_of(trainer),
+        restarts=trainer.restarts,
         seed=trainer.config.seed,
         log_prob_gap_max=trainer.log_prob_gap_max,
         sampled_tokens=trainer.sampled_tokens,

@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from marl.config.overrides import hydra_overrides, options_are_words
 from marl.preflight.prepare import prepare
 from marl.preflight.run_folder import claimed
 from marl.run_setup import Setup
+from marl.utils.endings import Terminated
 from marl.utils.garbage import frozen_gc
 from marl.utils.secret_masking import masked_logs, masked_text
 
@@ -85,15 +86,16 @@ def masked_output(wanted: Any) -> Iterator[None]:
 
 
 def exit_code(work: Callable[[], Any]) -> int:
-    """Do some work, print what goes wrong: 0, 1 for a failure, 2 for a wrong configuration, 130 for Ctrl-C."""
+    """Do some work, print what goes wrong: 0, 1 for a failure, 2 for a wrong configuration, 130 for Ctrl-C, 143
+    for SIGTERM."""
     try:
         work()
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
         print(masked_text(f"configuration error: {explain(error)}"), file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as ended:
         print("interrupted: workers and servers are stopped", file=sys.stderr)
-        return 130
+        return 143 if isinstance(ended, Terminated) else 130
     except Exception as error:
         failure = f"{traceback.format_exc()}run failed: {type(error).__name__}: {error}"
         print(masked_text(failure), file=sys.stderr)
@@ -110,24 +112,32 @@ def run(config: DictConfig, progress: Any = None) -> Any:
 def _run(config: DictConfig, progress: Any) -> Any:
     setup = prepare(config)
     # heavy: imported once the configuration has been checked
-    from marl.cluster.session import session
     from marl.preflight.endpoints import check_endpoints
     from marl.preflight.plan_report import plan_text
+    from marl.recovery import Recovery
 
     print(plan_text(setup), flush=True)
     check_endpoints(setup)
     with claimed(setup.config) as folder:
         print(f"results: {folder}", flush=True)
-        with session(setup):
-            return asyncio.run(_train(setup, progress))
+        return Recovery(setup, folder, progress).run(_attempt)
 
 
-async def _train(setup: Setup, progress: Any) -> Any:
+def _attempt(setup: Setup, progress: Any, again: bool) -> Any:
+    from marl.cluster.session import session
+
+    with session(setup):
+        return asyncio.run(_train(setup, progress, again))
+
+
+async def _train(setup: Setup, progress: Any, again: bool) -> Any:
     from marl.build import build
+    from marl.cluster.stacks import stacks_of_a_hang
     from marl.evaluation.baselines import run_baselines
+    from marl.recovery import TakeDown
 
-    with ExitStack() as cleanup:
-        trainer = await build(setup, cleanup, progress)
+    with TakeDown() as cleanup, stacks_of_a_hang(Path(setup.config.trainer.default_local_dir)):
+        trainer = await build(setup, cleanup, progress, again)
         with frozen_gc():
             await trainer.fit()
     config = setup.config

@@ -45,6 +45,9 @@ Progress = Callable[[int, int, Metrics], None]
 
 
 class MARLTrainer:
+    restarts = 0
+    """Faults after which the run was built anew, so far."""
+
     def __init__(
         self,
         config: Any,
@@ -185,6 +188,7 @@ class MARLTrainer:
             | self.controller.metrics()
             | phase.metrics()
             | throughput(self.groups, float(batch.spoken_ERA.sum()), (started, ended))
+            | {"perf/restarts": float(self.restarts)}
         )
 
     def _count(self, episodes: Sequence[Episode]) -> None:

@@ -4,17 +4,41 @@ import re
 from pathlib import Path
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    LocalRayletDiedError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
+
+from marl.utils.deadlines import DeadlinePassed
 
 PID = re.compile(r"\bpid[=:]\s*(\d+)")
 NAME = re.compile(r"\bname: (\S+)")
 ERROR = re.compile(r"\b\w*(Error|Exception): ")
+PEER_GONE = re.compile(r"gloo/|ProcessGroup\w*|Dist(Backend|Network|Store)Error|NCCL (error|communicator)")
+"""Errors of a collective whose other side died or hangs."""
+TIMED_OUT = re.compile(r"[Tt]imed ?out|[Tt]imeout")
+DEATHS = (RayActorError, NodeDiedError, WorkerCrashedError, ObjectLostError, OutOfMemoryError, LocalRayletDiedError)
+"""Ray's errors of a process, or a node, that is gone; the machine's memory may have been short."""
 LAST_LINES = 15
 ENGINE_LINES = 8
 
 
 class GroupFailed(RuntimeError):
-    """A worker or a server of a policy or a critic died or raised; the run cannot go on."""
+    """A worker or a server of a policy or a critic died or raised; this attempt at the run cannot go on."""
+
+
+class GroupLost(GroupFailed):
+    """A process died, or lost another that it computes with: the run can be built anew and go on."""
+
+
+class GroupHung(GroupLost):
+    """A process gives no sign of life."""
 
 
 class WeightsNotArrived(RuntimeError):
@@ -29,19 +53,44 @@ class WeightsNotArrived(RuntimeError):
 
 
 def group_failed(whose: str, what: str, error: RayError) -> GroupFailed:
-    """Error naming the owner, the call and the cause; for a dead process, also its last log lines."""
+    """Error naming the owner, the call and the cause; for a dead process, also its last log lines. GroupLost where the run can be
+    built anew, GroupFailed for an error that would only be raised again."""
     if isinstance(error, RayTaskError) and isinstance(error.cause, RayActorError):
         error = error.cause  # one of its processes tells of another's death
     if isinstance(error, RayTaskError):
         cause = error.cause
-        return GroupFailed(f"{whose} failed while {what}: {type(cause).__name__}: {cause}{engine_errors(str(error))}")
+        told = f"{whose} failed while {what}: {type(cause).__name__}: {cause}{engine_errors(str(error))}"
+        return kind_of(cause)(told)
     text = str(error)
     name, pid = NAME.search(text), PID.search(text)
     who = f"process {name[1] if name else '?'} (pid {pid[1] if pid else '?'})"
     kind = "died" if isinstance(error, RayActorError) else f"failed ({type(error).__name__})"
     here = f"ip: {ray.util.get_node_ip_address()}" in text
     said = said_last(int(pid[1])) if pid and here else " nothing" if here else " on another node: see Ray's logs there"
-    return GroupFailed(f"{whose} while {what}: {who} {kind}: {summary(text)}\n  its last lines:{said}")
+    return GroupLost(f"{whose} while {what}: {who} {kind}: {summary(text)}\n  its last lines:{said}")
+
+
+def kind_of(raised: BaseException | None) -> type[GroupFailed]:
+    """The kind of failure that an error raised inside a process stands for."""
+    if isinstance(raised, TimeoutError):
+        return GroupHung
+    told = f"{type(raised).__name__}: {raised}"
+    if isinstance(raised, RuntimeError) and PEER_GONE.search(told):
+        return GroupHung if TIMED_OUT.search(told) else GroupLost
+    return GroupLost if engine_is_dead(raised) else GroupFailed
+
+
+def can_be_mended(error: BaseException) -> bool:
+    """True if the run may go on once its processes are built anew; all else would only fail again."""
+    if isinstance(error, RayTaskError):
+        error = error.cause
+        return isinstance(error, DEATHS) or issubclass(kind_of(error), GroupLost)
+    return isinstance(error, (GroupLost, WeightsNotArrived, DeadlinePassed, *DEATHS))
+
+
+def is_a_hang(error: BaseException) -> bool:
+    """True if somebody did not answer in time: what all processes do at that moment tells why."""
+    return isinstance(error, (GroupHung, DeadlinePassed))
 
 
 def engine_is_dead(error: BaseException | None) -> bool:

@@ -3,6 +3,7 @@
 import marl.platform.cpu  # isort: skip - registers the platform before anything of verl asks for one
 
 import asyncio
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -18,6 +19,30 @@ from marl.config.deadlines import deadlines_of
 from marl.config.errors import ConfigError
 from marl.config.placement import Unplaceable, colocated, machines_of, size_of
 from marl.run_setup import Setup
+
+POLL_S = 1.0
+
+
+async def wait_for_cluster(setup: Setup, seconds: float) -> None:
+    """Check the cluster; after a fault, a lost node has so many seconds to return. Raises ConfigError, as :func:`check_cluster`, or
+    PlacementTimeout then."""
+    ends = time.monotonic() + seconds
+    while True:
+        try:
+            return check_cluster(setup)
+        except ConfigError as error:
+            if not seconds:
+                raise
+            if time.monotonic() >= ends:
+                raise too_small(seconds, error) from None
+            await asyncio.sleep(POLL_S)
+
+
+def too_small(seconds: float, error: ConfigError) -> TimeoutError:
+    from marl.cluster.pools import PlacementTimeout
+
+    waited = f"resources.placement_timeout_s={seconds:g} s"
+    return PlacementTimeout(f"the cluster is smaller since the fault, and has not grown within {waited}: {error}")
 
 
 def check_cluster(setup: Setup) -> None:

@@ -3,8 +3,10 @@
 import marl.platform.cpu  # isort: skip - registers the platform before anything of verl asks for one
 
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -13,11 +15,14 @@ from verl.plugin.platform import PlatformRegistry, get_platform, set_platform
 
 import marl.config.schema  # noqa: F401 - registers our groups
 from marl.cluster.access import token_required
+from marl.cluster.processes import MARK, end_left, end_orphans, marked
+from marl.cluster.stacks import LISTEN
 from marl.config.engines import serves_vllm_on_cpu
 from marl.config.errors import ConfigError
 from marl.platform.cpu import PlatformCPUEngines
 from marl.run_setup import Setup
 from marl.utils.allocator import keep_freed_memory
+from marl.utils.endings import ended_by_sigterm
 from marl.utils.garbage import freeze_gc
 
 FOLLOWING = {
@@ -46,7 +51,8 @@ def local_session(config: DictConfig) -> Iterator[None]:
     from marl.cluster.local import one_process
 
     freeze_gc()  # before any models exist, which must be freed with their run
-    with one_process():
+    end_orphans()
+    with marked(), one_process(), ended_by_sigterm():
         yield
 
 
@@ -60,13 +66,26 @@ def ray_session(config: DictConfig, ranks: int) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    arguments = ray_arguments(config, environment, ranks)
-    with token_required() if arguments["address"] == "local" else nullcontext():
-        ray.init(log_to_driver=False, **arguments)
-        try:
-            yield
-        finally:
-            ray.shutdown()
+    end_orphans()
+    with marked() as mark:
+        arguments = ray_arguments(config, environment | {MARK: mark}, ranks)
+        with token_required() if arguments["address"] == "local" else nullcontext():
+            try:
+                ray.init(log_to_driver=False, **arguments)
+                with ended_by_sigterm():
+                    yield
+            finally:
+                sockets = own_sockets()
+                ray.shutdown()
+                end_left(mark)
+                if sockets is not None:
+                    shutil.rmtree(sockets, ignore_errors=True)
+
+
+def own_sockets() -> Path | None:
+    """Folder of the sockets of the cluster that this process started; None if it started none."""
+    node = ray._private.worker._global_node
+    return Path(node.get_session_dir_path()) / "sockets" if node is not None and node.is_head() else None
 
 
 def run_environment(config: DictConfig) -> dict[str, str]:
@@ -117,7 +136,11 @@ def ray_arguments(config: DictConfig, environment: dict[str, str], ranks: int) -
     """``ray_kwargs.ray_init`` with our defaults and our environment for all processes."""
     given: Any = OmegaConf.to_container(config.ray_kwargs.ray_init)
     runtime_env = {key: value for key, value in (given.pop("runtime_env", None) or {}).items() if value is not None}
-    given["runtime_env"] = runtime_env | {"env_vars": with_users(environment, runtime_env.get("env_vars") or {})}
+    given["runtime_env"] = (
+        {"worker_process_setup_hook": LISTEN}
+        | runtime_env
+        | {"env_vars": with_users(environment, runtime_env.get("env_vars") or {})}
+    )
     cpus = given.pop("num_cpus", None)
     if os.environ.get("RAY_ADDRESS"):
         return {"address": os.environ["RAY_ADDRESS"]} | given

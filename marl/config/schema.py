@@ -101,6 +101,9 @@ class ResourcesConfig:
     """saving and loading a checkpoint"""
     process_group_timeout_s: float = bounded(120.0, SECONDS)
     """Deadline of a collective between ranks on a CPU (gloo); it notices a hung or unreachable rank. Below ``timeout_s``."""
+    max_restarts: int = bounded(3, count(0))
+    """Number of times that a run is built anew after a fault (a process that died or hangs, a lost node, a phase beyond its
+    deadline, weights that did not arrive) before it ends with that error. A step that no attempt had reached refills it."""
 
 
 class CriticLevel(Enum):

@@ -7,7 +7,7 @@ from typing import Any
 from ray.exceptions import RayError, RayTaskError
 from verl.workers.rollout.llm_server import LLMServerClient
 
-from marl.cluster.failures import GroupFailed, engine_is_dead, group_failed
+from marl.cluster.failures import GroupHung, engine_is_dead, group_failed
 from marl.config.deadlines import NONE, Deadline
 from marl.controller.chat import ChatEncoder
 from marl.rollout.decoding import end_ids
@@ -176,7 +176,7 @@ class PolicyClient:
                     self.server.generate(request_id=session, prompt_ids=prompt_ids, sampling_params=params)
                 )
         except HangsError:
-            raise GroupFailed(
+            raise GroupHung(
                 f"policy {self.policy!r} while generating: its servers have answered no request for "
                 f"{self.patience.key}={self.patience.seconds:g} s; check their logs, and raise it if one answer takes longer"
             ) from None

@@ -19,7 +19,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from marl.cluster.failures import GroupFailed, group_failed, said_last
+from marl.cluster.failures import GroupFailed, GroupHung, group_failed, said_last
 from marl.controller.collection import Play, outcomes
 from marl.controller.controller import Controller
 from marl.rollout.endpoint_usage import Counts
@@ -186,7 +186,7 @@ class EpisodeWorkers:
         try:
             return await answer_of(ref, actor.alive.remote, self.deadline)
         except TimeoutError:
-            raise GroupFailed(
+            raise GroupHung(
                 f"{who} gave no sign of life for {self.deadline:g} s while {what}: twice controller.episode_timeout_s and "
                 f"{MARGIN_S:g} s; does a reward function block it?\n  its last lines:{said_last(self.pids[index])}"
             ) from None

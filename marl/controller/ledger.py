@@ -55,10 +55,13 @@ class Ledger:
         self.close()
         folder = folder_of(self.root, step)
         self.known, self.step = read_step(folder), step
-        folder.mkdir(parents=True, exist_ok=True)
-        self.file = open(folder / f"{socket.gethostname()}_{os.getpid()}.jsonl", "ab", buffering=0)  # noqa: SIM115 - open for the whole step
-        if self.file.tell():
-            self.file.write(b"\n")  # what a killed process of this number was writing ends here
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.file = open(folder / f"{socket.gethostname()}_{os.getpid()}.jsonl", "ab", buffering=0)  # noqa: SIM115 - open for the whole step
+            if self.file.tell():
+                self.file.write(b"\n")  # what a killed process of this number was writing ends here
+        except OSError as error:
+            self._give_up(error)
 
     def close(self) -> None:
         if self.file is not None:
@@ -93,8 +96,12 @@ class Ledger:
             if self.file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            logger.warning("no more turns are recorded in %s: %s", self.root, error)
-            self.file, self.root = None, None
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """Go on without a ledger."""
+        logger.warning("no more turns are recorded in %s: %s", self.root, error)
+        self.file, self.root = None, None
 
     def turn(self, seed: int, of: str) -> Turn | None:
         content = self.find("turn", seed, of)

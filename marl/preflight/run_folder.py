@@ -17,6 +17,7 @@ from marl.config.identity import identity_of, key_of, refused, settings_of
 from marl.preflight.unfinished import BEGUN, LOCK, RUN, STAMPED, go_on_with, mark_finished
 from marl.utils import folders
 from marl.utils.manifest import Damaged, replace_text
+from marl.utils.secret_masking import masked_text
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,7 @@ LATEST = "latest"
 RESULTS = ("global_step_*", "metrics.jsonl", "summary.json", "rollouts/*", "validation/*")
 """Files that show that a run reached its first step or validation."""
 SHOWN = 10
+RESTARTED = "restarted"
 
 
 @contextmanager
@@ -167,11 +169,24 @@ def must_be_the_same_run(
 
 def write_identity(folder: Path, new: dict[str, Any], origin: Path | None, saved: Mapping[str, Any] | None) -> None:
     now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    earlier = {key: saved[key] for key in ("started", "resumed", "family") if saved and key in saved}
+    earlier = {key: saved[key] for key in ("started", "resumed", "family", RESTARTED) if saved and key in saved}
     record = {"started": now, "resumed": [], "family": uuid.uuid4().hex} | earlier
     if origin is not None:
         record["resumed"] = [*record["resumed"], {"at": now, "from": str(origin)}]
     replace_text(folder / RUN, json.dumps(record | new, indent=1, default=str) + "\n")
+
+
+def note_restart(folder: Path, error: str, origin: str) -> None:
+    """Note in ``run.json`` that a fault ended an attempt, and from where the run goes on."""
+    record = json.loads((folder / RUN).read_text())
+    fault = {"at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "from": origin, "error": masked_text(error)}
+    record[RESTARTED] = [*record.get(RESTARTED, []), fault]
+    replace_text(folder / RUN, json.dumps(record, indent=1) + "\n")
+
+
+def restarts_of(folder: Path) -> int:
+    """Number of faults after which a run was built anew."""
+    return len((read_identity(folder) or {}).get(RESTARTED, []))
 
 
 def point_latest_at(folder: Path) -> None:

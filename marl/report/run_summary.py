@@ -26,6 +26,7 @@ def summarise(
     seconds: float,
     seed: int,
     log_prob_gap_max: float,
+    restarts: int = 0,
     sampled_tokens: int = 0,
     learner: Metrics | None = None,
     baselines: Mapping[str, Metrics] | None = None,
@@ -35,6 +36,7 @@ def summarise(
     return {
         "steps": steps,
         "seconds": round(seconds, 2),
+        "restarts": restarts,
         "seed": seed,
         "accuracy": {"before": accuracy(first), "after": accuracy(last)},
         "log_prob_gap_max": log_prob_gap_max,

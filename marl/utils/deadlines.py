@@ -2,20 +2,48 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from typing import TypeVar
 
 T = TypeVar("T")
 
 
+class DeadlinePassed(TimeoutError):
+    """Raised by :func:`wait_with_deadline`."""
+
+
 async def wait_with_deadline(seconds: float, what: str, awaitable: Awaitable[T], key: str = "resources.timeout_s") -> T:
-    """Wait with a deadline. Raises TimeoutError that names the awaited call, and the key that sets the limit."""
+    """Wait with a deadline. Raises DeadlinePassed that names the awaited call, and the key that sets the limit."""
     try:
         return await asyncio.wait_for(awaitable, seconds)
     except TimeoutError:
-        raise TimeoutError(f"{what} did not end within {seconds:g} s; if it only needs longer, raise {key}") from None
+        raise DeadlinePassed(f"{what} did not end within {seconds:g} s; if it only needs longer, raise {key}") from None
+
+
+@contextmanager
+def interrupted_after(seconds: float, what: str, key: str) -> Iterator[None]:
+    """Deadline of a block that waits without the event loop, as libraries do. Raises DeadlinePassed. There is none in another
+    thread than the main one, which gets the signal, nor where somebody's alarm rings earlier."""
+    began, others = time.monotonic(), signal.getitimer(signal.ITIMER_REAL)[0]
+    if threading.current_thread() is not threading.main_thread() or seconds == math.inf or 0 < others <= seconds:
+        yield
+        return
+
+    def late(*_: object) -> None:
+        raise DeadlinePassed(f"{what} did not end within {seconds:g} s; if it only needs longer, raise {key}")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, max(others - (time.monotonic() - began), 0.001) if others else 0)
 
 
 class Clock:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
+from marl.utils.deadlines import DeadlinePassed
+
 POLL_S = 0.02
 STILL_S = 60.0
 """A rank that writes shows within this time, over a network file system too."""
@@ -45,7 +47,7 @@ def wait_for(
     while waiting := [mark for mark in waiting if not _is_left(mark)]:
         late = f"{waiting[0].parent}: rank {waiting[0].name.rsplit('_', 1)[1]} has not written its part"
         if time.monotonic() > ends:
-            raise TimeoutError(
+            raise DeadlinePassed(
                 f"{late} within {seconds:g} s; if it only needs longer, raise {key}; on a host with another file system, set "
                 "trainer.default_local_dir to a shared folder"
             )

@@ -82,6 +82,7 @@ def running(request, cold_assets, tmp_path):
     overrides = (
         f"assets={cold_assets}", f"trainer.default_local_dir={tmp_path}", "trainer.total_training_steps=100000",
         "trainer.val_before_train=false", "trainer.test_freq=-1", "data.train_batch_size=4", "trainer.logger=[console]",
+        "resources.max_restarts=0",
         *getattr(request, "param", ()),
     )  # fmt: skip
     with open(tmp_path / "log", "w") as log:

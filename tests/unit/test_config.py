@@ -262,6 +262,7 @@ BAD = {
     "hardware=gpu actor_rollout_ref.rollout.name=sglang controller.request_seeds=always": ["SGLang ignores the seeds"],
     "actor_rollout_ref.rollout.tensor_model_parallel_size=2": ["1 ranks", "1 % 2 = 1"],
     "trainer.n_gpus_per_node=0": ["at least 1"],
+    "resources.max_restarts=-1": ["resources.max_restarts=-1", "expected a whole number"],
     "actor_rollout_ref.actor.strategy=fsdp": ["does not run on a CPU", "fsdp2"],
     "actor_rollout_ref.rollout.name=vllm": ["needs an accelerator", "hf"],
     "critic.enable=true": ["critic.enable=True", "leave it null"],

@@ -303,6 +303,12 @@ def test_a_full_disk_ends_the_ledger_and_not_the_run(tmp_path, caplog):
     assert caplog.text.count("no more turns are recorded") == 1 and "No space left" in caplog.text
 
 
+def test_a_disk_without_room_for_a_file_ends_the_ledger_and_not_the_run(tmp_path, caplog):
+    team = controller(folder=tmp_path)
+    (tmp_path / "ledger").write_text("no folder can be made here")
+    assert len(collected(team).episodes) == 1 and "no more turns are recorded" in caplog.text
+
+
 def test_a_line_that_was_written_in_part_ends_the_ledger(tmp_path, caplog):
     team = controller(folder=tmp_path)
     team.ledger.open(1)

@@ -1,0 +1,150 @@
+"""The processes of a run, on every machine: they carry a mark in their environment, which their own children inherit.
+
+What a run leaves behind, stopped processes included, is found by it and ended: at the run's own end, or by the next run where the
+driver was killed.
+"""
+
+import os
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+MARK = "MARL_RUN"
+PATIENCE_S = 5.0
+"""Time that processes have to end by themselves."""
+SHARED_MEMORY = Path("/dev/shm")
+WEIGHTS = "verl_weights_*"
+"""Segments of verl's weight transfer."""
+SESSIONS = Path("/tmp/ray")
+YOUNG_S = 60.0
+"""A socket may be made before anybody listens to it."""
+
+
+def new_mark() -> str:
+    """Names this process, so that others can tell whether it still lives: its host, pid and start; and one session of it."""
+    return f"{own_name()}/{uuid.uuid4().hex[:8]}"
+
+
+def own_name() -> str:
+    return f"{place()}/{os.getpid()}/{start_of(os.getpid())}"
+
+
+def place() -> str:
+    """This host, and the process ids that are meant: a container has its own."""
+    with suppress(OSError):
+        return f"{socket.gethostname()}/{os.readlink('/proc/self/ns/pid')}"
+    return f"{socket.gethostname()}/"
+
+
+def start_of(pid: int) -> str:
+    """Start of a process, by a clock that nobody sets; empty if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def owner_lives(mark: str) -> bool:
+    """True unless the driver that made this mark ran here and is gone."""
+    where, pid, start = mark.rpartition("/")[0].rsplit("/", 2)
+    return where != place() or (pid.isdecimal() and start_of(int(pid)) == start)
+
+
+@contextmanager
+def marked() -> Iterator[str]:
+    """Mark all processes that are started meanwhile."""
+    before, mark = os.environ.get(MARK), new_mark()
+    os.environ[MARK] = mark
+    try:
+        yield mark
+    finally:
+        os.environ.pop(MARK)
+        if before is not None:
+            os.environ[MARK] = before
+
+
+def processes_where(wanted: Callable[[str], bool]) -> list[psutil.Process]:
+    """Processes of this machine with such a mark, without this one."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            mark = process.environ().get(MARK)
+            if mark and process.pid != os.getpid() and wanted(mark):
+                found.append(process)
+    return found
+
+
+def end_left(mark: str) -> None:
+    """End the processes of a session of Ray that is over: those that do not end by themselves are killed. This process's own
+    children (a tracker's, the reward's) are left to whoever started them."""
+    ends = time.monotonic() + PATIENCE_S
+    while (left := lost_by_ray(mark)) and time.monotonic() < ends and not all(map(is_stopped, left)):
+        time.sleep(0.05)
+    kill(left)
+
+
+def lost_by_ray(mark: str) -> list[psutil.Process]:
+    own = set(psutil.Process().children(recursive=True))
+    return [process for process in processes_where(mark.__eq__) if process not in own]
+
+
+def end_orphans() -> None:
+    """End what runs left whose drivers were killed, and unlink the weights and sockets that nobody reads any more."""
+    kill(processes_where(lambda mark: mark.count("/") == 4 and not owner_lives(mark)))
+    for segment in SHARED_MEMORY.glob(WEIGHTS):
+        with suppress(OSError):
+            if segment.stat().st_uid == os.getuid() and not is_open(segment):
+                segment.unlink()
+    for raylet in SESSIONS.glob("session_*/sockets/raylet"):
+        with suppress(OSError):
+            if raylet.stat().st_uid == os.getuid() and is_deaf(raylet):
+                shutil.rmtree(raylet.parent)
+
+
+def is_deaf(listener: Path) -> bool:
+    """True for a socket's file to which nobody has listened for a while."""
+    if time.time() - listener.stat().st_mtime < YOUNG_S:
+        return False
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.settimeout(1.0)
+        try:
+            caller.connect(str(listener))
+        except ConnectionRefusedError:
+            return True
+    return False
+
+
+def is_stopped(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return bool(process.status() == psutil.STATUS_STOPPED)
+    return True
+
+
+def kill(processes: Iterable[psutil.Process]) -> None:
+    """Kill them, and last of all those that tidy up after them (Python's trackers of shared memory)."""
+    trackers = []
+    for process in processes:
+        with suppress(psutil.Error):
+            if "resource_tracker" in " ".join(process.cmdline()):
+                trackers.append(process)
+            else:
+                process.kill()
+    _, left = psutil.wait_procs(trackers, timeout=1.0 if trackers else 0.0)
+    for process in left:
+        with suppress(psutil.Error):
+            process.kill()
+
+
+def is_open(file: Path) -> bool:
+    """True if a process, whose maps can be read, has the file."""
+    for process in psutil.process_iter():
+        with suppress(OSError):
+            if str(file) in Path(f"/proc/{process.pid}/maps").read_text():
+                return True
+    return False

@@ -1,0 +1,104 @@
+"""Goes on after a fault: the run is built anew from its newest whole checkpoint, in the same process, as a new one would."""
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+from omegaconf import DictConfig, open_dict
+
+from marl.cluster.failures import can_be_mended
+from marl.config.errors import ConfigError
+from marl.preflight.run_folder import note_restart
+from marl.run_setup import Setup
+from marl.types import Metrics
+from marl.utils import folders
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+Progress = Callable[[int, int, Metrics], None]
+Attempt = Callable[[Setup, Progress, bool], T]
+"""Builds a run, trains to its end and takes it down; the flag says whether it goes on after a fault of this process's."""
+
+
+class TakeDown(ExitStack):
+    """Ends all parts of an attempt; the error of one is logged, and hides neither the run's own nor the other parts."""
+
+    def callback(self, end: Callable[..., Any], /, *arguments: Any, **settings: Any) -> Callable[..., Any]:
+        def logged() -> None:
+            try:
+                end(*arguments, **settings)
+            except Exception as error:
+                logger.error("taking the run down: %s: %s", type(error).__name__, error)
+
+        super().callback(logged)
+        return end
+
+
+class Recovery:
+    """Attempts at one run. ``resources.max_restarts`` counts the faults since the run last got further than ever before, so
+    that a run of many days outlives many of them, and one that always fails at the same place ends."""
+
+    def __init__(self, setup: Setup, folder: Path, progress: Progress | None) -> None:
+        self.setup, self.folder, self.shown = setup, folder, progress
+        self.most = setup.config.resources.max_restarts
+        self.furthest = self.restarts = 0
+        self.rebuilding = False
+        """True between a fault and the end of the next step."""
+
+    def run(self, attempt: Attempt[T]) -> T:
+        """Attempt the run until it comes to its end. Raises the error of a fault that cannot be mended, or that is one too
+        many; both say what continues the run."""
+        setup, again = self.setup, False
+        while True:
+            try:
+                return attempt(setup, self.note_step, again)
+            except ConfigError:
+                raise
+            except Exception as error:
+                setup, again = self.after(error), True
+
+    def note_step(self, step: int, total: int, metrics: Metrics) -> None:
+        if step > self.furthest:
+            self.furthest, self.restarts = step, 0
+        self.rebuilding = False
+        if self.shown is not None:
+            self.shown(step, total, metrics)
+
+    def after(self, error: Exception) -> Setup:
+        """The setup of the next attempt."""
+        origin, mended = self.origin(), self.can_be_mended(error)
+        if not mended or self.restarts >= self.most:
+            if mended and self.most:
+                error.add_note(f"resources.max_restarts={self.most}: as many restarts have led no further")
+            error.add_note(f"the run is continued from {origin} by trainer.resume_mode=auto")
+            raise error
+        self.restarts, self.rebuilding = self.restarts + 1, True
+        told = "; ".join([str(error).partition("\n")[0], *getattr(error, "__notes__", [])])
+        logger.warning(
+            "%s: %s. Restart %d of %d (resources.max_restarts), from %s",
+            *(type(error).__name__, told, self.restarts, self.most, origin),
+        )
+        note_restart(self.folder, f"{type(error).__name__}: {error}", origin)
+        folders.clean(self.folder)
+        return Setup.of(to_go_on(self.setup.config, self.folder))
+
+    def can_be_mended(self, error: Exception) -> bool:
+        """True for a fault, and for what may come of one while the run is rebuilt: a node has gone, Ray does not answer yet."""
+        return can_be_mended(error) or (self.rebuilding and isinstance(error, (TimeoutError, ConnectionError)))
+
+    def origin(self) -> str:
+        """Name of what the run is continued from, if it is whole: whoever loads it looks."""
+        sealed = folders.complete(self.folder)
+        return str(sealed[-1]) if sealed else f"the start of {self.folder}"
+
+
+def to_go_on(config: DictConfig, folder: Path) -> DictConfig:
+    """The configuration with which a run goes on in its own folder, whatever it began from."""
+    again: DictConfig = config.copy()
+    if config.trainer.resume_mode != "resume_path" or folders.named(folder):
+        with open_dict(again):
+            again.trainer.resume_mode, again.trainer.resume_from_path = "auto", None
+    return again

@@ -1,0 +1,38 @@
+"""A run that SIGTERM ends, as a batch system does."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM asked the run to end."""
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the block as Ctrl-C does, so that everything is stopped in order. Raises Terminated then."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    asked = False
+
+    def end(*_: object) -> None:
+        nonlocal asked
+        asked = True
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.raise_signal(signal.SIGINT)
+
+    before = {which: signal.getsignal(which) for which in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if asked:
+            raise Terminated from None
+        raise
+    finally:
+        for which, handler in before.items():
+            signal.signal(which, handler)

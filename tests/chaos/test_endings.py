@@ -1,0 +1,133 @@
+"""Whatever ends a run, it leaves no process, socket or shared memory behind; what a killed driver leaves, the next run ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(600)]
+ROOT, START_S, END_S = Path(__file__).parents[2], 240, 90
+RUN = (
+    "sharing=shared", "trainer.val_before_train=false", "trainer.test_freq=-1", "data.train_batch_size=4", "trainer.logger=[file]",
+    "controller.num_workers=1",
+)  # fmt: skip
+LONG = "trainer.total_training_steps=100000"
+
+
+@pytest.fixture
+def start(cold_assets, tmp_path):
+    """Start the command, as a shell does; all that is left of it is killed at the end."""
+    drivers = []
+
+    def start(name, *words):
+        folder = tmp_path / name
+        command = [sys.executable, "-m", "marl.main", "--config-name", "quickstart", *RUN, f"assets={cold_assets}"]
+        with open(tmp_path / f"{name}.log", "a") as log:
+            driver = subprocess.Popen(
+                [*command, f"trainer.default_local_dir={folder}", *words], stdout=log, stderr=log, cwd=ROOT,
+                start_new_session=True, preexec_fn=hear_ctrl_c,
+            )  # fmt: skip
+        drivers.append(driver)
+        driver.folder, driver.log = folder, tmp_path / f"{name}.log"
+        return driver
+
+    yield start
+    for driver in drivers:
+        driver.poll() is None and driver.kill()
+        for process in of(driver):
+            process.kill()
+
+
+def hear_ctrl_c():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def of(driver):
+    """Processes of a driver's run, whoever their parent is by now."""
+    from marl.cluster.processes import processes_where
+
+    return processes_where(lambda mark: f"/{driver.pid}/" in mark)
+
+
+def trained(driver):
+    ends = time.monotonic() + START_S
+    while not (driver.folder / "metrics.jsonl").exists():
+        assert driver.poll() is None and time.monotonic() < ends, driver.log.read_text()[-3000:]
+        time.sleep(0.2)
+    assert len(of(driver)) > 5, "Ray's processes, a rank, a server, an episode worker"
+
+
+ENDINGS = {
+    "success": (None, 0),
+    "ctrl-c": (signal.SIGINT, 130),
+    "sigterm": (signal.SIGTERM, 143),
+    "error": ("rank", 1),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_no_ending_leaves_anything(start, ending):
+    does, code = ENDINGS[ending]
+    words = ("trainer.total_training_steps=2",) if does is None else (LONG, "resources.max_restarts=0")
+    driver = start(ending, *words)
+    if does is not None:
+        trained(driver)
+        (session,), segments = sessions_of(driver), segments_of(driver)
+        end(driver, does)
+    began = time.monotonic()
+    assert driver.wait(timeout=START_S if does is None else END_S) == code, driver.log.read_text()[-3000:]
+    print(f"\n{ending}: ended in {time.monotonic() - began:.1f} s")
+    assert not of(driver), [process.cmdline() for process in of(driver)]
+    if does is not None:
+        assert not [*session.glob("sockets/*")] and not [path for path in segments if Path(path).exists()]
+
+
+def end(driver, does):
+    if does == "rank":
+        next(process for process in of(driver) if "PolicyWorker" in process.cmdline()[0]).kill()
+    else:
+        os.kill(driver.pid, does)
+
+
+def segments_of(driver):
+    """Files in shared memory that its processes have open, by their names."""
+    maps = (Path(f"/proc/{process.pid}/maps").read_text().splitlines() for process in of(driver))
+    return {line.split()[-1] for lines in maps for line in lines if "/dev/shm/" in line and "deleted" not in line}
+
+
+def sessions_of(driver):
+    """Ray's folder of the driver's session."""
+    words = (word for process in of(driver) for word in process.cmdline())
+    return {Path(word.partition("=")[2]) for word in words if word.startswith("--session_dir=")}
+
+
+def test_the_next_run_ends_what_a_killed_driver_left(start):
+    """Ray's own processes end with the driver, stopped ones at times; a child of theirs, as an engine has, may stay."""
+    driver = start("killed", LONG, "trainer.save_freq=1")
+    trained(driver)
+    rank = next(process for process in of(driver) if "PolicyWorker" in process.cmdline()[0])
+    child = psutil.Popen(["sleep", "300"], env=rank.environ(), start_new_session=True)
+    rank.suspend()
+    driver.kill()
+    driver.wait()
+    time.sleep(5)
+    assert child in of(driver)
+    (session,) = {
+        path.parents[1] for path in Path("/tmp/ray").glob("session_*/sockets/raylet") if f"_{driver.pid}/" in str(path)
+    }
+    os.utime(session / "sockets" / "raylet", (0, 0))  # as if it had been there for long
+    segment = Path(f"/dev/shm/verl_weights_test_{os.getpid()}")
+    segment.write_bytes(b"0" * 4096)
+    other = start("other", "resources.one_process=true", "controller.num_workers=0", "trainer.total_training_steps=1")
+    assert other.wait(timeout=START_S) == 0, other.log.read_text()[-3000:]
+    assert (
+        child.wait(timeout=5) == -signal.SIGKILL
+        and not of(driver)
+        and not segment.exists()
+        and not (session / "sockets").exists()
+    )

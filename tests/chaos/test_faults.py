@@ -1,0 +1,243 @@
+"""Faults while a run lives: a process is killed or stopped, the run is built anew, and ends as the unbroken one."""
+
+import json
+import logging
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+
+import psutil
+import pytest
+
+from tests.chaos.results import differing, results
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+COUNT = int(os.environ.get("MARL_FAULTS", "12"))
+"""Faults of the long test, one after another."""
+STEPS = 6
+RUN = (
+    f"trainer.total_training_steps={STEPS}", "trainer.save_freq=2", "trainer.test_freq=3", "trainer.val_before_train=false",
+    "trainer.logger=[file]", "trainer.resume_mode=auto", "data.train_batch_size=4", "actor_rollout_ref.rollout.n=4",
+)  # fmt: skip
+IMPATIENT = (
+    "resources.update_timeout_s=8", "resources.sync_timeout_s=8", "resources.request_timeout_s=8", "controller.episode_timeout_s=1",
+    "resources.save_timeout_s=20",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def runs(compose_config, cold_assets, tmp_path_factory):
+    """Run a configuration in a folder of its own; ``progress`` is told of every step. Returns the folder."""
+    from marl.main import run
+
+    def start(name, *overrides, progress=None):
+        folder = tmp_path_factory.mktemp(name)
+        places = (
+            f"trainer.default_local_dir={folder}",
+            *(f"trainer.{kind}_data_dir={folder}/{at}" for kind, at in DUMPS.items()),
+        )
+        run(compose_config(*RUN, f"assets={cold_assets}", *places, *overrides), progress)
+        return folder
+
+    return start
+
+
+DUMPS = {"rollout": "rollouts", "validation": "validation"}
+
+
+@pytest.fixture(scope="session")
+def whole(runs):
+    """Results of unbroken runs, by their settings. With one rank they need no Ray."""
+    known = {}
+
+    def of(*overrides):
+        if overrides not in known:
+            where = () if overrides == TWO else ("resources.one_process=true",)
+            known[overrides] = results(runs("whole", *where, *overrides))
+        return known[overrides]
+
+    return of
+
+
+def victims(kind):
+    """Processes of the run whose name holds this word."""
+    from marl.cluster.processes import MARK, processes_where
+
+    mark = os.environ[MARK]
+    found = [process for process in processes_where(mark.__eq__) if kind in "".join(process.cmdline()[:1])]
+    assert found, [process.cmdline()[:1] for process in processes_where(mark.__eq__)]
+    return sorted(found, key=lambda process: process.pid)
+
+
+class Hits(logging.Handler):
+    """Sends signals to processes of the run, each so many seconds after a step has ended; hears when a fault is noticed."""
+
+    def __init__(self, *plan):
+        """``plan``: (step, seconds, kind of process, signal), in order."""
+        super().__init__()
+        self.plan, self.at, self.seen, self.noticed = list(plan), [], [], []
+        logging.getLogger("marl.recovery").addHandler(self)
+
+    def emit(self, record):
+        if "Restart" in record.getMessage():
+            self.noticed.append(time.monotonic())
+
+    def __call__(self, step, total, metrics):
+        self.seen.append((step, time.monotonic()))
+        if self.plan and self.plan[0][0] == step:
+            _, seconds, kind, number = self.plan.pop(0)
+            threading.Timer(seconds, self.hit, (kind, number)).start()
+
+    def hit(self, kind, number):
+        victims(kind)[-1].send_signal(number)
+        self.at.append(time.monotonic())
+
+    def waits(self):
+        """Seconds until each fault was noticed, and from there to the end of the next step."""
+        found = []
+        for noticed in self.noticed:
+            hit = max(at for at in self.at if at <= noticed)
+            found.append((noticed - hit, min(at for _, at in self.seen if at > noticed) - noticed))
+        return found
+
+    def told(self):
+        return "; ".join(
+            f"noticed after {notice:.1f} s, trained on after {again:.1f} s more" for notice, again in self.waits()
+        )
+
+
+def faults_of(folder):
+    return json.loads((folder / "run.json").read_text())["restarted"]
+
+
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+PAIR, ONE, TWO = (), ("sharing=shared",), ("sharing=shared", "trainer.n_gpus_per_node=2")
+WORKER = ("controller.num_workers=1",)
+
+
+CASES = {
+    "dead-server": ("HFServer", KILL, PAIR, (), "GroupLost"),
+    "dead-episode-worker": ("EpisodeWorker", KILL, ONE, WORKER, "GroupLost: episode worker 0"),
+    "dead-rank": ("PolicyWorker", KILL, PAIR, (), "GroupLost"),
+    "dead-rank-of-two": ("PolicyWorker", KILL, TWO, (), "GroupLost"),
+    "stopped-rank": ("PolicyWorker", STOP, ONE, IMPATIENT, "8 s; if it only needs longer"),
+    "stopped-rank-of-two": ("PolicyWorker", STOP, TWO, ("resources.process_group_timeout_s=6",), "GroupHung"),
+    "stopped-server": ("HFServer", STOP, ONE, IMPATIENT, "8 s"),
+    "stopped-episode-worker": ("EpisodeWorker", STOP, ONE, (*WORKER, *IMPATIENT), "no sign of life"),
+}
+IN_TEST_ALL = ("dead-server", "dead-episode-worker")
+
+
+@pytest.mark.parametrize(
+    "kind,number,settings,extra,said",
+    [
+        pytest.param(*case, id=name, marks=[] if name in IN_TEST_ALL else pytest.mark.chaos)
+        for name, case in CASES.items()
+    ],
+)
+def test_a_run_outlives_a_process(runs, whole, kind, number, settings, extra, said):
+    hits = Hits(
+        (3, 0.0 if settings is TWO else 0.2, kind, number)
+    )  # the idle rank of two: the next collective lacks it
+    folder = runs("hit", *settings, *extra, progress=hits)
+    (fault,) = faults_of(folder)
+    assert said in fault["error"] and "global_step_" in fault["from"]
+    print(f"\n{kind} {number.name}: {hits.told()}; {fault['error'].splitlines()[0][:150]}")
+    assert not differing(whole(*settings), results(folder))
+    stacks = sorted(path.name for path in folder.glob("stacks/*/*"))
+    if number is STOP:
+        assert any("driver" in name for name in stacks) and len(stacks) > 2, stacks
+        told = {path.name: path.read_text() for path in folder.glob("stacks/*/*")}
+        assert any("stopped" in text for text in told.values()) and any(
+            "most recent call first" in text for text in told.values()
+        )
+    else:
+        assert not stacks
+
+
+KINDS = (
+    ("PolicyWorker", KILL),
+    ("HFServer", KILL),
+    ("EpisodeWorker", KILL),
+    ("PolicyWorker", STOP),
+    ("HFServer", STOP),
+)
+
+
+class ManyHits(Hits):
+    """A fault of a random kind, at a random moment, after each step that no attempt had reached."""
+
+    def __init__(self, count, seed=0):
+        super().__init__()
+        self.count, self.rng, self.furthest, self.outcomes = count, random.Random(seed), 0, Counter()
+        self.sizes = []
+        """Resident MiB, open files and children of the driver, at each fault."""
+
+    def __call__(self, step, total, metrics):
+        self.seen.append((step, time.monotonic()))
+        if step > self.furthest and self.count:
+            self.furthest, self.count = step, self.count - 1
+            kind, number = self.rng.choice(KINDS)
+            self.outcomes[f"{kind} {number.name}"] += 1
+            driver = psutil.Process()
+            self.sizes.append((driver.memory_info().rss >> 20, driver.num_fds(), len(driver.children(recursive=True))))
+            threading.Timer(self.rng.uniform(0, 1.5), self.hit, (kind, number)).start()
+
+    def hit(self, kind, number):
+        try:
+            super().hit(kind, number)
+        except (AssertionError, IndexError, psutil.NoSuchProcess):
+            self.outcomes["missed"] += 1
+
+
+@pytest.mark.chaos
+def test_many_faults_one_after_another(runs, whole):
+    settings = (
+        *ONE,
+        f"trainer.total_training_steps={COUNT + 2}",
+        "trainer.save_freq=1",
+        "trainer.max_actor_ckpt_to_keep=2",
+    )
+    hits = ManyHits(COUNT)
+    folder = runs("many", *settings, *WORKER, *IMPATIENT, progress=hits)
+    faults, waits = faults_of(folder), sorted(hits.waits(), key=sum)
+    print(
+        f"\n{len(hits.at)} faults, {len(faults)} restarts: {dict(hits.outcomes)}; {Counter(f['error'].split(':')[0] for f in faults)}"
+    )
+    for name, (notice, again) in {"fastest": waits[0], "median": waits[len(waits) // 2], "slowest": waits[-1]}.items():
+        print(f"{name}: noticed after {notice:.1f} s, trained on after {again:.1f} s more")
+    print(f"driver (MiB, files, children): {hits.sizes[0]} at first, {hits.sizes[-1]} at last")
+    assert len(faults) >= COUNT - hits.outcomes["missed"] - 1, "one may strike after the last step"
+    assert not differing(whole(*settings), results(folder))
+
+
+@pytest.fixture
+def nodes(monkeypatch):
+    """A cluster of the driver's machine, which has no ranks, and two that have one each."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    for _ in range(2):
+        cluster.add_node(num_cpus=1)
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    yield cluster
+    cluster.shutdown()
+
+
+class RayletHit(Hits):
+    def hit(self, kind, number):
+        psutil.Process(victims(kind)[0].ppid()).send_signal(number)
+        self.at.append(time.monotonic())
+
+
+@pytest.mark.chaos
+def test_a_run_outlives_a_node(nodes, runs, whole):
+    hits = RayletHit((3, 0.2, "PolicyWorker", KILL))
+    folder = runs("node", *ONE, progress=hits)
+    (fault,) = faults_of(folder)
+    assert "GroupLost" in fault["error"]
+    print(f"\nraylet: {hits.told()}; {fault['error'].splitlines()[0][:150]}")
+    assert not differing(whole(*ONE), results(folder))
