@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.plugin.platform import PlatformRegistry, get_platform, set_platform
 
 import marl.config.schema  # noqa: F401 - registers our groups
-from marl.cluster.access import token_required
+from marl.cluster.access import connect, token_required
 from marl.config.engines import serves_vllm_on_cpu
 from marl.config.errors import ConfigError
 from marl.platform.cpu import PlatformCPUEngines
@@ -62,7 +62,7 @@ def ray_session(config: DictConfig, ranks: int) -> Iterator[None]:
         return
     arguments = ray_arguments(config, environment, ranks)
     with token_required() if arguments["address"] == "local" else nullcontext():
-        ray.init(log_to_driver=False, **arguments)
+        connect(arguments)
         try:
             yield
         finally:
