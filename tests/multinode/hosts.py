@@ -93,7 +93,9 @@ class Host:
             return subprocess.Popen(self._inside(command, cwd), env={**self.env, **(env or {})}, stdout=out, stderr=out)
 
     def processes(self) -> dict[int, str]:
-        """Command lines of the host's processes, by pid on this machine."""
+        """Command lines of the host's processes, by pid on this machine; none once it is off."""
+        if self.process.poll() is not None:
+            return {}
         space, found = os.readlink(f"/proc/{self.pid}/ns/pid"), {}
         for entry in Path("/proc").glob("[0-9]*"):
             try:

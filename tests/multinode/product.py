@@ -97,12 +97,10 @@ class Product:
             host.kill("marl.main")
 
 
-def same_bits(one: Run, other: Run) -> bool:
-    first, second = one.weights(), other.weights()
-    return (
-        all(torch.equal(first[policy][name], second[policy][name]) for policy in first for name in first[policy])
-        and len(first) == 2
-    )
+def same_bits(one: Run, other: Run, step: int = STEPS) -> bool:
+    first, second = one.weights(step), other.weights(step)
+    tensors = [(policy, name) for policy in first for name in first[policy]]
+    return bool(tensors) and all(torch.equal(first[policy][name], second[policy][name]) for policy, name in tensors)
 
 
 @contextmanager
