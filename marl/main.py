@@ -30,6 +30,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 import marl.config.schema  # noqa: F401 - registers our groups
+from marl.cluster.head_watch import head_watched
 from marl.config.composing import composed_once
 from marl.config.errors import ConfigError, explain
 from marl.config.overrides import hydra_overrides, options_are_words
@@ -122,6 +123,7 @@ def _run(config: DictConfig, progress: Any) -> Any:
             return asyncio.run(_train(setup, progress))
 
 
+@head_watched()
 async def _train(setup: Setup, progress: Any) -> Any:
     from marl.build import build
     from marl.evaluation.baselines import run_baselines

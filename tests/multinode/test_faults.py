@@ -20,7 +20,9 @@ def ending(run, seconds):
     code, said = run.end(seconds), run.said
     if code == 0:
         return "recovered" if re.search(r"GroupLost: .*Restart 1 of", said) else "never disturbed"
-    named = re.search(r"^run failed: Group\w+: (policy|critic) '\w+'", said, re.MULTILINE)
+    named = re.search(
+        r"^run failed: Group\w+: (policy|critic) '\w+'|the head of .* has not answered for", said, re.MULTILINE
+    )
     return "named error" if code == 1 and named else f"exit code {code}: {said[-4000:]}"
 
 
@@ -70,5 +72,7 @@ def test_a_node_that_dies_while_the_rest_has_room(product, hosts):
 
 
 def test_a_head_that_is_lost(product, hosts):
+    """Ray would end the driver without a word."""
     run = product.start(*LONG, on="w1")
-    assert fault(run, "a lost head", hosts["head"].power_off, 60) == "named error"
+    assert fault(run, "a lost head", hosts["head"].power_off, 30) == "named error"
+    assert f"head of the Ray cluster at {hosts.address} has not answered for 5 s; after 10 s" in run.said
