@@ -19,7 +19,7 @@ def ending(run, seconds):
     """``recovered``, ``named error``, or neither."""
     code, said = run.end(seconds), run.said
     if code == 0:
-        return "recovered" if re.search(r"GroupLost: .*Restart 1 of", said) else "never disturbed"
+        return "recovered" if re.search(r"Restart 1 of \d+ \(resources\.max_restarts\)", said) else "never disturbed"
     named = re.search(
         r"^run failed: Group\w+: (policy|critic) '\w+'|the head of .* has not answered for", said, re.MULTILINE
     )
