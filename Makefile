@@ -1,4 +1,4 @@
-# make quickstart | test | test-all | chaos | sharing-table | test-vllm | check | format | gpu | gpu-smoke | bench | bench-check
+# make quickstart | test | test-all | chaos | test-multinode | sharing-table | test-vllm | check | format | gpu | gpu-smoke | bench | bench-check
 SEED ?= 0
 VENV := .venv
 # the first Python of a version that verl and torch are built for
@@ -16,7 +16,7 @@ install = { $(VENV)/bin/pip install --disable-pip-version-check --progress-bar o
 	/^Installing/ {print "    Unpacking " NF - 3 " packages"; fflush()}'; \
 	! rm $(VENV)/failed 2>/dev/null
 
-.PHONY: quickstart test test-all chaos sharing-table test-vllm check format gpu gpu-smoke bench bench-check clean
+.PHONY: quickstart test test-all chaos sharing-table test-multinode test-vllm check format gpu gpu-smoke bench bench-check clean
 
 quickstart: $(VENV)/installed
 	$(RUN) -m marl.quickstart seed=$(SEED) $(ARGS)
@@ -33,10 +33,10 @@ define both
 endef
 
 test: $(VENV)/installed
-	$(call both,not slow and not gpu and not vllm)
+	$(call both,not slow and not gpu and not vllm and not multinode)
 
 test-all: $(VENV)/installed
-	$(call both,not gpu and not vllm and not table and not chaos)
+	$(call both,not gpu and not vllm and not table and not chaos and not multinode)
 
 # docs/teams.md: every mode of sharing x learner x three seeds
 sharing-table: $(VENV)/installed
@@ -45,6 +45,10 @@ sharing-table: $(VENV)/installed
 # kills inside saves and rollouts and of whole runs, damaged checkpoints; -s shows how many (docs/runs.md)
 chaos: $(VENV)/installed
 	$(RUN) -m pytest -s -m chaos tests/chaos $(ARGS)
+
+# several hosts made of namespaces, as root (docs/clusters.md); MULTINODE=required: a machine that cannot make them fails
+test-multinode: $(VENV)/installed
+	$(RUN) -m pytest -s -m multinode tests/multinode $(ARGS)
 
 # verl's own vLLM servers on this machine's CPUs (docs/engines.md)
 VLLM_VENV := .venv-vllm

@@ -30,6 +30,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 import marl.config.schema  # noqa: F401 - registers our groups
+from marl.cluster.head_watch import head_watched
 from marl.config.composing import composed_once
 from marl.config.errors import ConfigError, explain
 from marl.config.overrides import hydra_overrides, options_are_words
@@ -130,6 +131,7 @@ def _attempt(setup: Setup, progress: Any, again: bool) -> Any:
         return asyncio.run(_train(setup, progress, again))
 
 
+@head_watched()
 async def _train(setup: Setup, progress: Any, again: bool) -> Any:
     from marl.build import build
     from marl.cluster.stacks import stacks_of_a_hang

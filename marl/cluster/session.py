@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.plugin.platform import PlatformRegistry, get_platform, set_platform
 
 import marl.config.schema  # noqa: F401 - registers our groups
-from marl.cluster.access import token_required
+from marl.cluster.access import connect, token_required
 from marl.cluster.processes import MARK, end_left, end_orphans, marked
 from marl.cluster.stacks import LISTEN
 from marl.config.engines import serves_vllm_on_cpu
@@ -71,7 +71,7 @@ def ray_session(config: DictConfig, ranks: int) -> Iterator[None]:
         arguments = ray_arguments(config, environment | {MARK: mark}, ranks)
         with token_required() if arguments["address"] == "local" else nullcontext():
             try:
-                ray.init(log_to_driver=False, **arguments)
+                connect(arguments)
                 with ended_by_sigterm():
                     yield
             finally:

@@ -75,12 +75,9 @@ def absolutise(config: DictConfig) -> None:
         expanded = Path(path).expanduser()
         return str(expanded.resolve()) if expanded.exists() else path
 
-    models = [
-        config.actor_rollout_ref.model,
-        config.critic.model,
-        *(changes.model for changes in config.policies.values() if changes and "model" in changes),
-    ]
-    for model in models:
+    settings = [config.actor_rollout_ref, *filter(None, config.policies.values())]
+    holders = [config.critic, *settings, *(own.ref for own in settings if "ref" in own)]
+    for model in (holder.model for holder in holders if "model" in holder):
         for key in ("path", "tokenizer_path", "lora_adapter_path"):
             if isinstance(model.get(key), str):
                 model[key] = absolute(model[key])

@@ -25,7 +25,7 @@ LOCAL_SERVERS: dict[str, Any] = {}
 
 def server_name(config: Any, replica_rank: int) -> str:
     """Ray's actor names are global: they carry the run and the policy."""
-    return f"hf_server_{config.custom['run_id']}_{config.custom['policy']}_{replica_rank}"
+    return f"hf-server_{config.custom['run_id']}_{config.custom['policy']}_{replica_rank}"
 
 
 class HFReplica(RolloutReplica):

@@ -122,7 +122,7 @@ def stopped(live, fault):
         live.step()
     assert live.trainer.step_number == 2
     text = str(caught.value)
-    assert re.match(r"policy 'alice', step 2: server 0 \(hf_server_\w+\) does not hold", text), text
+    assert re.match(r"policy 'alice', step 2: server 0 \(hf-server_\w+\) does not hold", text), text
     assert "resources.weight_check=none" in text
     return text
 

@@ -118,18 +118,20 @@ def test_a_start_is_checked_before_anything_runs(compose_config, cold_assets, sa
 
 
 @pytest.mark.parametrize("path", ["adapter", "~/adapter"])
-def test_a_folder_is_made_absolute(tmp_path, monkeypatch, path):
+def test_folders_are_made_absolute(tmp_path, monkeypatch, path):
     """Workers have other working directories."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "adapter").mkdir()
     config = OmegaConf.create({
-        "actor_rollout_ref": {"model": {}}, "critic": {"model": {}}, "data": {"train_files": [], "val_files": []},
-        "policies": {"alice": {"model": {"lora_adapter_path": path}}},
+        "actor_rollout_ref": {"model": {}, "ref": {"model": {"path": path}}}, "critic": {"model": {}}, "data": {"train_files": [], "val_files": []},
+        "policies": {"alice": {"model": {"lora_adapter_path": path}}, "bob": {"ref": {"model": {"path": path}}}, "carol": None},
         "trainer": dict.fromkeys(("default_local_dir", "rollout_data_dir", "validation_data_dir", "resume_from_path")),
     })  # fmt: skip
     absolutise(config)
     assert config.policies.alice.model.lora_adapter_path == str(tmp_path / "adapter")
+    references = config.actor_rollout_ref.ref, config.policies.bob.ref
+    assert [own.model.path for own in references] == [str(tmp_path / "adapter")] * 2
 
 
 def test_an_adapter_starts_from_nothing_where_no_folder_is_named():

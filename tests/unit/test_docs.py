@@ -19,6 +19,7 @@ from marl.run_setup import Setup
 from marl.runners import scripted
 from marl.types import Task
 from tests.builders import BUILT_IN, slow_but
+from tests.multinode import hosts
 
 RUNNERS_DOC = Path("docs/runners.md").read_text()
 GPU_COMMANDS = {
@@ -64,19 +65,50 @@ def test_its_commands_are_those_that_tests_run():
     assert len(words) == 6 and all("run-one" in command for command in words)
 
 
+def shell_of(text):
+    """The commands of the code blocks, without their comments."""
+    blocks = "".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL)).replace("\\\n", "")
+    return [command.strip() for line in blocks.splitlines() for command in line.partition(" #")[0].split(";")]
+
+
 @pytest.mark.parametrize("name", GPU_COMMANDS)
-def test_a_command_for_gpus_is_prepared_with_a_batch_of_data(name, compose_config, cold_assets, tmp_path):
-    """With the tiny model, and as many of the README's row as the command's batch names."""
-    row = re.search(r"```json\n(.*)\n```", Path("README.md").read_text())[1]
-    words = [word for word in GPU_COMMANDS[name] if not word.startswith(("data.train_f", "data.val_f"))]
-    batch = int(next(word for word in words if word.startswith("data.train_batch_size=")).partition("=")[2])
-    (tmp_path / "rows.jsonl").write_text(f"{row}\n" * batch)
-    files = [f"data.{key}={tmp_path}/rows.jsonl" for key in ("train_files", "val_files")]
-    model = compose_config(f"assets={cold_assets}").actor_rollout_ref.model.path
-    here = [f"actor_rollout_ref.model.path={model}", f"trainer.default_local_dir={tmp_path}"]
-    config = prepare(compose_config(*words, *files, *here, name="marl")).config
-    assert config.trainer.device == "cuda" and config.actor_rollout_ref.rollout.name == "vllm"
-    assert config.data.train_batch_size == batch
+def test_the_commands_of_ray_are_those_that_hosts_run(name):
+    """tests/multinode runs them, and a job of the same form."""
+    lines = [line for line in shell_of(Path(name).read_text()) if re.search(r"\bray (start|job|get)", line)]
+    assert lines[:3] == [hosts.MAKE_TOKEN, hosts.HEAD, hosts.JOIN.format("<head's address>")]
+    (job,) = lines[3:]
+    assert f"{hosts.SUBMIT} python -m marl.main " in job
+    assert f"RAY_ADDRESS={hosts.DASHBOARD}" in Path(name).read_text()
+
+
+@pytest.fixture
+def prepared_with_data(compose_config, cold_assets, tmp_path):
+    """Prepare a command with the tiny model, and as many of the README's row as the command's batch names."""
+
+    def prepared(words):
+        row = re.search(r"```json\n(.*)\n```", Path("README.md").read_text())[1]
+        words = [word for word in words if not word.startswith(("data.train_f", "data.val_f"))]
+        batch = int(next(word for word in words if word.startswith("data.train_batch_size=")).partition("=")[2])
+        (tmp_path / "rows.jsonl").write_text(f"{row}\n" * batch)
+        files = [f"data.{key}={tmp_path}/rows.jsonl" for key in ("train_files", "val_files")]
+        here = [f"actor_rollout_ref.model.path={cold_assets}/model", f"trainer.default_local_dir={tmp_path}"]
+        return prepare(compose_config(*words, *files, *here, name="marl")), batch
+
+    return prepared
+
+
+@pytest.mark.parametrize("name", GPU_COMMANDS)
+def test_a_command_for_gpus_is_prepared_with_a_batch_of_data(name, prepared_with_data):
+    run, batch = prepared_with_data(GPU_COMMANDS[name])
+    assert run.config.trainer.device == "cuda" and run.config.actor_rollout_ref.rollout.name == "vllm"
+    assert run.config.data.train_batch_size == batch
+
+
+def test_the_job_on_a_cluster_is_prepared(prepared_with_data):
+    """The README's: the keys of its command for one GPU, and its own over them."""
+    (job,) = [line for line in shell_of(Path("README.md").read_text()) if line.startswith(hosts.SUBMIT)]
+    run, _ = prepared_with_data([*GPU_COMMANDS["README.md"], *shlex.split(job.partition("marl.main ")[2])])
+    assert run.pools == {"shared": PoolSize(8, 2)} and run.config.trainer.device == "cuda"
 
 
 def ladder():

@@ -4,11 +4,13 @@ import json
 import logging
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from marl.config.errors import ConfigError
 from marl.main import exit_code, main
+from marl.rollout.hf import server_name
 from marl.utils import secret_masking
 from marl.utils.secret_masking import hide, masked, masked_logs, masked_text
 from marl.utils.tracking import MetricsFile
@@ -116,3 +118,9 @@ def test_the_metrics_file_holds_no_secrets(tmp_path):
         "agent/secret/loss": 0.5,
         "note": "api_key=***",
     }
+
+
+def test_the_name_of_a_server_is_no_secret():
+    """Errors name the server that died; the hub's tokens begin with hf_."""
+    name = server_name(SimpleNamespace(custom={"run_id": "1f2e3d4c", "policy": "carol"}), 0)
+    assert masked_text(f"process {name} died") == f"process {name} died"

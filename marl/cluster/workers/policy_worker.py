@@ -26,6 +26,7 @@ import marl.rollout.hf
 import marl.rollout.vllm_sglang  # noqa: F401 - these three register the CPU's engines and our rollout backends
 from marl.cluster.workers import lora
 from marl.cluster.workers.dispatch import rows_by_rank
+from marl.cluster.workers.interface import at_the_nodes_interface
 from marl.cluster.workers.shard_files import FolderWorker, ShardFiles, raise_lost, write
 from marl.platform.shards import reshard
 from marl.utils.allocator import keep_freed_memory
@@ -42,12 +43,14 @@ def ensure_process_group() -> None:
         return
     keep_freed_memory()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    torch.distributed.init_process_group(
-        process_group_backend(),
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=float(os.environ[PG_TIMEOUT_SECONDS])),
-    )
+    ranks = int(os.environ["WORLD_SIZE"])
+    with at_the_nodes_interface(ranks):
+        torch.distributed.init_process_group(
+            process_group_backend(),
+            rank=int(os.environ["RANK"]),
+            world_size=ranks,
+            timeout=timedelta(seconds=float(os.environ[PG_TIMEOUT_SECONDS])),
+        )
 
 
 def process_group_backend() -> str:

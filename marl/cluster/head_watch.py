@@ -1,0 +1,63 @@
+"""Watch over the head of a run's Ray cluster: where it is lost, Ray ends the driver's process without a word of the run's."""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+logger = logging.getLogger(__name__)
+VARIABLE, RAYS_DEFAULT_S = "RAY_gcs_rpc_server_reconnect_timeout_s", "60"
+"""Ray's limit, after which it ends every process of a cluster without a head."""
+BEAT_S = 1.0
+
+
+@asynccontextmanager
+async def head_watched() -> AsyncIterator[None]:
+    """Log an error while the block runs once the head has not answered for half of Ray's limit; until then it may come back."""
+    import ray  # heavy: main imports this file before the configuration is checked
+
+    if not ray.is_initialized():
+        yield
+        return
+    watching = asyncio.create_task(watch(ray.get_runtime_context().gcs_address, limit_s()))
+    try:
+        yield
+    finally:
+        watching.cancel()
+
+
+def limit_s() -> float:
+    return float(os.environ.get(VARIABLE, RAYS_DEFAULT_S))
+
+
+async def watch(address: str, limit: float) -> None:
+    """Ask the head whether it is there, again and again."""
+    silent_since, told = None, False
+    while True:
+        asked = asyncio.get_running_loop().time()
+        if await answers(address):
+            if told:
+                logger.warning("the head of the Ray cluster at %s answers again", address)
+            silent_since, told = None, False
+        else:
+            silent_since = asked if silent_since is None else silent_since
+            if not told and asked - silent_since >= limit / 2:
+                told = True
+                logger.error(
+                    "the head of the Ray cluster at %s has not answered for %g s; after %g s (%s) Ray ends this run. Start the cluster "
+                    "again (ray start --head, docs/clusters.md), and continue from the last checkpoint (trainer.resume_mode=auto)",
+                    *(address, limit / 2, limit, VARIABLE),
+                )
+        await asyncio.sleep(BEAT_S)
+
+
+async def answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(BEAT_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True

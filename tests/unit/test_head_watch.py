@@ -1,0 +1,80 @@
+"""A head that no longer answers is named before Ray ends the run. tests/multinode has a head to lose."""
+
+import asyncio
+import logging
+import time
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from marl.cluster import head_watch
+
+
+async def head(port=0):
+    """A server that stands for the head."""
+
+    async def close(reader, writer):
+        writer.close()
+
+    return await asyncio.start_server(close, "127.0.0.1", port)
+
+
+@pytest.fixture
+def said(monkeypatch, caplog):
+    """What is logged while some work runs under the watch of a head that may be silent for .2 s."""
+    monkeypatch.setattr(head_watch, "BEAT_S", 0.02)
+    monkeypatch.setenv(head_watch.VARIABLE, "0.4")
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+
+    async def watched(work):
+        server = await head()
+        port = server.sockets[0].getsockname()[1]
+        monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address=f"127.0.0.1:{port}"))
+        async with server:
+            await head_watch.head_watched()(work)(server, port)
+        await asyncio.sleep(0.01)
+        assert len(asyncio.all_tasks()) == 1, "nobody watches any longer"
+
+    def said(work):
+        with caplog.at_level(logging.INFO, "marl.cluster.head_watch"):
+            asyncio.run(watched(work))
+        return [record.getMessage() for record in caplog.records if record.name == "marl.cluster.head_watch"]
+
+    return said
+
+
+def test_nothing_is_said_of_a_head_that_answers(said):
+    assert said(lambda server, port: asyncio.sleep(0.4)) == []
+
+
+def test_nothing_is_said_after_a_blocked_loop(said):
+    async def work(server, port):
+        await asyncio.sleep(0.05)
+        time.sleep(0.5)
+        await asyncio.sleep(0.1)
+
+    assert said(work) == []
+
+
+def test_a_head_that_is_silent_for_half_of_rays_limit_is_named_once_and_so_is_its_return(said):
+    async def work(server, port):
+        server.close()
+        await asyncio.sleep(0.4)
+        async with await head(port):
+            await asyncio.sleep(0.1)
+
+    lost, back = said(work)
+    assert "127.0.0.1:" in lost and "has not answered for 0.2 s; after 0.4 s" in lost
+    assert "ray start --head" in lost and "trainer.resume_mode=auto" in lost
+    assert back.endswith("answers again")
+
+
+def test_a_short_silence_is_not_worth_a_word(said):
+    async def work(server, port):
+        server.close()
+        await asyncio.sleep(0.1)
+        async with await head(port):
+            await asyncio.sleep(0.3)
+
+    assert said(work) == []

@@ -1,0 +1,48 @@
+"""The interface at which ranks on CPUs meet: the node's, or the user's. tests/multinode has hosts that need it."""
+
+import os
+
+import pytest
+import ray
+
+from marl.cluster.workers import interface
+from marl.config.errors import ConfigError
+
+
+@pytest.fixture
+def node(monkeypatch):
+    """A node of Ray whose address is that of the loopback."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setenv(interface.VARIABLE, "")  # so that it is restored
+    monkeypatch.delenv(interface.VARIABLE)
+
+
+def meet(ranks, error=None):
+    with interface.at_the_nodes_interface(ranks):
+        if error:
+            raise error
+        return os.environ.get(interface.VARIABLE)
+
+
+def test_an_interface_is_found_by_its_address():
+    assert interface.interface_of("127.0.0.1") == "lo"
+    assert interface.interface_of("203.0.113.9") is None
+
+
+def test_ranks_meet_at_the_nodes_interface_unless_the_user_names_one(node, monkeypatch):
+    assert meet(2) == "lo"
+    monkeypatch.setenv(interface.VARIABLE, "eth7")
+    assert meet(2) == "eth7"
+    monkeypatch.delenv(interface.VARIABLE)
+    assert meet(1) is None, "one rank meets nobody"
+
+
+def test_ranks_that_do_not_meet_at_another_interface_are_told_which_to_use(node, monkeypatch):
+    gloo = RuntimeError("[/gloo/pair.cc] Connection refused\nmore")
+    with pytest.raises(RuntimeError) as raised:
+        meet(2, gloo)
+    assert raised.value is gloo, "at the node's own, a dead host is as likely"
+    monkeypatch.setenv(interface.VARIABLE, "eth7")
+    with pytest.raises(ConfigError, match=r"GLOO_SOCKET_IFNAME=eth7 on .*such as lo.*Unset it.*refused\)$"):
+        meet(2, gloo)
