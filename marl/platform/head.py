@@ -1,7 +1,8 @@
 """Log-probs and entropy at the positions that are read: a model's head computes no other logits, and large ones in slices.
 
 Hooks select the positions between a causal language model's body and its head, so that the head, its adapters and what the
-model does to the logits afterwards (scaling, soft-capping) stay the model's own. Logits of a real vocabulary (150,000 floats
+model does to the logits afterwards (scaling, soft-capping) stay the model's own; before that, those that the last layer's MLP
+computes (``last_layer``). Logits of a real vocabulary (150,000 floats
 a token) are never whole: see ``sliced_head``.
 """
 
@@ -13,6 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from verl.utils import tensordict_utils as tu
 
+from marl.platform.last_layer import SelectiveMLP, last_mlp
 from marl.platform.shapes import MIN_ROWS
 from marl.platform.sliced_head import Tail, may_slice, must_slice, sliced_log_probs
 
@@ -104,6 +106,7 @@ class SelectiveHead:
         self.model = root.get_base_model() if hasattr(root, "get_base_model") else root
         self.head = self.model.get_output_embeddings()
         self.tail: Tail | None = None
+        self.mlp: SelectiveMLP | None = None
         self.expect(None)
         if self.head is None:
             return
@@ -113,11 +116,19 @@ class SelectiveHead:
         self.head.register_forward_hook(self._slice, prepend=True)  # before FSDP's
         self.head.register_forward_hook(self._keep)  # after FSDP's
         self.model.register_forward_hook(self._replace, prepend=True)
+        if (mlp := last_mlp(self.model)) is not None:
+            self.mlp = SelectiveMLP(mlp)
+            self.model.register_forward_pre_hook(self._begin)
 
     def expect(self, reading: Reading | None) -> None:
         self.reading = reading
         self._hidden: Tensor | None = None
         self._columns: Tensor | None = None
+
+    def _begin(self, model: nn.Module, inputs: Any) -> None:
+        reading = self.reading
+        assert self.mlp is not None
+        self.mlp.select(None) if reading is None else self.mlp.select(reading.index, len(reading.flat))
 
     def _select(self, head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         reading = self.reading

@@ -36,8 +36,19 @@ def heads_as_rows(
     shared = heads // key.shape[1]
     rows = query.reshape(batch, -1, shared, size)
     if on_cpu and shared < least:
-        rows = rows.repeat(1, 1, -(-least // shared), 1)
+        rows = extended(rows, least)
     return attend(rows, key, value)[:, :, :shared].reshape(batch, 1, heads, -1), None
+
+
+def extended(rows_BKSD: Tensor, least: int) -> Tensor:
+    """The rows of each key head, and ``least`` in all with those that follow them in memory: what these are does not matter.
+    Copies where memory ends before."""
+    batch, heads, shared, size = rows_BKSD.shape
+    strides = rows_BKSD.stride()
+    last = sum((count - 1) * stride for count, stride in zip((batch, heads, least, size), strides, strict=True))
+    if rows_BKSD.storage_offset() + last < rows_BKSD.untyped_storage().nbytes() // rows_BKSD.element_size():
+        return rows_BKSD.as_strided((batch, heads, least, size), strides)
+    return rows_BKSD.repeat(1, 1, -(-least // shared), 1)
 
 
 AttentionInterface.register(ATTENTION, heads_as_rows)

@@ -7,15 +7,15 @@ model's own forward pass, bit for bit on a CPU.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM
-from transformers.cache_utils import Cache
 
 from marl.rollout.masks import window_of
+from marl.rollout.slots import Slots
 
 LIKE_LLAMA = (LlamaForCausalLM, Qwen2ForCausalLM)
 """Models whose layers are an RMS norm, attention with rotary positions, an RMS norm and a gated MLP."""
@@ -32,7 +32,7 @@ class OwnForward:
         self.model = model
 
     def __call__(
-        self, ids_BN: Tensor, mask_B1NW: Any, positions_BN: Tensor, cache: Cache, last: Place | None = None
+        self, ids_BN: Tensor, mask_B1NW: Any, positions_BN: Tensor, cache: Slots, last: Place | None = None
     ) -> Tensor:
         """Scores [B, N, V] of what follows each token; [P, 1, V] where only what follows ``last`` is wanted. The mask may be one a
         kind of layer, by its name."""
@@ -61,14 +61,19 @@ def picked(head: nn.Module, place: Place) -> Iterator[None]:
 class PlainForward(OwnForward):
     """The same of a model that is like Llama; its last layer goes on with the ``last`` tokens alone."""
 
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        self.layers, self.rotary = [parts_of(layer) for layer in model.model.layers], Rotary(model.model.rotary_emb)
+        self.attend = AttentionInterface()[model.config._attn_implementation]
+
     def __call__(
-        self, ids_BN: Tensor, mask_B1NW: Any, positions_BN: Tensor, cache: Cache, last: Place | None = None
+        self, ids_BN: Tensor, mask_B1NW: Any, positions_BN: Tensor, cache: Slots, last: Place | None = None
     ) -> Tensor:
         decoder = self.model.model
         x_BNH = decoder.embed_tokens(ids_BN)
-        angles = signed(*decoder.rotary_emb(x_BNH, positions_BN))
-        attend = partial(AttentionInterface()[self.model.config._attn_implementation], attention_mask=mask_B1NW)
-        *layers, final = decoder.layers
+        angles = self.rotary(x_BNH, positions_BN, cache.capacity)
+        attend = partial(self.attend, attention_mask=mask_B1NW)
+        *layers, final = self.layers
         for layer in layers:
             x_BNH = passed(layer, x_BNH, angles, cache, attend)
         if last:
@@ -76,6 +81,54 @@ class PlainForward(OwnForward):
         x_BNH = passed(final, x_BNH, angles, cache, attend, last)
         logits: Tensor = self.model.get_output_embeddings()(normed(decoder.norm, x_BNH))
         return logits
+
+
+class Parts(NamedTuple):
+    """Modules of a layer: to look each of them up costs as much as a small kernel."""
+
+    attention: Any
+    first_norm: Any
+    projections: tuple[Any, Any, Any]
+    """Of queries, keys and values."""
+    output: Any
+    second_norm: Any
+    gate: Any
+    up: Any
+    down: Any
+    activation: Any
+
+
+def parts_of(layer: Any) -> Parts:
+    module, mlp = layer.self_attn, layer.mlp
+    projections = module.q_proj, module.k_proj, module.v_proj
+    mlps = mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.act_fn
+    return Parts(module, layer.input_layernorm, projections, module.o_proj, layer.post_attention_layernorm, *mlps)
+
+
+class Rotary:
+    """Angles of positions, computed once for all that fit into a cache."""
+
+    LENGTH_DEPENDENT = ("dynamic", "longrope")
+    """Kinds whose angles depend on the longest position of a batch."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.table_ND = module, None
+        self.is_fixed = module.rope_type not in self.LENGTH_DEPENDENT
+
+    def __call__(self, x_BNH: Tensor, positions_BN: Tensor, capacity: int) -> Angles:
+        if not self.is_fixed:
+            return signed(*self.module(x_BNH, positions_BN))
+        cos_ND, sin_ND = self._table(x_BNH, capacity)
+        places, shape = positions_BN.flatten(), (*positions_BN.shape, 1, cos_ND.shape[-1])
+        return cos_ND.index_select(0, places).view(shape), sin_ND.index_select(0, places).view(shape)
+
+    def _table(self, like: Tensor, capacity: int) -> Angles:
+        table = self.table_ND
+        if table is None or len(table[0]) < capacity or table[0].device != like.device:
+            positions_1N = torch.arange(1 << (capacity - 1).bit_length(), device=like.device)[None]
+            cos_1N1D, sin_1N1D = signed(*self.module(like, positions_1N))
+            self.table_ND = table = cos_1N1D[0, :, 0], sin_1N1D[0, :, 0]
+        return table
 
 
 def forward_of(model: PreTrainedModel) -> OwnForward:
@@ -88,23 +141,23 @@ def forward_of(model: PreTrainedModel) -> OwnForward:
 
 
 def passed(
-    layer: Any, x_BNH: Tensor, angles: Angles, cache: Cache, attend: Callable[..., Any], last: Place | None = None
+    layer: Parts, x_BNH: Tensor, angles: Angles, cache: Slots, attend: Callable[..., Any], last: Place | None = None
 ) -> Tensor:
     """Output of a layer, at the ``last`` tokens or at all."""
-    module = layer.self_attn
-    query, key, value = projected(module, normed(layer.input_layernorm, x_BNH), angles)
+    module = layer.attention
+    query, key, value = projected(layer, normed(layer.first_norm, x_BNH), angles)
     keys, values = cache.update(key.transpose(1, 2), value.transpose(1, 2), module.layer_idx)
     if last:
         x_BNH, query, keys, values = x_BNH[last][:, None], query[last][:, None], keys[last[0]], values[last[0]]
     output, _ = attend(module, query.transpose(1, 2), keys, values, scaling=module.scaling)
-    x_BNH = x_BNH + linear(module.o_proj, output.reshape(*x_BNH.shape[:2], -1))
-    return x_BNH + gated(layer.mlp, normed(layer.post_attention_layernorm, x_BNH))
+    x_BNH = x_BNH + linear(layer.output, output.reshape(*x_BNH.shape[:2], -1))
+    return x_BNH + gated(layer, normed(layer.second_norm, x_BNH))
 
 
-def projected(module: Any, x_BNH: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
+def projected(layer: Parts, x_BNH: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [B, N, heads, D], the former two at their positions."""
-    shape = (*x_BNH.shape[:2], -1, module.head_dim)
-    query, key, value = (linear(part, x_BNH).view(shape) for part in (module.q_proj, module.k_proj, module.v_proj))
+    shape = (*x_BNH.shape[:2], -1, layer.attention.head_dim)
+    query, key, value = (linear(part, x_BNH).view(shape) for part in layer.projections)
     query, key = rotated(torch.cat([query, key], 2), *angles).split([query.shape[2], key.shape[2]], 2)
     return query, key, value
 
@@ -120,11 +173,12 @@ def rotated(x_BNAD: Tensor, cos_BN1D: Tensor, sin_BN1D: Tensor) -> Tensor:
 
 
 def normed(norm: Any, x: Tensor) -> Tensor:
-    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon) if x.dtype == torch.float32 else norm(x)
+    weight = norm.weight
+    return torch.rms_norm(x, weight.shape, weight, norm.variance_epsilon) if x.dtype == torch.float32 else norm(x)
 
 
-def gated(mlp: Any, x: Tensor) -> Tensor:
-    return linear(mlp.down_proj, mlp.act_fn(linear(mlp.gate_proj, x)).mul_(linear(mlp.up_proj, x)))
+def gated(layer: Parts, x: Tensor) -> Tensor:
+    return linear(layer.down, layer.activation(linear(layer.gate, x)).mul_(linear(layer.up, x)))
 
 
 def linear(module: Any, x: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tensordict import TensorDict
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -17,7 +16,6 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
-from verl.utils import tensordict_utils as tu
 from verl.utils.experimental.torch_functional import FusedLinearForPPO
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
@@ -26,8 +24,7 @@ from marl.platform import sliced_head
 from marl.platform.engine import CPUEngineWithLMHead
 from marl.platform.head import SelectiveHead, log_probs_and_entropy
 from marl.platform.sliced_head import Tail, sliced_log_probs
-from marl.utils.ragged import jagged
-from tests.head_engine import SIZES, forward
+from tests.head_engine import SIZES, a_step, forward, micro_batch
 
 CONFIGS = {
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
@@ -47,33 +44,6 @@ def make(name):
     with torch.no_grad():
         model.get_output_embeddings().weight.normal_(0, 0.1)
     return model
-
-
-def micro_batch(packed, mask=((1, 1, 0, 0, 1), (1, 1, 1), (0, 0))):
-    """Rows with text between two answers, and a silent one."""
-    torch.manual_seed(1)
-    prompts = [torch.randint(300, (size,)).tolist() for size in (7, 4, 3)]
-    responses = [torch.randint(300, (len(row),)).tolist() for row in mask]
-    whole = [p + r for p, r in zip(prompts, responses, strict=True)]
-    rows = {"prompts": prompts, "responses": responses, "input_ids": whole, "loss_mask": mask}
-    rows["position_ids"] = [range(len(row)) for row in whole]
-    columns = {key: jagged(value, torch.long) for key, value in rows.items()}
-    batch = TensorDict({**columns, "temperature": torch.tensor([0.7, 1.0, 1.6])}, batch_size=[3])
-    tu.assign_non_tensor(batch, use_remove_padding=packed, calculate_entropy=True)
-    return batch
-
-
-def a_step(cls, model, batch):
-    """Log-probs and entropies that count, all gradients, and all parameters after a step."""
-    outputs = forward(cls, model, batch)
-    mask = batch["loss_mask"].values().bool()
-    log_probs, entropy = (of_responses(outputs[key], batch).values()[mask] for key in ("log_probs", "entropy"))
-    loss = (torch.linspace(-1, 1, len(log_probs)) * log_probs).mean() - 0.1 * entropy.mean()
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    loss.backward()
-    gradients = torch.cat([p.grad.flatten() for p in parameters])
-    torch.optim.SGD(parameters, lr=0.1).step()
-    return log_probs, entropy, gradients, torch.cat([p.detach().flatten() for p in parameters])
 
 
 def slice_everything(monkeypatch):

@@ -5,8 +5,8 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from transformers import GraniteConfig, GraniteForCausalLM
 
-from marl.rollout.attention import ATTENTION, NEAR_ATTENTION
-from marl.rollout.plain_forward import LIKE_LLAMA, OwnForward, PlainForward, forward_of
+from marl.rollout.attention import ATTENTION, NEAR_ATTENTION, extended
+from marl.rollout.plain_forward import LIKE_LLAMA, OwnForward, PlainForward, Rotary, forward_of, signed
 from marl.rollout.slots import Slots
 
 SIZES = {
@@ -57,6 +57,27 @@ def test_biases_and_sizes_of_heads_are_the_models(options):
     assert torch.equal(scores(forward_of(model)), scores(OwnForward(model)))
 
 
+ROPES = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 128},
+    "dynamic": {"factor": 2.0},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rope", ROPES)
+@torch.inference_mode()
+def test_angles_are_the_models_own_in_caches_of_any_length(rope, dtype):
+    model = make(LIKE_LLAMA[0], dtype, rope_parameters={"rope_type": rope, "rope_theta": 1e4, **ROPES[rope]})
+    own, rotary, x = model.model.rotary_emb, Rotary(model.model.rotary_emb), torch.zeros(1, dtype=dtype)
+    for capacity in (40, 2000, 300):  # dynamic ones depend on the longest position, and turn back behind 512
+        positions_BN = torch.randint(capacity, (6, 7), generator=torch.Generator().manual_seed(capacity))
+        for mine, theirs in zip(rotary(x, positions_BN, capacity), signed(*own(x, positions_BN)), strict=True):
+            assert mine.dtype == dtype and torch.equal(mine, theirs)
+
+
 @torch.inference_mode()
 def test_weights_that_change_are_read_anew():
     model = make(LIKE_LLAMA[1])
@@ -78,6 +99,14 @@ def test_a_model_with_layers_of_another_kind_goes_its_own_way(kind):
     inject_adapter_in_model(LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False), model)
     assert type(forward_of(model)) is OwnForward
     assert not torch.equal(scores(forward_of(model)), scores(PlainForward(model)))
+
+
+def test_a_single_query_has_other_rows_behind_it_or_copies():
+    """Three rows where two key heads have one each; the last one's memory ends after two."""
+    queries = torch.arange(8.0).view(1, 2, 2, 2)[:, :, :1]
+    assert extended(queries, 2).data_ptr() == queries.data_ptr()
+    assert extended(queries, 2).tolist() == [[[[0, 1], [2, 3]], [[4, 5], [6, 7]]]]
+    assert extended(queries, 3).tolist() == [[[[0, 1]] * 3, [[4, 5]] * 3]]
 
 
 @pytest.mark.parametrize("kind", LIKE_LLAMA)
