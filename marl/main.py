@@ -35,6 +35,7 @@ from marl.config.errors import ConfigError, explain
 from marl.config.overrides import hydra_overrides, options_are_words
 from marl.preflight.prepare import prepare
 from marl.preflight.run_folder import claimed
+from marl.report.progress import Display, display_of, split_flags
 from marl.run_setup import Setup
 from marl.utils.garbage import frozen_gc
 from marl.utils.secret_masking import masked_logs, masked_text
@@ -44,8 +45,14 @@ SHOWS_CONFIG = frozenset({"--cfg", "-c", "--info", "-i"})
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run, and return the exit code."""
-    return run_composed(hydra_overrides(sys.argv[1:] if argv is None else argv), run)
+    """Run, and return the exit code. ``--quiet`` and ``--live`` say what a terminal shows; all other words are Hydra's."""
+    words, show = split_flags(sys.argv[1:] if argv is None else argv)
+
+    def train(config: DictConfig) -> None:
+        with display_of(show) as display:
+            run(config, display)
+
+    return run_composed(hydra_overrides(words), train)
 
 
 def run_composed(words: list[str], work: Callable[[DictConfig], Any]) -> int:
@@ -128,6 +135,8 @@ async def _train(setup: Setup, progress: Any) -> Any:
 
     with ExitStack() as cleanup:
         trainer = await build(setup, cleanup, progress)
+        if isinstance(progress, Display):
+            progress.begin(setup.config)
         with frozen_gc():
             await trainer.fit()
     config = setup.config
