@@ -48,6 +48,20 @@ COMMANDS = {
         ("marl ensemble --config-name quickstart ensemble.checkpoint=outputs/quickstart/latest/global_step_120",),
         "takes the keys of marl train, and ensemble.* (docs/ensembles.md)",
     ),
+    "info": Command(
+        "marl.commands.info",
+        "learners, runners, credits, worlds, rewards, engines, settings",
+        SET_UP,
+        ("marl info", "marl info learners", "marl info learners happo", "marl info settings controller"),
+        options=True,
+    ),
+    "doctor": Command(
+        "marl.commands.doctor",
+        "check this machine, and say how to mend what is wrong",
+        SET_UP,
+        ("marl doctor", "RAY_ADDRESS=head:6379 marl doctor"),
+        options=True,
+    ),
 }
 """In the order of the help. A line more makes a command: its module's ``main`` takes the words after it, as Hydra's do, or it
 has options of its own (``options=True``)."""
