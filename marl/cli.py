@@ -41,6 +41,20 @@ COMMANDS = {
         ),
         "takes the keys of marl train, and model= question= truth= answers= row= dump= episode= instead= (docs/debugging.md)",
     ),
+    "report": Command(
+        "marl.commands.report",
+        "write what a run, or a sweep, has shown: Markdown, JSON, curves",
+        LOOK,
+        ("marl report outputs/quickstart/latest", "marl report outputs/quickstart        # all runs in it"),
+        options=True,
+    ),
+    "compare": Command(
+        "marl.commands.compare",
+        "compare runs: medians over seeds, settings, costs, transitions, credit",
+        LOOK,
+        ("marl compare outputs/mappo outputs/grpo", "marl compare outputs/quickstart --out comparison"),
+        options=True,
+    ),
     "ensemble": Command(
         "marl.commands.ensemble",
         "compare the agents' vote and joint answers with each agent alone",

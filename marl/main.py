@@ -26,7 +26,7 @@ if __name__ == "__main__":
 
 import hydra
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import marl.config.schema  # noqa: F401 - registers our groups
@@ -35,6 +35,7 @@ from marl.config.errors import ConfigError, explain
 from marl.config.overrides import hydra_overrides, options_are_words
 from marl.preflight.prepare import prepare
 from marl.preflight.run_folder import claimed
+from marl.report import run_readme
 from marl.report.progress import Display, display_of, split_flags
 from marl.run_setup import Setup
 from marl.utils.garbage import frozen_gc
@@ -63,6 +64,7 @@ def run_composed(words: list[str], work: Callable[[DictConfig], Any]) -> int:
     @hydra.main(config_path="pkg://marl.configs", config_name="marl", version_base="1.3")
     @wraps(work)  # the job is named after its module
     def compose_and_work(config: DictConfig) -> None:
+        OmegaConf.clear_cache(config)  # the runs of a sweep would share one stamp, and so one folder
         work(config)
 
     def check_and_run() -> None:
@@ -124,6 +126,7 @@ def _run(config: DictConfig, progress: Any) -> Any:
     print(plan_text(setup), flush=True)
     check_endpoints(setup)
     with claimed(setup.config) as folder:
+        run_readme.write(folder)
         print(f"results: {folder}", flush=True)
         with session(setup):
             return asyncio.run(_train(setup, progress))
