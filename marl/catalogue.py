@@ -4,16 +4,19 @@ files. Loads no model."""
 import ast
 import inspect
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, dataclass, fields
 from enum import Enum
 from functools import cache
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from marl.config.errors import ConfigError
+from marl.config.external import VARIABLE
 from marl.utils.near import did_you_mean
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -153,6 +156,8 @@ def entries(kind: str) -> list[Entry]:
         raise ConfigError(
             f"{kind}: there is no such kind; expected one of {', '.join(KINDS)}.{did_you_mean(kind, KINDS)}"
         )
+    for name in filter(None, os.environ.get(VARIABLE, "").split(",")):
+        import_module(name)  # registers a user's own
     return sorted(KINDS[kind](), key=lambda entry: entry.kind)
 
 

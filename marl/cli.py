@@ -55,12 +55,29 @@ COMMANDS = {
         ("marl compare outputs/mappo outputs/grpo", "marl compare outputs/quickstart --out comparison"),
         options=True,
     ),
+    "export": Command(
+        "marl.commands.export",
+        "write a checkpoint's policies as Hugging Face models or PEFT adapters",
+        LOOK,
+        (
+            "marl export outputs/quickstart/latest",
+            "marl export outputs/quickstart/latest --step 100 --to models --merged",
+        ),
+        options=True,
+    ),
     "ensemble": Command(
         "marl.commands.ensemble",
         "compare the agents' vote and joint answers with each agent alone",
         LOOK,
         ("marl ensemble --config-name quickstart ensemble.checkpoint=outputs/quickstart/latest/global_step_120",),
         "takes the keys of marl train, and ensemble.* (docs/ensembles.md)",
+    ),
+    "init": Command(
+        "marl.commands.init",
+        "write a small project: learner, runner, world, reward, data, test",
+        SET_UP,
+        ("marl init my_team", "cd my_team && python -m pytest && ./train.sh"),
+        options=True,
     ),
     "info": Command(
         "marl.commands.info",

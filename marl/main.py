@@ -33,6 +33,7 @@ import marl.config.schema  # noqa: F401 - registers our groups
 from marl.config.composing import composed_once
 from marl.config.errors import ConfigError, explain
 from marl.config.overrides import hydra_overrides, options_are_words
+from marl.preflight.own_rows import split_text
 from marl.preflight.prepare import prepare
 from marl.preflight.run_folder import claimed
 from marl.report import run_readme
@@ -123,6 +124,8 @@ def _run(config: DictConfig, progress: Any) -> Any:
     from marl.preflight.endpoints import check_endpoints
     from marl.preflight.plan_report import plan_text
 
+    if rows := split_text(setup.config):
+        print(rows, flush=True)
     print(plan_text(setup), flush=True)
     check_endpoints(setup)
     with claimed(setup.config) as folder:
