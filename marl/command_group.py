@@ -3,6 +3,7 @@
 click parses the commands that have options; Hydra's words (``key=value``, ``-m``, ``--cfg job``) pass through it untouched.
 """
 
+import os
 import sys
 import traceback
 from dataclasses import dataclass
@@ -180,7 +181,8 @@ def version_of(package: str) -> str:
 def exit_code_of(group: Group, words: list[str]) -> int:
     """The exit code of a command line, its errors printed."""
     try:
-        code = group.main(list(words), PROGRAM, standalone_mode=False)
+        plain = {"color": False} if os.environ.get("NO_COLOR") else {}  # else as the terminal has it
+        code = group.main(list(words), PROGRAM, standalone_mode=False, **plain)
     except click.Abort:  # click's word for Ctrl-C
         click.echo("interrupted", err=True)
         return 130

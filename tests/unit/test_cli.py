@@ -1,8 +1,11 @@
 """The ``marl`` command: a subcommand is a file and a line of the table."""
 
 import os
+import re
+import shlex
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +16,7 @@ import marl.commands
 from marl import cli
 from marl.command_group import COMPLETIONS, SHELLS
 from marl.config.external import VARIABLE
+from marl.config.short_help import option_names
 
 
 @pytest.fixture
@@ -100,6 +104,13 @@ def test_as_a_module_with_its_version_and_for_a_pipe():
     assert completed("nothing").returncode == 2
 
 
+@pytest.mark.parametrize("settings", [{}, {"NO_COLOR": "1"}])
+def test_headings_are_bold_on_a_terminal_unless_colours_are_unwanted(settings):
+    words = [sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])", sys.executable, "-m", "marl", "--help"]
+    done = subprocess.run(words, env=os.environ | settings, capture_output=True, text=True, timeout=60)
+    assert ("\x1b[1mRuns:" in done.stdout) is not bool(settings) and "Runs:" in done.stdout
+
+
 def test_bash_completes_commands_and_options(tmp_path):
     (tmp_path / "marl").write_text(f'#!/bin/sh\nexec {sys.executable} -m marl "$@"\n')
     (tmp_path / "marl").chmod(0o755)
@@ -116,3 +127,38 @@ def test_every_shell_has_its_script(capsys, run):
     for shell in SHELLS:
         assert run("completion", shell) == 0 and "_MARL_COMPLETE" in capsys.readouterr().out
     assert run("completion", "cmd") == 2
+
+
+DOCS = ("README.md", "docs/commands.md", "docs/your-data.md", "docs/runs.md")
+SHOWN = [
+    *(
+        line
+        for name in DOCS
+        for line in re.findall(r"^(marl .*)$", Path(name).read_text(), re.MULTILINE)
+        if ": train" not in line
+    ),
+    *(
+        line
+        for command in (cli.COMMANDS | COMPLETIONS).values()
+        for line in command.examples
+        if line.startswith("marl ")
+    ),
+]
+
+
+@pytest.mark.parametrize("line", sorted(set(SHOWN)))
+def test_what_is_shown_can_be_typed(line):
+    """The command is there, and so are its options and choices; tests of their own run each command."""
+    _, name, *words = shlex.split(line.partition(" > ")[0].removesuffix("…"), comments=True)
+    described = (cli.COMMANDS | COMPLETIONS)[name]
+    if described.options:
+        with import_module(described.module).command.make_context(name, words):
+            return
+    for group, equals, value in (word.partition("=") for word in words):
+        if equals and group in option_names():
+            assert set(value.split(",")) <= option_names()[group], line
+
+
+def test_the_document_lists_every_command():
+    listed = re.findall(r"^\| `marl ([\w-]+)`", Path("docs/commands.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(cli.COMMANDS | COMPLETIONS)

@@ -1,5 +1,6 @@
 """A run's progress: lines and a live screen, from the metrics of a step."""
 
+import asyncio
 import io
 import json
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from marl import main as marl_main
 from marl.report import progress, progress_live
 from marl.report.progress import Display, Lines, Pace, Show, display_of, duration, line, split_flags, tokens_per_second
 from marl.report.progress_live import LiveScreen, last_transcript, screen
@@ -146,6 +148,35 @@ def test_drawing_never_takes_more_than_its_share_of_a_run(monkeypatch, tmp_path)
         assert live.spent <= progress_live.MAX_SHARE * now[0] + 1.0
     live.end()
     assert drawn == [1, *[step for step in drawn if 1 < step < 40], 40] and len(drawn) <= 6
+
+
+@pytest.mark.parametrize(("flags", "kind"), [([], Lines), (["--quiet"], Display), (["--live"], Lines)])
+def test_a_run_shows_what_its_command_line_asks_for(monkeypatch, capsys, flags, kind):
+    shown = []
+
+    def run(config, display):
+        shown.append(display)
+        display(1, 2, METRICS)
+
+    monkeypatch.setattr(marl_main, "run", run)
+    assert marl_main.main(["--config-name", "quickstart", *flags]) == 0
+    assert type(shown[0]) is kind and ("step 1/2" in capsys.readouterr().out) is (kind is Lines)
+
+
+def test_a_display_begins_with_the_runs_configuration(monkeypatch):
+    begun, setup = [], SimpleNamespace(config=SimpleNamespace(baseline=[], trainer=SimpleNamespace(val_only=False)))
+
+    class Trainer:
+        async def fit(self):
+            assert begun == [setup.config]
+
+    async def build(setup, cleanup, progress):
+        return Trainer()
+
+    monkeypatch.setattr("marl.build.build", build)
+    monkeypatch.setattr(Display, "begin", lambda self, config: begun.append(config))
+    asyncio.run(marl_main._train(setup, Display()))
+    assert begun == [setup.config]
 
 
 @pytest.mark.parametrize("show", list(Show))
