@@ -1,4 +1,4 @@
-# make quickstart | test | test-all | chaos | test-multinode | sharing-table | test-vllm | check | format | gpu | gpu-smoke | bench | bench-check
+# make install | quickstart | test | test-all | chaos | test-multinode | sharing-table | test-vllm | check | format | gpu | gpu-smoke | bench | bench-check
 SEED ?= 0
 VENV := .venv
 # the first Python of a version that verl and torch are built for
@@ -16,7 +16,15 @@ install = { $(VENV)/bin/pip install --disable-pip-version-check --progress-bar o
 	/^Installing/ {print "    Unpacking " NF - 3 " packages"; fflush()}'; \
 	! rm $(VENV)/failed 2>/dev/null
 
-.PHONY: quickstart test test-all chaos sharing-table test-multinode test-vllm check format gpu gpu-smoke bench bench-check clean
+.PHONY: install quickstart test test-all chaos sharing-table test-multinode test-vllm check format gpu gpu-smoke bench bench-check clean
+
+# the marl command, for every folder and shell of this user
+BIN ?= $(HOME)/.local/bin
+
+install: $(VENV)/installed
+	@mkdir -p $(BIN) && ln -sf $(abspath $(VENV))/bin/marl $(BIN)/marl
+	@case ":$$PATH:" in *":$(BIN):"*) echo "marl is installed: marl --help";; \
+		*) echo "marl is installed as $(BIN)/marl; to call it as marl: export PATH=$(BIN):\$$PATH";; esac
 
 quickstart: $(VENV)/installed
 	$(RUN) -m marl.quickstart seed=$(SEED) $(ARGS)

@@ -1,49 +1,106 @@
-"""The ``marl`` command: maps each subcommand to the module whose ``main`` it calls."""
+"""The ``marl`` command: maps each subcommand to the module that runs it."""
 
 import sys
-from dataclasses import dataclass
-from importlib import import_module
 
-from marl.config.external import find_own_modules
-from marl.config.short_help import show_help
-from marl.utils.quiet import quiet_imports
+from marl.command_group import COMPLETIONS, Command, Group, exit_code_of
 
-
-@dataclass(frozen=True)
-class Command:
-    module: str
-    """Imported only when the command is run; its ``main`` takes the arguments after the word and returns the exit code."""
-    help: str
-
+RUN, LOOK, SET_UP = "Runs", "Results", "Setting up"
 
 COMMANDS = {
-    "train": Command("marl.main", "train: takes the arguments of python -m marl.main"),
-    "quickstart": Command("marl.quickstart.__main__", "train the two tiny agents on this machine"),
-    "run-one": Command(
-        "marl.commands.run_one",
-        "play one conversation and print it: takes the keys of train, and question= answers= model= dump= …",
+    "train": Command(
+        "marl.main",
+        "train a team",
+        RUN,
+        (
+            "marl train --config-name quickstart learner=mappo",
+            "marl train data.train_files=mine.csv data.val_files=null 'data.columns={prompt: question, answer: a}'",
+            "marl train -m --config-name quickstart seed=0,1,2        # one run after another",
+        ),
+    ),
+    "quickstart": Command(
+        "marl.quickstart.__main__",
+        "train two tiny agents on this machine",
+        RUN,
+        ("marl quickstart", "marl quickstart --config-name game credit=own trainer.total_training_steps=60"),
     ),
     "plan": Command(
         "marl.commands.plan",
-        "print a run's memory and placement without starting it: --cluster 2x8x80GB, and the keys of train",
+        "print a run's memory and placement without starting it",
+        RUN,
+        ("marl plan --config-name quickstart", "marl plan --cluster 2x8x80GB hardware=gpu learner=mappo"),
+        "takes the keys of marl train, and --cluster NODESxGPUSxMEMORY for other machines than this one",
     ),
-    "ensemble": Command("marl.commands.ensemble", "compare the agents' vote and joint answers with each agent alone"),
+    "run-one": Command(
+        "marl.commands.run_one",
+        "play one conversation and print it",
+        RUN,
+        (
+            """marl run-one runner=debate question="What is 2+2?" answers="['#### 4','#### 5','#### 4']\"""",
+            "marl run-one model=tiny runner=debate",
+            "marl run-one dump=outputs/quickstart/latest/validation/120.jsonl episode=3 --config-name quickstart",
+        ),
+        "takes the keys of marl train, and model= question= truth= answers= row= dump= episode= instead= (docs/debugging.md)",
+    ),
+    "report": Command(
+        "marl.commands.report",
+        "write what a run, or a sweep, has shown: Markdown, JSON, curves",
+        LOOK,
+        ("marl report outputs/quickstart/latest", "marl report outputs/quickstart        # all runs in it"),
+        options=True,
+    ),
+    "compare": Command(
+        "marl.commands.compare",
+        "compare runs: medians over seeds, settings, costs, transitions, credit",
+        LOOK,
+        ("marl compare outputs/mappo outputs/grpo", "marl compare outputs/quickstart --out comparison"),
+        options=True,
+    ),
+    "export": Command(
+        "marl.commands.export",
+        "write a checkpoint's policies as Hugging Face models or PEFT adapters",
+        LOOK,
+        (
+            "marl export outputs/quickstart/latest",
+            "marl export outputs/quickstart/latest --step 100 --to models --merged",
+        ),
+        options=True,
+    ),
+    "ensemble": Command(
+        "marl.commands.ensemble",
+        "compare the agents' vote and joint answers with each agent alone",
+        LOOK,
+        ("marl ensemble --config-name quickstart ensemble.checkpoint=outputs/quickstart/latest/global_step_120",),
+        "takes the keys of marl train, and ensemble.* (docs/ensembles.md)",
+    ),
+    "init": Command(
+        "marl.commands.init",
+        "write a small project: learner, runner, world, reward, data, test",
+        SET_UP,
+        ("marl init my_team", "cd my_team && python -m pytest && ./train.sh"),
+        options=True,
+    ),
+    "info": Command(
+        "marl.commands.info",
+        "learners, runners, credits, worlds, rewards, engines, settings",
+        SET_UP,
+        ("marl info", "marl info learners", "marl info learners happo", "marl info settings controller"),
+        options=True,
+    ),
+    "doctor": Command(
+        "marl.commands.doctor",
+        "check this machine, and say how to mend what is wrong",
+        SET_UP,
+        ("marl doctor", "RAY_ADDRESS=head:6379 marl doctor"),
+        options=True,
+    ),
 }
+"""In the order of the help. A line more makes a command: its module's ``main`` takes the words after it, as Hydra's do, or it
+has options of its own (``options=True``)."""
 
 
-def main() -> int:
-    word, rest = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
-    if word not in COMMANDS:
-        lines = [f"  marl {known:<12} {command.help}" for known, command in COMMANDS.items()]
-        sys.stderr.write("\n".join(["usage: marl COMMAND [key=value …]", *lines, ""]))
-        return 0 if word in ("-h", "--help") else 2
-    if word == "train":
-        show_help(rest)
-    sys.argv = [f"marl {word}", *rest]
-    quiet_imports(rest)
-    find_own_modules()
-    code: int = import_module(COMMANDS[word].module).main(rest)
-    return code
+def main(words: list[str] | None = None) -> int:
+    """Run a command, and return its exit code: 0, 1 for a failure, 2 for a wrong command line, 130 for Ctrl-C."""
+    return exit_code_of(Group(COMMANDS | COMPLETIONS), sys.argv[1:] if words is None else words)
 
 
 if __name__ == "__main__":

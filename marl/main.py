@@ -26,7 +26,7 @@ if __name__ == "__main__":
 
 import hydra
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import marl.config.schema  # noqa: F401 - registers our groups
@@ -34,8 +34,11 @@ from marl.cluster.head_watch import head_watched
 from marl.config.composing import composed_once
 from marl.config.errors import ConfigError, explain
 from marl.config.overrides import hydra_overrides, options_are_words
+from marl.preflight.own_rows import split_text
 from marl.preflight.prepare import prepare
 from marl.preflight.run_folder import claimed
+from marl.report import run_readme
+from marl.report.progress import Display, display_of, split_flags
 from marl.run_setup import Setup
 from marl.utils.endings import Terminated
 from marl.utils.garbage import frozen_gc
@@ -46,8 +49,14 @@ SHOWS_CONFIG = frozenset({"--cfg", "-c", "--info", "-i"})
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run, and return the exit code."""
-    return run_composed(hydra_overrides(sys.argv[1:] if argv is None else argv), run)
+    """Run, and return the exit code. ``--quiet`` and ``--live`` say what a terminal shows; all other words are Hydra's."""
+    words, show = split_flags(sys.argv[1:] if argv is None else argv)
+
+    def train(config: DictConfig) -> None:
+        with display_of(show) as display:
+            run(config, display)
+
+    return run_composed(hydra_overrides(words), train)
 
 
 def run_composed(words: list[str], work: Callable[[DictConfig], Any]) -> int:
@@ -58,6 +67,7 @@ def run_composed(words: list[str], work: Callable[[DictConfig], Any]) -> int:
     @hydra.main(config_path="pkg://marl.configs", config_name="marl", version_base="1.3")
     @wraps(work)  # the job is named after its module
     def compose_and_work(config: DictConfig) -> None:
+        OmegaConf.clear_cache(config)  # the runs of a sweep would share one stamp, and so one folder
         work(config)
 
     def check_and_run() -> None:
@@ -117,9 +127,12 @@ def _run(config: DictConfig, progress: Any) -> Any:
     from marl.preflight.plan_report import plan_text
     from marl.recovery import Recovery
 
+    if rows := split_text(setup.config):
+        print(rows, flush=True)
     print(plan_text(setup), flush=True)
     check_endpoints(setup)
     with claimed(setup.config) as folder:
+        run_readme.write(folder)
         print(f"results: {folder}", flush=True)
         return Recovery(setup, folder, progress).run(_attempt)
 
@@ -140,6 +153,8 @@ async def _train(setup: Setup, progress: Any, again: bool) -> Any:
 
     with TakeDown() as cleanup, stacks_of_a_hang(Path(setup.config.trainer.default_local_dir)):
         trainer = await build(setup, cleanup, progress, again)
+        if isinstance(progress, Display):
+            progress.begin(setup.config)
         with frozen_gc():
             await trainer.fit()
     config = setup.config

@@ -38,6 +38,7 @@ NUMBERS: dict[str, Number] = {
     "data.train_batch_size": count(1, 2**20),
     "data.max_prompt_length": TOKENS,
     "data.max_response_length": TOKENS,
+    "data.val_share": Number(0, 0.9, above=True),
     "data.train_max_samples": count(1, also=-1),
     "data.val_max_samples": count(1, also=-1),
     "data.dataloader_num_workers": count(0, 256),

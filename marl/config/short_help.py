@@ -12,11 +12,13 @@ PACKAGE = Path(__file__).parents[1]
 GROUPS = ("agents", "runner", "learner", "credit", "hardware")
 REGISTERED = re.compile(r"""@register_(runner|learner|credit)\("(\w+)"\)|\.store\(group="(credit)", name="(\w+)\"""")
 TEXT = """\
-usage: python -m marl.main [option=name …] [key=value …]      or: marl train …
+usage: marl train [--quiet | --live] [option=name …] [key=value …]      or: python -m marl.main …
 
 options:
 {options}
 
+--quiet                         print no line for every step; --live: show the run on the whole terminal
+-m seed=0,1,2                   one run for every value, one after another
 --cfg job                       print all keys and their values without starting a run
 --cfg job --package learner     one group of it
 --config-name quickstart        start from another file of configs/, or with --config-dir from one of yours
@@ -26,10 +28,15 @@ docs/configuration.md explains the keys, docs/algorithms.md the learners and cre
 """
 
 
+def takes_short_help(words: Sequence[str]) -> bool:
+    """True if the command line asks for the help alone. With user modules, which may register options, or with further
+    arguments, Hydra prints its own help."""
+    return list(words) in (["--help"], ["-h"]) and not os.environ.get(VARIABLE)
+
+
 def show_help(words: Sequence[str]) -> None:
-    """Print the help and end the process if the command line asks for that alone. With user modules, which may register
-    options, or with further arguments, Hydra prints its own help."""
-    if list(words) in (["--help"], ["-h"]) and not os.environ.get(VARIABLE):
+    """Print the short help and end the process if the command line asks for that alone."""
+    if takes_short_help(words):
         sys.stdout.write(help_text())
         sys.exit(0)
 

@@ -20,6 +20,7 @@ from marl.config.rules import check
 from marl.config.schema import Placement
 from marl.config.sharing import apply_sharing
 from marl.preflight.compatibility import check_facts, choose_credit
+from marl.preflight.own_rows import use_columns
 from marl.run_setup import Setup
 from marl.utils.secret_masking import hide
 
@@ -36,6 +37,7 @@ def prepare(config: DictConfig, cluster: Cluster | None = None) -> CheckedSetup:
     ``cluster``: machines for ``resources.placement=auto``, if not this run's own."""
     config = OmegaConf.create(config)
     resolve(config)
+    use_columns(config)
     apply_sharing(config)
     check(config)
     hide(access_keys(plain_of(config)))

@@ -16,6 +16,8 @@ STEP = re.compile(r"global_step_(\d+)")
 TRACKER = "latest_checkpointed_iteration.txt"
 """verl's tracker file."""
 STATE = "trainer.json"
+METRICS = "metrics.jsonl"
+"""A run's numbers, a line for each step."""
 ASIDE, BEGUN, GONE = ".old_", ".tmp_", ".gone_"
 """A former checkpoint of a step that is saved again, one that is being written, and one that is being removed."""
 

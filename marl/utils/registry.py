@@ -1,12 +1,12 @@
 """One registry for runners, learners and credit schemes."""
 
-import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
+from marl.utils.near import did_you_mean
 from marl.utils.numbers import out_of_bounds
 
 T = TypeVar("T")
@@ -77,22 +77,6 @@ def typed(key: str, config: type, options: Mapping[str, Any]) -> Any:
     for message in out_of_bounds(node, key):
         raise ValueError(message)
     return made
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence that names the nearest known word, or nothing where none is near: a wrong guess misleads."""
-    words = list(known)
-    close = difflib.get_close_matches(name, words, n=1, cutoff=CLOSE) or [word for word in words if begins(word, name)]
-    return f" Did you mean {close[0]!r}?" if close else ""
-
-
-CLOSE = 0.7
-"""Two letters exchanged in a word of four give .75."""
-
-
-def begins(word: str, name: str) -> bool:
-    """True if one is the other's first part, as in ``reinforce_plus_plus``."""
-    return len(name) > 2 and (word.startswith(f"{name}_") or name.startswith(f"{word}_"))
 
 
 def where(cls: type) -> str:

@@ -11,9 +11,8 @@ from typing import Any
 import orjson
 from verl.utils.tracking import Tracking
 
+from marl.utils.folders import METRICS
 from marl.utils.secret_masking import masked_text
-
-METRICS = "metrics.jsonl"
 
 
 class MetricsFile:

@@ -382,6 +382,8 @@ BAD = {
     "agents.alice.max_tokens=4": ["agents.alice.max_tokens=4", "data.max_response_length=3"],
     "actor_rollout_ref.rollout.max_model_len=42": ["max_model_len=42", "40 + 3"],
     "runner.peer_template='{agnt}'": ["runner.peer_template", "'agnt'"],
+    "data.columns=question": ["data.columns=question", "expected {prompt: <column>"],
+    "data.val_share=1": ["data.val_share=1", "at most 0.9"],
     "trainer.logger=[fiel]": ["'fiel'", "Did you mean 'file'"],
     "trainer.default_local_dir=/dev/null/x": ["trainer.default_local_dir=/dev/null/x", "is not a folder"],
     "data.custom_cls.path=/nowhere.py": ["data.custom_cls.path=/nowhere.py", "no such file"],

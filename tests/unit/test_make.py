@@ -120,3 +120,26 @@ def test_where_pip_fails_nothing_counts_as_installed(install, tmp_path):
     assert done.returncode != 0 and "ERROR: no space left" in done.stderr
     assert not (tmp_path / ".venv" / "installed").exists()
     assert install(PIP).returncode == 0, "the next attempt starts anew"
+
+
+@pytest.mark.parametrize("on_path", [True, False])
+def test_the_command_is_linked_where_it_can_be_called(tmp_path, on_path):
+    shutil.copy(Path(__file__).parents[2] / "Makefile", tmp_path)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "marl").write_text("#!/bin/sh\necho called\n")
+    (tmp_path / ".venv" / "bin" / "marl").chmod(0o755)
+    for name in ("pyproject.toml", "constraints-cpu.txt", ".venv/installed"):
+        (tmp_path / name).touch()
+    there = tmp_path / "bin"
+    environment = {"PATH": f"{there}{os.pathsep}{os.environ['PATH']}" if on_path else os.environ["PATH"]}
+    for _ in range(2):
+        done = subprocess.run(
+            ["make", f"BIN={there}", "install"],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0 and ("export PATH" in done.stdout) is not on_path
+    assert subprocess.run([there / "marl"], capture_output=True, text=True).stdout == "called\n"

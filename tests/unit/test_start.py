@@ -151,6 +151,17 @@ def test_flags_and_settings_of_hydra_are_left_to_it(words):
     assert name_and_overrides(["-cn", "game", "seed=1", "a=--b"]) == ("game", ["seed=1", "a=--b"])
 
 
+def test_every_run_of_a_sweep_has_a_folder_of_its_own(tmp_path):
+    found = []
+    words = ["-m", "learner=grpo,mappo", f"hydra.sweep.dir={tmp_path}/sweep"]
+    assert (
+        run_composed(hydra_overrides(words), lambda config: found.append(OmegaConf.to_container(config, resolve=True)))
+        == 0
+    )
+    assert [config["learner"]["name"] for config in found] == ["grpo", "mappo"]
+    assert len({config["trainer"]["default_local_dir"] for config in found}) == 2
+
+
 def test_a_run_knows_its_job_and_folder_as_from_hydra():
     found = []
     words = ["+trainer.named='${hydra:job.name}'", "+trainer.folder='${hydra:runtime.output_dir}'"]

@@ -33,7 +33,10 @@ def data_files_exist(config: Any) -> None:
             raise ConfigError(f"data.{key}={given}: expected a file or a list of files, parquet or jsonl")
         for file in files:
             if not Path(file).expanduser().is_file():
-                raise ConfigError(f"data.{key}={file}: no such file; expected parquet or jsonl with verl's columns")
+                raise ConfigError(
+                    f"data.{key}={file}: no such file; expected parquet or jsonl with verl's columns, or set data.columns for "
+                    "files of your own"
+                )
             if Path(file).suffix not in DATA_SUFFIXES:
                 raise ConfigError(
                     f"data.{key}={file}: the name ends in {Path(file).suffix!r}; expected {', '.join(DATA_SUFFIXES)}"

@@ -1,0 +1,96 @@
+"""Runs that differ in their seed alone, as one: medians and spread, and what differs between the others. Pure."""
+
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from marl.comparison.runs import Run
+from marl.config.identity import leaves, may_differ
+from marl.report.progress import tokens_per_second
+
+SEED = re.compile(r"seed-?\d+")
+SCORES = ("val/team/vote", "val/team/accuracy/final", "val/team/score", "team/vote", "team/score")
+"""Metrics of a comparison's table, where runs have them."""
+HIDDEN = re.compile(r"trainer\.(default_local_dir|.*_data_dir|experiment_name)|(.*\.)?seed|assets")
+"""Keys that follow from others."""
+
+
+@dataclass(frozen=True)
+class Group:
+    name: str
+    runs: tuple[Run, ...]
+
+    def finals(self, key: str) -> list[float]:
+        return [value for run in self.runs if (value := run.last(key)) is not None]
+
+    def curve(self, key: str) -> dict[int, list[float]]:
+        """The values of all runs at each step that all of them have."""
+        curves = [run.curve(key) for run in self.runs]
+        steps = sorted(set.intersection(*map(set, curves))) if curves else []
+        return {step: [curve[step] for curve in curves] for step in steps}
+
+
+def spread(values: Sequence[float]) -> dict[str, Any] | None:
+    """Median, smallest and largest; None of nothing."""
+    if not values:
+        return None
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "runs": len(values)}
+
+
+def settings(run: Run) -> dict[str, Any]:
+    """The settings that change what is learned, but for the seed, and for its number in a path."""
+    flat = dict(leaves(run.config))
+    return {
+        key: without_seed(value) for key, value in flat.items() if not may_differ(key, ()) and not HIDDEN.fullmatch(key)
+    }
+
+
+def without_seed(value: Any) -> Any:
+    if isinstance(value, list):
+        return [without_seed(part) for part in value]
+    return SEED.sub("seed*", value) if isinstance(value, str) else value
+
+
+def groups(runs: Sequence[Run]) -> list[Group]:
+    """Runs with the same settings together, named by what differs between the groups."""
+    members: dict[str, list[Run]] = {}
+    for run in runs:
+        members.setdefault(repr(sorted(settings(run).items(), key=lambda item: item[0])), []).append(run)
+    found = list(members.values())
+    different = differences([group[0] for group in found])
+    return [Group(name_of(group[0], index, different), tuple(group)) for index, group in enumerate(found)]
+
+
+def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """The settings in which runs differ, and each run's value."""
+    flat = [settings(run) for run in runs]
+    keys = dict.fromkeys(key for own in flat for key in own)
+    values = {key: [own.get(key) for own in flat] for key in keys}
+    return {key: own for key, own in values.items() if any(value != own[0] for value in own)}
+
+
+def name_of(run: Run, index: int, different: Mapping[str, list[Any]]) -> str:
+    """The options that differ, or else the keys, or else the experiment."""
+    names = {key: values for key, values in different.items() if key.endswith(".name")} or dict(
+        list(different.items())[:3]
+    )
+    parts = [f"{key.removesuffix('.name')}={values[index]}" for key, values in names.items()]
+    return " ".join(parts) or str(run.config["trainer"].get("experiment_name"))
+
+
+def costs(run: Run) -> dict[str, Any]:
+    """Seconds of the steps, by phase, and generated tokens: the summary's, or a sum over the steps of an unfinished run."""
+    phases = {key for numbers in run.steps.values() for key in numbers if key.startswith("timing_s/")}
+    tokens = [
+        rate * numbers["timing_s/step"]
+        for numbers in run.steps.values()
+        if (rate := tokens_per_second(numbers)) is not None
+    ]
+    return {
+        "steps": max(run.steps, default=0),
+        "seconds": round(run.total("timing_s/step"), 3),
+        "seconds_by_phase": {key.removeprefix("timing_s/"): round(run.total(key), 3) for key in sorted(phases)},
+        "tokens": run.summary.get("sampled_tokens") or round(sum(tokens)),
+    }

@@ -1,0 +1,131 @@
+"""Runs as their folders hold them: settings, metrics, dumps, and whether they have ended."""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from marl.config.errors import ConfigError
+from marl.preflight.unfinished import FINISHED, RUN, is_running
+from marl.report import run_summary
+from marl.types import Metrics
+from marl.utils.folders import METRICS
+from marl.utils.near import did_you_mean
+
+DEPTH = 4
+"""Levels of folders in which a sweep's runs are looked for."""
+
+
+@dataclass(frozen=True)
+class Run:
+    folder: Path
+    record: dict[str, Any]
+    """``run.json``."""
+    steps: dict[int, Metrics]
+    summary: dict[str, Any]
+    state: str
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.record["config"]
+
+    @property
+    def seed(self) -> Any:
+        return self.config.get("seed")
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    def last(self, key: str) -> float | None:
+        """The metric's value at the last step that has it."""
+        found = [numbers[key] for _, numbers in sorted(self.steps.items()) if key in numbers]
+        return found[-1] if found else None
+
+    def total(self, key: str) -> float:
+        return sum(numbers.get(key, 0.0) for numbers in self.steps.values())
+
+    def curve(self, key: str) -> dict[int, float]:
+        return {step: numbers[key] for step, numbers in sorted(self.steps.items()) if key in numbers}
+
+
+def load_all(paths: Sequence[str]) -> list[Run]:
+    """The runs in these folders, each once, in the order that was asked for; a folder of runs stands for all of them."""
+    folders = dict.fromkeys(folder.resolve() for path in paths for folder in find(Path(path).expanduser()))
+    return [load(folder) for folder in folders]
+
+
+def find(path: Path) -> list[Path]:
+    """The folder itself if it is a run's, or the runs below it. Raises ConfigError where there is none."""
+    if (path / RUN).is_file():
+        return [path]
+    if path.is_dir() and (found := sorted(below(path, DEPTH))):
+        return found
+    there = path if path.is_dir() else next(folder for folder in path.absolute().parents if folder.is_dir())
+    names = sorted(entry.name for entry in there.iterdir() if entry.is_dir())
+    reason = f"no run below it (no {RUN})" if path.is_dir() else "no such folder"
+    listed = f" {there} has {', '.join(names[:10])}." if names else ""
+    raise ConfigError(
+        f"{path}: {reason}; expected a run's folder, such as outputs/quickstart/latest.{did_you_mean(path.name, names)}{listed}"
+    )
+
+
+def below(folder: Path, depth: int) -> Iterator[Path]:
+    for entry in folder.iterdir():
+        if entry.is_symlink() or not entry.is_dir():  # ``latest`` is a run that is there by its own name
+            continue
+        if (entry / RUN).is_file():
+            yield entry
+        elif depth > 1:
+            yield from below(entry, depth - 1)
+
+
+def load(folder: Path) -> Run:
+    """Raises ConfigError for a file that cannot be read."""
+    record = read_json(folder / RUN)
+    if "config" not in record:
+        raise ConfigError(f"{folder / RUN}: no settings in it; expected the file that a run of this version writes")
+    steps = read_metrics(folder / METRICS)
+    return Run(folder, record, steps, run_summary.read_json(folder), state_of(folder, record, steps))
+
+
+def state_of(folder: Path, record: dict[str, Any], steps: dict[int, Metrics]) -> str:
+    at = f"step {max(steps, default=0)} of {record['config']['trainer'].get('total_training_steps')}"
+    if is_running(folder):
+        return f"still being written, at {at}: its numbers will change"
+    return "finished" if FINISHED in record else f"ended before its last step, at {at}"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}); expected the file that a run writes") from None
+    return found
+
+
+def read_metrics(path: Path) -> dict[int, Metrics]:
+    """The numbers of every step; a last line that is still written is left out. Raises ConfigError for any other bad line."""
+    steps: dict[int, Metrics] = {}
+    lines = path.read_bytes().split(b"\n") if path.is_file() else []
+    for number, text in enumerate(lines[:-1], start=1):
+        try:
+            line = json.loads(text, object_pairs_hook=once)
+            numbers = {key: value for key, value in line["data"].items() if isinstance(value, int | float)}
+            steps.setdefault(int(line["step"]), {}).update(numbers)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{path}, line {number}: {error}; expected {{'step': …, 'data': {{…}}}}: remove the line, or restore the file"
+            ) from None
+    return steps
+
+
+def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """A dictionary of a JSON object. Raises ValueError for two values of one name, of which JSON would keep the last."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"two metrics are called {key!r}")
+        found[key] = value
+    return found

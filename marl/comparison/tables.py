@@ -1,0 +1,154 @@
+"""A comparison as data and as Markdown. Pure."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from marl.comparison.groups import SCORES, costs, differences, groups, spread
+from marl.comparison.runs import Run
+from marl.comparison.turns import CHANGES, evidence
+
+MOST = 40
+"""Settings that are listed in Markdown; JSON has all."""
+POINTS = 12
+"""Steps of a curve's table."""
+
+
+def comparison(runs: Sequence[Run]) -> dict[str, Any]:
+    """Everything that two or more runs, or one, can be compared by."""
+    found = groups(runs)
+    keys = [key for key in SCORES if any(group.finals(key) for group in found)]
+    return {
+        "runs": [described(run) for run in runs],
+        "groups": [
+            {
+                "name": group.name,
+                "runs": [str(run.folder) for run in group.runs],
+                "seeds": [run.seed for run in group.runs],
+                "last": {key: spread(group.finals(key)) for key in keys},
+                "curves": {key: {step: spread(values) for step, values in group.curve(key).items()} for key in keys},
+                "seconds": spread([costs(run)["seconds"] for run in group.runs]),
+                "tokens": spread([costs(run)["tokens"] for run in group.runs]),
+            }
+            for group in found
+        ],
+        "differences": differences(runs),
+    }
+
+
+def described(run: Run) -> dict[str, Any]:
+    record = {key: run.record.get(key) for key in ("started", "finished", "resumed", "versions")}
+    return {"folder": str(run.folder), "seed": run.seed, "state": run.state, **record, "costs": costs(run)} | evidence(
+        run
+    )
+
+
+def markdown(result: Mapping[str, Any], title: str) -> str:
+    parts = [
+        f"# {title}",
+        *unfinished(result),
+        scores_table(result),
+        *curve_tables(result),
+        settings_table(result),
+        costs_table(result),
+    ]
+    for run in result["runs"]:
+        parts += turn_tables(run)
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def unfinished(result: Mapping[str, Any]) -> list[str]:
+    return [f"`{run['folder']}`: {run['state']}." for run in result["runs"] if run["state"] != "finished"]
+
+
+def scores_table(result: Mapping[str, Any]) -> str:
+    keys = list(result["groups"][0]["last"])
+    rows = [
+        [group["name"], str(len(group["runs"])), *(cell(group["last"][key]) for key in keys)]
+        for group in result["groups"]
+    ]
+    head = ["", "runs", *(f"`{key}`" for key in keys)]
+    return (
+        f"## Last values: median [smallest, largest] over seeds\n\n{table(head, rows)}" if keys else "No metrics yet."
+    )
+
+
+def curve_tables(result: Mapping[str, Any]) -> list[str]:
+    """The first metric of the table, over the steps."""
+    keys = list(result["groups"][0]["last"])[:1]
+    return [f"## `{key}` by step\n\n{curve_table(result, key)}" for key in keys]
+
+
+def curve_table(result: Mapping[str, Any], key: str) -> str:
+    steps = sorted({step for group in result["groups"] for step in group["curves"][key]})
+    steps = [step for index, step in enumerate(steps) if index % (1 + len(steps) // POINTS) == 0 or step == steps[-1]]
+    rows = [[group["name"], *(cell(group["curves"][key].get(step)) for step in steps)] for group in result["groups"]]
+    return table(["step", *map(str, steps)], rows)
+
+
+def settings_table(result: Mapping[str, Any]) -> str:
+    different = result["differences"]
+    if not different:
+        return "## Settings\n\nNone differ but the seed." if len(result["runs"]) > 1 else ""
+    head = ["", *(f"run {index}" for index in range(1, len(result["runs"]) + 1))]
+    rows = [[f"`{key}`", *(short(value) for value in values)] for key, values in list(different.items())[:MOST]]
+    more = f"\n\nand {len(different) - MOST} more." if len(different) > MOST else ""
+    return f"## Settings that differ\n\n{table(head, rows)}{more}"
+
+
+def costs_table(result: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            str(index), f"`{run['folder']}`", str(run["seed"]), run["state"], str(run["costs"]["steps"]),
+            f"{run['costs']['seconds']:.1f}", f"{run['costs']['tokens']:,}", longest(run["costs"]["seconds_by_phase"]),
+        ]
+        for index, run in enumerate(result["runs"], start=1)
+    ]  # fmt: skip
+    head = ["run", "folder", "seed", "state", "steps", "seconds in steps", "tokens", "longest phases"]
+    return f"## Runs and costs\n\n{table(head, rows)}"
+
+
+def longest(seconds: Mapping[str, float]) -> str:
+    phases = sorted(((name, value) for name, value in seconds.items() if name != "step"), key=lambda item: -item[1])
+    return ", ".join(f"{name} {value:.1f}" for name, value in phases[:3])
+
+
+def turn_tables(run: Mapping[str, Any]) -> list[str]:
+    parts = []
+    if run["transitions"]:
+        rows = [
+            [rounds, *(f"{shares[change]:.3f}" for change in CHANGES), str(shares["answers"])]
+            for rounds, shares in run["transitions"].items()
+        ]
+        parts.append(
+            f"## Answers from round to round: `{run['folder']}`\n\n{table(['rounds', *CHANGES, 'answers'], rows)}"
+        )
+    if run["credit"]:
+        columns = list(next(iter(run["credit"].values())))
+        rows = [[turn, *(number(own[key]) for key in columns)] for turn, own in run["credit"].items()]
+        parts.append(f"## Credit by agent and round: `{run['folder']}`\n\n{table(['', *columns], rows)}")
+    return parts
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(escaped, line))} |" for line in lines)
+
+
+def escaped(text: str) -> str:
+    return text.replace("|", r"\|").replace("\n", " ")
+
+
+def cell(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return "-"
+    inner = f" [{found['min']:.3f}, {found['max']:.3f}]" if found["runs"] > 1 else ""
+    return f"{found['median']:.3f}{inner}"
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else str(value) if isinstance(value, int) else f"{value:.3f}"
+
+
+def short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"

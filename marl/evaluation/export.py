@@ -1,0 +1,165 @@
+"""Plain Hugging Face folders from a checkpoint: whole models, or adapters in PEFT's format."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from marl.config.errors import ConfigError
+from marl.preflight.unfinished import RUN
+from marl.utils import folders
+from marl.utils.manifest import Damaged
+from marl.utils.near import did_you_mean
+
+MODEL, ADAPTER, ORIGIN = "huggingface", "lora_adapter", "export.json"
+WEIGHTS = ("*.safetensors", "*.bin")
+PATIENCE_S = 3600
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A policy in a checkpoint."""
+
+    name: str
+    folder: Path
+
+    @property
+    def has_model(self) -> bool:
+        """True if whole weights, merged ones where there is an adapter, lie beside the shards."""
+        return any(path for pattern in WEIGHTS for path in (self.folder / MODEL).glob(pattern))
+
+    @property
+    def adapter(self) -> Path | None:
+        return self.folder / ADAPTER if (self.folder / ADAPTER / "adapter_config.json").is_file() else None
+
+
+def checkpoint_of(run: Path, step: int | None) -> Path:
+    """A run's checkpoint of a step, or its newest; whole. Raises ConfigError where there is none."""
+    if folders.STEP.fullmatch(run.name) and step is None:
+        return whole(run)
+    found = dict(folders.numbered(run)) if run.is_dir() else {}
+    if not found:
+        there = run if run.is_dir() else next(parent for parent in run.absolute().parents if parent.is_dir())
+        near = did_you_mean(run.name, [path.name for path in there.iterdir()])
+        raise ConfigError(
+            f"{run}: no checkpoint there; expected a run's folder with global_step_N in it (trainer.save_freq).{near}"
+        )
+    if step is not None and step not in found:
+        nearest = min(found, key=lambda known: abs(known - step))
+        raise ConfigError(f"step {step}: {run} has {', '.join(map(str, found))}. Did you mean {nearest}?")
+    return whole(found[max(found) if step is None else step])
+
+
+def whole(folder: Path) -> Path:
+    try:
+        folders.checked(folder, family=None)
+    except (Damaged, OSError) as error:
+        raise ConfigError(f"{folder}: {error}; export another step, or restore it from a copy") from None
+    return folder
+
+
+def policies(checkpoint: Path) -> list[Saved]:
+    """Raises ConfigError where no policy's weights were saved."""
+    found = [Saved(path.parent.name, path) for path in sorted(checkpoint.glob("*/actor"))]
+    if not found:
+        raise ConfigError(
+            f"{checkpoint}: no policy's weights in it; expected <policy>/actor, as a run of this version saves them"
+        )
+    return found
+
+
+def export(checkpoint: Path, target: Path, merged: bool) -> Iterator[tuple[str, Path]]:
+    """Write each policy into ``target/<policy>``. Raises ConfigError where something lies there already."""
+    for policy in policies(checkpoint):
+        folder = target / policy.name
+        if folder.exists() and any(folder.iterdir()):
+            raise ConfigError(
+                f"{folder}: something lies there, and nothing is written over; remove it, or choose another --to"
+            )
+        temporary = target / f".{policy.name}.making"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        kind = write(policy, temporary, checkpoint, merged)
+        origin = {"checkpoint": str(checkpoint), "policy": policy.name, "kind": kind}
+        (temporary / ORIGIN).write_text(json.dumps(origin, indent=1) + "\n")
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+        yield kind, folder
+
+
+def write(policy: Saved, folder: Path, checkpoint: Path, merged: bool) -> str:
+    """Write a policy; returns what it is there."""
+    if policy.adapter and not merged:
+        copy(policy.folder / MODEL, folder, weights=False)
+        copy(policy.adapter, folder)
+        name_base(folder, base_of(checkpoint, policy.name))
+        return "adapter"
+    if policy.has_model:
+        copy(policy.folder / MODEL, folder)
+    elif policy.adapter:
+        merge_adapter(policy.adapter, base_of(checkpoint, policy.name), folder)
+        copy(policy.folder / MODEL, folder, weights=False)
+    else:
+        merge_shards(policy.folder, folder)
+    return "model"
+
+
+def copy(source: Path, target: Path, weights: bool = True) -> None:
+    """The files of a folder; without its weights and its model's configuration, those of the tokenizer are left."""
+    left_out = () if weights else (*WEIGHTS, "config.json", "generation_config.json", "*.index.json")
+    if source.is_dir():
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns(*left_out), dirs_exist_ok=True)
+
+
+def base_of(checkpoint: Path, policy: str) -> str:
+    """The model that a policy's adapter is on: what ``run.json`` names."""
+    config: dict[str, Any] = json.loads((checkpoint / RUN).read_text())["config"]
+    own = ((config.get("policies") or {}).get(policy) or {}).get("model") or {}
+    return str(own.get("path") or config["actor_rollout_ref"]["model"]["path"])
+
+
+def name_base(folder: Path, base: str) -> None:
+    """Let the adapter's configuration name its base, so that PEFT finds it."""
+    path = folder / "adapter_config.json"
+    settings = json.loads(path.read_text())
+    settings["base_model_name_or_path"] = settings.get("base_model_name_or_path") or base
+    path.write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def merge_adapter(adapter: Path, base: str, folder: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    except (OSError, ValueError) as error:
+        line = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{base}: the adapter's base cannot be loaded: {line}; restore it, or export without --merged"
+        ) from None
+    PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().save_pretrained(folder)
+
+
+def merge_shards(actor: Path, folder: Path) -> None:
+    """verl's own merger, in a process of its own."""
+    words = [
+        "-m",
+        "verl.model_merger",
+        "merge",
+        "--backend",
+        "fsdp",
+        "--local_dir",
+        str(actor),
+        "--target_dir",
+        str(folder),
+    ]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=PATIENCE_S)
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        raise ConfigError(
+            f"{actor}: verl's shards cannot be merged: {last}; add hf_model to actor.checkpoint.save_contents"
+        )

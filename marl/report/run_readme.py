@@ -1,0 +1,88 @@
+"""``README.md`` of a run's folder: the command, the commit, versions and data behind its numbers."""
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from marl.utils.manifest import replace_text
+from marl.utils.secret_masking import masked_text
+
+NAME = "README.md"
+PATIENCE_S = 10
+TEXT = """\
+# {title}
+
+{runner}, {learner}, {credit}; agents: {agents}. Seed {seed}.
+
+Started {started}{resumed}. Command, in `{folder}`:
+
+```bash
+{command}
+```
+
+| | |
+|---|---|
+{rows}
+
+`run.json` holds all settings, `metrics.jsonl` the numbers of every step, `validation/` and `rollouts/` the episodes,
+`global_step_N/` checkpoints. `marl report {here}` sums them up, and the same command continues the run if it did not end.
+"""
+
+
+def write(folder: Path, words: Sequence[str] | None = None) -> Path:
+    """Explain a run's folder from its ``run.json`` and the command line, without the secrets in it."""
+    record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    replace_text(
+        folder / NAME, masked_text(text_of(record, folder, command_line(sys.orig_argv if words is None else words)))
+    )
+    return folder / NAME
+
+
+def text_of(record: Mapping[str, Any], folder: Path, command: str) -> str:
+    config = record["config"]
+    facts = {"commit of marl": commit_of(Path(__file__).parent), "commit of the working folder": commit_of(Path.cwd())}
+    facts |= {f"version of {name}": number for name, number in record["versions"].items()}
+    facts |= {f"content of `{key}`": digest for key, digest in record["contents"].items()}
+    times = [entry["at"] for entry in record.get("resumed", [])]
+    return TEXT.format(
+        title=config["trainer"]["experiment_name"],
+        runner=f"runner {config['runner']['name']}",
+        learner=f"learner {config['learner']['name']}",
+        credit=f"credit {config['credit']['name']}",
+        agents=", ".join(record["agents_in_order"]),
+        seed=config["seed"],
+        started=record["started"],
+        resumed=f", resumed {', '.join(times)}" if times else "",
+        folder=Path.cwd(),
+        command=command,
+        rows="\n".join(f"| {name} | {value} |" for name, value in facts.items()),
+        here=folder,
+    )
+
+
+def command_line(words: Sequence[str]) -> str:
+    """The command as a shell takes it: ``marl`` or ``python`` in place of their paths."""
+    names = [Path(word).name for word in words[:2]]
+    if len(names) == 2 and names[1] == "marl":
+        return shlex.join(["marl", *words[2:]])
+    return shlex.join([names[0].rstrip("0123456789.") or "python", *words[1:]])
+
+
+def commit_of(folder: Path) -> str:
+    """The commit of a working tree, and whether files in it have changed since."""
+    found = git(folder, "rev-parse", "HEAD")
+    if found is None:
+        return "unknown: no git repository"
+    return f"{found}{', with changes' if git(folder, 'status', '--porcelain', '--untracked-files=no') else ''}"
+
+
+def git(folder: Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,65 @@
+"""``marl init``: a project that passes its tests and runs as it is."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from marl import cli
+from marl.comparison.runs import load_all
+from tests.stack.conftest import ROOT
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("VERL_USE_EXTERNAL_MODULES", raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["my-team", "class", "Team", "torch", "json", "name", "there"])
+def test_a_name_that_no_new_package_can_have_is_refused(here, capsys, name):
+    (here / "there").mkdir()
+    assert cli.main(["init", name]) == 2
+    assert f"{name}: " in capsys.readouterr().err and list(here.iterdir()) == [here / "there"]
+
+
+def test_every_file_is_the_projects(here):
+    assert cli.main(["init", "my_team"]) == 0
+    files = [path for path in (here / "my_team").rglob("*") if path.is_file()]
+    assert len(files) == 12 and all("NAME" not in path.read_text() for path in files)
+    assert (
+        os.access(here / "my_team" / "train.sh", os.X_OK)
+        and len((here / "my_team" / "questions.csv").open().readlines()) == 201
+    )
+
+
+@pytest.mark.slow
+def test_a_project_passes_its_tests_and_trains_as_it_is(here):
+    assert cli.main(["init", "my_team"]) == 0
+    project = here / "my_team"
+    paths = {"PYTHONPATH": str(ROOT), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    environment = {key: value for key, value in os.environ.items() if key != "MARL_CACHE"} | paths
+
+    def run(*words):
+        done = subprocess.run(words, cwd=project, env=environment, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        return done.stdout
+
+    assert "6 passed" in run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    printed = run("./train.sh", "resources.one_process=true", "trainer.total_training_steps=3")
+    assert "180 rows to train and 20 to validate" in printed or "to validate, of questions.csv" in printed
+    assert printed.count("step ") >= 3
+    (found,) = load_all([str(project / "outputs")])
+    assert found.state == "finished" and found.config["learner"] == {
+        "name": "my_team_learner",
+        "train_rounds": None,
+        "scale": 1.0,
+    }
+    assert found.config["runner"]["environment"] == "my_team_world" and "agent/alice/grad_norm" in found.steps[3]
+    assert (
+        "./train.sh" not in (found.folder / "README.md").read_text()
+        and "marl" in (found.folder / "README.md").read_text()
+    )

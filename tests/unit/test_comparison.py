@@ -1,0 +1,224 @@
+"""``marl compare`` and ``marl report``: numbers by hand, from the files of runs."""
+
+import fcntl
+import json
+
+import pytest
+
+from marl import cli
+from marl.comparison import groups, runs, turns
+from marl.comparison.tables import comparison, markdown
+from marl.config.errors import ConfigError
+from marl.report import run_readme
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    """Write a run's folder: its votes by validation step, and settings that differ."""
+
+    def make_run(name, votes, seed=0, learner="grpo", finished=True, **settings):
+        folder = tmp_path / "sweep" / name
+        folder.mkdir(parents=True)
+        config = {
+            "seed": seed,
+            "data": {"seed": seed, "train_files": [f"cache/x-seed{seed}/train.parquet"]},
+            "learner": {"name": learner, "gamma": 1.0},
+            "runner": {"name": "debate"},
+            "credit": {"name": "own"},
+            "agents": {"a": {}},
+            "trainer": {
+                "experiment_name": "mine",
+                "default_local_dir": str(folder),
+                "rollout_data_dir": f"{folder}/rollouts",
+                "validation_data_dir": f"{folder}/validation",
+                "total_training_steps": 4,
+            },
+        } | settings
+        record = {
+            "started": "now",
+            "config": config,
+            "agents_in_order": ["a"],
+            "contents": {"data.train_files": "sha256:1"},
+        }
+        record |= {"versions": {"verl": "0.9.1"}} | ({"finished": "then"} if finished else {})
+        (folder / "run.json").write_text(json.dumps(record))
+        step = {
+            "timing_s/step": 2.0,
+            "timing_s/update": 1.5,
+            "team/episodes": 4.0,
+            "agent/a/turns": 2.0,
+            "agent/a/response_length": 5.0,
+        }
+        lines = [{"step": at, "data": {"val/team/vote": vote} | (step if at else {})} for at, vote in votes.items()]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return folder
+
+    return make_run
+
+
+def turn(agent, round, score, **more):
+    known = {"task": "t", "sample": 0, "answers": True, "kept": True, "reward": None, "advantage": None}
+    return known | {"agent": agent, "round": round, "score": score} | more
+
+
+def test_runs_of_one_setting_are_one_group_with_median_and_spread(make_run):
+    for seed, vote in enumerate((0.2, 0.4, 0.9)):
+        make_run(f"grpo{seed}", {0: 0.1, 4: vote}, seed)
+    make_run("mappo0", {0: 0.1, 4: 0.7}, 0, "mappo")
+    found = runs.load_all([str(make_run("mappo1", {0: 0.3, 2: 0.5}, 1, "mappo").parent)])
+    result = comparison(found)
+    grpo, mappo = result["groups"]
+    assert (grpo["name"], mappo["name"]) == ("learner=grpo", "learner=mappo") and grpo["seeds"] == [0, 1, 2]
+    assert grpo["last"]["val/team/vote"] == {"median": 0.4, "min": 0.2, "max": 0.9, "runs": 3}
+    assert mappo["last"]["val/team/vote"]["median"] == 0.6
+    assert list(mappo["curves"]["val/team/vote"]) == [0], "the steps that all of its runs have"
+    assert result["differences"] == {"learner.name": ["grpo"] * 3 + ["mappo"] * 2}
+    text = markdown(result, "Comparison")
+    assert "| learner=grpo | 3 | 0.400 [0.200, 0.900] |" in text and "`learner.name` | grpo" in text
+
+
+def test_costs_are_sums_over_the_steps_until_there_is_a_summary(make_run):
+    folder = make_run("one", {0: 0.1, 1: 0.2, 2: 0.3})
+    found = groups.costs(runs.load(folder))
+    assert (found["steps"], found["seconds"], found["tokens"]) == (2, 4.0, 2 * 4 * 2 * 5)
+    assert found["seconds_by_phase"] == {"step": 4.0, "update": 3.0}
+    (folder / "summary.json").write_text(json.dumps({"sampled_tokens": 77}))
+    assert groups.costs(runs.load(folder))["tokens"] == 77
+
+
+def test_transitions_and_credit_by_hand(make_run):
+    folder = make_run("one", {0: 0.1})
+    said = [turn("a", 1, 1.0), turn("a", 2, 0.0), turn("b", 1, 0.0), turn("b", 2, 1.0), turn("b", 3, 1.0)]
+    said += [turn("a", 1, 0.0, sample=1), turn("a", 3, 0.5, sample=1), turn("a", 2, 1.0, sample=1, kept=False)]
+    got = turns.transitions(said)
+    assert got["1 → 2"] == {
+        "wrong → wrong": 0,
+        "wrong → right": 0.5,
+        "right → wrong": 0.5,
+        "right → right": 0,
+        "answers": 2,
+    }
+    assert got["2 → 3"]["right → right"] == 1.0 and got["1 → 3"]["wrong → wrong"] == 1.0
+    (folder / "validation").mkdir()
+    (folder / "rollouts").mkdir()
+    (folder / "validation" / "4.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in said) + '{"agent": "a", "rou'
+    )
+    trained = [
+        turn("a", 1, 1.0, reward=2.0, advantage=-1.0),
+        turn("a", 1, 0.0, reward=0.0, advantage=3.0),
+        turn("a", 1, 0.5),
+    ]
+    (folder / "rollouts" / "1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in trained))
+    found = turns.evidence(runs.load(folder))
+    assert found["transitions"] == got
+    assert found["credit"] == {
+        "a, round 1": {"turns": 3, "score": 0.5, "reward": 1.0, "advantage": 1.0, "size of advantage": 2.0}
+    }
+
+
+def test_a_run_that_was_moved_keeps_its_dumps(make_run, tmp_path):
+    folder = make_run("one", {0: 0.1})
+    (folder / "validation").mkdir()
+    (folder / "validation" / "10.jsonl").touch()
+    (folder / "validation" / "9.jsonl").touch()
+    moved = folder.rename(tmp_path / "moved")
+    assert turns.dumped(runs.load(moved), "validation_data_dir") == [
+        (9, moved / "validation" / "9.jsonl"),
+        (10, moved / "validation" / "10.jsonl"),
+    ]
+
+
+def test_runs_that_have_not_ended_are_said_to_be_so(make_run, capsys):
+    make_run("one", {0: 0.5})
+    ended, killed = make_run("two", {0: 0.5}, 1), make_run("three", {0: 0.5, 3: 0.5}, 2, finished=False)
+    with open(ended / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert cli.main(["compare", str(ended), str(killed), str(ended.parent)]) == 0
+    text = capsys.readouterr().out
+    assert f"`{ended}`: still being written, at step 0 of 4" in text
+    assert f"`{killed}`: ended before its last step, at step 3 of 4." in text and "one`:" not in text
+    assert text.count(f"`{ended}` | 1 |") == 1, "each run once"
+
+
+def test_a_line_that_is_still_written_is_left_out_and_others_must_be_whole(make_run):
+    folder = make_run("one", {0: 0.5})
+    file = folder / "metrics.jsonl"
+    whole = file.read_text()
+    file.write_text(whole + '{"step": 1, "da')
+    assert list(runs.load(folder).steps) == [0]
+    for bad, said in (
+        ('{"step": 1, "data": {"team/vote": 1, "team/vote": 2}}\n', "line 2: two metrics are called 'team/vote'"),
+        ('{"step": 1}\n', "line 2: 'data'"),
+        ("\x00\x01\n", "line 2"),
+        ("[]\n", "line 2"),
+    ):
+        file.write_text(whole + bad)
+        with pytest.raises(ConfigError, match=said):
+            runs.load(folder)
+    (folder / "run.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"run\.json: no settings"):
+        runs.load(folder)
+    (folder / "run.json").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.json: cannot be read"):
+        runs.load(folder)
+
+
+def test_an_unknown_folder_is_answered_with_the_nearest(make_run, tmp_path, capsys):
+    make_run("one", {0: 0.5})
+    (tmp_path / "sweep" / "latest").symlink_to("one")
+    assert runs.find(tmp_path) == [tmp_path / "sweep" / "one"]
+    assert runs.find(tmp_path / "sweep" / "latest") == [tmp_path / "sweep" / "latest"]
+    assert cli.main(["report", str(tmp_path / "swep")]) == 2
+    assert "no such folder" in (said := capsys.readouterr().err) and "Did you mean 'sweep'?" in said
+    (tmp_path / "empty").mkdir()
+    assert cli.main(["compare", str(tmp_path / "empty")]) == 2 and "no run below it" in capsys.readouterr().err
+
+
+def test_a_report_is_written_beside_its_runs(make_run, tmp_path, monkeypatch):
+    sweep = make_run("one", {0: 0.5, 2: 0.75}).parent
+    assert cli.main(["report", str(sweep)]) == 0
+    result = json.loads((sweep / "report.json").read_text())
+    assert result["groups"][0]["curves"]["val/team/vote"]["2"]["median"] == 0.75
+    assert (sweep / "report.md").read_text().startswith("# Report of sweep") and (
+        sweep / "report.png"
+    ).stat().st_size > 5000
+    monkeypatch.setattr("marl.comparison.files.find_spec", lambda name: None)  # matplotlib is not there
+    assert cli.main(["compare", str(sweep), "--out", str(tmp_path / "out")]) == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["comparison.json", "comparison.md"]
+
+
+def test_settings_that_change_nothing_do_not_part_runs(make_run):
+    one, two = make_run("one", {0: 0.5}), make_run("two", {0: 0.6}, 3, controller={"num_workers": 4})
+    assert len(groups.groups(runs.load_all([str(one), str(two)]))) == 1
+    other = make_run("other", {0: 0.6}, 3, data={"seed": 3, "train_files": ["mine.parquet"]})
+    assert len(groups.groups(runs.load_all([str(one), str(other)]))) == 2
+
+
+def test_a_folder_explains_itself_without_secrets(make_run, monkeypatch):
+    folder = make_run("one", {0: 0.5})
+    words = [
+        "/x/bin/python3.11",
+        "/x/bin/marl",
+        "train",
+        "learner=grpo",
+        "a.api_key=hf_abcdefghijklmnopqrstuv",
+        "b='c d'",
+    ]
+    text = run_readme.write(folder, words).read_text()
+    assert "marl train learner=grpo" in text and "abcdefghijklmnop" not in text and "/x/bin" not in text
+    assert "| content of `data.train_files` | sha256:1 |" in text and "| version of verl | 0.9.1 |" in text
+    assert run_readme.command_line(["/x/python3.12", "-m", "marl.main", "seed=1"]) == "python -m marl.main seed=1"
+
+
+def test_a_commit_is_named_with_its_changes(tmp_path, monkeypatch):
+    assert run_readme.commit_of(tmp_path) == "unknown: no git repository"
+    for name in ("GIT_AUTHOR", "GIT_COMMITTER"):
+        monkeypatch.setenv(f"{name}_NAME", "a")
+        monkeypatch.setenv(f"{name}_EMAIL", "a@b")
+    (tmp_path / "file").write_text("1")
+    for words in (("init", "-q"), ("add", "."), ("commit", "-qm", "one")):
+        run_readme.git(tmp_path, *words)
+    assert len(run_readme.commit_of(tmp_path)) == 40
+    (tmp_path / "file").write_text("2")
+    assert run_readme.commit_of(tmp_path).endswith(", with changes")

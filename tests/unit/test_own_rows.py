@@ -1,0 +1,239 @@
+"""A user's own files by ``data.columns``: what is read, how it is split, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from omegaconf import OmegaConf, open_dict
+
+from marl.config.dataset_rows import check_files
+from marl.config.errors import ConfigError
+from marl.preflight import own_rows, own_tables
+from marl.preflight.own_rows import split_text, use_columns
+from marl.preflight.prepare import prepare
+
+ROWS = [{"question": f"What is {n} + {n}?", "a": str(2 * n)} for n in range(20)]
+COLUMNS = "data.columns={prompt: question, answer: a}"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MARL_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def config_of(train, val=None, columns=None, **data):
+    given = {"prompt": "question", "answer": "a"} if columns is None else columns
+    return OmegaConf.create(
+        {"seed": 0, "data": {"columns": given, "val_share": 0.1, "train_files": train, "val_files": val} | data}
+    )
+
+
+def converted(*words, **settings):
+    """(rows to train, rows to validate, the record) of a configuration."""
+    config = config_of(*words, **settings)
+    use_columns(config)
+    files = Path(config.data.train_files), Path(config.data.val_files)
+    rows = [pyarrow.parquet.read_table(file).to_pylist() for file in files]
+    check_files([str(file) for file in files], "prompt", ["agent"])
+    return *rows, json.loads((files[0].parent / "split.json").read_text())
+
+
+def csv(path, rows=ROWS, sep=","):
+    lines = [sep.join(rows[0]), *(sep.join(f'"{value}"' for value in row.values()) for row in rows)]
+    Path(path).write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def parquet(path, rows=ROWS):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return str(path)
+
+
+def jsonl(path, rows=ROWS):
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def listed(path, rows=ROWS):
+    Path(path).write_text("\ufeff" + json.dumps(rows))
+    return str(path)
+
+
+def dataset(path, rows=ROWS):
+    import datasets
+
+    datasets.Dataset.from_list(rows).save_to_disk(path)
+    return str(path)
+
+
+KINDS = {
+    "mine.csv": csv,
+    "mine.tsv": lambda path: csv(path, sep="\t"),
+    "mine.jsonl": jsonl,
+    "mine.json": listed,
+    "mine.parquet": parquet,
+    "mine": dataset,
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_file_gives_the_same_rows(name):
+    train, validation, record = converted(KINDS[name](name))
+    rows = {row["prompt"][0]["content"]: row["reward_model"]["ground_truth"] for row in (*train, *validation)}
+    assert rows == {row["question"]: row["a"] for row in ROWS}
+    assert (len(train), len(validation)) == (record["train"], record["validation"]) == (18, 2)
+    assert {row["data_source"] for row in train} == {"own/mine"} and {row["extra_info"]["split"] for row in train} == {
+        "train"
+    }
+
+
+def test_a_split_depends_on_the_seed_alone_and_keeps_equal_questions_together():
+    doubled = jsonl("mine.jsonl", [*ROWS, *reversed(ROWS)])
+    train, validation, _ = converted(doubled)
+    again, _, _ = converted(
+        jsonl("other.jsonl", [*reversed(ROWS), *ROWS]), columns={"prompt": "question", "answer": "a"}
+    )
+
+    def asked(rows):
+        return {row["prompt"][0]["content"] for row in rows}
+
+    assert len(validation) == 4 and not asked(train) & asked(validation) and asked(train) == asked(again)
+    other = config_of(doubled)
+    other.seed = 1
+    use_columns(other)
+    assert asked(pyarrow.parquet.read_table(other.data.train_files).to_pylist()) != asked(train)
+    train, validation, _ = converted(doubled, val_share=0.9)
+    assert len(asked(train)) == 2 and len(asked(validation)) == 18
+
+
+def test_files_of_their_own_to_validate_are_not_split(here):
+    train, validation, record = converted([csv("one.csv"), csv("two.csv")], csv("val.csv", ROWS[:3]))
+    assert (len(train), len(validation), record["val_share"]) == (40, 3, None)
+    assert len(record["files"]) == 3 and all(digest.startswith("sha256:") for digest in record["files"].values())
+
+
+def test_texts_numbers_messages_and_solutions():
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
+    rows = [
+        {"q": said, "a": "so it is\n#### 42", "s": None, "kind": "mine"},
+        {"q": [{"role": "user", "content": "2?"}], "a": "#### 7", "s": "Think.", "kind": None},
+    ]
+    train, validation, _ = converted(
+        jsonl("mine.jsonl", rows), columns={"prompt": "q", "answer": "a", "system": "s", "data_source": "kind"}
+    )
+    first, second = sorted((*train, *validation), key=lambda row: row["extra_info"]["index"])
+    assert first["prompt"] == said and first["reward_model"]["ground_truth"] == "42" and first["data_source"] == "mine"
+    assert second["prompt"][0] == {"role": "system", "content": "Think."} and second["data_source"] == "own/mine"
+    rows = [{"question": "a", "a": 4}, {"question": "b", "a": 2.5}]
+    assert {row["reward_model"]["ground_truth"] for part in converted(jsonl("n.jsonl", rows))[:2] for row in part} == {
+        "4",
+        "2.5",
+    }
+    Path("zeros.csv").write_text('question,a\n"one\nline, two",007\nb,1.50\n')
+    found = [row for part in converted("zeros.csv")[:2] for row in part]
+    assert {row["reward_model"]["ground_truth"] for row in found} == {"007", "1.50"}
+
+
+def test_rows_are_made_once_and_anew_where_a_file_has_changed(monkeypatch):
+    file, calls = csv("mine.csv"), []
+    monkeypatch.setattr(own_rows, "write", lambda *words, write=own_rows.write: calls.append(1) or write(*words))
+    first = converted(file)
+    assert converted(file) == first and len(calls) == 2
+    csv("mine.csv", ROWS[:10])
+    assert converted(file)[2]["train"] == 9 and len(calls) == 4
+    config = config_of(file)
+    use_columns(config)
+    once = OmegaConf.to_container(config)
+    use_columns(config)
+    assert OmegaConf.to_container(config) == once, "a run that is prepared again"
+    assert "9 rows to train and 1 to validate, of mine.csv" in split_text(config)
+    config.data.columns = None
+    assert split_text(config) is None
+
+
+def written(name, content):
+    return lambda: Path(name).write_bytes(content) and name
+
+
+BAD = {
+    "missing": (lambda: csv("mine.csv") and "mien.csv", ["mien.csv: no such file", "Did you mean 'mine.csv'"]),
+    "empty": (lambda: Path("x.csv").touch() or "x.csv", ["x.csv: the file is empty"]),
+    "only a header": (written("x.csv", b"question,a\n"), ["x.csv: there are no rows"]),
+    "binary": (written("x.csv", b"question,a\n\0\x01\x02,4\n"), ["zero bytes", "binary", "use parquet"]),
+    "a picture": (written("x.png", b"\x89PNG"), ["ends in '.png'", ".csv, .tsv"]),
+    "another encoding": (written("x.csv", b"question,a\n\xe9t\xe9,4\nb,3\n"), ["x.csv", "UTF-8"]),
+    "another column": (lambda: csv("x.csv", [{"questoin": "?", "a": "4"}]), ["no column 'question'", "questoin, a", "Did you mean 'questoin'"]),
+    "double columns": (written("x.csv", b"question,a,a\nb,3,4\n"), ["two columns are called 'a'", "rename"]),
+    "double columns in JSON": (written("x.jsonl", b'{"question": "b", "a": 1, "a": 2}\n'), ["x.jsonl"]),
+    "ragged": (written("x.csv", b"question,a\nb,3,4,5\n"), ["x.csv: cannot be read as csv", "quote texts"]),
+    "no JSON": (written("x.jsonl", b"question\n"), ["x.jsonl: cannot be read"]),
+    "no list": (written("x.json", b"[1, 2]"), ["x.json: cannot be read as a list of objects"]),
+    "a blank question": (written("x.csv", b"question,a\n  ,3\nb,4\n"), ["x.csv, row 0, column 'question'", "expected a text"]),
+    "no answer": (written("x.csv", b"question,a\nc,3\nb,\n"), ["x.csv, row 1, column 'a' is ''", "text or a number"]),
+    "one question": (lambda: csv("x.csv", ROWS[:1] * 3), ["1 different question", "data.val_files"]),
+    "a folder of something else": (lambda: Path("folder").mkdir() or "folder", ["folder: cannot be loaded", "save_to_disk"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_files_that_cannot_be_used_are_refused_in_a_sentence(kind):
+    make, said = BAD[kind]
+    with pytest.raises(ConfigError) as caught:
+        use_columns(config_of(make()))
+    assert [part for part in said if part not in str(caught.value)] == [], caught.value
+    assert (
+        "expected" in str(caught.value).lower() or "set " in str(caught.value).lower() or "export" in str(caught.value)
+    )
+
+
+def test_a_file_that_does_not_fit_into_memory_is_refused(monkeypatch):
+    file = csv("mine.csv")
+    monkeypatch.setattr(
+        own_tables.psutil, "virtual_memory", lambda: type("Memory", (), {"available": Path(file).stat().st_size})()
+    )
+    with pytest.raises(ConfigError, match="times as much memory.*cut it into several"):
+        use_columns(config_of(file))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"columns": "question"}, ["data.columns=question", "expected {prompt:"]),
+        ({"columns": {"prompt": "question"}}, ["no answer"]),
+        ({"columns": {"prompt": "question", "anser": "a"}}, ["data.columns.anser=a", "Did you mean 'answer'"]),
+        ({"columns": {"prompt": "a", "answer": "a"}}, ["named twice"]),
+        ({"columns": {"prompt": 3, "answer": "a"}}, ["data.columns.prompt=3", "name of a column"]),
+        ({"val_share": 1}, ["data.val_share=1", "at most 0.9"]),
+        ({"val_share": 0}, ["data.val_share=0", "above 0"]),
+        ({"train_files": 3}, ["data.train_files=3"]),
+        ({"train_files": [None]}, ["data.train_files=[None]"]),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(settings, said):
+    config = config_of(csv("mine.csv"))
+    with open_dict(config):
+        config.data.update(settings)
+    with pytest.raises(ConfigError) as caught:
+        use_columns(config)
+    assert [part for part in said if part not in str(caught.value)] == [], caught.value
+
+
+@pytest.mark.parametrize("file", ["mine.csv", "hf://openai/gsm8k/main", "mine"])
+def test_a_file_of_unknown_columns_says_how_to_name_them(file):
+    Path("mine").mkdir()
+    config = config_of(file)
+    config.data.columns = None
+    with pytest.raises(ConfigError, match=r"set data\.columns, as in 'data\.columns=\{prompt: question"):
+        use_columns(config)
+
+
+def test_a_run_is_prepared_from_a_csv(compose_config, cold_assets):
+    words = ["data.train_batch_size=4", "data.val_files=null", COLUMNS, "trainer.default_local_dir=x"]
+    config = compose_config(f"assets={cold_assets}", f"data.train_files={csv('mine.csv')}", *words)
+    setup = prepare(config)
+    assert setup.config.data.columns.prompt == "question" and "18 rows to train" in split_text(setup.config)
+    assert len(setup.tasks[0]) == 18
