@@ -190,8 +190,9 @@ def critic_reader(config: DictConfig, critics: CriticSpec, policies: list[str]) 
     return reader
 
 
-async def build(setup: Setup, cleanup: ExitStack, progress: Any = None) -> Any:
-    """Start every policy's pool, workers and servers, and put the trainer together; ``cleanup`` learns how to end them."""
+async def build(setup: Setup, cleanup: ExitStack, progress: Any = None, servers: bool = True) -> Any:
+    """Start every policy's pool, workers and servers, and put the trainer together; ``cleanup`` learns how to end them. Without
+    ``servers`` nothing can be generated: all turns are read from a ledger."""
     # heavy: imported once the configuration is known to be right
     from marl.marl_trainer import MARLTrainer
 
@@ -202,7 +203,7 @@ async def build(setup: Setup, cleanup: ExitStack, progress: Any = None) -> Any:
     loader, validation, total_steps = load_tasks(config, tokenizers)
     configs = {name: policy_config(config, name, index, run_id, total_steps) for index, name in enumerate(names)}
     groups, critics = make_groups(setup, configs, cleanup)
-    await start_groups(groups, critics)
+    await start_groups(groups, critics, servers)
     other_run = config.trainer.resume_mode != "auto" or config.trainer.resume_changes
     if config.controller.ledger and other_run:
         forget_all(Path(config.trainer.default_local_dir))

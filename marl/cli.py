@@ -27,6 +27,7 @@ COMMANDS = {
         "marl.commands.plan",
         "print a run's memory and placement without starting it: --cluster 2x8x80GB, and the keys of train",
     ),
+    "replay": Command("marl.commands.replay", "play a recorded step again without servers, and compare: RUN step=N"),
     "ensemble": Command("marl.commands.ensemble", "compare the agents' vote and joint answers with each agent alone"),
 }
 
