@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(1800)]
 KILLS = 80
 RUN = (
     "resources.one_process=true", "trainer.resume_mode=auto", "trainer.logger=[]", "trainer.save_freq=2", "trainer.test_freq=3", "trainer.val_before_train=false",
-    "data.train_batch_size=4", "actor_rollout_ref.rollout.n=4", "trainer.total_training_steps=60",
+    "data.train_batch_size=4", "actor_rollout_ref.rollout.n=4", "trainer.total_training_steps=160",
 )  # fmt: skip
 
 
@@ -52,10 +52,14 @@ def test_80_kills_at_random_times(compose_config, cold_assets, tmp_path):
     assert in_a_fork(lambda: run(of("started"), progress=lambda *_: os._exit(0))) == 0
     start = time.monotonic() - began
     assert in_a_fork(lambda: run(whole)) == 0
-    rng, kills, began = random.Random(0), 0, time.monotonic()
+    rng, kills, saving, began = random.Random(0), 0, 0, time.monotonic()
     while kills < KILLS and killed_within(rng.uniform(0, 2 * start), lambda: run(broken)):
         kills += 1
+        saving += any((tmp_path / "broken").glob(".*_global_step_*"))
     assert kills == KILLS, "the run ended before; raise trainer.total_training_steps"
     assert in_a_fork(lambda: run(broken)) == 0
-    print(f"\n{kills} kills within {2 * start:.1f} s of a start of {start:.1f} s, {time.monotonic() - began:.0f} s")
+    print(
+        f"\n{kills} kills ({saving} inside a save) at 0 to {2 * start:.1f} s, of which the first step begins at {start:.1f} s; "
+        f"{time.monotonic() - began:.0f} s"
+    )
     assert unequal(tmp_path / "broken", tmp_path / "whole") == []

@@ -13,14 +13,22 @@ from marl.controller.client import PolicyClient
 from marl.controller.ledger import read_step
 from marl.marl_trainer import MARLTrainer
 from marl.rollout.hf_server import HFServer
+from tests.stack.builders import ADAPTED
 
 pytestmark = pytest.mark.slow
 STEPS = 4
 RUN = (
     "resources.one_process=true", f"trainer.total_training_steps={STEPS}", "trainer.save_freq=2", "trainer.test_freq=2",
     "trainer.val_before_train=false", "trainer.logger=[file]", "data.train_batch_size=4", "actor_rollout_ref.rollout.n=4",
-    "controller.keep_ledger=true", "learner=mappo", "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
+    "controller.keep_ledger=true", "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
 )  # fmt: skip
+
+
+REWARD = (
+    "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+    "    return sum(map(ord, solution_str)) % 5 / 4\n"
+)
+"""Scores that differ, whatever a model says that was hardly trained."""
 
 
 class Batches(dict):
@@ -45,9 +53,8 @@ def run(compose_config, cold_assets, tmp_path_factory, batches):
     """A run that kept its ledgers, and the batches of its updates."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     reward = folder.parent / "reward.py"
-    reward.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-                      "    return sum(map(ord, solution_str)) % 5 / 4\n")  # fmt: skip
-    train(compose_config, cold_assets, folder, reward)
+    reward.write_text(REWARD)
+    train(compose_config, cold_assets, folder, reward, "learner=mappo")
     return folder, dict(batches)
 
 
@@ -129,7 +136,7 @@ def test_scores_are_computed_again_on_request(folder, serverless, capsys):
 def test_a_ledger_of_other_weights_is_refused(folder, compose_config, cold_assets, tmp_path, capsys):
     """The ledger of a run with the same seeds, whose policies moved further in its first step."""
     other, run = tmp_path / "other", copy_of(folder, tmp_path)
-    changes = ("trainer.total_training_steps=2", "actor_rollout_ref.actor.optim.lr=0.01")
+    changes = ("learner=mappo", "trainer.total_training_steps=2", "actor_rollout_ref.actor.optim.lr=0.01")
     train(compose_config, cold_assets, other, folder.parent / "reward.py", *changes)
     shutil.rmtree(run / "ledger" / "step_2")
     shutil.copytree(other / "ledger" / "step_2", run / "ledger" / "step_2")
@@ -186,3 +193,25 @@ def test_it_goes_on_live_from_a_turn(folder, generated, capsys, kind):
 def test_a_turn_that_was_not_recorded_is_no_place_to_go_on_from(folder, capsys, where):
     code, said = replayed(folder, capsys, "step=4", f"from={where}")
     assert code == 2 and "from=" in said
+
+
+TEAMS = {
+    "one policy": ("sharing=shared", "learner=ippo"),
+    "adapters": (*ADAPTED, "learner=mappo"),
+    "branches": ("learner=at_grpo", "runner=tree", "credit=own"),
+    "alternatives": ("learner=grpo", "credit=replay"),
+    "exchange": ("learner=cory", "runner=pioneer_observer", "credit=auto", "learner.exchange_every=2"),
+    "mixer": ("learner=vdn", "credit=team", "learner.target_update_every=2"),
+    "frozen": ("agents.carol.trainable=false", "learner=ippo"),
+}
+
+
+@pytest.mark.parametrize("team", TEAMS)
+def test_every_kind_of_team_is_replayed(compose_config, cold_assets, tmp_path, capsys, team):
+    """What episodes leave beside their turns, and what further rollouts were made of, is in the ledger too."""
+    reward = tmp_path / "reward.py"
+    reward.write_text(REWARD)
+    changes = ("trainer.total_training_steps=3", *TEAMS[team])
+    train(compose_config, cold_assets, tmp_path / "run", reward, *changes)
+    code, said = replayed(tmp_path / "run", capsys, "step=3")
+    assert code == 0 and "global_step_3 (weights, optimizers, learner): equal" in said, said
