@@ -35,10 +35,12 @@ from marl.controller.episode_workers import EpisodeWorkers, SpreadController, sp
 from marl.controller.ledger import Ledger, forget_all
 from marl.controller.tasks import train_loader, validation_tasks
 from marl.modules.pretrained import load_config, load_generation_config
+from marl.platform.determinism import seed_generators
 from marl.rewards import build_reward
 from marl.rollout.decoding import end_ids
 from marl.run_setup import Setup, make_runner
 from marl.runners import Runner, register_runner
+from marl.utils.seeding import derive_seed
 
 
 def tokenizer_of(model: DictConfig) -> Any:
@@ -199,6 +201,7 @@ async def build(setup: Setup, cleanup: ExitStack, progress: Any = None, servers:
     config, names, run_id = setup.config, setup.policies, uuid.uuid4().hex[:8]
     if not config.resources.one_process:
         check_cluster(setup)
+    seed_generators(derive_seed(config.seed, "generators of the driver"))
     tokenizers = {name: tokenizer_of(model_config(config, name)) for name in names}
     loader, validation, total_steps = load_tasks(config, tokenizers)
     configs = {name: policy_config(config, name, index, run_id, total_steps) for index, name in enumerate(names)}

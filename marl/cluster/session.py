@@ -13,9 +13,11 @@ from verl.plugin.platform import PlatformRegistry, get_platform, set_platform
 
 import marl.config.schema  # noqa: F401 - registers our groups
 from marl.cluster.access import token_required
+from marl.config.determinism import is_strict
 from marl.config.engines import serves_vllm_on_cpu
 from marl.config.errors import ConfigError
 from marl.platform.cpu import PlatformCPUEngines
+from marl.platform.determinism import VARIABLE, environment_of, strict_operations
 from marl.run_setup import Setup
 from marl.utils.allocator import keep_freed_memory
 from marl.utils.garbage import freeze_gc
@@ -46,7 +48,7 @@ def local_session(config: DictConfig) -> Iterator[None]:
     from marl.cluster.local import one_process
 
     freeze_gc()  # before any models exist, which must be freed with their run
-    with one_process():
+    with strict_operations(config), one_process():
         yield
 
 
@@ -58,15 +60,25 @@ def ray_session(config: DictConfig, ranks: int) -> Iterator[None]:
     """
     environment = run_environment(config)
     if ray.is_initialized():
+        has_started_strict(config)
         yield
         return
     arguments = ray_arguments(config, environment, ranks)
-    with token_required() if arguments["address"] == "local" else nullcontext():
+    with strict_operations(config), token_required() if arguments["address"] == "local" else nullcontext():
         ray.init(log_to_driver=False, **arguments)
         try:
             yield
         finally:
             ray.shutdown()
+
+
+def has_started_strict(config: DictConfig) -> None:
+    """Raise ConfigError for a strict run in a Ray session that began without its environment."""
+    if is_strict(config) and os.environ.get(VARIABLE) is None:
+        raise ConfigError(
+            "determinism=strict: Ray runs in this process already, and its workers lack the environment of a strict run; end it by "
+            "ray.shutdown() before the run, or set determinism=null"
+        )
 
 
 def run_environment(config: DictConfig) -> dict[str, str]:
@@ -82,6 +94,7 @@ def run_environment(config: DictConfig) -> dict[str, str]:
         "VERL_USE_EXTERNAL_MODULES": ",".join(dict.fromkeys(["marl.platform.cpu", *modules])),
         "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])),
     }
+    environment |= environment_of(config)
     if config.trainer.device == "cpu":
         environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     return environment
