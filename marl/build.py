@@ -36,11 +36,13 @@ from marl.controller.episode_workers import EpisodeWorkers, SpreadController, sp
 from marl.controller.ledger import Ledger, forget_all
 from marl.controller.tasks import train_loader, validation_tasks
 from marl.modules.pretrained import load_config, load_generation_config
+from marl.platform.determinism import seed_generators
 from marl.rewards import build_reward
 from marl.rollout.decoding import end_ids
 from marl.run_setup import Setup, make_runner
 from marl.runners import Runner, register_runner
 from marl.utils.deadlines import interrupted_after
+from marl.utils.seeding import derive_seed
 
 
 def tokenizer_of(model: DictConfig) -> Any:
@@ -203,10 +205,13 @@ def start_deadline(config: DictConfig) -> tuple[float, str, str]:
     return math.inf if config.resources.one_process else seconds, "placing the worker groups", key
 
 
-async def build(setup: Setup, cleanup: ExitStack, progress: Any = None, again: bool = False) -> Any:
+async def build(
+    setup: Setup, cleanup: ExitStack, progress: Any = None, again: bool = False, servers: bool = True
+) -> Any:
     """Start every policy's pool, workers and servers, and put the trainer together; ``cleanup`` learns how to end them.
 
-    ``again``: after a fault of this process's run, whose ledger is therefore this run's own.
+    ``again``: after a fault of this process's run, whose ledger is therefore this run's own. Without ``servers`` nothing can be
+    generated: all turns are read from a ledger.
     """
     # heavy: imported once the configuration is known to be right
     from marl.marl_trainer import MARLTrainer
@@ -214,12 +219,13 @@ async def build(setup: Setup, cleanup: ExitStack, progress: Any = None, again: b
     config, names, run_id = setup.config, setup.policies, uuid.uuid4().hex[:8]
     if not config.resources.one_process:
         await wait_for_cluster(setup, config.resources.placement_timeout_s if again else 0.0)
+    seed_generators(derive_seed(config.seed, "generators of the driver"))
     tokenizers = {name: tokenizer_of(model_config(config, name)) for name in names}
     loader, validation, total_steps = load_tasks(config, tokenizers)
     configs = {name: policy_config(config, name, index, run_id, total_steps) for index, name in enumerate(names)}
     with interrupted_after(*start_deadline(config)):
         groups, critics = make_groups(setup, configs, cleanup)
-    await start_groups(groups, critics)
+    await start_groups(groups, critics, servers)
     if config.controller.ledger and ledger_is_foreign(config, again):
         forget_all(Path(config.trainer.default_local_dir))
     controller = await start_controller(setup, groups, tokenizers, run_id, cleanup)

@@ -7,7 +7,6 @@ import asyncio
 import hashlib
 import json
 import logging
-import random
 import shutil
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,15 +15,14 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import psutil
-import torch
 
 from marl.cluster.shared_folder import check_shared
 from marl.config.deadlines import Deadline, Phase, deadline_of
 from marl.config.identity import code_fingerprint, fingerprints
 from marl.config.policies import policies_by_agent
 from marl.controller import ledger
+from marl.platform.determinism import random_states, set_random_states
 from marl.preflight.run_folder import RUN, family_of, read_identity, restarts_of, to_resume
 from marl.report import run_summary
 from marl.types import Metrics, Task
@@ -166,17 +164,6 @@ def world_sizes(trainer: MARLTrainer) -> dict[str, int]:
     policies = {name: group for name, group in trainer.policies.items() if group.takes_weights}
     actors = {f"{name}/actor": group.workers.world_size for name, group in policies.items()}
     return actors | {f"{name}/critic": group.workers.world_size for name, group in trainer.critics.groups.items()}
-
-
-def random_states() -> dict[str, Any]:
-    """States of the driver's generators; its ranks save their own."""
-    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-
-
-def set_random_states(states: Mapping[str, Any]) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
 
 
 async def resume(trainer: MARLTrainer) -> None:

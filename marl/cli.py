@@ -93,6 +93,13 @@ COMMANDS = {
         ("marl doctor", "RAY_ADDRESS=head:6379 marl doctor"),
         options=True,
     ),
+    "replay": Command(
+        "marl.commands.replay",
+        "play a recorded step again without servers, and compare",
+        LOOK,
+        ("marl replay outputs/quickstart/latest step=12",),
+        "takes RUN, step=N and from=TURN (docs/debugging.md)",
+    ),
 }
 """In the order of the help. A line more makes a command: its module's ``main`` takes the words after it, as Hydra's do, or it
 has options of its own (``options=True``)."""

@@ -202,6 +202,7 @@ class MARLTrainer:
         """Play every task ``rollout.n`` times with the current weights."""
         for group in self.groups:
             group.busy.clear()
+        self.controller.ledger.begin(self.step_number, self.weights.proven)
         work = self.controller.collect(tasks, self.config.actor_rollout_ref.rollout.n, self.step_number)
         return await served(self.policies.values(), work)
 

@@ -16,7 +16,7 @@ from tests import sharing
 from tests.sharing import pytest_addoption, pytest_runtest_protocol  # noqa: F401 - hooks
 
 pytest.register_assert_rewrite(
-    "tests.stack.builders", "tests.vllm.builders"
+    "tests.stack.builders", "tests.stack.resumed", "tests.vllm.builders"
 )  # before a test imports them: their asserts explain themselves
 torch.set_num_threads(1)
 yaml.SafeLoader = getattr(

@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from verl.plugin.platform import get_platform
 
 import marl.config.schema  # noqa: F401 - registers our groups
+from marl.cluster.absent_servers import AbsentServers
 from marl.cluster.layout import Part, parts_of
 from marl.config.deadlines import deadlines_of
 from marl.config.errors import ConfigError
@@ -119,15 +120,19 @@ def group_class(part: Part, one_process: bool) -> Any:
     return LocalPolicyGroup if one_process else RayPolicyGroup
 
 
-async def start_groups(groups: dict[str, Any], critics: dict[str, Any]) -> None:
+async def start_groups(groups: dict[str, Any], critics: dict[str, Any], servers: bool = True) -> None:
     """Pools start at the same time; servers of one pool that share an accelerator one after another, each asleep before the
-    next asks for memory."""
+    next asks for memory. ``servers=False`` starts none."""
 
     async def one_after_another(members: list[Any]) -> None:
         for group in members:
             await group.start_servers()
 
     await asyncio.gather(*(group.start_workers() for group in [*groups.values(), *critics.values()]))
+    if not servers:
+        for group in groups.values():
+            group.servers = group.weight_sync = AbsentServers(group.name)
+        return
     pools: dict[str, list[Any]] = {}
     for group in groups.values():
         pools.setdefault(group.pool if waits_for_its_pool(group) else group.name, []).append(group)

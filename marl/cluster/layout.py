@@ -26,6 +26,7 @@ def policy_config(config: DictConfig, name: str, index: int, run_id: str, total_
     custom = {
         "policy": name,
         "run_id": run_id,
+        "seed": derive_seed(config.seed, "generators of policy", name),
         "replica_offset": index * OFFSET,
         "timeout_s": sync.seconds,
         "timeout_key": sync.key,

@@ -17,9 +17,11 @@ import marl.config.schema  # noqa: F401 - registers our groups
 from marl.cluster.access import connect, token_required
 from marl.cluster.processes import MARK, end_left, end_orphans, marked
 from marl.cluster.stacks import LISTEN
+from marl.config.determinism import is_strict
 from marl.config.engines import serves_vllm_on_cpu
 from marl.config.errors import ConfigError
 from marl.platform.cpu import PlatformCPUEngines
+from marl.platform.determinism import VARIABLE, environment_of, strict_operations
 from marl.run_setup import Setup
 from marl.utils.allocator import keep_freed_memory
 from marl.utils.endings import ended_by_sigterm
@@ -52,7 +54,7 @@ def local_session(config: DictConfig) -> Iterator[None]:
 
     freeze_gc()  # before any models exist, which must be freed with their run
     end_orphans()
-    with marked(), one_process(), ended_by_sigterm():
+    with strict_operations(config), marked(), one_process(), ended_by_sigterm():
         yield
 
 
@@ -64,10 +66,11 @@ def ray_session(config: DictConfig, ranks: int) -> Iterator[None]:
     """
     environment = run_environment(config)
     if ray.is_initialized():
+        has_started_strict(config)
         yield
         return
     end_orphans()
-    with marked() as mark:
+    with strict_operations(config), marked() as mark:
         arguments = ray_arguments(config, environment | {MARK: mark}, ranks)
         with token_required() if arguments["address"] == "local" else nullcontext():
             try:
@@ -88,6 +91,15 @@ def own_sockets() -> Path | None:
     return Path(node.get_session_dir_path()) / "sockets" if node is not None and node.is_head() else None
 
 
+def has_started_strict(config: DictConfig) -> None:
+    """Raise ConfigError for a strict run in a Ray session that began without its environment."""
+    if is_strict(config) and os.environ.get(VARIABLE) is None:
+        raise ConfigError(
+            "determinism=strict: Ray runs in this process already, and its workers lack the environment of a strict run; end it by "
+            "ray.shutdown() before the run, or set determinism=null"
+        )
+
+
 def run_environment(config: DictConfig) -> dict[str, str]:
     """Environment variables of all processes: verl's own, and ours."""
     from verl.trainer.constants_ppo import get_ppo_ray_runtime_env  # asks the GPU what it is
@@ -101,6 +113,7 @@ def run_environment(config: DictConfig) -> dict[str, str]:
         "VERL_USE_EXTERNAL_MODULES": ",".join(dict.fromkeys(["marl.platform.cpu", *modules])),
         "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])),
     }
+    environment |= environment_of(config)
     if config.trainer.device == "cpu":
         environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     return environment

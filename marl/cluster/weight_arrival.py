@@ -36,8 +36,14 @@ class WeightSync:
             return {name: group for name, group in checked.items() if check_of(wanted, group.rollout.name) is check}
 
         digests, probes = checked_by(WeightCheck.digest), checked_by(WeightCheck.probe)
-        self.proofs: list[Proof] = [DigestProof(config.seed, digests)] if digests else []
+        self.digests = DigestProof(config.seed, digests)
+        self.proofs: list[Proof] = [self.digests] if digests else []
         self.proofs += [ProbeProof(config.seed, probes, clients)] if probes else []
+
+    @property
+    def proven(self) -> dict[PolicyName, Digest]:
+        """Digests of the weights that ``hf`` servers were last proved to hold."""
+        return self.digests.earlier.expected if self.digests.earlier else {}
 
     async def to_step(self, step: int) -> Metrics:
         """Give every policy's weights to its servers, all at once. Raises WeightsNotArrived, which names policy and server."""
@@ -63,8 +69,7 @@ class DigestProof:
         self.earlier: Earlier | None = None
 
     async def prove(self, step: int) -> None:
-        """Other numbers are read in every step."""
-        seed = derive_seed(self.seed, "weights", step)
+        seed = digest_seed(self.seed, step)
         digests, accounts = await asyncio.gather(
             asyncio.gather(*(group.weight_digest(seed) for group in self.policies.values())),
             asyncio.gather(*(group.held_weights(seed) for group in self.policies.values())),
@@ -95,6 +100,11 @@ class DigestProof:
         """The server's present weights, read as at the last proof."""
         assert self.earlier is not None
         return (await self.policies[name].held_weights(self.earlier.seed))[index].digest
+
+
+def digest_seed(seed: int, step: int) -> int:
+    """Seed of the sample of numbers that is read at a step; each step reads others."""
+    return derive_seed(seed, "weights", step)
 
 
 def agree(names: list[str], one: Digest, other: Digest) -> bool:

@@ -71,10 +71,11 @@ class Ledger:
 
     def digest(self, *deciding: Any) -> str:
         """Digest of all that decides a record, marl's own source files included; it has to be the same when it is read."""
-        if self.root is None:
-            return ""
-        text = json.dumps([code_fingerprint(), *deciding], sort_keys=True, default=str).encode()
-        return blake2b(text, digest_size=8).hexdigest()
+        return "" if self.root is None else self.digest_of([code_fingerprint(), *deciding])
+
+    @staticmethod
+    def digest_of(deciding: Sequence[Any]) -> str:
+        return blake2b(json.dumps(deciding, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
 
     def find(self, kind: str, name: int, of: str) -> Any:
         """The content of a record, or None."""
@@ -102,6 +103,17 @@ class Ledger:
         """Go on without a ledger."""
         logger.warning("no more turns are recorded in %s: %s", self.root, error)
         self.file, self.root = None, None
+
+    def weights(self, step: int) -> dict[str, Any] | None:
+        """Digests of the weights with which the step's turns were generated, by policy; None where nobody read them."""
+        digests: dict[str, Any] | None = self.find("weights", step, "")
+        return digests
+
+    def begin(self, step: int, digests: Mapping[str, Any]) -> None:
+        """Open a step, and record the weights with which it generates."""
+        self.open(step)
+        if digests:
+            self.add("weights", step, "", dict(digests))
 
     def turn(self, seed: int, of: str) -> Turn | None:
         content = self.find("turn", seed, of)

@@ -15,6 +15,10 @@ from typing import Any
 import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
+from marl.platform.determinism import follow_environment
+
+follow_environment()  # imported first in every process of a run
+
 
 def _peak_rss_bytes(*_: Any) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

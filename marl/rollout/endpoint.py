@@ -22,6 +22,8 @@ from marl.config.endpoints import Endpoint
 from marl.rollout.chat_completion import QUOTA, TOO_LONG, NonsenseAnswer, Reply, listed_models, read_reply, shown
 from marl.rollout.endpoint_usage import Usage
 
+JITTER = random.Random()
+"""Of pauses alone: it moves no generator that results are drawn from."""
 LARGEST_BODY = 32 << 20
 """Bytes of an answer that are read."""
 CHECK_SECONDS = 10.0
@@ -176,7 +178,7 @@ class EndpointServer:
     def _wait(self, attempt: int, failed: TryAgain) -> float:
         """Seconds before the next attempt: twice as long each time, or up to about a second more than the server asks for, with
         jitter so that requests that failed together do not come back together."""
-        own, jitter = float(self.endpoint.backoff_s * 2 ** (attempt - 1)), random.uniform(0.5, 1.5)
+        own, jitter = float(self.endpoint.backoff_s * 2 ** (attempt - 1)), JITTER.uniform(0.5, 1.5)
         return own * jitter if failed.after is None else failed.after + min(own, 1.0) * jitter
 
     async def _attempt(self, body: Mapping[str, Any], seconds: float) -> Reply:

@@ -16,10 +16,10 @@ def results(folder):
         for kind in ("rollouts", "validation")
         for path in folder.glob(f"{kind}/*.jsonl")
     }
-    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    metrics = [json.loads(line) for path in folder.glob("metrics.jsonl") for line in path.open()]
     logged = [(line["step"], timeless(line["data"])) for line in metrics]
-    assert weights and moments and dumps and logged
-    summary = timeless(json.loads((folder / "summary.json").read_text()))
+    assert weights and moments and dumps
+    summary = [timeless(json.loads(path.read_text())) for path in folder.glob("summary.json")]
     return {
         "step": last.name, "weights": weights, "moments": moments, "dumps": dumps, "metrics": logged, "summary": summary
     }  # fmt: skip
@@ -55,3 +55,8 @@ def differing(one, other, at=""):
         one, other = one.to_local(), other.to_local()
     same = torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
     return [] if same else [at]
+
+
+def unequal(one, other):
+    """Names of what differs between two runs' folders."""
+    return sorted({place.split("/")[1] for place in differing(results(one), results(other))})

@@ -1,9 +1,6 @@
 """A process that saves one checkpoint after another, by the code of a run, for others to kill."""
 
 import os
-import signal
-import traceback
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -57,20 +54,6 @@ def equal(one, other):
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
-def forked(work):
-    """A process of its own that does this work and ends; its number."""
-    child = os.fork()
-    if child:
-        return child
-    try:
-        shard_files.THREAD = ThreadPoolExecutor(1)  # a fork has none of its parent's threads
-        work()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
-
-
 def saves_on(root: Path, first: int, told: int):
     """Save without end; a byte to ``told`` as each save begins and ends."""
     step = first
@@ -79,8 +62,3 @@ def saves_on(root: Path, first: int, told: int):
         save(root, step)
         os.write(told, b"e")
         step += 1
-
-
-def end(child):
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)

@@ -11,7 +11,7 @@ import torch
 
 from marl.utils import folders
 from marl.utils.manifest import MANIFEST, verify
-from tests.chaos import saver
+from tests.chaos import forks, saver
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(900)]
 KILLS = 200
@@ -30,13 +30,13 @@ def read_within(descriptor, seconds):
 def kill_inside_a_save(root, first, rng, duration):
     """Kill a saver at a random moment of a save. Returns the step that was being saved, or None if it had ended by then."""
     hear, told = os.pipe()
-    child = saver.forked(lambda: saver.saves_on(root, first, told))
+    child = forks.forked(lambda: saver.saves_on(root, first, told))
     os.close(told)
     step = first + rng.randrange(2)
     for _ in range(2 * (step - first) + 1):
         assert read_within(hear, 30.0), "the saver ended"
     ended = read_within(hear, rng.uniform(0, duration))
-    saver.end(child)
+    forks.end(child)
     ended = ended or os.read(hear, 1)
     os.close(hear)
     return None if ended else step
@@ -88,7 +88,7 @@ def killed_at(root, call, name):
         setattr(os, name, counted)
         saver.save(root, 2)
 
-    _, status = os.waitpid(saver.forked(work), 0)
+    _, status = os.waitpid(forks.forked(work), 0)
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
     return os.WIFSIGNALED(status)
 

@@ -1,16 +1,16 @@
 """Kills inside rollouts: SIGKILL after a random turn, again and again, until the run has ended as the unbroken one."""
 
-import json
 import os
 import random
 import signal
 import time
-import traceback
 from collections import Counter
 
 import pytest
 import torch
-from safetensors.torch import load_file
+
+from tests.chaos.forks import in_a_fork
+from tests.chaos.results import unequal
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(1800)]
 KILLS = 100
@@ -25,19 +25,6 @@ TURNS = 12
 @pytest.fixture(autouse=True)
 def one_thread():
     torch.set_num_threads(1)  # a fork has none of torch's others
-
-
-def in_a_fork(work):
-    """The status of a process of its own that does this work."""
-    child = os.fork()
-    if not child:
-        try:
-            work()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    return os.waitpid(child, 0)[1]
 
 
 def played(config, seen, turns=None):
@@ -59,30 +46,6 @@ def played(config, seen, turns=None):
 
     PolicyClient.act = noted
     run(config)
-
-
-def results(folder):
-    """Weights, optimizers, dumped episodes and validation: all that a run is about."""
-    last = max(folder.glob("global_step_*"), key=lambda path: int(path.name.rsplit("_", 1)[1]))
-    weights = {path.parts[-4]: load_file(path) for path in last.glob("*/actor/huggingface/model.safetensors")}
-    moments = {path.parts[-3]: torch.load(path, weights_only=False) for path in last.glob("*/actor/optim_*.pt")}
-    dumps = {
-        str(path.relative_to(folder)): [json.loads(line) for line in path.open()]
-        for kind in ("rollouts", "validation")
-        for path in folder.glob(f"{kind}/*.jsonl")
-    }
-    assert len(weights) == len(moments) == 2 and dumps
-    return {"step": last.name, "weights": weights, "moments": moments, "dumps": dumps}
-
-
-def equal(one, other):
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(value, other[key]) for key, value in one.items())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(equal, one, other))
-    if hasattr(one, "to_local"):
-        one, other = one.to_local(), other.to_local()
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 def test_100_kills_inside_rollouts(compose_config, cold_assets, tmp_path):
@@ -109,5 +72,4 @@ def test_100_kills_inside_rollouts(compose_config, cold_assets, tmp_path):
         f"{time.monotonic() - started:.0f} s"
     )
     assert not skipped and not again
-    for name, value in results(tmp_path / "whole").items():
-        assert equal(value, results(tmp_path / "broken")[name]), name
+    assert unequal(tmp_path / "broken", tmp_path / "whole") == []

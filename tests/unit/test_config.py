@@ -453,6 +453,12 @@ BAD = {
     "critic.fsdp.param_offload=often": ["critic.fsdp.param_offload=often", "true or false"],
     "critic.fsdp.model_dtype=fp8": ["critic.fsdp.model_dtype=fp8", "bf16"],
     "+critic.fsdp.mixed_precision={param_dtype:fp8}": ["critic.fsdp.mixed_precision.param_dtype=fp8", "bf16"],
+    "determinism=strickt": ["determinism=strickt", "Did you mean 'strict'"],
+    "determinism=strict hardware=gpu actor_rollout_ref.rollout.name=vllm": ["rollout.name=vllm", "full_determinism=true"],
+    "determinism=strict +actor_rollout_ref.rollout.custom.exact=false": ["custom.exact=false", "leave it out"],
+    "determinism=strict controller.request_seeds=never": ["request_seeds=never", "set auto or always"],
+    "determinism=strict data.seed=null": ["data.seed=null", "data.shuffle=true"],
+    "determinism=strict actor_rollout_ref.actor.fsdp_config.full_determinism=true": ["fails where it warns"],
     "precision=fp8": ["precision=fp8", "fp32, bf16, or null"],
     "precision=bf16 actor_rollout_ref.rollout.dtype=float32": [
         "rollout.dtype=float32",
@@ -527,6 +533,7 @@ BAD |= {
     f"{JUDGE.replace('http://', '')}}}": ["base_url=localhost:1/v1", "expected an address"],
     f"{JUDGE},api_key_env:UNSET_JUDGE_KEY}}": ["api_key_env=UNSET_JUDGE_KEY", "not set"],
     f"{JUDGE}}} agents.carol.trainable=true": ["agent 'carol'", "set agents.carol.trainable=false"],
+    f"determinism=strict {JUDGE}}}": ["policies.carol.endpoint", "determinism=null"],
     f"{JUDGE}}} +policies.carol.pool=p": ["policies.carol.pool has no effect"],
 }
 

@@ -68,6 +68,7 @@ class AdapterWorker(PolicyWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> None:
+        self._seed()
         ActorRolloutRefWorker.init_model(self)
         freeze_gc()
 

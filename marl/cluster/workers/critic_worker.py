@@ -19,6 +19,7 @@ from marl.cluster.workers.critic_loss import critic_loss, read_values
 from marl.cluster.workers.dispatch import rows_by_rank
 from marl.cluster.workers.policy_worker import EngineWorker, shards, timed
 from marl.cluster.workers.shard_files import raise_lost, write
+from marl.platform.determinism import seed_generators
 from marl.utils.garbage import freeze_gc
 from marl.utils.trees import copied, load_tree, save_tree
 
@@ -54,7 +55,7 @@ class CriticWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> None:
-        torch.manual_seed(self.seed)  # the value head is drawn
+        seed_generators(self.seed)  # the value head is drawn
         self.reset()
         self.set_loss_fn(partial(critic_loss, self.settings))
         freeze_gc()

@@ -28,6 +28,7 @@ from marl.cluster.workers import lora
 from marl.cluster.workers.dispatch import rows_by_rank
 from marl.cluster.workers.interface import at_the_nodes_interface
 from marl.cluster.workers.shard_files import FolderWorker, ShardFiles, raise_lost, write
+from marl.platform.determinism import seed_generators
 from marl.platform.shards import reshard
 from marl.utils.allocator import keep_freed_memory
 from marl.utils.garbage import freeze_gc
@@ -93,9 +94,13 @@ class PolicyWorker(FolderWorker, ActorRolloutRefWorker):
         super().__init__(config, role, **kwargs)
         ensure_process_group()
 
+    def _seed(self) -> None:
+        seed_generators(self.config.rollout.custom["seed"] + torch.distributed.get_rank())
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> None:
         """verl's, part by part where there is a reference: its model may be another than the policy's."""
+        self._seed()
         role, model = self.role, self.config.model
         if self._is_ref:
             self.role, self.config.model = "ref", reference_model(self.config)

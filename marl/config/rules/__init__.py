@@ -15,6 +15,7 @@ from marl.config.precision import precision_of
 from marl.config.rules import (
     agents,
     batches,
+    determinism,
     endpoints,
     engines,
     files,
@@ -39,6 +40,7 @@ RULES: tuple[Callable[[Any], None], ...] = (
     *batches.RULES,
     *resources.RULES,
     *engines.RULES,
+    *determinism.RULES,
     *precision.RULES,
     *references.RULES,
     *files.RULES,
@@ -52,6 +54,7 @@ OF_ALL_POLICIES = (
     *frozen.RULES,
     *resources.OF_ALL_POLICIES,
     *engines.OF_ALL_POLICIES,
+    *determinism.OF_ALL_POLICIES,
     precision.critics_have_the_precision,
 )
 RULES_PER_POLICY = tuple(rule for rule in RULES if rule not in OF_ALL_POLICIES)

@@ -1,0 +1,32 @@
+"""Processes of their own for work that is to be killed: forks, which need not import anything again."""
+
+import os
+import signal
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+
+from marl.cluster.workers import shard_files
+
+
+def forked(work):
+    """Start a process that does this work and ends; its number."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        shard_files.THREAD = ThreadPoolExecutor(1)  # a fork has none of its parent's threads
+        work()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def in_a_fork(work):
+    """The status of a process of its own that does this work."""
+    return os.waitpid(forked(work), 0)[1]
+
+
+def end(child):
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)

@@ -1,0 +1,37 @@
+"""Resumed and unbroken runs are equal through Ray too: on one rank a policy and on two, in pools of their own and in one."""
+
+import pytest
+
+from marl.main import run
+from tests.stack.builders import ADAPTED
+from tests.stack.resumed import assert_same_run
+
+pytestmark = pytest.mark.slow
+STEPS, AFTER = 3, 1
+RUN = (
+    f"trainer.total_training_steps={STEPS}", "trainer.save_freq=1", "trainer.test_freq=3", "trainer.logger=[file]",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps=2", "data.train_batch_size=4", "actor_rollout_ref.rollout.n=3",
+    "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra]", "resources.timeout_s=200",
+)  # fmt: skip
+"""The rate changes from step to step, so that a schedule that is one step off shows."""
+PAIRS = {
+    "ippo": ("learner=ippo",),
+    "mappo, episode workers": ("learner=mappo", "resources.placement=colocated", "controller.num_workers=2"),
+    "adapters": (*ADAPTED, "learner=ippo"),
+    "mappo, two ranks": ("learner=mappo", "trainer.n_gpus_per_node=2"),
+    "one policy, two ranks": ("learner=ippo", "sharing=shared", "trainer.n_gpus_per_node=2"),
+}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_resumed_run_is_the_one_that_was_never_stopped(cluster, compose_config, cold_assets, tmp_path, pair):
+    def trained(name, *overrides):
+        folder = tmp_path / name
+        where = (f"trainer.default_local_dir={folder}", f"trainer.rollout_data_dir={folder}/rollouts")
+        run(compose_config(*RUN, *where, f"assets={cold_assets}", *PAIRS[pair], *overrides))
+        return folder
+
+    whole = trained("whole")
+    source = f"trainer.resume_from_path={whole}/global_step_{AFTER}"
+    assert_same_run(whole, trained("resumed", "trainer.resume_mode=resume_path", source), AFTER, STEPS)
