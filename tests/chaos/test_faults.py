@@ -147,6 +147,8 @@ def test_a_run_outlives_a_process(runs, whole, kind, number, settings, extra, sa
     assert said in fault["error"] and "global_step_" in fault["from"]
     print(f"\n{kind} {number.name}: {hits.told()}; {fault['error'].splitlines()[0][:150]}")
     assert not differing(whole(*settings), results(folder))
+    counted = [json.loads(line)["data"]["perf/restarts"] for line in (folder / "metrics.jsonl").open()]
+    assert counted[0] == 0 and counted[-1] == 1 and json.loads((folder / "summary.json").read_text())["restarts"] == 1
     stacks = sorted(path.name for path in folder.glob("stacks/*/*"))
     if number is STOP:
         assert any("driver" in name for name in stacks) and len(stacks) > 2, stacks
