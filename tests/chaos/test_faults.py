@@ -12,7 +12,7 @@ from collections import Counter
 import psutil
 import pytest
 
-from tests.chaos.results import differing, results
+from tests.chaos.outcome import differing, results
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 COUNT = int(os.environ.get("MARL_FAULTS", "12"))
