@@ -8,14 +8,12 @@ import hashlib
 import json
 import logging
 import shutil
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 
 from marl.cluster.shared_folder import check_shared
 from marl.config.deadlines import Deadline, Phase, deadline_of
@@ -30,6 +28,7 @@ from marl.utils import folders, manifest
 from marl.utils.best import best_steps
 from marl.utils.marks import wait_for
 from marl.utils.metrics import RunningMean
+from marl.utils.process_time import process_seconds
 from marl.utils.trees import copied, load_tree, save_tree
 
 if TYPE_CHECKING:
@@ -264,14 +263,6 @@ def load_learner(trainer: MARLTrainer, state: dict[str, Any]) -> None:
 def seconds_of(trainer: MARLTrainer) -> float:
     """Seconds up to the checkpoint that the run goes on from, and since then; of a new run, the driver's start-up included."""
     return trainer.earlier_seconds + process_seconds()
-
-
-STARTED = time.monotonic() - (time.time() - psutil.Process().create_time())
-"""Start of this process, by a clock that nobody sets."""
-
-
-def process_seconds() -> float:
-    return time.monotonic() - STARTED
 
 
 def summarise(trainer: MARLTrainer, baselines: Mapping[str, Metrics]) -> None:

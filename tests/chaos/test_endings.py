@@ -66,7 +66,7 @@ ENDINGS = {
     "success": (None, 0),
     "ctrl-c": (signal.SIGINT, 130),
     "sigterm": (signal.SIGTERM, 143),
-    "error": ("rank", 1),
+    "error": ("PolicyWorker", 1),
 }
 
 
@@ -88,10 +88,23 @@ def test_no_ending_leaves_anything(start, ending):
 
 
 def end(driver, does):
-    if does == "rank":
-        next(process for process in of(driver) if "PolicyWorker" in process.cmdline()[0]).kill()
+    if isinstance(does, str):
+        next(process for process in of(driver) if does in process.cmdline()[0]).kill()
     else:
         os.kill(driver.pid, does)
+
+
+@pytest.mark.parametrize("part", ["gcs_server", "raylet"])
+def test_without_rays_own_processes_the_driver_ends_too(start, part):
+    """Its session is gone, and with it the way to build another one: the same command goes on."""
+    driver = start(part, LONG, "trainer.save_freq=1")
+    trained(driver)
+    end(driver, part)
+    began = time.monotonic()
+    code = driver.wait(timeout=2 * END_S)
+    print(f"\n{part}: exit code {code} after {time.monotonic() - began:.1f} s; {driver.log.read_text()[-300:]}")
+    time.sleep(6)
+    assert code != 0 and not of(driver)
 
 
 def segments_of(driver):

@@ -129,7 +129,7 @@ def test_a_process_that_dies_is_named_and_ends_the_run_within_seconds(running, v
     assert time.monotonic() - killed < END_SECONDS
     said = output()
     whose = r"episode worker 0 \(pid \d+\)" if victim == "EpisodeWorker" else "policy '(alice|carol)'"
-    assert re.search(rf"run failed: GroupFailed: {whose} while .* died", said), said[-2000:]
+    assert re.search(rf"run failed: GroupLost: {whose} while .* died", said), said[-2000:]
     assert "its last lines:" in said
     wait_until_gone(family)
 

@@ -23,7 +23,6 @@ from ray.exceptions import (
 
 from marl import recovery
 from marl.build import ledger_is_foreign
-from marl.checkpoint import process_seconds
 from marl.cluster import launch
 from marl.cluster.failures import (
     GroupFailed,
@@ -41,6 +40,7 @@ from marl.preflight.run_folder import restarts_of
 from marl.recovery import Recovery, TakeDown, to_go_on
 from marl.utils.deadlines import DeadlinePassed, interrupted_after
 from marl.utils.metrics import NotFinite
+from marl.utils.process_time import process_seconds
 from tests.builders import writing
 
 TOLD = "policy 'alice' while computing update: process w (pid 7) died\n  its last lines: nothing"
@@ -223,7 +223,7 @@ def test_no_wait_reads_the_clock_that_jumps():
     marl = Path(recovery.__file__).parent
     readers = {str(path.relative_to(marl)) for path in marl.rglob("*.py") if "time.time()" in path.read_text()}
     spans = {"cluster/worker_group.py", "cluster/workers/policy_worker.py", "cluster/workers/adapter_worker.py"}
-    assert readers == spans | {"checkpoint.py", "cluster/processes.py", "controller/ledger.py"}
+    assert readers == spans | {"utils/process_time.py", "cluster/processes.py", "controller/ledger.py"}
 
 
 def raised(cause):

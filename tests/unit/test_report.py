@@ -212,6 +212,7 @@ def test_summary_and_curves(tmp_path):
         seconds=1.234,
         seed=3,
         log_prob_gap_max=1e-6,
+        restarts=2,
         sampled_tokens=7,
         learner={"degenerate_groups": 0.25},
         baselines={"solo": {"accuracy": 0.5, "sampled_tokens": 8.0, "degenerate_groups": 0.75}},
@@ -219,6 +220,7 @@ def test_summary_and_curves(tmp_path):
     assert got == {
         "steps": 5,
         "seconds": 1.23,
+        "restarts": 2,
         "seed": 3,
         "log_prob_gap_max": 1e-6,
         "sampled_tokens": 7,
