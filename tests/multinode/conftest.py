@@ -7,7 +7,7 @@ import pytest
 
 from .cable import without_tun
 from .hosts import Hosts, why_not
-from .product import OVER_HOSTS, Product, Run, timed
+from .product import OVER_HOSTS, Product, Run, homes, timed
 
 
 def skip_for(reason: str | None) -> None:
@@ -58,4 +58,5 @@ def unbroken(lab, cold_assets, tmp_path_factory) -> Run:
     with timed("two ranks on two hosts"):
         run = product.start(OVER_HOSTS)
         assert run.end(200) == 0, run.said[-4000:]
+    run.homes = homes(lab)
     return run

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -36,6 +37,8 @@ class Run:
 
     def __init__(self, process: subprocess.Popen, log: Path, folder: Path) -> None:
         self.process, self.log, self.folder = process, log, folder
+        self.homes: dict[str, list[str]] = {}
+        """The hosts of its ranks and servers, once somebody has looked."""
 
     @property
     def said(self) -> str:
@@ -101,6 +104,15 @@ def same_bits(one: Run, other: Run, step: int = STEPS) -> bool:
     first, second = one.weights(step), other.weights(step)
     tensors = [(policy, name) for policy in first for name in first[policy]]
     return bool(tensors) and all(torch.equal(first[policy][name], second[policy][name]) for policy, name in tensors)
+
+
+def homes(hosts: Hosts) -> dict[str, list[str]]:
+    """The hosts of the ranks of each pool, and of the servers of each policy, of the newest job."""
+    found: dict[str, list[str]] = {}
+    for actor, host in hosts.hosts_of_actors():
+        owner = re.search(r"alice|carol|narrow", actor)[0]
+        found.setdefault(f"{owner} {'server' if 'HFServer' in actor else 'rank'}", []).append(host)
+    return {key: sorted(value) for key, value in found.items()}
 
 
 @contextmanager

@@ -7,6 +7,8 @@ from .product import ROOT, timed
 
 pytestmark = [pytest.mark.multinode, pytest.mark.timeout(300)]
 OTHER_TOKEN = {"RAY_AUTH_TOKEN": "0" * 64}
+SHORT_WAIT = {"RAY_gcs_server_request_timeout_seconds": "10"}
+"""How long a driver looks for a node on its machine: 60 s by default."""
 
 
 def submit(hosts, *words, on="head", **env):
@@ -26,7 +28,7 @@ def test_a_job_trains_and_its_exit_code_is_the_runs(product, hosts):
 
 
 def test_nobody_gets_in_with_another_token_or_from_another_host(product, hosts):
-    without_node, other_token = product.start(on="client"), product.start(**OTHER_TOKEN)
+    without_node, other_token = product.start(on="client", **SHORT_WAIT), product.start(**OTHER_TOKEN)
     denied = submit(hosts, "true", **OTHER_TOKEN)
     assert denied.returncode != 0 and "Invalid authentication token" in denied.stdout, denied.stdout[-2000:]
     outside = submit(hosts, "true", on="client", RAY_ADDRESS="http://10.213.0.1:8265")

@@ -1,27 +1,17 @@
 """Pools over hosts: who lives where, and the same training as on one host, to the last bit."""
 
 import os
-import re
 
 import pytest
 
-from .product import ON_ONE_HOST, same_bits, timed
+from .product import ON_ONE_HOST, homes, same_bits, timed
 
 pytestmark = [pytest.mark.multinode, pytest.mark.timeout(300)]
 
 
-def homes(hosts):
-    """The hosts of the ranks of each pool, and of the servers of each policy, of the newest job."""
-    found: dict[str, list[str]] = {}
-    for actor, host in hosts.hosts_of_actors():
-        owner = re.search(r"alice|carol|narrow", actor)[0]
-        found.setdefault(f"{owner} {'server' if 'HFServer' in actor else 'rank'}", []).append(host)
-    return {key: sorted(value) for key, value in found.items()}
-
-
 def test_a_policy_over_two_hosts_is_the_one_on_a_single_host(product, hosts, unbroken):
     """From relative paths, and weights are proved to have arrived across hosts in every step (``resources.weight_check``)."""
-    over = homes(hosts)
+    over = unbroken.homes
     assert over["alice rank"] == over["alice server"] == ["w1", "w2"]
     assert over["narrow rank"] == over["carol server"] and len(over["narrow rank"]) == 1
     with timed("two ranks on one host"):

@@ -1,7 +1,8 @@
 """The image for CPUs, built without a daemon on a stand-in for its base, and the quick start in it.
 
-Needs root, buildah and mmdebstrap (Debian packages), a Debian mirror and the package index; ten minutes and 12 GB under
-MARL_IMAGE_ROOT. The stand-in has Debian's Python 3.11 where the image has Docker's: a registry may be out of reach.
+Needs root, buildah and mmdebstrap (Debian packages), a Debian mirror and the package index; five minutes, and 9 GB under
+MARL_IMAGE_ROOT with overlay layers. MARL_TORCH_INDEX: an index of torch's builds without CUDA, where the image's is out of
+reach. The stand-in has Debian's Python 3.11 where the image has Docker's: a registry may be out of reach.
 """
 
 import ast
@@ -25,7 +26,7 @@ SETTING = re.compile(r"(?:global|install|:env:)\.(?!config-file)([\w-]+)=('.*')$
 WANTED = os.environ.get("MARL_IMAGE_ROOT")
 MISSING = [name for name in ("buildah", "mmdebstrap") if not shutil.which(name)]
 WHY_NOT = (
-    "MARL_IMAGE_ROOT names no folder for 12 GB of layers" if not WANTED
+    "MARL_IMAGE_ROOT names no folder for 9 GB of layers" if not WANTED
     else f"missing: {', '.join(MISSING)}" if MISSING
     else "building in a chroot needs root" if os.geteuid()
     else ""

@@ -3,10 +3,11 @@
 import os
 
 import pytest
+import ray
 from ray._raylet import AuthenticationMode, get_authentication_mode
 from verl.plugin.platform import get_platform
 
-from marl.cluster.access import token_required
+from marl.cluster.access import connect, token_required
 from marl.cluster.session import ray_arguments, run_environment
 from marl.config.errors import ConfigError
 
@@ -107,3 +108,18 @@ def test_the_users_choice_stands(monkeypatch):
     monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
     with token_required():
         assert os.environ["RAY_AUTH_MODE"] == "disabled" and "RAY_AUTH_TOKEN" not in os.environ
+
+
+def test_a_cluster_that_cannot_be_joined_is_named(monkeypatch):
+    def refuse(**arguments):
+        raise ConnectionError("Failed to connect\nto whatever")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "never shown")
+    expected = r"^RAY_ADDRESS=10.0.0.9:6379: Failed to connect; expected .*RAY_AUTH_MODE=token, RAY_AUTH_TOKEN is set.*ray start"
+    with pytest.raises(ConfigError, match=expected) as raised:
+        connect({"address": "10.0.0.9:6379"})
+    assert "never shown" not in str(raised.value)
+    with pytest.raises(ConnectionError):
+        connect({"address": "local"})
