@@ -14,7 +14,6 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-
 from marl.cluster.shared_folder import check_shared
 from marl.config.deadlines import Deadline, Phase, deadline_of
 from marl.config.identity import code_fingerprint, fingerprints

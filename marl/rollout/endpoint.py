@@ -3,6 +3,8 @@
 The access key is read from its environment variable for every request: no object, error or log holds it.
 """
 
+from __future__ import annotations
+
 import asyncio
 import math
 import os
@@ -12,15 +14,17 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from email.utils import parsedate_to_datetime
 from time import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.request import getproxies, proxy_bypass
 
-import aiohttp
 from yarl import URL
 
 from marl.config.endpoints import Endpoint
 from marl.rollout.chat_completion import QUOTA, TOO_LONG, NonsenseAnswer, Reply, listed_models, read_reply, shown
 from marl.rollout.endpoint_usage import Usage
+
+if TYPE_CHECKING:
+    import aiohttp  # heavy: imported where a request is made, for most runs make none
 
 JITTER = random.Random()
 """Of pauses alone: it moves no generator that results are drawn from."""
@@ -75,6 +79,8 @@ class Sessions:
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[aiohttp.ClientSession]:
+        import aiohttp
+
         if self.session is None:
             unlimited = aiohttp.ClientTimeout(total=None)
             self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=unlimited)
@@ -128,6 +134,8 @@ class EndpointServer:
     async def models(self) -> list[str]:
         """Names of the models that the server lists; none where it lists none. Raises EndpointFailed where it cannot be reached,
         fails or denies access."""
+        import aiohttp
+
         seconds, url = min(CHECK_SECONDS, self.endpoint.timeout_s), f"{self.endpoint.base_url.rstrip('/')}/models"
         try:
             async with asyncio.timeout(seconds), self.sessions.lease() as session:
@@ -182,6 +190,8 @@ class EndpointServer:
         return own * jitter if failed.after is None else failed.after + min(own, 1.0) * jitter
 
     async def _attempt(self, body: Mapping[str, Any], seconds: float) -> Reply:
+        import aiohttp
+
         try:
             async with asyncio.timeout(seconds), self.sessions.lease() as session:
                 status, headers, text = await self._ask(session.post(self.url, json=body, **self._options()))
@@ -259,6 +269,8 @@ def proxy_options(url: URL) -> dict[str, Any]:
     proxy = getproxies().get(url.scheme)
     if not proxy or (url.host and proxy_bypass(url.host)):
         return {}
+    import aiohttp
+
     found = URL(proxy if "://" in proxy else f"http://{proxy}")
     return {"proxy": found.with_user(None), "proxy_auth": aiohttp.BasicAuth.from_url(found)}  # errors show the address
 

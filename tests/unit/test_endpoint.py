@@ -5,6 +5,8 @@ import json
 import logging
 import math
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -296,3 +298,9 @@ def test_endpoints_are_checked_before_a_run(monkeypatch, caplog):
     assert "sk-wrong" not in str(caught.value)
     with pytest.raises(ConfigError, match=r"cannot be reached.*base_url"):
         check_endpoints(setup_of(client_of(address)))
+
+
+def test_a_run_that_asks_no_server_elsewhere_does_not_import_its_client():
+    code = "import sys, marl.rollout.endpoint; print('aiohttp' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["False"]
