@@ -91,6 +91,7 @@ def test_transitions_and_credit_by_hand(make_run):
     said = [turn("a", 1, 1.0), turn("a", 2, 0.0), turn("b", 1, 0.0), turn("b", 2, 1.0), turn("b", 3, 1.0)]
     said += [turn("a", 1, 0.0, sample=1), turn("a", 3, 0.5, sample=1), turn("a", 2, 1.0, sample=1, kept=False)]
     got = turns.transitions(said)
+    assert turns.transitions(reversed(said)) == got, "the rounds count, not the order of the lines"
     assert got["1 → 2"] == {
         "wrong → wrong": 0,
         "wrong → right": 0.5,
