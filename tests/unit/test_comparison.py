@@ -189,6 +189,13 @@ def test_a_report_is_written_beside_its_runs(make_run, tmp_path, monkeypatch):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["comparison.json", "comparison.md"]
 
 
+def test_a_run_without_numbers_says_why(make_run, capsys):
+    folder = make_run("one", {})
+    assert cli.main(["report", str(folder)]) == 0 and "`file` is not in `trainer.logger`" in capsys.readouterr().out
+    (folder / "metrics.jsonl").unlink()
+    assert cli.main(["report", str(folder)]) == 0 and not (folder / "report.png").exists()
+
+
 def test_settings_that_change_nothing_do_not_part_runs(make_run):
     one, two = make_run("one", {0: 0.5}), make_run("two", {0: 0.6}, 3, controller={"num_workers": 4})
     assert len(groups.groups(runs.load_all([str(one), str(two)]))) == 1
