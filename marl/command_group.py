@@ -147,7 +147,7 @@ def loaded(described: Command) -> click.Command:
     quiet_imports(sys.argv)
     find_own_modules()
     command: click.Command = import_module(described.module).command
-    command.context_settings = HELP | command.context_settings
+    command.context_settings = {**HELP, **command.context_settings}
     command.epilog = "\b" + examples_text(described.examples)
     return command
 
@@ -181,7 +181,7 @@ def version_of(package: str) -> str:
 def exit_code_of(group: Group, words: list[str]) -> int:
     """The exit code of a command line, its errors printed."""
     try:
-        plain = {"color": False} if os.environ.get("NO_COLOR") else {}  # else as the terminal has it
+        plain: dict[str, Any] = {"color": False} if os.environ.get("NO_COLOR") else {}  # else as the terminal has it
         code = group.main(list(words), PROGRAM, standalone_mode=False, **plain)
     except click.Abort:  # click's word for Ctrl-C
         click.echo("interrupted", err=True)

@@ -48,9 +48,13 @@ SHOWS_CONFIG = frozenset({"--cfg", "-c", "--info", "-i"})
 """Flags of Hydra's that print the configuration."""
 
 
+MULTIRUN = frozenset({"--multirun", "-m"})
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run, and return the exit code. ``--quiet`` and ``--live`` say what a terminal shows; all other words are Hydra's."""
     words, show = split_flags(sys.argv[1:] if argv is None else argv)
+    words.sort(key=lambda word: word not in MULTIRUN)  # among overrides, Hydra's parser would not find those behind it
 
     def train(config: DictConfig) -> None:
         with display_of(show) as display:

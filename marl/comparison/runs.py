@@ -34,10 +34,6 @@ class Run:
     def seed(self) -> Any:
         return self.config.get("seed")
 
-    @property
-    def name(self) -> str:
-        return self.folder.name
-
     def last(self, key: str) -> float | None:
         """The metric's value at the last step that has it."""
         found = [numbers[key] for _, numbers in sorted(self.steps.items()) if key in numbers]

@@ -9,6 +9,7 @@ from marl.comparison.turns import CHANGES, evidence
 
 MOST = 40
 """Settings that are listed in Markdown; JSON has all."""
+NO_METRICS = "No numbers yet: no validation and no step has ended, or `file` is not in `trainer.logger`."
 POINTS = 12
 """Steps of a curve's table."""
 
@@ -67,9 +68,7 @@ def scores_table(result: Mapping[str, Any]) -> str:
         for group in result["groups"]
     ]
     head = ["", "runs", *(f"`{key}`" for key in keys)]
-    return (
-        f"## Last values: median [smallest, largest] over seeds\n\n{table(head, rows)}" if keys else "No metrics yet."
-    )
+    return f"## Last values: median [smallest, largest] over seeds\n\n{table(head, rows)}" if keys else NO_METRICS
 
 
 def curve_tables(result: Mapping[str, Any]) -> list[str]:

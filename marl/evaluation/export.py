@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from marl.config.errors import ConfigError
 from marl.preflight.unfinished import RUN
 from marl.utils import folders
@@ -18,6 +20,8 @@ from marl.utils.near import did_you_mean
 MODEL, ADAPTER, ORIGIN = "huggingface", "lora_adapter", "export.json"
 WEIGHTS = ("*.safetensors", "*.bin")
 PATIENCE_S = 3600
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""The widest that a file holds counts."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ def write(policy: Saved, folder: Path, checkpoint: Path, merged: bool) -> str:
         copy(policy.folder / MODEL, folder, weights=False)
         copy(policy.adapter, folder)
         name_base(folder, base_of(checkpoint, policy.name))
+        add_tokenizer(folder, base_of(checkpoint, policy.name))
         return "adapter"
     if policy.has_model:
         copy(policy.folder / MODEL, folder)
@@ -105,6 +110,8 @@ def write(policy: Saved, folder: Path, checkpoint: Path, merged: bool) -> str:
         copy(policy.folder / MODEL, folder, weights=False)
     else:
         merge_shards(policy.folder, folder)
+    add_tokenizer(folder, base_of(checkpoint, policy.name))
+    name_dtype(folder)
     return "model"
 
 
@@ -128,6 +135,26 @@ def name_base(folder: Path, base: str) -> None:
     settings = json.loads(path.read_text())
     settings["base_model_name_or_path"] = settings.get("base_model_name_or_path") or base
     path.write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def add_tokenizer(folder: Path, base: str) -> None:
+    """The base's tokenizer, where the checkpoint holds none."""
+    if not any(folder.glob("tokenizer*")):
+        from transformers import AutoTokenizer
+
+        AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+
+
+def name_dtype(folder: Path) -> None:
+    """Let the model's configuration name the precision of its weights, in which transformers then loads them."""
+    files = sorted(folder.glob("*.safetensors"))
+    if files:
+        with safe_open(files[0], framework="np") as weights:
+            kinds = {weights.get_slice(key).get_dtype() for key in weights.keys()}  # noqa: SIM118 - no mapping
+        path = folder / "config.json"
+        settings = json.loads(path.read_text())
+        settings["dtype"] = next((name for kind, name in DTYPES.items() if kind in kinds), settings.get("dtype"))
+        path.write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def merge_adapter(adapter: Path, base: str, folder: Path) -> None:

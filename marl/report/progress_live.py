@@ -63,7 +63,7 @@ def screen(step: int, total: int, metrics: Metrics, left: float | None, transcri
     tables.add_row(agent_table(metrics), phase_table(metrics))
     bar = Table.grid(expand=True)  # a bar by itself does not end its line
     bar.add_row(ProgressBar(total, step))
-    parts = [Text(line(step, total, metrics, left)), bar, tables]
+    parts: list[Any] = [Text(line(step, total, metrics, left)), bar, tables]
     if transcript:
         said = [Text.assemble((f"{who}: ", "bold"), text) for who, text in transcript]
         parts.append(Panel(Group(*said), title="an episode of the last step that was written", title_align="left"))

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from marl import cli
-from marl.config.identity import settings_of
+from marl.config.identity import identity_of
 from marl.evaluation import export
 from tests.stack.builders import ADAPTED, merged_weights, parameters
 
@@ -24,7 +24,7 @@ def saved(alone):
     def saved(*overrides):
         live = alone(*overrides)
         folder = live.trainer.folder
-        (folder / "run.json").write_text(json.dumps({"config": settings_of(live.trainer.config)}, default=str))
+        (folder / "run.json").write_text(json.dumps(identity_of(live.trainer.config), default=str))
         live.step()
         live.wait(live.trainer.save())
         return live, folder
@@ -47,6 +47,7 @@ def test_a_policy_is_loaded_as_it_was_trained(saved, tmp_path):
     assert origin == {"checkpoint": str(folder / "global_step_1"), "policy": "alice", "kind": "model"}
 
 
+@pytest.mark.slow
 def test_adapters_are_pefts_and_merged_they_are_the_served_models(saved, tmp_path):
     live, folder = saved(*ADAPTED)
     assert cli.main(["export", str(folder / "global_step_1"), "--to", str(tmp_path / "a")]) == 0
@@ -66,6 +67,7 @@ def test_adapters_are_pefts_and_merged_they_are_the_served_models(saved, tmp_pat
         )
 
 
+@pytest.mark.slow
 def test_adapters_without_a_merged_model_are_merged(saved, tmp_path):
     live, folder = saved(*ADAPTED, NO_MODEL)
     checkpoint = export.checkpoint_of(folder, None)
@@ -85,6 +87,7 @@ def test_shards_alone_are_merged_by_verl(saved, tmp_path):
     assert all(torch.allclose(one, two, atol=1e-2) for one, two in pairs), "verl's merger writes bf16"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_exported_is_refused_in_a_sentence(saved, tmp_path, capsys):
     _, folder = saved()
     out = tmp_path / "out"

@@ -15,7 +15,7 @@ from tests.stack.conftest import ROOT
 def marl(capsys, monkeypatch):
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["marl", "run-one", *arguments])
-        monkeypatch.setattr(cli, "quiet_imports", lambda words: None)  # everything is imported
+        monkeypatch.setattr("marl.command_group.quiet_imports", lambda words: None)  # everything is imported
         code = cli.main()
         captured = capsys.readouterr()
         return code, captured.out, captured.err

@@ -91,6 +91,7 @@ def test_transitions_and_credit_by_hand(make_run):
     said = [turn("a", 1, 1.0), turn("a", 2, 0.0), turn("b", 1, 0.0), turn("b", 2, 1.0), turn("b", 3, 1.0)]
     said += [turn("a", 1, 0.0, sample=1), turn("a", 3, 0.5, sample=1), turn("a", 2, 1.0, sample=1, kept=False)]
     got = turns.transitions(said)
+    assert turns.transitions(reversed(said)) == got, "the rounds count, not the order of the lines"
     assert got["1 → 2"] == {
         "wrong → wrong": 0,
         "wrong → right": 0.5,
@@ -186,6 +187,13 @@ def test_a_report_is_written_beside_its_runs(make_run, tmp_path, monkeypatch):
     monkeypatch.setattr("marl.comparison.files.find_spec", lambda name: None)  # matplotlib is not there
     assert cli.main(["compare", str(sweep), "--out", str(tmp_path / "out")]) == 0
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["comparison.json", "comparison.md"]
+
+
+def test_a_run_without_numbers_says_why(make_run, capsys):
+    folder = make_run("one", {})
+    assert cli.main(["report", str(folder)]) == 0 and "`file` is not in `trainer.logger`" in capsys.readouterr().out
+    (folder / "metrics.jsonl").unlink()
+    assert cli.main(["report", str(folder)]) == 0 and not (folder / "report.png").exists()
 
 
 def test_settings_that_change_nothing_do_not_part_runs(make_run):

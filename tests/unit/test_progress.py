@@ -163,6 +163,13 @@ def test_a_run_shows_what_its_command_line_asks_for(monkeypatch, capsys, flags, 
     assert type(shown[0]) is kind and ("step 1/2" in capsys.readouterr().out) is (kind is Lines)
 
 
+def test_the_flag_of_a_sweep_may_stand_anywhere(monkeypatch):
+    asked = []
+    monkeypatch.setattr(marl_main, "run_composed", lambda words, work: asked.append(words) or 0)
+    assert marl_main.main(["learner=grpo", "-m", "--quiet", "seed=0,1"]) == 0
+    assert asked[0][0] == "-m" and asked[0][-2:] == ["learner=grpo", "seed=0,1"]
+
+
 def test_a_display_begins_with_the_runs_configuration(monkeypatch):
     begun, setup = [], SimpleNamespace(config=SimpleNamespace(baseline=[], trainer=SimpleNamespace(val_only=False)))
 

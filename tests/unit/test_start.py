@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from marl.config import short_help
 from marl.config.composing import name_and_overrides
-from marl.config.errors import plain
+from marl.config.errors import ConfigError, plain
 from marl.config.external import VARIABLE
 from marl.config.identity import leaves
 from marl.config.overrides import hydra_overrides
@@ -151,13 +151,17 @@ def test_flags_and_settings_of_hydra_are_left_to_it(words):
     assert name_and_overrides(["-cn", "game", "seed=1", "a=--b"]) == ("game", ["seed=1", "a=--b"])
 
 
-def test_every_run_of_a_sweep_has_a_folder_of_its_own(tmp_path):
+@pytest.mark.slow
+def test_every_run_of_a_sweep_has_a_folder_of_its_own_and_a_failed_one_stops_no_other(tmp_path):
     found = []
+
+    def work(config):
+        found.append(OmegaConf.to_container(config, resolve=True))
+        if config.learner.name == "grpo":
+            raise ConfigError("learner=grpo: expected another")
+
     words = ["-m", "learner=grpo,mappo", f"hydra.sweep.dir={tmp_path}/sweep"]
-    assert (
-        run_composed(hydra_overrides(words), lambda config: found.append(OmegaConf.to_container(config, resolve=True)))
-        == 0
-    )
+    assert run_composed(hydra_overrides(words), work) == 2
     assert [config["learner"]["name"] for config in found] == ["grpo", "mappo"]
     assert len({config["trainer"]["default_local_dir"] for config in found}) == 2
 
