@@ -80,7 +80,9 @@ def test_it_fails_in_a_worker_too(cold_assets, tmp_path):
         [sys.executable, "-m", "marl.main", "--config-name", "quickstart", *words],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=380,
     )  # fmt: skip
-    assert done.returncode == 1 and "put_ does not have a deterministic implementation" in done.stderr, done.stderr[-2000:]
+    assert done.returncode == 1 and "put_ does not have a deterministic implementation" in done.stderr, done.stderr[
+        -2000:
+    ]
 
 
 def test_a_strict_run_needs_a_ray_session_of_its_own(compose_config, monkeypatch):
