@@ -55,9 +55,9 @@ class RecordedRun:
         with open_dict(config):
             config.agents = DictConfig({}, element_type=AgentConfig)
         OmegaConf.set_struct(config, False)
-        config = OmegaConf.merge(config, self.settings)
-        OmegaConf.set_struct(config, True)
-        changed = OmegaConf.merge(config, OmegaConf.from_dotlist(list(changes)))
+        whole = OmegaConf.merge(config, self.settings)
+        OmegaConf.set_struct(whole, True)
+        changed = OmegaConf.merge(whole, OmegaConf.from_dotlist(list(changes)))
         assert isinstance(changed, DictConfig)
         return changed
 
