@@ -20,7 +20,7 @@ from marl.config.identity import code_fingerprint, fingerprints
 from marl.config.policies import policies_by_agent
 from marl.controller import ledger
 from marl.platform.determinism import random_states, set_random_states
-from marl.preflight.run_folder import RUN, family_of, read_identity, restarts_of, to_resume
+from marl.preflight.run_folder import RUN, check_ranks, family_of, read_identity, restarts_of, to_resume
 from marl.report import run_summary
 from marl.types import Metrics, Task
 from marl.utils import folders, manifest
@@ -73,8 +73,9 @@ async def save(trainer: MARLTrainer) -> None:
     folders.write_state(folder, state_of(trainer))
     trees = {"data": trainer.tasks.state_dict(), "learner": trainer.learner.state_dict(), "random": random_states()}
     marks, deadline = list(chain.from_iterable(groups)), deadline_of(trainer.config.resources, Phase.save)
-    facts, kept, failing = facts_of(trainer), Kept.of(trainer.config), trainer.saving.failing.is_set
-    trainer.saving.start(finish, folder, copied(trees), facts, marks, deadline, kept, failing)
+    facts, kept, saving = facts_of(trainer), Kept.of(trainer.config), trainer.saving
+    ends = saving.failing.is_set, saving.hopeless.is_set
+    saving.start(finish, folder, copied(trees), facts, marks, deadline, kept, *ends)
 
 
 def finish(
@@ -84,13 +85,13 @@ def finish(
     marks: Collection[Path],
     deadline: Deadline,
     kept: Kept,
-    run_is_ending: Callable[[], bool] = lambda: False,
+    *ends: Callable[[], bool],
 ) -> None:
     """Wait for the ranks' parts, and make the folder a checkpoint; a half that nobody will finish is removed."""
     try:
         for name, tree in trees.items():
             save_tree(tree, folder / f"{name}.safetensors")
-        wait_for(marks, *deadline, run_is_ending)
+        wait_for(marks, *deadline, *ends)
         folders.publish(folder.parent, facts["step"], facts)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -236,14 +237,9 @@ def check_state(trainer: MARLTrainer, folder: Path, state: Mapping[str, Any]) ->
 
 
 def check_source(trainer: MARLTrainer, folder: Path, facts: Mapping[str, Any]) -> None:
-    """Raise ValueError where other numbers of ranks saved the shards; warn of other source files."""
+    """Raise ConfigError where other numbers of ranks saved the shards; warn of other source files."""
     for part, ranks in world_sizes(trainer).items():
-        saved = facts["world_size"].get(part, ranks)
-        if saved != ranks:
-            raise ValueError(
-                f"{folder}: {part} was saved by {saved} ranks, and this run has {ranks}; resume with as many (trainer.nnodes, "
-                "trainer.n_gpus_per_node, resources.pools), or begin a new run from its weights (model.path=…/huggingface)"
-            )
+        check_ranks(folder, part, facts["world_size"].get(part), ranks)
     if facts["fingerprints"]["code"] != code_fingerprint():
         logger.warning("%s was saved with other source files of marl: the run may not go on as it would have", folder)
 

@@ -18,7 +18,7 @@ from marl.cluster.old_log_probs import OldLogProbs
 from marl.cluster.policy_group import RayPolicyGroup, served
 from marl.cluster.references import References
 from marl.cluster.weight_arrival import WeightSync
-from marl.cluster.worker_group import WorkerGroup, throughput
+from marl.cluster.worker_group import WorkerGroup, check_alive, throughput
 from marl.config.identity import settings_of
 from marl.controller.alternative_rollouts import AlternativeRollouts
 from marl.controller.collection import Collection, with_turns
@@ -72,7 +72,8 @@ class MARLTrainer:
         self.progress = progress or (lambda step, total, metrics: None)
         self.folder, self.dumps = Path(config.trainer.default_local_dir), DumpWriter(config.trainer.rollout_data_dir)
         self.step_number, self.sampled_tokens, self.log_prob_gap_max, self.earlier_seconds = 0, 0, 0.0, 0.0
-        self.answers_per_episode, self.saving, self.last_metrics = RunningMean(), Background("a checkpoint"), Metrics()
+        self.answers_per_episode, self.last_metrics = RunningMean(), Metrics()
+        self.saving = Background("a checkpoint", lambda: check_alive(self.groups))
         self.degenerate_alarm = DegenerateGroups(config.controller.degenerate_steps)
         self.lazy_agents = LazyAgents(config.controller.lazy_agent_share)
         self.histories: dict[str, dict[int, Metrics]] = {}

@@ -30,6 +30,9 @@ from marl.utils.spans import Span, placed, union_seconds
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+PING_S = 5.0
+"""Seconds in which a process answers that does nothing else."""
+
 
 class WorkerGroup:
     """verl's worker group behind ``workers``, or one worker in this process (``marl.cluster.local``)."""
@@ -70,6 +73,14 @@ class WorkerGroup:
         async with self.in_turn:
             ranks = asyncio.gather(*self.workers.host_without(str(path)))
             return [host for host in await self._wait("looking for its folder", ranks, Phase.save) if host]
+
+    async def check_alive(self) -> None:
+        """Raise GroupFailed where the process of a rank has ended; one that is busy does not answer in time, and lives."""
+        pings = [asyncio.ensure_future(actor.__ray_ready__.remote()) for actor in self.workers.workers]
+        ended = (await asyncio.wait(pings, timeout=PING_S))[0] if pings else ()
+        for error in [ping.exception() for ping in ended]:
+            if isinstance(error, RayError):
+                raise group_failed(f"{self.kind} {self.name!r}", "writing its part of a checkpoint", error) from error
 
     def stop(self) -> None:
         """End the workers."""
@@ -144,6 +155,11 @@ class WorkerGroup:
             return await wait_with_deadline(seconds, f"{self.kind} {self.name!r}: {what}", work, key)
         except RayError as error:
             raise group_failed(f"{self.kind} {self.name!r}", what, error) from error
+
+
+async def check_alive(groups: Iterable[WorkerGroup]) -> None:
+    """Raise GroupFailed for the first group with a rank whose process has ended."""
+    await asyncio.gather(*(group.check_alive() for group in groups))
 
 
 def throughput(groups: Iterable[WorkerGroup], turns: float, step: Span) -> Metrics:

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 
 from marl.config.identity import code_fingerprint
 from marl.types import Score, Turn
+from marl.utils.plain_json import encoded
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class Ledger:
 
     @staticmethod
     def digest_of(deciding: Sequence[Any]) -> str:
-        return blake2b(json.dumps(deciding, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+        return blake2b(encoded(list(deciding), sort_keys=True, default=str), digest_size=8).hexdigest()
 
     def find(self, kind: str, name: int, of: str) -> Any:
         """The content of a record, or None."""
@@ -88,7 +89,7 @@ class Ledger:
             return
         self.last = max(time.time(), math.nextafter(self.last, math.inf))  # in order, whatever the clock does
         try:
-            text = json.dumps({"kind": kind, "name": name, "of": of, "at": self.last, "content": content}).encode()
+            text = encoded({"kind": kind, "name": name, "of": of, "at": self.last, "content": content})
         except (TypeError, ValueError) as error:
             logger.debug("a %s is not in the ledger: %s", kind, error)
             return

@@ -55,9 +55,9 @@ class RecordedRun:
         with open_dict(config):
             config.agents = DictConfig({}, element_type=AgentConfig)
         OmegaConf.set_struct(config, False)
-        config = OmegaConf.merge(config, self.settings)
-        OmegaConf.set_struct(config, True)
-        changed = OmegaConf.merge(config, OmegaConf.from_dotlist(list(changes)))
+        whole = OmegaConf.merge(config, self.settings)
+        OmegaConf.set_struct(whole, True)
+        changed = OmegaConf.merge(whole, OmegaConf.from_dotlist(list(changes)))
         assert isinstance(changed, DictConfig)
         return changed
 
@@ -171,7 +171,9 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and torch.equal(*(getattr(t, "_local_tensor", t) for t in (one, other)))
     if isinstance(one, Mapping):
-        return isinstance(other, Mapping) and list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+        return (
+            isinstance(other, Mapping) and list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+        )
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
     return bool((one == other) is True or repr(one) == repr(other))

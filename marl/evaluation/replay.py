@@ -134,7 +134,9 @@ def changes_of(run: RecordedRun, config: DictConfig, outcome: Outcome) -> list[s
     """Keys whose values, or the contents of whose files, are other than the run's; they are noted."""
     now = json.loads(json.dumps(identity_of(config), default=str))
     found = refused(run.identity, now, ())
-    outcome.notes += [f"other than in the run: {key}: {before} then, {after} now" for key, (before, after) in found.items()]
+    outcome.notes += [
+        f"other than in the run: {key}: {before} then, {after} now" for key, (before, after) in found.items()
+    ]
     return [key_of(key) for key in found]
 
 
@@ -149,7 +151,9 @@ def ledger_of(run: RecordedRun, wanted: Wanted, config: DictConfig, changed: lis
 
     records = read_step(folder_of(run.folder / FOLDER, wanted.step)).items()
     if all(keeps(wanted.step, seed, content) for (kind, seed, _), content in records if kind == "turn"):
-        raise ConfigError(f"from={live}: {run.folder}/ledger holds no such turn of step {wanted.step}; expected one that it holds")
+        raise ConfigError(
+            f"from={live}: {run.folder}/ledger holds no such turn of step {wanted.step}; expected one that it holds"
+        )
     return RecordedLedger(run.folder, not rescored, keeps)
 
 
@@ -198,7 +202,8 @@ async def different_weights(trainer: MARLTrainer, ledger: RecordedLedger, step: 
     return [
         f"policy {name!r}"
         for name, digest in recorded.items()
-        if name not in trainer.policies or json.loads(json.dumps(await trainer.policies[name].weight_digest(seed))) != digest
+        if name not in trainer.policies
+        or json.loads(json.dumps(await trainer.policies[name].weight_digest(seed))) != digest
     ]
 
 
@@ -212,7 +217,9 @@ async def compare(
         found[f"metrics.jsonl ({len(recorded)} numbers)"] = different_metrics(recorded, comparable(metrics))
     await trainer.dumps.flush()
     if dump := run.dump(step):
-        found[f"{dump.name} (turns, scores, rewards, advantages)"] = different_lines(dump, trainer.folder / "rollouts" / dump.name)
+        found[f"{dump.name} (turns, scores, rewards, advantages)"] = different_lines(
+            dump, trainer.folder / "rollouts" / dump.name
+        )
     if saved := run.checkpoint(step):
         await checkpoint.save(trainer)
         await trainer.saving.flush()

@@ -37,7 +37,7 @@ def follow_environment() -> None:
 
 def only_deterministic(on: bool) -> None:
     torch.use_deterministic_algorithms(on)
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = on, False
+    torch.backends.cudnn.set_flags(_benchmark=False, _deterministic=on)
 
 
 @contextmanager

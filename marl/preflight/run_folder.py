@@ -14,9 +14,10 @@ from typing import Any
 
 from marl.config.errors import ConfigError
 from marl.config.identity import identity_of, key_of, refused, settings_of
+from marl.config.placement import critic_pool, pool_of, size_of
 from marl.preflight.unfinished import BEGUN, LOCK, RUN, STAMPED, go_on_with, mark_finished
 from marl.utils import folders
-from marl.utils.manifest import Damaged, replace_text
+from marl.utils.manifest import MANIFEST, Damaged, facts_of, replace_text
 from marl.utils.secret_masking import masked_text
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ def claimed(config: Any) -> Iterator[Path]:
         saved = None if origin is None else read_identity(origin)
         if origin is not None:
             must_be_the_same_run(saved, new, origin, tuple(config.trainer.resume_changes))
+            must_have_as_many_ranks(config, origin)
         write_identity(folder, new, origin, saved)
         point_latest_at(folder)
         yield folder
@@ -165,6 +167,24 @@ def must_be_the_same_run(
         "trainer.default_local_dir to a new folder for a separate run, or, to continue with these settings, set "
         f"trainer.resume_changes=[{keys}]"
     )
+
+
+def must_have_as_many_ranks(config: Any, origin: Path) -> None:
+    """Raise ConfigError for a checkpoint whose shards are of another number of ranks than the run's; before models are loaded."""
+    saved = facts_of(origin).get("world_size", {}) if (origin / MANIFEST).is_file() else {}
+    for part, ranks in saved.items():
+        name, kind = part.rsplit("/", 1)
+        pool = critic_pool(config, name) if kind == "critic" else pool_of(config, name)
+        check_ranks(origin, part, ranks, size_of(config, pool).ranks)
+
+
+def check_ranks(origin: Path, part: str, saved: int | None, ranks: int) -> None:
+    """Raise ConfigError where a part of a checkpoint was saved by another number of ranks; None is known of none."""
+    if saved not in (None, ranks):
+        raise ConfigError(
+            f"{origin}: {part} was saved by {saved} ranks, and this run has {ranks}; resume with as many (trainer.nnodes, "
+            "trainer.n_gpus_per_node, resources.pools), or begin a new run from its weights (model.path=…/huggingface)"
+        )
 
 
 def write_identity(folder: Path, new: dict[str, Any], origin: Path | None, saved: Mapping[str, Any] | None) -> None:

@@ -3,12 +3,17 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
 
 logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""Seconds between two looks at those who do the work."""
+Watch = Callable[[], Awaitable[None]]
+"""Raises where the work cannot come to its end."""
 
 
 class Background:
@@ -18,23 +23,42 @@ class Background:
     after it; the work's own is logged.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, watch: Watch | None = None) -> None:
+        """``watch`` is asked while somebody waits: with its error the work is given up."""
+        self.name, self.watch = name, watch
         self.thread = ThreadPoolExecutor(1, name.replace(" ", "_"))
         self.pending: asyncio.Future[Any] | None = None
         self.failing = threading.Event()
         """Set when the block has failed: the work need not wait long for others, which may have failed too."""
+        self.hopeless = threading.Event()
+        """Set by an error of ``watch``: the work need not wait any more."""
 
     def start(self, work: Callable[..., Any], *arguments: Any) -> None:
         """Begin some work; what came before must have been waited for by :meth:`flush`."""
         self.pending = asyncio.wrap_future(self.thread.submit(work, *arguments))
 
     async def flush(self) -> None:
-        """Wait for the work. Raises its error."""
-        if self.pending is not None:
-            await asyncio.wait([self.pending])  # cancelled here, it leaves the work pending
-            done, self.pending = self.pending, None
-            done.result()
+        """Wait for the work. Raises its error, or that of ``watch``."""
+        if self.pending is None:
+            return
+        try:
+            await self._watched(self.pending)
+        finally:
+            if self.pending.done():  # cancelled here, it leaves the work pending
+                done, self.pending = self.pending, None
+        done.result()
+
+    async def _watched(self, pending: asyncio.Future[Any]) -> None:
+        interval = LOOK_S if self.watch else None
+        while not (await asyncio.wait([pending], timeout=interval))[0]:
+            assert self.watch is not None
+            try:
+                await self.watch()
+            except Exception:
+                self.hopeless.set()
+                await asyncio.wait([pending])
+                pending.exception()  # of what was given up
+                raise
 
     async def __aenter__(self) -> Self:
         return self

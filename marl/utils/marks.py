@@ -39,10 +39,14 @@ def _beside(folder: Path, rank: int) -> Path:
 
 
 def wait_for(
-    marks: Collection[Path], seconds: float, key: str, run_is_ending: Callable[[], bool] = lambda: False
+    marks: Collection[Path],
+    seconds: float,
+    key: str,
+    run_is_ending: Callable[[], bool] = lambda: False,
+    rank_is_gone: Callable[[], bool] = lambda: False,
 ) -> None:
     """Wait for all marks and remove them. Raises OSError for a rank that failed, TimeoutError for one that left no mark, in
-    time or, where the run is ending by an error, before all ranks stood still."""
+    time or, where the run is ending by an error, before all ranks stood still, or at once where a rank's process has ended."""
     ends, growth, waiting = time.monotonic() + seconds, Growth({mark.parent for mark in marks}), list(marks)
     while waiting := [mark for mark in waiting if not _is_left(mark)]:
         late = f"{waiting[0].parent}: rank {waiting[0].name.rsplit('_', 1)[1]} has not written its part"
@@ -51,6 +55,8 @@ def wait_for(
                 f"{late} within {seconds:g} s; if it only needs longer, raise {key}; on a host with another file system, set "
                 "trainer.default_local_dir to a shared folder"
             )
+        if rank_is_gone():
+            raise TimeoutError(f"{late}, and the process of a rank has ended")
         if run_is_ending() and growth.still_seconds() > STILL_S:
             raise TimeoutError(f"{late}, and nothing was written for {STILL_S:g} s while the run was ending")
         time.sleep(POLL_S)

@@ -51,7 +51,7 @@ class Killed:
 
 
 def test_80_kills_at_random_times(compose_config, cold_assets, tmp_path):
-    import marl.build
+    import marl.build  # noqa: F401 - once, not in each process
     from marl.main import run
 
     def of(name):

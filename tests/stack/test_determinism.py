@@ -1,15 +1,18 @@
 """``determinism=strict``: an operation without a deterministic form ends the run by its name, in the driver and in workers."""
 
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from marl.config.errors import ConfigError
 from marl.learners.grpo import GRPO
+from marl.platform.determinism import seed_generators
 
 from .builders import numbers, parameters
 
@@ -80,7 +83,9 @@ def test_it_fails_in_a_worker_too(cold_assets, tmp_path):
         [sys.executable, "-m", "marl.main", "--config-name", "quickstart", *words],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=380,
     )  # fmt: skip
-    assert done.returncode == 1 and "put_ does not have a deterministic implementation" in done.stderr, done.stderr[-2000:]
+    assert done.returncode == 1 and "put_ does not have a deterministic implementation" in done.stderr, done.stderr[
+        -2000:
+    ]
 
 
 def test_a_strict_run_needs_a_ray_session_of_its_own(compose_config, monkeypatch):
@@ -111,3 +116,27 @@ def test_the_order_of_hashes_decides_nothing(cold_assets, tmp_path):
         assert done.returncode == 0, done.stderr[-2000:]
         dumps.append((folder / "rollouts" / "2.jsonl").read_text())
     assert dumps[0] == dumps[1]
+
+
+@pytest.mark.slow
+def test_every_process_seeds_its_generators_by_its_name(alone, monkeypatch):
+    """Dropout, and whatever a module of one's own draws."""
+    from marl import build
+    from marl.cluster.workers import critic_worker, policy_worker
+
+    seeds = []
+    for module in (build, policy_worker, critic_worker):
+        monkeypatch.setattr(module, "seed_generators", seeds.append)
+    for options in ((), (), ("seed=1",)):
+        seeds.append([])
+        alone("learner=mappo", *options)
+    first, second, other = (seeds[start + 1 : start + 5] for start in (0, 5, 10))
+    assert first == second and len(set(first)) == 4 and not set(first) & set(other)
+
+
+def test_equal_seeds_draw_the_same_from_every_generator():
+    draws = []
+    for seed in (5, 5, 6):
+        seed_generators(seed)
+        draws.append((random.random(), np.random.rand(), torch.rand(1).item()))
+    assert draws[0] == draws[1] and not set(draws[0]) & set(draws[2])

@@ -80,7 +80,9 @@ def same(one, other):
     if isinstance(one, torch.Tensor):
         if one.is_nested:
             return same(one.values(), other.values()) and same(one.offsets(), other.offsets())
-        return torch.equal(one, other) or bool(torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num()))
+        return torch.equal(one, other) or bool(
+            torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
+        )
     return all(same(one[key], other[key]) for key in one.keys() | other.keys())
 
 
@@ -179,7 +181,9 @@ def generated(monkeypatch):
 @pytest.mark.parametrize("kind", ["round", "turn"])
 def test_it_goes_on_live_from_a_turn(folder, generated, capsys, kind):
     """With the same weights and seeds the servers say the same again."""
-    turns = {seed: content for (kind, seed, _), content in read_step(folder / "ledger" / "step_4").items() if kind == "turn"}
+    turns = {
+        seed: content for (kind, seed, _), content in read_step(folder / "ledger" / "step_4").items() if kind == "turn"
+    }
     later = {seed for seed, turn in turns.items() if turn["round"] == 2 and turn["version"] == 3}
     lines = map(json.loads, (folder / "rollouts" / "4.jsonl").read_text().splitlines())
     one = next(line for line in lines if line["agent"] == "carol" and line["round"] == 2)

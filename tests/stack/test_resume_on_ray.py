@@ -11,7 +11,8 @@ STEPS, AFTER = 3, 1
 RUN = (
     f"trainer.total_training_steps={STEPS}", "trainer.save_freq=1", "trainer.test_freq=3", "trainer.logger=[file]",
     "actor_rollout_ref.actor.optim.lr_warmup_steps=2", "data.train_batch_size=4", "actor_rollout_ref.rollout.n=3",
-    "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra]", "resources.timeout_s=200",
+    "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra]", "trainer.max_actor_ckpt_to_keep=null",
+    "resources.timeout_s=200",
 )  # fmt: skip
 """The rate changes from step to step, so that a schedule that is one step off shows."""
 PAIRS = {

@@ -454,7 +454,10 @@ BAD = {
     "critic.fsdp.model_dtype=fp8": ["critic.fsdp.model_dtype=fp8", "bf16"],
     "+critic.fsdp.mixed_precision={param_dtype:fp8}": ["critic.fsdp.mixed_precision.param_dtype=fp8", "bf16"],
     "determinism=strickt": ["determinism=strickt", "Did you mean 'strict'"],
-    "determinism=strict hardware=gpu actor_rollout_ref.rollout.name=vllm": ["rollout.name=vllm", "full_determinism=true"],
+    "determinism=strict hardware=gpu actor_rollout_ref.rollout.name=vllm": [
+        "rollout.name=vllm",
+        "full_determinism=true",
+    ],
     "determinism=strict +actor_rollout_ref.rollout.custom.exact=false": ["custom.exact=false", "leave it out"],
     "determinism=strict controller.request_seeds=never": ["request_seeds=never", "set auto or always"],
     "determinism=strict data.seed=null": ["data.seed=null", "data.shuffle=true"],

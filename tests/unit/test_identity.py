@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from marl.config.errors import ConfigError
 from marl.config.identity import MAY_DIFFER, identity_of, refused
-from marl.config.schema import new_run
+from marl.config.schema import Placement, new_run
 from marl.preflight.run_folder import RUN, claimed, family_of
 from marl.utils import folders
 from marl.utils.secret_masking import MASKED
@@ -435,4 +435,25 @@ def test_checkpoints_of_another_run_are_not_continued(config, tmp_path):
     assert resumed[-1]["from"] == str(ours / "global_step_1")
     shutil.rmtree(ours / "global_step_1")
     with pytest.raises(ConfigError, match="global_step_2: another run saved it"), claimed(config):
+        pass
+
+
+@pytest.mark.parametrize("part", ["alice/actor", "central/critic"])
+def test_another_number_of_ranks_is_refused_before_models_are_loaded(config, part):
+    """In a folder that is named; a search for an unfinished run passes it by."""
+    pools = {"placement": Placement.separate, "pools": {}, "critic_pool": None}
+    config = OmegaConf.merge(
+        config, {"trainer": {"nnodes": 1, "n_gpus_per_node": 1}, "resources": pools, "policies": {}, "sharing": None}
+    )
+    with (
+        claimed(config) as folder,
+        writing(folder, 1, {"family": family_of(folder), "world_size": {part: 2}}) as inside,
+    ):
+        (inside / RUN).write_text((folder / RUN).read_text())
+        folders.write_state(inside, {"step": 1})
+    said = rf"global_step_1: {part} was saved by 2 ranks, and this run has 1; resume"
+    with pytest.raises(ConfigError, match=said), claimed(config):
+        pass
+    changes = {"trainer__n_gpus_per_node": 2, "trainer__resume_changes": ["trainer"]}
+    with claimed(changed(config, **changes)):
         pass

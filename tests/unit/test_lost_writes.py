@@ -6,6 +6,7 @@ import errno
 import io
 import logging
 import os
+import threading
 import time
 import weakref
 from functools import partial
@@ -16,12 +17,13 @@ import pytest
 
 from marl import checkpoint
 from marl.checkpoint import Kept
+from marl.cluster.failures import GroupFailed
 from marl.cluster.workers import shard_files
 from marl.cluster.workers.adapter_worker import AdapterWorker
 from marl.cluster.workers.critic_worker import CriticWorker
 from marl.cluster.workers.policy_worker import PolicyWorker
 from marl.config.deadlines import Deadline
-from marl.utils import folders, marks
+from marl.utils import background, folders, marks
 from marl.utils.background import Background
 
 PATIENT = Deadline(5.0, "resources.save_timeout_s")
@@ -114,9 +116,9 @@ async def run_that_fails(work):
         raise RuntimeError("rank 1 died")
 
 
-def finished(root, failing):
+def finished(root, *ends):
     folder, expected = root / ".tmp_global_step_1", marks.marks_of(root / ".tmp_global_step_1", 2)
-    checkpoint.finish(folder, {}, {"step": 1, "metrics": {}}, expected, PATIENT, NONE, failing)
+    checkpoint.finish(folder, {}, {"step": 1, "metrics": {}}, expected, PATIENT, NONE, *ends)
 
 
 def test_a_rank_that_died_is_shown_before_its_part_is_given_up_and_soon(tmp_path, monkeypatch, caplog):
@@ -129,6 +131,36 @@ def test_a_rank_that_died_is_shown_before_its_part_is_given_up_and_soon(tmp_path
     first, second = (record.message for record in caplog.records if record.levelno == logging.ERROR)
     assert "the run ends" in first and "RuntimeError: rank 1 died" in first
     assert "rank 1 has not written its part, and nothing was written for 0.1 s while the run was ending" in second
+
+
+async def flushed_beside_a_death(work, after):
+    began = time.monotonic()
+
+    async def watch():
+        if time.monotonic() - began > after:
+            raise GroupFailed("rank 1 died")
+
+    saving = Background("a checkpoint", watch)
+    saving.start(work, saving.failing.is_set, saving.hopeless.is_set)
+    await saving.flush()
+
+
+def test_a_rank_that_dies_while_the_last_checkpoint_is_awaited_ends_it_at_once(tmp_path, monkeypatch):
+    """Nothing else is asked of the ranks then: without a look at them the wait lasts until the deadline."""
+    monkeypatch.setattr(background, "LOOK_S", 0.05)
+    marks.leave(folders.begin(tmp_path, 1), 0, "")
+    began = time.monotonic()
+    with pytest.raises(GroupFailed, match="rank 1 died"):
+        asyncio.run(flushed_beside_a_death(partial(finished, tmp_path), after=0.2))
+    assert 0.2 < time.monotonic() - began < 2.0 and list(tmp_path.iterdir()) == []
+
+
+def test_a_watch_that_sees_nobody_die_changes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(background, "LOOK_S", 0.01)
+    folder = folders.begin(tmp_path, 1)
+    threading.Timer(0.2, lambda: [marks.leave(folder, rank, "") for rank in (0, 1)]).start()
+    asyncio.run(flushed_beside_a_death(partial(finished, tmp_path), after=60.0))
+    assert folders.named(tmp_path) == [(1, tmp_path / "global_step_1")]
 
 
 def test_ranks_that_still_write_are_waited_for_though_the_run_ends(tmp_path, monkeypatch):

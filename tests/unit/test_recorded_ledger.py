@@ -1,0 +1,106 @@
+"""A run's ledger, read for a replay: by what was asked, whatever the settings and source files are now."""
+
+import pytest
+
+from marl.commands.replay import main
+from marl.controller import ledger
+from marl.controller.ledger import Ledger
+from marl.controller.recorded_ledger import RecordedLedger
+from marl.evaluation.replay import LiveFrom
+from marl.types import Score, Turn
+from marl.utils.seeding import derive_seed
+
+ASKED = [{"role": "user", "content": "2 + 2"}]
+TURN = Turn("a", 1, ASKED, "4", "p", [1], [2], [1], [-0.5], seed=7)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A ledger that other source files of marl wrote."""
+    monkeypatch.setattr(ledger, "code_fingerprint", lambda: "of then")
+    kept = Ledger(tmp_path)
+    kept.begin(1, {"p": {"weight": ((2,), 2, 5)}})
+    kept.add_turn(TURN, 7, kept.digest("p", ASKED, {"temperature": 1.0}, 9))
+    kept.add_score(TURN, Score(0.5, "4"), kept.digest("x", "4", {}, "4"))
+    kept.add("lost", 1, kept.digest([("val/0", 0)], True), {"plays": [("val/0", 0, "late")], "retried": 0})
+    kept.add("lost", 1, kept.digest([("train/0", 0)], False), {"plays": [("train/3", 1, "late")], "retried": 1})
+    kept.close()
+    monkeypatch.setattr(ledger, "code_fingerprint", lambda: "of now")
+    return tmp_path
+
+
+def opened(run, **options):
+    kept = RecordedLedger(run, **options)
+    kept.open(1)
+    return kept
+
+
+def test_a_turn_is_found_by_what_was_asked(run):
+    kept = opened(run)
+    assert kept.turn(7, kept.digest("p", ASKED, {"temperature": 0.5}, 99)) == TURN
+    for policy, observation in (("q", ASKED), ("p", [])):
+        assert kept.turn(7, kept.digest(policy, observation, {"temperature": 1.0}, 9)) is None
+
+
+def test_a_score_is_that_of_the_text(run):
+    kept, other = opened(run), Turn("a", 1, ASKED, "five", seed=7)
+    assert kept.score(TURN, "") == Score(0.5, "4") and kept.score(other, "") is None
+    assert opened(run, scores=False).score(TURN, "") is None
+
+
+def test_the_plays_that_training_lost_are_lost_again(run):
+    assert opened(run).find("lost", 1, "")["plays"] == [["train/3", 1, "late"]]
+
+
+def test_the_weights_of_a_step_are_known(run):
+    assert opened(run).weights(1) == {"p": {"weight": [[2], 2, 5]}} and opened(run).weights(2) is None
+
+
+def test_nothing_is_written(run):
+    before = {path: path.read_bytes() for path in run.rglob("*.jsonl")}
+    kept = opened(run)
+    kept.begin(2, {"p": {}})
+    kept.add_turn(TURN, 8, "")
+    kept.close()
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_turns_that_are_left_out_are_not_known(run):
+    kept = opened(run, keeps=lambda step, seed, turn: turn["round"] > 1)
+    assert kept.turn(7, kept.digest("p", ASKED)) is None and kept.score(TURN, "") is None
+
+
+ROUND, ONE = LiveFrom.of(4, "2"), LiveFrom.of(4, "train/7/0/a/2")
+
+
+@pytest.mark.parametrize(
+    "live, agent, round, task, step, out",
+    [
+        (ROUND, "a", 1, "train/7", 4, False), (ROUND, "b", 2, "train/7", 4, True), (ROUND, "a", 2, "train/7", 3, False),
+        (ONE, "a", 2, "train/7", 4, True), (ONE, "b", 2, "train/7", 4, False), (ONE, "b", 3, "train/7", 4, True),
+        (ONE, "a", 2, "train/8", 4, False), (ONE, "a", 1, "train/7", 4, False),
+    ],
+)  # fmt: skip
+def test_what_is_generated_from_a_turn_on(live, agent, round, task, step, out):
+    for branch in (0, 2):
+        seed = derive_seed(0, step, task, 0, agent, round, *([branch] if branch else []))
+        turn = {"agent": agent, "round": round, "branch": branch}
+        assert live.leaves_out(0, step, seed, turn) is out
+
+
+WRONG = {
+    "step=1": "0 folders",
+    "a b step=1": "2 folders",
+    "{}": "step=: expected the number of a step",
+    "{} step=0": "step=0: expected",
+    "{} step=one": "step=one: expected",
+    "{} step=1 from=alice": "from=alice: expected a round",
+    "{} step=1 rescore=yes": "rescore=yes: expected true or false",
+    "{} step=1": "holds no run.json: expected the folder of a run",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_a_wrong_command_line_is_refused_by_name(words, tmp_path, capsys):
+    assert main(words.format(tmp_path).split()) == 2
+    assert WRONG[words] in capsys.readouterr().err
