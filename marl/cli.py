@@ -27,6 +27,9 @@ COMMANDS = {
         "marl.commands.plan",
         "print a run's memory and placement without starting it: --cluster 2x8x80GB, and the keys of train",
     ),
+    "serve": Command(
+        "marl.commands.serve", "put a trained team behind one OpenAI-compatible endpoint: marl serve RUN --port 8000"
+    ),
     "ensemble": Command("marl.commands.ensemble", "compare the agents' vote and joint answers with each agent alone"),
 }
 
