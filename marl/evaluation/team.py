@@ -19,6 +19,7 @@ from marl.config.endpoints import hosted_policies
 from marl.config.errors import ConfigError
 from marl.config.overrides import hydra_overrides
 from marl.config.policies import own_settings
+from marl.config.schema import Placement
 from marl.controller.controller import Controller
 from marl.controller.policy_map import PolicyMap
 from marl.controller.tasks import validation_tasks
@@ -187,4 +188,4 @@ def fit_process(config: DictConfig) -> None:
     config.resources.one_process = engines <= {"hf"}
     if config.resources.one_process:
         config.trainer.nnodes = config.trainer.n_gpus_per_node = 1
-        config.resources.pools = {}
+        config.resources.pools, config.resources.placement = {}, Placement.separate
