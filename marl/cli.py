@@ -27,6 +27,8 @@ COMMANDS = {
         "marl.commands.plan",
         "print a run's memory and placement without starting it: --cluster 2x8x80GB, and the keys of train",
     ),
+    "eval": Command("marl.commands.evaluate", "measure trained teams on the same tasks: marl eval RUN … task=FILE n=4"),
+    "chat": Command("marl.commands.chat", "ask a trained team from the terminal and read its debate: marl chat RUN"),
     "serve": Command(
         "marl.commands.serve", "put a trained team behind one OpenAI-compatible endpoint: marl serve RUN --port 8000"
     ),

@@ -35,7 +35,7 @@ def transcript(episode: Episode) -> list[dict[str, Any]]:
 def said(turn: Turn, episode: Episode) -> dict[str, Any]:
     """One turn, as a reader of the debate wants it."""
     answer = episode.task.extract(turn.text) if turn.answers else None
-    extra = {"thought": turn.thought} if turn.thought is not None else {}
+    extra: dict[str, Any] = {"thought": turn.thought} if turn.thought is not None else {}
     extra |= {"kept": False} if not turn.kept else {}
     return heard(turn) | {"answer": answer} | extra
 

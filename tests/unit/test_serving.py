@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -13,11 +14,13 @@ import pytest
 import uvicorn
 
 from marl.cluster.failures import GroupFailed
-from marl.commands.serve import listening, parsed
+from marl.commands.serve import answerable, listening, parsed
+from marl.config.dataset_rows import check_files, rows_of
 from marl.config.endpoints import Endpoint
 from marl.config.errors import ConfigError
 from marl.config.schema import AgentConfig, ControllerConfig
 from marl.controller.controller import Controller
+from marl.evaluation.source import Source
 from marl.rewards import Reward
 from marl.rollout.chat_completion import request_body
 from marl.rollout.endpoint import EndpointServer
@@ -121,6 +124,19 @@ def test_the_team_answers_with_its_transcript_and_its_usage(compose_config):
         ]  # fmt: skip
         assert answer["usage"] == {"prompt_tokens": 28, "completion_tokens": 9 + 3 * 10, "total_tokens": 28 + 39}
         assert "so #### 5" in client.asked[-1][2][-1]["content"] or "yes #### 4" in client.asked[-1][2][-1]["content"]
+
+
+def test_the_text_is_the_winners_and_not_the_last_speakers(compose_config):
+    with served(lambda agent, *_: f"{agent} #### {len(agent)}" + "5" * (agent == "carol"), compose_config) as (url, *_):
+        choices = post(url, n=8, seed=1).json()["choices"]  # a tie, which each episode's seed breaks
+        said = {(choice["answer"], choice["message"]["content"]) for choice in choices}
+        assert said == {("5", "alice #### 5"), ("55", "carol #### 55")}
+
+
+def test_a_team_without_an_answer_says_its_last_words(compose_config):
+    with served(lambda agent, round, *_: f"{agent} {round}", compose_config) as (url, *_):
+        (choice,) = post(url).json()["choices"]
+        assert choice["answer"] is None and choice["message"]["content"] == "carol 2"
 
 
 def test_our_own_endpoint_client_reads_it(compose_config):
@@ -363,3 +379,18 @@ def test_a_port_that_is_taken_is_named():
         again, _ = parsed(["run", "--port", str(place.getsockname()[1])])
         with pytest.raises(ConfigError, match="cannot be listened on"), listening(again):
             pass
+
+
+def test_a_run_whose_data_are_elsewhere_is_served_without_them(tmp_path):
+    """Its own words stay; prompts are checked on a question of ours, which ends with the server."""
+    options, words = parsed(["run", "--data-source", "openai/gsm8k", "seed=1"])
+    gone = Source(tmp_path, 1, {"data": {"val_files": [str(tmp_path / "gone.parquet")]}})
+    with answerable(gone, options, words) as asked:
+        assert asked[0] == "seed=1" and asked[1].startswith("data.val_files=")
+        path = asked[1].partition("=")[2]
+        assert check_files(path, "prompt", ["alice"]) == 1
+        assert next(rows_of(path, "prompt"))["data_source"] == "openai/gsm8k"
+    assert not Path(path).exists()
+    (tmp_path / "gone.parquet").touch()
+    with answerable(gone, options, words) as asked:
+        assert asked == ["seed=1"]
