@@ -10,6 +10,7 @@ from typing import Any
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
+from transformers.utils import logging as transformers_logging
 
 from marl.build import start_controller, tokenizer_of
 from marl.cluster.launch import check_cluster, make_groups, start_groups
@@ -55,6 +56,7 @@ class Team:
 @contextmanager
 def opened(source: Source, words: Sequence[str] = ()) -> Iterator[Team]:
     """Start the servers of a team; ``words`` override its configuration. Raises ConfigError."""
+    transformers_logging.disable_progress_bar()
     setup = prepare(config_of(source, words))
     check_endpoints(setup)
     loop = asyncio.new_event_loop()
@@ -98,6 +100,7 @@ def config_of(source: Source, words: Sequence[str] = ()) -> DictConfig:
         if source.step is not None:
             take_weights(config, source)
         changed(config, [word for word in words if word not in options])
+        config.data.train_files = config.data.val_files  # which nobody reads
         fit_process(config)
     return config
 

@@ -47,9 +47,7 @@ def prepare(config: DictConfig, cluster: Cluster | None = None) -> CheckedSetup:
         absolutise(config)
     keys = ("val_files",) if answers_only(config) else ("train_files", "val_files")
     rows = {key: check_files(config.data[key], config.data.prompt_key, list(config.agents)) for key in keys}
-    if "train_files" not in rows:
-        config.data.train_files = config.data.val_files
-    elif rows["train_files"] < config.data.train_batch_size or not rows["val_files"]:
+    if "train_files" in rows and (rows["train_files"] < config.data.train_batch_size or not rows["val_files"]):
         raise ConfigError(
             f"data.train_batch_size={config.data.train_batch_size}: data.train_files hold {rows['train_files']} rows and "
             f"data.val_files {rows['val_files']}; expected at least one batch and one row, use a smaller batch or more data"
