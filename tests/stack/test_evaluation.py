@@ -21,23 +21,27 @@ from marl.config.errors import ConfigError
 from marl.evaluation.source import find
 from marl.preflight.run_folder import locked
 from tests.composing import compose
+from tests.stack.builders import ADAPTED
 from tests.stack.conftest import ROOT
 
 
-@pytest.fixture(scope="module")
-def run(cold_assets, tmp_path_factory):
+def trained(cold_assets, folder, *overrides):
     """A run of two steps, with a validation and a checkpoint after each; its weights move."""
-    folder = tmp_path_factory.mktemp("runs") / "debate"
     marl_main.run(
         compose(
             f"assets={cold_assets}", f"trainer.default_local_dir={folder}", "data.train_batch_size=4",
             "actor_rollout_ref.rollout.n=2", "trainer.logger=[file]", "resources.one_process=true",
             "trainer.total_training_steps=2", "trainer.test_freq=1", "trainer.save_freq=1",
             "trainer.max_actor_ckpt_to_keep=null", "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
-            "actor_rollout_ref.actor.entropy_coeff=1", "trainer.val_before_train=false",
+            "actor_rollout_ref.actor.entropy_coeff=1", "trainer.val_before_train=false", *overrides,
         )
     )  # fmt: skip
     return folder
+
+
+@pytest.fixture(scope="module")
+def run(cold_assets, tmp_path_factory):
+    return trained(cold_assets, tmp_path_factory.mktemp("runs") / "debate")
 
 
 def lines_in(path):
@@ -63,6 +67,32 @@ def test_a_checkpoint_answers_as_in_its_own_validation(run, capsys):
     assert (folder / "accuracy.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
     assert result["command"] in shown and result["command"] in (folder / "README.md").read_text()
+
+
+CORY = ("learner=cory", "runner=pioneer_observer", "credit=auto", "learner.exchange_every=1")
+HEADS = ("runner.num_rounds=3", "runner.decide=accuracy", "learner=mappo", "credit=team")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [("sharing=shared",), CORY, HEADS], ids=["shared", "exchanged", "critic"])
+def test_other_teams_answer_as_in_their_validation(cold_assets, tmp_path, overrides):
+    """One policy for all; policies that agents have exchanged; votes by the agents' accuracy in training, beside a critic."""
+    folder = trained(cold_assets, tmp_path / "run", *overrides)
+    result = evaluate.run([str(folder)])
+    assert said(folder / "evaluations" / result["name"] / "episodes" / "run@2" / "2.jsonl") == said(
+        folder / "validation" / "2.jsonl"
+    )
+
+
+@pytest.mark.slow
+def test_adapters_are_merged_into_their_base(cold_assets, tmp_path):
+    """Merged weights differ from base and adapter in the last bits, and so may a token."""
+    folder = trained(cold_assets, tmp_path / "run", *ADAPTED, "actor_rollout_ref.actor.optim.lr=0.1")
+    result = evaluate.run([str(folder)])
+    again = said(folder / "evaluations" / result["name"] / "episodes" / "run@2" / "2.jsonl")
+    was, before = (said(folder / "validation" / f"{step}.jsonl") for step in (2, 1))
+    same = [one == other for one, other in zip(again, was, strict=True)]
+    assert sum(same) >= 0.9 * len(same) and sum(a == b for a, b in zip(before, was, strict=True)) < 0.9 * len(same)
 
 
 def brute_pass(right, k):

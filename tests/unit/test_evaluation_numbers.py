@@ -43,7 +43,7 @@ def test_the_bootstrap_of_two_tasks_and_its_width():
 
 
 def test_the_test_is_mcnemars_for_single_samples():
-    for better, worse in ((5, 1), (9, 2), (3, 3)):
+    for better, worse in ((5, 1), (9, 2), (3, 3), (2, 7)):
         n, more = better + worse, max(better, worse)
         exact = min(1.0, 2 * sum(math.comb(n, i) for i in range(more, n + 1)) / 2**n)
         assert sign_flip_p([1.0] * better + [-1.0] * worse + [0.0] * 7) == pytest.approx(exact, abs=1e-12)
