@@ -192,6 +192,10 @@ def test_numbers_are_recomputed_from_the_dumps_and_reproduced_by_the_command(run
 def test_a_plain_model_is_a_team_of_one(run, cold_assets, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     task = easy(run, tmp_path)
+    with pytest.raises(ConfigError, match="agent_prompts names 'alice', which is not an agent; expected: solo"):
+        evaluate.run([str(cold_assets / "model"), f"task={task}"])
+    rows = [{**row, "extra_info": {}} for row in lines_in(task)]
+    task.write_text("".join(json.dumps(row) + "\n" for row in rows))
     limits = ["data.max_prompt_length=40", "data.max_response_length=3"]
     result = evaluate.run([str(cold_assets / "model"), f"task={task}", "name=plain", *limits])
     (team,) = result["teams"]
@@ -256,7 +260,8 @@ def test_a_conversation_goes_on_until_it_is_left(run, monkeypatch):
     assert shown.count("round 2 · carol:") == 2 and shown.count(f"team ⟶ {talk[-1]['content']}") >= 1
     talk, shown = asking(run, [ask, "/new", "/nw", ask, *[ask] * 3], monkeypatch)
     assert "/nw: unknown" in shown and "data.max_prompt_length allows 40" in shown and "/new begins a shorter" in shown
-    assert len(talk) == 2 and talk[0]["content"] == ask, "what could not be answered is forgotten"
+    assert shown.count("allows 40") == 2, "of four questions in one conversation two fit"
+    assert len(talk) == 4 and talk[2]["content"] == ask, "what could not be answered is forgotten"
     talk, shown = asking(run, ["how many ?"], monkeypatch, "--model", "team/carol")
     assert "alice" not in shown and "team/carol ⟶" in shown
     with pytest.raises(ConfigError, match="--model team/carl: there is none"):
