@@ -100,6 +100,31 @@ COMMANDS = {
         ("marl replay outputs/quickstart/latest step=12",),
         "takes RUN, step=N and from=TURN (docs/debugging.md)",
     ),
+    "eval": Command(
+        "marl.commands.evaluate",
+        "measure trained teams on the same tasks",
+        LOOK,
+        (
+            "marl eval outputs/quickstart/latest",
+            "marl eval outputs/mappo outputs/grpo task=test.jsonl n=4 baselines=[solo,vote]",
+        ),
+        "takes runs, checkpoints or models, and task= n= measures= baselines= leave_one_out= name= (docs/evaluation.md), and the keys of marl train",
+    ),
+    "chat": Command(
+        "marl.commands.chat",
+        "ask a trained team, and read its debate",
+        LOOK,
+        ("marl chat outputs/quickstart/latest", "marl chat outputs/quickstart/latest --model team/alice --seed 1"),
+        "takes a run, checkpoint or model, and --model --seed --data-source (docs/serving.md), and the keys of marl train",
+    ),
+    "serve": Command(
+        "marl.commands.serve",
+        "put a trained team behind an OpenAI-compatible endpoint",
+        LOOK,
+        ("marl serve outputs/quickstart/latest --port 8000",),
+        "takes a run, checkpoint or model, and --host --port --max-concurrent --queue --timeout --api-key-env --data-source (docs/serving.md), "
+        "and the keys of marl train",
+    ),
 }
 """In the order of the help. A line more makes a command: its module's ``main`` takes the words after it, as Hydra's do, or it
 has options of its own (``options=True``)."""

@@ -16,6 +16,11 @@ def adapter_policies(config: Any) -> list[str]:
     return [name for name in hosted_policies(config) if pool_of(config, name) in pools]
 
 
+def answers_only(config: Any) -> bool:
+    """True if nobody is trained: trained agents are evaluated or served (:mod:`marl.evaluation.team`)."""
+    return bool(config.get("answers_only", False))
+
+
 def frozen_policies(config: Any) -> list[str]:
     """Policies that are servers alone: all their agents are ``trainable=false``, and no base beside them is trained. An adapter
     that is not trained costs less than a server."""

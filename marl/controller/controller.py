@@ -22,6 +22,7 @@ from marl.controller.collection import (
 from marl.controller.endpoint_client import EndpointClient
 from marl.controller.ledger import Ledger
 from marl.controller.policy_map import PolicyMap
+from marl.controller.sampling import with_asked
 from marl.controller.scores import Accuracy, overlong, score_failure, team_score
 from marl.rewards import Reward, RewardUnavailable
 from marl.rollout.endpoint_usage import usage_metrics
@@ -303,8 +304,11 @@ class Controller:
             self.runner, LiveEpisode(record, generate, self.judge, self.roles, self.runner.config.overflow)
         )
 
-    def generate(self, task: Task, key: tuple, step: int, validate: bool = False) -> Generate:
-        """Generate function of one episode: observations to turns. ``key`` names the episode and seeds the sampling."""
+    def generate(
+        self, task: Task, key: tuple, step: int, validate: bool = False, asked: Mapping[str, Any] | None = None
+    ) -> Generate:
+        """Generate function of one episode: observations to turns. ``key`` names the episode and seeds the sampling; ``asked``:
+        sampling parameters that replace the configuration's, and add to an agent's stop strings."""
         policy_map = self.policy_map.at(step)
         self.ledger.open(step)
 
@@ -314,6 +318,8 @@ class Controller:
             policy = policy_map.policy(agent, round)
             seed = derive_seed(*key, agent, round, *([branch] if branch else []))
             sampling = self.sampling(agent, policy, validate)
+            if asked:
+                sampling = with_asked(sampling, asked)
             of = self.ledger.digest(policy, observation, sampling, self.max_prompt_length)
             turn = self._recorded(policy, seed, of)
             if turn is None:

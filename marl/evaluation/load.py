@@ -90,18 +90,20 @@ def saved_state(folder: str) -> dict[str, Any]:
         raise ConfigError(f"ensemble.checkpoint={folder}: {error}; expected …/global_step_N") from None
 
 
-def saved_weights(folder: str, policy: str) -> str:
-    """Folder of a policy's model in Hugging Face format within a checkpoint. Raises ConfigError if it is missing."""
+def saved_weights(folder: str, policy: str, named: str | None = None) -> str:
+    """Folder of a policy's model in Hugging Face format within a checkpoint. Raises ConfigError if it is missing; ``named``: the
+    beginning of its message."""
+    named = named or f"ensemble.checkpoint={folder}"
     root, state = Path(folder).expanduser(), saved_state(folder)
     if policy not in state["policies"]:
         raise ConfigError(
-            f"ensemble.checkpoint={folder}: it holds the policies {', '.join(state['policies'])}, and an agent acts with "
+            f"{named}: it holds the policies {', '.join(state['policies'])}, and an agent acts with "
             f"{policy!r}; expected the agents that were trained, set agents.<name>.policy to one of these"
         )
     weights = root / policy / "actor" / "huggingface"
     if not any(file for pattern in WEIGHTS for file in weights.glob(pattern)):
         raise ConfigError(
-            f"ensemble.checkpoint={folder}: {weights} holds no weights; expected a checkpoint that was saved with hf_model in "
+            f"{named}: {weights} holds no weights; expected a checkpoint that was saved with hf_model in "
             "actor_rollout_ref.actor.checkpoint.save_contents; train with it, or convert by verl.model_merger"
         )
     return str(weights)

@@ -16,6 +16,7 @@ from marl.config.endpoints import access_keys
 from marl.config.errors import ConfigError, resolve
 from marl.config.external import VARIABLE
 from marl.config.identity import plain_of
+from marl.config.kinds import answers_only
 from marl.config.rules import check
 from marl.config.schema import Placement
 from marl.config.sharing import apply_sharing
@@ -46,11 +47,9 @@ def prepare(config: DictConfig, cluster: Cluster | None = None) -> CheckedSetup:
     check_facts(setup)
     with open_dict(config):
         absolutise(config)
-    rows = {
-        key: check_files(config.data[key], config.data.prompt_key, list(config.agents))
-        for key in ("train_files", "val_files")
-    }
-    if rows["train_files"] < config.data.train_batch_size or not rows["val_files"]:
+    keys = ("val_files",) if answers_only(config) else ("train_files", "val_files")
+    rows = {key: check_files(config.data[key], config.data.prompt_key, list(config.agents)) for key in keys}
+    if "train_files" in rows and (rows["train_files"] < config.data.train_batch_size or not rows["val_files"]):
         raise ConfigError(
             f"data.train_batch_size={config.data.train_batch_size}: data.train_files hold {rows['train_files']} rows and "
             f"data.val_files {rows['val_files']}; expected at least one batch and one row, use a smaller batch or more data"

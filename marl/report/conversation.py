@@ -79,6 +79,15 @@ def answers_by(episode: Episode, agent: AgentId) -> list[Turn]:
     return [turn for turn in episode.trajectory(agent) if turn.answers]
 
 
+def answering_turn(episode: Episode) -> Turn:
+    """The last turn whose text gives the team's answer; where none does, or there is no answer, the last one that speaks."""
+    speaking = [turn for turn in episode.path if turn.answers] or episode.path
+    gave = [
+        turn for turn in speaking if episode.answer is not None and episode.task.extract(turn.text) == episode.answer
+    ]
+    return (gave or speaking)[-1]
+
+
 def rounds_of(episodes: Sequence[Episode]) -> list[int]:
     """The rounds in which anybody answered."""
     return sorted({turn.round for episode in episodes for turn in answers_of(episode)})

@@ -5,6 +5,7 @@ import string
 from typing import Any
 
 from marl.config.errors import ConfigError
+from marl.config.kinds import answers_only
 from marl.config.policies import all_policies
 from marl.utils.registry import did_you_mean
 
@@ -12,7 +13,7 @@ from marl.utils.registry import did_you_mean
 def there_are_agents(config: Any) -> None:
     if not config.agents:
         raise ConfigError("agents is empty: name at least one, as in +agents.solver.role='Think step by step.'")
-    if not any(agent.trainable for agent in config.agents.values()):
+    if not answers_only(config) and not any(agent.trainable for agent in config.agents.values()):
         raise ConfigError("no agent is trainable: set agents.<name>.trainable=true for at least one")
 
 

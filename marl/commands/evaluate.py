@@ -1,0 +1,173 @@
+"""``marl eval RUN|CHECKPOINT|MODEL … task=FILE n=4``: how good trained teams are, on the same tasks.
+
+marl eval outputs/quickstart/latest baselines=[solo,vote]
+"""
+
+import hashlib
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from marl.config.dataset_rows import file_list
+from marl.config.errors import ConfigError
+from marl.config.identity import content_of, versions
+from marl.evaluation.numbers import MEASURES
+from marl.evaluation.source import Source, find
+from marl.main import exit_code
+from marl.utils.numbers import bounded, count
+from marl.utils.quiet import quiet
+from marl.utils.registry import typed
+from marl.utils.secret_masking import masked_logs
+
+USAGE = "usage: marl eval RUN|CHECKPOINT|MODEL … [task=FILE] [n=SAMPLES] [baselines=[solo,vote]] [leave_one_out=true] [key=value …]"
+
+
+@dataclass
+class Options:
+    """Words of the command that are no keys of the configuration."""
+
+    task: Any = None
+    """A file of rows in verl's columns, or a list of them; null for the validation files of the first team."""
+    n: int | None = bounded(None, count(1, 4096, null=True))
+    """Samples of each task; null for those of the run's validation."""
+    measures: list[str] = field(default_factory=list)
+    baselines: list[str] = field(default_factory=list)
+    leave_one_out: bool = False
+    name: str | None = None
+    """Folder of the results within ``evaluations``; null for one that names all that decides them."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return exit_code(lambda: run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: Sequence[str]) -> Mapping[str, Any]:
+    """Evaluate, write and print; returns what ``result.json`` holds. Raises ConfigError."""
+    options, named, words = parsed(arguments)
+    sources = [find(word) for word in named]
+    with quiet("verbose=true" in words), masked_logs():
+        return measure(options, sources, words)
+
+
+def parsed(arguments: Sequence[str]) -> tuple[Options, list[str], list[str]]:
+    """The options, the teams, and the words for their configurations."""
+    teams = [word for word in arguments if "=" not in word]
+    own = [word for word in arguments if word.partition("=")[0] in Options.__dataclass_fields__]
+    flags = [word for word in teams if word.startswith("-")]
+    if flags or not teams:
+        raise ConfigError(f"{flags[0] if flags else 'no team'}: expected a run, a checkpoint or a model; {USAGE}")
+    try:
+        given = OmegaConf.to_container(OmegaConf.from_dotlist(own))
+        options = typed("marl eval", Options, given)  # type: ignore[arg-type]
+    except (OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(str(error).splitlines()[0]) from None
+    return options, teams, [word for word in arguments if word not in own and word not in teams]
+
+
+def measure(options: Options, sources: Sequence[Source], words: Sequence[str]) -> Mapping[str, Any]:
+    # heavy: imported once the command line is read
+    from marl.evaluation.evaluate import BASELINES, Asked, comparisons, evaluate, known
+    from marl.report import evaluation as report
+
+    asked = Asked(
+        options.n,
+        known("measures", options.measures, MEASURES),
+        known("baselines", options.baselines, BASELINES),
+        options.leave_one_out,
+    )
+    files, labels = files_of(options, sources), labels_of(sources)
+    command = command_of(options, sources, files, words)
+    name = options.name or name_of(sources, command)
+    folder = folder_of(sources[0], name, command)
+    mine = [f"data.val_files={json.dumps(files)}", *words]
+    found = [
+        evaluate(source, mine, asked, folder / "episodes" / label)
+        for source, label in zip(sources, labels, strict=True)
+    ]
+    differences = comparisons(found, labels)
+    tasks = {"files": files, "contents": {file: content_of(file) for file in files}, "digest": found[0].validation}
+    result = {
+        "name": name,
+        "command": command,
+        "task": tasks | {"tasks": len(found[0].right_T)},
+        "samples": found[0].sampling["n"],
+        "seed": seed_of(sources[0], words),
+        "versions": versions(),
+        "teams": [
+            {
+                "label": label,
+                "path": str(one.source.path),
+                "step": one.source.step,
+                "sampling": one.sampling,
+                **one.numbers,
+            }
+            for label, one in zip(labels, found, strict=True)
+        ],
+        "comparisons": differences,
+    }
+    report.write(result, folder)
+    sys.stdout.write(f"{report.markdown(result)}\nresults: {folder}\n")
+    return result
+
+
+def files_of(options: Options, sources: Sequence[Source]) -> list[str]:
+    """Absolute paths of the files of tasks. Raises ConfigError where there are none."""
+    given = options.task
+    if given is None and sources[0].saved is None:
+        raise ConfigError(
+            f"task: {sources[0].path} is a model without a run's data; add task=FILE, rows in verl's columns (docs/data.md)"
+        )
+    files = [Path(str(file)).expanduser() for file in file_list(given or sources[0].saved["data"]["val_files"])]
+    for file in files:
+        if not file.is_file():
+            key = "task" if given else "data.val_files of the run"
+            raise ConfigError(
+                f"{key}={file}: no such file; expected rows in verl's columns (docs/data.md), name them with task=FILE"
+            )
+    return [str(file.resolve()) for file in files]
+
+
+def labels_of(sources: Sequence[Source]) -> list[str]:
+    """Names for tables and folders; equal ones are numbered."""
+    names = [source.name for source in sources]
+    return [name if names.count(name) == 1 else f"{name}.{i}" for i, name in enumerate(names, start=1)]
+
+
+def command_of(options: Options, sources: Sequence[Source], files: Sequence[str], words: Sequence[str]) -> str:
+    """The command line that gives these numbers again, wherever it is typed on this machine."""
+    task = files[0] if len(files) == 1 else f"[{','.join(files)}]"
+    own = [f"task={task}"]
+    own += [f"{key}={value}" for key in ("n", "name") if (value := getattr(options, key)) is not None]
+    own += [f"{key}=[{','.join(value)}]" for key in ("measures", "baselines") if (value := getattr(options, key))]
+    own += ["leave_one_out=true"] * options.leave_one_out
+    return shlex.join(["marl", "eval", *(str(source.path) for source in sources), *own, *words])
+
+
+def name_of(sources: Sequence[Source], command: str) -> str:
+    first = "model" if sources[0].step is None else f"step_{sources[0].step}"
+    return f"{first}-{hashlib.sha256(command.encode()).hexdigest()[:8]}"
+
+
+def folder_of(source: Source, name: str, command: str) -> Path:
+    """The folder of the results. Raises ConfigError where it holds those of another command."""
+    folder = source.results / name
+    earlier = folder / "result.json"
+    if earlier.is_file() and json.loads(earlier.read_text())["command"] != command:
+        raise ConfigError(f"name={name}: {folder} holds the results of another evaluation; choose another name")
+    return folder
+
+
+def seed_of(source: Source, words: Sequence[str]) -> int:
+    given = [word.partition("=")[2] for word in words if word.startswith("seed=")]
+    return int(given[-1]) if given else 0 if source.saved is None else int(source.saved["seed"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

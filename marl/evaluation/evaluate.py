@@ -1,0 +1,184 @@
+"""Teams play the same tasks: each with its runner, and, where asked for, without one of its agents or beside baselines."""
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from marl.checkpoint import fingerprint, validation_sampling
+from marl.config.errors import ConfigError
+from marl.controller.controller import Controller
+from marl.evaluation.baselines import majority_is_right
+from marl.evaluation.numbers import accuracy_T, by_task, columns_of, cost_of, mean, numbers_of
+from marl.evaluation.source import Source
+from marl.evaluation.statistics import bootstrap, compared
+from marl.evaluation.team import Team, opened
+from marl.report import conversation, dump
+from marl.runners import RUNNERS
+from marl.types import AgentId, Episode, Task
+from marl.utils.registry import did_you_mean
+
+BASELINES = ("solo", "vote")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Everything beside accuracy that an evaluation is to measure."""
+
+    samples: int | None = None
+    """None: those of the run's validation."""
+    measures: Sequence[str] = ()
+    baselines: Sequence[str] = ()
+    leave_one_out: bool = False
+
+
+@dataclass
+class Found:
+    """One team's results."""
+
+    source: Source
+    numbers: dict[str, Any]
+    right_T: list[float]
+    """The share of right samples of every task."""
+    validation: str
+    """Digest of tasks."""
+    sampling: dict[str, Any]
+    beside: dict[str, list[float]] = field(default_factory=dict)
+    """The same of baselines, and of the team without an agent."""
+
+
+def evaluate(source: Source, words: Sequence[str], asked: Asked, folder: Path) -> Found:
+    """Play the tasks; the episodes are dumped into ``folder``. Raises ConfigError."""
+    with opened(source, [*words, *samples_of(asked)]) as team:
+        must_vary(team)
+        tasks = team.tasks()
+        episodes, seconds = played(team, team.controller, tasks)
+        dump.write(episodes, team.step, folder, [[columns_of(turn) for turn in e.turns] for e in episodes])
+        found = Found(
+            source,
+            numbers_of(episodes, seconds, asked.measures, team.setup.config.seed),
+            accuracy_T(episodes),
+            fingerprint(tasks),
+            validation_sampling(team.setup.config, team.controller.sampling),
+        )
+        if asked.leave_one_out:
+            leave_one_out(team, tasks, found)
+        for name in asked.baselines:
+            BASELINE[name](team, tasks, episodes, found)
+        return found
+
+
+def samples_of(asked: Asked) -> list[str]:
+    """A failed episode is a wrong one, however many there are."""
+    n = [] if asked.samples is None else [f"actor_rollout_ref.rollout.val_kwargs.n={asked.samples}"]
+    return ["controller.max_error_rate=1.0", *n]
+
+
+def must_vary(team: Team) -> None:
+    """Raise ConfigError where all samples of a task would be the same."""
+    config = team.setup.config
+    greedy = not config.actor_rollout_ref.rollout.val_kwargs.do_sample
+    samples = config.actor_rollout_ref.rollout.val_kwargs.n
+    if greedy and samples > 1:
+        raise ConfigError(
+            f"n={samples}: the run's validation decodes greedily, and all samples of a task would be the same; add "
+            "actor_rollout_ref.rollout.val_kwargs.do_sample=true actor_rollout_ref.rollout.val_kwargs.temperature=1, or use n=1"
+        )
+
+
+def played(
+    team: Team, controller: Controller, tasks: Sequence[Task], samples: int | None = None, validate: bool = True
+) -> tuple[list[Episode], float]:
+    """The judged episodes, and the seconds that they took together."""
+    started = time.monotonic()
+    n = team.setup.config.actor_rollout_ref.rollout.val_kwargs.n if samples is None else samples
+    return team.loop.run_until_complete(controller.measure(tasks, n, team.step, validate)), time.monotonic() - started
+
+
+def leave_one_out(team: Team, tasks: Sequence[Task], found: Found) -> None:
+    """The team plays again without each of its agents; a runner that cannot gives the reason."""
+    result = found.numbers["leave_one_out"] = {}
+    agents = list(team.controller.agents)
+    for agent in agents:
+        others = [name for name in agents if name != agent]
+        try:
+            team.controller.runner.check(others)
+        except ValueError as error:
+            result[agent] = {"reason": str(error)}
+            continue
+        episodes, seconds = played(team, with_agents(team.controller, others), tasks)
+        result[agent] = summary(found, f"without {agent}", episodes, seconds)
+
+
+def with_agents(controller: Controller, agents: Sequence[AgentId], runner: str | None = None) -> Controller:
+    """The same servers for some of the agents, who may play another runner."""
+    other = copy.copy(controller)
+    other.agents, other.judged = {name: controller.agents[name] for name in agents}, {}
+    if runner is not None:
+        kind = RUNNERS.get(runner)
+        other.runner = kind(kind.Config(name=runner))
+    return other
+
+
+def summary(found: Found, name: str, episodes: Sequence[Episode], seconds: float) -> dict[str, Any]:
+    return told(found, name, accuracy_T(episodes)) | {"cost": cost_of(episodes, seconds)}
+
+
+def told(found: Found, name: str, right_T: list[float]) -> dict[str, Any]:
+    """A summary beside the team's numbers, with the team's gain over it on the same tasks."""
+    found.beside[name] = right_T
+    return {"accuracy": mean(right_T), "interval": bootstrap(right_T), "gain_of_team": compared(found.right_T, right_T)}
+
+
+def solo(team: Team, tasks: Sequence[Task], episodes: Sequence[Episode], found: Found) -> None:
+    """Every agent alone, in single turns."""
+    result = found.numbers["solo"] = {}
+    for agent in team.controller.agents:
+        alone, seconds = played(team, with_agents(team.controller, [agent], "single_turn"), tasks)
+        result[agent] = summary(found, f"{agent} alone", alone, seconds)
+
+
+def vote(team: Team, tasks: Sequence[Task], episodes: Sequence[Episode], found: Found) -> None:
+    """The majority of as many answers of one agent as the team gives in an episode: the same sampling budget."""
+    answers = answers_per_episode(episodes)
+    result = found.numbers["vote"] = {}
+    for agent in team.controller.agents:
+        alone = with_agents(team.controller, [agent], "single_turn")
+        sampled, seconds = played(team, alone, tasks, answers, validate=False)  # greedy ones would all be the same
+        right_T = [float(majority_is_right(samples)) for samples in by_task(sampled)]
+        cost = cost_of(sampled, seconds)
+        cost["sampled_tokens_per_episode"] *= answers  # what a vote costs beside an episode of the team
+        result[agent] = told(found, f"vote of {agent}", right_T) | {"answers": answers, "cost": cost}
+
+
+BASELINE: dict[str, Callable[..., None]] = {"solo": solo, "vote": vote}
+
+
+def answers_per_episode(episodes: Sequence[Episode]) -> int:
+    """Number of turns that a single agent would sample instead, on average."""
+    agents = episodes[0].agents
+    return max(1, round(mean([len(conversation.team_turns(episode, agents)) for episode in episodes])))
+
+
+def comparisons(found: Sequence[Found], labels: Sequence[str]) -> list[dict[str, Any]]:
+    """The first team against each other one. Raises ConfigError where they did not play the same tasks."""
+    for other in found[1:]:
+        if other.validation != found[0].validation:
+            raise ConfigError(
+                f"{found[0].source.path} and {other.source.path} read other tasks from the same files (data.* differs, as "
+                "data.prompt_key or data.val_max_samples); name these keys on the command line"
+            )
+    return [
+        {"of": labels[0], "over": label, **compared(found[0].right_T, other.right_T)}
+        for label, other in zip(labels[1:], found[1:], strict=True)
+    ]
+
+
+def known(key: str, words: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Raises ConfigError for a word that is none of the names."""
+    for word in words:
+        if word not in names:
+            raise ConfigError(f"{key}=[{word}]: expected some of {', '.join(names)}.{did_you_mean(word, names)}")
+    return list(dict.fromkeys(words))

@@ -1,0 +1,113 @@
+"""The trained agents that a command names: a run, one of its checkpoints, or a plain model folder."""
+
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from marl.config.errors import ConfigError
+from marl.modules.pretrained import WEIGHTS
+from marl.preflight.run_folder import family_of, read_identity
+from marl.preflight.unfinished import RUN, is_running
+from marl.utils import folders
+from marl.utils.manifest import Damaged
+from marl.utils.registry import did_you_mean
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Agents to evaluate or to serve."""
+
+    path: Path
+    """A checkpoint ``…/global_step_N``, or a model's folder."""
+    step: int | None
+    """The checkpoint's step; None for a model's folder."""
+    saved: Any = None
+    """The run's resolved configuration, as ``run.json`` has it; None for a model's folder."""
+
+    @property
+    def name(self) -> str:
+        """A short name for tables: the run and the step, or the model."""
+        return self.path.name if self.step is None else f"{self.path.parent.name}@{self.step}"
+
+    @property
+    def results(self) -> Path:
+        """Folder that evaluations are written to."""
+        return (Path("outputs") if self.step is None else self.path.parent) / "evaluations"
+
+
+def find(word: str) -> Source:
+    """Raises ConfigError for what is neither a run, nor a checkpoint, nor a model."""
+    path = Path(word).expanduser().resolve()
+    if folders.STEP.fullmatch(path.name):
+        return of_checkpoint(path, word)
+    if not path.is_dir():
+        raise ConfigError(f"{word}: no such folder;{nearest(path)} expected a run, …/global_step_N of one, or a model")
+    if (path / RUN).is_file() or folders.named(path):
+        return of_run(path, word)
+    if (path / "config.json").is_file():
+        return of_model(path, word)
+    inside = [entry.name for entry in sorted(path.iterdir()) if (entry / RUN).is_file()]
+    hint = f" It holds runs: {', '.join(inside[:5])}; name one of them." if inside else ""
+    raise ConfigError(
+        f"{word}: it holds neither {RUN} nor config.json; expected a run's folder, …/global_step_N of one, or a model's folder.{hint}"
+    )
+
+
+def nearest(path: Path) -> str:
+    """A hint at a folder beside it with a similar name."""
+    parent = path.parent
+    return did_you_mean(path.name, [entry.name for entry in parent.iterdir()]) if parent.is_dir() else ""
+
+
+def of_checkpoint(path: Path, word: str) -> Source:
+    """Raises ConfigError for one that is not there, with the nearest that is, and for one that is damaged."""
+    if not path.is_dir():
+        steps = [step for step, _ in folders.numbered(path.parent)] if path.parent.is_dir() else []
+        wanted = int(re.sub(r"\D", "", path.name))
+        near = min(steps, key=lambda step: abs(step - wanted), default=None)
+        hint = "" if near is None else f" Did you mean global_step_{near}? There are: {', '.join(map(str, steps))}."
+        raise ConfigError(f"{word}: no such checkpoint.{hint} Expected …/global_step_N of a run")
+    try:
+        facts = folders.checked(path, family=None)
+    except (Damaged, OSError) as error:
+        raise ConfigError(
+            f"{word}: the checkpoint is not whole: {error}; expected one as it was saved, name another one"
+        ) from None
+    return Source(path, int(facts["step"]), settings_at(path))
+
+
+def of_run(path: Path, word: str) -> Source:
+    """The newest whole checkpoint of a run, which may still be training."""
+    writing = is_running(path)
+    found, refused = folders.newest_valid(path, family_of(path))
+    for name, why in refused.items():
+        logger.warning("%s is not used: %s", path / name, why)
+    if found is None:
+        why = "the run is still being written: wait for its first checkpoint (trainer.save_freq), and ask again"
+        done = "the run saved none: train with trainer.save_freq=N or trainer.save_final=true"
+        damaged = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+        raise ConfigError(f"{word}: there is no whole checkpoint. {damaged or (why if writing else done)}")
+    if writing:
+        logger.warning("%s is still being written: its newest whole checkpoint, %s, is used", path, found.name)
+    return Source(found, int(folders.STEP.fullmatch(found.name)[1]), settings_at(found))  # type: ignore[index]
+
+
+def of_model(path: Path, word: str) -> Source:
+    if not any(file for pattern in WEIGHTS for file in path.glob(pattern)):
+        raise ConfigError(f"{word}: there are no weights beside its config.json; expected one of {', '.join(WEIGHTS)}")
+    return Source(path, None)
+
+
+def settings_at(checkpoint: Path) -> Any:
+    identity = read_identity(checkpoint)
+    if identity is None or "config" not in identity:
+        raise ConfigError(
+            f"{checkpoint}: no {RUN} in it or beside it; expected the one that the run left, copy it there from the run's folder"
+        )
+    return identity["config"] | {
+        "agents": {name: identity["config"]["agents"][name] for name in identity["agents_in_order"]}
+    }

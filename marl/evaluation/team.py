@@ -1,0 +1,194 @@
+"""Trained agents that answer and are not trained: a run's configuration with a checkpoint's weights, in servers alone."""
+
+import asyncio
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+from transformers.utils import logging as transformers_logging
+
+from marl.build import start_controller, tokenizer_of
+from marl.cluster.launch import check_cluster, make_groups, start_groups
+from marl.cluster.layout import model_config, policy_config
+from marl.cluster.session import session
+from marl.config.endpoints import hosted_policies
+from marl.config.errors import ConfigError
+from marl.config.overrides import hydra_overrides
+from marl.config.policies import own_settings
+from marl.config.schema import Placement
+from marl.controller.controller import Controller
+from marl.controller.policy_map import PolicyMap
+from marl.controller.tasks import validation_tasks
+from marl.evaluation.load import saved_state, saved_weights
+from marl.evaluation.source import Source
+from marl.preflight.endpoints import check_endpoints
+from marl.preflight.prepare import prepare
+from marl.run_setup import Setup
+from marl.types import Task
+
+ALONE = "solo"
+"""The one agent of a plain model's team."""
+
+
+@dataclass(frozen=True)
+class Team:
+    """Agents whose servers are up. ``loop`` runs everything of theirs."""
+
+    source: Source
+    setup: Setup
+    controller: Controller
+    loop: asyncio.AbstractEventLoop
+    tokenizer: Any
+
+    @property
+    def step(self) -> int:
+        return self.source.step or 0
+
+    def tasks(self) -> list[Task]:
+        return validation_tasks(self.setup.config, self.tokenizer)
+
+
+@contextmanager
+def opened(source: Source, words: Sequence[str] = ()) -> Iterator[Team]:
+    """Start the servers of a team; ``words`` override its configuration. Raises ConfigError."""
+    transformers_logging.disable_progress_bar()
+    setup = prepare(config_of(source, words))
+    check_endpoints(setup)
+    loop = asyncio.new_event_loop()
+    with session(setup), ExitStack() as cleanup:
+        cleanup.callback(loop.close)
+        controller = loop.run_until_complete(start(setup, source, cleanup))
+        yield Team(source, setup, controller, loop, tokenizer_of(model_config(setup.config, setup.policies[0])))
+
+
+async def start(setup: Setup, source: Source, cleanup: ExitStack) -> Controller:
+    """The controller of servers that hold the source's weights."""
+    config, run_id, step = setup.config, uuid.uuid4().hex[:8], source.step or 0
+    if not config.resources.one_process:
+        check_cluster(setup)
+    tokenizers = {name: tokenizer_of(model_config(config, name)) for name in setup.policies}
+    configs = {name: policy_config(config, name, i, run_id, 1) for i, name in enumerate(setup.policies)}
+    groups, _ = make_groups(setup, configs, cleanup)
+    await start_groups(groups, {})
+    controller = await start_controller(setup, groups, tokenizers, run_id, cleanup)
+    await asyncio.gather(*(group.sync_weights(step) for group in groups.values()))
+    if source.step is not None:
+        exchange_every = source.saved["learner"].get("exchange_every") or 0
+        controller.policy_map = PolicyMap(config.agents, exchange_every)
+        controller.accuracy.load_state_dict(saved_state(str(source.path))["accuracy"])
+    return controller
+
+
+def config_of(source: Source, words: Sequence[str] = ()) -> DictConfig:
+    """The configuration under which the source's agents answer: the run's, or the defaults with one agent for a plain model; the
+    ``key=value`` of the command line last."""
+    options = [word for word in words if is_option(word)]
+    if source.step is None:
+        named = {word.partition("=")[0] for word in options}
+        runner = [] if "runner" in named else ["runner=single_turn"]
+        config = composed(["agents=schema", f"+agents.{ALONE}={{}}", *runner, *device(named), *options])
+        config.actor_rollout_ref.model.path = str(source.path)
+    else:
+        config = of_run(source, options)
+    with open_dict(config):
+        answers_alone(config)
+        if source.step is not None:
+            take_weights(config, source)
+        changed(config, [word for word in words if word not in options])
+        config.data.train_files = config.data.val_files  # which nobody reads
+        fit_process(config)
+    return config
+
+
+def is_option(word: str) -> bool:
+    """True for a word that chooses a group's option, such as ``runner=debate``."""
+    return word.partition("=")[0] in ("runner", "hardware")
+
+
+def device(named: set[str]) -> list[str]:
+    """The CPU's settings on a machine without an accelerator, unless ``hardware`` is named."""
+    import torch
+
+    return [] if "hardware" in named or torch.cuda.is_available() else ["hardware=cpu"]
+
+
+def composed(words: Sequence[str]) -> DictConfig:
+    with initialize_config_module("marl.configs", version_base="1.3"):
+        return compose("marl", overrides=hydra_overrides(["learner=grpo", "credit=own", *words]))
+
+
+def of_run(source: Source, options: Sequence[str]) -> DictConfig:
+    """The saved settings in the types of this version; learner and credit train, and are left out. Raises ConfigError for settings that this version does not know."""
+    named = {word.partition("=")[0] for word in options}
+    kept = {key: value for key, value in source.saved.items() if key not in {"learner", "credit", *named}}
+    runner = [] if "runner" in named else [f"runner={source.saved['runner']['name']}"]
+    base = composed(["agents=schema", *runner, *options])
+    OmegaConf.set_struct(base, False)
+    try:
+        merged = OmegaConf.merge(base, kept)
+    except OmegaConfBaseException as error:
+        raise ConfigError(
+            f"{source.path}: its run.json holds settings that this version of marl does not know: {str(error).splitlines()[0]}; "
+            "use the version that saved it"
+        ) from None
+    OmegaConf.set_struct(merged, True)
+    return merged  # type: ignore[return-value]
+
+
+def answers_alone(config: DictConfig) -> None:
+    """Leave out what only training needs: trainers, critics, references, the ledger, trackers, episode workers."""
+    config.answers_only = True
+    for agent in config.agents.values():
+        agent.trainable = False
+    config.algorithm.adv_estimator, config.algorithm.use_kl_in_reward = None, False
+    config.actor_rollout_ref.actor.use_kl_loss = False
+    config.actor_rollout_ref.rollout.n = max(2, config.actor_rollout_ref.rollout.n)
+    config.trainer.critic_warmup, config.critic.enable, config.baseline = 0, None, []
+    config.controller.ledger, config.controller.num_workers, config.trainer.logger = False, 0, []
+    config.controller.overlong_buffer = 0
+    config.resources.critic_pool = None
+    for pool in config.resources.pools.values():
+        pool.critics = []
+
+
+def take_weights(config: DictConfig, source: Source) -> None:
+    """Let every policy that the run trained be served from the checkpoint's whole model, adapters merged into it."""
+    trained = saved_state(str(source.path))["policies"]
+    for name in hosted_policies(config):
+        if name not in trained or not (source.path / name).exists():  # nobody trained it
+            continue
+        own = config.policies.get(name) or {}
+        weights = {
+            "path": saved_weights(str(source.path), name, str(source.path)),
+            "lora_rank": 0,
+            "lora_adapter_path": None,
+        }
+        config.policies[name] = OmegaConf.merge(own, {"model": weights})
+    config.sharing = None
+
+
+def changed(config: DictConfig, words: Sequence[str]) -> None:
+    """Apply the command line's ``key=value``. Raises for keys that there are not, unless a ``+`` adds them."""
+    OmegaConf.set_struct(config, True)
+    for word in words:
+        key, equals, _ = word.partition("=")
+        if not equals or not key.strip("+"):
+            raise ConfigError(f"{word}: expected key=value")
+        if key.startswith("+") or key.startswith("policies."):
+            OmegaConf.set_struct(config, False)
+        config.merge_with_dotlist([word.lstrip("+")])
+        OmegaConf.set_struct(config, True)
+
+
+def fit_process(config: DictConfig) -> None:
+    """Serve ``hf`` policies in this process; engines have processes of their own."""
+    engines = {own_settings(config, name).rollout.name for name in hosted_policies(config)}
+    config.resources.one_process = engines <= {"hf"}
+    if config.resources.one_process:
+        config.trainer.nnodes = config.trainer.n_gpus_per_node = 1
+        config.resources.pools, config.resources.placement = {}, Placement.separate

@@ -1,0 +1,130 @@
+"""An evaluation for a reader: ``result.json``, ``README.md`` and ``accuracy.png``."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Result = Mapping[str, Any]
+
+
+def write(result: Result, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "result.json").write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+    (folder / "README.md").write_text(markdown(result))
+    plot(result, folder / "accuracy.png")
+
+
+def markdown(result: Result) -> str:
+    task = result["task"]
+    head = [
+        f"# {result['name']}",
+        f"{task['tasks']} tasks of {', '.join(task['files'])}, {result['samples']} sample{'s' * (result['samples'] > 1)} of each, seed {result['seed']}.",
+        f"This command gives these numbers again:\n\n```bash\n{result['command']}\n```",
+    ]
+    return "\n\n".join([*head, *sections(result)]) + "\n"
+
+
+def sections(result: Result) -> Iterator[str]:
+    teams = result["teams"]
+    yield table(
+        ["team", "accuracy", "95 %", "failed", "tokens per answer", "tokens sampled", "tokens read", "seconds"],
+        [
+            [t["label"], share(t["accuracy"]), interval(t["interval"]), str(t["failed"]), *cost(t["cost"])]
+            for t in teams
+        ],
+    )
+    if result["comparisons"]:
+        yield "## Differences on the same tasks"
+        rows = [[f"{c['of']} over {c['over']}", *difference(c)] for c in result["comparisons"]]
+        yield table(["", "difference", "95 %, paired", "p"], rows)
+    for team in teams:
+        yield f"## {team['label']}"
+        yield from of_team(team)
+
+
+def of_team(team: Result) -> Iterator[str]:
+    ks = list(team["pass@k"])
+    yield table(["k", *ks], [[key, *(share(team[key][k]) for k in ks)] for key in ("pass@k", "majority@k")])
+    rounds = list(team["by_round"])
+    if rounds:
+        rows = [["all agents", *(share(team["by_round"][r]) for r in rounds), ""]]
+        rows += [
+            [name, *(share(own["by_round"].get(r)) for r in rounds), share(own["final"])]
+            for name, own in team["by_agent"].items()
+        ]
+        yield table(["accuracy", *(f"round {r}" for r in rounds), "last answer"], rows)
+    rows = list(rows_beside(team))
+    if rows:
+        yield table(
+            ["beside the team", "accuracy", "95 %", "gain of the team", "95 %, paired", "p", "tokens per answer"], rows
+        )
+    if team["vote_without"]:
+        rows = [[agent, share(accuracy)] for agent, accuracy in team["vote_without"].items()]
+        yield table(["the same votes without", "accuracy"], rows)
+    if "similarity" in team:
+        yield f"Similarity of the answers to the truth: {team['similarity']:.3f}"
+    if "perplexity" in team:
+        yield "Perplexity of the agents' own words: " + ", ".join(
+            f"{a} {share(p)}" for a, p in team["perplexity"].items()
+        )
+
+
+def rows_beside(team: Result) -> Iterator[list[str]]:
+    labels = {"solo": "{} alone", "vote": "vote of {}'s answers", "leave_one_out": "the team without {}"}
+    for key, label in labels.items():
+        for agent, own in team.get(key, {}).items():
+            if "reason" in own:
+                yield [label.format(agent), "-", own["reason"], "", "", "", ""]
+                continue
+            gain, tokens = own["gain_of_team"], f"{own['cost']['sampled_tokens_per_episode']:.1f}"
+            yield [label.format(agent), share(own["accuracy"]), interval(own["interval"]), *difference(gain), tokens]
+
+
+def cost(numbers: Mapping[str, float]) -> list[str]:
+    each = f"{numbers['sampled_tokens_per_episode']:.1f}"
+    return [each, f"{numbers['sampled_tokens']:.0f}", f"{numbers['read_tokens']:.0f}", f"{numbers['seconds']:.1f}"]
+
+
+def difference(found: Result) -> list[str]:
+    return [f"{found['difference']:+.3f}", interval(found["interval"]), f"{found['p']:.4f}"]
+
+
+def share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def interval(found: Sequence[float] | None) -> str:
+    return "-" if found is None else f"{found[0]:.3f} to {found[1]:.3f}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(escaped, line))} |" for line in lines)
+
+
+def escaped(cell: str) -> str:
+    return cell.replace("|", "\\|").replace("\n", " ")
+
+
+def plot(result: Result, path: Path) -> None:
+    """Accuracy with its interval, and by round."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    teams = result["teams"]
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4))
+    for at, team in enumerate(teams):
+        low, high = team["interval"] or (team["accuracy"],) * 2
+        errors = [[max(0.0, team["accuracy"] - low)], [max(0.0, high - team["accuracy"])]]
+        axes[0].bar([at], [team["accuracy"]], yerr=errors, capsize=4)
+        axes[1].plot(list(team["by_round"]), list(team["by_round"].values()), marker="o", label=team["label"])
+    axes[0].set_xticks(range(len(teams)), [team["label"] for team in teams], rotation=15)
+    axes[0].set(title="accuracy of the team, 95 % over tasks", ylim=(0, 1))
+    axes[1].set(title="accuracy of the agents' answers", xlabel="round", ylim=(0, 1))
+    axes[1].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

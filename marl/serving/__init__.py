@@ -1,0 +1,1 @@
+"""A trained team behind one OpenAI-compatible endpoint."""

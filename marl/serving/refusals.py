@@ -1,0 +1,28 @@
+"""Requests that get no answer, in OpenAI's format. Pure."""
+
+from typing import Any
+
+
+class Refused(Exception):
+    """An HTTP status and the error that goes with it."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+    @property
+    def kind(self) -> str:
+        return KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+
+    def body(self) -> dict[str, Any]:
+        error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+KINDS = {401: "authentication_error", 429: "rate_limit_error", 504: "timeout_error"}
+
+
+def wrong(key: str, value: Any, expected: str) -> Refused:
+    """A field that holds what it cannot."""
+    text = repr(value)
+    return Refused(400, f"{key}={text[:80]}{'…' * (len(text) > 80)}: expected {expected}", "invalid_value", key)
