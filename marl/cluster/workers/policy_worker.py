@@ -30,6 +30,7 @@ from marl.cluster.workers.shard_files import FolderWorker, ShardFiles, raise_los
 from marl.platform.shards import reshard
 from marl.utils.allocator import keep_freed_memory
 from marl.utils.garbage import freeze_gc
+from marl.utils.ragged import of_responses
 from marl.utils.trees import copied, load_tree, save_tree
 from marl.utils.weight_digest import Digest, digest_of
 
@@ -63,6 +64,12 @@ class EngineWorker(FolderWorker, TrainingWorker):
     def reset(self) -> None:
         super().reset()
         self.engine.checkpoint_manager = ShardFiles(self.engine.checkpoint_manager)
+
+    def train_batch(self, data: TensorDict) -> TensorDict | None:
+        """verl's; where a step has several passes, the learning rate moves on after the last."""
+        if tu.get(data, "last_pass") is False:
+            tu.assign_non_tensor(data, update_lr_scheduler=False)
+        return super().train_batch(data)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -221,13 +228,3 @@ def log_probs_of(output: TensorDict | None, data: TensorDict, started: float) ->
 def timed(output: TensorDict, started: float) -> dict[str, Any]:
     times = {"worker_seconds": time.perf_counter() - started, "worker_ended": time.time()}
     return tu.get(output, "metrics") | times
-
-
-def of_responses(values: torch.Tensor, rows: TensorDict) -> torch.Tensor:
-    """Cut the jagged outputs of whole rows down to the responses; output t predicts token t + 1."""
-    offsets = rows["responses"].offsets()
-    lengths = offsets.diff()
-    row_ends = rows["input_ids"].offsets()[1:]
-    shift = torch.repeat_interleave(row_ends - 1 - offsets[1:], lengths)
-    index = torch.arange(int(offsets[-1]), device=shift.device) + shift
-    return torch.nested.nested_tensor_from_jagged(values.values()[index].float(), offsets=offsets)
