@@ -17,6 +17,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 import marl.config.schema  # noqa: F401 - registers our groups
 from marl.batch.critic_spec import CriticSpec, Reader
 from marl.batch.utility_inputs import JointStates
+from marl.build_method import Data, method_options, offline_data, trainer_class
 from marl.cluster.critics import Critics
 from marl.cluster.launch import check_cluster, make_groups, start_groups
 from marl.cluster.layout import model_config, policy_config
@@ -46,6 +47,13 @@ def tokenizer_of(model: DictConfig) -> Any:
     if model.custom_chat_template:
         tokenizer.chat_template = model.custom_chat_template
     return tokenizer
+
+
+def load_data(setup: Setup, tokenizers: dict[str, Any]) -> Data:
+    """The tasks that are played, or the examples of a method that plays nothing."""
+    if setup.method.offline:
+        return offline_data(setup, tokenizers)
+    return Data(*load_tasks(setup.config, tokenizers), options=method_options(setup, tokenizers))
 
 
 def load_tasks(config: DictConfig, tokenizers: dict[str, Any]) -> tuple[Any, list[Any], int]:
@@ -192,15 +200,12 @@ def critic_reader(config: DictConfig, critics: CriticSpec, policies: list[str]) 
 
 async def build(setup: Setup, cleanup: ExitStack, progress: Any = None) -> Any:
     """Start every policy's pool, workers and servers, and put the trainer together; ``cleanup`` learns how to end them."""
-    # heavy: imported once the configuration is known to be right
-    from marl.marl_trainer import MARLTrainer
-
     config, names, run_id = setup.config, setup.policies, uuid.uuid4().hex[:8]
     if not config.resources.one_process:
         check_cluster(setup)
     tokenizers = {name: tokenizer_of(model_config(config, name)) for name in names}
-    loader, validation, total_steps = load_tasks(config, tokenizers)
-    configs = {name: policy_config(config, name, index, run_id, total_steps) for index, name in enumerate(names)}
+    data = load_data(setup, tokenizers)
+    configs = {name: policy_config(config, name, index, run_id, data.steps) for index, name in enumerate(names)}
     groups, critics = make_groups(setup, configs, cleanup)
     await start_groups(groups, critics)
     other_run = config.trainer.resume_mode != "auto" or config.trainer.resume_changes
@@ -208,4 +213,5 @@ async def build(setup: Setup, cleanup: ExitStack, progress: Any = None) -> Any:
         forget_all(Path(config.trainer.default_local_dir))
     controller = await start_controller(setup, groups, tokenizers, run_id, cleanup)
     values = make_critics(setup, critics)
-    return MARLTrainer(config, groups, controller, setup.learner, values, loader, validation, total_steps, progress)
+    parts = config, groups, controller, setup.learner, values, data.loader, data.validation, data.steps, progress
+    return trainer_class(setup)(*parts, **data.options)

@@ -160,6 +160,7 @@ GROUPS = (
     "runner",
     "learner",
     "credit",
+    "method",
     "agents",
     "policies",
     "resources",

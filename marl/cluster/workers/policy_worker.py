@@ -26,6 +26,7 @@ import marl.rollout.hf
 import marl.rollout.vllm_sglang  # noqa: F401 - these three register the CPU's engines and our rollout backends
 from marl.cluster.workers import lora
 from marl.cluster.workers.dispatch import rows_by_rank
+from marl.cluster.workers.policy_loss import policy_loss
 from marl.cluster.workers.shard_files import FolderWorker, ShardFiles, raise_lost, write
 from marl.platform.shards import reshard
 from marl.utils.allocator import keep_freed_memory
@@ -107,6 +108,7 @@ class PolicyWorker(FolderWorker, ActorRolloutRefWorker):
             self.role, self.config.model = "actor_rollout", model
         super().init_model()
         self.role = role
+        self.actor.set_loss_fn(partial(policy_loss, self.loss_fn))
         if lora.has_adapters(self.actor.engine):
             dtype = getattr(torch, self.config.rollout.dtype)
             self.actor.engine._merged_lora_per_tensor_param = partial(lora.merged_parameters, self.actor.engine, dtype)
@@ -138,6 +140,15 @@ class PolicyWorker(FolderWorker, ActorRolloutRefWorker):
                         f"the reference has {name} where the policy has {other}: models of one kind are needed"
                     )
                 kept.copy_(new)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def exchange_reference(self) -> None:
+        """Let policy and reference exchange their weights, each rank its own shards."""
+        with torch.no_grad():
+            for (_, kept), (_, own) in zip(*(shards(part) for part in (self.ref, self.actor)), strict=True):
+                before = own.clone()
+                own.copy_(kept)
+                kept.copy_(before)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def save_reference(self, folder: str, beside: bool = True) -> None:
