@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from marl.config.schema import Source
 from marl.methods.base import register_method
-from marl.methods.choice import is_usable
 from marl.methods.dpo import DPO
 from marl.methods.examples import Example, Selection, Speakers
 from marl.methods.rows import text_of
@@ -30,20 +29,20 @@ class SPIN(DPO):
     config: Config
 
     def of_episodes(self, episodes: Sequence[Episode], speakers: Speakers) -> Selection:
-        """Every turn of the opponent, beside the data's answer to the same prompt; what the opponent says as the data do, is no
-        pair."""
+        """Every turn of the opponent, truncated ones too, beside the data's answer to the same prompt; what the opponent says as the
+        data do, is no pair."""
         pairs, same = [], 0
         for episode in episodes:
             for turn in episode.path:
-                if not is_usable(turn, speakers):
+                if turn.agent not in speakers or not turn.trained:
                     continue
                 answer = text_of(
                     {"extra_info": dict(episode.task.extra)}, f"extra_info.{self.config.answer_key}", turn.agent
                 )
-                if answer == turn.text:
+                if answer == turn.text and not turn.truncated:
                     same += 1
                     continue
                 chosen = copy(turn)
-                chosen.text, chosen.response_ids = answer, []
+                chosen.text, chosen.response_ids, chosen.stop_reason = answer, [], None
                 pairs.append(Example(([chosen], [turn])))
         return Selection(pairs, {"method/pairs": float(len(pairs)), "method/places_without_contrast": float(same)})

@@ -21,7 +21,7 @@ def tasks(truth):
             "data_source": "marl/smudged_note",
             "prompt": [{"role": "user", "content": f"you have {n}"}],
             "reward_model": {"style": "rule", "ground_truth": str(n if truth is None else truth)},
-            "extra_info": {"answer": f"#### {n}"},
+            "extra_info": {"answer": f"#### {n if truth is None else truth}"},
             "answer": {"alice": f"#### {n}", "carol": f"#### {n + 1}"},
             "chosen": {"alice": f"#### {n}", "carol": f"#### {n + 1}"},
             "rejected": {"alice": f"#### {n + 1}", "carol": f"#### {n}"},
@@ -34,7 +34,7 @@ def learn(compose_config, cold_assets, tmp_path):
     path = tmp_path / "tasks.jsonl"
 
     def learn(*words, seed=0):
-        truth = 3 if "method=rft" in words else None  # a cold model must find it by chance
+        truth = 3 if {"method=rft", "method=spin"} & set(words) else None  # of a cold model, by chance or soon
         path.write_text("".join(json.dumps(row) + "\n" for row in tasks(truth)))
         here = (f"assets={cold_assets}", f"trainer.default_local_dir={tmp_path / 'run'}", "resources.one_process=true")
         data = (
@@ -132,15 +132,15 @@ def keeps_everything(monkeypatch):
     monkeypatch.setattr(sft, "best_episodes", lambda episodes, *rule: list(episodes))
 
 
-def own_answers(monkeypatch):
-    """The opponent's answer is chosen too."""
-    monkeypatch.setattr(spin, "text_of", lambda row, key, agent: "#### 3")
+def other_answers(monkeypatch):
+    """Another answer than the data's is chosen."""
+    monkeypatch.setattr(spin, "text_of", lambda row, key, agent: "#### 5")
 
 
 FAULTS = [
     ("sft", flipped), ("sft", shifted), ("sft", exchanged),
     ("dpo", flipped), ("dpo", without_contrast), ("dpo", exchanged),
-    ("spin", flipped), ("spin", own_answers),
+    ("spin", flipped), ("spin", other_answers),
     ("rft", flipped), ("rft", keeps_everything),
     ("hybrid", shifted),
 ]  # fmt: skip

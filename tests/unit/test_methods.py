@@ -152,6 +152,8 @@ def test_an_opponent_is_rejected_beside_the_datas_answer():
         chosen.prompt_ids == rejected.prompt_ids == [1, 2] and rejected.response_ids == [3] and not chosen.response_ids
     )
     assert found.metrics == {"method/pairs": 1.0, "method/places_without_contrast": 1.0}
+    records[0].turns[0].stop_reason = "length"
+    assert len(method("spin").of_episodes(records, SPEAKERS).examples) == 2, "what is cut off is rejected too"
 
 
 def test_turns_of_text_get_ids_and_played_ones_keep_theirs():
