@@ -68,8 +68,8 @@ def is_right(before, after):
 
 
 PROOFS = {
-    "sft": (("method=sft",), answers),
-    "dpo": (("method=dpo",), prefers),
+    "sft": (("method=sft", "data.train_batch_size=4"), answers),
+    "dpo": (("method=dpo", "data.train_batch_size=4"), prefers),
     "spin": (("method=spin", "runner=single_turn", "trainer.ref_update_freq=1", "actor_rollout_ref.rollout.n=4"), is_right),
     "rft": (("method=rft", "runner=single_turn", "actor_rollout_ref.rollout.n=8"), is_right),
     "hybrid": (
