@@ -18,6 +18,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 import marl.config.schema  # noqa: F401 - registers our groups
 from marl.batch.critic_spec import CriticSpec, Reader
 from marl.batch.utility_inputs import JointStates
+from marl.build_method import Data, method_options, offline_data, trainer_class
 from marl.cluster.critics import Critics
 from marl.cluster.launch import make_groups, start_groups, wait_for_cluster
 from marl.cluster.layout import model_config, policy_config
@@ -50,6 +51,13 @@ def tokenizer_of(model: DictConfig) -> Any:
     if model.custom_chat_template:
         tokenizer.chat_template = model.custom_chat_template
     return tokenizer
+
+
+def load_data(setup: Setup, tokenizers: dict[str, Any]) -> Data:
+    """The tasks that are played, or the examples of a method that plays nothing."""
+    if setup.method.offline:
+        return offline_data(setup, tokenizers)
+    return Data(*load_tasks(setup.config, tokenizers), options=method_options(setup, tokenizers))
 
 
 def load_tasks(config: DictConfig, tokenizers: dict[str, Any]) -> tuple[Any, list[Any], int]:
@@ -213,16 +221,13 @@ async def build(
     ``again``: after a fault of this process's run, whose ledger is therefore this run's own. Without ``servers`` nothing can be
     generated: all turns are read from a ledger.
     """
-    # heavy: imported once the configuration is known to be right
-    from marl.marl_trainer import MARLTrainer
-
     config, names, run_id = setup.config, setup.policies, uuid.uuid4().hex[:8]
     if not config.resources.one_process:
         await wait_for_cluster(setup, config.resources.placement_timeout_s if again else 0.0)
     seed_generators(derive_seed(config.seed, "generators of the driver"))
     tokenizers = {name: tokenizer_of(model_config(config, name)) for name in names}
-    loader, validation, total_steps = load_tasks(config, tokenizers)
-    configs = {name: policy_config(config, name, index, run_id, total_steps) for index, name in enumerate(names)}
+    data = load_data(setup, tokenizers)
+    configs = {name: policy_config(config, name, index, run_id, data.steps) for index, name in enumerate(names)}
     with interrupted_after(*start_deadline(config)):
         groups, critics = make_groups(setup, configs, cleanup)
     await start_groups(groups, critics, servers)
@@ -230,4 +235,5 @@ async def build(
         forget_all(Path(config.trainer.default_local_dir))
     controller = await start_controller(setup, groups, tokenizers, run_id, cleanup)
     values = make_critics(setup, critics)
-    return MARLTrainer(config, groups, controller, setup.learner, values, loader, validation, total_steps, progress)
+    parts = config, groups, controller, setup.learner, values, data.loader, data.validation, data.steps, progress
+    return trainer_class(setup)(*parts, **data.options)

@@ -10,6 +10,7 @@ from marl.config.endpoints import endpoint_policies, hosted_policies
 from marl.config.placement import PoolSize, critic_pool, pool_of, size_of
 from marl.config.policies import trained_policies
 from marl.learners import CREDITS, LEARNERS, Learner
+from marl.methods import METHODS, Method
 from marl.runners import RUNNERS, Runner
 from marl.types import CriticName, PolicyName
 
@@ -21,6 +22,7 @@ class Setup:
     config: DictConfig
     runner: Runner
     learner: Learner
+    method: Method
     policies: list[PolicyName]
     """Policies whose models this run loads."""
     endpoints: list[PolicyName]
@@ -38,6 +40,7 @@ class Setup:
             config,
             runner,
             learner,
+            make_method(config),
             policies,
             endpoint_policies(config),
             {name: pool_of(config, name) for name in policies},
@@ -61,6 +64,10 @@ class Setup:
 
 def make_runner(config: DictConfig) -> Runner:
     return RUNNERS.build(config.runner)
+
+
+def make_method(config: DictConfig) -> Method:
+    return METHODS.build(config.method)
 
 
 def make_learner(config: DictConfig) -> Learner:

@@ -239,6 +239,17 @@ class PolicyGroup(Protocol):
         """``log_probs`` and ``entropy`` of the rows' responses under the current weights, ragged like ``responses``."""
         ...
 
+    async def compute_ref_log_prob(self, rows: TensorDict) -> TensorDict:
+        """``log_probs`` under the reference's weights."""
+        ...
+
+    async def descend(self, rows: TensorDict, last: bool) -> Metrics:
+        """One step of optimisation down ``gradients``, the derivatives of a loss by every log-prob, ragged like ``responses``.
+
+        ``last`` of this training step: the learning rate moves on.
+        """
+        ...
+
 
 class CriticGroup(Protocol):
     """The only view a learner has of the workers of one critic."""

@@ -314,3 +314,13 @@ def writing(root, step, facts=None):
     """A folder to fill; it becomes ``global_step_N`` when the block ends without an error."""
     yield folders.begin(root, step)
     folders.publish(root, step, facts or {})
+
+
+class Letters:
+    """A tokenizer of letters, after a prompt that begins with 1; 0 ends an answer."""
+
+    def encode(self, observation, previous=None):
+        return [1, *map(ord, "".join(message["content"] for message in observation))]
+
+    def reply(self, text):
+        return [*map(ord, text), 0]

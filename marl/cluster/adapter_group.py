@@ -72,6 +72,10 @@ class AdapterGroup(RayPolicyGroup):
         self.stepped = True
         return await super().update_actor(rows)
 
+    async def descend(self, rows: TensorDict, last: bool) -> Metrics:
+        self.stepped = True
+        return await super().descend(rows, last)
+
     async def sync_weights(self, step: int) -> None:
         """Ship the adapter, if it has changed since the last sync, and the step."""
         await super().sync_weights(step)

@@ -19,6 +19,7 @@ from marl.cluster.layout import Part, parts_of
 from marl.config.deadlines import deadlines_of
 from marl.config.errors import ConfigError
 from marl.config.placement import Unplaceable, colocated, machines_of, size_of
+from marl.config.schema import Source
 from marl.run_setup import Setup
 
 POLL_S = 1.0
@@ -84,18 +85,25 @@ def make_groups(
     locks: dict[str, asyncio.Lock] = {}
     for part, workers in start_workers(config, parts_of(setup, configs), cleanup):
         shared = workers, part.pool, deadlines_of(config.resources), locks.setdefault(part.pool, asyncio.Lock())
-        made = groups_of(part, configs, config.resources.one_process, shared)
+        made = groups_of(part, configs, class_of(part, config), shared)
         (critics if part.is_critic else groups).update(made)
         for group in made.values():
             cleanup.callback(group.stop)
     return {name: groups[name] for name in configs}, {name: critics[name] for name in setup.pool_by_critic}
 
 
-def groups_of(part: Part, configs: dict[str, DictConfig], one_process: bool, shared: tuple) -> dict[str, Any]:
+def class_of(part: Part, config: DictConfig) -> Any:
+    """The class of a part's groups; a method that plays nothing needs no servers."""
+    from marl.cluster.offline_group import without_servers
+
+    kind = group_class(part, config.resources.one_process)
+    return kind if part.is_critic or Source.of(config) is Source.play else without_servers(kind)
+
+
+def groups_of(part: Part, configs: dict[str, DictConfig], kind: Any, shared: tuple) -> dict[str, Any]:
     """The groups that have their workers in a part: one, or one for each of its adapters."""
     from marl.cluster.adapter_group import SharedBase
 
-    kind = group_class(part, one_process)
     if part.adapters:
         base = SharedBase(part.adapters[0])
         return {name: kind(name, configs[name], *shared, base=base) for name in part.adapters}

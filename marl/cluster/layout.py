@@ -105,7 +105,7 @@ def policy_parts(setup: Setup, configs: dict[str, DictConfig]) -> list[Part]:
         if name in frozen_policies(config):
             parts.append(Part(name, setup.pool_by_policy[name], SeatWorker, {}, is_frozen=True))
             continue
-        held = name in trained_policies(config.agents) and holds_reference(own.algorithm, own.actor_rollout_ref)
+        held = name in trained_policies(config.agents) and holds_reference(own, own.actor_rollout_ref)
         role = "actor_rollout_ref" if held else "actor_rollout"
         arguments = {"config": own.actor_rollout_ref, "role": role}
         parts.append(Part(name, setup.pool_by_policy[name], PolicyWorker, arguments))

@@ -107,6 +107,12 @@ class RayPolicyGroup(WorkerGroup):
         output = await self._call("update", self.workers.update_actor, rows)
         return flatten_metrics(tu.get(output, "metrics"))
 
+    async def descend(self, rows: TensorDict, last: bool) -> Metrics:
+        rows = self.mini_batches(rows.select(*self.FORWARD_KEYS, "response_mask", "gradients"), 1, self.actor)
+        tu.assign_non_tensor(rows, epochs=1, last_pass=last, calculate_entropy=False, compute_loss=True)
+        output = await self._call("update", self.workers.update_actor, rows)
+        return flatten_metrics(tu.get(output, "metrics"))
+
     @property
     def read_by_loss(self) -> set[str]:
         """Optional keys that this policy's loss reads."""
@@ -115,6 +121,10 @@ class RayPolicyGroup(WorkerGroup):
     async def renew_reference(self) -> None:
         """Give the reference the policy's present weights."""
         await self._all("renewing its reference", self.workers.renew_reference)
+
+    async def exchange_reference(self) -> None:
+        """Let policy and reference exchange their weights."""
+        await self._all("exchanging its reference's weights", self.workers.exchange_reference)
 
     async def save_reference(self, folder: Path, beside: bool = True) -> list[Path]:
         what = f"saving its reference to {folder}"

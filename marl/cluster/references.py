@@ -20,7 +20,7 @@ class References:
     def __init__(self, config: Any, policies: Mapping[PolicyName, RayPolicyGroup]) -> None:
         self.algorithm, self.update_freq = config.algorithm, config.trainer.ref_update_freq
         algorithm, trained = config.algorithm, trained_policies(config.agents)
-        self.groups = {name: policies[name] for name in trained if reads_reference(algorithm, policies[name].actor)}
+        self.groups = {name: policies[name] for name in trained if reads_reference(config, policies[name].actor)}
         self.renewed: set[PolicyName] = set()
         """Policies whose reference is no longer the model's initial weights, which are on disk."""
         self.penalties = {name: KLInReward(algorithm) for name in self.groups if algorithm.use_kl_in_reward}

@@ -161,6 +161,7 @@ GROUPS = (
     "runner",
     "learner",
     "credit",
+    "method",
     "agents",
     "policies",
     "resources",

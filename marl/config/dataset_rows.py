@@ -15,9 +15,9 @@ CHUNK = 128
 DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
 
 
-def file_list(files: str | Sequence[str]) -> list[str]:
-    """verl takes one file or a list of them."""
-    return [files] if isinstance(files, str) else list(files)
+def file_list(files: str | Sequence[str] | None) -> list[str]:
+    """verl takes one file or a list of them; null is none."""
+    return [files] if isinstance(files, str) else list(files or [])
 
 
 def check_files(files: str | Sequence[str], prompt_key: str, agents: Sequence[str]) -> int:

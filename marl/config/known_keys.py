@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from marl.config.errors import ConfigError, elsewhere, listing
 from marl.utils.registry import did_you_mean
 
-TYPED = ("agents", "resources", "controller", "runner", "learner", "credit", "ensemble", "policies")
+TYPED = ("agents", "resources", "controller", "runner", "learner", "credit", "method", "ensemble", "policies")
 """Groups that are typed, or have a rule of their own."""
 
 READ: Mapping[str, tuple[str, ...]] = {

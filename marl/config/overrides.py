@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from marl.config.errors import ConfigError
 
-OPTIONS = ("agents", "runner", "learner", "credit", "hardware")
+OPTIONS = ("agents", "runner", "method", "learner", "credit", "hardware")
 VERL = "pkg://verl.trainer.config"
 NEW_AGENT = re.compile(r"\+agents\.([^.=]+)(?:\.(.*)|=\{\})$", re.DOTALL)
 POOLS = re.compile(r"^\+{0,2}resources\.pools(?:\.([^.=]+)(?:\.([^.=]+))?)?=(.*)$", re.DOTALL)

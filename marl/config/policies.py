@@ -66,14 +66,14 @@ def trained_policies(agents: Mapping[str, Any]) -> list[str]:
     return all_policies({name: agent for name, agent in agents.items() if agent.trainable})
 
 
-def reads_reference(algorithm: Any, actor: Any) -> bool:
-    """True if a policy has a KL penalty against a reference, in its loss or in its reward."""
-    return bool(algorithm.use_kl_in_reward or actor.use_kl_loss)
+def reads_reference(config: Any, actor: Any) -> bool:
+    """True if a policy has a KL penalty against a reference, in its loss or in its reward, or a method that compares with one."""
+    return bool(config.algorithm.use_kl_in_reward or actor.use_kl_loss or OmegaConf.select(config, "method.reference"))
 
 
-def holds_reference(algorithm: Any, own: Any) -> bool:
+def holds_reference(config: Any, own: Any) -> bool:
     """True if a policy's workers hold a reference model; with LoRA it is the policy without its adapters."""
-    return reads_reference(algorithm, own.actor) and not own.model.lora_rank
+    return reads_reference(config, own.actor) and not own.model.lora_rank
 
 
 def sequence_parallel(actor: Any) -> int:

@@ -9,8 +9,10 @@ from pathlib import Path
 from marl.config.external import VARIABLE
 
 PACKAGE = Path(__file__).parents[1]
-GROUPS = ("agents", "runner", "learner", "credit", "hardware")
-REGISTERED = re.compile(r"""@register_(runner|learner|credit)\("(\w+)"\)|\.store\(group="(credit)", name="(\w+)\"""")
+GROUPS = ("agents", "runner", "method", "learner", "credit", "hardware")
+REGISTERED = re.compile(
+    r"""@register_(runner|learner|credit|method)\("(\w+)"\)|\.store\(group="(credit)", name="(\w+)\""""
+)
 TEXT = """\
 usage: marl train [--quiet | --live] [option=name …] [key=value …]      or: python -m marl.main …
 
@@ -51,7 +53,7 @@ def option_names() -> dict[str, set[str]]:
     """Names of the options by group: the YAML files, and the classes that register themselves."""
     names = {group: {file.stem for file in (PACKAGE / "configs" / group).glob("*.yaml")} for group in GROUPS}
     names["agents"].add("schema")
-    for package in ("learners", "runners"):
+    for package in ("learners", "methods", "runners"):
         for file in (PACKAGE / package).glob("*.py"):
             for first, name, second, other in REGISTERED.findall(file.read_text(encoding="utf-8")):
                 names[first or second].add(name or other)

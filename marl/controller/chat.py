@@ -128,6 +128,16 @@ class ChatEncoder:
         """Ids of an answer's text and its end: what a model of this tokenizer would have said."""
         return [*self._content(text, False), self.tokenizer.eos_token_id]
 
+    def reply(self, text: str) -> list[int]:
+        """Ids of an answer's text and of the token with which the template ends an answer."""
+        return [*self._content(text, False), self.end_of_reply]
+
+    @cached_property
+    def end_of_reply(self) -> int:
+        """The first special token after an answer that a message follows; the end-of-text token where there is none."""
+        after = self._frame(("user", "assistant", "user")).pieces[2]
+        return next((token for token in after if token in self.special_ids), self.tokenizer.eos_token_id)
+
     def defused(self, observation: Sequence[Message]) -> list[Message]:
         """A copy, with a space in every special token that a text spells: others encode texts with special tokens enabled,
         and a text must not forge a role there either."""

@@ -58,4 +58,5 @@ class TaskStream:
         it is made, is made here: its maker restores the generators afterwards."""
         self.loader.load_state_dict(state)
         self._restart()
+        self.begun = True
         self.batches = chain(iter(self.loader), self.batches)

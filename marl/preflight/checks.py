@@ -19,6 +19,7 @@ from marl.modules import pretrained
 from marl.modules.adapters import check_adapter, check_adapter_name, check_start
 from marl.preflight import model_checks
 from marl.preflight.memory_plan import ModelSize
+from marl.preflight.method_files import check_examples
 from marl.preflight.packages import check_packages
 from marl.preflight.prompts import check_growth, check_prompts
 from marl.preflight.verl_settings import (
@@ -70,7 +71,12 @@ def preflight(setup: Setup) -> CheckedSetup:
                 check_adapter_base(own, bool(model.get_text_config().tie_word_embeddings), key)
         encoders[name] = encoder_of(config, own, key, thinking_of(config, name))
         check_loops(own.rollout, loops_of(config, name), trusted_modules(config))
+    if setup.method.offline:
+        check_examples(setup)
+        return CheckedSetup(**vars(setup), sizes=sizes, encoders=encoders, tasks=[])
     tasks = check_prompts(config, encoders)
+    if setup.method.imitates is not None:
+        check_examples(setup)
     if (
         "ensemble" not in config
     ):  # whose agents answer in single turns, whatever the runner, without servers and workers

@@ -9,6 +9,7 @@ from marl.config.policies import policies_by_agent
 from marl.config.schema import LogProbSource
 from marl.learners import CREDITS, LEARNERS
 from marl.learners.credit_schemes import INCENTIVES, TeamOf
+from marl.preflight.methods import check_method
 from marl.run_setup import Setup, make_runner
 from marl.utils.registry import did_you_mean
 
@@ -27,12 +28,14 @@ def choose_credit(config: DictConfig) -> None:
 def check_facts(setup: Setup) -> None:
     """Raise ConfigError where a runner's or learner's class does not support what the configuration asks for."""
     check_runner(setup)
-    check_learner(setup)
-    check_credit(setup)
-    check_critics(setup)
+    check_method(setup)
+    if setup.method.learns:
+        check_learner(setup)
+        check_credit(setup)
+        check_critics(setup)
+        check_log_probs(setup)
+        warn_of_early_ends(setup)
     check_pools(setup)
-    check_log_probs(setup)
-    warn_of_early_ends(setup)
 
 
 def check_runner(setup: Setup) -> None:

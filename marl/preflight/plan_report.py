@@ -35,6 +35,8 @@ from marl.utils.tables import aligned
 def growth_text(setup: CheckedSetup) -> str:
     """Prompt growth as text, with a warning if prompts exceed their limit."""
     config, limit = setup.config, setup.config.data.max_prompt_length
+    if setup.method.offline:
+        return f"method={config.method.name}: nothing is played, and there are no servers; rows of examples are not counted above"
     growth = growth_of(setup, setup.encoders, [read[0] for read in setup.tasks])
     if growth.unknown:
         return f"unknown how long prompts get: runner={config.runner.name}: {growth.unknown}"
@@ -97,6 +99,8 @@ def member_memory(setup: CheckedSetup, own: DictConfig, batch: PolicyBatch, card
     size, has_reference = setup.sizes[batch.policy], has_reference_here(setup.config, batch.policy, own)
     adapter_bytes = memory_plan.ADAPTER_BYTES if shares_base(setup.config) else None
     memory = memory_plan.policy_memory(own, batch, size, card, has_reference, adapter_bytes)
+    if setup.method.offline:
+        return replace(memory, server=0, engine=0, sync=0)
     if batch.policy in frozen_policies(setup.config):
         return Memory(server=memory.server, engine=memory.engine)
     probe = probe_row(setup, own, batch)
@@ -135,7 +139,7 @@ def work_by_pool(setup: CheckedSetup) -> dict[str, list[tuple[str, Work]]]:
             turns=batch.turns,
             checkpointing=own.model.enable_gradient_checkpointing,
             log_probs=not (from_servers or LogProbSource.of(config) is LogProbSource.server),
-            reference=name in trained_policies(config.agents) and reads_reference(config.algorithm, own.actor),
+            reference=name in trained_policies(config.agents) and reads_reference(config, own.actor),
             probe=probe_row(setup, own, batch),
         )
         work.setdefault(setup.pool_by_policy[name], []).append((name, done))
@@ -202,7 +206,7 @@ def pools_text(config: DictConfig) -> list[str]:
 def has_reference_here(config: DictConfig, name: str, own: DictConfig) -> bool:
     """True if a policy's reference is on the device: where there is an accelerator, verl keeps it in host memory."""
     trained = name in trained_policies(config.agents)
-    return trained and holds_reference(config.algorithm, own) and config.trainer.device == "cpu"
+    return trained and holds_reference(config, own) and config.trainer.device == "cpu"
 
 
 def card_bytes(device: str) -> float | None:

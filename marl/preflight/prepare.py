@@ -47,13 +47,8 @@ def prepare(config: DictConfig, cluster: Cluster | None = None) -> CheckedSetup:
     check_facts(setup)
     with open_dict(config):
         absolutise(config)
-    keys = ("val_files",) if answers_only(config) else ("train_files", "val_files")
-    rows = {key: check_files(config.data[key], config.data.prompt_key, list(config.agents)) for key in keys}
-    if "train_files" in rows and (rows["train_files"] < config.data.train_batch_size or not rows["val_files"]):
-        raise ConfigError(
-            f"data.train_batch_size={config.data.train_batch_size}: data.train_files hold {rows['train_files']} rows and "
-            f"data.val_files {rows['val_files']}; expected at least one batch and one row, use a smaller batch or more data"
-        )
+    if not setup.method.offline:
+        check_tasks(config)
     # heavy: imported once the rules hold
     from marl.cluster.session import fitting_platform
     from marl.preflight.auto_placement import place
@@ -71,6 +66,17 @@ def prepare(config: DictConfig, cluster: Cluster | None = None) -> CheckedSetup:
     return placed
 
 
+def check_tasks(config: DictConfig) -> None:
+    """Raise ConfigError for the first row that is no task, and for too few of them."""
+    keys = ("val_files",) if answers_only(config) else ("train_files", "val_files")
+    rows = {key: check_files(config.data[key], config.data.prompt_key, list(config.agents)) for key in keys}
+    if "train_files" in rows and (rows["train_files"] < config.data.train_batch_size or not rows["val_files"]):
+        raise ConfigError(
+            f"data.train_batch_size={config.data.train_batch_size}: data.train_files hold {rows['train_files']} rows and "
+            f"data.val_files {rows['val_files']}; expected at least one batch and one row, use a smaller batch or more data"
+        )
+
+
 def absolutise(config: DictConfig) -> None:
     def absolute(path: str) -> str:
         expanded = Path(path).expanduser()
@@ -84,6 +90,8 @@ def absolutise(config: DictConfig) -> None:
                 model[key] = absolute(model[key])
     for key in ("train_files", "val_files"):
         config.data[key] = [absolute(file) for file in file_list(config.data[key])]
+    if "files" in config.method:
+        config.method.files = [absolute(file) for file in config.method.files]
     for key in ("default_local_dir", "rollout_data_dir", "validation_data_dir", "resume_from_path"):
         if config.trainer[key]:
             config.trainer[key] = str(Path(config.trainer[key]).expanduser().resolve())

@@ -31,6 +31,12 @@ class DumpWriter(Background):
             await self.flush()
             self.start(write_trained, episodes, step, self.folder, batch, credit(batch))
 
+    async def write_played(self, episodes: Sequence[Episode], step: int) -> None:
+        """Start writing episodes whose turns were not credited."""
+        if self.folder:
+            await self.flush()
+            self.start(dump.write, episodes, step, self.folder)
+
 
 def write_trained(episodes: Sequence[Episode], step: int, folder: str, batch: JointBatch, credit_ERA: Tensor) -> Path:
     return dump.write(episodes, step, folder, turn_numbers(batch, credit_ERA))

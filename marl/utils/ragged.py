@@ -102,3 +102,13 @@ def with_lengths(values: Tensor, lengths: Tensor, axis: int = 0) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(
         values, offsets, jagged_dim=axis + 1, min_seqlen=shortest, max_seqlen=longest
     )
+
+
+def of_responses(values: Tensor, rows: TensorDict) -> Tensor:
+    """Cut the jagged outputs of whole rows down to the responses; output t predicts token t + 1."""
+    offsets = rows["responses"].offsets()
+    lengths = offsets.diff()
+    row_ends = rows["input_ids"].offsets()[1:]
+    shift = torch.repeat_interleave(row_ends - 1 - offsets[1:], lengths)
+    index = torch.arange(int(offsets[-1]), device=shift.device) + shift
+    return torch.nested.nested_tensor_from_jagged(values.values()[index].float(), offsets=offsets)  # type: ignore[attr-defined]

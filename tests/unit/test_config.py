@@ -541,6 +541,33 @@ BAD |= {
 }
 
 
+BAD |= {
+    "method=spin method.source=rows": ["method.source=rows", "from play"],
+    "method=sft learner=mappo": ["learner=mappo with method=sft", "leave learner=grpo"],
+    "method=dpo method.loss=ipo method.label_smoothing=0.1": ["label_smoothing=0.1", "method.loss=sigmoid"],
+    "method=sft": ["no column 'messages' or 'answer'", "method.*_key"],
+    "method=hybrid": ["method.files=[]", "parquet or jsonl"],
+}
+
+BAD_METHODS = {
+    "method=sft actor_rollout_ref.actor.use_kl_loss=true": ["with method=sft", "no KL penalty"],
+    "method=sft actor_rollout_ref.actor.ppo_mini_batch_size=16": ["ppo_mini_batch_size=16", "data.train_batch_size"],
+    "method=rft actor_rollout_ref.actor.ppo_epochs=2": ["ppo_epochs=2", "method.epochs=2"],
+    "method=rft baseline=[solo]": ["baseline=['solo'] with method=rft", "method=rl"],
+    "method=rft learner=cory": ["learner=cory with method=rft", "leave learner=grpo"],
+    "method=dpo method.source=play actor_rollout_ref.rollout.n=1": ["rollout.n=1", "no contrast"],
+    "method=dpo method.reference=false trainer.ref_update_freq=2": ["no reference to renew", "dpo, spin"],
+    "method=dpo method.beta=0": ["method.beta=0", "above 0"],
+    "method=spin sharing=lora": ["method=spin", "lora_rank=0"],
+    "method=spin method.reference=false": ["method.reference=false", "leave it true"],
+    "method=dpo": ["no column 'chosen'", "method.*_key"],
+    "method=sft method.source=episodes": ["train.parquet", "expected a dump", "method.source=rows"],
+    "method=hybrid method.files=[none.jsonl]": ["method.files=none.jsonl", "no such file"],
+    "method=hybrid method.sft_steps=120": ["method.sft_steps=120", "method=sft"],
+    "method=hybrid method.imitates=play": ["method.imitates=play", "rows or episodes"],
+}
+
+
 @pytest.fixture(scope="module")
 def bad(compose_config, cold_assets):
     """Each bad configuration, composed once."""
@@ -560,6 +587,14 @@ def test_rules_between_keys_name_the_remedy(bad, override):
     with pytest.raises(ConfigError) as caught:
         prepare(bad(override))
     assert all(part in str(caught.value) for part in BAD[override]), str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("override", BAD_METHODS)
+def test_methods_name_the_remedy(bad, override):
+    with pytest.raises(ConfigError) as caught:
+        prepare(bad(override))
+    assert all(part in str(caught.value) for part in BAD_METHODS[override]), str(caught.value)
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from verl.workers.utils.losses import ppo_loss
 
 from marl.cluster.workers.dispatch import rows_by_rank
 from marl.cluster.workers.lora import collected, save_adapter, unwrapped
+from marl.cluster.workers.policy_loss import policy_loss
 from marl.cluster.workers.policy_worker import EngineWorker, PolicyWorker, log_probs_of, timed
 from marl.cluster.workers.shard_files import raise_lost, write
 from marl.cluster.workers.whole_model import shell_of, write_into
@@ -36,6 +37,11 @@ def spec_of(own: DictConfig, seed: int) -> AdapterSpec:
     return AdapterSpec(
         lora_arguments(own.model), omega_conf_to_dataclass(own.actor).optim, seed, first_weights(own.model)
     )
+
+
+def loss_of(own: DictConfig) -> Any:
+    """A policy's loss, from its ``actor_rollout_ref``."""
+    return partial(policy_loss, partial(ppo_loss, config=omega_conf_to_dataclass(own.actor)))
 
 
 class AdapterEngineWorker(EngineWorker):
@@ -55,7 +61,7 @@ class AdapterWorker(PolicyWorker):
         """``policies``: every policy's ``actor_rollout_ref``; ``config`` is the first one's, and holds for base and server."""
         super().__init__(config, role)
         self.specs = {name: spec_of(own, seeds[name]) for name, own in policies.items()}
-        self.losses = {name: partial(ppo_loss, config=omega_conf_to_dataclass(p.actor)) for name, p in policies.items()}
+        self.losses = {name: loss_of(own) for name, own in policies.items()}
         self.actor_worker_cls = partial(AdapterEngineWorker, adapters=self.specs)
         self.base: dict[str, torch.Tensor] | None = None
         """The base's weights in the first rank's host memory once it was saved: it never changes."""

@@ -104,12 +104,6 @@ class CriticWorker(EngineWorker):
         output = self.train_mini_batch(data)
         return None if output is None else tu.get_tensordict({}, {"metrics": timed(output, started)})
 
-    def train_batch(self, data: TensorDict) -> TensorDict | None:
-        """verl's; where a step has several passes, the learning rate moves on after the last."""
-        if tu.get(data, "last_pass") is False:
-            tu.assign_non_tensor(data, update_lr_scheduler=False)
-        return super().train_batch(data)
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def save_checkpoint(self, local_path: str, beside: bool = True) -> None:
         self.engine.checkpoint_manager.beside = beside

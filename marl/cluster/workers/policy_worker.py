@@ -27,11 +27,13 @@ import marl.rollout.vllm_sglang  # noqa: F401 - these three register the CPU's e
 from marl.cluster.workers import lora
 from marl.cluster.workers.dispatch import rows_by_rank
 from marl.cluster.workers.interface import at_the_nodes_interface
+from marl.cluster.workers.policy_loss import policy_loss
 from marl.cluster.workers.shard_files import FolderWorker, ShardFiles, raise_lost, write
 from marl.platform.determinism import seed_generators
 from marl.platform.shards import reshard
 from marl.utils.allocator import keep_freed_memory
 from marl.utils.garbage import freeze_gc
+from marl.utils.ragged import of_responses
 from marl.utils.trees import copied, load_tree, save_tree
 from marl.utils.weight_digest import Digest, digest_of
 
@@ -67,6 +69,12 @@ class EngineWorker(FolderWorker, TrainingWorker):
     def reset(self) -> None:
         super().reset()
         self.engine.checkpoint_manager = ShardFiles(self.engine.checkpoint_manager)
+
+    def train_batch(self, data: TensorDict) -> TensorDict | None:
+        """verl's; where a step has several passes, the learning rate moves on after the last."""
+        if tu.get(data, "last_pass") is False:
+            tu.assign_non_tensor(data, update_lr_scheduler=False)
+        return super().train_batch(data)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -108,6 +116,7 @@ class PolicyWorker(FolderWorker, ActorRolloutRefWorker):
             self.role, self.config.model = "actor_rollout", model
         super().init_model()
         self.role = role
+        self.actor.set_loss_fn(partial(policy_loss, self.loss_fn))
         if lora.has_adapters(self.actor.engine):
             dtype = getattr(torch, self.config.rollout.dtype)
             self.actor.engine._merged_lora_per_tensor_param = partial(lora.merged_parameters, self.actor.engine, dtype)
@@ -139,6 +148,15 @@ class PolicyWorker(FolderWorker, ActorRolloutRefWorker):
                         f"the reference has {name} where the policy has {other}: models of one kind are needed"
                     )
                 kept.copy_(new)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def exchange_reference(self) -> None:
+        """Let policy and reference exchange their weights, each rank its own shards."""
+        with torch.no_grad():
+            for (_, kept), (_, own) in zip(*(shards(part) for part in (self.ref, self.actor)), strict=True):
+                before = own.clone()
+                own.copy_(kept)
+                kept.copy_(before)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def save_reference(self, folder: str, beside: bool = True) -> None:
@@ -229,13 +247,3 @@ def log_probs_of(output: TensorDict | None, data: TensorDict, started: float) ->
 def timed(output: TensorDict, started: float) -> dict[str, Any]:
     times = {"worker_seconds": time.perf_counter() - started, "worker_ended": time.time()}
     return tu.get(output, "metrics") | times
-
-
-def of_responses(values: torch.Tensor, rows: TensorDict) -> torch.Tensor:
-    """Cut the jagged outputs of whole rows down to the responses; output t predicts token t + 1."""
-    offsets = rows["responses"].offsets()
-    lengths = offsets.diff()
-    row_ends = rows["input_ids"].offsets()[1:]
-    shift = torch.repeat_interleave(row_ends - 1 - offsets[1:], lengths)
-    index = torch.arange(int(offsets[-1]), device=shift.device) + shift
-    return torch.nested.nested_tensor_from_jagged(values.values()[index].float(), offsets=offsets)

@@ -2,16 +2,19 @@
 
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from marl.config.errors import ConfigError
 from marl.config.policies import changes_of
 
 
 def references_are_renewed_where_there_are_any(config: Any) -> None:
     freq = config.trainer.ref_update_freq
-    if freq > 0 and not (config.algorithm.use_kl_in_reward or kl_in_any_loss(config)):
+    compares = OmegaConf.select(config, "method.reference")
+    if freq > 0 and not (config.algorithm.use_kl_in_reward or kl_in_any_loss(config) or compares):
         raise ConfigError(
             f"trainer.ref_update_freq={freq}: there is no reference to renew; set actor_rollout_ref.actor.use_kl_loss=true or "
-            "algorithm.use_kl_in_reward=true"
+            "algorithm.use_kl_in_reward=true, or use a method that compares with one (dpo, spin)"
         )
     if freq > 0 and config.actor_rollout_ref.model.lora_rank:
         raise ConfigError(

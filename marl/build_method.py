@@ -1,0 +1,77 @@
+"""Builds the data and the trainer of a run's method."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import DictConfig
+
+from marl.config.dataset_rows import file_list
+from marl.config.errors import ConfigError
+from marl.config.policies import longest_row, own_settings, thinking_of
+from marl.config.schema import Source
+from marl.controller.chat import ChatEncoder
+from marl.controller.method_data import ExampleDataset, Item, check_lengths, examples_loader, read_items, speakers_of
+from marl.run_setup import Setup
+
+
+@dataclass(frozen=True)
+class Data:
+    """A run's loader of tasks or examples, its validation tasks, and the number of steps; what its trainer needs beside."""
+
+    loader: Any
+    validation: list[Any]
+    steps: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def trainer_class(setup: Setup) -> Any:
+    from marl import method_trainer
+    from marl.marl_trainer import MARLTrainer
+
+    method = setup.method
+    if method.offline:
+        return method_trainer.OfflineTrainer
+    if method.learns:
+        return method_trainer.HybridTrainer if method.imitates is not None else MARLTrainer
+    return method_trainer.OpponentTrainer if method.plays_reference else method_trainer.MethodTrainer
+
+
+def offline_data(setup: Setup, tokenizers: dict[str, Any]) -> Data:
+    """Examples in place of tasks."""
+    config, encoders = setup.config, encoders_of(setup.config, tokenizers)
+    train, held_out = (items_of(setup, encoders, f"data.{key}") for key in ("train_files", "val_files"))
+    if len(train) < config.data.train_batch_size:
+        raise ConfigError(
+            f"data.train_batch_size={config.data.train_batch_size}: data.train_files give {len(train)} examples; expected at least "
+            "one batch, use a smaller batch or more data"
+        )
+    loader, steps = examples_loader(config, train), config.trainer.total_training_steps
+    options = {"method": setup.method, "encoders": encoders, "held_out": [held_out[i] for i in range(len(held_out))]}
+    return Data(loader, [], config.trainer.total_epochs * len(loader) if steps is None else steps, options)
+
+
+def method_options(setup: Setup, tokenizers: dict[str, Any]) -> dict[str, Any]:
+    """Further arguments of the trainer of a method that plays; none for the learner's own."""
+    method, config = setup.method, setup.config
+    if method.learns and method.imitates is None:
+        return {}
+    encoders = encoders_of(config, tokenizers)
+    options = {"method": method, "encoders": encoders}
+    if method.imitates is None:
+        return options
+    return options | {"first": examples_loader(config, items_of(setup, encoders, "method.files"))}
+
+
+def items_of(setup: Setup, encoders: dict[str, Any], key: str) -> ExampleDataset:
+    config, method = setup.config, setup.method
+    group, name = key.split(".")
+    source = Source.of(config) if method.imitates is None else method.imitates
+    items: list[Item] = read_items(method, source, file_list(config[group][name]), speakers_of(config), key)
+    limits = {name: longest_row(own_settings(config, name).rollout) for name in encoders}
+    check_lengths(items, encoders, min(limits.values()), key)
+    return ExampleDataset(items, encoders)
+
+
+def encoders_of(config: DictConfig, tokenizers: dict[str, Any]) -> dict[str, ChatEncoder]:
+    options = config.data.apply_chat_template_kwargs
+    return {name: ChatEncoder(own, options, thinking_of(config, name)) for name, own in tokenizers.items()}

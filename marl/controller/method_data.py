@@ -1,0 +1,140 @@
+"""Examples of a method that plays nothing: rows of files, or episodes that another run dumped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+from verl.trainer.ppo.utils import create_rl_sampler
+
+from marl.config.dataset_rows import CHUNK, read_table
+from marl.config.errors import ConfigError
+from marl.config.policies import policies_by_agent
+from marl.config.schema import Source
+from marl.methods import Method
+from marl.methods.examples import Example, Speakers, encoded
+from marl.report import dump
+from marl.rewards import only_answer
+from marl.types import Episode, PolicyName, Turn
+from marl.utils.registry import did_you_mean
+
+LONGEST = 64
+"""Examples whose tokens are counted before a run: those of the longest texts."""
+
+Item = list[Example]
+"""Everything that one row teaches."""
+
+
+class ExampleDataset(Dataset):
+    """Items with token ids, encoded as they are read."""
+
+    def __init__(self, items: Sequence[Item], encoders: Mapping[PolicyName, Any]) -> None:
+        self.items, self.encoders = items, encoders
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Item:
+        return [encoded(example, self.encoders) for example in self.items[index]]
+
+
+def speakers_of(config: Any) -> Speakers:
+    """The trained agents, each with its policies by round."""
+    trained = {name: agent for name, agent in config.agents.items() if agent.trainable}
+    return policies_by_agent(trained)
+
+
+def examples_loader(config: Any, dataset: ExampleDataset) -> StatefulDataLoader:
+    """Batches of ``data.train_batch_size`` items in an order that ``data.seed`` fixes; its state can be saved."""
+    data = config.data
+    return StatefulDataLoader(
+        dataset=dataset,
+        batch_size=data.train_batch_size,
+        sampler=create_rl_sampler(data, dataset),
+        num_workers=data.dataloader_num_workers,
+        drop_last=True,
+        collate_fn=list,
+    )
+
+
+def read_items(method: Method, source: Source, files: Sequence[str], speakers: Speakers, key: str) -> list[Item]:
+    """What the files teach. Raises ConfigError for a file that cannot be used, and where nothing is learned from all of them."""
+    items: list[Item] = []
+    if source is Source.rows:
+        for file in files:
+            items += items_of_rows(method, file, speakers)
+    else:
+        episodes = [episode for file in files for episode in read_episodes(file)]
+        check_agents(episodes, speakers, key, files)
+        items += [[example] for example in method.of_episodes(episodes, speakers).examples]
+    if not items and files:
+        raise ConfigError(
+            f"{key}={list(files)}: nothing to learn: {nothing(method, source)}; use other files, or other method.* settings"
+        )
+    return items
+
+
+def nothing(method: Method, source: Source) -> str:
+    if source is Source.rows:
+        return "there are no rows, or in each of them the chosen answer is the rejected one"
+    return f"method={method.config.name} finds no example in their episodes (too few good ones, or no contrast in any place)"
+
+
+def items_of_rows(method: Method, file: str, speakers: Speakers) -> Iterator[Item]:
+    table = read_table(file)
+    for wanted in method.columns:
+        if not any(key.split(".")[0] in table.column_names for key in wanted):
+            hint = did_you_mean(wanted[-1], table.column_names)
+            raise ConfigError(
+                f"{file}: no column {' or '.join(map(repr, wanted))}; it has {', '.join(table.column_names)}.{hint} "
+                f"Expected the columns that method={method.config.name} reads; method.*_key name them"
+            )
+    for number, row in enumerate(row for part in table.to_batches(max_chunksize=CHUNK) for row in part.to_pylist()):
+        try:
+            if item := method.of_row(row, speakers):
+                yield item
+        except ValueError as error:
+            raise ConfigError(f"{file}, row {number}: {error}; correct the row, or leave it out") from None
+
+
+def read_episodes(file: str) -> list[Episode]:
+    if not file.endswith(".jsonl"):
+        raise ConfigError(
+            f"{file}: expected a dump of episodes, <step>.jsonl, with method.source=episodes; for rows set method.source=rows"
+        )
+    try:
+        return list(dump.read(file, lambda source: only_answer, lambda source: str))
+    except ValueError as error:
+        raise ConfigError(f"{error}; for rows set method.source=rows") from None
+
+
+def check_agents(episodes: Sequence[Episode], speakers: Speakers, key: str, files: Sequence[str]) -> None:
+    spoke = {turn.agent for episode in episodes for turn in episode.turns}
+    if episodes and not spoke & set(speakers):
+        raise ConfigError(
+            f"{key}={list(files)}: its agents are {', '.join(sorted(spoke))}, and this run trains {', '.join(speakers)}; expected "
+            "episodes in which one of these speaks: name the agents alike"
+        )
+
+
+def check_lengths(items: Sequence[Item], encoders: Mapping[PolicyName, Any], limit: int, key: str) -> None:
+    """Raise ConfigError where an example is longer than ``limit`` tokens, of those with the longest texts."""
+    examples = [example for item in items for example in item]
+    for example in sorted(examples, key=num_letters)[-LONGEST:]:
+        for turn in (turn for side in encoded(example, encoders).sides for turn in side):
+            length = len(turn.prompt_ids) + len(turn.response_ids)
+            if length > limit:
+                raise ConfigError(
+                    f"{key}: an example of agent {turn.agent!r} has {length} tokens, data.max_prompt_length + "
+                    f"data.max_response_length allow {limit}; raise them, or leave it out"
+                )
+
+
+def num_letters(example: Example) -> int:
+    return max(letters_of(turn) for side in example.sides for turn in side)
+
+
+def letters_of(turn: Turn) -> int:
+    return len(turn.text) + sum(len(str(message["content"])) for message in turn.observation)

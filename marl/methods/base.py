@@ -1,0 +1,125 @@
+"""A method makes examples of rows or episodes, and updates every policy on its own.
+
+It sees turns, ragged rows and the protocol of worker groups; never Ray, a server, a tokenizer or a file. The default, ``rl``,
+leaves everything to the learner.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor
+
+from marl.config.schema import Source
+from marl.methods.examples import Example, Selection, Speakers
+from marl.types import Episode, Metrics, PolicyGroup, PolicyName
+from marl.utils.numbers import bounded, count
+from marl.utils.registry import Registry
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+
+class Method:
+    """Override :meth:`of_row` or :meth:`of_episodes`, :meth:`gradients` and :meth:`measure`. Facts are class attributes."""
+
+    learns: ClassVar[bool] = False
+    """The learner updates the policies, in some steps at least."""
+    compares: ClassVar[bool] = True
+    """Its derivatives depend on ``log_probs`` of the present weights, which need a forward pass before the update."""
+    sources: ClassVar[tuple[Source, ...]] = tuple(Source)
+    """Sources that it can take."""
+    plays_reference: ClassVar[bool] = False
+    """Its servers hold the references' weights: the policies play their opponents."""
+
+    @dataclass
+    class Config:
+        name: str
+        source: Source = Source.play
+        """Source of examples: rows of ``data.train_files``, episodes that another run dumped there, or this run's play."""
+        epochs: int = bounded(1, count(1, 1000))
+        """Updates on each step's examples."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @property
+    def offline(self) -> bool:
+        """True if nothing is played: there are no servers."""
+        return self.config.source is not Source.play
+
+    @property
+    def reads_reference(self) -> bool:
+        return bool(getattr(self.config, "reference", False))
+
+    @property
+    def imitates(self) -> Source | None:
+        """Source of what is imitated before the learner takes over; None for a method without such a phase."""
+        return None
+
+    @property
+    def columns(self) -> list[tuple[str, ...]]:
+        """Columns of a row that are needed: one of each tuple."""
+        return []
+
+    def of_row(self, row: Mapping[str, Any], speakers: Speakers) -> list[Example]:
+        """Examples of a row of a file; none where it teaches nothing. Raises ValueError for a row that cannot be used."""
+        raise NotImplementedError
+
+    def of_episodes(self, episodes: Sequence[Episode], speakers: Speakers) -> Selection:
+        """Examples of episodes that were scored."""
+        raise NotImplementedError
+
+    def gradients(self, rows: "TensorDict") -> Tensor:
+        """Derivatives of the loss by every token's log-prob, ragged like ``responses``."""
+        raise NotImplementedError
+
+    def measure(self, rows: "TensorDict") -> Metrics:
+        """``loss`` and other numbers of rows with ``log_probs``, and ``ref_log_prob`` where there is a reference."""
+        raise NotImplementedError
+
+    async def update(
+        self, rows: Mapping[PolicyName, "TensorDict"], policies: Mapping[PolicyName, PolicyGroup]
+    ) -> dict[PolicyName, Metrics]:
+        """Update every policy that has rows, all at the same time."""
+        results = await asyncio.gather(*(self.fit(own, policies[name]) for name, own in rows.items()))
+        return dict(zip(rows, results, strict=True))
+
+    async def fit(self, rows: "TensorDict", group: PolicyGroup) -> Metrics:
+        """``epochs`` updates of one policy. Metrics are the last one's, before its update."""
+        await self.read_reference(rows, group)
+        metrics: Metrics = {}
+        for epoch in range(1, self.config.epochs + 1):
+            if self.compares:
+                rows["log_probs"] = (await group.compute_log_prob(rows))["log_probs"]
+            rows["gradients"] = self.gradients(rows)
+            metrics = await group.descend(rows, last=epoch == self.config.epochs)
+            metrics |= self.measure(rows) if self.compares else {}
+        return metrics | {"trained_tokens": float(rows["response_mask"].values().sum())}
+
+    async def evaluate(self, rows: "TensorDict", group: PolicyGroup) -> Metrics:
+        """Numbers of a policy on rows that it is not trained on."""
+        await self.read_reference(rows, group)
+        rows["log_probs"] = (await group.compute_log_prob(rows))["log_probs"]
+        return self.measure(rows)
+
+    async def read_reference(self, rows: "TensorDict", group: PolicyGroup) -> None:
+        if self.reads_reference:
+            rows["ref_log_prob"] = (await group.compute_ref_log_prob(rows))["log_probs"]
+
+
+METHODS: Registry[Method] = Registry("method")
+register_method = METHODS.register
+
+
+@register_method("rl")
+class ReinforcementLearning(Method):
+    """The learner's own: episodes are played, credited, and trained on."""
+
+    learns, sources = True, (Source.play,)
+
+    @dataclass
+    class Config:
+        name: str
+        source: Source = Source.play

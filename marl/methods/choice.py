@@ -1,0 +1,87 @@
+"""Choice of a team's episodes to imitate, and of pairs of turns to compare. Pure."""
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+from marl.methods.examples import Example, Side, Speakers
+from marl.types import Episode, Turn
+
+
+class Verdict(Enum):
+    """Score by which two turns are compared."""
+
+    own = "own"
+    """The turn's."""
+    team = "team"
+    """The team's answer's."""
+
+
+def best_episodes(episodes: Sequence[Episode], min_score: float | None, best_of: int | None) -> list[Episode]:
+    """The episodes whose team answer scores at least ``min_score``, and of these each task's ``best_of`` best, the earlier sample
+    first; None for all. Episodes that ended early are left out."""
+    tasks: dict[str, list[Episode]] = {}
+    for episode in episodes:
+        enough = min_score is None or episode.scored.value >= min_score
+        if episode.failure is None and enough:
+            tasks.setdefault(episode.task.id, []).append(episode)
+    return [
+        episode
+        for own in tasks.values()
+        for episode in sorted(own, key=lambda episode: -episode.scored.value)[:best_of]
+    ]
+
+
+def imitated(episode: Episode, speakers: Speakers) -> Side:
+    """The turns of trained agents that the conversation went through, each under the policy that its agent has now; without
+    truncated ones, whose end is no end."""
+    return [with_policy(turn, speakers) for turn in episode.path if is_usable(turn, speakers)]
+
+
+def is_usable(turn: Turn, speakers: Speakers) -> bool:
+    """Dumps hold no ids: there, the answer of a turn with a thought is not what its policy said."""
+    whole = turn.text and turn.thought is None
+    return turn.agent in speakers and turn.trained and not turn.truncated and bool(turn.response_ids or whole)
+
+
+def with_policy(turn: Turn, speakers: Speakers) -> Turn:
+    """The turn, trained by its agent's present policy; one that was played keeps the policy that played it."""
+    if not turn.prompt_ids:
+        policies = speakers[turn.agent]
+        turn.policy = policies[min(turn.round, len(policies)) - 1]
+    return turn
+
+
+def contrasts(
+    episodes: Sequence[Episode], speakers: Speakers, verdict: Verdict, same_prompt: bool
+) -> tuple[list[Example], int]:
+    """Pairs of turns of the same task and place (agent and round) with other verdicts: the best with the worst, the next best
+    with the next worst, while they differ; each turn is in one pair at most. Also the number of places without a pair."""
+    places: dict[tuple, list[tuple[float, Turn]]] = {}
+    score: Callable[[Episode, Turn], float] = (
+        (lambda episode, turn: turn.scored.value)
+        if verdict is Verdict.own
+        else (lambda episode, turn: episode.scored.value)
+    )
+    for episode in episodes:
+        for turn in imitated(episode, speakers):
+            prompt = repr(turn.observation) if same_prompt else ""
+            place = (episode.task.id, turn.agent, turn.round, prompt)
+            places.setdefault(place, []).append((score(episode, turn), turn))
+    pairs: list[Example] = []
+    empty = 0
+    for scored in places.values():
+        found = best_with_worst(scored)
+        pairs += found
+        empty += not found
+    return pairs, empty
+
+
+def best_with_worst(scored: Sequence[tuple[float, Turn]]) -> list[Example]:
+    """Turns that say the same are no pair, whatever they scored."""
+    order = sorted(scored, key=lambda entry: -entry[0])
+    matched = zip(order[: len(order) // 2], reversed(order), strict=False)
+    return [
+        Example(([better], [worse]))
+        for (high, better), (low, worse) in matched
+        if high > low and (better.text, better.observation) != (worse.text, worse.observation)
+    ]

@@ -1,0 +1,95 @@
+"""Losses of answers, with their derivatives by every token's log-prob. Pure.
+
+A worker descends the linear loss sum_t g_t log pi(y_t), whose gradient at the present weights is that of the loss with the
+derivatives g_t: however ranks, micro-batches and packed rows cut the data, pairs included.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+
+class PreferenceLoss(Enum):
+    """Loss of a pair's margin h: the log-ratio to the reference of the chosen side less that of the rejected one."""
+
+    sigmoid = "sigmoid"
+    """DPO (arXiv:2305.18290): -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h), with label smoothing s."""
+    ipo = "ipo"
+    """IPO (arXiv:2310.12036): (h - 1 / (2 beta))^2."""
+    hinge = "hinge"
+    """SLiC (arXiv:2305.10425), on log-ratios: max(0, 1 - beta h)."""
+
+
+def preference_loss(kind: PreferenceLoss, margin_P: Tensor, beta: float, smoothing: float = 0.0) -> Tensor:
+    """Each pair's loss."""
+    scaled_P = beta * margin_P
+    if kind is PreferenceLoss.ipo:
+        return (margin_P - 1 / (2 * beta)) ** 2
+    if kind is PreferenceLoss.hinge:
+        return (1 - scaled_P).clamp(min=0)
+    return -(1 - smoothing) * logsigmoid(scaled_P) - smoothing * logsigmoid(-scaled_P)
+
+
+def preference_slope(kind: PreferenceLoss, margin_P: Tensor, beta: float, smoothing: float = 0.0) -> Tensor:
+    """The derivative of each pair's loss by its margin."""
+    scaled_P = beta * margin_P
+    if kind is PreferenceLoss.ipo:
+        return 2 * (margin_P - 1 / (2 * beta))
+    if kind is PreferenceLoss.hinge:
+        return -beta * (scaled_P < 1).to(margin_P.dtype)
+    return beta * (smoothing * torch.sigmoid(scaled_P) - (1 - smoothing) * torch.sigmoid(-scaled_P))
+
+
+def trained(rows: TensorDict) -> Tensor:
+    """1 on the tokens of the responses that are trained, else 0."""
+    return rows["response_mask"].values().double()
+
+
+def mean_gradients(rows: TensorDict) -> Tensor:
+    """Derivatives of the mean negative log-likelihood of the trained tokens: -1 / N on each, ragged like ``responses``."""
+    mask_T = trained(rows)
+    return ragged(-mask_T / mask_T.sum().clamp(min=1), rows)
+
+
+def mean_loss(rows: TensorDict) -> float:
+    """The mean negative log-likelihood of the trained tokens, from ``log_probs``."""
+    mask_T = trained(rows)
+    return float(-(rows["log_probs"].values().double() * mask_T).sum() / mask_T.sum().clamp(min=1))
+
+
+def log_ratios(rows: TensorDict) -> Tensor:
+    """log pi - log pi_ref [P, 2] of each pair's chosen and rejected side, summed over its trained tokens; pi_ref is uniform
+    where rows have no ``ref_log_prob``."""
+    delta_T = rows["log_probs"].values().double()
+    if "ref_log_prob" in rows:
+        delta_T = delta_T - rows["ref_log_prob"].values().double()
+    place_T = places(rows)
+    return delta_T.new_zeros(2 * num_pairs(rows)).index_add(0, place_T, delta_T * trained(rows)).view(-1, 2)
+
+
+def pair_gradients(slope_P: Tensor, rows: TensorDict) -> Tensor:
+    """Derivatives of the mean of the pairs' losses by every trained token's log-prob, ragged like ``responses``."""
+    slope_PS = torch.stack([slope_P, -slope_P], -1) / len(slope_P)
+    return ragged(slope_PS.flatten()[places(rows)] * trained(rows), rows)
+
+
+def places(rows: TensorDict) -> Tensor:
+    """Index of every response token's pair and side in a flattened [P, 2] grid."""
+    _, pair_B = rows["example"].unique(return_inverse=True)
+    return torch.repeat_interleave(2 * pair_B + rows["side"], rows["responses"].offsets().diff())
+
+
+def num_pairs(rows: TensorDict) -> int:
+    return len(rows["example"].unique())
+
+
+def ragged(values_T: Tensor, rows: TensorDict) -> Tensor:
+    return torch.nested.nested_tensor_from_jagged(values_T.float(), offsets=rows["responses"].offsets())

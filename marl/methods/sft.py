@@ -1,0 +1,69 @@
+"""Supervised fine-tuning: the mean negative log-likelihood of the trained tokens, for one policy or for a whole team."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from marl.config.schema import Source
+from marl.methods.base import Method, register_method
+from marl.methods.choice import best_episodes, imitated
+from marl.methods.examples import Example, Selection, Speakers, distinct, replies
+from marl.methods.losses import mean_gradients, mean_loss
+from marl.methods.rows import conversation, speakers_of, value_of
+from marl.types import Episode, Metrics
+from marl.utils.numbers import FINITE, bounded, count
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+
+@register_method("sft")
+class SFT(Method):
+    compares = False
+
+    @dataclass
+    class Config(Method.Config):
+        source: Source = Source.rows
+        messages_key: str = "messages"
+        """Column with a whole conversation, whose assistant's messages are all trained."""
+        prompt_key: str = "prompt"
+        """Without that column: the one with the prompt, text or messages. Dots lead into a column."""
+        answer_key: str = "answer"
+        """The one with the answer: text, or a text for each agent by its name."""
+        min_score: float | None = bounded(1.0, FINITE.or_null())
+        """Of episodes: the least score of a team's answer; null for any."""
+        best_of: int | None = bounded(None, count(null=True))
+        """Of episodes: each task's best ones, as many at most; null for all."""
+
+    config: Config
+
+    @property
+    def columns(self) -> list[tuple[str, ...]]:
+        return [(self.config.messages_key, self.config.prompt_key), (self.config.messages_key, self.config.answer_key)]
+
+    def of_row(self, row: Mapping[str, Any], speakers: Speakers) -> list[Example]:
+        found = []
+        for agent, policies in speakers_of(row, speakers).items():
+            messages = value_of(row, self.config.messages_key)
+            if messages is None:
+                keys = self.config.prompt_key, self.config.answer_key
+                messages = conversation(row, *keys, agent)
+            if side := replies(messages, agent, policies[0]):
+                found.append(Example((side,)))
+        return distinct(found)
+
+    def of_episodes(self, episodes: Sequence[Episode], speakers: Speakers) -> Selection:
+        kept = best_episodes(episodes, self.config.min_score, self.config.best_of)
+        sides = [side for episode in kept if (side := imitated(episode, speakers))]
+        share = len(kept) / len(episodes) if episodes else 0.0
+        return Selection([Example((side,)) for side in sides], {"method/kept_episodes": share})
+
+    def gradients(self, rows: "TensorDict") -> Tensor:
+        return mean_gradients(rows)
+
+    def measure(self, rows: "TensorDict") -> Metrics:
+        loss = mean_loss(rows)
+        return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}

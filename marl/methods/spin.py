@@ -1,0 +1,48 @@
+"""Self-play fine-tuning (arXiv:2401.01335): the policy learns to prefer the data's answers to its opponent's.
+
+The opponent is the policy's reference, renewed every ``trainer.ref_update_freq`` steps; it plays, and its turns are rejected. With
+an opponent that is never renewed this is DPO on those pairs.
+"""
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+
+from marl.config.schema import Source
+from marl.methods.base import register_method
+from marl.methods.dpo import DPO
+from marl.methods.examples import Example, Selection, Speakers
+from marl.methods.rows import text_of
+from marl.types import Episode
+
+
+@register_method("spin")
+class SPIN(DPO):
+    plays_reference, sources = True, (Source.play,)
+
+    @dataclass
+    class Config(DPO.Config):
+        source: Source = Source.play
+        answer_key: str = "answer"
+        """Key of ``extra_info`` with the data's answer: text, or a text for each agent by its name."""
+
+    config: Config
+
+    def of_episodes(self, episodes: Sequence[Episode], speakers: Speakers) -> Selection:
+        """Every turn of the opponent, truncated ones too, beside the data's answer to the same prompt; what the opponent says as the
+        data do, is no pair."""
+        pairs, same = [], 0
+        for episode in episodes:
+            for turn in episode.path:
+                if turn.agent not in speakers or not turn.trained:
+                    continue
+                answer = text_of(
+                    {"extra_info": dict(episode.task.extra)}, f"extra_info.{self.config.answer_key}", turn.agent
+                )
+                if answer == turn.text and not turn.truncated:
+                    same += 1
+                    continue
+                chosen = copy(turn)
+                chosen.text, chosen.response_ids, chosen.stop_reason = answer, [], None
+                pairs.append(Example(([chosen], [turn])))
+        return Selection(pairs, {"method/pairs": float(len(pairs)), "method/places_without_contrast": float(same)})

@@ -1,0 +1,103 @@
+"""Checks that ``method`` fits the rest of a configuration."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from marl.config.dataset_rows import DATA_SUFFIXES
+from marl.config.errors import ConfigError
+from marl.config.policies import own_settings, trained_policies
+from marl.config.rules.references import kl_in_any_loss
+from marl.config.schema import Source
+from marl.methods.losses import PreferenceLoss
+from marl.run_setup import Setup
+
+
+def check_method(setup: Setup) -> None:
+    """Raise ConfigError where a method cannot be combined with the rest."""
+    config, method = setup.config, setup.method
+    if Source.of(config) not in method.sources:
+        known = " or ".join(source.value for source in method.sources)
+        raise ConfigError(
+            f"method.source={config.method.source.value}: method={config.method.name} takes its examples from {known}; leave it out, "
+            "or use method=sft or method=dpo"
+        )
+    if method.imitates is not None:
+        check_hybrid(setup)
+    if not method.learns:
+        for problem in problems_without_learner(setup):
+            raise ConfigError(problem)
+    for problem in problems_of_preferences(setup):
+        raise ConfigError(problem)
+
+
+def problems_without_learner(setup: Setup) -> Iterator[str]:
+    """Settings of the learner's that have no effect on a method's updates."""
+    config, name = setup.config, setup.config.method.name
+    actor, tasks = config.actor_rollout_ref.actor, config.data.train_batch_size
+    if setup.learner.critics:
+        yield (
+            f"learner={config.learner.name} with method={name}: its critics would value nothing; leave learner=grpo, which is not "
+            "used, or set method=rl"
+        )
+    if config.algorithm.use_kl_in_reward or kl_in_any_loss(config):
+        yield (
+            f"actor_rollout_ref.actor.use_kl_loss or algorithm.use_kl_in_reward with method={name}: its loss has no KL penalty; set "
+            "them to false"
+        )
+    if actor.ppo_mini_batch_size != tasks:
+        yield (
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={actor.ppo_mini_batch_size} with method={name}, which updates once on each "
+            f"batch; leave it out, and set data.train_batch_size (now {tasks})"
+        )
+    if actor.ppo_epochs != 1:
+        yield (
+            f"actor_rollout_ref.actor.ppo_epochs={actor.ppo_epochs} with method={name}; set method.epochs={actor.ppo_epochs} instead"
+        )
+    if config.baseline:
+        yield f"baseline={config.baseline} with method={name}: baselines are trained by the learner; set baseline=[], or method=rl"
+    if setup.learner.exchange_every:
+        yield f"learner={config.learner.name} with method={name}: its agents exchange policies; leave learner=grpo"
+
+
+def problems_of_preferences(setup: Setup) -> Iterator[str]:
+    config, method = setup.config, setup.method
+    options, samples = config.method, config.actor_rollout_ref.rollout.n
+    if options.get("label_smoothing") and options.loss is not PreferenceLoss.sigmoid:
+        yield (
+            f"method.label_smoothing={options.label_smoothing:g} with method.loss={options.loss.value}, which has none; set it to 0, "
+            "or method.loss=sigmoid"
+        )
+    if not method.learns and not method.offline and not method.plays_reference and "verdict" in options and samples < 2:
+        yield (
+            f"actor_rollout_ref.rollout.n={samples}: method={options.name} compares a task's samples, and one has no contrast; set it "
+            "to at least 2"
+        )
+    if not method.plays_reference:
+        return
+    adapted = [name for name in trained_policies(config.agents) if own_settings(config, name).model.lora_rank]
+    if adapted:
+        yield (
+            f"model.lora_rank of policy {adapted[0]!r} with method={options.name}: the opponent is a reference with weights of its "
+            "own, and that of an adapter is its base, which is never renewed; set lora_rank=0 and sharing=individual"
+        )
+    if not options.reference:
+        yield f"method.reference=false: the opponent of method={options.name} is the reference; leave it true"
+
+
+def check_hybrid(setup: Setup) -> None:
+    config, options = setup.config, setup.config.method
+    if options.imitates is Source.play:
+        raise ConfigError(
+            "method.imitates=play: expected rows or episodes, which are read from method.files; use method=rft"
+        )
+    total = config.trainer.total_training_steps
+    if total is not None and options.sft_steps >= total:
+        raise ConfigError(
+            f"method.sft_steps={options.sft_steps}: trainer.total_training_steps={total} leaves no step to play; lower it, or use "
+            "method=sft"
+        )
+    if not options.files:
+        raise ConfigError(f"method.files=[]: method={options.name} imitates them first; name parquet or jsonl files")
+    for file in options.files:
+        if not Path(file).expanduser().is_file() or Path(file).suffix not in DATA_SUFFIXES:
+            raise ConfigError(f"method.files={file}: no such file; expected {', '.join(DATA_SUFFIXES)}")

@@ -1,0 +1,98 @@
+"""Files that a method reads: bad ones are refused with a sentence, poor ones are counted out."""
+
+import json
+
+import pytest
+
+from marl.config.errors import ConfigError
+from marl.config.schema import Source
+from marl.controller.method_data import check_lengths, read_items
+from marl.methods import METHODS
+from marl.report import dump
+from tests.builders import Letters, episode
+
+SPEAKERS = {"a": ["a"], "b": ["b"]}
+
+
+def method(name, **options):
+    cls = METHODS.get(name)
+    return cls(cls.Config(name=name, **options))
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read(name, content, source=Source.rows, speakers=SPEAKERS, **options):
+        path = tmp_path / "data.jsonl"
+        lines = content if isinstance(content, str) else "".join(json.dumps(row) + "\n" for row in content)
+        path.write_text(lines)
+        return read_items(method(name, **options), source, [str(path)], speakers, "data.train_files")
+
+    return read
+
+
+BAD = {
+    "empty": ("sft", "", ["data.jsonl", "cannot be read"]),
+    "binary": ("sft", "\x00\x01", ["data.jsonl", "cannot be read"]),
+    "no answer": (
+        "sft",
+        [{"prompt": "2", "anwser": "4"}],
+        ["no column 'messages' or 'answer'", "Did you mean 'anwser'"],
+    ),
+    "no text": (
+        "sft",
+        [{"prompt": "2", "answer": "4"}, {"prompt": "2", "answer": ""}],
+        ["row 1", "expected a text", "leave it out"],
+    ),
+    "no agent": ("sft", [{"prompt": "2", "answer": "4", "agent": "c"}], ["row 0", "agent='c'", "a, b"]),
+    "no contrast": (
+        "dpo",
+        [{"prompt": "2", "chosen": "4", "rejected": "4"}],
+        ["nothing to learn", "chosen answer is the rejected one"],
+    ),
+    "no dump": ("dpo", [{"prompt": "2"}], ["line 1", "rollout_data_dir"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_file_is_refused(read, name):
+    of, content, expected = BAD[name]
+    with pytest.raises(ConfigError) as caught:
+        read(of, content, Source.episodes if name == "no dump" else Source.rows)
+    assert all(part in str(caught.value) for part in expected), str(caught.value)
+
+
+def test_pairs_without_contrast_are_left_out(read):
+    rows = [{"prompt": "2", "chosen": "4", "rejected": other} for other in ("4", "5", "6")]
+    items = read("dpo", rows)
+    assert [[side[0].text for side in item[0].sides] for item in items] == [["4", "5"], ["4", "6"]]
+
+
+def dumped(tmp_path, scores):
+    records = [episode("t", sample, own) for sample, own in enumerate(scores)]
+    return dump.write(records, 1, tmp_path).read_text()
+
+
+def test_episodes_without_contrast_or_success_are_refused(read, tmp_path):
+    equal = dumped(tmp_path, [[[1], [0]], [[1], [0]]])
+    with pytest.raises(ConfigError, match="no contrast in any place"):
+        read("dpo", equal, Source.episodes)
+    with pytest.raises(ConfigError, match="too few good ones"):
+        read("sft", equal, Source.episodes, min_score=2.0)
+    with pytest.raises(ConfigError, match="its agents are a, b, and this run trains solver"):
+        read("sft", equal, Source.episodes, speakers={"solver": ["solver"]})
+
+
+def test_episodes_are_paired_by_agent(read, tmp_path):
+    items = read("dpo", dumped(tmp_path, [[[1], [0]], [[0], [1]]]), Source.episodes)
+    assert [[(side[0].agent, side[0].text) for side in item[0].sides] for item in items] == [
+        [("a", "1"), ("a", "0")],
+        [("b", "1"), ("b", "0")],
+    ]
+
+
+def test_an_example_that_is_too_long_is_named(read):
+    items = read("sft", [{"prompt": "2" * length, "answer": "4"} for length in (3, 30, 7)])
+    check_lengths(items, {"a": Letters(), "b": Letters()}, 33, "data.train_files")
+    with pytest.raises(ConfigError, match=r"data.train_files: an example of agent 'a' has 33 tokens.*allow 32"):
+        items = read("sft", [{"prompt": "2" * length, "answer": "4"} for length in (3, 30, 7)])
+        check_lengths(items, {"a": Letters(), "b": Letters()}, 32, "data.train_files")
