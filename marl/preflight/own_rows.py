@@ -35,6 +35,8 @@ Row = dict[str, Any]
 def use_columns(config: Any) -> None:
     """Put verl's rows in the place of a user's: ``data.train_files`` and ``data.val_files`` then name converted files."""
     data = config.data
+    if not OmegaConf.is_dict(data):
+        return  # the check of keys names it
     if data.get("columns") is None:
         return must_be_converted(data)
     columns, train = columns_of(config), named(data, "train_files")

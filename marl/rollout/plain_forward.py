@@ -112,7 +112,8 @@ class Rotary:
     """Kinds whose angles depend on the longest position of a batch."""
 
     def __init__(self, module: Any) -> None:
-        self.module, self.table_ND = module, None
+        self.module = module
+        self.table_ND: Angles | None = None
         self.is_fixed = module.rope_type not in self.LENGTH_DEPENDENT
 
     def __call__(self, x_BNH: Tensor, positions_BN: Tensor, capacity: int) -> Angles:

@@ -642,7 +642,9 @@ def test_a_policy_differs_from_the_others_where_it_says_so(quickstart):
     config = prepare(quickstart("+policies.carol.actor.optim.lr=5", "+policies.carol.pool=own")).config
     alice, carol = (policy_config(config, name, i, "run", 9) for i, name in enumerate(("alice", "carol")))
     assert (alice.actor_rollout_ref.actor.optim.lr, carol.actor_rollout_ref.actor.optim.lr) == (1e-3, 5)
-    assert carol.actor_rollout_ref.rollout.custom == {
+    custom = carol.actor_rollout_ref.rollout.custom
+    assert custom.seed != alice.actor_rollout_ref.rollout.custom.seed
+    assert {key: value for key, value in custom.items() if key != "seed"} == {
         "policy": "carol",
         "run_id": "run",
         "replica_offset": 1024,

@@ -171,18 +171,23 @@ def test_the_flag_of_a_sweep_may_stand_anywhere(monkeypatch):
 
 
 def test_a_display_begins_with_the_runs_configuration(monkeypatch):
-    begun, setup = [], SimpleNamespace(config=SimpleNamespace(baseline=[], trainer=SimpleNamespace(val_only=False)))
+    begun, setup = (
+        [],
+        SimpleNamespace(
+            config=SimpleNamespace(baseline=[], trainer=SimpleNamespace(val_only=False, default_local_dir="."))
+        ),
+    )
 
     class Trainer:
         async def fit(self):
             assert begun == [setup.config]
 
-    async def build(setup, cleanup, progress):
+    async def build(setup, cleanup, progress, again):
         return Trainer()
 
     monkeypatch.setattr("marl.build.build", build)
     monkeypatch.setattr(Display, "begin", lambda self, config: begun.append(config))
-    asyncio.run(marl_main._train(setup, Display()))
+    asyncio.run(marl_main._train(setup, Display(), again=False))
     assert begun == [setup.config]
 
 
