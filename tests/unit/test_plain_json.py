@@ -37,6 +37,11 @@ def test_what_is_read_is_what_json_reads(value):
     assert same(json.loads(encoded(value, sort_keys=True)), json.loads(json.dumps(value, sort_keys=True)))
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 2**64, "\ud800", {1: 2}, (1, 2)])
+def test_what_orjson_would_change_or_refuse_is_written_by_json(value):
+    assert same(json.loads(encoded({"extra": [value]})), json.loads(json.dumps({"extra": [value]})))
+
+
 @pytest.mark.parametrize("value", [Colour.red, uuid.UUID(int=1), {1, 2}])
 def test_what_json_cannot_hold_is_refused_or_replaced(value):
     with pytest.raises(TypeError):
