@@ -37,6 +37,7 @@ def logits(model):
         return model(IDS).logits
 
 
+@pytest.mark.slow
 def test_a_policy_is_loaded_as_it_was_trained(saved, tmp_path):
     live, folder = saved()
     assert cli.main(["export", str(folder), "--to", str(tmp_path / "out")]) == 0

@@ -160,7 +160,7 @@ def test_every_run_of_a_sweep_has_a_folder_of_its_own_and_a_failed_one_stops_no_
         if config.learner.name == "grpo":
             raise ConfigError("learner=grpo: expected another")
 
-    words = ["-m", "learner=grpo,mappo", f"hydra.sweep.dir={tmp_path}/sweep"]
+    words = ["-m", "--config-name", "quickstart", "learner=grpo,mappo", f"hydra.sweep.dir={tmp_path}/sweep"]
     assert run_composed(hydra_overrides(words), work) == 2
     assert [config["learner"]["name"] for config in found] == ["grpo", "mappo"]
     assert len({config["trainer"]["default_local_dir"] for config in found}) == 2
