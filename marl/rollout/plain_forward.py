@@ -22,7 +22,7 @@ LIKE_LLAMA = (LlamaForCausalLM, Qwen2ForCausalLM)
 Place = tuple[Tensor, Tensor]
 """Rows [P] and columns [P] of tokens."""
 Angles = tuple[Tensor, Tensor]
-"""Cosines and signed sines of positions [B, N, 1, D]."""
+"""Cosines and signed sines of positions [B, N, 1, D]; [N, D] in a table."""
 
 
 class OwnForward:
@@ -112,7 +112,8 @@ class Rotary:
     """Kinds whose angles depend on the longest position of a batch."""
 
     def __init__(self, module: Any) -> None:
-        self.module, self.table_ND = module, None
+        self.module = module
+        self.table_ND: Angles | None = None
         self.is_fixed = module.rope_type not in self.LENGTH_DEPENDENT
 
     def __call__(self, x_BNH: Tensor, positions_BN: Tensor, capacity: int) -> Angles:
