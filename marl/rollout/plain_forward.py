@@ -22,7 +22,7 @@ LIKE_LLAMA = (LlamaForCausalLM, Qwen2ForCausalLM)
 Place = tuple[Tensor, Tensor]
 """Rows [P] and columns [P] of tokens."""
 Angles = tuple[Tensor, Tensor]
-"""Cosines and signed sines of positions [B, N, 1, D]."""
+"""Cosines and signed sines of positions [B, N, 1, D]; [N, D] in a table."""
 
 
 class OwnForward:
