@@ -27,10 +27,12 @@ COMMANDS = {
         "marl.commands.plan",
         "print a run's memory and placement without starting it: --cluster 2x8x80GB, and the keys of train",
     ),
-    "eval": Command("marl.commands.evaluate", "measure trained teams on the same tasks: marl eval RUN … task=FILE n=4"),
-    "chat": Command("marl.commands.chat", "ask a trained team from the terminal and read its debate: marl chat RUN"),
+    "eval": Command(
+        "marl.commands.evaluate", "measure trained teams on the same tasks: RUN|CHECKPOINT|MODEL … task=FILE n=4"
+    ),
+    "chat": Command("marl.commands.chat", "ask a trained team from the terminal and read its debate: RUN"),
     "serve": Command(
-        "marl.commands.serve", "put a trained team behind one OpenAI-compatible endpoint: marl serve RUN --port 8000"
+        "marl.commands.serve", "put a trained team behind one OpenAI-compatible endpoint: RUN --port 8000"
     ),
     "ensemble": Command("marl.commands.ensemble", "compare the agents' vote and joint answers with each agent alone"),
 }
