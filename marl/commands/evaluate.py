@@ -73,16 +73,10 @@ def parsed(arguments: Sequence[str]) -> tuple[Options, list[str], list[str]]:
 
 def measure(options: Options, sources: Sequence[Source], words: Sequence[str]) -> Mapping[str, Any]:
     # heavy: imported once the command line is read
-    from marl.evaluation.evaluate import BASELINES, Asked, comparisons, evaluate, known
+    from marl.evaluation.evaluate import comparisons, evaluate
     from marl.report import evaluation as report
 
-    asked = Asked(
-        options.n,
-        known("measures", options.measures, MEASURES),
-        known("baselines", options.baselines, BASELINES),
-        options.leave_one_out,
-    )
-    files, labels = files_of(options, sources), labels_of(sources)
+    asked, files, labels = asked_of(options), files_of(options, sources), labels_of(sources)
     command = command_of(options, sources, files, words)
     name = options.name or name_of(sources, command)
     folder = folder_of(sources[0], name, command)
@@ -91,30 +85,40 @@ def measure(options: Options, sources: Sequence[Source], words: Sequence[str]) -
         evaluate(source, mine, asked, folder / "episodes" / label)
         for source, label in zip(sources, labels, strict=True)
     ]
-    differences = comparisons(found, labels)
-    tasks = {"files": files, "contents": {file: content_of(file) for file in files}, "digest": found[0].validation}
     result = {
         "name": name,
         "command": command,
-        "task": tasks | {"tasks": len(found[0].right_T)},
+        "task": tasks_of(files, found[0]),
         "samples": found[0].sampling["n"],
         "seed": seed_of(sources[0], words),
         "versions": versions(),
-        "teams": [
-            {
-                "label": label,
-                "path": str(one.source.path),
-                "step": one.source.step,
-                "sampling": one.sampling,
-                **one.numbers,
-            }
-            for label, one in zip(labels, found, strict=True)
-        ],
-        "comparisons": differences,
+        "teams": [team_of(one, label) for label, one in zip(labels, found, strict=True)],
+        "comparisons": comparisons(found, labels),
     }
     report.write(result, folder)
     sys.stdout.write(f"{report.markdown(result)}\nresults: {folder}\n")
     return result
+
+
+def asked_of(options: Options) -> Any:
+    """Raises ConfigError for an unknown measure or baseline."""
+    from marl.evaluation.evaluate import BASELINES, Asked, known
+
+    measures, baselines = (
+        known("measures", options.measures, MEASURES),
+        known("baselines", options.baselines, BASELINES),
+    )
+    return Asked(options.n, measures, baselines, options.leave_one_out)
+
+
+def tasks_of(files: Sequence[str], found: Any) -> dict[str, Any]:
+    contents = {file: content_of(file) for file in files}
+    return {"files": files, "contents": contents, "digest": found.validation, "tasks": len(found.right_T)}
+
+
+def team_of(found: Any, label: str) -> dict[str, Any]:
+    source = {"label": label, "path": str(found.source.path), "step": found.source.step}
+    return {**source, "sampling": found.sampling, **found.numbers}
 
 
 def files_of(options: Options, sources: Sequence[Source]) -> list[str]:

@@ -169,6 +169,7 @@ def take_weights(config: DictConfig, source: Source) -> None:
             "lora_adapter_path": None,
         }
         config.policies[name] = OmegaConf.merge(own, {"model": weights})
+    config.actor_rollout_ref.model.lora_rank, config.actor_rollout_ref.model.lora_adapter_path = 0, None
     config.sharing = None
 
 
