@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 from marl.config.dataset_rows import file_list
 from marl.config.errors import ConfigError
 from marl.config.policies import longest_row, own_settings, thinking_of
-from marl.config.schema import Source
+from marl.config.sources import Source
 from marl.controller.chat import ChatEncoder
 from marl.controller.method_data import ExampleDataset, Item, check_lengths, examples_loader, read_items, speakers_of
 from marl.run_setup import Setup

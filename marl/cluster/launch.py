@@ -19,7 +19,7 @@ from marl.cluster.layout import Part, parts_of
 from marl.config.deadlines import deadlines_of
 from marl.config.errors import ConfigError
 from marl.config.placement import Unplaceable, colocated, machines_of, size_of
-from marl.config.schema import Source
+from marl.config.sources import Source
 from marl.run_setup import Setup
 
 POLL_S = 1.0

@@ -12,7 +12,7 @@ from verl.trainer.ppo.utils import create_rl_sampler
 from marl.config.dataset_rows import CHUNK, read_table
 from marl.config.errors import ConfigError
 from marl.config.policies import policies_by_agent
-from marl.config.schema import Source
+from marl.config.sources import Source
 from marl.methods import Method
 from marl.methods.examples import Example, Speakers, encoded
 from marl.report import dump

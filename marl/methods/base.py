@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from marl.config.schema import Source
+from marl.config.sources import Source
 from marl.methods.examples import Example, Selection, Speakers
 from marl.types import Episode, Metrics, PolicyGroup, PolicyName
 from marl.utils.numbers import bounded, count

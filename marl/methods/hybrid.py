@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from marl.config.schema import Source
+from marl.config.sources import Source
 from marl.methods.base import register_method
 from marl.methods.sft import SFT
 from marl.utils.numbers import SHARE, bounded, count

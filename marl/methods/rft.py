@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from marl.config.schema import Source
+from marl.config.sources import Source
 from marl.methods.base import register_method
 from marl.methods.sft import SFT
 

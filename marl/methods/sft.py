@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from marl.config.schema import Source
+from marl.config.sources import Source
 from marl.methods.base import Method, register_method
 from marl.methods.choice import best_episodes, imitated
 from marl.methods.examples import Example, Selection, Speakers, distinct, replies

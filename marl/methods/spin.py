@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 
-from marl.config.schema import Source
+from marl.config.sources import Source
 from marl.methods.base import register_method
 from marl.methods.dpo import DPO
 from marl.methods.examples import Example, Selection, Speakers

@@ -4,7 +4,7 @@ from omegaconf import OmegaConf
 
 from marl.config.dataset_rows import file_list
 from marl.config.errors import ConfigError
-from marl.config.schema import Source
+from marl.config.sources import Source
 from marl.controller.method_data import read_items, speakers_of
 from marl.run_setup import Setup
 

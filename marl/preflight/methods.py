@@ -7,7 +7,7 @@ from marl.config.dataset_rows import DATA_SUFFIXES
 from marl.config.errors import ConfigError
 from marl.config.policies import own_settings, trained_policies
 from marl.config.rules.references import kl_in_any_loss
-from marl.config.schema import Source
+from marl.config.sources import Source
 from marl.methods.losses import PreferenceLoss
 from marl.run_setup import Setup
 

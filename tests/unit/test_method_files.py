@@ -5,7 +5,7 @@ import json
 import pytest
 
 from marl.config.errors import ConfigError
-from marl.config.schema import Source
+from marl.config.sources import Source
 from marl.controller.method_data import check_lengths, read_items
 from marl.methods import METHODS
 from marl.report import dump

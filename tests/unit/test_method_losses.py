@@ -2,6 +2,8 @@
 
 import asyncio
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -181,3 +183,17 @@ def test_every_pass_has_derivatives_of_its_own_weights(name, calls):
         # all log-ratios were 0, then 1 for every token: the margin is 2 - 1 and 2 - 1
         assert found["a"]["preference_margin"] == pytest.approx(0.1)
         assert found["a"]["loss"] == pytest.approx(math.log(1 + math.exp(-0.1)))
+
+
+def test_the_documents_own_method_is_one_class():
+    """Each token counts by its probability: -e^-1 / 6, … and 0 is plain SFT."""
+    (code,) = re.findall(r"```python\n(.*?)```", Path("docs/methods.md").read_text(), re.DOTALL)
+    names: dict = {}
+    exec(code.replace('@register_method("weighted_sft")\n', ""), names)  # no option for other tests
+    own, rows = names["WeightedSFT"], two_pairs()
+    expected = [
+        -math.exp(x) / 6 * on for x, on in zip((-1, -0.5, -9, -0.7, -0.6, -1, -2), (1, 1, 0, 1, 1, 1, 1), strict=True)
+    ]
+    torch.testing.assert_close(own(own.Config(name="own")).gradients(rows).values(), torch.tensor(expected))
+    plain = own(own.Config(name="own", share=0.0)).gradients(rows).values()
+    torch.testing.assert_close(plain, method("sft").gradients(rows).values())

@@ -6,7 +6,7 @@ from typing import Any
 
 from marl.config.dataset_rows import DATA_SUFFIXES, file_list
 from marl.config.errors import ConfigError
-from marl.config.schema import Source
+from marl.config.sources import Source
 
 
 def models_exist(config: Any) -> None:
