@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.chaos.forks import forked, in_a_fork
-from tests.chaos.results import unequal
+from tests.chaos.outcome import unequal
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(1800)]
 KILLS, STEPS = 80, 100
