@@ -13,6 +13,7 @@ from marl.utils import folders
 RUN = (
     "trainer.total_training_steps=1", "trainer.test_freq=-1", "trainer.val_before_train=false", "trainer.logger=[]",
     "data.train_batch_size=4", "actor_rollout_ref.rollout.n=2", "resources.timeout_s=200",
+    "resources.max_restarts=0",
 )  # fmt: skip
 
 
