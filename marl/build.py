@@ -228,11 +228,11 @@ async def build(
     tokenizers = {name: tokenizer_of(model_config(config, name)) for name in names}
     data = load_data(setup, tokenizers)
     configs = {name: policy_config(config, name, index, run_id, data.steps) for index, name in enumerate(names)}
+    if config.controller.ledger and ledger_is_foreign(config, again):
+        forget_all(Path(config.trainer.default_local_dir))
     with interrupted_after(*start_deadline(config)):
         groups, critics = make_groups(setup, configs, cleanup)
     await start_groups(groups, critics, servers)
-    if config.controller.ledger and ledger_is_foreign(config, again):
-        forget_all(Path(config.trainer.default_local_dir))
     controller = await start_controller(setup, groups, tokenizers, run_id, cleanup)
     values = make_critics(setup, critics)
     parts = config, groups, controller, setup.learner, values, data.loader, data.validation, data.steps, progress

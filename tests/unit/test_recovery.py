@@ -21,7 +21,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from marl import recovery
+from marl import build, recovery
 from marl.build import ledger_is_foreign
 from marl.cluster import launch
 from marl.cluster.failures import (
@@ -184,6 +184,26 @@ def test_a_run_that_is_rebuilt_keeps_its_ledger(mode, changes):
     config = OmegaConf.create({"trainer": {"resume_mode": mode, "resume_changes": changes}})
     assert not ledger_is_foreign(config, again=True)
     assert ledger_is_foreign(config, again=False) is (mode != "auto" or bool(changes))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_fault_at_the_start_leaves_no_foreign_ledger(monkeypatch, tmp_path, again):
+    """The attempt after it takes what is there for its own."""
+
+    async def fails(*parts):
+        raise fault()
+
+    trainer = {"default_local_dir": str(tmp_path), "resume_mode": "auto", "resume_changes": ["seed"]}
+    resources = {"one_process": True, "timeout_s": 9, "start_timeout_s": None, "request_timeout_s": None}
+    resources |= {"sync_timeout_s": None, "update_timeout_s": None, "save_timeout_s": None}
+    config = {"seed": 0, "trainer": trainer, "resources": resources, "controller": {"ledger": True}}
+    (tmp_path / "ledger" / "step_1").mkdir(parents=True)
+    monkeypatch.setattr(build, "load_data", lambda *parts: SimpleNamespace(steps=1))
+    monkeypatch.setattr(build, "make_groups", lambda *parts: ({}, {}))
+    monkeypatch.setattr(build, "start_groups", fails)
+    with pytest.raises(GroupLost):
+        asyncio.run(build.build(SimpleNamespace(config=OmegaConf.create(config), policies=[]), TakeDown(), again=again))
+    assert (tmp_path / "ledger").exists() is again
 
 
 def test_taking_a_run_down_goes_on_after_an_error_and_hides_none(caplog):
