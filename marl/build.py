@@ -207,10 +207,12 @@ def ledger_is_foreign(config: DictConfig, again: bool) -> bool:
     return not again and bool(config.trainer.resume_mode != "auto" or config.trainer.resume_changes)
 
 
-def start_deadline(config: DictConfig) -> tuple[float, str, str]:
-    """Deadline of verl's constructors, which wait for Ray without one. A debugger's user may take longer."""
+def start_deadline(config: DictConfig, pools: int) -> tuple[float, str, str]:
+    """Deadline of verl's constructors, which wait for Ray without one, beyond the placement of pools, which has its own. A
+    debugger's user may take longer."""
     seconds, key = deadline_of(config.resources, Phase.start)
-    return math.inf if config.resources.one_process else seconds, "placing the worker groups", key
+    placing = pools * config.resources.placement_timeout_s
+    return math.inf if config.resources.one_process else seconds + placing, "placing the worker groups", key
 
 
 async def build(
@@ -230,7 +232,7 @@ async def build(
     configs = {name: policy_config(config, name, index, run_id, data.steps) for index, name in enumerate(names)}
     if config.controller.ledger and ledger_is_foreign(config, again):
         forget_all(Path(config.trainer.default_local_dir))
-    with interrupted_after(*start_deadline(config)):
+    with interrupted_after(*start_deadline(config, len(setup.pools))):
         groups, critics = make_groups(setup, configs, cleanup)
     await start_groups(groups, critics, servers)
     controller = await start_controller(setup, groups, tokenizers, run_id, cleanup)

@@ -195,14 +195,15 @@ def test_a_fault_at_the_start_leaves_no_foreign_ledger(monkeypatch, tmp_path, ag
 
     trainer = {"default_local_dir": str(tmp_path), "resume_mode": "auto", "resume_changes": ["seed"]}
     resources = {"one_process": True, "timeout_s": 9, "start_timeout_s": None, "request_timeout_s": None}
-    resources |= {"sync_timeout_s": None, "update_timeout_s": None, "save_timeout_s": None}
+    resources |= {"placement_timeout_s": 9, "sync_timeout_s": None, "update_timeout_s": None, "save_timeout_s": None}
     config = {"seed": 0, "trainer": trainer, "resources": resources, "controller": {"ledger": True}}
     (tmp_path / "ledger" / "step_1").mkdir(parents=True)
+    setup = SimpleNamespace(config=OmegaConf.create(config), policies=[], pools={})
     monkeypatch.setattr(build, "load_data", lambda *parts: SimpleNamespace(steps=1))
     monkeypatch.setattr(build, "make_groups", lambda *parts: ({}, {}))
     monkeypatch.setattr(build, "start_groups", fails)
     with pytest.raises(GroupLost):
-        asyncio.run(build.build(SimpleNamespace(config=OmegaConf.create(config), policies=[]), TakeDown(), again=again))
+        asyncio.run(build.build(setup, TakeDown(), again=again))
     assert (tmp_path / "ledger").exists() is again
 
 
@@ -230,6 +231,11 @@ def test_a_block_that_waits_by_itself_has_a_deadline():
     time.sleep(0.06)
     assert signal.getsignal(signal.SIGALRM) is before
     assert signal.getitimer(signal.ITIMER_REAL)[0] == pytest.approx(others, abs=5), "pytest's own goes on"
+
+
+def test_an_interrupt_within_a_deadline_is_no_late_end():
+    with pytest.raises(KeyboardInterrupt), interrupted_after(60, "placing", "resources.x"):
+        raise KeyboardInterrupt
 
 
 def test_a_clock_that_jumps_changes_no_duration(monkeypatch):
