@@ -43,6 +43,7 @@ from marl.rollout.decoding import end_ids
 from marl.run_setup import Setup, make_runner
 from marl.runners import Runner, register_runner
 from marl.utils.deadlines import interrupted_after
+from marl.utils.endings import interrupted_at_once
 from marl.utils.seeding import derive_seed
 
 
@@ -232,7 +233,7 @@ async def build(
     configs = {name: policy_config(config, name, index, run_id, data.steps) for index, name in enumerate(names)}
     if config.controller.ledger and ledger_is_foreign(config, again):
         forget_all(Path(config.trainer.default_local_dir))
-    with interrupted_after(*start_deadline(config, len(setup.pools))):
+    with interrupted_at_once(), interrupted_after(*start_deadline(config, len(setup.pools))):
         groups, critics = make_groups(setup, configs, cleanup)
     await start_groups(groups, critics, servers)
     controller = await start_controller(setup, groups, tokenizers, run_id, cleanup)

@@ -16,7 +16,7 @@ from marl.cluster import processes, stacks
 from marl.cluster.failures import GroupFailed, GroupHung
 from marl.cluster.processes import MARK, end_left, end_orphans, marked, new_mark, own_name, owner_lives
 from marl.utils.deadlines import DeadlinePassed
-from marl.utils.endings import Terminated, ended_by_sigterm
+from marl.utils.endings import Terminated, ended_by_sigterm, interrupted_at_once
 
 LISTENS = "import faulthandler, signal; faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)\n"
 HANGS = "def waits_for_ever():\n  import time; print(1, flush=True); time.sleep(60)\nwaits_for_ever()"
@@ -154,3 +154,22 @@ def test_sigterm_ends_a_run_in_order(ignored):
         signal.signal(signal.SIGINT, interrupt)
     assert ended == ["stopped"] and type(pressed.value) is KeyboardInterrupt
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_sigterm_ends_a_wait_that_holds_the_event_loop():
+    """asyncio only marks its task as cancelled: a library that waits by itself would not notice."""
+    before, reached = signal.getsignal(signal.SIGINT), []
+
+    async def run():
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        handler = signal.getsignal(signal.SIGINT)
+        try:
+            with interrupted_at_once():
+                time.sleep(2)
+                reached.append("the end of the wait")
+        finally:
+            assert signal.getsignal(signal.SIGINT) is handler
+
+    with pytest.raises(Terminated), ended_by_sigterm():
+        asyncio.run(run())
+    assert not reached and signal.getsignal(signal.SIGINT) is before
