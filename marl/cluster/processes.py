@@ -22,6 +22,7 @@ SHARED_MEMORY = Path("/dev/shm")
 WEIGHTS = "verl_weights_*"
 """Segments of verl's weight transfer."""
 SESSIONS = Path("/tmp/ray")
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 YOUNG_S = 60.0
 """A socket may be made before anybody listens to it."""
 
@@ -36,9 +37,10 @@ def own_name() -> str:
 
 
 def place() -> str:
-    """This host, and the process ids that are meant: a container has its own."""
+    """This host, and the process ids that are meant: a container has its own. Machines may have the same name, and their first
+    ids have the same namespace; no two share a boot."""
     with suppress(OSError):
-        return f"{socket.gethostname()}/{os.readlink('/proc/self/ns/pid')}"
+        return f"{socket.gethostname()}/{BOOT.read_text().strip()}:{os.readlink('/proc/self/ns/pid')}"
     return f"{socket.gethostname()}/"
 
 

@@ -54,6 +54,16 @@ def test_a_mark_tells_whether_its_driver_lives():
     assert owner_lives(f"elsewhere/{where.partition('/')[2]}/1/1/abc"), "another host's driver cannot be seen from here"
 
 
+def test_a_host_of_the_same_name_is_another(monkeypatch, tmp_path):
+    """Every machine's first pid namespace has the same number."""
+    mark, boot = new_mark(), tmp_path / "boot_id"
+    gone = mark.replace(f"/{os.getpid()}/", "/0/")
+    assert not owner_lives(gone)
+    boot.write_text("another-boot\n")
+    monkeypatch.setattr(processes, "BOOT", boot, raising=False)
+    assert owner_lives(gone) and new_mark().count("/") == mark.count("/")
+
+
 def test_the_mark_lasts_as_long_as_the_session(monkeypatch):
     monkeypatch.setenv(MARK, "outer")
     with marked() as mark:
