@@ -114,12 +114,16 @@ def test_what_a_session_left_is_ended_and_nobody_elses(spawn, monkeypatch):
 def test_a_dead_drivers_processes_are_ended_by_the_next_run(spawn, tmp_path, monkeypatch):
     where, pid, start = own_name().rsplit("/", 2)
     dead, alive = spawn(HANGS, f"{where}/{pid}/9{start}/abc", orphan=True), spawn(HANGS, new_mark(), orphan=True)
-    segment, young = tmp_path / "verl_weights_1", tmp_path / "other"
-    segment.touch(), young.touch()
+    segment, young, other = (tmp_path / name for name in ("verl_weights_1", "verl_weights_2", "other"))
+    for file in (segment, young, other):
+        file.touch()
+    for file in (segment, other):
+        os.utime(file, (0, 0))
     monkeypatch.setattr(processes, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(processes, "SESSIONS", tmp_path / "ray")
     end_orphans()
-    assert gone(dead) and alive.is_running() and not segment.exists() and young.exists()
+    assert gone(dead) and alive.is_running() and not segment.exists() and other.exists()
+    assert young.exists(), "nobody may have mapped it yet"
 
 
 def test_sockets_of_dead_sessions_are_removed(monkeypatch, tmp_path):
