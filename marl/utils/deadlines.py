@@ -18,10 +18,14 @@ class DeadlinePassed(TimeoutError):
 
 
 async def wait_with_deadline(seconds: float, what: str, awaitable: Awaitable[T], key: str = "resources.timeout_s") -> T:
-    """Wait with a deadline. Raises DeadlinePassed that names the awaited call, and the key that sets the limit."""
+    """Wait with a deadline. Raises DeadlinePassed that names the awaited call, and the key that sets the limit; the call's own
+    TimeoutError stays what it is."""
     try:
-        return await asyncio.wait_for(awaitable, seconds)
+        async with asyncio.timeout(seconds) as limit:
+            return await awaitable
     except TimeoutError:
+        if not limit.expired():
+            raise
         raise DeadlinePassed(told_late(what, seconds, key)) from None
 
 

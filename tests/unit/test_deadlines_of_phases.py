@@ -32,6 +32,17 @@ def test_the_start_includes_the_placement_of_every_pool(compose_config):
     assert start_deadline(config, pools=1)[0] == math.inf
 
 
+def test_an_error_of_the_call_is_not_its_deadline():
+    """A rank's own timeout, as Ray hands it on, tells what was late there."""
+
+    async def raises():
+        raise TimeoutError("server 1 took no weights for 5 s")
+
+    with pytest.raises(TimeoutError, match="took no weights") as raised:
+        asyncio.run(wait_with_deadline(60, "update", raises()))
+    assert type(raised.value) is TimeoutError
+
+
 async def late():
     await asyncio.sleep(60)
 
