@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from omegaconf import DictConfig, open_dict
 
+from marl.cluster.access import Unreachable
 from marl.cluster.failures import can_be_mended
 from marl.config.errors import ConfigError
 from marl.preflight.run_folder import note_restart
@@ -55,6 +56,10 @@ class Recovery:
         while True:
             try:
                 return attempt(setup, self.note_step, again)
+            except Unreachable as error:
+                if not self.rebuilding:
+                    raise
+                setup, again = self.after(ConnectionError(str(error))), True
             except ConfigError:
                 raise
             except Exception as error:

@@ -24,6 +24,7 @@ from ray.exceptions import (
 from marl import build, recovery
 from marl.build import ledger_is_foreign
 from marl.cluster import launch
+from marl.cluster.access import Unreachable
 from marl.cluster.failures import (
     GroupFailed,
     GroupHung,
@@ -118,6 +119,18 @@ def test_what_comes_of_a_fault_while_the_run_is_rebuilt_is_part_of_it(attempts):
     for attempt in ([PlacementTimeout("no room")], [1, ConnectionError("a user's")]):
         with pytest.raises(type(attempt[-1])):
             attempts(attempt)
+
+
+def test_a_cluster_that_does_not_answer_yet_is_waited_for_while_a_run_is_rebuilt(attempts):
+    """At the start it is a mistake in the configuration."""
+    ended, given = attempts([1, fault()], [Unreachable("RAY_ADDRESS=there: refused")], [1, 2])
+    assert ended == "attempt 3" and len(given) == 3
+    with pytest.raises(ConnectionError) as ended:
+        attempts([1, fault()], [Unreachable("RAY_ADDRESS=there: refused")], most=1)
+    assert not isinstance(ended.value, ConfigError) and "max_restarts=1" in ended.value.__notes__[0]
+    with pytest.raises(ConfigError, match="^RAY_ADDRESS") as at_first:
+        attempts([Unreachable("RAY_ADDRESS=there: refused")])
+    assert not hasattr(at_first.value, "__notes__")
 
 
 @pytest.mark.parametrize("returns", [True, False])
