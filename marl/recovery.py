@@ -86,9 +86,16 @@ class Recovery:
             "%s: %s. Restart %d of %d (resources.max_restarts), from %s",
             *(type(error).__name__, told, self.restarts, self.most, origin),
         )
-        note_restart(self.folder, f"{type(error).__name__}: {error}", origin)
+        self._note(error, origin)
         folders.clean(self.folder)
         return Setup.of(to_go_on(self.setup.config, self.folder))
+
+    def _note(self, error: Exception, origin: str) -> None:
+        """Note a restart in ``run.json``, where there is room for it: the fault itself counts."""
+        try:
+            note_restart(self.folder, f"{type(error).__name__}: {error}", origin)
+        except OSError as full:
+            logger.warning("this restart is not noted in %s: %s", self.folder, full)
 
     def can_be_mended(self, error: Exception) -> bool:
         """True for a fault, and for what may come of one while the run is rebuilt: a node has gone, Ray does not answer yet."""

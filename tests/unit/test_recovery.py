@@ -158,6 +158,15 @@ def test_progress_refills_the_budget(attempts):
     assert ended == "attempt 6" and len(given) == 6
 
 
+def test_a_full_disk_does_not_take_the_faults_place(attempts, monkeypatch, caplog):
+    def full(*note):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(recovery, "note_restart", full)
+    ended, _ = attempts([1, fault()], [2])
+    assert ended == "attempt 2" and "No space left" in caplog.text and "GroupLost" in caplog.text
+
+
 def test_no_restarts_are_none(attempts):
     with pytest.raises(GroupLost) as ended:
         attempts([fault()], most=0)
