@@ -271,7 +271,8 @@ def test_no_wait_reads_the_clock_that_jumps():
     marl = Path(recovery.__file__).parent
     readers = {str(path.relative_to(marl)) for path in marl.rglob("*.py") if "time.time()" in path.read_text()}
     spans = {"cluster/worker_group.py", "cluster/workers/policy_worker.py", "cluster/workers/adapter_worker.py"}
-    assert readers == spans | {"utils/process_time.py", "cluster/processes.py", "controller/ledger.py"}
+    moments = {"serving/app.py", "serving/chat_reply.py"}
+    assert readers == spans | moments | {"utils/process_time.py", "cluster/processes.py", "controller/ledger.py"}
 
 
 def raised(cause):
