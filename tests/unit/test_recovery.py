@@ -260,6 +260,11 @@ def test_an_interrupt_within_a_deadline_is_no_late_end():
         raise KeyboardInterrupt
 
 
+def test_weights_that_did_not_arrive_promise_no_end():
+    told = str(WeightsNotArrived("alice", "server 0", 3, "old"))
+    assert "resources.weight_check=none" in told and "ends" not in told and "resume_mode" not in told
+
+
 def test_a_clock_that_jumps_changes_no_duration(monkeypatch):
     before = process_seconds()
     monkeypatch.setattr(time, "time", lambda: 4e9)
