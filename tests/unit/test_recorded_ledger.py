@@ -48,6 +48,22 @@ def test_a_score_is_that_of_the_text(run):
     assert opened(run, scores=False).score(TURN, "") is None
 
 
+def test_a_turn_is_found_whatever_kind_of_sequence_and_text_it_was_asked_with(run):
+    """JSON reads lists and plain texts back."""
+
+    class Named(str):
+        """A text with more to it."""
+
+    asked = [{"role": Named("user"), "content": ({"type": "text", "text": "caf\u00e9"},)}]
+    kept = Ledger(run)
+    kept.open(2)
+    kept.add_turn(Turn("a", 1, asked, "4", Named("p"), [1], [2], [1], [-0.5], seed=9), 9, "x")
+    kept.close()
+    again = RecordedLedger(run)
+    again.open(2)
+    assert again.turn(9, again.digest(Named("p"), asked)) is not None
+
+
 def test_the_plays_that_training_lost_are_lost_again(run):
     assert opened(run).find("lost", 1, "")["plays"] == [["train/3", 1, "late"]]
 
