@@ -1,12 +1,15 @@
 """A run's ledger, read for a replay: by what was asked, whatever the settings and source files are now."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from marl.commands.replay import main
+from marl.config.errors import ConfigError
 from marl.controller import ledger
 from marl.controller.ledger import Ledger
 from marl.controller.recorded_ledger import RecordedLedger
-from marl.evaluation.replay import LiveFrom
+from marl.evaluation.replay import LiveFrom, Wanted, ledger_of
 from marl.types import Score, Turn
 from marl.utils.seeding import derive_seed
 
@@ -102,6 +105,15 @@ def test_what_is_generated_from_a_turn_on(live, agent, round, task, step, out):
         seed = derive_seed(0, step, task, 0, agent, round, *([branch] if branch else []))
         turn = {"agent": agent, "round": round, "branch": branch}
         assert live.leaves_out(0, step, seed, turn) is out
+
+
+@pytest.mark.parametrize("text", ["2", "train/7/0/a/2"])
+def test_a_turn_that_no_ledger_holds_is_named_as_it_was_asked_for(run, text):
+    played = SimpleNamespace(folder=run)
+    config = SimpleNamespace(seed=0)
+    wanted = Wanted(run, 1, LiveFrom.of(1, text))
+    with pytest.raises(ConfigError, match=rf"^from={text}: {run}/ledger holds no such turn of step 1"):
+        ledger_of(played, wanted, config, [])
 
 
 WRONG = {
