@@ -1,5 +1,6 @@
 """A run's ledger, read for a replay: by what was asked, whatever the settings and source files are now."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from marl.config.errors import ConfigError
 from marl.controller import ledger
 from marl.controller.ledger import Ledger
 from marl.controller.recorded_ledger import RecordedLedger
+from marl.evaluation.recorded_run import different_lines
 from marl.evaluation.replay import LiveFrom, Wanted, ledger_of
 from marl.types import Score, Turn
 from marl.utils.seeding import derive_seed
@@ -114,6 +116,17 @@ def test_a_turn_that_no_ledger_holds_is_named_as_it_was_asked_for(run, text):
     wanted = Wanted(run, 1, LiveFrom.of(1, text))
     with pytest.raises(ConfigError, match=rf"^from={text}: {run}/ledger holds no such turn of step 1"):
         ledger_of(played, wanted, config, [])
+
+
+@pytest.mark.parametrize("end", ["\u2028", "\u2029", "\u0085"])
+def test_a_text_may_hold_any_end_of_a_line(tmp_path, end):
+    """Dumps hold them as they are."""
+    turn = {"task": "train/0", "sample": 0, "agent": "a", "round": 1, "output": f"4{end}4"}
+    dumps = [tmp_path / "then.jsonl", tmp_path / "now.jsonl"]
+    for path, score in zip(dumps, (0.5, 1.0), strict=True):
+        path.write_text(json.dumps(turn | {"score": score}, ensure_ascii=False) + "\n")
+    assert different_lines(dumps[0], dumps[0]) == []
+    assert different_lines(*dumps) == ["task train/0, sample 0, a, round 1: score: recorded 0.5, replayed 1.0"]
 
 
 WRONG = {
