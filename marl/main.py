@@ -109,7 +109,7 @@ def exit_code(work: Callable[[], Any]) -> int:
         print(masked_text(f"configuration error: {explain(error)}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt as ended:
-        print("interrupted: workers and servers are stopped", file=sys.stderr)
+        print("interrupted; workers and servers have been stopped", file=sys.stderr)
         return 143 if isinstance(ended, Terminated) else 130
     except Exception as error:
         failure = f"{traceback.format_exc()}run failed: {type(error).__name__}: {error}"

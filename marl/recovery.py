@@ -77,8 +77,8 @@ class Recovery:
         origin, mended = self.origin(), self.can_be_mended(error)
         if not mended or self.restarts >= self.most:
             if mended and self.most:
-                error.add_note(f"resources.max_restarts={self.most}: as many restarts have led no further")
-            error.add_note(f"the run is continued from {origin} by trainer.resume_mode=auto")
+                error.add_note(f"resources.max_restarts={self.most}: that many restarts made no progress")
+            error.add_note(f"the run can be continued from {origin} with trainer.resume_mode=auto")
             raise error
         self.restarts, self.rebuilding = self.restarts + 1, True
         told = "; ".join([str(error).partition("\n")[0], *getattr(error, "__notes__", [])])

@@ -108,8 +108,8 @@ def test_the_budget_counts_faults_without_progress(attempts):
     with pytest.raises(GroupLost) as ended:
         attempts(*again, [1, 2])
     notes = " ".join(ended.value.__notes__)
-    assert "resources.max_restarts=3: as many restarts have led no further" in notes
-    assert "is continued from the start of" in notes and "resume_mode=auto" in notes
+    assert "resources.max_restarts=3: that many restarts made no progress" in notes
+    assert "can be continued from the start of" in notes and "resume_mode=auto" in notes
 
 
 def test_what_comes_of_a_fault_while_the_run_is_rebuilt_is_part_of_it(attempts):
