@@ -43,6 +43,7 @@ from marl.rollout.decoding import end_ids
 from marl.run_setup import Setup, make_runner
 from marl.runners import Runner, register_runner
 from marl.utils.deadlines import interrupted_after
+from marl.utils.endings import interrupted_at_once
 from marl.utils.seeding import derive_seed
 
 
@@ -207,10 +208,12 @@ def ledger_is_foreign(config: DictConfig, again: bool) -> bool:
     return not again and bool(config.trainer.resume_mode != "auto" or config.trainer.resume_changes)
 
 
-def start_deadline(config: DictConfig) -> tuple[float, str, str]:
-    """Deadline of verl's constructors, which wait for Ray without one. A debugger's user may take longer."""
+def start_deadline(config: DictConfig, pools: int) -> tuple[float, str, str]:
+    """Deadline of verl's constructors, which wait for Ray without one, beyond the placement of pools, which has its own. A
+    debugger's user may take longer."""
     seconds, key = deadline_of(config.resources, Phase.start)
-    return math.inf if config.resources.one_process else seconds, "placing the worker groups", key
+    placing = pools * config.resources.placement_timeout_s
+    return math.inf if config.resources.one_process else seconds + placing, "placing the worker groups", key
 
 
 async def build(
@@ -228,11 +231,11 @@ async def build(
     tokenizers = {name: tokenizer_of(model_config(config, name)) for name in names}
     data = load_data(setup, tokenizers)
     configs = {name: policy_config(config, name, index, run_id, data.steps) for index, name in enumerate(names)}
-    with interrupted_after(*start_deadline(config)):
-        groups, critics = make_groups(setup, configs, cleanup)
-    await start_groups(groups, critics, servers)
     if config.controller.ledger and ledger_is_foreign(config, again):
         forget_all(Path(config.trainer.default_local_dir))
+    with interrupted_at_once(), interrupted_after(*start_deadline(config, len(setup.pools))):
+        groups, critics = make_groups(setup, configs, cleanup)
+    await start_groups(groups, critics, servers)
     controller = await start_controller(setup, groups, tokenizers, run_id, cleanup)
     values = make_critics(setup, critics)
     parts = config, groups, controller, setup.learner, values, data.loader, data.validation, data.steps, progress

@@ -109,7 +109,7 @@ def exit_code(work: Callable[[], Any]) -> int:
         print(masked_text(f"configuration error: {explain(error)}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt as ended:
-        print("interrupted: workers and servers are stopped", file=sys.stderr)
+        print("interrupted; workers and servers have been stopped", file=sys.stderr)
         return 143 if isinstance(ended, Terminated) else 130
     except Exception as error:
         failure = f"{traceback.format_exc()}run failed: {type(error).__name__}: {error}"
@@ -138,6 +138,8 @@ def _run(config: DictConfig, progress: Any) -> Any:
     with claimed(setup.config) as folder:
         run_readme.write(folder)
         print(f"results: {folder}", flush=True)
+        if isinstance(progress, Display):
+            progress.begin(setup.config)
         return Recovery(setup, folder, progress).run(_attempt)
 
 
@@ -157,8 +159,6 @@ async def _train(setup: Setup, progress: Any, again: bool) -> Any:
 
     with TakeDown() as cleanup, stacks_of_a_hang(Path(setup.config.trainer.default_local_dir)):
         trainer = await build(setup, cleanup, progress, again)
-        if isinstance(progress, Display):
-            progress.begin(setup.config)
         with frozen_gc():
             await trainer.fit()
     config = setup.config

@@ -36,6 +36,7 @@ from marl.types import AgentId, CriticName, Episode, Metrics, PolicyName, Task, 
 from marl.utils.background import Background
 from marl.utils.metrics import PhaseTimer, RunningMean, must_be_finite, prefixed
 from marl.utils.numbers import is_due
+from marl.utils.spans import Span
 from marl.utils.tracking import tracking_of
 
 logger = logging.getLogger(__name__)
@@ -188,9 +189,12 @@ class MARLTrainer:
             | gathered
             | self.controller.metrics()
             | phase.metrics()
-            | throughput(self.groups, float(batch.spoken_ERA.sum()), (started, ended))
-            | {"perf/restarts": float(self.restarts)}
+            | self.effort(float(batch.spoken_ERA.sum()), (started, ended))
         )
+
+    def effort(self, turns: float, step: Span) -> Metrics:
+        """How long a step took, how much of that was computed, and the faults so far; of every kind of step."""
+        return throughput(self.groups, turns, step) | {"perf/restarts": float(self.restarts)}
 
     def _count(self, episodes: Sequence[Episode]) -> None:
         """Update the agents' accuracies, the tokens sampled so far and the number of answers per episode."""

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from marl.cluster.worker_group import throughput
 from marl.controller.collection import with_turns
 from marl.controller.method_data import Item, speakers_of
 from marl.controller.task_stream import TaskStream
@@ -43,8 +42,8 @@ class MethodTrainer(MARLTrainer):
         ended = time.monotonic()
         await self.dumps.write_played(episodes, self.step_number)
         turns = sum(len(episode.turns) for episode in episodes)
-        busy = throughput(self.groups, turns, (started, ended))
-        return played | selection.metrics | trained | synced | self.controller.metrics() | phase.metrics() | busy
+        effort = self.effort(turns, (started, ended))
+        return played | selection.metrics | trained | synced | self.controller.metrics() | phase.metrics() | effort
 
     async def imitate(self, items: Sequence[Item]) -> Metrics:
         """A step on examples that were read."""
@@ -55,7 +54,7 @@ class MethodTrainer(MARLTrainer):
         trained = await self.learn(examples, phase)
         synced = await phase.of("sync_weights", self.sync_weights())
         turns = sum(len(side) for example in examples for side in example.sides)
-        return trained | synced | phase.metrics() | throughput(self.groups, turns, (started, time.monotonic()))
+        return trained | synced | phase.metrics() | self.effort(turns, (started, time.monotonic()))
 
     async def play(self, tasks: Sequence[Any], phase: PhaseTimer) -> tuple[list[Episode], Metrics]:
         collection = await phase.of("collect", self.collect(tasks))
@@ -142,7 +141,8 @@ class OfflineTrainer(MethodTrainer):
             return
         first, last = (self.history[step] for step in (min(self.history), max(self.history)))
         self.report_folder.mkdir(parents=True, exist_ok=True)
-        summary = {"steps": self.step_number, "seed": self.config.seed, "before": first, "after": last}
+        counts = {"steps": self.step_number, "seed": self.config.seed, "restarts": self.restarts}
+        summary = counts | {"before": first, "after": last}
         write_json(summary, self.report_folder / "summary.json")
 
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from omegaconf import DictConfig, open_dict
 
+from marl.cluster.access import Unreachable
 from marl.cluster.failures import can_be_mended
 from marl.config.errors import ConfigError
 from marl.preflight.run_folder import note_restart
@@ -55,6 +56,10 @@ class Recovery:
         while True:
             try:
                 return attempt(setup, self.note_step, again)
+            except Unreachable as error:
+                if not self.rebuilding:
+                    raise
+                setup, again = self.after(ConnectionError(str(error))), True
             except ConfigError:
                 raise
             except Exception as error:
@@ -72,8 +77,8 @@ class Recovery:
         origin, mended = self.origin(), self.can_be_mended(error)
         if not mended or self.restarts >= self.most:
             if mended and self.most:
-                error.add_note(f"resources.max_restarts={self.most}: as many restarts have led no further")
-            error.add_note(f"the run is continued from {origin} by trainer.resume_mode=auto")
+                error.add_note(f"resources.max_restarts={self.most}: that many restarts made no progress")
+            error.add_note(f"the run can be continued from {origin} with trainer.resume_mode=auto")
             raise error
         self.restarts, self.rebuilding = self.restarts + 1, True
         told = "; ".join([str(error).partition("\n")[0], *getattr(error, "__notes__", [])])
@@ -81,9 +86,16 @@ class Recovery:
             "%s: %s. Restart %d of %d (resources.max_restarts), from %s",
             *(type(error).__name__, told, self.restarts, self.most, origin),
         )
-        note_restart(self.folder, f"{type(error).__name__}: {error}", origin)
+        self._note(error, origin)
         folders.clean(self.folder)
         return Setup.of(to_go_on(self.setup.config, self.folder))
+
+    def _note(self, error: Exception, origin: str) -> None:
+        """Note a restart in ``run.json``, where there is room for it: the fault itself counts."""
+        try:
+            note_restart(self.folder, f"{type(error).__name__}: {error}", origin)
+        except OSError as full:
+            logger.warning("this restart is not noted in %s: %s", self.folder, full)
 
     def can_be_mended(self, error: Exception) -> bool:
         """True for a fault, and for what may come of one while the run is rebuilt: a node has gone, Ray does not answer yet."""

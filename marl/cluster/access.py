@@ -14,6 +14,10 @@ from marl.config.errors import ConfigError
 MODE, TOKEN, PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 
 
+class Unreachable(ConfigError, ConnectionError):
+    """The cluster that is to be joined does not answer: its address is wrong, or it is not back yet."""
+
+
 @contextmanager
 def token_required() -> Iterator[None]:
     """Have a cluster that starts meanwhile ask for the user's token, or for one made for it alone: the one that Ray itself
@@ -40,14 +44,14 @@ def read_again() -> None:
 
 
 def connect(arguments: dict[str, Any]) -> None:
-    """``ray.init``. Raises ConfigError where a cluster cannot be joined."""
+    """``ray.init``. Raises Unreachable where a cluster cannot be joined."""
     try:
         ray.init(log_to_driver=False, **arguments)
     except ConnectionError as error:
         if arguments["address"] == "local":
             raise
         token = f"{TOKEN} is set" if TOKEN in os.environ else f"{PATH}={os.environ.get(PATH, '~/.ray/auth_token')}"
-        raise ConfigError(
+        raise Unreachable(
             f"RAY_ADDRESS={arguments['address']}: {first_line(error)}; expected a cluster that runs, a Ray node of it on this machine, and "
             f"its token ({MODE}={os.environ.get(MODE)}, {token}). Start Ray here (ray start, docs/clusters.md), copy the token "
             "of the head, or unset RAY_ADDRESS to train on this machine alone"

@@ -46,9 +46,8 @@ class WeightsNotArrived(RuntimeError):
 
     def __init__(self, policy: str, server: str, step: int, problem: str) -> None:
         super().__init__(
-            f"policy {policy!r}, step {step}: {server} does not hold the trainer's weights after their sync: {problem}. The run "
-            "ends before it learns from another policy's turns; look at the server's log and at the engine's version, then "
-            "continue from the last checkpoint (trainer.resume_mode=auto). resources.weight_check=none trains regardless"
+            f"policy {policy!r}, step {step}: {server} does not hold the trainer's weights after their sync: {problem}. Look at "
+            "the server's log and at the engine's version; resources.weight_check=none trains regardless"
         )
 
 

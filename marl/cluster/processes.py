@@ -22,8 +22,9 @@ SHARED_MEMORY = Path("/dev/shm")
 WEIGHTS = "verl_weights_*"
 """Segments of verl's weight transfer."""
 SESSIONS = Path("/tmp/ray")
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 YOUNG_S = 60.0
-"""A socket may be made before anybody listens to it."""
+"""A socket may be made before anybody listens to it, a segment before anybody maps it."""
 
 
 def new_mark() -> str:
@@ -36,9 +37,10 @@ def own_name() -> str:
 
 
 def place() -> str:
-    """This host, and the process ids that are meant: a container has its own."""
+    """This host, and the process ids that are meant: a container has its own. Machines may have the same name, and their first
+    ids have the same namespace; no two share a boot."""
     with suppress(OSError):
-        return f"{socket.gethostname()}/{os.readlink('/proc/self/ns/pid')}"
+        return f"{socket.gethostname()}/{BOOT.read_text().strip()}:{os.readlink('/proc/self/ns/pid')}"
     return f"{socket.gethostname()}/"
 
 
@@ -99,7 +101,7 @@ def end_orphans() -> None:
     kill(processes_where(lambda mark: mark.count("/") == 4 and not owner_lives(mark)))
     for segment in SHARED_MEMORY.glob(WEIGHTS):
         with suppress(OSError):
-            if segment.stat().st_uid == os.getuid() and not is_open(segment):
+            if segment.stat().st_uid == os.getuid() and not is_young(segment) and not is_open(segment):
                 segment.unlink()
     for raylet in SESSIONS.glob("session_*/sockets/raylet"):
         with suppress(OSError):
@@ -107,9 +109,14 @@ def end_orphans() -> None:
                 shutil.rmtree(raylet.parent)
 
 
+def is_young(file: Path) -> bool:
+    """True for a file whose user may be about to open it."""
+    return time.time() - file.stat().st_mtime < YOUNG_S
+
+
 def is_deaf(listener: Path) -> bool:
     """True for a socket's file to which nobody has listened for a while."""
-    if time.time() - listener.stat().st_mtime < YOUNG_S:
+    if is_young(listener):
         return False
     with socket.socket(socket.AF_UNIX) as caller:
         caller.settimeout(1.0)

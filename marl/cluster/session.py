@@ -16,7 +16,7 @@ from verl.plugin.platform import PlatformRegistry, get_platform, set_platform
 import marl.config.schema  # noqa: F401 - registers our groups
 from marl.cluster.access import connect, token_required
 from marl.cluster.processes import MARK, end_left, end_orphans, marked
-from marl.cluster.stacks import LISTEN
+from marl.cluster.stacks import LISTEN, listen
 from marl.config.determinism import is_strict
 from marl.config.engines import serves_vllm_on_cpu
 from marl.config.errors import ConfigError
@@ -52,6 +52,7 @@ def local_session(config: DictConfig) -> Iterator[None]:
     os.environ.setdefault("MARL_PROCESS_GROUP_TIMEOUT", str(config.resources.process_group_timeout_s))
     from marl.cluster.local import one_process
 
+    listen()
     freeze_gc()  # before any models exist, which must be freed with their run
     end_orphans()
     with strict_operations(config), marked(), one_process(), ended_by_sigterm():
@@ -65,6 +66,7 @@ def ray_session(config: DictConfig, ranks: int) -> Iterator[None]:
     ``ranks``: of all pools, for which this machine is to have CPUs.
     """
     environment = run_environment(config)
+    listen()
     if ray.is_initialized():
         has_started_strict(config)
         yield

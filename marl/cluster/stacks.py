@@ -32,7 +32,8 @@ LONGEST = 1 << 18
 
 
 def listen() -> None:
-    """Write the stacks of all threads to this process's error log at ``SIGNAL``. Ray runs it at each worker's start."""
+    """Write the stacks of all threads to this process's error log at ``SIGNAL``. Ray runs it at each worker's start, a session in
+    the driver."""
     faulthandler.register(SIGNAL, file=2, all_threads=True)
 
 

@@ -53,10 +53,10 @@ class Ledger:
         """Read what is known of a step, and append to it from now on."""
         if self.root is None or step == self.step:
             return
-        self.close()
         folder = folder_of(self.root, step)
         self.known, self.step = read_step(folder), step
         try:
+            self._close_file()
             folder.mkdir(parents=True, exist_ok=True)
             self.file = open(folder / f"{socket.gethostname()}_{os.getpid()}.jsonl", "ab", buffering=0)  # noqa: SIM115 - open for the whole step
             if self.file.tell():
@@ -65,6 +65,13 @@ class Ledger:
             self._give_up(error)
 
     def close(self) -> None:
+        try:
+            self._close_file()
+        except OSError as error:
+            self._give_up(error)
+
+    def _close_file(self) -> None:
+        """Close the file; it may be only now that a disk tells that it is full."""
         if self.file is not None:
             os.fsync(self.file.fileno())
             self.file.close()

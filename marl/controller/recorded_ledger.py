@@ -1,5 +1,6 @@
 """A run's ledger, read and never written, so that its steps are played again without servers."""
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,8 @@ class RecordedLedger(Ledger):
         return "turn", seed, self.digest(content["policy"], content["observation"])
 
     def digest(self, *deciding: Any) -> str:
-        """Digest of a request's policy and observation, its first two parts."""
-        return self.digest_of(deciding[:2])
+        """Digest of a request's policy and observation, its first two parts, as they are read back."""
+        return self.digest_of(json.loads(json.dumps(deciding[:2], default=str)))
 
     def find(self, kind: str, name: int, of: str) -> Any:
         return self._lost() if kind == "lost" else super().find(kind, name, of)

@@ -123,9 +123,15 @@ def different_metrics(recorded: Mapping[str, Any], replayed: Mapping[str, Any]) 
     ]
 
 
+def lines_of(dump: Path) -> list[str]:
+    """The lines of a dump, whose texts may hold other ends of lines than its own."""
+    text = dump.read_text().rstrip("\n")
+    return text.split("\n") if text else []
+
+
 def different_lines(recorded: Path, replayed: Path) -> list[str]:
     """The first column that differs in each turn of two dumps."""
-    pairs = [[json.loads(line) for line in path.read_text().splitlines()] for path in (recorded, replayed)]
+    pairs = [[json.loads(line) for line in lines_of(path)] for path in (recorded, replayed)]
     counts = [f"recorded {len(pairs[0])} turns, replayed {len(pairs[1])}"] if len(pairs[0]) != len(pairs[1]) else []
     return counts + [found for one, other in zip(*pairs, strict=False) for found in different_columns(one, other)]
 

@@ -65,6 +65,10 @@ class LiveFrom:
             f"from={text}: expected a round, as in from=2, or one turn, as in from=train/7/0/alice/2 (task, sample, agent, round)"
         )
 
+    def __str__(self) -> str:
+        episode = [] if self.episode is None else [*self.episode, self.agent]
+        return "/".join(map(str, [*episode, self.round]))
+
     def leaves_out(self, run_seed: int, step: int, seed: int, turn: Mapping[str, Any]) -> bool:
         """True for a recorded turn that this one, or a later one, replaces."""
         if step != self.step or turn["round"] < self.round:

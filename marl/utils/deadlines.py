@@ -18,29 +18,47 @@ class DeadlinePassed(TimeoutError):
 
 
 async def wait_with_deadline(seconds: float, what: str, awaitable: Awaitable[T], key: str = "resources.timeout_s") -> T:
-    """Wait with a deadline. Raises DeadlinePassed that names the awaited call, and the key that sets the limit."""
+    """Wait with a deadline. Raises DeadlinePassed that names the awaited call, and the key that sets the limit; the call's own
+    TimeoutError stays what it is."""
     try:
-        return await asyncio.wait_for(awaitable, seconds)
+        async with asyncio.timeout(seconds) as limit:
+            return await awaitable
     except TimeoutError:
-        raise DeadlinePassed(f"{what} did not end within {seconds:g} s; if it only needs longer, raise {key}") from None
+        if not limit.expired():
+            raise
+        raise DeadlinePassed(told_late(what, seconds, key)) from None
+
+
+def told_late(what: str, seconds: float, key: str) -> str:
+    return f"{what} did not end within {seconds:g} s; if it only needs longer, raise {key}"
 
 
 @contextmanager
 def interrupted_after(seconds: float, what: str, key: str) -> Iterator[None]:
     """Deadline of a block that waits without the event loop, as libraries do. Raises DeadlinePassed. There is none in another
-    thread than the main one, which gets the signal, nor where somebody's alarm rings earlier."""
+    thread than the main one, which gets the signal, nor where somebody's alarm rings earlier.
+
+    The alarm interrupts the block as Ctrl-C would: Ray's waits drop all other errors of a handler."""
     began, others = time.monotonic(), signal.getitimer(signal.ITIMER_REAL)[0]
     if threading.current_thread() is not threading.main_thread() or seconds == math.inf or 0 < others <= seconds:
         yield
         return
 
+    rang = False
+
     def late(*_: object) -> None:
-        raise DeadlinePassed(f"{what} did not end within {seconds:g} s; if it only needs longer, raise {key}")
+        nonlocal rang
+        rang = True
+        raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
+    except KeyboardInterrupt:
+        if not rang:
+            raise
+        raise DeadlinePassed(told_late(what, seconds, key)) from None
     finally:
         signal.signal(signal.SIGALRM, before)
         signal.setitimer(signal.ITIMER_REAL, max(others - (time.monotonic() - began), 0.001) if others else 0)

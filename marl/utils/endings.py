@@ -11,6 +11,21 @@ class Terminated(KeyboardInterrupt):
 
 
 @contextmanager
+def interrupted_at_once() -> Iterator[None]:
+    """Let Ctrl-C, and with it SIGTERM, end a block that waits without the event loop: asyncio would only mark its task, which
+    does not notice before the block has ended. An interrupt that is ignored stays so."""
+    asyncios = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or asyncios is signal.SIG_IGN:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, asyncios)
+
+
+@contextmanager
 def ended_by_sigterm() -> Iterator[None]:
     """Let SIGTERM end the block as Ctrl-C does, so that everything is stopped in order. Raises Terminated then."""
     if threading.current_thread() is not threading.main_thread():

@@ -136,6 +136,7 @@ def test_the_next_run_ends_what_a_killed_driver_left(start):
     os.utime(session / "sockets" / "raylet", (0, 0))  # as if it had been there for long
     segment = Path(f"/dev/shm/verl_weights_test_{os.getpid()}")
     segment.write_bytes(b"0" * 4096)
+    os.utime(segment, (0, 0))
     other = start("other", "resources.one_process=true", "controller.num_workers=0", "trainer.total_training_steps=1")
     assert other.wait(timeout=START_S) == 0, other.log.read_text()[-3000:]
     assert (

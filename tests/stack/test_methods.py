@@ -286,8 +286,9 @@ def test_rejection_sampling_imitates_what_it_keeps_and_nothing_else(alone, monke
         return await learn(examples, phase)
 
     monkeypatch.setattr(live.trainer, "learn", look)
+    live.trainer.restarts = 2
     metrics = live.step()
-    assert metrics["method/examples"] == len(kept) > 0
+    assert metrics["method/examples"] == len(kept) > 0 and metrics["perf/restarts"] == 2
     assert metrics["method/kept_episodes"] == 0.5 and len(kept) <= 8, "two of the four samples of every task"
     tokens = sum(sum(turn.response_mask) for e in kept for turn in e.sides[0] if turn.agent == "alice")
     assert metrics["agent/alice/trained_tokens"] == tokens
@@ -330,7 +331,7 @@ def test_a_hybrid_imitates_by_steps_or_until_it_is_good_enough(alone, rows, word
         metrics = live.wait(live.trainer.step(live.wait(live.trainer.tasks.next())))
         live.wait(live.trainer.validate())
         phases.append(metrics["method/imitates"])
-        assert ("agent/alice/pg_loss" in metrics) == (not phases[-1])
+        assert ("agent/alice/pg_loss" in metrics) == (not phases[-1]) and metrics["perf/restarts"] == 0
     live.wait(live.trainer.dumps.flush())
     assert phases == [1.0] * imitated + [0.0] * (4 - imitated)
 

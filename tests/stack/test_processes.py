@@ -141,7 +141,7 @@ def test_ctrl_c_is_a_clean_end(running):
     process, family, output = running
     os.kill(process.pid, signal.SIGINT)
     assert process.wait(timeout=END_SECONDS) == 130
-    assert "interrupted: workers and servers are stopped" in output()
+    assert "interrupted; workers and servers have been stopped" in output()
     wait_until_gone(family)
 
 

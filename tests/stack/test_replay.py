@@ -157,7 +157,7 @@ def test_a_missing_turn_is_named(folder, serverless, tmp_path, capsys):
     run = copy_of(folder, tmp_path)
     (path,) = run.glob("ledger/step_3/*.jsonl")
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if b'"kind": "turn"' not in line]
+    kept = [line for line in lines if b'"kind":"turn"' not in line]
     turns = [line for line in lines if line not in kept]
     path.write_bytes(b"".join(kept + turns[1:]))
     code, said = replayed(run, capsys, "step=3")

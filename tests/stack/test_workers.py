@@ -21,6 +21,7 @@ from marl.controller.collection import EpisodesFailed
 from marl.controller.episode_workers import EpisodeWorkers, SpreadController, spawn
 from marl.run_setup import Setup
 from marl.runners import RUNNERS, Decide, Runner, decide, register_runner
+from marl.utils.deadlines import DeadlinePassed, interrupted_after
 from tests.judge import KEY, Judge, completion, serving
 
 REWARDS = """
@@ -427,3 +428,17 @@ def test_the_bench_of_the_controller(cluster, capsys):
     assert driver["turns"] == worker["turns"] == 4 * 2 * 2 * 2 and driver["turns_per_second"] > 50
     assert (two["turns"], four["turns"]) == (4, 8)
     assert 0.4 < two["ratio"] < 0.75 and 0.2 < four["ratio"] < 0.5
+
+
+@pytest.fixture
+def sleeps(cluster):
+    """A task of Ray's that ends long after the test."""
+    asked = ray.remote(num_cpus=0)(lambda: time.sleep(60)).remote()
+    yield asked
+    ray.cancel(asked, force=True)
+
+
+def test_a_wait_for_ray_has_a_deadline(sleeps):
+    """Ray passes no errors of a signal's handler on, except interrupts."""
+    with pytest.raises(DeadlinePassed, match="placing did not end"), interrupted_after(0.5, "placing", "resources.x"):
+        ray.get(sleeps, timeout=20)

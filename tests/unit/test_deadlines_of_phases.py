@@ -1,11 +1,13 @@
 """Each phase has the deadline of its key, or that of all, and the error of a late call names the key."""
 
 import asyncio
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from marl.build import start_deadline
 from marl.cluster.layout import policy_config
 from marl.cluster.policy_group import RayPolicyGroup
 from marl.config.deadlines import Deadline, Phase, deadlines_of
@@ -21,6 +23,24 @@ def test_a_phase_has_its_own_deadline_and_the_others_that_of_all(compose_config,
     found = deadlines_of(compose_config("resources.timeout_s=9", f"{KEYS[phase]}=3").resources)
     assert found.pop(phase) == Deadline(3, KEYS[phase])
     assert set(found.values()) == {Deadline(9, "resources.timeout_s")} and len(found) == len(Phase) - 1
+
+
+def test_the_start_includes_the_placement_of_every_pool(compose_config):
+    config = compose_config("resources.start_timeout_s=100", "resources.placement_timeout_s=3600")
+    assert start_deadline(config, pools=2)[0] == 100 + 2 * 3600
+    config.resources.one_process = True
+    assert start_deadline(config, pools=1)[0] == math.inf
+
+
+def test_an_error_of_the_call_is_not_its_deadline():
+    """A rank's own timeout, as Ray hands it on, tells what was late there."""
+
+    async def raises():
+        raise TimeoutError("server 1 took no weights for 5 s")
+
+    with pytest.raises(TimeoutError, match="took no weights") as raised:
+        asyncio.run(wait_with_deadline(60, "update", raises()))
+    assert type(raised.value) is TimeoutError
 
 
 async def late():

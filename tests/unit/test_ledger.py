@@ -309,6 +309,22 @@ def test_a_disk_without_room_for_a_file_ends_the_ledger_and_not_the_run(tmp_path
     assert len(collected(team).episodes) == 1 and "no more turns are recorded" in caplog.text
 
 
+def test_a_disk_that_tells_at_the_end_that_it_is_full_ends_the_ledger(tmp_path, caplog, monkeypatch):
+    """NFS does, when a file is synchronised."""
+    team = controller(folder=tmp_path)
+    team.ledger.open(1)
+
+    def full(file):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    team.ledger.open(2)
+    assert caplog.text.count("no more turns are recorded") == 1 and team.ledger.file is None
+    last = reopened(tmp_path / "other")
+    last.close()
+    assert caplog.text.count("no more turns are recorded") == 2
+
+
 def test_a_line_that_was_written_in_part_ends_the_ledger(tmp_path, caplog):
     team = controller(folder=tmp_path)
     team.ledger.open(1)

@@ -16,7 +16,7 @@ from marl.cluster import processes, stacks
 from marl.cluster.failures import GroupFailed, GroupHung
 from marl.cluster.processes import MARK, end_left, end_orphans, marked, new_mark, own_name, owner_lives
 from marl.utils.deadlines import DeadlinePassed
-from marl.utils.endings import Terminated, ended_by_sigterm
+from marl.utils.endings import Terminated, ended_by_sigterm, interrupted_at_once
 
 LISTENS = "import faulthandler, signal; faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)\n"
 HANGS = "def waits_for_ever():\n  import time; print(1, flush=True); time.sleep(60)\nwaits_for_ever()"
@@ -52,6 +52,16 @@ def test_a_mark_tells_whether_its_driver_lives():
     where, pid, start = own_name().rsplit("/", 2)
     assert not owner_lives(f"{where}/{pid}/1{start}/abc"), "another process had this number"
     assert owner_lives(f"elsewhere/{where.partition('/')[2]}/1/1/abc"), "another host's driver cannot be seen from here"
+
+
+def test_a_host_of_the_same_name_is_another(monkeypatch, tmp_path):
+    """Every machine's first pid namespace has the same number."""
+    mark, boot = new_mark(), tmp_path / "boot_id"
+    gone = mark.replace(f"/{os.getpid()}/", "/0/")
+    assert not owner_lives(gone)
+    boot.write_text("another-boot\n")
+    monkeypatch.setattr(processes, "BOOT", boot, raising=False)
+    assert owner_lives(gone) and new_mark().count("/") == mark.count("/")
 
 
 def test_the_mark_lasts_as_long_as_the_session(monkeypatch):
@@ -104,12 +114,16 @@ def test_what_a_session_left_is_ended_and_nobody_elses(spawn, monkeypatch):
 def test_a_dead_drivers_processes_are_ended_by_the_next_run(spawn, tmp_path, monkeypatch):
     where, pid, start = own_name().rsplit("/", 2)
     dead, alive = spawn(HANGS, f"{where}/{pid}/9{start}/abc", orphan=True), spawn(HANGS, new_mark(), orphan=True)
-    segment, young = tmp_path / "verl_weights_1", tmp_path / "other"
-    segment.touch(), young.touch()
+    segment, young, other = (tmp_path / name for name in ("verl_weights_1", "verl_weights_2", "other"))
+    for file in (segment, young, other):
+        file.touch()
+    for file in (segment, other):
+        os.utime(file, (0, 0))
     monkeypatch.setattr(processes, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(processes, "SESSIONS", tmp_path / "ray")
     end_orphans()
-    assert gone(dead) and alive.is_running() and not segment.exists() and young.exists()
+    assert gone(dead) and alive.is_running() and not segment.exists() and other.exists()
+    assert young.exists(), "nobody may have mapped it yet"
 
 
 def test_sockets_of_dead_sessions_are_removed(monkeypatch, tmp_path):
@@ -154,3 +168,22 @@ def test_sigterm_ends_a_run_in_order(ignored):
         signal.signal(signal.SIGINT, interrupt)
     assert ended == ["stopped"] and type(pressed.value) is KeyboardInterrupt
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_sigterm_ends_a_wait_that_holds_the_event_loop():
+    """asyncio only marks its task as cancelled: a library that waits by itself would not notice."""
+    before, reached = signal.getsignal(signal.SIGINT), []
+
+    async def run():
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        handler = signal.getsignal(signal.SIGINT)
+        try:
+            with interrupted_at_once():
+                time.sleep(2)
+                reached.append("the end of the wait")
+        finally:
+            assert signal.getsignal(signal.SIGINT) is handler
+
+    with pytest.raises(Terminated), ended_by_sigterm():
+        asyncio.run(run())
+    assert not reached and signal.getsignal(signal.SIGINT) is before

@@ -1,11 +1,12 @@
 """A run's progress: lines and a live screen, from the metrics of a step."""
 
-import asyncio
 import io
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+from omegaconf import OmegaConf
 from rich.console import Console
 
 from marl import main as marl_main
@@ -170,25 +171,24 @@ def test_the_flag_of_a_sweep_may_stand_anywhere(monkeypatch):
     assert asked[0][0] == "-m" and asked[0][-2:] == ["learner=grpo", "seed=0,1"]
 
 
-def test_a_display_begins_with_the_runs_configuration(monkeypatch):
-    begun, setup = (
-        [],
-        SimpleNamespace(
-            config=SimpleNamespace(baseline=[], trainer=SimpleNamespace(val_only=False, default_local_dir="."))
-        ),
-    )
+def test_a_display_begins_with_the_runs_configuration(monkeypatch, tmp_path):
+    """Once, before the first attempt; every attempt's steps are shown on it."""
+    seen, config = [], OmegaConf.create({"resources": {"max_restarts": 0}})
 
-    class Trainer:
-        async def fit(self):
-            assert begun == [setup.config]
+    def attempt(setup, note_step, again):
+        note_step(1, 2, {})
 
-    async def build(setup, cleanup, progress, again):
-        return Trainer()
-
-    monkeypatch.setattr("marl.build.build", build)
-    monkeypatch.setattr(Display, "begin", lambda self, config: begun.append(config))
-    asyncio.run(marl_main._train(setup, Display(), again=False))
-    assert begun == [setup.config]
+    monkeypatch.setattr(marl_main, "prepare", lambda config: SimpleNamespace(config=config))
+    monkeypatch.setattr(marl_main, "split_text", lambda config: "")
+    monkeypatch.setattr(marl_main, "claimed", lambda config: nullcontext(tmp_path))
+    monkeypatch.setattr("marl.preflight.plan_report.plan_text", lambda setup: "")
+    monkeypatch.setattr("marl.preflight.endpoints.check_endpoints", lambda setup: None)
+    monkeypatch.setattr(marl_main.run_readme, "write", lambda folder: None)
+    monkeypatch.setattr(marl_main, "_attempt", attempt)
+    monkeypatch.setattr(Display, "begin", lambda self, config: seen.append(config))
+    monkeypatch.setattr(Display, "__call__", lambda self, *step: seen.append(step))
+    marl_main._run(config, Display())
+    assert seen == [config, (1, 2, {})]
 
 
 @pytest.mark.parametrize("show", list(Show))

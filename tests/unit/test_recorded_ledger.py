@@ -1,12 +1,17 @@
 """A run's ledger, read for a replay: by what was asked, whatever the settings and source files are now."""
 
+import json
+from types import SimpleNamespace
+
 import pytest
 
 from marl.commands.replay import main
+from marl.config.errors import ConfigError
 from marl.controller import ledger
 from marl.controller.ledger import Ledger
 from marl.controller.recorded_ledger import RecordedLedger
-from marl.evaluation.replay import LiveFrom
+from marl.evaluation.recorded_run import different_lines
+from marl.evaluation.replay import LiveFrom, Wanted, ledger_of
 from marl.types import Score, Turn
 from marl.utils.seeding import derive_seed
 
@@ -48,6 +53,22 @@ def test_a_score_is_that_of_the_text(run):
     assert opened(run, scores=False).score(TURN, "") is None
 
 
+def test_a_turn_is_found_whatever_kind_of_sequence_and_text_it_was_asked_with(run):
+    """JSON reads lists and plain texts back."""
+
+    class Named(str):
+        """A text with more to it."""
+
+    asked = [{"role": Named("user"), "content": ({"type": "text", "text": "caf\u00e9"},)}]
+    kept = Ledger(run)
+    kept.open(2)
+    kept.add_turn(Turn("a", 1, asked, "4", Named("p"), [1], [2], [1], [-0.5], seed=9), 9, "x")
+    kept.close()
+    again = RecordedLedger(run)
+    again.open(2)
+    assert again.turn(9, again.digest(Named("p"), asked)) is not None
+
+
 def test_the_plays_that_training_lost_are_lost_again(run):
     assert opened(run).find("lost", 1, "")["plays"] == [["train/3", 1, "late"]]
 
@@ -86,6 +107,26 @@ def test_what_is_generated_from_a_turn_on(live, agent, round, task, step, out):
         seed = derive_seed(0, step, task, 0, agent, round, *([branch] if branch else []))
         turn = {"agent": agent, "round": round, "branch": branch}
         assert live.leaves_out(0, step, seed, turn) is out
+
+
+@pytest.mark.parametrize("text", ["2", "train/7/0/a/2"])
+def test_a_turn_that_no_ledger_holds_is_named_as_it_was_asked_for(run, text):
+    played = SimpleNamespace(folder=run)
+    config = SimpleNamespace(seed=0)
+    wanted = Wanted(run, 1, LiveFrom.of(1, text))
+    with pytest.raises(ConfigError, match=rf"^from={text}: {run}/ledger holds no such turn of step 1"):
+        ledger_of(played, wanted, config, [])
+
+
+@pytest.mark.parametrize("end", ["\u2028", "\u2029", "\u0085"])
+def test_a_text_may_hold_any_end_of_a_line(tmp_path, end):
+    """Dumps hold them as they are."""
+    turn = {"task": "train/0", "sample": 0, "agent": "a", "round": 1, "output": f"4{end}4"}
+    dumps = [tmp_path / "then.jsonl", tmp_path / "now.jsonl"]
+    for path, score in zip(dumps, (0.5, 1.0), strict=True):
+        path.write_text(json.dumps(turn | {"score": score}, ensure_ascii=False) + "\n")
+    assert different_lines(dumps[0], dumps[0]) == []
+    assert different_lines(*dumps) == ["task train/0, sample 0, a, round 1: score: recorded 0.5, replayed 1.0"]
 
 
 WRONG = {

@@ -21,9 +21,10 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from marl import recovery
+from marl import build, recovery
 from marl.build import ledger_is_foreign
 from marl.cluster import launch
+from marl.cluster.access import Unreachable
 from marl.cluster.failures import (
     GroupFailed,
     GroupHung,
@@ -107,8 +108,8 @@ def test_the_budget_counts_faults_without_progress(attempts):
     with pytest.raises(GroupLost) as ended:
         attempts(*again, [1, 2])
     notes = " ".join(ended.value.__notes__)
-    assert "resources.max_restarts=3: as many restarts have led no further" in notes
-    assert "is continued from the start of" in notes and "resume_mode=auto" in notes
+    assert "resources.max_restarts=3: that many restarts made no progress" in notes
+    assert "can be continued from the start of" in notes and "resume_mode=auto" in notes
 
 
 def test_what_comes_of_a_fault_while_the_run_is_rebuilt_is_part_of_it(attempts):
@@ -118,6 +119,18 @@ def test_what_comes_of_a_fault_while_the_run_is_rebuilt_is_part_of_it(attempts):
     for attempt in ([PlacementTimeout("no room")], [1, ConnectionError("a user's")]):
         with pytest.raises(type(attempt[-1])):
             attempts(attempt)
+
+
+def test_a_cluster_that_does_not_answer_yet_is_waited_for_while_a_run_is_rebuilt(attempts):
+    """At the start it is a mistake in the configuration."""
+    ended, given = attempts([1, fault()], [Unreachable("RAY_ADDRESS=there: refused")], [1, 2])
+    assert ended == "attempt 3" and len(given) == 3
+    with pytest.raises(ConnectionError) as ended:
+        attempts([1, fault()], [Unreachable("RAY_ADDRESS=there: refused")], most=1)
+    assert not isinstance(ended.value, ConfigError) and "max_restarts=1" in ended.value.__notes__[0]
+    with pytest.raises(ConfigError, match="^RAY_ADDRESS") as at_first:
+        attempts([Unreachable("RAY_ADDRESS=there: refused")])
+    assert not hasattr(at_first.value, "__notes__")
 
 
 @pytest.mark.parametrize("returns", [True, False])
@@ -143,6 +156,15 @@ def test_progress_refills_the_budget(attempts):
     steps = [[1, fault()], [1, fault()], [1, 2, fault()], [2, fault()], [2, 3, fault()], [4]]
     ended, given = attempts(*steps, most=2)
     assert ended == "attempt 6" and len(given) == 6
+
+
+def test_a_full_disk_does_not_take_the_faults_place(attempts, monkeypatch, caplog):
+    def full(*note):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(recovery, "note_restart", full)
+    ended, _ = attempts([1, fault()], [2])
+    assert ended == "attempt 2" and "No space left" in caplog.text and "GroupLost" in caplog.text
 
 
 def test_no_restarts_are_none(attempts):
@@ -186,6 +208,27 @@ def test_a_run_that_is_rebuilt_keeps_its_ledger(mode, changes):
     assert ledger_is_foreign(config, again=False) is (mode != "auto" or bool(changes))
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_fault_at_the_start_leaves_no_foreign_ledger(monkeypatch, tmp_path, again):
+    """The attempt after it takes what is there for its own."""
+
+    async def fails(*parts):
+        raise fault()
+
+    trainer = {"default_local_dir": str(tmp_path), "resume_mode": "auto", "resume_changes": ["seed"]}
+    resources = {"one_process": True, "timeout_s": 9, "start_timeout_s": None, "request_timeout_s": None}
+    resources |= {"placement_timeout_s": 9, "sync_timeout_s": None, "update_timeout_s": None, "save_timeout_s": None}
+    config = {"seed": 0, "trainer": trainer, "resources": resources, "controller": {"ledger": True}}
+    (tmp_path / "ledger" / "step_1").mkdir(parents=True)
+    setup = SimpleNamespace(config=OmegaConf.create(config), policies=[], pools={})
+    monkeypatch.setattr(build, "load_data", lambda *parts: SimpleNamespace(steps=1))
+    monkeypatch.setattr(build, "make_groups", lambda *parts: ({}, {}))
+    monkeypatch.setattr(build, "start_groups", fails)
+    with pytest.raises(GroupLost):
+        asyncio.run(build.build(setup, TakeDown(), again=again))
+    assert (tmp_path / "ledger").exists() is again
+
+
 def test_taking_a_run_down_goes_on_after_an_error_and_hides_none(caplog):
     done = []
 
@@ -212,6 +255,16 @@ def test_a_block_that_waits_by_itself_has_a_deadline():
     assert signal.getitimer(signal.ITIMER_REAL)[0] == pytest.approx(others, abs=5), "pytest's own goes on"
 
 
+def test_an_interrupt_within_a_deadline_is_no_late_end():
+    with pytest.raises(KeyboardInterrupt), interrupted_after(60, "placing", "resources.x"):
+        raise KeyboardInterrupt
+
+
+def test_weights_that_did_not_arrive_promise_no_end():
+    told = str(WeightsNotArrived("alice", "server 0", 3, "old"))
+    assert "resources.weight_check=none" in told and "ends" not in told and "resume_mode" not in told
+
+
 def test_a_clock_that_jumps_changes_no_duration(monkeypatch):
     before = process_seconds()
     monkeypatch.setattr(time, "time", lambda: 4e9)
@@ -223,7 +276,8 @@ def test_no_wait_reads_the_clock_that_jumps():
     marl = Path(recovery.__file__).parent
     readers = {str(path.relative_to(marl)) for path in marl.rglob("*.py") if "time.time()" in path.read_text()}
     spans = {"cluster/worker_group.py", "cluster/workers/policy_worker.py", "cluster/workers/adapter_worker.py"}
-    assert readers == spans | {"utils/process_time.py", "cluster/processes.py", "controller/ledger.py"}
+    moments = {"serving/app.py", "serving/chat_reply.py"}
+    assert readers == spans | moments | {"utils/process_time.py", "cluster/processes.py", "controller/ledger.py"}
 
 
 def raised(cause):

@@ -2,9 +2,11 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 
+from marl.method_trainer import OfflineTrainer
 from marl.report import conversation, dump, run_summary
 from marl.report.conversation import agent_metrics, count_metrics, team_metrics
 from marl.types import Episode, Score, Task, Turn
@@ -242,3 +244,11 @@ def test_summary_and_curves(tmp_path):
         "7",
         "8",
     ]
+
+
+def test_a_summary_of_what_was_read_counts_the_restarts(tmp_path):
+    run = SimpleNamespace(held_out=["an example"], history={0: {"loss": 2.0}, 4: {"loss": 1.0}}, report_folder=tmp_path)
+    run.step_number, run.config, run.restarts = 4, SimpleNamespace(seed=7), 2
+    OfflineTrainer.summarise(run)
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert found == {"steps": 4, "seed": 7, "restarts": 2, "before": {"loss": 2.0}, "after": {"loss": 1.0}}

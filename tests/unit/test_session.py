@@ -1,5 +1,6 @@
 """The environment that a run gives to Ray: its own variables and the user's."""
 
+import faulthandler
 import os
 
 import pytest
@@ -7,8 +8,10 @@ import ray
 from ray._raylet import AuthenticationMode, get_authentication_mode
 from verl.plugin.platform import get_platform
 
-from marl.cluster.access import connect, token_required
+from marl.cluster import session
+from marl.cluster.access import Unreachable, connect, token_required
 from marl.cluster.session import ray_arguments, run_environment
+from marl.cluster.stacks import SIGNAL, catches
 from marl.config.errors import ConfigError
 
 OURS = {
@@ -118,8 +121,26 @@ def test_a_cluster_that_cannot_be_joined_is_named(monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "never shown")
     expected = r"^RAY_ADDRESS=10.0.0.9:6379: Failed to connect; expected .*RAY_AUTH_MODE=token, RAY_AUTH_TOKEN is set.*ray start"
-    with pytest.raises(ConfigError, match=expected) as raised:
+    with pytest.raises(Unreachable, match=expected) as raised:
         connect({"address": "10.0.0.9:6379"})
-    assert "never shown" not in str(raised.value)
+    assert "never shown" not in str(raised.value) and isinstance(raised.value, ConfigError)
     with pytest.raises(ConnectionError):
         connect({"address": "local"})
+
+
+def test_the_driver_tells_its_stacks_too(compose_config, monkeypatch):
+    """Without a handler the signal would end it."""
+    heard = []
+
+    def refuse(arguments):
+        heard.append(catches(os.getpid(), SIGNAL))
+        raise ConnectionError("no Ray here")
+
+    faulthandler.unregister(SIGNAL)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(session, "connect", refuse)
+    monkeypatch.setattr(session, "end_orphans", lambda: None)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    with pytest.raises(ConnectionError), session.ray_session(compose_config(), 1):
+        pass
+    assert heard == [True]
