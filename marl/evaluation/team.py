@@ -123,9 +123,10 @@ def composed(words: Sequence[str]) -> DictConfig:
 
 
 def of_run(source: Source, options: Sequence[str]) -> DictConfig:
-    """The saved settings in the types of this version; learner and credit train, and are left out. Raises ConfigError for settings that this version does not know."""
+    """The saved settings in the types of this version; method, learner and credit train, and are left out. Raises ConfigError for
+    settings that this version does not know."""
     named = {word.partition("=")[0] for word in options}
-    kept = {key: value for key, value in source.saved.items() if key not in {"learner", "credit", *named}}
+    kept = {key: value for key, value in source.saved.items() if key not in {"method", "learner", "credit", *named}}
     runner = [] if "runner" in named else [f"runner={source.saved['runner']['name']}"]
     base = composed(["agents=schema", *runner, *options])
     OmegaConf.set_struct(base, False)
