@@ -19,16 +19,21 @@ class Verdict(Enum):
 def best_episodes(episodes: Sequence[Episode], min_score: float | None, best_of: int | None) -> list[Episode]:
     """The episodes whose team answer scores at least ``min_score``, and of these each task's ``best_of`` best, the earlier sample
     first; None for all. Episodes that ended early are left out."""
-    tasks: dict[str, list[Episode]] = {}
+    tasks: dict[tuple, list[Episode]] = {}
     for episode in episodes:
         enough = min_score is None or episode.scored.value >= min_score
         if episode.failure is None and enough:
-            tasks.setdefault(episode.task.id, []).append(episode)
+            tasks.setdefault(question(episode), []).append(episode)
     return [
         episode
         for own in tasks.values()
         for episode in sorted(own, key=lambda episode: -episode.scored.value)[:best_of]
     ]
+
+
+def question(episode: Episode) -> tuple[str, str]:
+    """Key of an episode's task: dumps of runs on other data have other questions under the same ids."""
+    return episode.task.id, repr(episode.task.messages)
 
 
 def imitated(episode: Episode, speakers: Speakers) -> Side:
@@ -65,7 +70,7 @@ def contrasts(
     for episode in episodes:
         for turn in imitated(episode, speakers):
             prompt = repr(turn.observation) if same_prompt else ""
-            place = (episode.task.id, turn.agent, turn.round, prompt)
+            place = (question(episode), turn.agent, turn.round, prompt)
             places.setdefault(place, []).append((score(episode, turn), turn))
     pairs: list[Example] = []
     empty = 0

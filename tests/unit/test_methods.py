@@ -128,6 +128,14 @@ def test_other_tasks_rounds_and_agents_are_no_contrast():
     assert contrasts(written([[1, 0], [1, 0]]), SPEAKERS, Verdict.own, False) == ([], 4)
 
 
+def test_episodes_of_other_data_are_no_contrast_under_the_same_ids():
+    """Dumps of two runs, whose data have other questions at the same index."""
+    records = written([[1], [1]], [[0], [0]])
+    object.__setattr__(records[1].task, "messages", [{"role": "user", "content": "3 + 3"}])
+    assert contrasts(records, SPEAKERS, Verdict.own, False) == ([], 4)
+    assert len(best_episodes(records, None, 1)) == 2
+
+
 def test_pairs_may_be_held_to_one_prompt():
     records = written([[1], [1]], [[0], [1]])
     records[0].turns[0].observation = ASKED
