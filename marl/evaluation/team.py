@@ -149,7 +149,8 @@ def answers_alone(config: DictConfig) -> None:
     config.algorithm.adv_estimator, config.algorithm.use_kl_in_reward = None, False
     config.actor_rollout_ref.actor.use_kl_loss = False
     config.actor_rollout_ref.rollout.n = max(2, config.actor_rollout_ref.rollout.n)
-    config.trainer.critic_warmup, config.critic.enable, config.baseline = 0, None, []
+    config.trainer.critic_warmup, config.trainer.ref_update_freq = 0, 0
+    config.critic.enable, config.baseline = None, []
     config.controller.ledger, config.controller.num_workers, config.trainer.logger = False, 0, []
     config.controller.overlong_buffer = 0
     config.resources.critic_pool = None

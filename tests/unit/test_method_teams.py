@@ -3,12 +3,14 @@
 import json
 
 import pytest
+from omegaconf import open_dict
 
 from marl.config.errors import ConfigError
 from marl.config.identity import plain_of
+from marl.config.rules.references import references_are_renewed_where_there_are_any
 from marl.evaluation.recorded_run import RecordedRun
 from marl.evaluation.source import Source
-from marl.evaluation.team import of_run
+from marl.evaluation.team import answers_alone, of_run
 from tests.composing import compose
 
 METHODS = {
@@ -26,6 +28,9 @@ def saved():
 @pytest.mark.parametrize("name", METHODS)
 def test_a_team_answers_whatever_method_trained_it(saved, tmp_path, name):
     config = of_run(Source(tmp_path, 1, saved[name]), [])
+    with open_dict(config):
+        answers_alone(config)
+    references_are_renewed_where_there_are_any(config)
     assert list(config.agents) == ["alice", "carol"] and config.method.name == "rl"
 
 
