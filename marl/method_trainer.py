@@ -39,7 +39,7 @@ class MethodTrainer(MARLTrainer):
         selection = self.method.of_episodes(episodes, self.speakers)
         examples = [encoded(example, self.encoders) for example in selection.examples]
         trained = await self.learn(examples, phase)
-        synced = await phase.of("sync_weights", self.sync_after_update())
+        synced = await phase.of("sync_weights", self.sync_weights())
         ended = time.monotonic()
         await self.dumps.write_played(episodes, self.step_number)
         turns = sum(len(episode.turns) for episode in episodes)
@@ -78,9 +78,6 @@ class MethodTrainer(MARLTrainer):
         known = self.policy_map.labels(self.trained_agents)
         return {name: list(known[name]) for name in updates}
 
-    async def sync_after_update(self) -> Metrics:
-        return await self.sync_weights()
-
 
 class OpponentTrainer(MethodTrainer):
     """The servers hold the references' weights: the policies play their opponents, except in validations."""
@@ -88,11 +85,6 @@ class OpponentTrainer(MethodTrainer):
     async def sync_weights(self) -> Metrics:
         async with self.exchanged():
             return await super().sync_weights()
-
-    async def sync_after_update(self) -> Metrics:
-        """Opponents change where references are renewed, and nowhere else."""
-        freq = self.references.update_freq
-        return await self.sync_weights() if freq > 0 and self.step_number % freq == 0 else {}
 
     @asynccontextmanager
     async def exchanged(self) -> AsyncIterator[None]:
