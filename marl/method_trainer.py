@@ -35,7 +35,7 @@ class MethodTrainer(MARLTrainer):
     async def step(self, tasks: Sequence[Any]) -> Metrics:
         phase, started = PhaseTimer(), time.monotonic()
         episodes, played = await self.play(tasks, phase)
-        await asyncio.gather(*(group.free_servers() for group in self.policies.values()))
+        await self.free_servers()
         selection = self.method.of_episodes(episodes, self.speakers)
         examples = [encoded(example, self.encoders) for example in selection.examples]
         trained = await self.learn(examples, phase)
@@ -51,6 +51,7 @@ class MethodTrainer(MARLTrainer):
         phase, started = PhaseTimer(), time.monotonic()
         for group in self.groups:
             group.busy.clear()
+        await self.free_servers()
         examples = [example for item in items for example in item]
         trained = await self.learn(examples, phase)
         synced = await phase.of("sync_weights", self.sync_weights())
@@ -73,6 +74,10 @@ class MethodTrainer(MARLTrainer):
         must_be_finite("policy", updates, self.step_number)
         await self.references.renew(self.step_number)
         return policy_metrics(updates, self.labels(updates)) | {"method/examples": float(len(examples))}
+
+    async def free_servers(self) -> None:
+        """Release the memory of the servers; the next sync wakes them, and wants them asleep."""
+        await asyncio.gather(*(group.free_servers() for group in self.policies.values()))
 
     def labels(self, updates: Mapping[PolicyName, Metrics]) -> dict[PolicyName, list[str]]:
         known = self.policy_map.labels(self.trained_agents)
@@ -98,8 +103,10 @@ class OpponentTrainer(MethodTrainer):
 
     async def validate(self) -> Metrics:
         """Measure the policies, and let the opponents return."""
+        await self.free_servers()
         await super().sync_weights()
         metrics = await super().validate()
+        await self.free_servers()
         await self.sync_weights()
         return metrics
 

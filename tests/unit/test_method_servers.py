@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from marl.marl_trainer import MARLTrainer
-from marl.method_trainer import MethodTrainer, OpponentTrainer
+from marl.method_trainer import HybridTrainer, MethodTrainer, OpponentTrainer
 from marl.methods.examples import Selection
 
 
@@ -71,6 +71,19 @@ def trainer(monkeypatch):
         return made
 
     return make
+
+
+def test_a_hybrid_computes_while_its_servers_sleep(trainer):
+    live = trainer(HybridTrainer)
+    for _ in range(2):
+        asyncio.run(live.imitate([[]]))
+    assert live.policies["a"].answer() == "policy"
+
+
+def test_an_opponents_servers_sleep_before_both_syncs_of_a_validation(trainer):
+    live = trainer(OpponentTrainer)
+    asyncio.run(live.validate())
+    assert live.answers == ["policy"] and live.policies["a"].answer() == "reference"
 
 
 async def wrote(episodes, step):
