@@ -5,7 +5,8 @@ from pathlib import Path
 
 from marl.config.dataset_rows import DATA_SUFFIXES
 from marl.config.errors import ConfigError
-from marl.config.policies import own_settings, trained_policies
+from marl.config.policies import own_settings, trained_policies, within
+from marl.config.precision import dtype_name
 from marl.config.rules.references import kl_in_any_loss
 from marl.config.sources import Source
 from marl.methods.losses import PreferenceLoss
@@ -80,8 +81,21 @@ def problems_of_preferences(setup: Setup) -> Iterator[str]:
             f"model.lora_rank of policy {adapted[0]!r} with method={options.name}: the opponent is a reference with weights of its "
             "own, and that of an adapter is its base, which is never renewed; set lora_rank=0 and sharing=individual"
         )
+    yield from problems_of_dtypes(setup)
     if not options.reference:
         yield f"method.reference=false: the opponent of method={options.name} is the reference; leave it true"
+
+
+def problems_of_dtypes(setup: Setup) -> Iterator[str]:
+    """References in other dtypes than their policies: weights that they exchange would be rounded."""
+    for name in trained_policies(setup.config.agents):
+        own = own_settings(setup.config, name)
+        kept, trained = (dtype_name(part.fsdp_config.model_dtype) for part in (own.ref, own.actor))
+        if kept != trained:
+            yield (
+                f"{within(setup.config, name)}ref.fsdp_config.model_dtype={kept} with method={setup.config.method.name}, whose opponent "
+                f"exchanges weights with its policy in {trained}: they would be rounded; set it to that of actor.fsdp_config"
+            )
 
 
 def check_hybrid(setup: Setup) -> None:
