@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from verl.trainer.ppo.utils import create_rl_sampler
 
-from marl.config.dataset_rows import CHUNK, read_table
+from marl.config.dataset_rows import read_table, rows_in
 from marl.config.errors import ConfigError
 from marl.config.policies import policies_by_agent
 from marl.config.sources import Source
@@ -91,7 +91,7 @@ def items_of_rows(method: Method, file: str, speakers: Speakers) -> Iterator[Ite
                 f"{file}: no column {' or '.join(map(repr, wanted))}; it has {', '.join(table.column_names)}.{hint} "
                 f"Expected the columns that method={method.config.name} reads; method.*_key name them"
             )
-    for number, row in enumerate(row for part in table.to_batches(max_chunksize=CHUNK) for row in part.to_pylist()):
+    for number, row in enumerate(rows_in(table, file)):
         try:
             if item := method.of_row(row, speakers):
                 yield item

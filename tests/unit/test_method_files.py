@@ -2,6 +2,8 @@
 
 import json
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from marl.config.errors import ConfigError
@@ -43,6 +45,29 @@ BAD = {
         [{"prompt": "2", "answer": "4"}, {"prompt": "2", "answer": ""}],
         ["row 1", "expected a text", "leave it out"],
     ),
+    "text in place of messages": ("sft", [{"messages": "2 + 2"}], ["row 0: messages is '2 + 2'", "a list of messages"]),
+    "no role": ("sft", [{"messages": [{"content": "2"}]}], ["row 0: messages holds", "a list of messages"]),
+    "no content": (
+        "sft",
+        [{"messages": [{"role": "user", "content": "2"}]}, {"messages": [{"role": "user", "content": None}]}],
+        ["row 1: messages holds", "contents are texts"],
+    ),
+    "parts": (
+        "dpo",
+        [{"prompt": [{"role": "user", "content": [{"text": "2"}]}], "chosen": "4", "rejected": "5"}],
+        ["row 0: prompt holds", "contents are texts"],
+    ),
+    "empty answer": (
+        "sft",
+        [{"messages": [{"role": "user", "content": "2"}, {"role": "assistant", "content": " "}]}],
+        ["row 0: messages holds an empty message of the assistant"],
+    ),
+    "blank answer": ("dpo", [{"prompt": "2", "chosen": " ", "rejected": "4"}], ["row 0: chosen is ' '", "a text"]),
+    "bad private prompt": (
+        "sft",
+        [{"prompt": "2", "answer": "4", "extra_info": {"agent_prompts": {"a": "2 + 2"}}}],
+        ["row 0: extra_info.agent_prompts.a is '2 + 2'", "a list of messages"],
+    ),
     "no agent": ("sft", [{"prompt": "2", "answer": "4", "agent": "c"}], ["row 0", "agent='c'", "a, b"]),
     "no contrast": (
         "dpo",
@@ -59,6 +84,14 @@ def test_a_bad_file_is_refused(read, name):
     with pytest.raises(ConfigError) as caught:
         read(of, content, Source.episodes if name == "no dump" else Source.rows)
     assert all(part in str(caught.value) for part in expected), str(caught.value)
+
+
+def test_a_text_that_is_not_utf_8_is_refused(tmp_path):
+    text = pyarrow.array([b"caf\xe9"]).view(pyarrow.string())
+    path = tmp_path / "latin.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": text, "answer": text}), path)
+    with pytest.raises(ConfigError, match="latin.parquet: a text is not UTF-8"):
+        read_items(method("sft"), Source.rows, [str(path)], SPEAKERS, "data.train_files")
 
 
 def test_pairs_without_contrast_are_left_out(read):
