@@ -195,9 +195,9 @@ def test_adapters_are_compared_with_their_base_and_trained_alone(alone, rows):
 
 
 @pytest.mark.slow
-def test_spin_with_a_fixed_opponent_is_dpo_on_those_pairs(alone, rows):
+def test_spin_with_a_fixed_opponent_is_dpo_on_those_pairs(alone, rows, demonstrated):
     """The same pairs, the same derivatives, the same weights, to the last bit."""
-    spin = alone("method=spin", "runner=single_turn", MOVES)
+    spin = alone("method=spin", "runner=single_turn", MOVES, f"data.train_files={demonstrated}")
     trainer, before = spin.trainer, parameters(spin, "policies")
     episodes = taught(spin.episodes(samples=2))
     selection = trainer.method.of_episodes(episodes, trainer.speakers)

@@ -564,6 +564,7 @@ BAD_METHODS = {
         "in float32",
         "set it to that of actor",
     ],
+    "method=spin": ["train.parquet, row 0", "extra_info.answer is None", "reward_model.ground_truth"],
     "method=spin method.reference=false": ["method.reference=false", "leave it true"],
     "method=dpo": ["no column 'chosen'", "method.*_key"],
     "method=sft method.source=episodes": ["train.parquet", "expected a dump", "method.source=rows"],

@@ -1,6 +1,7 @@
 """Files that a method reads: bad ones are refused with a sentence, poor ones are counted out."""
 
 import json
+from types import SimpleNamespace
 
 import pyarrow
 import pyarrow.parquet
@@ -10,8 +11,10 @@ from marl.config.errors import ConfigError
 from marl.config.sources import Source
 from marl.controller.method_data import check_lengths, read_items
 from marl.methods import METHODS
+from marl.preflight.method_files import check_answers
 from marl.report import dump
 from tests.builders import Letters, episode
+from tests.composing import compose
 
 SPEAKERS = {"a": ["a"], "b": ["b"]}
 
@@ -121,6 +124,34 @@ def test_episodes_are_paired_by_agent(read, tmp_path):
         [("a", "1"), ("a", "0")],
         [("b", "1"), ("b", "0")],
     ]
+
+
+ASKED = {"prompt": [{"role": "user", "content": "2"}], "data_source": "x", "reward_model": {"ground_truth": "four"}}
+
+
+@pytest.mark.parametrize(
+    ("extra", "options", "expected"),
+    [
+        ({"answer": {"alice": "4", "carol": "5"}}, {}, None),
+        ({"answer": {"alice": "4"}}, {}, ["row 1", "extra_info.answer is None", "agent 'carol'", "method.answer_key"]),
+        ({}, {}, ["row 0", "extra_info.answer is None", "reward_model.ground_truth"]),
+        ({}, {"answer_key": "reward_model.ground_truth"}, None),
+        ({"answer": {"alice": "12345", "carol": "5"}}, {}, ["row 1", "agent 'alice' has 6 tokens", "max_response_length allows 5"]),
+    ],
+)
+def test_the_answers_of_all_rows_are_read_before_an_opponent_plays(tmp_path, extra, options, expected):
+    config = compose("data.max_response_length=5", f"data.train_files={tmp_path / 'data.jsonl'}")
+    first = ASKED | {"extra_info": {"answer": {"alice": "4", "carol": "5"} if extra else {}}}
+    rows = [first, ASKED | {"extra_info": extra}]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    setup = SimpleNamespace(config=config, method=method("spin", **options))
+    encoders = {"alice": Letters(), "carol": Letters()}
+    if expected is None:
+        check_answers(setup, encoders)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_answers(setup, encoders)
+    assert all(part in str(caught.value) for part in expected), str(caught.value)
 
 
 def test_an_example_that_is_too_long_is_named(read):

@@ -164,6 +164,12 @@ def test_an_opponent_is_rejected_beside_the_datas_answer():
     assert len(method("spin").of_episodes(records, SPEAKERS).examples) == 2, "what is cut off is rejected too"
 
 
+def test_an_opponents_answer_may_be_the_ground_truth():
+    records = [episode("t", 0, [[0.5], [0]])]
+    found = method("spin", answer_key="reward_model.ground_truth").of_episodes(records, SPEAKERS)
+    assert [side[0].text for side in found.examples[0].sides] == ["1", "0.5"]
+
+
 def test_turns_of_text_get_ids_and_played_ones_keep_theirs():
     played = turn_of_ids("a", 1, [5], [6, 7])
     example = encoded(Example(([Turn("a", 1, ASKED[:1], "4", policy="a")], [played])), {"a": Letters()})
