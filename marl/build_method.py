@@ -68,7 +68,7 @@ def items_of(setup: Setup, encoders: dict[str, Any], key: str) -> ExampleDataset
     source = Source.of(config) if method.imitates is None else method.imitates
     items: list[Item] = read_items(method, source, file_list(config[group][name]), speakers_of(config), key)
     limits = {name: longest_row(own_settings(config, name).rollout) for name in encoders}
-    check_lengths(items, encoders, min(limits.values()), key)
+    check_lengths(items, encoders, limits, key)
     return ExampleDataset(items, encoders)
 
 

@@ -20,9 +20,6 @@ from marl.rewards import only_answer
 from marl.types import Episode, PolicyName, Turn
 from marl.utils.registry import did_you_mean
 
-LONGEST = 64
-"""Examples whose tokens are counted before a run: those of the longest texts."""
-
 Item = list[Example]
 """Everything that one row teaches."""
 
@@ -119,12 +116,17 @@ def check_agents(episodes: Sequence[Episode], speakers: Speakers, key: str, file
         )
 
 
-def check_lengths(items: Sequence[Item], encoders: Mapping[PolicyName, Any], limit: int, key: str) -> None:
-    """Raise ConfigError where an example is longer than ``limit`` tokens, of those with the longest texts."""
-    examples = [example for item in items for example in item]
-    for example in sorted(examples, key=num_letters)[-LONGEST:]:
-        for turn in (turn for side in encoded(example, encoders).sides for turn in side):
-            length = len(turn.prompt_ids) + len(turn.response_ids)
+def check_lengths(
+    items: Sequence[Item], encoders: Mapping[PolicyName, Any], limits: Mapping[PolicyName, int], key: str
+) -> None:
+    """Raise ConfigError where an example is longer than its policy's limit of tokens. Only those that could be are encoded."""
+    for example in (example for item in items for example in item):
+        turns = [turn for side in example.sides for turn in side]
+        if not any(may_exceed(turn, encoders[turn.policy], limits[turn.policy]) for turn in turns):
+            continue
+        encoded(example, encoders)
+        for turn in turns:
+            length, limit = len(turn.prompt_ids) + len(turn.response_ids), limits[turn.policy]
             if length > limit:
                 raise ConfigError(
                     f"{key}: an example of agent {turn.agent!r} has {length} tokens, data.max_prompt_length + "
@@ -132,9 +134,8 @@ def check_lengths(items: Sequence[Item], encoders: Mapping[PolicyName, Any], lim
                 )
 
 
-def num_letters(example: Example) -> int:
-    return max(letters_of(turn) for side in example.sides for turn in side)
-
-
-def letters_of(turn: Turn) -> int:
-    return len(turn.text) + sum(len(str(message["content"])) for message in turn.observation)
+def may_exceed(turn: Turn, encoder: Any, limit: int) -> bool:
+    """False if a turn cannot be longer than that: no token of a text is shorter than a byte, but for a space before it."""
+    contents = [turn.text, *(str(message["content"]) for message in turn.observation)]
+    num_bytes = sum(len(text.encode(errors="replace")) + 1 for text in contents)
+    return num_bytes + len(encoder.encode([{**message, "content": ""} for message in turn.observation])) > limit

@@ -154,9 +154,38 @@ def test_the_answers_of_all_rows_are_read_before_an_opponent_plays(tmp_path, ext
     assert all(part in str(caught.value) for part in expected), str(caught.value)
 
 
+LIMITS = {"a": 33, "b": 33}
+
+
+def lengths(read, *prompts):
+    return read("sft", [{"prompt": prompt, "answer": "4"} for prompt in prompts])
+
+
 def test_an_example_that_is_too_long_is_named(read):
-    items = read("sft", [{"prompt": "2" * length, "answer": "4"} for length in (3, 30, 7)])
-    check_lengths(items, {"a": Letters(), "b": Letters()}, 33, "data.train_files")
+    letters = {"a": Letters(), "b": Letters()}
+    check_lengths(lengths(read, *("2" * length for length in (3, 30, 7))), letters, LIMITS, "data.train_files")
     with pytest.raises(ConfigError, match=r"data.train_files: an example of agent 'a' has 33 tokens.*allow 32"):
-        items = read("sft", [{"prompt": "2" * length, "answer": "4"} for length in (3, 30, 7)])
-        check_lengths(items, {"a": Letters(), "b": Letters()}, 32, "data.train_files")
+        items = lengths(read, *("2" * length for length in (3, 30, 7)))
+        check_lengths(items, letters, LIMITS | {"a": 32}, "data.train_files")
+
+
+def test_a_text_of_few_letters_may_have_the_most_tokens(read):
+    """One token a byte: 11 letters of 3 bytes are longer than any of 70 texts of 30 letters."""
+    items = lengths(read, *["2" * 30] * 70, "\u4e2d" * 11)
+    with pytest.raises(ConfigError, match="an example of agent 'a' has 36 tokens"):
+        check_lengths(items, {"a": Bytes(), "b": Bytes()}, LIMITS, "data.train_files")
+
+
+def test_every_policy_has_a_limit_of_its_own(read):
+    items = [[example for example in item if example.sides[0][0].policy == "a"] for item in lengths(read, "2" * 30)]
+    check_lengths(items, {"a": Letters(), "b": Letters()}, {"a": 33, "b": 4}, "data.train_files")
+
+
+class Bytes(Letters):
+    """Encoder with a token for every byte."""
+
+    def encode(self, observation, previous=None):
+        return [1, *b"".join(message["content"].encode() for message in observation)]
+
+    def reply(self, text):
+        return [*text.encode(), 0]
