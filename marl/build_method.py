@@ -12,6 +12,7 @@ from marl.config.policies import longest_row, own_settings, thinking_of
 from marl.config.sources import Source
 from marl.controller.chat import ChatEncoder
 from marl.controller.method_data import ExampleDataset, Item, check_lengths, examples_loader, read_items, speakers_of
+from marl.preflight.methods import leaves_steps_to_play
 from marl.run_setup import Setup
 
 MAX_SAMPLES = {"data.train_files": "train_max_samples", "data.val_files": "val_max_samples"}
@@ -53,8 +54,8 @@ def offline_data(setup: Setup, tokenizers: dict[str, Any]) -> Data:
     return Data(loader, [], config.trainer.total_epochs * len(loader) if steps is None else steps, options)
 
 
-def method_options(setup: Setup, tokenizers: dict[str, Any]) -> dict[str, Any]:
-    """Further arguments of the trainer of a method that plays; none for the learner's own."""
+def method_options(setup: Setup, tokenizers: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Further arguments of the trainer of a method that plays ``steps``; none for the learner's own."""
     method, config = setup.method, setup.config
     if method.learns and method.imitates is None:
         return {}
@@ -62,6 +63,7 @@ def method_options(setup: Setup, tokenizers: dict[str, Any]) -> dict[str, Any]:
     options = {"method": method, "encoders": encoders}
     if method.imitates is None:
         return options
+    leaves_steps_to_play(config.method.sft_steps, steps)
     return options | {"first": examples_loader(config, items_of(setup, encoders, "method.files"))}
 
 

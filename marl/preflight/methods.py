@@ -104,14 +104,19 @@ def check_hybrid(setup: Setup) -> None:
         raise ConfigError(
             "method.imitates=play: expected rows or episodes, which are read from method.files; use method=rft"
         )
-    total = config.trainer.total_training_steps
-    if total is not None and options.sft_steps >= total:
-        raise ConfigError(
-            f"method.sft_steps={options.sft_steps}: trainer.total_training_steps={total} leaves no step to play; lower it, or use "
-            "method=sft"
-        )
+    if config.trainer.total_training_steps is not None:
+        leaves_steps_to_play(options.sft_steps, config.trainer.total_training_steps)
     if not options.files:
         raise ConfigError(f"method.files=[]: method={options.name} imitates them first; name parquet or jsonl files")
     for file in options.files:
         if not Path(file).expanduser().is_file() or Path(file).suffix not in DATA_SUFFIXES:
             raise ConfigError(f"method.files={file}: no such file; expected {', '.join(DATA_SUFFIXES)}")
+
+
+def leaves_steps_to_play(imitated: int, steps: int) -> None:
+    """Raise ConfigError where imitation takes all of a run's steps."""
+    if imitated >= steps:
+        raise ConfigError(
+            f"method.sft_steps={imitated}: the run's {steps} steps (trainer.total_training_steps, or trainer.total_epochs of "
+            "data.train_files) leave none to play; lower it, or use method=sft"
+        )
