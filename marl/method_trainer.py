@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from marl.cluster.worker_group import throughput
+from marl.config.errors import ConfigError
 from marl.controller.collection import with_turns
 from marl.controller.method_data import Item, speakers_of
 from marl.controller.task_stream import TaskStream
@@ -196,6 +197,11 @@ class TwoStreams:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "is_second" not in state:
+            raise ConfigError(
+                "method=hybrid: the checkpoint is of a run of another method, which read one stream of data; expected one of "
+                "method=hybrid: keep the method that saved it, or begin anew with trainer.resume_mode=disable"
+            )
         self.is_second = state["is_second"]
         for name in ("first", "second"):
             if name in state:

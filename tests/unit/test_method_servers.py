@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from marl.config.errors import ConfigError
 from marl.marl_trainer import MARLTrainer
-from marl.method_trainer import HybridTrainer, MethodTrainer, OpponentTrainer
+from marl.method_trainer import HybridTrainer, MethodTrainer, OpponentTrainer, TwoStreams
 from marl.methods.examples import Selection
 
 
@@ -84,6 +85,12 @@ def test_an_opponents_servers_sleep_before_both_syncs_of_a_validation(trainer):
     live = trainer(OpponentTrainer)
     asyncio.run(live.validate())
     assert live.answers == ["policy"] and live.policies["a"].answer() == "reference"
+
+
+def test_a_hybrid_names_what_it_cannot_go_on_from():
+    streams = TwoStreams(None, None)
+    with pytest.raises(ConfigError, match="the checkpoint is of a run of another method.*resume_mode=disable"):
+        streams.load_state_dict({"_iterator": None})
 
 
 async def wrote(episodes, step):
