@@ -75,7 +75,7 @@ def read_items(method: Method, source: Source, files: Sequence[str], speakers: S
 
 def nothing(method: Method, source: Source) -> str:
     if source is Source.rows:
-        return "there are no rows, or in each of them the chosen answer is the rejected one"
+        return "there are no rows, or every row's chosen and rejected answers are identical"
     return f"method={method.config.name} finds no example in their episodes (too few good ones, or no contrast in any place)"
 
 

@@ -7,7 +7,7 @@ from marl.methods.examples import Example, Side, Speakers
 from marl.types import Episode, Turn
 
 
-class Verdict(Enum):
+class CompareBy(Enum):
     """Score by which two turns are compared."""
 
     own = "own"
@@ -38,7 +38,7 @@ def question(episode: Episode) -> tuple[str, str]:
 
 def imitated(episode: Episode, speakers: Speakers) -> Side:
     """The turns of trained agents that the conversation went through, each under the policy that its agent has now; without
-    truncated ones, whose end is no end."""
+    truncated ones, which do not end where the model would have stopped."""
     return [with_policy(turn, speakers) for turn in episode.path if is_usable(turn, speakers)]
 
 
@@ -57,14 +57,14 @@ def with_policy(turn: Turn, speakers: Speakers) -> Turn:
 
 
 def contrasts(
-    episodes: Sequence[Episode], speakers: Speakers, verdict: Verdict, same_prompt: bool
+    episodes: Sequence[Episode], speakers: Speakers, compare_by: CompareBy, same_prompt: bool
 ) -> tuple[list[Example], int]:
-    """Pairs of turns of the same task and place (agent and round) with other verdicts: the best with the worst, the next best
+    """Pairs of turns of the same task and place (agent and round) with different scores: the best with the worst, the next best
     with the next worst, while they differ; each turn is in one pair at most. Also the number of places without a pair."""
     places: dict[tuple, list[tuple[float, Turn]]] = {}
     score: Callable[[Episode, Turn], float] = (
         (lambda episode, turn: turn.scored.value)
-        if verdict is Verdict.own
+        if compare_by is CompareBy.own
         else (lambda episode, turn: episode.scored.value)
     )
     for episode in episodes:
@@ -82,7 +82,7 @@ def contrasts(
 
 
 def best_with_worst(scored: Sequence[tuple[float, Turn]]) -> list[Example]:
-    """Turns that say the same are no pair, whatever they scored."""
+    """Turns with identical text never form a pair, whatever they scored."""
     order = sorted(scored, key=lambda entry: -entry[0])
     matched = zip(order[: len(order) // 2], reversed(order), strict=False)
     return [

@@ -37,7 +37,7 @@ def problems_without_learner(setup: Setup) -> Iterator[str]:
     actor, tasks = config.actor_rollout_ref.actor, config.data.train_batch_size
     if setup.learner.critics:
         yield (
-            f"learner={config.learner.name} with method={name}: its critics would value nothing; leave learner=grpo, which is not "
+            f"learner={config.learner.name} with method={name}: its critics would never be used; leave learner=grpo, which is not "
             "used, or set method=rl"
         )
     if config.algorithm.use_kl_in_reward or kl_in_any_loss(config):
@@ -68,7 +68,7 @@ def problems_of_preferences(setup: Setup) -> Iterator[str]:
             f"method.label_smoothing={options.label_smoothing:g} with method.loss={options.loss.value}, which has none; set it to 0, "
             "or method.loss=sigmoid"
         )
-    if not method.learns and not method.offline and not method.plays_reference and "verdict" in options and samples < 2:
+    if not method.learns and not method.offline and not method.plays_reference and "compare_by" in options and samples < 2:
         yield (
             f"actor_rollout_ref.rollout.n={samples}: method={options.name} compares a task's samples, and one has no contrast; set it "
             "to at least 2"

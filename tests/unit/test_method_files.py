@@ -75,7 +75,7 @@ BAD = {
     "no contrast": (
         "dpo",
         [{"prompt": "2", "chosen": "4", "rejected": "4"}],
-        ["nothing to learn", "chosen answer is the rejected one"],
+        ["nothing to learn", "chosen and rejected answers are identical"],
     ),
     "no dump": ("dpo", [{"prompt": "2"}], ["line 1", "rollout_data_dir"]),
 }
