@@ -27,6 +27,14 @@ def check_examples(setup: Setup) -> None:
             )
 
 
+def check_demonstrations(setup: Setup, encoders: Mapping[str, Any]) -> None:
+    """Raise ConfigError for data that a method that plays needs beside its tasks, and cannot use."""
+    if setup.method.imitates is not None:
+        check_examples(setup)
+    if setup.method.plays_reference:
+        check_answers(setup, encoders)
+
+
 def check_answers(setup: Setup, encoders: Mapping[str, Any]) -> None:
     """Raise ConfigError for the first training row without an answer that a trained agent could say: an opponent's turns are
     compared with it."""

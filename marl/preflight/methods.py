@@ -68,7 +68,13 @@ def problems_of_preferences(setup: Setup) -> Iterator[str]:
             f"method.label_smoothing={options.label_smoothing:g} with method.loss={options.loss.value}, which has none; set it to 0, "
             "or method.loss=sigmoid"
         )
-    if not method.learns and not method.offline and not method.plays_reference and "compare_by" in options and samples < 2:
+    if (
+        not method.learns
+        and not method.offline
+        and not method.plays_reference
+        and "compare_by" in options
+        and samples < 2
+    ):
         yield (
             f"actor_rollout_ref.rollout.n={samples}: method={options.name} compares a task's samples, and one has no contrast; set it "
             "to at least 2"

@@ -136,7 +136,11 @@ ASKED = {"prompt": [{"role": "user", "content": "2"}], "data_source": "x", "rewa
         ({"answer": {"alice": "4"}}, {}, ["row 1", "extra_info.answer is None", "agent 'carol'", "method.answer_key"]),
         ({}, {}, ["row 0", "extra_info.answer is None", "reward_model.ground_truth"]),
         ({}, {"answer_key": "reward_model.ground_truth"}, None),
-        ({"answer": {"alice": "12345", "carol": "5"}}, {}, ["row 1", "agent 'alice' has 6 tokens", "max_response_length allows 5"]),
+        (
+            {"answer": {"alice": "12345", "carol": "5"}},
+            {},
+            ["row 1", "agent 'alice' has 6 tokens", "max_response_length allows 5"],
+        ),
     ],
 )
 def test_the_answers_of_all_rows_are_read_before_an_opponent_plays(tmp_path, extra, options, expected):
