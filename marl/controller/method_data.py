@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from marl.report import dump
 from marl.rewards import only_answer
 from marl.types import Episode, PolicyName, Turn
 from marl.utils.registry import did_you_mean
+
+logger = logging.getLogger(__name__)
 
 Item = list[Example]
 """Everything that one row teaches."""
@@ -56,16 +59,24 @@ def examples_loader(config: Any, dataset: ExampleDataset) -> StatefulDataLoader:
     )
 
 
-def read_items(method: Method, source: Source, files: Sequence[str], speakers: Speakers, key: str) -> list[Item]:
-    """What the files teach. Raises ConfigError for a file that cannot be used, and where nothing is learned from all of them."""
+def read_items(
+    method: Method, source: Source, files: Sequence[str], speakers: Speakers, key: str, counts: bool = False
+) -> list[Item]:
+    """What the files teach. Raises ConfigError for a file that cannot be used, and where nothing is learned from all of them. With
+    ``counts`` a warning names how much of them is left out."""
     items: list[Item] = []
     if source is Source.rows:
         for file in files:
-            items += items_of_rows(method, file, speakers)
+            found = list(items_of_rows(method, file, speakers))
+            items += (kept := [item for item in found if item])
+            if counts and len(kept) < len(found):
+                logger.warning("%s: %d of %d rows are kept, the others teach nothing", file, len(kept), len(found))
     else:
         episodes = [episode for file in files for episode in read_episodes(file)]
         check_agents(episodes, speakers, key, files)
         items += [[example] for example in method.of_episodes(episodes, speakers).examples]
+        if counts:
+            logger.warning("%s: %d episodes give %d examples", ", ".join(files), len(episodes), len(items))
     if not items and files:
         raise ConfigError(
             f"{key}={list(files)}: nothing to learn: {nothing(method, source)}; use other files, or other method.* settings"
@@ -80,6 +91,7 @@ def nothing(method: Method, source: Source) -> str:
 
 
 def items_of_rows(method: Method, file: str, speakers: Speakers) -> Iterator[Item]:
+    """What every row teaches; an empty item where that is nothing."""
     table = read_table(file)
     for wanted in method.columns:
         if not any(key.split(".")[0] in table.column_names for key in wanted):
@@ -90,8 +102,7 @@ def items_of_rows(method: Method, file: str, speakers: Speakers) -> Iterator[Ite
             )
     for number, row in enumerate(rows_in(table, file)):
         try:
-            if item := method.of_row(row, speakers):
-                yield item
+            yield method.of_row(row, speakers)
         except ValueError as error:
             raise ConfigError(f"{file}, row {number}: {error}; correct the row, or leave it out") from None
 

@@ -19,7 +19,7 @@ def check_examples(setup: Setup) -> None:
     keys = ("method.files",) if method.imitates is not None else ("data.train_files", "data.val_files")
     for key in keys:
         files = file_list(OmegaConf.select(config, key))
-        items = read_items(method, method.imitates or Source.of(config), files, speakers_of(config), key)
+        items = read_items(method, method.imitates or Source.of(config), files, speakers_of(config), key, counts=True)
         if key != "data.val_files" and len(items) < config.data.train_batch_size:
             raise ConfigError(
                 f"data.train_batch_size={config.data.train_batch_size}: {key} give {len(items)} examples; expected at least one "

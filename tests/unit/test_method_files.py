@@ -97,9 +97,13 @@ def test_a_text_that_is_not_utf_8_is_refused(tmp_path):
         read_items(method("sft"), Source.rows, [str(path)], SPEAKERS, "data.train_files")
 
 
-def test_pairs_without_contrast_are_left_out(read):
+def test_pairs_without_contrast_are_left_out_and_counted(read, tmp_path, caplog):
     rows = [{"prompt": "2", "chosen": "4", "rejected": other} for other in ("4", "5", "6")]
     items = read("dpo", rows)
+    assert not caplog.records, "a run reads its files twice, and counts once"
+    path = str(tmp_path / "data.jsonl")
+    read_items(method("dpo"), Source.rows, [path], SPEAKERS, "data.train_files", counts=True)
+    assert f"{path}: 2 of 3 rows are kept" in caplog.text
     assert [[side[0].text for side in item[0].sides] for item in items] == [["4", "5"], ["4", "6"]]
 
 
