@@ -58,7 +58,8 @@ def load_data(setup: Setup, tokenizers: dict[str, Any]) -> Data:
     """The tasks that are played, or the examples of a method that plays nothing."""
     if setup.method.offline:
         return offline_data(setup, tokenizers)
-    return Data(*load_tasks(setup.config, tokenizers), options=method_options(setup, tokenizers))
+    loader, validation, steps = load_tasks(setup.config, tokenizers)
+    return Data(loader, validation, steps, method_options(setup, tokenizers, steps))
 
 
 def load_tasks(config: DictConfig, tokenizers: dict[str, Any]) -> tuple[Any, list[Any], int]:

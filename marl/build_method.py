@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from omegaconf import DictConfig
 
 from marl.config.dataset_rows import file_list
@@ -11,7 +12,10 @@ from marl.config.policies import longest_row, own_settings, thinking_of
 from marl.config.sources import Source
 from marl.controller.chat import ChatEncoder
 from marl.controller.method_data import ExampleDataset, Item, check_lengths, examples_loader, read_items, speakers_of
+from marl.preflight.methods import leaves_steps_to_play
 from marl.run_setup import Setup
+
+MAX_SAMPLES = {"data.train_files": "train_max_samples", "data.val_files": "val_max_samples"}
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,8 @@ def offline_data(setup: Setup, tokenizers: dict[str, Any]) -> Data:
     return Data(loader, [], config.trainer.total_epochs * len(loader) if steps is None else steps, options)
 
 
-def method_options(setup: Setup, tokenizers: dict[str, Any]) -> dict[str, Any]:
-    """Further arguments of the trainer of a method that plays; none for the learner's own."""
+def method_options(setup: Setup, tokenizers: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Further arguments of the trainer of a method that plays ``steps``; none for the learner's own."""
     method, config = setup.method, setup.config
     if method.learns and method.imitates is None:
         return {}
@@ -59,6 +63,7 @@ def method_options(setup: Setup, tokenizers: dict[str, Any]) -> dict[str, Any]:
     options = {"method": method, "encoders": encoders}
     if method.imitates is None:
         return options
+    leaves_steps_to_play(config.method.sft_steps, steps)
     return options | {"first": examples_loader(config, items_of(setup, encoders, "method.files"))}
 
 
@@ -68,8 +73,19 @@ def items_of(setup: Setup, encoders: dict[str, Any], key: str) -> ExampleDataset
     source = Source.of(config) if method.imitates is None else method.imitates
     items: list[Item] = read_items(method, source, file_list(config[group][name]), speakers_of(config), key)
     limits = {name: longest_row(own_settings(config, name).rollout) for name in encoders}
-    check_lengths(items, encoders, min(limits.values()), key)
+    items = taken(items, config.data, MAX_SAMPLES.get(key))
+    check_lengths(items, encoders, limits, key)
     return ExampleDataset(items, encoders)
+
+
+def taken(items: list[Item], data: DictConfig, max_key: str | None) -> list[Item]:
+    """The items that verl's data set would take of as many rows: the first, or with ``data.shuffle`` any."""
+    wanted = data[max_key] if max_key else -1
+    if not 0 < wanted < len(items):
+        return items
+    if not data.shuffle:
+        return items[:wanted]
+    return [items[i] for i in np.random.default_rng(data.seed).choice(len(items), size=wanted, replace=False)]
 
 
 def encoders_of(config: DictConfig, tokenizers: dict[str, Any]) -> dict[str, ChatEncoder]:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from marl.config.errors import ConfigError
 from marl.controller.collection import with_turns
 from marl.controller.method_data import Item, speakers_of
 from marl.controller.task_stream import TaskStream
@@ -34,11 +35,11 @@ class MethodTrainer(MARLTrainer):
     async def step(self, tasks: Sequence[Any]) -> Metrics:
         phase, started = PhaseTimer(), time.monotonic()
         episodes, played = await self.play(tasks, phase)
-        await asyncio.gather(*(group.free_servers() for group in self.policies.values()))
+        await self.free_servers()
         selection = self.method.of_episodes(episodes, self.speakers)
         examples = [encoded(example, self.encoders) for example in selection.examples]
         trained = await self.learn(examples, phase)
-        synced = await phase.of("sync_weights", self.sync_after_update())
+        synced = await phase.of("sync_weights", self.sync_weights())
         ended = time.monotonic()
         await self.dumps.write_played(episodes, self.step_number)
         turns = sum(len(episode.turns) for episode in episodes)
@@ -50,6 +51,7 @@ class MethodTrainer(MARLTrainer):
         phase, started = PhaseTimer(), time.monotonic()
         for group in self.groups:
             group.busy.clear()
+        await self.free_servers()
         examples = [example for item in items for example in item]
         trained = await self.learn(examples, phase)
         synced = await phase.of("sync_weights", self.sync_weights())
@@ -73,12 +75,13 @@ class MethodTrainer(MARLTrainer):
         await self.references.renew(self.step_number)
         return policy_metrics(updates, self.labels(updates)) | {"method/examples": float(len(examples))}
 
+    async def free_servers(self) -> None:
+        """Release the memory of the servers; the next sync wakes them, and wants them asleep."""
+        await asyncio.gather(*(group.free_servers() for group in self.policies.values()))
+
     def labels(self, updates: Mapping[PolicyName, Metrics]) -> dict[PolicyName, list[str]]:
         known = self.policy_map.labels(self.trained_agents)
         return {name: list(known[name]) for name in updates}
-
-    async def sync_after_update(self) -> Metrics:
-        return await self.sync_weights()
 
 
 class OpponentTrainer(MethodTrainer):
@@ -87,11 +90,6 @@ class OpponentTrainer(MethodTrainer):
     async def sync_weights(self) -> Metrics:
         async with self.exchanged():
             return await super().sync_weights()
-
-    async def sync_after_update(self) -> Metrics:
-        """Opponents change where references are renewed, and nowhere else."""
-        freq = self.references.update_freq
-        return await self.sync_weights() if freq > 0 and self.step_number % freq == 0 else {}
 
     @asynccontextmanager
     async def exchanged(self) -> AsyncIterator[None]:
@@ -105,8 +103,10 @@ class OpponentTrainer(MethodTrainer):
 
     async def validate(self) -> Metrics:
         """Measure the policies, and let the opponents return."""
+        await self.free_servers()
         await super().sync_weights()
         metrics = await super().validate()
+        await self.free_servers()
         await self.sync_weights()
         return metrics
 
@@ -197,6 +197,11 @@ class TwoStreams:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "is_second" not in state:
+            raise ConfigError(
+                "method=hybrid: the checkpoint is of a run of another method, which read one stream of data; expected one of "
+                "method=hybrid: keep the method that saved it, or begin anew with trainer.resume_mode=disable"
+            )
         self.is_second = state["is_second"]
         for name in ("first", "second"):
             if name in state:

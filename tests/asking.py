@@ -46,4 +46,5 @@ def many(count):
 
 def setup_of(client):
     endpoint = dict(vars(client.server.endpoint))
-    return SimpleNamespace(config=SimpleNamespace(policies={"judge": {"endpoint": endpoint}}), endpoints=["judge"])
+    config, method = SimpleNamespace(policies={"judge": {"endpoint": endpoint}}), SimpleNamespace(offline=False)
+    return SimpleNamespace(config=config, endpoints=["judge"], method=method)

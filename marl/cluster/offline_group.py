@@ -6,7 +6,7 @@ from marl.utils.spans import Span
 
 
 class NoServer:
-    """Stands for a policy's servers."""
+    """Placeholder for a policy's servers."""
 
     async def generate(self, *arguments: Any, **settings: Any) -> NoReturn:
         raise RuntimeError("nothing is played in this run, which has no servers: set method.source=play")

@@ -132,12 +132,17 @@ def listening(options: argparse.Namespace) -> Iterator[socket.socket]:
         yield place
 
 
+def reads_examples(source: Source) -> bool:
+    """True for a run whose files hold examples, not tasks."""
+    return (source.saved.get("method") or {}).get("source", "play") != "play"
+
+
 @contextmanager
 def answerable(source: Source, options: Any, words: Sequence[str]) -> Iterator[list[str]]:
-    """The configuration's words; where the run's data are not on this machine, as for a plain model, with a question in their
-    place: prompts are checked before anything starts, and questions come from elsewhere."""
+    """The configuration's words; where the run's data are not on this machine, or hold examples in place of tasks, as for a plain
+    model, with a question in their place: prompts are checked before anything starts, and questions come from elsewhere."""
     named = [word for word in words if word.lstrip("+").startswith("data.val_files=")]
-    files = [] if source.saved is None else file_list(source.saved["data"]["val_files"])
+    files = [] if source.saved is None or reads_examples(source) else file_list(source.saved["data"]["val_files"])
     if named or (files and all(Path(file).is_file() for file in files)):
         yield list(words)
         return

@@ -47,7 +47,12 @@ def rows_of(file: str, prompt_key: str) -> Iterator[dict[str, Any]]:
             )
     optional = [name for name in ("extra_info",) if name in table.column_names]
     columns = list(dict.fromkeys([*needed, *optional]))
-    for batch in table.select(columns).to_batches(max_chunksize=CHUNK):
+    yield from rows_in(table.select(columns), file)
+
+
+def rows_in(table: Any, file: str) -> Iterator[dict[str, Any]]:
+    """The rows of a file's table. Raises ConfigError for texts that cannot be read."""
+    for batch in table.to_batches(max_chunksize=CHUNK):
         try:
             yield from batch.to_pylist()
         except UnicodeDecodeError as error:

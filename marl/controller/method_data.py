@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from verl.trainer.ppo.utils import create_rl_sampler
 
-from marl.config.dataset_rows import CHUNK, read_table
+from marl.config.dataset_rows import read_table, rows_in
 from marl.config.errors import ConfigError
 from marl.config.policies import policies_by_agent
 from marl.config.sources import Source
@@ -20,8 +21,7 @@ from marl.rewards import only_answer
 from marl.types import Episode, PolicyName, Turn
 from marl.utils.registry import did_you_mean
 
-LONGEST = 64
-"""Examples whose tokens are counted before a run: those of the longest texts."""
+logger = logging.getLogger(__name__)
 
 Item = list[Example]
 """Everything that one row teaches."""
@@ -59,16 +59,24 @@ def examples_loader(config: Any, dataset: ExampleDataset) -> StatefulDataLoader:
     )
 
 
-def read_items(method: Method, source: Source, files: Sequence[str], speakers: Speakers, key: str) -> list[Item]:
-    """What the files teach. Raises ConfigError for a file that cannot be used, and where nothing is learned from all of them."""
+def read_items(
+    method: Method, source: Source, files: Sequence[str], speakers: Speakers, key: str, counts: bool = False
+) -> list[Item]:
+    """What the files teach. Raises ConfigError for a file that cannot be used, and where nothing is learned from all of them. With
+    ``counts`` a warning names how much of them is left out."""
     items: list[Item] = []
     if source is Source.rows:
         for file in files:
-            items += items_of_rows(method, file, speakers)
+            found = list(items_of_rows(method, file, speakers))
+            items += (kept := [item for item in found if item])
+            if counts and len(kept) < len(found):
+                logger.warning("%s: %d of %d rows are kept, the others teach nothing", file, len(kept), len(found))
     else:
         episodes = [episode for file in files for episode in read_episodes(file)]
         check_agents(episodes, speakers, key, files)
         items += [[example] for example in method.of_episodes(episodes, speakers).examples]
+        if counts:
+            logger.warning("%s: %d episodes give %d examples", ", ".join(files), len(episodes), len(items))
     if not items and files:
         raise ConfigError(
             f"{key}={list(files)}: nothing to learn: {nothing(method, source)}; use other files, or other method.* settings"
@@ -78,11 +86,12 @@ def read_items(method: Method, source: Source, files: Sequence[str], speakers: S
 
 def nothing(method: Method, source: Source) -> str:
     if source is Source.rows:
-        return "there are no rows, or in each of them the chosen answer is the rejected one"
+        return "there are no rows, or every row's chosen and rejected answers are identical"
     return f"method={method.config.name} finds no example in their episodes (too few good ones, or no contrast in any place)"
 
 
 def items_of_rows(method: Method, file: str, speakers: Speakers) -> Iterator[Item]:
+    """What every row teaches; an empty item where that is nothing."""
     table = read_table(file)
     for wanted in method.columns:
         if not any(key.split(".")[0] in table.column_names for key in wanted):
@@ -91,10 +100,9 @@ def items_of_rows(method: Method, file: str, speakers: Speakers) -> Iterator[Ite
                 f"{file}: no column {' or '.join(map(repr, wanted))}; it has {', '.join(table.column_names)}.{hint} "
                 f"Expected the columns that method={method.config.name} reads; method.*_key name them"
             )
-    for number, row in enumerate(row for part in table.to_batches(max_chunksize=CHUNK) for row in part.to_pylist()):
+    for number, row in enumerate(rows_in(table, file)):
         try:
-            if item := method.of_row(row, speakers):
-                yield item
+            yield method.of_row(row, speakers)
         except ValueError as error:
             raise ConfigError(f"{file}, row {number}: {error}; correct the row, or leave it out") from None
 
@@ -119,12 +127,17 @@ def check_agents(episodes: Sequence[Episode], speakers: Speakers, key: str, file
         )
 
 
-def check_lengths(items: Sequence[Item], encoders: Mapping[PolicyName, Any], limit: int, key: str) -> None:
-    """Raise ConfigError where an example is longer than ``limit`` tokens, of those with the longest texts."""
-    examples = [example for item in items for example in item]
-    for example in sorted(examples, key=num_letters)[-LONGEST:]:
-        for turn in (turn for side in encoded(example, encoders).sides for turn in side):
-            length = len(turn.prompt_ids) + len(turn.response_ids)
+def check_lengths(
+    items: Sequence[Item], encoders: Mapping[PolicyName, Any], limits: Mapping[PolicyName, int], key: str
+) -> None:
+    """Raise ConfigError where an example is longer than its policy's limit of tokens. Only those that could be are encoded."""
+    for example in (example for item in items for example in item):
+        turns = [turn for side in example.sides for turn in side]
+        if not any(may_exceed(turn, encoders[turn.policy], limits[turn.policy]) for turn in turns):
+            continue
+        encoded(example, encoders)
+        for turn in turns:
+            length, limit = len(turn.prompt_ids) + len(turn.response_ids), limits[turn.policy]
             if length > limit:
                 raise ConfigError(
                     f"{key}: an example of agent {turn.agent!r} has {length} tokens, data.max_prompt_length + "
@@ -132,9 +145,8 @@ def check_lengths(items: Sequence[Item], encoders: Mapping[PolicyName, Any], lim
                 )
 
 
-def num_letters(example: Example) -> int:
-    return max(letters_of(turn) for side in example.sides for turn in side)
-
-
-def letters_of(turn: Turn) -> int:
-    return len(turn.text) + sum(len(str(message["content"])) for message in turn.observation)
+def may_exceed(turn: Turn, encoder: Any, limit: int) -> bool:
+    """False if a turn cannot be longer than that: no token of a text is shorter than a byte, but for a space before it."""
+    contents = [turn.text, *(str(message["content"]) for message in turn.observation)]
+    num_bytes = sum(len(text.encode(errors="replace")) + 1 for text in contents)
+    return num_bytes + len(encoder.encode([{**message, "content": ""} for message in turn.observation])) > limit

@@ -37,10 +37,18 @@ class RecordedRun:
 
     @classmethod
     def at(cls, folder: Path) -> "RecordedRun":
-        """Raises ConfigError for a folder without a run."""
+        """Raises ConfigError for a folder without a run, and for one of another method than ``rl``: its servers played its
+        references, or it has no turns."""
         if not (folder / RUN).is_file():
             raise ConfigError(f"{folder} holds no {RUN}: expected the folder of a run, as in outputs/quickstart/latest")
-        return cls(folder, json.loads((folder / RUN).read_text()))
+        run = cls(folder, json.loads((folder / RUN).read_text()))
+        method = run.settings["method"]["name"] if "method" in run.settings else "rl"  # which older runs do not name
+        if method != "rl":
+            raise ConfigError(
+                f"{folder}: method={method}; marl replay plays runs of method=rl; name one of these, or resume this one to repeat its "
+                "steps"
+            )
+        return run
 
     @property
     def settings(self) -> dict[str, Any]:

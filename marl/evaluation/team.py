@@ -123,9 +123,10 @@ def composed(words: Sequence[str]) -> DictConfig:
 
 
 def of_run(source: Source, options: Sequence[str]) -> DictConfig:
-    """The saved settings in the types of this version; learner and credit train, and are left out. Raises ConfigError for settings that this version does not know."""
+    """The saved settings in the types of this version; method, learner and credit train, and are left out. Raises ConfigError for
+    settings that this version does not know."""
     named = {word.partition("=")[0] for word in options}
-    kept = {key: value for key, value in source.saved.items() if key not in {"learner", "credit", *named}}
+    kept = {key: value for key, value in source.saved.items() if key not in {"method", "learner", "credit", *named}}
     runner = [] if "runner" in named else [f"runner={source.saved['runner']['name']}"]
     base = composed(["agents=schema", *runner, *options])
     OmegaConf.set_struct(base, False)
@@ -148,7 +149,8 @@ def answers_alone(config: DictConfig) -> None:
     config.algorithm.adv_estimator, config.algorithm.use_kl_in_reward = None, False
     config.actor_rollout_ref.actor.use_kl_loss = False
     config.actor_rollout_ref.rollout.n = max(2, config.actor_rollout_ref.rollout.n)
-    config.trainer.critic_warmup, config.critic.enable, config.baseline = 0, None, []
+    config.trainer.critic_warmup, config.trainer.ref_update_freq = 0, 0
+    config.critic.enable, config.baseline = None, []
     config.controller.ledger, config.controller.num_workers, config.trainer.logger = False, 0, []
     config.controller.overlong_buffer = 0
     config.resources.critic_pool = None

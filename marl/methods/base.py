@@ -13,7 +13,7 @@ from torch import Tensor
 
 from marl.config.sources import Source
 from marl.methods.examples import Example, Selection, Speakers
-from marl.types import Episode, Metrics, PolicyGroup, PolicyName
+from marl.types import AgentId, Episode, Metrics, PolicyGroup, PolicyName
 from marl.utils.numbers import bounded, count
 from marl.utils.registry import Registry
 
@@ -65,6 +65,10 @@ class Method:
 
     def of_row(self, row: Mapping[str, Any], speakers: Speakers) -> list[Example]:
         """Examples of a row of a file; none where it teaches nothing. Raises ValueError for a row that cannot be used."""
+        raise NotImplementedError
+
+    def answer_of(self, row: Mapping[str, Any], agent: AgentId) -> str:
+        """The data's answer for an agent, of a method that plays its reference. Raises ValueError where there is none."""
         raise NotImplementedError
 
     def of_episodes(self, episodes: Sequence[Episode], speakers: Speakers) -> Selection:

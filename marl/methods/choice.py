@@ -7,7 +7,7 @@ from marl.methods.examples import Example, Side, Speakers
 from marl.types import Episode, Turn
 
 
-class Verdict(Enum):
+class CompareBy(Enum):
     """Score by which two turns are compared."""
 
     own = "own"
@@ -19,11 +19,11 @@ class Verdict(Enum):
 def best_episodes(episodes: Sequence[Episode], min_score: float | None, best_of: int | None) -> list[Episode]:
     """The episodes whose team answer scores at least ``min_score``, and of these each task's ``best_of`` best, the earlier sample
     first; None for all. Episodes that ended early are left out."""
-    tasks: dict[str, list[Episode]] = {}
+    tasks: dict[tuple, list[Episode]] = {}
     for episode in episodes:
         enough = min_score is None or episode.scored.value >= min_score
         if episode.failure is None and enough:
-            tasks.setdefault(episode.task.id, []).append(episode)
+            tasks.setdefault(question(episode), []).append(episode)
     return [
         episode
         for own in tasks.values()
@@ -31,9 +31,14 @@ def best_episodes(episodes: Sequence[Episode], min_score: float | None, best_of:
     ]
 
 
+def question(episode: Episode) -> tuple[str, str]:
+    """Key of an episode's task: dumps of runs on other data have other questions under the same ids."""
+    return episode.task.id, repr(episode.task.messages)
+
+
 def imitated(episode: Episode, speakers: Speakers) -> Side:
     """The turns of trained agents that the conversation went through, each under the policy that its agent has now; without
-    truncated ones, whose end is no end."""
+    truncated ones, which do not end where the model would have stopped."""
     return [with_policy(turn, speakers) for turn in episode.path if is_usable(turn, speakers)]
 
 
@@ -52,20 +57,20 @@ def with_policy(turn: Turn, speakers: Speakers) -> Turn:
 
 
 def contrasts(
-    episodes: Sequence[Episode], speakers: Speakers, verdict: Verdict, same_prompt: bool
+    episodes: Sequence[Episode], speakers: Speakers, compare_by: CompareBy, same_prompt: bool
 ) -> tuple[list[Example], int]:
-    """Pairs of turns of the same task and place (agent and round) with other verdicts: the best with the worst, the next best
+    """Pairs of turns of the same task and place (agent and round) with different scores: the best with the worst, the next best
     with the next worst, while they differ; each turn is in one pair at most. Also the number of places without a pair."""
     places: dict[tuple, list[tuple[float, Turn]]] = {}
     score: Callable[[Episode, Turn], float] = (
         (lambda episode, turn: turn.scored.value)
-        if verdict is Verdict.own
+        if compare_by is CompareBy.own
         else (lambda episode, turn: episode.scored.value)
     )
     for episode in episodes:
         for turn in imitated(episode, speakers):
             prompt = repr(turn.observation) if same_prompt else ""
-            place = (episode.task.id, turn.agent, turn.round, prompt)
+            place = (question(episode), turn.agent, turn.round, prompt)
             places.setdefault(place, []).append((score(episode, turn), turn))
     pairs: list[Example] = []
     empty = 0
@@ -77,7 +82,7 @@ def contrasts(
 
 
 def best_with_worst(scored: Sequence[tuple[float, Turn]]) -> list[Example]:
-    """Turns that say the same are no pair, whatever they scored."""
+    """Turns with identical text never form a pair, whatever they scored."""
     order = sorted(scored, key=lambda entry: -entry[0])
     matched = zip(order[: len(order) // 2], reversed(order), strict=False)
     return [

@@ -1,6 +1,6 @@
 """Direct preference optimisation (arXiv:2305.18290), with IPO's and SLiC's losses, against each policy's own reference.
 
-Of a team's episodes every agent learns from its own pairs: turns of the same task and place, with other verdicts. In later rounds
+Of a team's episodes every agent learns from its own pairs: turns of the same task and place, with different scores. In later rounds
 they may follow other prompts: ``same_prompt`` keeps the pairs for which the loss was derived.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from marl.config.sources import Source
 from marl.methods.base import Method, register_method
-from marl.methods.choice import Verdict, contrasts
+from marl.methods.choice import CompareBy, contrasts
 from marl.methods.examples import Example, Selection, Speakers, distinct
 from marl.methods.losses import PreferenceLoss, log_ratios, pair_gradients, preference_loss, preference_slope
 from marl.methods.rows import prompt_of, speakers_of, text_of
@@ -38,7 +38,7 @@ class DPO(Method):
         """Share of pairs that are taken to be the wrong way round, for the sigmoid loss."""
         reference: bool = True
         """False: the loss of the policy's log-probs alone."""
-        verdict: Verdict = Verdict.own
+        compare_by: CompareBy = CompareBy.own
         """Score by which the turns of episodes are compared: their own, or that of the team's answer."""
         same_prompt: bool = False
         """Of episodes: only pairs that follow the same prompt."""
@@ -59,7 +59,7 @@ class DPO(Method):
         return distinct(found)
 
     def of_episodes(self, episodes: Sequence[Episode], speakers: Speakers) -> Selection:
-        pairs, without = contrasts(episodes, speakers, self.config.verdict, self.config.same_prompt)
+        pairs, without = contrasts(episodes, speakers, self.config.compare_by, self.config.same_prompt)
         metrics = {"method/pairs": float(len(pairs)), "method/places_without_contrast": float(without)}
         return Selection(pairs, metrics)
 

@@ -9,6 +9,9 @@ from marl.types import AgentId, Message
 AGENT = "agent"
 """Column that names the agent whom a row teaches; without it a row is for all."""
 
+PRIVATE = "extra_info.agent_prompts"
+EXPECTED = "expected a list of messages [{'role': 'user', 'content': '…'}], whose contents are texts"
+
 
 def value_of(row: Mapping[str, Any], key: str) -> Any:
     """The value under a dotted key; None where it is missing."""
@@ -31,13 +34,33 @@ def speakers_of(row: Mapping[str, Any], speakers: Speakers) -> Speakers:
 
 def prompt_of(row: Mapping[str, Any], key: str, agent: AgentId) -> list[Message]:
     """An agent's own prompt (``extra_info.agent_prompts``), or the row's, as messages."""
-    private = (value_of(row, "extra_info.agent_prompts") or {}).get(agent)
-    prompt = private or value_of(row, key)
+    prompts = value_of(row, PRIVATE)
+    private = prompts.get(agent) if isinstance(prompts, Mapping) else None
+    if private is not None:
+        return messages_of(private, f"{PRIVATE}.{agent}")
+    prompt = value_of(row, key)
     if isinstance(prompt, str) and prompt.strip():
         return [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, list) or not prompt:
-        raise ValueError(f"{key} is {str(prompt)[:80]!r}; expected text or a list of messages")
-    return prompt
+    return messages_of(prompt, key)
+
+
+def messages_of(value: Any, key: str) -> list[Message]:
+    """Messages of text. Raises ValueError for others, and for an empty one of the assistant, which would teach to end at once."""
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{key} is {shown(value)}; {EXPECTED}")
+    for message in value:
+        role, content = (message.get(name) if isinstance(message, Mapping) else None for name in ("role", "content"))
+        if not isinstance(role, str) or not role or not isinstance(content, str):
+            raise ValueError(f"{key} holds {shown(message)}; {EXPECTED}")
+        if role == "assistant" and not content.strip():
+            raise ValueError(f"{key} holds an empty message of the assistant; expected a text in each")
+    return value
+
+
+def shown(value: Any) -> str:
+    """A value in a message, not longer than a line."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"
 
 
 def text_of(row: Mapping[str, Any], key: str, agent: AgentId) -> str:
@@ -47,8 +70,8 @@ def text_of(row: Mapping[str, Any], key: str, agent: AgentId) -> str:
         value = value.get(agent)
     if isinstance(value, list) and value and isinstance(value[-1], Mapping):  # messages, as others write preferences
         value = value[-1].get("content")
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{key} is {str(value)[:80]!r}; expected a text")
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{key} is {shown(value)}; expected a text")
     return value
 
 

@@ -12,8 +12,8 @@ from marl.methods.base import Method, register_method
 from marl.methods.choice import best_episodes, imitated
 from marl.methods.examples import Example, Selection, Speakers, distinct, replies
 from marl.methods.losses import mean_gradients, mean_loss
-from marl.methods.rows import conversation, speakers_of, value_of
-from marl.types import Episode, Metrics
+from marl.methods.rows import conversation, messages_of, speakers_of, value_of
+from marl.types import AgentId, Episode, Message, Metrics
 from marl.utils.numbers import FINITE, bounded, count
 
 if TYPE_CHECKING:
@@ -47,13 +47,17 @@ class SFT(Method):
     def of_row(self, row: Mapping[str, Any], speakers: Speakers) -> list[Example]:
         found = []
         for agent, policies in speakers_of(row, speakers).items():
-            messages = value_of(row, self.config.messages_key)
-            if messages is None:
-                keys = self.config.prompt_key, self.config.answer_key
-                messages = conversation(row, *keys, agent)
+            messages = self.messages(row, agent)
             if side := replies(messages, agent, policies[0]):
                 found.append(Example((side,)))
         return distinct(found)
+
+    def messages(self, row: Mapping[str, Any], agent: AgentId) -> list[Message]:
+        """A row's whole conversation, or its prompt and answer."""
+        whole = value_of(row, self.config.messages_key)
+        if whole is not None:
+            return messages_of(whole, self.config.messages_key)
+        return conversation(row, self.config.prompt_key, self.config.answer_key, agent)
 
     def of_episodes(self, episodes: Sequence[Episode], speakers: Speakers) -> Selection:
         kept = best_episodes(episodes, self.config.min_score, self.config.best_of)

@@ -4,16 +4,17 @@ The opponent is the policy's reference, renewed every ``trainer.ref_update_freq`
 an opponent that is never renewed this is DPO on those pairs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import Any
 
 from marl.config.sources import Source
 from marl.methods.base import register_method
 from marl.methods.dpo import DPO
 from marl.methods.examples import Example, Selection, Speakers
 from marl.methods.rows import text_of
-from marl.types import Episode
+from marl.types import AgentId, Episode, Task
 
 
 @register_method("spin")
@@ -23,10 +24,13 @@ class SPIN(DPO):
     @dataclass
     class Config(DPO.Config):
         source: Source = Source.play
-        answer_key: str = "answer"
-        """Key of ``extra_info`` with the data's answer: text, or a text for each agent by its name."""
+        answer_key: str = "extra_info.answer"
+        """Column with the data's answer, in ``extra_info`` or ``reward_model``: text, or a text for each agent by its name."""
 
     config: Config
+
+    def answer_of(self, row: Mapping[str, Any], agent: AgentId) -> str:
+        return text_of(row, self.config.answer_key, agent)
 
     def of_episodes(self, episodes: Sequence[Episode], speakers: Speakers) -> Selection:
         """Every turn of the opponent, truncated ones too, beside the data's answer to the same prompt; what the opponent says as the
@@ -36,9 +40,7 @@ class SPIN(DPO):
             for turn in episode.path:
                 if turn.agent not in speakers or not turn.trained:
                     continue
-                answer = text_of(
-                    {"extra_info": dict(episode.task.extra)}, f"extra_info.{self.config.answer_key}", turn.agent
-                )
+                answer = self.answer_of(row_of(episode.task), turn.agent)
                 if answer == turn.text and not turn.truncated:
                     same += 1
                     continue
@@ -46,3 +48,8 @@ class SPIN(DPO):
                 chosen.text, chosen.response_ids, chosen.stop_reason = answer, [], None
                 pairs.append(Example(([chosen], [turn])))
         return Selection(pairs, {"method/pairs": float(len(pairs)), "method/places_without_contrast": float(same)})
+
+
+def row_of(task: Task) -> dict[str, Any]:
+    """The columns of a task's row that may hold an answer."""
+    return {"extra_info": task.extra, "reward_model": {"ground_truth": task.ground_truth}}

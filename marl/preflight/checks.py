@@ -19,7 +19,7 @@ from marl.modules import pretrained
 from marl.modules.adapters import check_adapter, check_adapter_name, check_start
 from marl.preflight import model_checks
 from marl.preflight.memory_plan import ModelSize
-from marl.preflight.method_files import check_examples
+from marl.preflight.method_files import check_demonstrations, check_examples
 from marl.preflight.packages import check_packages
 from marl.preflight.prompts import check_growth, check_prompts
 from marl.preflight.verl_settings import (
@@ -75,8 +75,7 @@ def preflight(setup: Setup) -> CheckedSetup:
         check_examples(setup)
         return CheckedSetup(**vars(setup), sizes=sizes, encoders=encoders, tasks=[])
     tasks = check_prompts(config, encoders)
-    if setup.method.imitates is not None:
-        check_examples(setup)
+    check_demonstrations(setup, encoders)
     if (
         "ensemble" not in config
     ):  # whose agents answer in single turns, whatever the runner, without servers and workers

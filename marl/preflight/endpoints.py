@@ -14,8 +14,9 @@ logger = logging.getLogger(__name__)
 
 def check_endpoints(setup: Setup) -> None:
     """Raise ConfigError for an endpoint that is down or denies access; warn of one that lists other models. Must not run in an
-    event loop."""
-    servers = {name: EndpointServer(name, endpoint_of(setup.config, name)) for name in setup.endpoints}
+    event loop. A method that plays nothing asks none."""
+    asked = [] if setup.method.offline else setup.endpoints
+    servers = {name: EndpointServer(name, endpoint_of(setup.config, name)) for name in asked}
     if servers:
         asyncio.run(check_all(servers))
 

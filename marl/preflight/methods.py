@@ -5,7 +5,8 @@ from pathlib import Path
 
 from marl.config.dataset_rows import DATA_SUFFIXES
 from marl.config.errors import ConfigError
-from marl.config.policies import own_settings, trained_policies
+from marl.config.policies import own_settings, trained_policies, within
+from marl.config.precision import dtype_name
 from marl.config.rules.references import kl_in_any_loss
 from marl.config.sources import Source
 from marl.methods.losses import PreferenceLoss
@@ -36,7 +37,7 @@ def problems_without_learner(setup: Setup) -> Iterator[str]:
     actor, tasks = config.actor_rollout_ref.actor, config.data.train_batch_size
     if setup.learner.critics:
         yield (
-            f"learner={config.learner.name} with method={name}: its critics would value nothing; leave learner=grpo, which is not "
+            f"learner={config.learner.name} with method={name}: its critics would never be used; leave learner=grpo, which is not "
             "used, or set method=rl"
         )
     if config.algorithm.use_kl_in_reward or kl_in_any_loss(config):
@@ -67,7 +68,13 @@ def problems_of_preferences(setup: Setup) -> Iterator[str]:
             f"method.label_smoothing={options.label_smoothing:g} with method.loss={options.loss.value}, which has none; set it to 0, "
             "or method.loss=sigmoid"
         )
-    if not method.learns and not method.offline and not method.plays_reference and "verdict" in options and samples < 2:
+    if (
+        not method.learns
+        and not method.offline
+        and not method.plays_reference
+        and "compare_by" in options
+        and samples < 2
+    ):
         yield (
             f"actor_rollout_ref.rollout.n={samples}: method={options.name} compares a task's samples, and one has no contrast; set it "
             "to at least 2"
@@ -80,8 +87,21 @@ def problems_of_preferences(setup: Setup) -> Iterator[str]:
             f"model.lora_rank of policy {adapted[0]!r} with method={options.name}: the opponent is a reference with weights of its "
             "own, and that of an adapter is its base, which is never renewed; set lora_rank=0 and sharing=individual"
         )
+    yield from problems_of_dtypes(setup)
     if not options.reference:
         yield f"method.reference=false: the opponent of method={options.name} is the reference; leave it true"
+
+
+def problems_of_dtypes(setup: Setup) -> Iterator[str]:
+    """References in other dtypes than their policies: weights that they exchange would be rounded."""
+    for name in trained_policies(setup.config.agents):
+        own = own_settings(setup.config, name)
+        kept, trained = (dtype_name(part.fsdp_config.model_dtype) for part in (own.ref, own.actor))
+        if kept != trained:
+            yield (
+                f"{within(setup.config, name)}ref.fsdp_config.model_dtype={kept} with method={setup.config.method.name}, whose opponent "
+                f"exchanges weights with its policy in {trained}: they would be rounded; set it to that of actor.fsdp_config"
+            )
 
 
 def check_hybrid(setup: Setup) -> None:
@@ -90,14 +110,19 @@ def check_hybrid(setup: Setup) -> None:
         raise ConfigError(
             "method.imitates=play: expected rows or episodes, which are read from method.files; use method=rft"
         )
-    total = config.trainer.total_training_steps
-    if total is not None and options.sft_steps >= total:
-        raise ConfigError(
-            f"method.sft_steps={options.sft_steps}: trainer.total_training_steps={total} leaves no step to play; lower it, or use "
-            "method=sft"
-        )
+    if config.trainer.total_training_steps is not None:
+        leaves_steps_to_play(options.sft_steps, config.trainer.total_training_steps)
     if not options.files:
         raise ConfigError(f"method.files=[]: method={options.name} imitates them first; name parquet or jsonl files")
     for file in options.files:
         if not Path(file).expanduser().is_file() or Path(file).suffix not in DATA_SUFFIXES:
             raise ConfigError(f"method.files={file}: no such file; expected {', '.join(DATA_SUFFIXES)}")
+
+
+def leaves_steps_to_play(imitated: int, steps: int) -> None:
+    """Raise ConfigError where imitation takes all of a run's steps."""
+    if imitated >= steps:
+        raise ConfigError(
+            f"method.sft_steps={imitated}: the run's {steps} steps (trainer.total_training_steps, or trainer.total_epochs of "
+            "data.train_files) leave none to play; lower it, or use method=sft"
+        )

@@ -41,7 +41,7 @@ def heads_as_rows(
 
 
 def extended(rows_BKSD: Tensor, least: int) -> Tensor:
-    """The rows of each key head, and ``least`` in all with those that follow them in memory: what these are does not matter.
+    """The rows of each key head, and ``least`` in all with those that follow them in memory: their contents are irrelevant.
     Copies where memory ends before."""
     batch, heads, shared, size = rows_BKSD.shape
     strides = rows_BKSD.stride()

@@ -195,20 +195,21 @@ def test_adapters_are_compared_with_their_base_and_trained_alone(alone, rows):
 
 
 @pytest.mark.slow
-def test_spin_with_a_fixed_opponent_is_dpo_on_those_pairs(alone, rows):
+def test_spin_with_a_fixed_opponent_is_dpo_on_those_pairs(alone, rows, demonstrated):
     """The same pairs, the same derivatives, the same weights, to the last bit."""
-    spin = alone("method=spin", "runner=single_turn", MOVES)
+    spin = alone("method=spin", "runner=single_turn", *LONG, MOVES, f"data.train_files={demonstrated}")
     trainer, before = spin.trainer, parameters(spin, "policies")
     episodes = taught(spin.episodes(samples=2))
     selection = trainer.method.of_episodes(episodes, trainer.speakers)
+    ended = [example for example in selection.examples if not example.sides[1][0].truncated]  # a row's answer always ends
     written = [
         {"prompt": chosen.observation, "chosen": chosen.text, "rejected": rejected.text, "agent": chosen.agent}
-        for (chosen,), (rejected,) in (example.sides for example in selection.examples)
+        for (chosen,), (rejected,) in (example.sides for example in ended)
     ]
-    examples = [encoded(example, trainer.encoders) for example in selection.examples]
+    examples = [encoded(example, trainer.encoders) for example in ended]
     played = policy_rows(examples, trainer.packed)["alice"]
     metrics = [live_fit(spin, played) for _ in range(2)]
-    dpo = offline(alone, rows("pairs", written), "method=dpo", f"data.train_batch_size={len(written)}", MOVES)
+    dpo = offline(alone, rows("pairs", written), "method=dpo", f"data.train_batch_size={len(written)}", *LONG, MOVES)
     items = dpo.trainer.loader.dataset
     read = policy_rows([example for i in range(len(items)) for example in items[i]], dpo.trainer.packed)["alice"]
     assert len(read) == len(played) >= 8

@@ -559,6 +559,12 @@ BAD_METHODS = {
     "method=dpo method.reference=false trainer.ref_update_freq=2": ["no reference to renew", "dpo, spin"],
     "method=dpo method.beta=0": ["method.beta=0", "above 0"],
     "method=spin sharing=lora": ["method=spin", "lora_rank=0"],
+    "method=spin actor_rollout_ref.ref.fsdp_config.model_dtype=bf16": [
+        "ref.fsdp_config.model_dtype=bfloat16",
+        "in float32",
+        "set it to that of actor",
+    ],
+    "method=spin": ["train.parquet, row 0", "extra_info.answer is None", "reward_model.ground_truth"],
     "method=spin method.reference=false": ["method.reference=false", "leave it true"],
     "method=dpo": ["no column 'chosen'", "method.*_key"],
     "method=sft method.source=episodes": ["train.parquet", "expected a dump", "method.source=rows"],

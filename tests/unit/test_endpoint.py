@@ -298,6 +298,9 @@ def test_endpoints_are_checked_before_a_run(monkeypatch, caplog):
     assert "sk-wrong" not in str(caught.value)
     with pytest.raises(ConfigError, match=r"cannot be reached.*base_url"):
         check_endpoints(setup_of(client_of(address)))
+    offline = setup_of(client_of(address))
+    offline.method.offline = True
+    check_endpoints(offline)
 
 
 def test_a_run_that_asks_no_server_elsewhere_does_not_import_its_client():

@@ -1,15 +1,20 @@
 """Files that a method reads: bad ones are refused with a sentence, poor ones are counted out."""
 
 import json
+from types import SimpleNamespace
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from marl.config.errors import ConfigError
 from marl.config.sources import Source
 from marl.controller.method_data import check_lengths, read_items
 from marl.methods import METHODS
+from marl.preflight.method_files import check_answers
 from marl.report import dump
 from tests.builders import Letters, episode
+from tests.composing import compose
 
 SPEAKERS = {"a": ["a"], "b": ["b"]}
 
@@ -43,11 +48,34 @@ BAD = {
         [{"prompt": "2", "answer": "4"}, {"prompt": "2", "answer": ""}],
         ["row 1", "expected a text", "leave it out"],
     ),
+    "text in place of messages": ("sft", [{"messages": "2 + 2"}], ["row 0: messages is '2 + 2'", "a list of messages"]),
+    "no role": ("sft", [{"messages": [{"content": "2"}]}], ["row 0: messages holds", "a list of messages"]),
+    "no content": (
+        "sft",
+        [{"messages": [{"role": "user", "content": "2"}]}, {"messages": [{"role": "user", "content": None}]}],
+        ["row 1: messages holds", "contents are texts"],
+    ),
+    "parts": (
+        "dpo",
+        [{"prompt": [{"role": "user", "content": [{"text": "2"}]}], "chosen": "4", "rejected": "5"}],
+        ["row 0: prompt holds", "contents are texts"],
+    ),
+    "empty answer": (
+        "sft",
+        [{"messages": [{"role": "user", "content": "2"}, {"role": "assistant", "content": " "}]}],
+        ["row 0: messages holds an empty message of the assistant"],
+    ),
+    "blank answer": ("dpo", [{"prompt": "2", "chosen": " ", "rejected": "4"}], ["row 0: chosen is ' '", "a text"]),
+    "bad private prompt": (
+        "sft",
+        [{"prompt": "2", "answer": "4", "extra_info": {"agent_prompts": {"a": "2 + 2"}}}],
+        ["row 0: extra_info.agent_prompts.a is '2 + 2'", "a list of messages"],
+    ),
     "no agent": ("sft", [{"prompt": "2", "answer": "4", "agent": "c"}], ["row 0", "agent='c'", "a, b"]),
     "no contrast": (
         "dpo",
         [{"prompt": "2", "chosen": "4", "rejected": "4"}],
-        ["nothing to learn", "chosen answer is the rejected one"],
+        ["nothing to learn", "chosen and rejected answers are identical"],
     ),
     "no dump": ("dpo", [{"prompt": "2"}], ["line 1", "rollout_data_dir"]),
 }
@@ -61,9 +89,21 @@ def test_a_bad_file_is_refused(read, name):
     assert all(part in str(caught.value) for part in expected), str(caught.value)
 
 
-def test_pairs_without_contrast_are_left_out(read):
+def test_a_text_that_is_not_utf_8_is_refused(tmp_path):
+    text = pyarrow.array([b"caf\xe9"]).view(pyarrow.string())
+    path = tmp_path / "latin.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": text, "answer": text}), path)
+    with pytest.raises(ConfigError, match="latin.parquet: a text is not UTF-8"):
+        read_items(method("sft"), Source.rows, [str(path)], SPEAKERS, "data.train_files")
+
+
+def test_pairs_without_contrast_are_left_out_and_counted(read, tmp_path, caplog):
     rows = [{"prompt": "2", "chosen": "4", "rejected": other} for other in ("4", "5", "6")]
     items = read("dpo", rows)
+    assert not caplog.records, "a run reads its files twice, and counts once"
+    path = str(tmp_path / "data.jsonl")
+    read_items(method("dpo"), Source.rows, [path], SPEAKERS, "data.train_files", counts=True)
+    assert f"{path}: 2 of 3 rows are kept" in caplog.text
     assert [[side[0].text for side in item[0].sides] for item in items] == [["4", "5"], ["4", "6"]]
 
 
@@ -90,9 +130,70 @@ def test_episodes_are_paired_by_agent(read, tmp_path):
     ]
 
 
+ASKED = {"prompt": [{"role": "user", "content": "2"}], "data_source": "x", "reward_model": {"ground_truth": "four"}}
+
+
+@pytest.mark.parametrize(
+    ("extra", "options", "expected"),
+    [
+        ({"answer": {"alice": "4", "carol": "5"}}, {}, None),
+        ({"answer": {"alice": "4"}}, {}, ["row 1", "extra_info.answer is None", "agent 'carol'", "method.answer_key"]),
+        ({}, {}, ["row 0", "extra_info.answer is None", "reward_model.ground_truth"]),
+        ({}, {"answer_key": "reward_model.ground_truth"}, None),
+        (
+            {"answer": {"alice": "12345", "carol": "5"}},
+            {},
+            ["row 1", "agent 'alice' has 6 tokens", "max_response_length allows 5"],
+        ),
+    ],
+)
+def test_the_answers_of_all_rows_are_read_before_an_opponent_plays(tmp_path, extra, options, expected):
+    config = compose("data.max_response_length=5", f"data.train_files={tmp_path / 'data.jsonl'}")
+    first = ASKED | {"extra_info": {"answer": {"alice": "4", "carol": "5"} if extra else {}}}
+    rows = [first, ASKED | {"extra_info": extra}]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    setup = SimpleNamespace(config=config, method=method("spin", **options))
+    encoders = {"alice": Letters(), "carol": Letters()}
+    if expected is None:
+        check_answers(setup, encoders)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_answers(setup, encoders)
+    assert all(part in str(caught.value) for part in expected), str(caught.value)
+
+
+LIMITS = {"a": 33, "b": 33}
+
+
+def lengths(read, *prompts):
+    return read("sft", [{"prompt": prompt, "answer": "4"} for prompt in prompts])
+
+
 def test_an_example_that_is_too_long_is_named(read):
-    items = read("sft", [{"prompt": "2" * length, "answer": "4"} for length in (3, 30, 7)])
-    check_lengths(items, {"a": Letters(), "b": Letters()}, 33, "data.train_files")
+    letters = {"a": Letters(), "b": Letters()}
+    check_lengths(lengths(read, *("2" * length for length in (3, 30, 7))), letters, LIMITS, "data.train_files")
     with pytest.raises(ConfigError, match=r"data.train_files: an example of agent 'a' has 33 tokens.*allow 32"):
-        items = read("sft", [{"prompt": "2" * length, "answer": "4"} for length in (3, 30, 7)])
-        check_lengths(items, {"a": Letters(), "b": Letters()}, 32, "data.train_files")
+        items = lengths(read, *("2" * length for length in (3, 30, 7)))
+        check_lengths(items, letters, LIMITS | {"a": 32}, "data.train_files")
+
+
+def test_a_text_of_few_letters_may_have_the_most_tokens(read):
+    """One token a byte: 11 letters of 3 bytes are longer than any of 70 texts of 30 letters."""
+    items = lengths(read, *["2" * 30] * 70, "\u4e2d" * 11)
+    with pytest.raises(ConfigError, match="an example of agent 'a' has 36 tokens"):
+        check_lengths(items, {"a": Bytes(), "b": Bytes()}, LIMITS, "data.train_files")
+
+
+def test_every_policy_has_a_limit_of_its_own(read):
+    items = [[example for example in item if example.sides[0][0].policy == "a"] for item in lengths(read, "2" * 30)]
+    check_lengths(items, {"a": Letters(), "b": Letters()}, {"a": 33, "b": 4}, "data.train_files")
+
+
+class Bytes(Letters):
+    """Encoder with a token for every byte."""
+
+    def encode(self, observation, previous=None):
+        return [1, *b"".join(message["content"].encode() for message in observation)]
+
+    def reply(self, text):
+        return [*text.encode(), 0]

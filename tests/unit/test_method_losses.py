@@ -9,6 +9,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from marl.cluster.workers import policy_loss
+from marl.cluster.workers.policy_loss import linear_loss
 from marl.methods import METHODS, losses
 from marl.methods.losses import PreferenceLoss, preference_loss, preference_slope
 from marl.utils.ragged import jagged
@@ -143,7 +145,7 @@ def test_likelihood_is_a_mean_over_tokens_not_rows():
 
 
 class Workers:
-    """Stands for a policy's workers: log-probs that a step changes."""
+    """Placeholder for a policy's workers: log-probs that a step changes."""
 
     def __init__(self):
         self.calls, self.shift = [], 0.0
@@ -164,6 +166,30 @@ class Workers:
         self.gradients = rows["gradients"].values().clone()
         self.shift += 1.0
         return {"loss": -1.0, "grad_norm": 1.0}
+
+
+def descended(rows, dp_size):
+    """Gradient of the linear loss by the log-probs of some rows."""
+    log_probs = rows["log_probs"].values().clone().requires_grad_()
+    ragged = torch.nested.nested_tensor_from_jagged(log_probs, offsets=rows["log_probs"].offsets())
+    loss, _ = linear_loss({"log_probs": ragged}, rows | {"dp_size": dp_size})
+    (gradient,) = torch.autograd.grad(loss, log_probs)
+    return gradient
+
+
+def test_ranks_that_share_a_batch_descend_the_whole_batchs_loss(monkeypatch):
+    """Two ranks have half of the rows each; verl takes the mean of their gradients."""
+    monkeypatch.setattr(policy_loss, "of_responses", lambda values, data: values)
+    whole = {key: list(two_pairs()[key].unbind()) for key in ("log_probs", "response_mask")}
+    whole["gradients"] = list(method("dpo").gradients(two_pairs()).unbind())
+
+    def rows(part):
+        return {key: torch.nested.as_nested_tensor(own[part], layout=torch.jagged) for key, own in whole.items()}
+
+    halves = [descended(rows(part), dp_size=2) for part in (slice(0, 2), slice(2, 4))]
+    alone = descended(rows(slice(0, 4)), dp_size=1)
+    assert alone.abs().sum() > 0
+    torch.testing.assert_close(torch.cat(halves) / 2, alone)
 
 
 @pytest.mark.parametrize(

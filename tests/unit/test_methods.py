@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from marl.methods import METHODS
-from marl.methods.choice import Verdict, best_episodes, contrasts
+from marl.methods.choice import CompareBy, best_episodes, contrasts
 from marl.methods.examples import Example, encoded, policy_rows
 from marl.types import Turn
 from tests.builders import Letters, episode, turn_of_ids
@@ -109,37 +109,45 @@ def test_an_episode_teaches_every_agent_its_own_turns():
     assert method("sft").of_episodes(written([[0], [1]]), SPEAKERS).examples == []
 
 
-def test_pairs_are_of_one_task_and_place_with_other_verdicts():
+def test_pairs_are_of_one_task_and_place_with_different_scores():
     """Agent a: 1, 0, .5, 0 in round 1, so that 1 meets the last 0 and .5 the first; b never differs."""
     records = written([[1], [1]], [[0], [1]], [[0.5], [1]], [[0], [1]])
-    pairs, without = contrasts(records, SPEAKERS, Verdict.own, False)
+    pairs, without = contrasts(records, SPEAKERS, CompareBy.own, False)
     assert texts(pairs) == [
         [[("a", 1, "a1 of 0")], [("a", 1, "a1 of 3")]],
         [[("a", 1, "a1 of 2")], [("a", 1, "a1 of 1")]],
     ]
     assert without == 1
-    team, _ = contrasts(records, SPEAKERS, Verdict.team, False)
-    assert {side[0].agent for pair in team for side in pair.sides} == {"a", "b"}, "b shares the team's verdict"
+    team, _ = contrasts(records, SPEAKERS, CompareBy.team, False)
+    assert {side[0].agent for pair in team for side in pair.sides} == {"a", "b"}, "b shares the team's score"
 
 
 def test_other_tasks_rounds_and_agents_are_no_contrast():
     records = written([[1], [0]]) + written([[0], [1]], task="u")
-    assert contrasts(records, SPEAKERS, Verdict.own, False) == ([], 4)
-    assert contrasts(written([[1, 0], [1, 0]]), SPEAKERS, Verdict.own, False) == ([], 4)
+    assert contrasts(records, SPEAKERS, CompareBy.own, False) == ([], 4)
+    assert contrasts(written([[1, 0], [1, 0]]), SPEAKERS, CompareBy.own, False) == ([], 4)
+
+
+def test_episodes_of_other_data_are_no_contrast_under_the_same_ids():
+    """Dumps of two runs, whose data have other questions at the same index."""
+    records = written([[1], [1]], [[0], [0]])
+    object.__setattr__(records[1].task, "messages", [{"role": "user", "content": "3 + 3"}])
+    assert contrasts(records, SPEAKERS, CompareBy.own, False) == ([], 4)
+    assert len(best_episodes(records, None, 1)) == 2
 
 
 def test_pairs_may_be_held_to_one_prompt():
     records = written([[1], [1]], [[0], [1]])
     records[0].turns[0].observation = ASKED
-    assert len(contrasts(records, SPEAKERS, Verdict.own, False)[0]) == 1
-    assert contrasts(records, SPEAKERS, Verdict.own, True)[0] == []
+    assert len(contrasts(records, SPEAKERS, CompareBy.own, False)[0]) == 1
+    assert contrasts(records, SPEAKERS, CompareBy.own, True)[0] == []
 
 
 def test_what_says_the_same_is_no_pair():
     records = written([[1], [1]], [[0], [1]])
     for record in records:
         record.turns[0].text = "so"
-    assert contrasts(records, SPEAKERS, Verdict.own, False) == ([], 2)
+    assert contrasts(records, SPEAKERS, CompareBy.own, False) == ([], 2)
 
 
 def test_an_opponent_is_rejected_beside_the_datas_answer():
@@ -154,6 +162,12 @@ def test_an_opponent_is_rejected_beside_the_datas_answer():
     assert found.metrics == {"method/pairs": 1.0, "method/places_without_contrast": 1.0}
     records[0].turns[0].stop_reason = "length"
     assert len(method("spin").of_episodes(records, SPEAKERS).examples) == 2, "what is cut off is rejected too"
+
+
+def test_an_opponents_answer_may_be_the_ground_truth():
+    records = [episode("t", 0, [[0.5], [0]])]
+    found = method("spin", answer_key="reward_model.ground_truth").of_episodes(records, SPEAKERS)
+    assert [side[0].text for side in found.examples[0].sides] == ["1", "0.5"]
 
 
 def test_turns_of_text_get_ids_and_played_ones_keep_theirs():

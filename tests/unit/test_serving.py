@@ -394,3 +394,12 @@ def test_a_run_whose_data_are_elsewhere_is_served_without_them(tmp_path):
     (tmp_path / "gone.parquet").touch()
     with answerable(gone, options, words) as asked:
         assert asked == ["seed=1"]
+
+
+@pytest.mark.parametrize(("source", "replaced"), [("rows", True), ("episodes", True), ("play", False)])
+def test_a_run_whose_files_hold_examples_is_served_without_them(tmp_path, source, replaced):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "2 + 2", "answer": "4"}')
+    options, words = parsed(["run"])
+    saved = {"data": {"val_files": [str(tmp_path / "rows.jsonl")]}, "method": {"name": "sft", "source": source}}
+    with answerable(Source(tmp_path, 1, saved), options, words) as asked:
+        assert [word.partition("=")[0] for word in asked] == ["data.val_files"] * replaced

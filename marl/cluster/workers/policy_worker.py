@@ -142,18 +142,14 @@ class PolicyWorker(FolderWorker, ActorRolloutRefWorker):
     def renew_reference(self) -> None:
         """Copy the policy's weights into the reference, each rank its own shards."""
         with torch.no_grad():
-            for (name, kept), (other, new) in zip(*(shards(part) for part in (self.ref, self.actor)), strict=True):
-                if name != other:
-                    raise ValueError(
-                        f"the reference has {name} where the policy has {other}: models of one kind are needed"
-                    )
+            for kept, new in same_shards(self.ref, self.actor):
                 kept.copy_(new)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def exchange_reference(self) -> None:
         """Let policy and reference exchange their weights, each rank its own shards."""
         with torch.no_grad():
-            for (_, kept), (_, own) in zip(*(shards(part) for part in (self.ref, self.actor)), strict=True):
+            for kept, own in same_shards(self.ref, self.actor):
                 before = own.clone()
                 own.copy_(kept)
                 kept.copy_(before)
@@ -234,6 +230,15 @@ def shards(worker: TrainingWorker) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         shard = tensor.detach()
         yield name, shard.to_local() if isinstance(shard, DTensor) else shard
+
+
+def same_shards(reference: TrainingWorker, policy: TrainingWorker) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each shard of a reference beside the policy's. Raises ValueError for models of two kinds, before any is changed."""
+    pairs = list(zip(shards(reference), shards(policy), strict=True))
+    for (name, _), (other, _) in pairs:
+        if name != other:
+            raise ValueError(f"the reference has {name} where the policy has {other}: models of one kind are needed")
+    return [(kept, own) for (_, kept), (_, own) in pairs]
 
 
 def log_probs_of(output: TensorDict | None, data: TensorDict, started: float) -> TensorDict | None:
