@@ -24,7 +24,7 @@ from marl.utils.near import did_you_mean
 
 REQUIRED, OPTIONAL = ("prompt", "answer"), ("system", "data_source")
 RECORD = "split.json"
-VERSION = 1
+VERSION = 2
 """Raise it when the same settings make other rows."""
 SOURCE = "own/"
 """Begins a data source without a column of its own: mathematical equality scores it."""
@@ -43,7 +43,7 @@ def use_columns(config: Any) -> None:
     if all((Path(file).parent / RECORD).is_file() for file in train):  # of a run that is prepared again
         return
     val = named(data, "val_files") if data.val_files is not None else []
-    folder = convert(columns, train, val, float(data.val_share), int(config.seed))
+    folder = convert(columns, train, val, float(data.val_share))
     with open_dict(config):
         data.train_files, data.val_files = str(folder / "train.parquet"), str(folder / "validation.parquet")
 
@@ -83,14 +83,13 @@ def columns_of(config: Any) -> dict[str, str]:
     if len(set(given.values())) < len(given):
         raise ConfigError(f"data.columns={given}: one column is named twice; {expected}")
     check_number(config, "data.val_share")
-    check_number(config, "seed")
     return {str(key): str(column) for key, column in given.items()}
 
 
-def convert(columns: Mapping[str, str], train: Sequence[str], val: Sequence[str], share: float, seed: int) -> Path:
+def convert(columns: Mapping[str, str], train: Sequence[str], val: Sequence[str], share: float) -> Path:
     """The folder of the converted rows, made once for the same files and settings."""
     sources = {file: content(file) for file in (*train, *val)}
-    settings = {"columns": dict(columns), "seed": seed, "val_share": None if val else share, "version": VERSION}
+    settings = {"columns": dict(columns), "val_share": None if val else share, "version": VERSION}
     made_of = {"train": [sources[file] for file in train], "validation": [sources[file] for file in val], **settings}
     key = digest(json.dumps(made_of, sort_keys=True).encode()).removeprefix("sha256:")[:16]
     folder = Path(os.environ.get("MARL_CACHE", "outputs/cache")) / "data" / key
@@ -99,7 +98,7 @@ def convert(columns: Mapping[str, str], train: Sequence[str], val: Sequence[str]
     rows = [row for file in train for row in rows_of(file, columns)]
     validation = [row for file in val for row in rows_of(file, columns)]
     if not val:
-        rows, validation = split(rows, share, seed)
+        rows, validation = split(rows, share)
     folder.mkdir(parents=True, exist_ok=True)
     for name, part in (("train", rows), ("validation", validation)):
         write(part, name, folder / f"{name}.parquet")
@@ -162,14 +161,15 @@ def answer_of(value: Any, where: str) -> str:
     return after_hashes(text) or text
 
 
-def split(rows: Sequence[Row], share: float, seed: int) -> tuple[list[Row], list[Row]]:
-    """Rows to train and to validate; those with the same question stay together, so that none is known from training."""
+def split(rows: Sequence[Row], share: float) -> tuple[list[Row], list[Row]]:
+    """Rows to train and to validate, the same for every seed of a run; those with the same question stay together, so that none
+    is known from training."""
     questions = sorted({question(row) for row in rows}, key=lambda text: hashlib.sha256(text.encode()).digest())
     if len(questions) < 2:
         raise ConfigError(
             f"data.columns: {len(questions)} different question; expected two, one of them to validate, or set data.val_files"
         )
-    random.Random(f"split-{seed}").shuffle(questions)
+    random.Random("split").shuffle(questions)
     held_out = set(questions[: min(max(1, round(share * len(questions))), len(questions) - 1)])
     kept = [row for row in rows if question(row) not in held_out]
     return kept, [row for row in rows if question(row) in held_out]
