@@ -203,6 +203,24 @@ def test_settings_that_change_nothing_do_not_part_runs(make_run):
     assert len(groups.groups(runs.load_all([str(one), str(other)]))) == 2
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"trainer": {"total_training_steps": 600}},
+        {"trainer": {"total_epochs": 2}},
+        {"data": {"val_files": ["hard.parquet"]}},
+        {"actor_rollout_ref": {"rollout": {"val_kwargs": {"temperature": 1.0}}}},
+    ],
+)
+def test_runs_of_another_length_or_validation_are_not_one_over_seeds(make_run, settings):
+    one, two = make_run("one", {0: 0.5}), make_run("two", {0: 0.6}, 3)
+    record = json.loads((two / "run.json").read_text())
+    for part, changes in settings.items():
+        record["config"].setdefault(part, {}).update(changes)
+    (two / "run.json").write_text(json.dumps(record))
+    assert len(groups.groups(runs.load_all([str(one), str(two)]))) == 2
+
+
 def test_a_folder_explains_itself_without_secrets(make_run, monkeypatch):
     folder = make_run("one", {0: 0.5})
     words = [
