@@ -19,6 +19,7 @@ from marl.config.dataset_rows import file_list
 from marl.config.errors import ConfigError
 from marl.config.identity import content_of, versions
 from marl.evaluation.numbers import MEASURES
+from marl.evaluation.own_code import must_be_scored_as_in_training
 from marl.evaluation.source import Source, find
 from marl.main import exit_code
 from marl.utils.numbers import bounded, count
@@ -76,6 +77,8 @@ def measure(options: Options, sources: Sequence[Source], words: Sequence[str]) -
     from marl.evaluation.evaluate import comparisons, evaluate
     from marl.report import evaluation as report
 
+    for source in sources:
+        must_be_scored_as_in_training(source.path, source.saved or {}, words)
     asked, files, labels = asked_of(options), files_of(options, sources), labels_of(sources)
     command = command_of(options, sources, files, words)
     name = options.name or name_of(sources, command)

@@ -1,10 +1,11 @@
 """Trained agents that answer and are not trained: a run's configuration with a checkpoint's weights, in servers alone."""
 
 import asyncio
+import logging
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hydra import compose, initialize_config_module
@@ -24,6 +25,7 @@ from marl.config.schema import Placement
 from marl.controller.controller import Controller
 from marl.controller.policy_map import PolicyMap
 from marl.controller.tasks import validation_tasks
+from marl.evaluation import own_code
 from marl.evaluation.load import saved_state, saved_weights
 from marl.evaluation.source import Source
 from marl.preflight.endpoints import check_endpoints
@@ -31,6 +33,7 @@ from marl.preflight.prepare import prepare
 from marl.run_setup import Setup
 from marl.types import Task
 
+logger = logging.getLogger(__name__)
 ALONE = "solo"
 """The one agent of a plain model's team."""
 
@@ -94,7 +97,7 @@ def config_of(source: Source, words: Sequence[str] = ()) -> DictConfig:
         config = composed(["agents=schema", f"+agents.{ALONE}={{}}", *runner, *device(named), *options])
         config.actor_rollout_ref.model.path = str(source.path)
     else:
-        config = of_run(source, options)
+        config = of_run(without_own_code(source, words), options)
     with open_dict(config):
         answers_alone(config)
         if source.step is not None:
@@ -103,6 +106,15 @@ def config_of(source: Source, words: Sequence[str] = ()) -> DictConfig:
         config.data.train_files = config.data.val_files  # which nobody reads
         fit_process(config)
     return config
+
+
+def without_own_code(source: Source, words: Sequence[str]) -> Source:
+    """The source without the settings that execute code of its own; says which are left out."""
+    missing = own_code.left_out(source.saved, words)
+    if missing:
+        listed = " ".join(f"{key}={value}" for key, value in missing.items())
+        logger.warning("%s: %s of its run would execute code, and is left out; name it to use it", source.path, listed)
+    return replace(source, saved=own_code.without_code(source.saved))
 
 
 def is_option(word: str) -> bool:

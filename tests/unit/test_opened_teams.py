@@ -1,0 +1,76 @@
+"""Teams of saved runs as ``marl eval``, ``serve`` and ``chat`` open them: their configuration, before anything starts."""
+
+import json
+import logging
+import shutil
+
+import pytest
+
+from marl.commands import evaluate
+from marl.config.errors import ConfigError
+from marl.config.identity import settings_of
+from marl.evaluation.own_code import left_out
+from marl.evaluation.source import Source
+from marl.evaluation.team import config_of
+from marl.preflight.prepare import prepare
+from marl.utils import folders
+
+CODE = {
+    "actor_rollout_ref.model.trust_remote_code": True,
+    "actor_rollout_ref.model.external_lib": "stranger",
+    "data.custom_cls.path": "pkg://stranger",
+    "reward.custom_reward_function.path": "/stranger.py",
+    "trusted_targets": ["stranger"],
+    "policies.alice.model.trust_remote_code": True,
+}
+
+
+@pytest.fixture
+def saved(compose_config, cold_assets, tmp_path):
+    """A run's folder with one checkpoint, whose trained base is a copy that tests may remove."""
+
+    def saved(*words):
+        shutil.copytree(cold_assets / "model", tmp_path / "base")
+        run = tmp_path / "run"
+        model = f"actor_rollout_ref.model.path={tmp_path / 'base'}"
+        setup = prepare(compose_config(f"assets={cold_assets}", f"trainer.default_local_dir={run}", model, *words))
+        step = run / "global_step_2"
+        for name in ("alice", "carol"):
+            shutil.copytree(tmp_path / "base", step / name / "actor" / "huggingface")
+        folders.write_state(step, {"step": 2, "policies": ["alice", "carol"]})
+        return Source(step, 2, json.loads(json.dumps(settings_of(setup.config), default=str)))
+
+    return saved
+
+
+def put(tree, key, value):
+    *parts, last = key.split(".")
+    for part in parts:
+        tree = tree.setdefault(part, {})
+    tree[last] = value
+
+
+def value_of(config, key):
+    for part in key.split("."):
+        config = (config or {}).get(part)
+    return config
+
+
+def test_code_that_a_checkpoint_names_is_executed_only_if_the_user_names_it(saved, caplog):
+    source = saved()
+    for key, value in CODE.items():
+        put(source.saved, key, value)
+    with caplog.at_level(logging.WARNING):
+        config = config_of(source)
+    assert {key: value_of(config, key) for key in CODE if value_of(config, key) not in (None, False, [])} == {}
+    assert [key for key, value in CODE.items() if f"{key}={value}" not in caplog.text] == []
+    words = [f"{key}={'[stranger]' if key == 'trusted_targets' else value}" for key, value in CODE.items()]
+    config = config_of(source, words)
+    assert {key: value_of(config, key) for key in CODE} == CODE and left_out(source.saved, words) == {}
+
+
+def test_an_evaluation_does_not_score_by_other_rules_in_silence(tmp_path):
+    source = Source(tmp_path, 2, {})
+    put(source.saved, "reward.custom_reward_function.path", "/stranger.py")
+    with pytest.raises(ConfigError, match=r"add reward.custom_reward_function.path=/stranger.py, or .*=null"):
+        evaluate.measure(evaluate.Options(), [source], [])
