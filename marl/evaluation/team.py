@@ -102,6 +102,7 @@ def config_of(source: Source, words: Sequence[str] = ()) -> DictConfig:
         answers_alone(config)
         if source.step is not None:
             take_weights(config, source)
+            config.data.columns = None  # its files were converted; others have verl's columns
         changed(config, [word for word in words if word not in options])
         config.data.train_files = config.data.val_files  # which nobody reads
         fit_process(config)

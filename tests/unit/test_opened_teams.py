@@ -74,3 +74,11 @@ def test_an_evaluation_does_not_score_by_other_rules_in_silence(tmp_path):
     put(source.saved, "reward.custom_reward_function.path", "/stranger.py")
     with pytest.raises(ConfigError, match=r"add reward.custom_reward_function.path=/stranger.py, or .*=null"):
         evaluate.measure(evaluate.Options(), [source], [])
+
+
+def test_a_run_of_a_users_columns_is_evaluated_on_other_files(saved):
+    source = saved()
+    source.saved["data"]["columns"] = {"prompt": "question", "answer": "a"}
+    assert config_of(source, ["data.val_files=other.parquet"]).data.columns is None
+    words = ["data.val_files=mine.csv", "data.columns={prompt: q, answer: a}"]
+    assert config_of(source, words).data.columns.prompt == "q", "a user's own file may be named, too"
