@@ -164,6 +164,8 @@ def answers_alone(config: DictConfig) -> None:
     config.trainer.critic_warmup, config.critic.enable, config.baseline = 0, None, []
     config.controller.ledger, config.controller.num_workers, config.trainer.logger = False, 0, []
     config.controller.overlong_buffer = 0
+    config.trainer.rollout_data_dir = config.trainer.validation_data_dir = config.trainer.resume_from_path = None
+    config.trainer.resume_mode = "disable"
     config.resources.critic_pool = None
     for pool in config.resources.pools.values():
         pool.critics = []
@@ -171,8 +173,9 @@ def answers_alone(config: DictConfig) -> None:
 
 def take_weights(config: DictConfig, source: Source) -> None:
     """Let every policy that the run trained be served from the checkpoint's whole model, adapters merged into it."""
-    trained = saved_state(str(source.path))["policies"]
-    for name in hosted_policies(config):
+    trained, served = saved_state(str(source.path))["policies"], []
+    hosted = hosted_policies(config)
+    for name in hosted:
         if name not in trained or not (source.path / name).exists():  # nobody trained it
             continue
         own = config.policies.get(name) or {}
@@ -182,6 +185,9 @@ def take_weights(config: DictConfig, source: Source) -> None:
             "lora_adapter_path": None,
         }
         config.policies[name] = OmegaConf.merge(own, {"model": weights})
+        served.append(weights["path"])
+    if served and len(served) == len(hosted):  # the base that was trained need not be on this machine
+        config.actor_rollout_ref.model.path, config.actor_rollout_ref.ref.model.path = served[0], None
     config.actor_rollout_ref.model.lora_rank, config.actor_rollout_ref.model.lora_adapter_path = 0, None
     config.sharing = None
 

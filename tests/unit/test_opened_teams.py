@@ -82,3 +82,16 @@ def test_a_run_of_a_users_columns_is_evaluated_on_other_files(saved):
     assert config_of(source, ["data.val_files=other.parquet"]).data.columns is None
     words = ["data.val_files=mine.csv", "data.columns={prompt: q, answer: a}"]
     assert config_of(source, words).data.columns.prompt == "q", "a user's own file may be named, too"
+
+
+def test_a_run_that_was_moved_is_opened_without_its_base_and_its_folders(saved, tmp_path):
+    source = saved("trainer.resume_mode=disable")
+    moved = source.path.parent.rename(tmp_path / "moved") / source.path.name
+    shutil.rmtree(tmp_path / "base")
+    (tmp_path / "file").touch()
+    gone = {"default_local_dir": f"{tmp_path}/file/run", "rollout_data_dir": f"{tmp_path}/file/rollouts"}
+    gone |= {"validation_data_dir": f"{tmp_path}/file/validation", "resume_mode": "resume_path"}
+    source.saved["trainer"] |= gone | {"resume_from_path": f"{tmp_path}/file/global_step_1"}
+    setup = prepare(config_of(Source(moved, 2, source.saved)))
+    assert setup.config.actor_rollout_ref.model.path == str(moved / "alice" / "actor" / "huggingface")
+    assert setup.config.trainer.rollout_data_dir is setup.config.trainer.validation_data_dir is None
