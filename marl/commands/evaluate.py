@@ -131,7 +131,9 @@ def files_of(options: Options, sources: Sequence[Source]) -> list[str]:
         raise ConfigError(
             f"task: {sources[0].path} is a model without a run's data; add task=FILE, rows in verl's columns (docs/data.md)"
         )
-    files = [Path(str(file)).expanduser() for file in file_list(given or sources[0].saved["data"]["val_files"])]
+    files = [Path(str(file)).expanduser() for file in file_list(given or sources[0].saved["data"]["val_files"] or [])]
+    if not files:
+        raise ConfigError("task: the run has no validation files; add task=FILE")
     for file in files:
         if not file.is_file():
             key = "task" if given else "data.val_files of the run"
