@@ -97,6 +97,7 @@ def config_of(source: Source, words: Sequence[str] = ()) -> DictConfig:
         config = composed(["agents=schema", f"+agents.{ALONE}={{}}", *runner, *device(named), *options])
         config.actor_rollout_ref.model.path = str(source.path)
     else:
+        must_fit_a_run(source, options)
         config = of_run(without_own_code(source, words), options)
     with open_dict(config):
         answers_alone(config)
@@ -107,6 +108,16 @@ def config_of(source: Source, words: Sequence[str] = ()) -> DictConfig:
         config.data.train_files = config.data.val_files  # which nobody reads
         fit_process(config)
     return config
+
+
+def must_fit_a_run(source: Source, options: Sequence[str]) -> None:
+    """Raise ConfigError for an option that the saved settings would override."""
+    for word in options:
+        if word.startswith("hardware="):
+            raise ConfigError(
+                f"{word}: {source.path} is opened with the settings that it was saved with; name single keys, as in "
+                "trainer.device=cpu actor_rollout_ref.rollout.name=hf"
+            )
 
 
 def without_own_code(source: Source, words: Sequence[str]) -> Source:

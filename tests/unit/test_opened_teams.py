@@ -95,3 +95,16 @@ def test_a_run_that_was_moved_is_opened_without_its_base_and_its_folders(saved, 
     setup = prepare(config_of(Source(moved, 2, source.saved)))
     assert setup.config.actor_rollout_ref.model.path == str(moved / "alice" / "actor" / "huggingface")
     assert setup.config.trainer.rollout_data_dir is setup.config.trainer.validation_data_dir is None
+
+
+def test_hardware_of_a_run_is_refused_by_name(tmp_path):
+    with pytest.raises(
+        ConfigError, match="hardware=gpu: .*is opened with the settings that it was saved with.*trainer.device"
+    ):
+        config_of(Source(tmp_path, 2, {}), ["hardware=gpu"])
+
+
+def test_a_run_without_validation_asks_for_a_task(tmp_path):
+    for files in (None, []):
+        with pytest.raises(ConfigError, match="task: the run has no validation files; add task=FILE"):
+            evaluate.files_of(evaluate.Options(), [Source(tmp_path, 2, {"data": {"val_files": files}})])
