@@ -105,6 +105,8 @@ def test_transitions_and_credit_by_hand(make_run):
     (folder / "validation" / "4.jsonl").write_text(
         "".join(json.dumps(line) + "\n" for line in said) + '{"agent": "a", "rou'
     )
+    with open(folder / "validation" / "4.jsonl", "ab") as file:
+        file.write("é".encode()[:1])  # within a letter of two bytes
     trained = [
         turn("a", 1, 1.0, reward=2.0, advantage=-1.0),
         turn("a", 1, 0.0, reward=0.0, advantage=3.0),

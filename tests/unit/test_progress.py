@@ -119,6 +119,9 @@ def test_the_transcript_is_the_first_episode_of_the_newest_file_even_half_writte
     assert last_transcript([tmp_path, tmp_path / "none"]) == []
     written(tmp_path, 1, "old", cut=True)
     assert last_transcript([tmp_path]) == [("a0, round 1 [0.5]", "old")]
+    for half in ('{"agent": "a0", "rou', '{"agent": "a0", "output": "é'):  # cut, and within a letter of two bytes
+        (tmp_path / "2.jsonl").write_bytes(half.encode()[:-1])
+        assert last_transcript([tmp_path]) == [("a0, round 1 [0.5]", "old")]
     (tmp_path / "2.jsonl").write_text('{"agent": "a0", "rou')
     assert last_transcript([tmp_path]) == [("a0, round 1 [0.5]", "old")]
 
