@@ -25,6 +25,7 @@ from marl.utils.secret_masking import hide, masked_logs
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 KEY = "MARL_API_KEY"
+BACKLOG = 2048
 BOUNDS: dict[str, Number] = {
     "port": count(0, 65535),
     "max_concurrent": count(1, 4096),
@@ -124,6 +125,7 @@ def listening(options: argparse.Namespace) -> Iterator[socket.socket]:
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             place.bind((options.host, options.port))
+            place.listen(BACKLOG)  # without it another server could bind the same port
         except OSError as error:
             raise ConfigError(
                 f"--port {options.port}: {options.host}:{options.port} cannot be listened on ({error.strerror or error}); "

@@ -43,12 +43,13 @@ class Speaks:
     """A policy that says what ``says`` makes of agent, round, observation and seed."""
 
     def __init__(self, says):
-        self.says, self.asked, self.cancelled = says, [], 0
+        self.says, self.asked, self.cancelled, self.sessions = says, [], 0, []
         kwargs = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "do_sample": True}
         self.rollout = SimpleNamespace(val_kwargs=kwargs | {}, response_length=6)
         self.rollout.val_kwargs = type("V", (dict,), {"__getattr__": dict.__getitem__})(kwargs)
 
-    async def act(self, agent, observation, round, previous, *, seed, sampling, **_):
+    async def act(self, agent, observation, round, previous, *, seed, sampling, session, **_):
+        self.sessions.append(session)
         self.asked.append((agent, round, observation, seed, dict(sampling)))
         try:
             said = self.says(agent, round, observation, seed)
@@ -164,6 +165,14 @@ def test_a_seed_decides_and_samples_differ(compose_config):
             [choice["message"]["content"] for choice in answer["choices"]] for answer in (first, again, other, drawn)
         ]
         assert texts[0] == texts[1] != texts[2] and texts[0][0] != texts[0][1] and texts[3] not in texts[:3]
+
+
+def test_requests_with_one_seed_have_sessions_of_their_own(compose_config):
+    """Servers keep prefixes, and forget them, by session."""
+    with served(debates, compose_config) as (url, client, _):
+        for _ in range(2):
+            post(url, model="team/alice", n=2, seed=1)
+        assert len(set(client.sessions)) == 4
 
 
 def test_every_message_reaches_every_agent_and_one_agent_answers_alone(compose_config):
@@ -375,7 +384,6 @@ def test_options_are_checked(words, said, monkeypatch):
 def test_a_port_that_is_taken_is_named():
     options, _ = parsed(["run", "--port", "0"])
     with listening(options) as place:
-        place.listen()
         again, _ = parsed(["run", "--port", str(place.getsockname()[1])])
         with pytest.raises(ConfigError, match="cannot be listened on"), listening(again):
             pass
