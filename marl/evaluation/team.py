@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from transformers.utils import logging as transformers_logging
 
-from marl.build import start_controller, tokenizer_of
+from marl.build import start_controller, start_deadline, tokenizer_of
 from marl.cluster.launch import check_cluster, make_groups, start_groups
 from marl.cluster.layout import model_config, policy_config
 from marl.cluster.session import session
@@ -32,6 +32,7 @@ from marl.preflight.endpoints import check_endpoints
 from marl.preflight.prepare import prepare
 from marl.run_setup import Setup
 from marl.types import Task
+from marl.utils.deadlines import interrupted_after
 
 logger = logging.getLogger(__name__)
 ALONE = "solo"
@@ -76,7 +77,8 @@ async def start(setup: Setup, source: Source, cleanup: ExitStack) -> Controller:
         check_cluster(setup)
     tokenizers = {name: tokenizer_of(model_config(config, name)) for name in setup.policies}
     configs = {name: policy_config(config, name, i, run_id, 1) for i, name in enumerate(setup.policies)}
-    groups, _ = make_groups(setup, configs, cleanup)
+    with interrupted_after(*start_deadline(config)):
+        groups, _ = make_groups(setup, configs, cleanup)
     await start_groups(groups, {})
     controller = await start_controller(setup, groups, tokenizers, run_id, cleanup)
     await asyncio.gather(*(group.sync_weights(step) for group in groups.values()))

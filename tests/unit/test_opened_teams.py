@@ -1,19 +1,24 @@
 """Teams of saved runs as ``marl eval``, ``serve`` and ``chat`` open them: their configuration, before anything starts."""
 
+import asyncio
 import json
 import logging
 import shutil
+import time
+from contextlib import ExitStack
 
 import pytest
 
 from marl.commands import evaluate
 from marl.config.errors import ConfigError
 from marl.config.identity import settings_of
+from marl.evaluation import team
 from marl.evaluation.own_code import left_out
 from marl.evaluation.source import Source
 from marl.evaluation.team import config_of
 from marl.preflight.prepare import prepare
 from marl.utils import folders
+from marl.utils.deadlines import DeadlinePassed
 
 CODE = {
     "actor_rollout_ref.model.trust_remote_code": True,
@@ -108,3 +113,12 @@ def test_a_run_without_validation_asks_for_a_task(tmp_path):
     for files in (None, []):
         with pytest.raises(ConfigError, match="task: the run has no validation files; add task=FILE"):
             evaluate.files_of(evaluate.Options(), [Source(tmp_path, 2, {"data": {"val_files": files}})])
+
+
+def test_servers_that_cannot_be_placed_end_at_the_deadline(saved, monkeypatch):
+    """verl's constructors wait for Ray without a limit."""
+    monkeypatch.setattr(team, "make_groups", lambda *_: time.sleep(20))
+    monkeypatch.setattr(team, "start_deadline", lambda config: (0.05, "placing the worker groups", "resources.timeout_s"))
+    source = saved()
+    with ExitStack() as cleanup, pytest.raises(DeadlinePassed, match="placing the worker groups.*resources.timeout_s"):
+        asyncio.run(team.start(prepare(config_of(source)), source, cleanup))
