@@ -6,8 +6,10 @@ import logging
 import shutil
 import time
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
+from omegaconf import OmegaConf
 
 from marl.commands import evaluate
 from marl.config.errors import ConfigError
@@ -115,10 +117,10 @@ def test_a_run_without_validation_asks_for_a_task(tmp_path):
             evaluate.files_of(evaluate.Options(), [Source(tmp_path, 2, {"data": {"val_files": files}})])
 
 
-def test_servers_that_cannot_be_placed_end_at_the_deadline(saved, monkeypatch):
+def test_servers_that_cannot_be_placed_end_at_the_deadline(tmp_path, monkeypatch):
     """verl's constructors wait for Ray without a limit."""
     monkeypatch.setattr(team, "make_groups", lambda *_: time.sleep(20))
     monkeypatch.setattr(team, "start_deadline", lambda config: (0.05, "placing the worker groups", "resources.timeout_s"))
-    source = saved()
+    setup = SimpleNamespace(config=OmegaConf.create({"resources": {"one_process": True}}), policies=[])
     with ExitStack() as cleanup, pytest.raises(DeadlinePassed, match="placing the worker groups.*resources.timeout_s"):
-        asyncio.run(team.start(prepare(config_of(source)), source, cleanup))
+        asyncio.run(team.start(setup, Source(tmp_path, 2, {}), cleanup))
