@@ -25,7 +25,7 @@ from marl.main import exit_code
 from marl.utils.numbers import bounded, count
 from marl.utils.quiet import quiet
 from marl.utils.registry import typed
-from marl.utils.secret_masking import masked_logs
+from marl.utils.secret_masking import masked_logs, masked_text
 
 USAGE = "usage: marl eval RUN|CHECKPOINT|MODEL … [task=FILE] [n=SAMPLES] [baselines=[solo,vote]] [leave_one_out=true] [key=value …]"
 
@@ -156,7 +156,7 @@ def command_of(options: Options, sources: Sequence[Source], files: Sequence[str]
     own += [f"{key}={value}" for key in ("n", "name") if (value := getattr(options, key)) is not None]
     own += [f"{key}=[{','.join(value)}]" for key in ("measures", "baselines") if (value := getattr(options, key))]
     own += ["leave_one_out=true"] * options.leave_one_out
-    return shlex.join(["marl", "eval", *(str(source.path) for source in sources), *own, *words])
+    return masked_text(shlex.join(["marl", "eval", *(str(source.path) for source in sources), *own, *words]))
 
 
 def name_of(sources: Sequence[Source], command: str) -> str:
