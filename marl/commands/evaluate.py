@@ -7,6 +7,7 @@ import hashlib
 import json
 import shlex
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,7 +75,7 @@ def parsed(arguments: Sequence[str]) -> tuple[Options, list[str], list[str]]:
 
 def measure(options: Options, sources: Sequence[Source], words: Sequence[str]) -> Mapping[str, Any]:
     # heavy: imported once the command line is read
-    from marl.evaluation.evaluate import comparisons, evaluate
+    from marl.evaluation.evaluate import comparisons, evaluate, must_read_the_same_tasks
     from marl.report import evaluation as report
 
     for source in sources:
@@ -84,6 +85,7 @@ def measure(options: Options, sources: Sequence[Source], words: Sequence[str]) -
     name = options.name or name_of(sources, command)
     folder = folder_of(sources[0], name, command)
     mine = [f"data.val_files={json.dumps(files)}", *words]
+    must_read_the_same_tasks(sources, mine)
     found = [
         evaluate(source, mine, asked, folder / "episodes" / label)
         for source, label in zip(sources, labels, strict=True)
@@ -165,12 +167,19 @@ def name_of(sources: Sequence[Source], command: str) -> str:
 
 
 def folder_of(source: Source, name: str, command: str) -> Path:
-    """The folder of the results. Raises ConfigError where it holds those of another command."""
+    """The folder of the results, made now. Raises ConfigError where it cannot be, and where it holds those of another command."""
     folder = source.results / name
     earlier = folder / "result.json"
     if earlier.is_file() and json.loads(earlier.read_text())["command"] != command:
         raise ConfigError(f"name={name}: {folder} holds the results of another evaluation; choose another name")
-    return folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: cannot be written ({error.strerror}); expected a folder that results can be written into"
+        ) from None
 
 
 def seed_of(source: Source, words: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from marl.commands import evaluate
 from marl.config.errors import ConfigError
 from marl.config.identity import settings_of
-from marl.evaluation import team
+from marl.evaluation import evaluate as played, team
 from marl.evaluation.own_code import left_out
 from marl.evaluation.source import Source
 from marl.evaluation.team import config_of
@@ -120,7 +120,30 @@ def test_a_run_without_validation_asks_for_a_task(tmp_path):
 def test_servers_that_cannot_be_placed_end_at_the_deadline(tmp_path, monkeypatch):
     """verl's constructors wait for Ray without a limit."""
     monkeypatch.setattr(team, "make_groups", lambda *_: time.sleep(20))
-    monkeypatch.setattr(team, "start_deadline", lambda config: (0.05, "placing the worker groups", "resources.timeout_s"))
+    monkeypatch.setattr(
+        team, "start_deadline", lambda config: (0.05, "placing the worker groups", "resources.timeout_s")
+    )
     setup = SimpleNamespace(config=OmegaConf.create({"resources": {"one_process": True}}), policies=[])
     with ExitStack() as cleanup, pytest.raises(DeadlinePassed, match="placing the worker groups.*resources.timeout_s"):
         asyncio.run(team.start(setup, Source(tmp_path, 2, {}), cleanup))
+
+
+def test_the_command_of_an_evaluation_is_masked(tmp_path):
+    token = "hf_" + "abcdefghijklmnopqrstuvwx"
+    said = evaluate.command_of(evaluate.Options(), [Source(tmp_path, 2, {})], ["a.parquet"], [f"verbose={token}"])
+    assert token not in said and "verbose=" in said
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_anything_is_played(tmp_path):
+    (tmp_path / "evaluations").touch()
+    with pytest.raises(ConfigError, match=r"evaluations/mine: cannot be written .*expected a folder"):
+        evaluate.folder_of(Source(tmp_path / "global_step_2", 2, {}), "mine", "marl eval")
+
+
+def test_teams_of_other_tasks_are_named_before_anything_is_played(tmp_path, monkeypatch):
+    monkeypatch.setattr(played, "evaluate", lambda *_: pytest.fail("played"))
+    monkeypatch.setattr(played, "digest_of", lambda source, words: source.path.name)
+    sources = [Source(tmp_path / name, 2, {"data": {"val_files": []}}) for name in ("one", "two")]
+    (tmp_path / "task.jsonl").touch()
+    with pytest.raises(ConfigError, match="read different tasks from the same files"):
+        evaluate.measure(evaluate.Options(task=str(tmp_path / "task.jsonl")), sources, [])
