@@ -266,6 +266,13 @@ def test_a_client_that_goes_frees_its_place(compose_config):
         while service.gate.admitted and time.monotonic() < deadline:
             time.sleep(0.01)
         assert service.gate.admitted == 0 and client.cancelled == 2
+        with pytest.raises(httpx.ReadTimeout):
+            asked = {"model": "team", "messages": ASK, "stream": True}
+            HTTP.post(f"{url}/v1/chat/completions", json=asked, timeout=0.3)
+        deadline = time.monotonic() + 5
+        while service.gate.admitted and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert service.gate.admitted == 0 and client.cancelled == 4, "one that streams, and has heard nothing yet"
 
 
 def test_an_access_key_is_asked_for(compose_config):
@@ -353,7 +360,7 @@ def test_fields_that_ask_for_nothing_pass():
 
 def test_a_body_that_is_none_is_an_error_in_their_format(compose_config):
     with served(debates, compose_config) as (url, *_):
-        for body, status in ((b"{", 400), (b"[]", 400), (b"\xff\xfe", 400), (b" " * ((8 << 20) + 1), 413)):
+        for body, status in ((b"{", 400), (b"[]", 400), (b"\xff\xfe", 400), (b"[" * 200_000, 400), (b" " * ((8 << 20) + 1), 413)):
             refused = HTTP.post(f"{url}/v1/chat/completions", content=body)
             assert refused.status_code == status and set(refused.json()["error"]) == {
                 "message",
@@ -387,6 +394,14 @@ def test_a_port_that_is_taken_is_named():
         again, _ = parsed(["run", "--port", str(place.getsockname()[1])])
         with pytest.raises(ConfigError, match="cannot be listened on"), listening(again):
             pass
+
+
+def test_a_rule_that_nobody_named_is_warned_of(tmp_path, caplog):
+    gone = Source(tmp_path, 1, {"data": {"val_files": [str(tmp_path / "gone.parquet")]}})
+    for words, warned in ((["run"], True), (["run", "--data-source", "openai/gsm8k"], False)):
+        caplog.clear()
+        with answerable(gone, *parsed(words)):
+            assert ("--data-source" in caplog.text) is warned
 
 
 def test_a_run_whose_data_are_elsewhere_is_served_without_them(tmp_path):
