@@ -24,8 +24,9 @@ from marl.utils.near import did_you_mean
 
 REQUIRED, OPTIONAL = ("prompt", "answer"), ("system", "data_source")
 RECORD = "split.json"
+CONVERTED = ("train.parquet", "validation.parquet")
 VERSION = 2
-"""Raise it when the same settings make other rows."""
+"""Bump it when the same settings would produce different rows."""
 SOURCE = "own/"
 """Begins a data source without a column of its own: mathematical equality scores it."""
 NO_NUMBERS = (math.inf, -math.inf)
@@ -40,12 +41,16 @@ def use_columns(config: Any) -> None:
     if data.get("columns") is None:
         return must_be_converted(data)
     columns, train = columns_of(config), named(data, "train_files")
-    if all((Path(file).parent / RECORD).is_file() for file in train):  # of a run that is prepared again
+    if all(is_converted(Path(file)) for file in train):  # of a run that is prepared again
         return
     val = named(data, "val_files") if data.val_files is not None else []
     folder = convert(columns, train, val, float(data.val_share))
     with open_dict(config):
         data.train_files, data.val_files = str(folder / "train.parquet"), str(folder / "validation.parquet")
+
+
+def is_converted(file: Path) -> bool:
+    return file.name in CONVERTED and (file.parent / RECORD).is_file()
 
 
 def must_be_converted(data: Any) -> None:
@@ -67,7 +72,7 @@ def named(data: Any, key: str) -> list[str]:
 
 
 def columns_of(config: Any) -> dict[str, str]:
-    """What each column of a user's is. Raises ConfigError where that is not said, or not possible."""
+    """The role of each of the user's columns. Raises ConfigError where that is not said, or not possible."""
     given, known = config.data.columns, (*REQUIRED, *OPTIONAL)
     expected = "expected {prompt: <column>, answer: <column>}, and system or data_source where there are such columns"
     if not OmegaConf.is_dict(given):
@@ -167,7 +172,7 @@ def split(rows: Sequence[Row], share: float) -> tuple[list[Row], list[Row]]:
     questions = sorted({question(row) for row in rows}, key=lambda text: hashlib.sha256(text.encode()).digest())
     if len(questions) < 2:
         raise ConfigError(
-            f"data.columns: {len(questions)} different question; expected two, one of them to validate, or set data.val_files"
+            f"data.columns: only {len(questions)} distinct question; expected at least two, one for validation, or set data.val_files"
         )
     random.Random("split").shuffle(questions)
     held_out = set(questions[: min(max(1, round(share * len(questions))), len(questions) - 1)])

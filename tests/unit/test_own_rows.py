@@ -112,6 +112,13 @@ def test_a_split_is_the_same_for_every_seed_and_keeps_equal_questions_together()
     assert len(asked(train)) == 2 and len(asked(validation)) == 18
 
 
+def test_a_users_own_file_called_split_json_does_not_hide_theirs():
+    """Only files that were converted stand beside ours."""
+    file = csv("mine.csv")
+    Path("split.json").write_text("{}")
+    assert converted(file)[2]["train"] == 18
+
+
 def test_files_of_their_own_to_validate_are_not_split(here):
     train, validation, record = converted([csv("one.csv"), csv("two.csv")], csv("val.csv", ROWS[:3]))
     assert (len(train), len(validation), record["val_share"]) == (40, 3, None)
@@ -176,7 +183,7 @@ BAD = {
     "no list": (written("x.json", b"[1, 2]"), ["x.json: cannot be read as a list of objects"]),
     "a blank question": (written("x.csv", b"question,a\n  ,3\nb,4\n"), ["x.csv, row 0, column 'question'", "expected a text"]),
     "no answer": (written("x.csv", b"question,a\nc,3\nb,\n"), ["x.csv, row 1, column 'a' is ''", "text or a number"]),
-    "one question": (lambda: csv("x.csv", ROWS[:1] * 3), ["1 different question", "data.val_files"]),
+    "one question": (lambda: csv("x.csv", ROWS[:1] * 3), ["only 1 distinct question", "data.val_files"]),
     "a folder of something else": (lambda: Path("folder").mkdir() or "folder", ["folder: cannot be loaded", "save_to_disk"]),
 }  # fmt: skip
 
