@@ -34,6 +34,11 @@ class Group:
         return {step: [curve[step] for curve in curves] for step in steps}
 
 
+def losses(runs: Sequence[Run]) -> list[str]:
+    """The metrics of runs that play nothing, as those of method=sft and dpo."""
+    return sorted({key for run in runs for numbers in run.steps.values() for key in numbers if key.endswith("/loss")})
+
+
 def spread(values: Sequence[float]) -> dict[str, Any] | None:
     """Median, smallest and largest; None of nothing."""
     if not values:

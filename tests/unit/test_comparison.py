@@ -191,6 +191,14 @@ def test_a_report_is_written_beside_its_runs(make_run, tmp_path, monkeypatch):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["comparison.json", "comparison.md"]
 
 
+def test_runs_that_play_nothing_are_compared_by_their_losses(make_run):
+    folder = make_run("one", {})
+    lines = [{"step": step, "data": {"agent/a/loss": 1.0 / step, "agent/a/entropy": 2.0}} for step in (1, 2)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (group,) = comparison(runs.load_all([str(folder)]))["groups"]
+    assert list(group["last"]) == ["agent/a/loss"] and group["last"]["agent/a/loss"]["median"] == 0.5
+
+
 def test_a_run_without_numbers_says_why(make_run, capsys):
     folder = make_run("one", {})
     assert cli.main(["report", str(folder)]) == 0 and "`file` is not in `trainer.logger`" in capsys.readouterr().out

@@ -53,6 +53,10 @@ def test_a_line_says_what_there_is():
     assert [duration(seconds) for seconds in (0, 59.6, 3723)] == ["0:00", "1:00", "1:02:03"]
 
 
+def test_a_line_of_a_run_that_plays_nothing_says_its_losses():
+    assert line(1, 2, {"agent/a/loss": 0.25, "agent/a/grad_norm": 3.0}, None) == "step 1/2  a loss 0.250"
+
+
 def test_lines_are_plain_and_whole_where_there_is_no_terminal():
     plain, coloured = terminal(False), terminal(True)
     for console in (plain, coloured):

@@ -360,7 +360,13 @@ def test_fields_that_ask_for_nothing_pass():
 
 def test_a_body_that_is_none_is_an_error_in_their_format(compose_config):
     with served(debates, compose_config) as (url, *_):
-        for body, status in ((b"{", 400), (b"[]", 400), (b"\xff\xfe", 400), (b"[" * 200_000, 400), (b" " * ((8 << 20) + 1), 413)):
+        for body, status in (
+            (b"{", 400),
+            (b"[]", 400),
+            (b"\xff\xfe", 400),
+            (b"[" * 200_000, 400),
+            (b" " * ((8 << 20) + 1), 413),
+        ):
             refused = HTTP.post(f"{url}/v1/chat/completions", content=body)
             assert refused.status_code == status and set(refused.json()["error"]) == {
                 "message",
