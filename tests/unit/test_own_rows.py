@@ -246,3 +246,15 @@ def test_a_run_is_prepared_from_a_csv(compose_config, cold_assets):
     setup = prepare(config)
     assert setup.config.data.columns.prompt == "question" and "18 rows to train" in split_text(setup.config)
     assert len(setup.tasks[0]) == 18
+
+
+def test_an_error_without_words_is_named(monkeypatch):
+    import datasets
+
+    def fails(source):
+        raise AssertionError
+
+    monkeypatch.setattr(datasets, "load_from_disk", fails)
+    Path("mine").mkdir()
+    with pytest.raises(ConfigError, match="mine: cannot be loaded: AssertionError"):
+        use_columns(config_of("mine"))
