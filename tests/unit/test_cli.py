@@ -85,6 +85,13 @@ def test_the_help_is_a_screen_and_every_command_has_examples(capsys, run):
         assert len(page.splitlines()) <= 45 and "\x1b" not in page
 
 
+def test_help_among_other_words_starts_no_other_command(monkeypatch, capsys, run):
+    """With modules of the user's, too, which only Hydra's own help would name."""
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "json")
+    for words in (["eval", "--help"], ["serve", "run", "-h"], ["replay", "run", "step=1", "--help"]):
+        assert run(*words) == 0 and f"usage: marl {words[0]}" in capsys.readouterr().out
+
+
 def test_the_help_of_train_gives_way_to_own_modules(monkeypatch, run):
     asked = []
     monkeypatch.setenv(VARIABLE, "json")
