@@ -60,7 +60,7 @@ def run(arguments: Sequence[str]) -> Mapping[str, Any]:
 
 def parsed(arguments: Sequence[str]) -> tuple[Options, list[str], list[str]]:
     """The options, the teams, and the words for their configurations."""
-    teams = [word for word in arguments if "=" not in word]
+    teams = [word for word in arguments if "=" not in word or Path(word).expanduser().exists()]
     own = [word for word in arguments if word.partition("=")[0] in Options.__dataclass_fields__]
     flags = [word for word in teams if word.startswith("-")]
     if flags or not teams:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
-from marl.commands import evaluate
+from marl.commands import evaluate, replay
 from marl.config.errors import ConfigError
 from marl.config.identity import settings_of
 from marl.evaluation import evaluate as played, team
@@ -147,3 +147,12 @@ def test_teams_of_other_tasks_are_named_before_anything_is_played(tmp_path, monk
     (tmp_path / "task.jsonl").touch()
     with pytest.raises(ConfigError, match="read different tasks from the same files"):
         evaluate.measure(evaluate.Options(task=str(tmp_path / "task.jsonl")), sources, [])
+
+
+def test_folders_may_have_an_equals_sign_in_their_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lr=1").mkdir()
+    _, teams, words = evaluate.parsed(["lr=1", "other", "seed=2", "n=1"])
+    assert (teams, words) == (["lr=1", "other"], ["seed=2"])
+    folder, own, changes = replay.parsed(["lr=1", "step=2", "seed=3"])
+    assert (folder, own, changes) == (tmp_path / "lr=1", {"step": "2"}, ("seed=3",))
