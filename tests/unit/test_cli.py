@@ -136,12 +136,13 @@ def test_every_shell_has_its_script(capsys, run):
     assert run("completion", "cmd") == 2
 
 
-DOCS = ("README.md", "docs/commands.md", "docs/your-data.md", "docs/runs.md")
+DOCS = ("README.md", "docs/commands.md", "docs/your-data.md", "docs/runs.md", "docs/evaluation.md", "docs/serving.md")
+PARSED = ("eval", "serve", "chat", "replay")
 SHOWN = [
     *(
-        line
+        f"marl {line.removeprefix('marl').strip()}"
         for name in DOCS
-        for line in re.findall(r"^(marl .*)$", Path(name).read_text(), re.MULTILINE)
+        for line in re.findall(r"^(?:python -m marl\.cli|(?=marl ))(.*)$", Path(name).read_text(), re.MULTILINE)
         if ": train" not in line
     ),
     *(
@@ -161,6 +162,9 @@ def test_what_is_shown_can_be_typed(line):
     if described.options:
         with import_module(described.module).command.make_context(name, words):
             return
+    if name in PARSED:
+        *_, left = import_module(described.module).parsed(words)
+        assert [word for word in left if "=" not in word] == [], line
     for group, equals, value in (word.partition("=") for word in words):
         if equals and group in option_names():
             assert set(value.split(",")) <= option_names()[group], line
