@@ -81,6 +81,13 @@ def credits() -> Iterator[Entry]:
     yield from presets("credit")
 
 
+def methods() -> Iterator[Entry]:
+    from marl.methods import METHODS
+
+    yield from registered("method", "method", METHODS)
+    yield from presets("method")
+
+
 def worlds() -> Iterator[Entry]:
     from marl.envs import ENVIRONMENTS, GAMES
 
@@ -143,6 +150,7 @@ KINDS: dict[str, Callable[[], Iterable[Entry]]] = {
     "learners": learners,
     "runners": runners,
     "credits": credits,
+    "methods": methods,
     "worlds": worlds,
     "rewards": rewards,
     "engines": engines,

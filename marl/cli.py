@@ -81,14 +81,14 @@ COMMANDS = {
     ),
     "info": Command(
         "marl.commands.info",
-        "learners, runners, credits, worlds, rewards, engines, settings",
+        "learners, runners, credits, methods, worlds, rewards, engines, settings",
         SET_UP,
         ("marl info", "marl info learners", "marl info learners happo", "marl info settings controller"),
         options=True,
     ),
     "doctor": Command(
         "marl.commands.doctor",
-        "check this machine, and say how to mend what is wrong",
+        "check this machine and suggest fixes",
         SET_UP,
         ("marl doctor", "RAY_ADDRESS=head:6379 marl doctor"),
         options=True,

@@ -49,7 +49,7 @@ class Command:
 COMPLETIONS = {
     "completion": Command(
         "marl.command_group",
-        "print the completion of words for a shell",
+        "print a shell's completion script",
         "Setting up",
         (
             "source <(marl completion bash)",
@@ -113,7 +113,7 @@ class HydraCommand(click.Command):
 
     def invoke(self, ctx: click.Context) -> int:
         words = ctx.args
-        if takes_short_help(words):
+        if takes_short_help(words) or (self.name != "train" and {*HELP["help_option_names"]} & {*words}):
             click.echo(self.get_help(ctx))
             return 0
         sys.argv = [f"{PROGRAM} {self.name}", *words]

@@ -61,7 +61,7 @@ def chat(options: argparse.Namespace, words: Sequence[str], console: Console | N
 def must_be_one(model: str, known: Iterable[str]) -> None:
     if model not in known:
         hint = did_you_mean(model, known)
-        raise ConfigError(f"--model {model}: there is none;{hint} expected one of {', '.join(known)}")
+        raise ConfigError(f"--model {model}: no such model;{hint} expected one of {', '.join(known)}")
 
 
 def lines(console: Console) -> Iterator[str]:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import shlex
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +20,13 @@ from marl.config.dataset_rows import file_list
 from marl.config.errors import ConfigError
 from marl.config.identity import content_of, versions
 from marl.evaluation.numbers import MEASURES
+from marl.evaluation.own_code import must_be_scored_as_in_training
 from marl.evaluation.source import Source, find
 from marl.main import exit_code
 from marl.utils.numbers import bounded, count
 from marl.utils.quiet import quiet
 from marl.utils.registry import typed
-from marl.utils.secret_masking import masked_logs
+from marl.utils.secret_masking import masked_logs, masked_text
 
 USAGE = "usage: marl eval RUN|CHECKPOINT|MODEL … [task=FILE] [n=SAMPLES] [baselines=[solo,vote]] [leave_one_out=true] [key=value …]"
 
@@ -58,7 +60,7 @@ def run(arguments: Sequence[str]) -> Mapping[str, Any]:
 
 def parsed(arguments: Sequence[str]) -> tuple[Options, list[str], list[str]]:
     """The options, the teams, and the words for their configurations."""
-    teams = [word for word in arguments if "=" not in word]
+    teams = [word for word in arguments if "=" not in word or Path(word).expanduser().exists()]
     own = [word for word in arguments if word.partition("=")[0] in Options.__dataclass_fields__]
     flags = [word for word in teams if word.startswith("-")]
     if flags or not teams:
@@ -73,14 +75,17 @@ def parsed(arguments: Sequence[str]) -> tuple[Options, list[str], list[str]]:
 
 def measure(options: Options, sources: Sequence[Source], words: Sequence[str]) -> Mapping[str, Any]:
     # heavy: imported once the command line is read
-    from marl.evaluation.evaluate import comparisons, evaluate
+    from marl.evaluation.evaluate import comparisons, evaluate, must_read_the_same_tasks
     from marl.report import evaluation as report
 
+    for source in sources:
+        must_be_scored_as_in_training(source.path, source.saved or {}, words)
     asked, files, labels = asked_of(options), files_of(options, sources), labels_of(sources)
     command = command_of(options, sources, files, words)
     name = options.name or name_of(sources, command)
     folder = folder_of(sources[0], name, command)
     mine = [f"data.val_files={json.dumps(files)}", *words]
+    must_read_the_same_tasks(sources, mine)
     found = [
         evaluate(source, mine, asked, folder / "episodes" / label)
         for source, label in zip(sources, labels, strict=True)
@@ -128,7 +133,9 @@ def files_of(options: Options, sources: Sequence[Source]) -> list[str]:
         raise ConfigError(
             f"task: {sources[0].path} is a model without a run's data; add task=FILE, rows in verl's columns (docs/data.md)"
         )
-    files = [Path(str(file)).expanduser() for file in file_list(given or sources[0].saved["data"]["val_files"])]
+    files = [Path(str(file)).expanduser() for file in file_list(given or sources[0].saved["data"]["val_files"] or [])]
+    if not files:
+        raise ConfigError("task: the run has no validation files; add task=FILE")
     for file in files:
         if not file.is_file():
             key = "task" if given else "data.val_files of the run"
@@ -151,7 +158,7 @@ def command_of(options: Options, sources: Sequence[Source], files: Sequence[str]
     own += [f"{key}={value}" for key in ("n", "name") if (value := getattr(options, key)) is not None]
     own += [f"{key}=[{','.join(value)}]" for key in ("measures", "baselines") if (value := getattr(options, key))]
     own += ["leave_one_out=true"] * options.leave_one_out
-    return shlex.join(["marl", "eval", *(str(source.path) for source in sources), *own, *words])
+    return masked_text(shlex.join(["marl", "eval", *(str(source.path) for source in sources), *own, *words]))
 
 
 def name_of(sources: Sequence[Source], command: str) -> str:
@@ -160,12 +167,19 @@ def name_of(sources: Sequence[Source], command: str) -> str:
 
 
 def folder_of(source: Source, name: str, command: str) -> Path:
-    """The folder of the results. Raises ConfigError where it holds those of another command."""
+    """The folder of the results, made now. Raises ConfigError where it cannot be, and where it holds those of another command."""
     folder = source.results / name
     earlier = folder / "result.json"
     if earlier.is_file() and json.loads(earlier.read_text())["command"] != command:
         raise ConfigError(f"name={name}: {folder} holds the results of another evaluation; choose another name")
-    return folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: cannot be written ({error.strerror}); expected a folder that results can be written into"
+        ) from None
 
 
 def seed_of(source: Source, words: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ WIDTH = 110
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(kind: str | None, name: str | None, as_json: bool) -> int:
-    """List learners, runners, credits, worlds, rewards, engines and settings; all of a KIND; or one NAME with its keys,
+    """List learners, runners, credits, methods, worlds, rewards, engines and settings; all of a KIND; or one NAME with its keys,
     their defaults and its papers."""
     found = chosen(kind, name)
     if as_json:

@@ -38,7 +38,7 @@ def check_name(folder: Path) -> None:
     name = folder.name
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
         raise ConfigError(
-            f"{name}: expected a name of small letters, digits and _, as of a Python package: marl init my_team"
+            f"{name}: expected lower-case letters, digits and _, like a Python package's name: marl init my_team"
         )
     if PLACEHOLDER.lower() == name or (importlib.util.find_spec(name) is not None and not folder.exists()):
         raise ConfigError(

@@ -40,8 +40,8 @@ def run(arguments: Sequence[str]) -> bool:
 
 def parsed(arguments: Sequence[str]) -> tuple[Path, dict[str, str], tuple[str, ...]]:
     """The run's folder, the command's own options, and changes to the run's settings."""
-    folders = [word for word in arguments if "=" not in word]
-    pairs = [word.partition("=") for word in arguments if "=" in word]
+    folders = [word for word in arguments if "=" not in word or Path(word).expanduser().exists()]
+    pairs = [word.partition("=") for word in arguments if word not in folders]
     if len(folders) != 1:
         raise ConfigError(f"marl replay {' '.join(arguments)}: {len(folders)} folders; {USAGE}")
     own = {key: value for key, _, value in pairs if key in OWN}

@@ -5,6 +5,7 @@ marl serve outputs/quickstart/latest --port 8000
 
 import argparse
 import json
+import logging
 import os
 import signal
 import socket
@@ -23,8 +24,10 @@ from marl.utils.numbers import SECONDS, Number, count
 from marl.utils.quiet import quiet
 from marl.utils.secret_masking import hide, masked_logs
 
+logger = logging.getLogger(__name__)
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 KEY = "MARL_API_KEY"
+BACKLOG = 2048
 BOUNDS: dict[str, Number] = {
     "port": count(0, 65535),
     "max_concurrent": count(1, 4096),
@@ -124,6 +127,7 @@ def listening(options: argparse.Namespace) -> Iterator[socket.socket]:
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             place.bind((options.host, options.port))
+            place.listen(BACKLOG)  # without it another server could bind the same port
         except OSError as error:
             raise ConfigError(
                 f"--port {options.port}: {options.host}:{options.port} cannot be listened on ({error.strerror or error}); "
@@ -146,6 +150,11 @@ def answerable(source: Source, options: Any, words: Sequence[str]) -> Iterator[l
     if named or (files and all(Path(file).is_file() for file in files)):
         yield list(words)
         return
+    if not options.data_source:
+        logger.warning(
+            "%s: its data are not on this machine, so answers are read by no data set's own rule; name it with --data-source",
+            source.path,
+        )
     with tempfile.TemporaryDirectory(prefix="marl-serve-") as folder:
         row = {
             "prompt": [{"role": "user", "content": "hello"}],

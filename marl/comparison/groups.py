@@ -15,6 +15,8 @@ SCORES = ("val/team/vote", "val/team/accuracy/final", "val/team/score", "team/vo
 """Metrics of a comparison's table, where runs have them."""
 HIDDEN = re.compile(r"trainer\.(default_local_dir|.*_data_dir|experiment_name)|(.*\.)?seed|assets")
 """Keys that follow from others."""
+MEASURED = re.compile(r".*total_training_steps|trainer\.total_epochs|data\.val_.*|.*val_kwargs\..*")
+"""Keys that a resumed run may change, and that decide what its last numbers are."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,11 @@ class Group:
         return {step: [curve[step] for curve in curves] for step in steps}
 
 
+def losses(runs: Sequence[Run]) -> list[str]:
+    """The metrics of runs that play nothing, as those of method=sft and dpo."""
+    return sorted({key for run in runs for numbers in run.steps.values() for key in numbers if key.endswith("/loss")})
+
+
 def spread(values: Sequence[float]) -> dict[str, Any] | None:
     """Median, smallest and largest; None of nothing."""
     if not values:
@@ -40,11 +47,13 @@ def spread(values: Sequence[float]) -> dict[str, Any] | None:
 
 
 def settings(run: Run) -> dict[str, Any]:
-    """The settings that change what is learned, but for the seed, and for its number in a path."""
-    flat = dict(leaves(run.config))
-    return {
-        key: without_seed(value) for key, value in flat.items() if not may_differ(key, ()) and not HIDDEN.fullmatch(key)
-    }
+    """The settings that change what is learned or measured, but for the seed, and for its number in a path."""
+    return {key: without_seed(value) for key, value in leaves(run.config) if counts(key)}
+
+
+def counts(key: str) -> bool:
+    """True for a key by which runs are told apart."""
+    return bool(MEASURED.fullmatch(key)) or (not may_differ(key, ()) and not HIDDEN.fullmatch(key))
 
 
 def without_seed(value: Any) -> Any:

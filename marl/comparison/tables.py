@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from marl.comparison.groups import SCORES, costs, differences, groups, spread
+from marl.comparison.groups import SCORES, costs, differences, groups, losses, spread
 from marl.comparison.runs import Run
 from marl.comparison.turns import CHANGES, evidence
 
@@ -17,7 +17,7 @@ POINTS = 12
 def comparison(runs: Sequence[Run]) -> dict[str, Any]:
     """Everything that two or more runs, or one, can be compared by."""
     found = groups(runs)
-    keys = [key for key in SCORES if any(group.finals(key) for group in found)]
+    keys = [key for key in SCORES if any(group.finals(key) for group in found)] or losses(runs)
     return {
         "runs": [described(run) for run in runs],
         "groups": [

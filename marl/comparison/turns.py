@@ -27,7 +27,7 @@ def dumped(run: Run, key: str) -> list[tuple[int, Path]]:
 
 def lines_of(path: Path) -> Iterator[Line]:
     """The turns of a dump; a last line that is still written is left out."""
-    *lines, _rest = path.read_text(encoding="utf-8").split("\n")
+    *lines, _rest = path.read_bytes().split(b"\n")
     for number, text in enumerate(lines, start=1):
         try:
             line = json.loads(text)

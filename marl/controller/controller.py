@@ -305,12 +305,20 @@ class Controller:
         )
 
     def generate(
-        self, task: Task, key: tuple, step: int, validate: bool = False, asked: Mapping[str, Any] | None = None
+        self,
+        task: Task,
+        key: tuple,
+        step: int,
+        validate: bool = False,
+        asked: Mapping[str, Any] | None = None,
+        session: str | None = None,
     ) -> Generate:
         """Generate function of one episode: observations to turns. ``key`` names the episode and seeds the sampling; ``asked``:
-        sampling parameters that replace the configuration's, and add to an agent's stop strings."""
+        sampling parameters that replace the configuration's, and add to an agent's stop strings; ``session``: a name of the
+        episode for servers, where ``key`` may come twice."""
         policy_map = self.policy_map.at(step)
         self.ledger.open(step)
+        name = session or "/".join(map(str, key[1:]))
 
         async def generate(
             agent: AgentId, observation: list[Message], round: int, previous: Turn | None, branch: int
@@ -329,7 +337,7 @@ class Controller:
                     round,
                     previous,
                     task=task,
-                    session=f"{'/'.join(map(str, key[1:]))}/{agent}",
+                    session=f"{name}/{agent}",
                     seed=seed,
                     sampling=sampling,
                     max_prompt_length=self.max_prompt_length,

@@ -7,14 +7,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from marl.build import tokenizer_of
 from marl.checkpoint import fingerprint, validation_sampling
+from marl.cluster.layout import model_config
 from marl.config.errors import ConfigError
 from marl.controller.controller import Controller
+from marl.controller.tasks import validation_tasks
 from marl.evaluation.baselines import majority_is_right
 from marl.evaluation.numbers import accuracy_T, by_task, columns_of, cost_of, mean, numbers_of
 from marl.evaluation.source import Source
 from marl.evaluation.statistics import bootstrap, compared
-from marl.evaluation.team import Team, opened
+from marl.evaluation.team import Team, config_of, opened
+from marl.preflight.prepare import prepare
 from marl.report import conversation, dump
 from marl.runners import RUNNERS
 from marl.types import AgentId, Episode, Task
@@ -68,6 +72,23 @@ def evaluate(source: Source, words: Sequence[str], asked: Asked, folder: Path) -
         for name in asked.baselines:
             BASELINE[name](team, tasks, episodes, found)
         return found
+
+
+def must_read_the_same_tasks(sources: Sequence[Source], words: Sequence[str]) -> None:
+    """Raise ConfigError, before anything is played, where teams could not be compared."""
+    digests = [digest_of(source, words) for source in sources] if len(sources) > 1 else []
+    for source, digest in zip(sources, digests, strict=False):
+        if digest != digests[0]:
+            raise ConfigError(
+                f"{sources[0].path} and {source.path} read different tasks from the same files (data.* differs, as "
+                "data.prompt_key or data.val_max_samples); name these keys on the command line"
+            )
+
+
+def digest_of(source: Source, words: Sequence[str]) -> str:
+    """Digest of the tasks that a source would play."""
+    setup = prepare(config_of(source, words))
+    return fingerprint(validation_tasks(setup.config, tokenizer_of(model_config(setup.config, setup.policies[0]))))
 
 
 def samples_of(asked: Asked) -> list[str]:
@@ -163,13 +184,7 @@ def answers_per_episode(episodes: Sequence[Episode]) -> int:
 
 
 def comparisons(found: Sequence[Found], labels: Sequence[str]) -> list[dict[str, Any]]:
-    """The first team against each other one. Raises ConfigError where they did not play the same tasks."""
-    for other in found[1:]:
-        if other.validation != found[0].validation:
-            raise ConfigError(
-                f"{found[0].source.path} and {other.source.path} read other tasks from the same files (data.* differs, as "
-                "data.prompt_key or data.val_max_samples); name these keys on the command line"
-            )
+    """The first team against each other one."""
     return [
         {"of": labels[0], "over": label, **compared(found[0].right_T, other.right_T)}
         for label, other in zip(labels[1:], found[1:], strict=True)

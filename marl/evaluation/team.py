@@ -1,10 +1,11 @@
 """Trained agents that answer and are not trained: a run's configuration with a checkpoint's weights, in servers alone."""
 
 import asyncio
+import logging
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hydra import compose, initialize_config_module
@@ -12,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from transformers.utils import logging as transformers_logging
 
-from marl.build import start_controller, tokenizer_of
+from marl.build import start_controller, start_deadline, tokenizer_of
 from marl.cluster.launch import check_cluster, make_groups, start_groups
 from marl.cluster.layout import model_config, policy_config
 from marl.cluster.session import session
@@ -24,13 +25,16 @@ from marl.config.schema import Placement
 from marl.controller.controller import Controller
 from marl.controller.policy_map import PolicyMap
 from marl.controller.tasks import validation_tasks
+from marl.evaluation import own_code
 from marl.evaluation.load import saved_state, saved_weights
 from marl.evaluation.source import Source
 from marl.preflight.endpoints import check_endpoints
 from marl.preflight.prepare import prepare
 from marl.run_setup import Setup
 from marl.types import Task
+from marl.utils.deadlines import interrupted_after
 
+logger = logging.getLogger(__name__)
 ALONE = "solo"
 """The one agent of a plain model's team."""
 
@@ -73,7 +77,8 @@ async def start(setup: Setup, source: Source, cleanup: ExitStack) -> Controller:
         check_cluster(setup)
     tokenizers = {name: tokenizer_of(model_config(config, name)) for name in setup.policies}
     configs = {name: policy_config(config, name, i, run_id, 1) for i, name in enumerate(setup.policies)}
-    groups, _ = make_groups(setup, configs, cleanup)
+    with interrupted_after(*start_deadline(config)):
+        groups, _ = make_groups(setup, configs, cleanup)
     await start_groups(groups, {})
     controller = await start_controller(setup, groups, tokenizers, run_id, cleanup)
     await asyncio.gather(*(group.sync_weights(step) for group in groups.values()))
@@ -94,15 +99,36 @@ def config_of(source: Source, words: Sequence[str] = ()) -> DictConfig:
         config = composed(["agents=schema", f"+agents.{ALONE}={{}}", *runner, *device(named), *options])
         config.actor_rollout_ref.model.path = str(source.path)
     else:
-        config = of_run(source, options)
+        must_fit_a_run(source, options)
+        config = of_run(without_own_code(source, words), options)
     with open_dict(config):
         answers_alone(config)
         if source.step is not None:
             take_weights(config, source)
+            config.data.columns = None  # its files were converted; others have verl's columns
         changed(config, [word for word in words if word not in options])
         config.data.train_files = config.data.val_files  # which nobody reads
         fit_process(config)
     return config
+
+
+def must_fit_a_run(source: Source, options: Sequence[str]) -> None:
+    """Raise ConfigError for an option that the saved settings would override."""
+    for word in options:
+        if word.startswith("hardware="):
+            raise ConfigError(
+                f"{word}: {source.path} is opened with the settings that it was saved with; name single keys, as in "
+                "trainer.device=cpu actor_rollout_ref.rollout.name=hf"
+            )
+
+
+def without_own_code(source: Source, words: Sequence[str]) -> Source:
+    """The source without the settings that execute code of its own; says which are left out."""
+    missing = own_code.left_out(source.saved, words)
+    if missing:
+        listed = " ".join(f"{key}={value}" for key, value in missing.items())
+        logger.warning("%s: %s of its run would execute code, and is left out; name it to use it", source.path, listed)
+    return replace(source, saved=own_code.without_code(source.saved))
 
 
 def is_option(word: str) -> bool:
@@ -153,6 +179,8 @@ def answers_alone(config: DictConfig) -> None:
     config.critic.enable, config.baseline = None, []
     config.controller.ledger, config.controller.num_workers, config.trainer.logger = False, 0, []
     config.controller.overlong_buffer = 0
+    config.trainer.rollout_data_dir = config.trainer.validation_data_dir = config.trainer.resume_from_path = None
+    config.trainer.resume_mode = "disable"
     config.resources.critic_pool = None
     for pool in config.resources.pools.values():
         pool.critics = []
@@ -160,8 +188,9 @@ def answers_alone(config: DictConfig) -> None:
 
 def take_weights(config: DictConfig, source: Source) -> None:
     """Let every policy that the run trained be served from the checkpoint's whole model, adapters merged into it."""
-    trained = saved_state(str(source.path))["policies"]
-    for name in hosted_policies(config):
+    trained, served = saved_state(str(source.path))["policies"], []
+    hosted = hosted_policies(config)
+    for name in hosted:
         if name not in trained or not (source.path / name).exists():  # nobody trained it
             continue
         own = config.policies.get(name) or {}
@@ -171,6 +200,9 @@ def take_weights(config: DictConfig, source: Source) -> None:
             "lora_adapter_path": None,
         }
         config.policies[name] = OmegaConf.merge(own, {"model": weights})
+        served.append(weights["path"])
+    if served and len(served) == len(hosted):  # the base that was trained need not be on this machine
+        config.actor_rollout_ref.model.path, config.actor_rollout_ref.ref.model.path = served[0], None
     config.actor_rollout_ref.model.lora_rank, config.actor_rollout_ref.model.lora_adapter_path = 0, None
     config.sharing = None
 

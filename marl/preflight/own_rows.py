@@ -24,8 +24,9 @@ from marl.utils.near import did_you_mean
 
 REQUIRED, OPTIONAL = ("prompt", "answer"), ("system", "data_source")
 RECORD = "split.json"
-VERSION = 1
-"""Raise it when the same settings make other rows."""
+CONVERTED = ("train.parquet", "validation.parquet")
+VERSION = 2
+"""Bump it when the same settings would produce different rows."""
 SOURCE = "own/"
 """Begins a data source without a column of its own: mathematical equality scores it."""
 NO_NUMBERS = (math.inf, -math.inf)
@@ -40,12 +41,16 @@ def use_columns(config: Any) -> None:
     if data.get("columns") is None:
         return must_be_converted(data)
     columns, train = columns_of(config), named(data, "train_files")
-    if all((Path(file).parent / RECORD).is_file() for file in train):  # of a run that is prepared again
+    if all(is_converted(Path(file)) for file in train):  # of a run that is prepared again
         return
     val = named(data, "val_files") if data.val_files is not None else []
-    folder = convert(columns, train, val, float(data.val_share), int(config.seed))
+    folder = convert(columns, train, val, float(data.val_share))
     with open_dict(config):
         data.train_files, data.val_files = str(folder / "train.parquet"), str(folder / "validation.parquet")
+
+
+def is_converted(file: Path) -> bool:
+    return file.name in CONVERTED and (file.parent / RECORD).is_file()
 
 
 def must_be_converted(data: Any) -> None:
@@ -67,7 +72,7 @@ def named(data: Any, key: str) -> list[str]:
 
 
 def columns_of(config: Any) -> dict[str, str]:
-    """What each column of a user's is. Raises ConfigError where that is not said, or not possible."""
+    """The role of each of the user's columns. Raises ConfigError where that is not said, or not possible."""
     given, known = config.data.columns, (*REQUIRED, *OPTIONAL)
     expected = "expected {prompt: <column>, answer: <column>}, and system or data_source where there are such columns"
     if not OmegaConf.is_dict(given):
@@ -83,14 +88,13 @@ def columns_of(config: Any) -> dict[str, str]:
     if len(set(given.values())) < len(given):
         raise ConfigError(f"data.columns={given}: one column is named twice; {expected}")
     check_number(config, "data.val_share")
-    check_number(config, "seed")
     return {str(key): str(column) for key, column in given.items()}
 
 
-def convert(columns: Mapping[str, str], train: Sequence[str], val: Sequence[str], share: float, seed: int) -> Path:
+def convert(columns: Mapping[str, str], train: Sequence[str], val: Sequence[str], share: float) -> Path:
     """The folder of the converted rows, made once for the same files and settings."""
     sources = {file: content(file) for file in (*train, *val)}
-    settings = {"columns": dict(columns), "seed": seed, "val_share": None if val else share, "version": VERSION}
+    settings = {"columns": dict(columns), "val_share": None if val else share, "version": VERSION}
     made_of = {"train": [sources[file] for file in train], "validation": [sources[file] for file in val], **settings}
     key = digest(json.dumps(made_of, sort_keys=True).encode()).removeprefix("sha256:")[:16]
     folder = Path(os.environ.get("MARL_CACHE", "outputs/cache")) / "data" / key
@@ -99,7 +103,7 @@ def convert(columns: Mapping[str, str], train: Sequence[str], val: Sequence[str]
     rows = [row for file in train for row in rows_of(file, columns)]
     validation = [row for file in val for row in rows_of(file, columns)]
     if not val:
-        rows, validation = split(rows, share, seed)
+        rows, validation = split(rows, share)
     folder.mkdir(parents=True, exist_ok=True)
     for name, part in (("train", rows), ("validation", validation)):
         write(part, name, folder / f"{name}.parquet")
@@ -162,14 +166,15 @@ def answer_of(value: Any, where: str) -> str:
     return after_hashes(text) or text
 
 
-def split(rows: Sequence[Row], share: float, seed: int) -> tuple[list[Row], list[Row]]:
-    """Rows to train and to validate; those with the same question stay together, so that none is known from training."""
+def split(rows: Sequence[Row], share: float) -> tuple[list[Row], list[Row]]:
+    """Rows to train and to validate, the same for every seed of a run; those with the same question stay together, so that none
+    is known from training."""
     questions = sorted({question(row) for row in rows}, key=lambda text: hashlib.sha256(text.encode()).digest())
     if len(questions) < 2:
         raise ConfigError(
-            f"data.columns: {len(questions)} different question; expected two, one of them to validate, or set data.val_files"
+            f"data.columns: only {len(questions)} distinct question; expected at least two, one for validation, or set data.val_files"
         )
-    random.Random(f"split-{seed}").shuffle(questions)
+    random.Random("split").shuffle(questions)
     held_out = set(questions[: min(max(1, round(share * len(questions))), len(questions) - 1)])
     kept = [row for row in rows if question(row) not in held_out]
     return kept, [row for row in rows if question(row) in held_out]

@@ -119,8 +119,9 @@ def read_dataset(source: str) -> pyarrow.Table:
             parts = name.split("/")
             found = datasets.load_dataset("/".join(parts[:2]), *parts[2:3], split=split or "train")
     except Exception as error:  # of many kinds, by what is wrong: no such data set, no network, no such split
+        said = next(iter(str(error).splitlines()), type(error).__name__)
         raise ConfigError(
-            f"{source}: cannot be loaded: {str(error).splitlines()[0]}; expected a folder of Dataset.save_to_disk, or "
+            f"{source}: cannot be loaded: {said}; expected a folder of Dataset.save_to_disk, or "
             f"{HUB}<org>/<name>[/<configuration>][:<split>] that this machine may download"
         ) from None
     return found.with_format("arrow")[:]

@@ -88,6 +88,8 @@ def absolutise(config: DictConfig) -> None:
         for key in ("path", "tokenizer_path", "lora_adapter_path"):
             if isinstance(model.get(key), str):
                 model[key] = absolute(model[key])
+    if config.reward.custom_reward_function.path:
+        config.reward.custom_reward_function.path = absolute(config.reward.custom_reward_function.path)
     for key in ("train_files", "val_files"):
         config.data[key] = [absolute(file) for file in file_list(config.data[key])]
     if "files" in config.method:

@@ -71,12 +71,16 @@ def tokens_per_second(metrics: Metrics) -> float | None:
 
 
 def shown_numbers(metrics: Metrics) -> dict[str, float]:
-    """The numbers of a line: the team's accuracy, by round where there are several, and its score where that is another."""
+    """The numbers of a line: the team's accuracy, by round where there are several, and its score where that is another; the
+    losses of a run that plays nothing."""
     rounds = {key: value for key, value in metrics.items() if key.startswith("team/accuracy/round_")}
     keys = ["team/vote", *(sorted(rounds, key=lambda key: int(key.rsplit("_", 1)[1])) if len(rounds) > 1 else [])]
     keys += ["team/score"] if metrics.get("team/score") != metrics.get("team/vote") else []
     keys += ["val/team/vote"]
-    return {key.replace("team/", "").replace("accuracy/", ""): metrics[key] for key in keys if key in metrics}
+    found = {key.replace("team/", "").replace("accuracy/", ""): metrics[key] for key in keys if key in metrics}
+    return found or {
+        key.removeprefix("agent/").replace("/", " "): metrics[key] for key in metrics if key.endswith("/loss")
+    }
 
 
 def line(step: int, total: int, metrics: Metrics, left: float | None) -> str:

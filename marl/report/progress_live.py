@@ -114,7 +114,7 @@ def last_transcript(folders: list[Path]) -> list[tuple[str, str]]:
 
 def first_episode(file: Path) -> Iterator[tuple[str, str]]:
     """The turns on a dump's first lines; a line that is still written ends them."""
-    with open(file, encoding="utf-8") as lines:
+    with open(file, encoding="utf-8", errors="replace") as lines:
         for index, text in enumerate(islice(lines, 64)):
             try:
                 turn = json.loads(text)

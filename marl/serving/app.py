@@ -52,7 +52,7 @@ def make_app(service: Service, api_key: str | None = None) -> FastAPI:
         must_be_allowed(request, api_key)
         if name not in service.player.models:
             known = ", ".join(service.player.models)
-            raise Refused(404, f"model={name!r}: there is none; expected one of {known}", "model_not_found", "model")
+            raise Refused(404, f"model={name!r}: no such model; expected one of {known}", "model_not_found", "model")
         return model_of(service, name, started)
 
     @app.post("/v1/chat/completions")
@@ -92,7 +92,7 @@ async def complete(service: Service, request: Request) -> Response:
         raise
     if asked.stream:
         events = service.stream(asked)
-        first = await anext(events)  # what fails before it has a status of its own
+        first = await unless_gone(request, anext(events))  # what fails before it has a status of its own
         return StreamingResponse(following(first, events), media_type="text/event-stream")
     return JSONResponse(await unless_gone(request, service.complete(asked)))
 
@@ -116,9 +116,9 @@ async def body_of(request: Request) -> Any:
             )
     try:
         return json.loads(bytes(read).decode())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refused(
-            400, f"the body is no JSON: {error}; expected a chat completion's request", "invalid_body"
+            400, f"the body is not JSON: {error}; expected a chat completion's request", "invalid_body"
         ) from None
 
 

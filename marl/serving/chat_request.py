@@ -51,7 +51,7 @@ class ChatRequest:
 def read_request(body: Any, longest: Mapping[str, int]) -> ChatRequest:
     """``longest``: the most tokens of an answer, by model. Raises Refused."""
     if not isinstance(body, Mapping):
-        raise Refused(400, "the body is no JSON object; expected {'model': …, 'messages': […]}", "invalid_body")
+        raise Refused(400, "the body is not a JSON object; expected {'model': …, 'messages': […]}", "invalid_body")
     given = {key: value for key, value in body.items() if value is not None}
     refuse_unknown(given)
     model = given.get("model")
@@ -59,7 +59,7 @@ def read_request(body: Any, longest: Mapping[str, int]) -> ChatRequest:
         hint = did_you_mean(str(model), longest)
         raise Refused(
             404,
-            f"model={model!r}: there is none;{hint} expected one of {', '.join(longest)}",
+            f"model={model!r}: no such model;{hint} expected one of {', '.join(longest)}",
             "model_not_found",
             "model",
         )

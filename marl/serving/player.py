@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
+from uuid import uuid4
 
 from marl.config.dataset_rows import file_list, rows_of
 from marl.config.policies import own_settings, policies_by_agent
@@ -56,7 +57,8 @@ class Player:
         task = self.task(messages)
         accuracy = self.controller.accuracy.shares()
         record = Episode(task, sample, list(agents), seed=derive_seed(*key), accuracy=accuracy)
-        generate = listened(self.controller.generate(task, key, self.step, True, sampling), record, heard)
+        spoken = self.controller.generate(task, key, self.step, True, sampling, session=uuid4().hex)
+        generate = listened(spoken, record, heard)
         live = LiveEpisode(record, generate, self.judge(), self.controller.roles, self.runner(model).config.overflow)
         played = await play_to_end(self.runner(model), live)
         if played.failure == "overflow" or not played.path:

@@ -264,7 +264,7 @@ def test_a_conversation_goes_on_until_it_is_left(run, monkeypatch):
     assert len(talk) == 4 and talk[2]["content"] == ask, "what could not be answered is forgotten"
     talk, shown = asking(run, ["how many ?"], monkeypatch, "--model", "team/carol")
     assert "alice" not in shown and "team/carol ⟶" in shown
-    with pytest.raises(ConfigError, match="--model team/carl: there is none"):
+    with pytest.raises(ConfigError, match="--model team/carl: no such model"):
         asking(run, [], monkeypatch, "--model", "team/carl")
 
 

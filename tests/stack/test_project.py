@@ -1,8 +1,11 @@
 """``marl init``: a project that passes its tests and runs as it is."""
 
 import os
+import re
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +39,27 @@ def test_every_file_is_the_projects(here):
     )
 
 
+def test_a_toy_model_that_was_cut_short_is_made_again(here, monkeypatch):
+    assert cli.main(["init", "my_team"]) == 0
+    monkeypatch.chdir(here / "my_team")
+
+    def ensure(folder, *_, **__):
+        (folder / "model").mkdir(parents=True, exist_ok=True)
+        (folder / "model" / "config.json").write_text("{}")
+
+    def cut(source, target):
+        Path(target).mkdir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("marl.quickstart.assets.ensure", ensure)
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        killed.setattr("shutil.copytree", cut)
+        runpy.run_path("toy.py", run_name="__main__")
+    assert not Path("outputs/model").exists()
+    runpy.run_path("toy.py", run_name="__main__")
+    assert Path("outputs/model/config.json").is_file()
+
+
 @pytest.mark.slow
 def test_a_project_passes_its_tests_and_trains_as_it_is(here):
     assert cli.main(["init", "my_team"]) == 0
@@ -50,7 +74,8 @@ def test_a_project_passes_its_tests_and_trains_as_it_is(here):
 
     assert "6 passed" in run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
     printed = run("./train.sh", "resources.one_process=true", "trainer.total_training_steps=3")
-    assert "180 rows to train and 20 to validate" in printed or "to validate, of questions.csv" in printed
+    rows = re.search(r"(\d+) rows to train and (\d+) to validate, of questions.csv", printed)
+    assert rows and int(rows[1]) + int(rows[2]) == 200
     assert printed.count("step ") >= 3
     (found,) = load_all([str(project / "outputs")])
     assert found.state == "finished" and found.config["learner"] == {
@@ -61,5 +86,5 @@ def test_a_project_passes_its_tests_and_trains_as_it_is(here):
     assert found.config["runner"]["environment"] == "my_team_world" and "agent/alice/grad_norm" in found.steps[3]
     assert (
         "./train.sh" not in (found.folder / "README.md").read_text()
-        and "marl" in (found.folder / "README.md").read_text()
+        and "-m marl train --config-dir . --config-name experiment" in (found.folder / "README.md").read_text()
     )

@@ -127,8 +127,13 @@ def test_folders_are_made_absolute(tmp_path, monkeypatch, path):
         "actor_rollout_ref": {"model": {}, "ref": {"model": {"path": path}}}, "critic": {"model": {}}, "data": {"train_files": [], "val_files": []},
         "policies": {"alice": {"model": {"lora_adapter_path": path}}, "bob": {"ref": {"model": {"path": path}}}, "carol": None},
         "trainer": dict.fromkeys(("default_local_dir", "rollout_data_dir", "validation_data_dir", "resume_from_path")),
+        "reward": {"custom_reward_function": {"path": path}}, "method": {},
     })  # fmt: skip
     absolutise(config)
+    assert config.reward.custom_reward_function.path == str(tmp_path / "adapter")
+    config.reward.custom_reward_function.path = "pkg://mine"
+    absolutise(config)
+    assert config.reward.custom_reward_function.path == "pkg://mine"
     assert config.policies.alice.model.lora_adapter_path == str(tmp_path / "adapter")
     references = config.actor_rollout_ref.ref, config.policies.bob.ref
     assert [own.model.path for own in references] == [str(tmp_path / "adapter")] * 2

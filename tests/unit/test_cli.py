@@ -85,6 +85,13 @@ def test_the_help_is_a_screen_and_every_command_has_examples(capsys, run):
         assert len(page.splitlines()) <= 45 and "\x1b" not in page
 
 
+def test_help_among_other_words_starts_no_other_command(monkeypatch, capsys, run):
+    """With modules of the user's, too, which only Hydra's own help would name."""
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "json")
+    for words in (["eval", "--help"], ["serve", "run", "-h"], ["replay", "run", "step=1", "--help"]):
+        assert run(*words) == 0 and f"usage: marl {words[0]}" in capsys.readouterr().out
+
+
 def test_the_help_of_train_gives_way_to_own_modules(monkeypatch, run):
     asked = []
     monkeypatch.setenv(VARIABLE, "json")
@@ -129,12 +136,13 @@ def test_every_shell_has_its_script(capsys, run):
     assert run("completion", "cmd") == 2
 
 
-DOCS = ("README.md", "docs/commands.md", "docs/your-data.md", "docs/runs.md")
+DOCS = ("README.md", "docs/commands.md", "docs/your-data.md", "docs/runs.md", "docs/evaluation.md", "docs/serving.md")
+PARSED = ("eval", "serve", "chat", "replay")
 SHOWN = [
     *(
-        line
+        f"marl {line.removeprefix('marl').strip()}"
         for name in DOCS
-        for line in re.findall(r"^(marl .*)$", Path(name).read_text(), re.MULTILINE)
+        for line in re.findall(r"^(?:python -m marl\.cli|(?=marl ))(.*)$", Path(name).read_text(), re.MULTILINE)
         if ": train" not in line
     ),
     *(
@@ -154,6 +162,9 @@ def test_what_is_shown_can_be_typed(line):
     if described.options:
         with import_module(described.module).command.make_context(name, words):
             return
+    if name in PARSED:
+        *_, left = import_module(described.module).parsed(words)
+        assert [word for word in left if "=" not in word] == [], line
     for group, equals, value in (word.partition("=") for word in words):
         if equals and group in option_names():
             assert set(value.split(",")) <= option_names()[group], line

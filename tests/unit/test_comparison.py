@@ -105,6 +105,8 @@ def test_transitions_and_credit_by_hand(make_run):
     (folder / "validation" / "4.jsonl").write_text(
         "".join(json.dumps(line) + "\n" for line in said) + '{"agent": "a", "rou'
     )
+    with open(folder / "validation" / "4.jsonl", "ab") as file:
+        file.write("é".encode()[:1])  # within a letter of two bytes
     trained = [
         turn("a", 1, 1.0, reward=2.0, advantage=-1.0),
         turn("a", 1, 0.0, reward=0.0, advantage=3.0),
@@ -189,6 +191,14 @@ def test_a_report_is_written_beside_its_runs(make_run, tmp_path, monkeypatch):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["comparison.json", "comparison.md"]
 
 
+def test_runs_that_play_nothing_are_compared_by_their_losses(make_run):
+    folder = make_run("one", {})
+    lines = [{"step": step, "data": {"agent/a/loss": 1.0 / step, "agent/a/entropy": 2.0}} for step in (1, 2)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (group,) = comparison(runs.load_all([str(folder)]))["groups"]
+    assert list(group["last"]) == ["agent/a/loss"] and group["last"]["agent/a/loss"]["median"] == 0.5
+
+
 def test_a_run_without_numbers_says_why(make_run, capsys):
     folder = make_run("one", {})
     assert cli.main(["report", str(folder)]) == 0 and "`file` is not in `trainer.logger`" in capsys.readouterr().out
@@ -201,6 +211,24 @@ def test_settings_that_change_nothing_do_not_part_runs(make_run):
     assert len(groups.groups(runs.load_all([str(one), str(two)]))) == 1
     other = make_run("other", {0: 0.6}, 3, data={"seed": 3, "train_files": ["mine.parquet"]})
     assert len(groups.groups(runs.load_all([str(one), str(other)]))) == 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"trainer": {"total_training_steps": 600}},
+        {"trainer": {"total_epochs": 2}},
+        {"data": {"val_files": ["hard.parquet"]}},
+        {"actor_rollout_ref": {"rollout": {"val_kwargs": {"temperature": 1.0}}}},
+    ],
+)
+def test_runs_of_another_length_or_validation_are_not_one_over_seeds(make_run, settings):
+    one, two = make_run("one", {0: 0.5}), make_run("two", {0: 0.6}, 3)
+    record = json.loads((two / "run.json").read_text())
+    for part, changes in settings.items():
+        record["config"].setdefault(part, {}).update(changes)
+    (two / "run.json").write_text(json.dumps(record))
+    assert len(groups.groups(runs.load_all([str(one), str(two)]))) == 2
 
 
 def test_a_folder_explains_itself_without_secrets(make_run, monkeypatch):

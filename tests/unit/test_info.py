@@ -10,10 +10,11 @@ from marl.config import short_help
 from marl.config.errors import ConfigError
 from marl.envs import ENVIRONMENTS, GAMES
 from marl.learners import CREDITS, LEARNERS
+from marl.methods import METHODS
 from marl.runners import RUNNERS
 from marl.utils.numbers import bounded, count
 
-BUILT_IN = {"learners": LEARNERS, "runners": RUNNERS, "credits": CREDITS, "worlds": ENVIRONMENTS}
+BUILT_IN = {"learners": LEARNERS, "runners": RUNNERS, "credits": CREDITS, "methods": METHODS, "worlds": ENVIRONMENTS}
 
 
 @pytest.mark.parametrize("kind", BUILT_IN)
@@ -27,7 +28,7 @@ def test_every_registered_class_is_listed_with_all_its_keys(kind):
 
 def test_every_option_of_hydra_is_listed():
     known = short_help.option_names()
-    for kind in ("learner", "runner", "credit"):
+    for kind in ("learner", "runner", "credit", "method"):
         assert known[kind] <= {entry.name for entry in catalogue.entries(f"{kind}s")}
     assert {entry.name for entry in catalogue.entries("worlds")} >= {*GAMES.names(), *ENVIRONMENTS.names()}
     assert {f"hardware={name}" for name in known["hardware"]} <= {entry.name for entry in catalogue.entries("engines")}

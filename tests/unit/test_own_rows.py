@@ -91,7 +91,7 @@ def test_every_kind_of_file_gives_the_same_rows(name):
     }
 
 
-def test_a_split_depends_on_the_seed_alone_and_keeps_equal_questions_together():
+def test_a_split_is_the_same_for_every_seed_and_keeps_equal_questions_together():
     doubled = jsonl("mine.jsonl", [*ROWS, *reversed(ROWS)])
     train, validation, _ = converted(doubled)
     again, _, _ = converted(
@@ -102,12 +102,21 @@ def test_a_split_depends_on_the_seed_alone_and_keeps_equal_questions_together():
         return {row["prompt"][0]["content"] for row in rows}
 
     assert len(validation) == 4 and not asked(train) & asked(validation) and asked(train) == asked(again)
-    other = config_of(doubled)
+    once, other = config_of(doubled), config_of(doubled)
+    use_columns(once)
     other.seed = 1
     use_columns(other)
-    assert asked(pyarrow.parquet.read_table(other.data.train_files).to_pylist()) != asked(train)
+    assert asked(pyarrow.parquet.read_table(other.data.train_files).to_pylist()) == asked(train)
+    assert Path(other.data.val_files).parent == Path(once.data.val_files).parent, "runs over seeds have the same files"
     train, validation, _ = converted(doubled, val_share=0.9)
     assert len(asked(train)) == 2 and len(asked(validation)) == 18
+
+
+def test_a_users_own_file_called_split_json_does_not_hide_theirs():
+    """Only files that were converted stand beside ours."""
+    file = csv("mine.csv")
+    Path("split.json").write_text("{}")
+    assert converted(file)[2]["train"] == 18
 
 
 def test_files_of_their_own_to_validate_are_not_split(here):
@@ -174,7 +183,7 @@ BAD = {
     "no list": (written("x.json", b"[1, 2]"), ["x.json: cannot be read as a list of objects"]),
     "a blank question": (written("x.csv", b"question,a\n  ,3\nb,4\n"), ["x.csv, row 0, column 'question'", "expected a text"]),
     "no answer": (written("x.csv", b"question,a\nc,3\nb,\n"), ["x.csv, row 1, column 'a' is ''", "text or a number"]),
-    "one question": (lambda: csv("x.csv", ROWS[:1] * 3), ["1 different question", "data.val_files"]),
+    "one question": (lambda: csv("x.csv", ROWS[:1] * 3), ["only 1 distinct question", "data.val_files"]),
     "a folder of something else": (lambda: Path("folder").mkdir() or "folder", ["folder: cannot be loaded", "save_to_disk"]),
 }  # fmt: skip
 
@@ -237,3 +246,15 @@ def test_a_run_is_prepared_from_a_csv(compose_config, cold_assets):
     setup = prepare(config)
     assert setup.config.data.columns.prompt == "question" and "18 rows to train" in split_text(setup.config)
     assert len(setup.tasks[0]) == 18
+
+
+def test_an_error_without_words_is_named(monkeypatch):
+    import datasets
+
+    def fails(source):
+        raise AssertionError
+
+    monkeypatch.setattr(datasets, "load_from_disk", fails)
+    Path("mine").mkdir()
+    with pytest.raises(ConfigError, match="mine: cannot be loaded: AssertionError"):
+        use_columns(config_of("mine"))

@@ -54,6 +54,10 @@ def test_a_line_says_what_there_is():
     assert [duration(seconds) for seconds in (0, 59.6, 3723)] == ["0:00", "1:00", "1:02:03"]
 
 
+def test_a_line_of_a_run_that_plays_nothing_says_its_losses():
+    assert line(1, 2, {"agent/a/loss": 0.25, "agent/a/grad_norm": 3.0}, None) == "step 1/2  a loss 0.250"
+
+
 def test_lines_are_plain_and_whole_where_there_is_no_terminal():
     plain, coloured = terminal(False), terminal(True)
     for console in (plain, coloured):
@@ -120,6 +124,9 @@ def test_the_transcript_is_the_first_episode_of_the_newest_file_even_half_writte
     assert last_transcript([tmp_path, tmp_path / "none"]) == []
     written(tmp_path, 1, "old", cut=True)
     assert last_transcript([tmp_path]) == [("a0, round 1 [0.5]", "old")]
+    for half in ('{"agent": "a0", "rou', '{"agent": "a0", "output": "é'):  # cut, and within a letter of two bytes
+        (tmp_path / "2.jsonl").write_bytes(half.encode()[:-1])
+        assert last_transcript([tmp_path]) == [("a0, round 1 [0.5]", "old")]
     (tmp_path / "2.jsonl").write_text('{"agent": "a0", "rou')
     assert last_transcript([tmp_path]) == [("a0, round 1 [0.5]", "old")]
 

@@ -43,12 +43,13 @@ class Speaks:
     """A policy that says what ``says`` makes of agent, round, observation and seed."""
 
     def __init__(self, says):
-        self.says, self.asked, self.cancelled = says, [], 0
+        self.says, self.asked, self.cancelled, self.sessions = says, [], 0, []
         kwargs = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "do_sample": True}
         self.rollout = SimpleNamespace(val_kwargs=kwargs | {}, response_length=6)
         self.rollout.val_kwargs = type("V", (dict,), {"__getattr__": dict.__getitem__})(kwargs)
 
-    async def act(self, agent, observation, round, previous, *, seed, sampling, **_):
+    async def act(self, agent, observation, round, previous, *, seed, sampling, session, **_):
+        self.sessions.append(session)
         self.asked.append((agent, round, observation, seed, dict(sampling)))
         try:
             said = self.says(agent, round, observation, seed)
@@ -166,6 +167,14 @@ def test_a_seed_decides_and_samples_differ(compose_config):
         assert texts[0] == texts[1] != texts[2] and texts[0][0] != texts[0][1] and texts[3] not in texts[:3]
 
 
+def test_requests_with_one_seed_have_sessions_of_their_own(compose_config):
+    """Servers keep prefixes, and forget them, by session."""
+    with served(debates, compose_config) as (url, client, _):
+        for _ in range(2):
+            post(url, model="team/alice", n=2, seed=1)
+        assert len(set(client.sessions)) == 4
+
+
 def test_every_message_reaches_every_agent_and_one_agent_answers_alone(compose_config):
     talk = [{"role": "developer", "content": "Be brief."}, ASK[0], {"role": "assistant", "content": "5"}]
     talk.append({"role": "user", "content": [{"type": "text", "text": "Sure"}, {"type": "text", "text": "?"}]})
@@ -257,6 +266,13 @@ def test_a_client_that_goes_frees_its_place(compose_config):
         while service.gate.admitted and time.monotonic() < deadline:
             time.sleep(0.01)
         assert service.gate.admitted == 0 and client.cancelled == 2
+        with pytest.raises(httpx.ReadTimeout):
+            asked = {"model": "team", "messages": ASK, "stream": True}
+            HTTP.post(f"{url}/v1/chat/completions", json=asked, timeout=0.3)
+        deadline = time.monotonic() + 5
+        while service.gate.admitted and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert service.gate.admitted == 0 and client.cancelled == 4, "one that streams, and has heard nothing yet"
 
 
 def test_an_access_key_is_asked_for(compose_config):
@@ -344,7 +360,13 @@ def test_fields_that_ask_for_nothing_pass():
 
 def test_a_body_that_is_none_is_an_error_in_their_format(compose_config):
     with served(debates, compose_config) as (url, *_):
-        for body, status in ((b"{", 400), (b"[]", 400), (b"\xff\xfe", 400), (b" " * ((8 << 20) + 1), 413)):
+        for body, status in (
+            (b"{", 400),
+            (b"[]", 400),
+            (b"\xff\xfe", 400),
+            (b"[" * 200_000, 400),
+            (b" " * ((8 << 20) + 1), 413),
+        ):
             refused = HTTP.post(f"{url}/v1/chat/completions", content=body)
             assert refused.status_code == status and set(refused.json()["error"]) == {
                 "message",
@@ -375,10 +397,17 @@ def test_options_are_checked(words, said, monkeypatch):
 def test_a_port_that_is_taken_is_named():
     options, _ = parsed(["run", "--port", "0"])
     with listening(options) as place:
-        place.listen()
         again, _ = parsed(["run", "--port", str(place.getsockname()[1])])
         with pytest.raises(ConfigError, match="cannot be listened on"), listening(again):
             pass
+
+
+def test_a_rule_that_nobody_named_is_warned_of(tmp_path, caplog):
+    gone = Source(tmp_path, 1, {"data": {"val_files": [str(tmp_path / "gone.parquet")]}})
+    for words, warned in ((["run"], True), (["run", "--data-source", "openai/gsm8k"], False)):
+        caplog.clear()
+        with answerable(gone, *parsed(words)):
+            assert ("--data-source" in caplog.text) is warned
 
 
 def test_a_run_whose_data_are_elsewhere_is_served_without_them(tmp_path):

@@ -6,6 +6,7 @@ from typing import Any
 
 from marl.config.dataset_rows import DATA_SUFFIXES, file_list
 from marl.config.errors import ConfigError
+from marl.config.kinds import answers_only
 from marl.config.sources import Source
 
 
@@ -63,6 +64,8 @@ def reward_functions_exist(config: Any) -> None:
 
 
 def folders_can_be_written(config: Any) -> None:
+    if answers_only(config):  # which writes into none of them
+        return
     for key in ("default_local_dir", "rollout_data_dir", "validation_data_dir"):
         given = config.trainer[key]
         if given is None:

@@ -1,0 +1,158 @@
+"""Teams of saved runs as ``marl eval``, ``serve`` and ``chat`` open them: their configuration, before anything starts."""
+
+import asyncio
+import json
+import logging
+import shutil
+import time
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import pytest
+from omegaconf import OmegaConf
+
+from marl.commands import evaluate, replay
+from marl.config.errors import ConfigError
+from marl.config.identity import settings_of
+from marl.evaluation import evaluate as played, team
+from marl.evaluation.own_code import left_out
+from marl.evaluation.source import Source
+from marl.evaluation.team import config_of
+from marl.preflight.prepare import prepare
+from marl.utils import folders
+from marl.utils.deadlines import DeadlinePassed
+
+CODE = {
+    "actor_rollout_ref.model.trust_remote_code": True,
+    "actor_rollout_ref.model.external_lib": "stranger",
+    "data.custom_cls.path": "pkg://stranger",
+    "reward.custom_reward_function.path": "/stranger.py",
+    "trusted_targets": ["stranger"],
+    "policies.alice.model.trust_remote_code": True,
+}
+
+
+@pytest.fixture
+def saved(compose_config, cold_assets, tmp_path):
+    """A run's folder with one checkpoint, whose trained base is a copy that tests may remove."""
+
+    def saved(*words):
+        shutil.copytree(cold_assets / "model", tmp_path / "base")
+        run = tmp_path / "run"
+        model = f"actor_rollout_ref.model.path={tmp_path / 'base'}"
+        setup = prepare(compose_config(f"assets={cold_assets}", f"trainer.default_local_dir={run}", model, *words))
+        step = run / "global_step_2"
+        for name in ("alice", "carol"):
+            shutil.copytree(tmp_path / "base", step / name / "actor" / "huggingface")
+        folders.write_state(step, {"step": 2, "policies": ["alice", "carol"]})
+        return Source(step, 2, json.loads(json.dumps(settings_of(setup.config), default=str)))
+
+    return saved
+
+
+def put(tree, key, value):
+    *parts, last = key.split(".")
+    for part in parts:
+        tree = tree.setdefault(part, {})
+    tree[last] = value
+
+
+def value_of(config, key):
+    for part in key.split("."):
+        config = (config or {}).get(part)
+    return config
+
+
+def test_code_that_a_checkpoint_names_is_executed_only_if_the_user_names_it(saved, caplog):
+    source = saved()
+    for key, value in CODE.items():
+        put(source.saved, key, value)
+    with caplog.at_level(logging.WARNING):
+        config = config_of(source)
+    assert {key: value_of(config, key) for key in CODE if value_of(config, key) not in (None, False, [])} == {}
+    assert [key for key, value in CODE.items() if f"{key}={value}" not in caplog.text] == []
+    words = [f"{key}={'[stranger]' if key == 'trusted_targets' else value}" for key, value in CODE.items()]
+    config = config_of(source, words)
+    assert {key: value_of(config, key) for key in CODE} == CODE and left_out(source.saved, words) == {}
+
+
+def test_an_evaluation_does_not_score_by_other_rules_in_silence(tmp_path):
+    source = Source(tmp_path, 2, {})
+    put(source.saved, "reward.custom_reward_function.path", "/stranger.py")
+    with pytest.raises(ConfigError, match=r"add reward.custom_reward_function.path=/stranger.py, or .*=null"):
+        evaluate.measure(evaluate.Options(), [source], [])
+
+
+def test_a_run_of_a_users_columns_is_evaluated_on_other_files(saved):
+    source = saved()
+    source.saved["data"]["columns"] = {"prompt": "question", "answer": "a"}
+    assert config_of(source, ["data.val_files=other.parquet"]).data.columns is None
+    words = ["data.val_files=mine.csv", "data.columns={prompt: q, answer: a}"]
+    assert config_of(source, words).data.columns.prompt == "q", "a user's own file may be named, too"
+
+
+def test_a_run_that_was_moved_is_opened_without_its_base_and_its_folders(saved, tmp_path):
+    source = saved("trainer.resume_mode=disable")
+    moved = source.path.parent.rename(tmp_path / "moved") / source.path.name
+    shutil.rmtree(tmp_path / "base")
+    (tmp_path / "file").touch()
+    gone = {"default_local_dir": f"{tmp_path}/file/run", "rollout_data_dir": f"{tmp_path}/file/rollouts"}
+    gone |= {"validation_data_dir": f"{tmp_path}/file/validation", "resume_mode": "resume_path"}
+    source.saved["trainer"] |= gone | {"resume_from_path": f"{tmp_path}/file/global_step_1"}
+    setup = prepare(config_of(Source(moved, 2, source.saved)))
+    assert setup.config.actor_rollout_ref.model.path == str(moved / "alice" / "actor" / "huggingface")
+    assert setup.config.trainer.rollout_data_dir is setup.config.trainer.validation_data_dir is None
+
+
+def test_hardware_of_a_run_is_refused_by_name(tmp_path):
+    with pytest.raises(
+        ConfigError, match="hardware=gpu: .*is opened with the settings that it was saved with.*trainer.device"
+    ):
+        config_of(Source(tmp_path, 2, {}), ["hardware=gpu"])
+
+
+def test_a_run_without_validation_asks_for_a_task(tmp_path):
+    for files in (None, []):
+        with pytest.raises(ConfigError, match="task: the run has no validation files; add task=FILE"):
+            evaluate.files_of(evaluate.Options(), [Source(tmp_path, 2, {"data": {"val_files": files}})])
+
+
+def test_servers_that_cannot_be_placed_end_at_the_deadline(tmp_path, monkeypatch):
+    """verl's constructors wait for Ray without a limit."""
+    monkeypatch.setattr(team, "make_groups", lambda *_: time.sleep(20))
+    monkeypatch.setattr(
+        team, "start_deadline", lambda config: (0.05, "placing the worker groups", "resources.timeout_s")
+    )
+    setup = SimpleNamespace(config=OmegaConf.create({"resources": {"one_process": True}}), policies=[])
+    with ExitStack() as cleanup, pytest.raises(DeadlinePassed, match="placing the worker groups.*resources.timeout_s"):
+        asyncio.run(team.start(setup, Source(tmp_path, 2, {}), cleanup))
+
+
+def test_the_command_of_an_evaluation_is_masked(tmp_path):
+    token = "hf_" + "abcdefghijklmnopqrstuvwx"
+    said = evaluate.command_of(evaluate.Options(), [Source(tmp_path, 2, {})], ["a.parquet"], [f"verbose={token}"])
+    assert token not in said and "verbose=" in said
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_anything_is_played(tmp_path):
+    (tmp_path / "evaluations").touch()
+    with pytest.raises(ConfigError, match=r"evaluations/mine: cannot be written .*expected a folder"):
+        evaluate.folder_of(Source(tmp_path / "global_step_2", 2, {}), "mine", "marl eval")
+
+
+def test_teams_of_other_tasks_are_named_before_anything_is_played(tmp_path, monkeypatch):
+    monkeypatch.setattr(played, "evaluate", lambda *_: pytest.fail("played"))
+    monkeypatch.setattr(played, "digest_of", lambda source, words: source.path.name)
+    sources = [Source(tmp_path / name, 2, {"data": {"val_files": []}}) for name in ("one", "two")]
+    (tmp_path / "task.jsonl").touch()
+    with pytest.raises(ConfigError, match="read different tasks from the same files"):
+        evaluate.measure(evaluate.Options(task=str(tmp_path / "task.jsonl")), sources, [])
+
+
+def test_folders_may_have_an_equals_sign_in_their_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lr=1").mkdir()
+    _, teams, words = evaluate.parsed(["lr=1", "other", "seed=2", "n=1"])
+    assert (teams, words) == (["lr=1", "other"], ["seed=2"])
+    folder, own, changes = replay.parsed(["lr=1", "step=2", "seed=3"])
+    assert (folder, own, changes) == (tmp_path / "lr=1", {"step": "2"}, ("seed=3",))
