@@ -77,7 +77,7 @@ async def start(setup: Setup, source: Source, cleanup: ExitStack) -> Controller:
         check_cluster(setup)
     tokenizers = {name: tokenizer_of(model_config(config, name)) for name in setup.policies}
     configs = {name: policy_config(config, name, i, run_id, 1) for i, name in enumerate(setup.policies)}
-    with interrupted_after(*start_deadline(config)):
+    with interrupted_after(*start_deadline(config, len(setup.pools))):
         groups, _ = make_groups(setup, configs, cleanup)
     await start_groups(groups, {})
     controller = await start_controller(setup, groups, tokenizers, run_id, cleanup)

@@ -201,7 +201,9 @@ def test_spin_with_a_fixed_opponent_is_dpo_on_those_pairs(alone, rows, demonstra
     trainer, before = spin.trainer, parameters(spin, "policies")
     episodes = taught(spin.episodes(samples=2))
     selection = trainer.method.of_episodes(episodes, trainer.speakers)
-    ended = [example for example in selection.examples if not example.sides[1][0].truncated]  # a row's answer always ends
+    ended = [
+        example for example in selection.examples if not example.sides[1][0].truncated
+    ]  # a row's answer always ends
     written = [
         {"prompt": chosen.observation, "chosen": chosen.text, "rejected": rejected.text, "agent": chosen.agent}
         for (chosen,), (rejected,) in (example.sides for example in ended)
