@@ -121,7 +121,7 @@ def test_servers_that_cannot_be_placed_end_at_the_deadline(tmp_path, monkeypatch
     """verl's constructors wait for Ray without a limit."""
     monkeypatch.setattr(team, "make_groups", lambda *_: time.sleep(20))
     monkeypatch.setattr(
-        team, "start_deadline", lambda config: (0.05, "placing the worker groups", "resources.timeout_s")
+        team, "start_deadline", lambda *_: (0.05, "placing the worker groups", "resources.timeout_s")
     )
     setup = SimpleNamespace(config=OmegaConf.create({"resources": {"one_process": True}}), policies=[])
     with ExitStack() as cleanup, pytest.raises(DeadlinePassed, match="placing the worker groups.*resources.timeout_s"):
