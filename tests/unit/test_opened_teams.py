@@ -120,10 +120,8 @@ def test_a_run_without_validation_asks_for_a_task(tmp_path):
 def test_servers_that_cannot_be_placed_end_at_the_deadline(tmp_path, monkeypatch):
     """verl's constructors wait for Ray without a limit."""
     monkeypatch.setattr(team, "make_groups", lambda *_: time.sleep(20))
-    monkeypatch.setattr(
-        team, "start_deadline", lambda *_: (0.05, "placing the worker groups", "resources.timeout_s")
-    )
-    setup = SimpleNamespace(config=OmegaConf.create({"resources": {"one_process": True}}), policies=[])
+    monkeypatch.setattr(team, "start_deadline", lambda *_: (0.05, "placing the worker groups", "resources.timeout_s"))
+    setup = SimpleNamespace(config=OmegaConf.create({"resources": {"one_process": True}}), policies=[], pools={})
     with ExitStack() as cleanup, pytest.raises(DeadlinePassed, match="placing the worker groups.*resources.timeout_s"):
         asyncio.run(team.start(setup, Source(tmp_path, 2, {}), cleanup))
 
