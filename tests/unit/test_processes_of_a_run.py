@@ -170,7 +170,15 @@ def test_sigterm_ends_a_run_in_order(ignored):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_sigterm_ends_a_wait_that_holds_the_event_loop():
+@pytest.fixture
+def interruptible():
+    """Python's own handler of Ctrl-C, which a shell's job in the background does not have."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_sigterm_ends_a_wait_that_holds_the_event_loop(interruptible):
     """asyncio only marks its task as cancelled: a library that waits by itself would not notice."""
     before, reached = signal.getsignal(signal.SIGINT), []
 
