@@ -41,6 +41,8 @@ class ModelSize:
     """Parameters that every token is multiplied with: those of all linear layers, the head's too."""
     query_width: int = 0
     """Attention heads times their size."""
+    last_mlp: int = 0
+    """Parameters of the last layer's MLP, if a trainer on a CPU multiplies only the tokens with it whose log-probs are read."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from marl.config.errors import ConfigError
 from marl.modules.pretrained import WEIGHTS, line
+from marl.platform.last_layer import last_mlp
 from marl.preflight.memory_plan import ModelSize
 
 INDEX = "model.safetensors.index.json"
@@ -64,6 +65,7 @@ def size_of(config: Any, key: str) -> ModelSize:
     heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    mlp = last_mlp(model)
     return ModelSize(
         parameters=parameters,
         embedding=model.get_input_embeddings().weight.numel(),
@@ -74,9 +76,16 @@ def size_of(config: Any, key: str) -> ModelSize:
         vocabulary=text.vocab_size,
         largest_block=largest,
         linear_width=sum(m.in_features + m.out_features for m in linear if is_inner_linear(m, text.vocab_size)),
-        multiplied=sum(m.in_features * m.out_features for m in linear),
+        multiplied=multiplied(model),
         query_width=heads * head_dim,
+        last_mlp=multiplied(mlp) if mlp is not None else 0,
     )
+
+
+def multiplied(module: torch.nn.Module) -> int:
+    """Parameters of its linear layers."""
+    linear = (part for part in module.modules() if isinstance(part, torch.nn.Linear))
+    return sum(part.in_features * part.out_features for part in linear)
 
 
 def is_inner_linear(module: torch.nn.Module, vocabulary: int) -> bool:

@@ -24,17 +24,22 @@ class Work:
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens of a row, and those of them that are answers, which alone need the head."""
+    """Tokens of a row, and those of them that are answers, which alone need the head and, in a trainer, the last layer's MLP."""
 
     length: int
     answer: int
 
 
-def forward(size: ModelSize, row: Row) -> float:
-    """One reading of a row: 2 operations for every weight that multiplies a token, and in each layer 4 x heads x head size for
-    every pair of a token with one before it, of which there are length^2 / 2."""
+def sampled(size: ModelSize, row: Row) -> float:
+    """A server's reading of a row: 2 operations for every weight that multiplies a token, and in each layer 4 x heads x head size
+    for every pair of a token with one before it, of which there are length^2 / 2."""
     layers = 2 * row.length * (size.multiplied - size.embedding)
     return layers + 2 * row.answer * size.embedding + 2 * row.length**2 * size.layers * size.query_width
+
+
+def forward(size: ModelSize, row: Row) -> float:
+    """A trainer's: without the last layer's MLP where no log-prob is read."""
+    return sampled(size, row) - 2 * (row.length - row.answer) * size.last_mlp
 
 
 def training(size: ModelSize, row: Row, checkpointing: bool) -> float:
@@ -58,11 +63,11 @@ def work_of(
     reads every token once, as its keys and values are kept. ``probe``: what all servers answer to it, in a row for each."""
     once = forward(size, row)
     return Work(
-        turns * once,
+        turns * sampled(size, row),
         rows * once * log_probs,
         rows * once * reference,
         epochs * rows * training(size, row, checkpointing),
-        2 * forward(size, probe) if probe else 0.0,
+        sampled(size, probe) + forward(size, probe) if probe else 0.0,
     )
 
 
