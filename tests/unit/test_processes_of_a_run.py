@@ -71,10 +71,13 @@ def test_the_mark_lasts_as_long_as_the_session(monkeypatch):
     assert os.environ[MARK] == "outer"
 
 
-def test_hung_processes_tell_where_they_are_and_a_stopped_one_is_named(spawn, tmp_path):
+def test_hung_processes_tell_where_they_are_and_a_stopped_one_is_named(spawn, tmp_path, monkeypatch):
+    monkeypatch.setattr(stacks, "ANSWER_S", 20.0)  # a busy machine takes its time
     with marked() as mark:
         hung, stopped, deaf = spawn(LISTENS + HANGS, mark), spawn(LISTENS + HANGS, mark), spawn(HANGS, mark)
         stopped.suspend()
+        while stopped.status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
         began = time.monotonic()
         with pytest.raises(DeadlinePassed) as late, stacks.stacks_of_a_hang(tmp_path):
             raise DeadlinePassed("update did not end")
