@@ -193,7 +193,7 @@ class MARLTrainer:
         )
 
     def effort(self, turns: float, step: Span) -> Metrics:
-        """How long a step took, how much of that was computed, and the faults so far; of every kind of step."""
+        """Time of a step of any kind, the share of it that was computed, and the faults so far."""
         return throughput(self.groups, turns, step) | {"perf/restarts": float(self.restarts)}
 
     def _count(self, episodes: Sequence[Episode]) -> None:

@@ -65,7 +65,7 @@ def must_be_one(model: str, known: Iterable[str]) -> None:
 
 
 def lines(console: Console) -> Iterator[str]:
-    """What the user types, up to /quit or the end."""
+    """Lines that the user types, up to /quit or the end."""
     while True:
         try:
             line = console.input(Text(PROMPT)) if sys.stdin.isatty() else input()

@@ -62,7 +62,7 @@ def examples_loader(config: Any, dataset: ExampleDataset) -> StatefulDataLoader:
 def read_items(
     method: Method, source: Source, files: Sequence[str], speakers: Speakers, key: str, counts: bool = False
 ) -> list[Item]:
-    """What the files teach. Raises ConfigError for a file that cannot be used, and where nothing is learned from all of them. With
+    """The examples in the files. Raises ConfigError for a file that cannot be used, and where nothing is learned from all of them. With
     ``counts`` a warning names how much of them is left out."""
     items: list[Item] = []
     if source is Source.rows:
@@ -91,7 +91,7 @@ def nothing(method: Method, source: Source) -> str:
 
 
 def items_of_rows(method: Method, file: str, speakers: Speakers) -> Iterator[Item]:
-    """What every row teaches; an empty item where that is nothing."""
+    """The example in every row; an empty item where there is none."""
     table = read_table(file)
     for wanted in method.columns:
         if not any(key.split(".")[0] in table.column_names for key in wanted):

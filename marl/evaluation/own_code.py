@@ -27,7 +27,7 @@ def without_code(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def left_out(saved: Mapping[str, Any], words: Iterable[str]) -> dict[str, Any]:
-    """What the run had set, and the command line does not name."""
+    """Settings of the run that the command line does not name."""
     named = {word.partition("=")[0].lstrip("+") for word in words}
     found = {key: value for key, value in leaves(saved) if EXECUTES.fullmatch(key) and key not in named}
     return {key: value for key, value in found.items() if value not in (None, False, "", [], {})}

@@ -96,7 +96,7 @@ class Wanted:
 class Outcome:
     notes: list[str] = field(default_factory=list)
     differences: dict[str, list[str]] = field(default_factory=dict)
-    """What differs, by what was compared; empty lists for equal ones."""
+    """Differences by kind of comparison; an empty list where both are equal."""
 
     @property
     def equal(self) -> bool:

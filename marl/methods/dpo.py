@@ -41,7 +41,7 @@ class DPO(Method):
         compare_by: CompareBy = CompareBy.own
         """Score by which the turns of episodes are compared: their own, or that of the team's answer."""
         same_prompt: bool = False
-        """Of episodes: only pairs that follow the same prompt."""
+        """Take from episodes only pairs that follow the same prompt."""
 
     config: Config
 

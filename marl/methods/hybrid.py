@@ -16,7 +16,7 @@ class Hybrid(SFT):
     class Config(SFT.Config):
         source: Source = Source.play
         imitates: Source = Source.rows
-        """What is imitated: rows of ``files``, or episodes that another run dumped there."""
+        """Kind of the data in ``files`` that is imitated: rows, or episodes that another run dumped."""
         files: list[str] = field(default_factory=list)
         """Files to imitate; ``data.train_files`` hold the tasks that are played afterwards."""
         sft_steps: int = bounded(10, count(1))

@@ -34,9 +34,9 @@ class SFT(Method):
         answer_key: str = "answer"
         """The one with the answer: text, or a text for each agent by its name."""
         min_score: float | None = bounded(1.0, FINITE.or_null())
-        """Of episodes: the least score of a team's answer; null for any."""
+        """Least score of a team's answer in an episode that is imitated; null for any."""
         best_of: int | None = bounded(None, count(null=True))
-        """Of episodes: each task's best ones, as many at most; null for all."""
+        """Number of each task's best episodes that are imitated, at most; null for all."""
 
     config: Config
 

@@ -17,7 +17,7 @@ WINDOW = 20
 
 
 class Show(Enum):
-    """What a terminal shows of a run."""
+    """Ways to show a run on a terminal."""
 
     lines = "lines"
     live = "live"
@@ -114,7 +114,7 @@ class Lines(Display):
 
 @contextmanager
 def display_of(show: Show, console: Console | None = None) -> Iterator[Display]:
-    """What was asked for; lines in place of a live screen where there is no terminal."""
+    """The display that was asked for; lines in place of a live screen where there is no terminal."""
     display = Display() if show is Show.quiet else Lines(console)
     console = console or Console(highlight=False)
     if show is Show.live and console.is_terminal:

@@ -20,7 +20,7 @@ from marl.types import Metrics
 MAX_SHARE = 0.01
 """Largest share of a run's time that drawing may take; steps beyond it are not drawn."""
 TURNS, WIDTH = 6, 300
-"""Of a transcript, the last turns and the first letters of each."""
+"""Turns of a transcript that are shown, the last ones, and letters of each, the first ones."""
 COLUMNS = {
     "score": ("score",),
     "credit share": ("credit_share",),
@@ -103,7 +103,7 @@ def phase_table(metrics: Metrics) -> Table:
 
 
 def last_transcript(folders: list[Path]) -> list[tuple[str, str]]:
-    """Who said what in the first episode of the newest dump; empty before there is one."""
+    """Speakers and texts of the first episode in the newest dump; empty before there is one."""
     files = [file for folder in folders for file in folder.glob("*.jsonl")]
     for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True)[:2]:
         turns = list(first_episode(file))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import aiohttp  # heavy: imported where a request is made, for most runs make none
 
 JITTER = random.Random()
-"""Of pauses alone: it moves no generator that results are drawn from."""
+"""Draws pauses alone: it moves no generator that results are drawn from."""
 LARGEST_BODY = 32 << 20
 """Bytes of an answer that are read."""
 CHECK_SECONDS = 10.0

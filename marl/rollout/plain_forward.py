@@ -89,7 +89,7 @@ class Parts(NamedTuple):
     attention: Any
     first_norm: Any
     projections: tuple[Any, Any, Any]
-    """Of queries, keys and values."""
+    """Projections of queries, keys and values."""
     output: Any
     second_norm: Any
     gate: Any

@@ -124,7 +124,7 @@ def bits(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def local_part(tensor: DTensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of the places lie in this rank's shard, and where in it. What several ranks hold belongs to the first."""
+    """The places that lie in this rank's shard, and their positions in it. A part that several ranks hold belongs to the first."""
     mesh = tensor.device_mesh
     shape, start = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim
