@@ -11,7 +11,8 @@ from marl.config.errors import ConfigError
 from marl.config.policies import longest_row, own_settings, thinking_of
 from marl.config.sources import Source
 from marl.controller.chat import ChatEncoder
-from marl.controller.method_data import ExampleDataset, Item, check_lengths, examples_loader, read_items, speakers_of
+from marl.controller.method_data import ExampleDataset, Item, check_lengths, read_items, speakers_of
+from marl.controller.tasks import loader_of
 from marl.preflight.methods import leaves_steps_to_play
 from marl.run_setup import Setup
 
@@ -49,7 +50,7 @@ def offline_data(setup: Setup, tokenizers: dict[str, Any]) -> Data:
             f"data.train_batch_size={config.data.train_batch_size}: data.train_files give {len(train)} examples; expected at least "
             "one batch, use a smaller batch or more data"
         )
-    loader, steps = examples_loader(config, train), config.trainer.total_training_steps
+    loader, steps = loader_of(config, train), config.trainer.total_training_steps
     options = {"method": setup.method, "encoders": encoders, "held_out": [held_out[i] for i in range(len(held_out))]}
     return Data(loader, [], config.trainer.total_epochs * len(loader) if steps is None else steps, options)
 
@@ -64,7 +65,7 @@ def method_options(setup: Setup, tokenizers: dict[str, Any], steps: int) -> dict
     if method.imitates is None:
         return options
     leaves_steps_to_play(config.method.sft_steps, steps)
-    return options | {"first": examples_loader(config, items_of(setup, encoders, "method.files"))}
+    return options | {"first": loader_of(config, items_of(setup, encoders, "method.files"))}
 
 
 def items_of(setup: Setup, encoders: dict[str, Any], key: str) -> ExampleDataset:

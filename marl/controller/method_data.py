@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import Dataset
-from torchdata.stateful_dataloader import StatefulDataLoader
-from verl.trainer.ppo.utils import create_rl_sampler
 
 from marl.config.dataset_rows import read_table, rows_in
 from marl.config.errors import ConfigError
@@ -44,19 +42,6 @@ def speakers_of(config: Any) -> Speakers:
     """The trained agents, each with its policies by round."""
     trained = {name: agent for name, agent in config.agents.items() if agent.trainable}
     return policies_by_agent(trained)
-
-
-def examples_loader(config: Any, dataset: ExampleDataset) -> StatefulDataLoader:
-    """Batches of ``data.train_batch_size`` items in an order that ``data.seed`` fixes; its state can be saved."""
-    data = config.data
-    return StatefulDataLoader(
-        dataset=dataset,
-        batch_size=data.train_batch_size,
-        sampler=create_rl_sampler(data, dataset),
-        num_workers=data.dataloader_num_workers,
-        drop_last=True,
-        collate_fn=list,
-    )
 
 
 def read_items(

@@ -37,10 +37,15 @@ def to_task(row: Mapping[str, Any], id: str, rules: AnswerRules) -> Task:
 
 
 def train_loader(config: Any, tokenizer: Any) -> StatefulDataLoader:
-    """Batches of ``data.train_batch_size`` tasks in an order that ``data.seed`` fixes; its state can be saved."""
+    """Batches of training tasks."""
     data = config.data
     rows = create_rl_dataset(data.train_files, data, tokenizer, None, True, data.train_max_samples)
-    dataset = TaskDataset(rows, "train", answer_rules(config))
+    return loader_of(config, TaskDataset(rows, "train", answer_rules(config)))
+
+
+def loader_of(config: Any, dataset: Any) -> StatefulDataLoader:
+    """Batches of ``data.train_batch_size`` items in an order that ``data.seed`` fixes; its state can be saved."""
+    data = config.data
     return StatefulDataLoader(
         dataset=dataset,
         batch_size=data.train_batch_size,
