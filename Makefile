@@ -1,4 +1,4 @@
-# make install | quickstart | test | test-all | chaos | test-multinode | sharing-table | test-vllm | check | format | gpu | gpu-smoke | bench | bench-check
+# make install | quickstart | test | test-all | chaos | soak | test-multinode | sharing-table | test-vllm | check | format | gpu | gpu-smoke | bench | bench-check
 SEED ?= 0
 VENV := .venv
 # the first Python of a version that verl and torch are built for
@@ -16,7 +16,7 @@ install = { $(VENV)/bin/pip install --disable-pip-version-check --progress-bar o
 	/^Installing/ {print "    Unpacking " NF - 3 " packages"; fflush()}'; \
 	! rm $(VENV)/failed 2>/dev/null
 
-.PHONY: install quickstart test test-all chaos sharing-table test-multinode test-vllm check format gpu gpu-smoke bench bench-check clean
+.PHONY: install quickstart test test-all chaos soak sharing-table test-multinode test-vllm check format gpu gpu-smoke bench bench-check clean
 
 # the marl command, for every folder and shell of this user
 BIN ?= $(HOME)/.local/bin
@@ -44,7 +44,7 @@ test: $(VENV)/installed
 	$(call both,not slow and not gpu and not vllm and not multinode)
 
 test-all: $(VENV)/installed
-	$(call both,not gpu and not vllm and not table and not chaos and not multinode)
+	$(call both,not gpu and not vllm and not table and not chaos and not soak and not multinode)
 
 # docs/teams.md: every mode of sharing x learner x three seeds
 sharing-table: $(VENV)/installed
@@ -53,6 +53,10 @@ sharing-table: $(VENV)/installed
 # kills inside saves and rollouts and of whole runs, damaged checkpoints; -s shows how many (docs/runs.md)
 chaos: $(VENV)/installed
 	$(RUN) -m pytest -s -m chaos tests/chaos $(ARGS)
+
+# a fault every half minute for two hours (MARL_SOAK_MINUTES, MARL_SOAK_EVERY_S); outputs/soak.jsonl grows meanwhile
+soak: $(VENV)/installed
+	$(RUN) -m pytest -s -m soak tests/chaos $(ARGS)
 
 # several hosts made of namespaces, as root (docs/clusters.md); MULTINODE=required: a machine that cannot make them fails
 test-multinode: $(VENV)/installed

@@ -7,11 +7,11 @@ import time
 
 
 def victims(kind):
-    """Processes of the run whose name holds this word."""
+    """Processes of the run whose name holds this word, or that Python started by a function of this name."""
     from marl.cluster.processes import MARK, processes_where
 
     mark = os.environ[MARK]
-    found = [process for process in processes_where(mark.__eq__) if kind in "".join(process.cmdline()[:1])]
+    found = [process for process in processes_where(mark.__eq__) if kind in " ".join(process.cmdline())]
     assert found, [process.cmdline()[:1] for process in processes_where(mark.__eq__)]
     return sorted(found, key=lambda process: process.pid)
 
