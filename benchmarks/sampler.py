@@ -36,7 +36,7 @@ def root_of(package: str) -> str:
 
 
 OWNERS = {root_of("verl"): "verl", root_of("marl"): "ours"}
-"""Where nothing of the above runs, the innermost of these owns the time."""
+"""Owners of the time while nothing of the above runs: the innermost of these."""
 OTHER = "other"
 """The event loop, for the most part."""
 

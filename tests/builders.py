@@ -115,7 +115,7 @@ COMPOSED = {
     II("algorithm.adv_estimator"): None,
     II("seed"): 0,
 }
-"""What the configuration puts in, where a learner refers to other keys."""
+"""Values that the configuration puts in where a learner refers to other keys."""
 
 
 def build_learner(name, credit="own", credit_options=None, **options):

@@ -1,4 +1,4 @@
-"""What the tests share: tiny models, made once a session, and one Ray session."""
+"""Fixtures of all tests: tiny models, made once a session, and one Ray session."""
 
 import os
 from pathlib import Path

@@ -56,7 +56,7 @@ class CriticData:
 
 @dataclass(slots=True)
 class Evidence:
-    """Whatever a credit scheme needs beyond scores; :meth:`Credit.add_evidence` adds to it."""
+    """Evidence that a credit scheme needs beyond scores; :meth:`Credit.add_evidence` adds to it."""
 
     grids: dict[str, Tensor] = field(default_factory=dict)
     """The turns' ``evidence`` by name [E, R, A], NaN on turns without it."""

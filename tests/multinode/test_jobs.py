@@ -8,7 +8,7 @@ from .product import ROOT, timed
 pytestmark = [pytest.mark.multinode, pytest.mark.timeout(300)]
 OTHER_TOKEN = {"RAY_AUTH_TOKEN": "0" * 64}
 SHORT_WAIT = {"RAY_gcs_server_request_timeout_seconds": "10"}
-"""How long a driver looks for a node on its machine: 60 s by default."""
+"""Time for which a driver looks for a node on its machine: 60 s by default."""
 
 
 def submit(hosts, *words, on="head", **env):

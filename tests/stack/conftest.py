@@ -108,7 +108,7 @@ def environment(gsm8k_like, tiny_model):
 
 
 def overrides_of(script, environment, folder):
-    """What a script gives to ``python``, as one of ours on the path hears it."""
+    """Arguments that a script gives to ``python``, as heard by one of ours on the path."""
     stand_in = folder / "python"
     stand_in.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
     stand_in.chmod(0o755)

@@ -32,7 +32,7 @@ ROOM = (
     "agents.carol.max_tokens=3",
 )
 GARBAGE = {"log_prob": 0.0}
-"""What the loop below writes where there is no log-prob."""
+"""Value that the loop below writes where there is no log-prob."""
 
 
 @register("test_calls_a_tool")
@@ -170,7 +170,7 @@ def test_the_gradient_is_that_of_the_agents_own_tokens(alone):
 
 
 def gradient_by_hand(module: Any, rows: Any) -> torch.Tensor:
-    """Of minus the mean over the agent's tokens of advantage x log-prob: before the first update every ratio is 1."""
+    """Gradient of minus the mean over the agent's tokens of advantage x log-prob: before the first update every ratio is 1."""
     module.zero_grad()
     total = rows["response_mask"].values().sum()
     for ids, prompt, mask, advantages in zip(
@@ -405,7 +405,7 @@ def assert_overflows(episodes: list, said: str) -> None:
 
 
 def test_a_prompt_is_refused_and_never_cut(alone, monkeypatch):
-    """What the tools add counts as well: verl would cut off the front."""
+    """Tokens that the tools add count as well: verl would cut off the front."""
     live = alone("agents.alice.agent_loop=single_turn_agent")
     monkeypatch.setattr(ChatEncoder, "encode", lambda *_: [1])  # as if the loop alone had made it longer
     live.trainer.controller.max_prompt_length = 5

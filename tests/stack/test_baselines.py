@@ -1,4 +1,4 @@
-"""What the team is compared with: one agent on as many tokens, the vote over it, and the team before training."""
+"""Baselines of a team: one agent on as many tokens, the vote over it, and the team before training."""
 
 import json
 

@@ -16,7 +16,7 @@ OF_LIBRARIES = re.compile(
     r"Warning|site-packages|deprecated|NUMA|FSDP|RLHFDataset|dataset len|monkey patch|rank ?0|examples/s|it/s",
     re.IGNORECASE,
 )
-"""What verl, torch, transformers and datasets say while two agents train."""
+"""Output of verl, torch, transformers and datasets while two agents train."""
 DOC = (ROOT / "docs" / "algorithms.md").read_text()
 
 

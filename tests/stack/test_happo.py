@@ -12,7 +12,7 @@ FAST = ("actor_rollout_ref.actor.optim.lr=0.003", NO_WARM_UP, "credit=team")
 
 
 class Watch:
-    """What the policies were given to train on, in the order in which they were updated, and whose log-probs were asked for."""
+    """Rows that the policies were given to train on, in the order in which they were updated, and whose log-probs were asked for."""
 
     def __init__(self, live):
         self.live, self.trained, self.asked = live, {}, []

@@ -109,7 +109,7 @@ def test_the_state_is_the_joint_observation(mixed):
 
 
 def gradients_of(live, monkeypatch):
-    """What the next optimiser step of every critic would follow, before it is clipped; no step is taken."""
+    """Gradient that the next optimizer step of every critic would follow, before it is clipped; no step is taken."""
     found = {}
     for name, group in live.trainer.critics.groups.items():
         engine = group.workers.worker.engine

@@ -50,7 +50,7 @@ def as_trained(live, episodes, pack):
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 def test_rows_of_one_turn_and_of_several_train_side_by_side(alone, shared):
-    """Where only some contexts extend, and where agents share the policy: the same loss, gradient and parameters."""
+    """With contexts of which only some extend, and with agents that share the policy: the same loss, gradient and parameters."""
     words = [*PLAIN, *SMOOTH, *(["agents.carol.policy=alice"] if shared else [])]
     apart, packed = alone(*words), alone(*words)
     before = parameters(apart, "policies")

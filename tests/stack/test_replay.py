@@ -212,7 +212,7 @@ TEAMS = {
 
 @pytest.mark.parametrize("team", TEAMS)
 def test_every_kind_of_team_is_replayed(compose_config, cold_assets, tmp_path, capsys, team):
-    """What episodes leave beside their turns, and what further rollouts were made of, is in the ledger too."""
+    """The ledger also holds the evidence that episodes leave beside their turns, and the makings of further rollouts."""
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD)
     changes = ("trainer.total_training_steps=3", *TEAMS[team])

@@ -146,7 +146,7 @@ def test_a_peers_answer_lends_its_text_and_never_its_prompt(alone):
 
 
 def test_a_conversation_goes_on_with_another_answer(alone):
-    """What came before a changed turn, and what was said beside it, stays; what comes after is asked of the servers."""
+    """Turns before a changed one, and those beside it, stay; those after it are asked of the servers."""
     live = started(alone, "debate", "runner.stop_on_consensus=false")
     controller = live.trainer.controller
     episode = next(e for e in live.episodes() if len({t.text for t in e.turns if t.round == 1}) == 2)

@@ -190,7 +190,7 @@ class ByAccuracy(RUNNERS.get("debate").Config):
 
 
 def test_the_running_accuracy_is_the_drivers(live, spread):
-    """Who was right more often in training decides, whoever plays; the scores of workers change nothing in it."""
+    """The agent that was right more often in training decides, whoever plays; the scores of workers change nothing in it."""
     answers = {}
     for trusted, other in (("alice", "carol"), ("carol", "alice")):
         for workers in (0, 2):

@@ -91,7 +91,7 @@ def test_no_mini_batch_holds_nothing_but_padding():
 
 
 def test_turns_that_extend_one_another_share_a_row():
-    """What was said in between is in the sequence, masked out; a turn that starts anew has a row of its own."""
+    """Turns in between are in the sequence, masked out; a turn that starts anew has a row of its own."""
     record = episode_of_turns(
         turn_of_ids("a", 1, [1, 2], [3, 4]),
         turn_of_ids("b", 1, [8], [9]),

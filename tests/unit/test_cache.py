@@ -25,7 +25,7 @@ def small_caches(monkeypatch):
 
 
 def kept_bytes(use, inputs) -> int:
-    """What is still held after all inputs were used."""
+    """Entries that are still held after all inputs were used."""
     use(inputs[0])
     gc.collect()
     tracemalloc.start()

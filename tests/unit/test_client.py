@@ -1,4 +1,4 @@
-"""What a server answered becomes a turn: when it was cut off, whatever the server says."""
+"""A server's answer becomes a turn: when it was cut off, whatever the server says."""
 
 import asyncio
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Who gets the credit, counted by hand."""
+"""Shares of the credit, counted by hand."""
 
 import logging
 

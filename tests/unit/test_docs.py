@@ -1,4 +1,4 @@
-"""What the documents show is run."""
+"""The documents' examples are run."""
 
 import asyncio
 import re

@@ -220,7 +220,7 @@ def test_a_server_says_when_it_answered_even_where_it_failed(server, monkeypatch
     "visible,own,first", [("3", ["3"], 0), ("0,1,2,3,4,5,6,7", ["6"], 6), ("0,1,2,3", ["3", "2"], 2), ("4,5", ["5"], 1)]
 )
 def test_a_server_begins_at_the_first_gpu_of_its_own_workers(visible, own, first):
-    """Where Ray leaves all GPUs visible, the rank 1024 of a second pool would be GPU 0 of eight: that is the first pool's."""
+    """With all GPUs left visible by Ray, the rank 1024 of a second pool would be GPU 0 of eight: that is the first pool's."""
     assert vllm_sglang.first_gpu(visible, own) == first
 
 

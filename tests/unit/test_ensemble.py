@@ -56,7 +56,7 @@ def models():
 
 
 def prompts(count, seed=0, longest=30):
-    """Of very different lengths, all in one bucket."""
+    """Tasks of very different lengths, all in one bucket."""
     rng = random.Random(seed)
     return [tuple(rng.randrange(10, WORDS) for _ in range(rng.randint(3, longest))) for _ in range(count)]
 

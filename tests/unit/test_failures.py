@@ -163,7 +163,7 @@ def test_learners_take_a_batch_with_failures(learner, credit):
 
 
 def test_the_same_tasks_are_measured_whatever_happens():
-    """Of six tasks one overflows, one's server errs, one's reward dies; the rest is right."""
+    """Six tasks: one overflows, one's server errs, one's reward dies; the rest is right."""
 
     def does(agent, round, task, **_):
         if task.id == "val/0":
@@ -238,7 +238,7 @@ def test_a_step_without_any_turn_ends_the_run_with_the_reason():
 
 
 def test_where_the_scores_of_all_that_spoke_are_lost_the_run_ends_with_the_reason():
-    """Of two tasks one is too long from the start, and nothing was there to judge the other."""
+    """Two tasks: one is too long from the start, and nothing was there to judge the other."""
 
     def away(solution_str, **_):
         raise RewardUnavailable("no process", "deaths")

@@ -329,7 +329,7 @@ def test_trained_together_for_the_team_they_learn_to_collaborate():
 
 
 def test_influence_ends_where_ones_own_reward_ends_in_a_repeated_game():
-    """What others do later does not depend on what was done before, as long as policies do not look back."""
+    """Later actions of others do not depend on earlier ones, as long as policies do not look back."""
     game = make_game({"name": "collaborate", "rounds": 2}, 2)
     for start, end in ((0.5, ALONE), (0.65, TOGETHER)):
         assert trained(game, "influence", [start, start]).tolist() == [end] * 2

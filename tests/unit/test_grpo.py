@@ -148,7 +148,7 @@ def test_kl_in_the_reward_reaches_learners_without_a_critic(estimator):
 
 
 def test_dapo_drops_degenerate_groups():
-    """Of the groups [1, 1, 1, 1] and [1, 0, 0, 1] the first has no part in the update, nor in the mean over its tokens."""
+    """Groups [1, 1, 1, 1] and [1, 0, 0, 1]: the first has no part in the update, nor in the mean over its tokens."""
     scores = [1, 1, 1, 1, 1, 0, 0, 1]
     records = [episode(f"t{i // 4}", i % 4, [[score], [0]]) for i, score in enumerate(scores)]
     batch, kept = batch_of(*records), batch_of(*records)

@@ -124,7 +124,7 @@ def test_the_factor_is_clipped_on_both_sides_alike():
 
 
 def team_of_three(rounds=("abc", "ac", "b")):
-    """Who speaks in every round; each agent has a policy."""
+    """Speakers of every round; each agent has a policy."""
     record = Episode(Task("t", [], "1", "marl/x", lambda text: text), 0, ["a", "b", "c"])
     for round, speakers in enumerate(rounds, start=1):
         for agent in speakers:
@@ -433,7 +433,7 @@ def test_without_the_factor_one_after_another_is_simultaneous():
 
 
 def test_the_default_keeps_the_factor_within_two():
-    """Of 1/.3 and 0 it leaves 2 and 1/2."""
+    """It turns 1/.3 and 0 into 2 and 1/2."""
     _, groups = train(build("happo", "team", whiten=False, seed=0), GAME, [0.7, 0.3], None)
     second = next(group for group in groups.values() if min(group.given) < -1.75)
     assert sorted(second.given) == pytest.approx([-1.75 * 2, -0.75 / 2, 1.25 / 2, 1.25 * 2])

@@ -22,7 +22,7 @@ async def head(port=0):
 
 @pytest.fixture
 def said(monkeypatch, caplog):
-    """What is logged while some work runs under the watch of a head that may be silent for .2 s."""
+    """Log lines while some work runs under the watch of a head that may be silent for .2 s."""
     monkeypatch.setattr(head_watch, "BEAT_S", 0.02)
     monkeypatch.setenv(head_watch.VARIABLE, "0.4")
     monkeypatch.setattr(ray, "is_initialized", lambda: True)

@@ -1,4 +1,4 @@
-"""What must hold of every learner that promises it; what defines a single one stands in its own test."""
+"""Identities of every learner that promises them; those that define a single one stand in its own test."""
 
 import asyncio
 

@@ -64,7 +64,7 @@ def differing(config, other, *allowed):
 
 
 def save(config, *steps):
-    """What a run leaves at these steps."""
+    """Checkpoints as a run leaves them at these steps."""
     with claimed(config) as folder:
         for step in steps:
             with writing(folder, step, {"family": family_of(folder)}) as inside:

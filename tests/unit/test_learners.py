@@ -64,7 +64,7 @@ def variants():
 
 
 def step(learner, batch):
-    """What a trainer asks of a learner, of policies a and b: its metrics, and the updates."""
+    """A trainer's calls of a learner, for policies a and b: its metrics, and the updates."""
     groups = {policy: FakeGroup() for policy in AGENTS}
     metrics = learner.assign_credit(as_critics_leave_it(batch)) if learner.critics else learner.assign_credit(batch)
     assert asyncio.run(learner.update_critics(batch, {})) == {}

@@ -34,7 +34,7 @@ def fitted(mixer, payoff, seed=0):
 
 
 def best_of(payoff, seeds=range(4)):
-    """Of several first weights: the fit is not convex."""
+    """Best of several first weights: the fit is not convex."""
     fits = []
     for seed in seeds:
         torch.manual_seed(seed)

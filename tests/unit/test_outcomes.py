@@ -67,7 +67,7 @@ def batch(*records):
 
 
 def of_team(learner, joint):
-    """What the team gets from every round on, for learners with a mixer."""
+    """The team's returns from every round on, for learners with a mixer."""
     actions = learner.joint(joint)
     togo = actions.rewards_B.clone()
     for b in reversed(range(len(togo))):
@@ -79,7 +79,7 @@ def of_team(learner, joint):
 
 
 def returns_of(learner, joint):
-    """What a learner's turns are compared by, or its critics fitted to [E, R, A]; without a discount."""
+    """Returns [E, R, A] by which a learner's turns are compared, or to which its critics are fitted; without a discount."""
     if learner.credit.kind == "advantage":
         return learner.credit.of(joint)
     if isinstance(learner.critics, UtilityCritics):

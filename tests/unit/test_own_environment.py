@@ -31,7 +31,7 @@ def hot_and_cold(monkeypatch, tmp_path):
 
 
 def replies(environment, *answers):
-    """What a team of one agent is told after each of these answers; the right one is 4."""
+    """Replies to a team of one agent after each of these answers; the right one is 4."""
     runner = build("multi_turn", num_turns=8, environment=environment)
     record = play(runner, lambda agent, round: answers[round - 1], agents=("a",))
     return [turn.observation[-1]["content"] for turn in record.turns[1:]], record.answer

@@ -121,13 +121,13 @@ def test_a_cache_entry_of_another_conversation_is_caught(model, monkeypatch):
 
 
 def answers_apart(model, request):
-    """Of a server that keeps nothing, one prompt at a time, so that no fault of the tree can matter."""
+    """Answers of a server that keeps nothing, one prompt at a time, so that no fault of the tree can matter."""
     (answer,) = answers(model, [request])
     return answer
 
 
 def test_a_cache_entry_of_other_weights_is_caught(model):
-    """What ``forget`` is for: without it, an answer after a weight sync is neither the old model's nor the new one's."""
+    """Purpose of ``forget``: without it, an answer after a weight sync is neither the old model's nor the new one's."""
     other = make_model()
     said = debate(engine := engine_of(other))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""How long prompts and a central critic's observation get, against lengths that were counted by hand."""
+"""Lengths of prompts and of a central critic's observation, against lengths counted by hand."""
 
 import asyncio
 import logging
@@ -216,7 +216,7 @@ def test_a_central_critic_that_could_not_read_the_longest_conversation_is_refuse
 
 
 def test_a_conversation_that_agents_are_shown_in_part_is_no_shorter_for_a_critic(quickstart):
-    """Where agents leave out old rounds, no prompt bounds what the critic reads of the whole."""
+    """With old rounds left out by the agents, no prompt bounds what the critic reads of the whole."""
     dropping = ("learner=mappo", "runner.num_rounds=12", "runner.overflow=drop_oldest")
     with pytest.raises(ConfigError, match="the central critic of learner=mappo reads the whole conversation") as caught:
         prepare(quickstart(*dropping, "critic.ppo_max_token_len_per_gpu=20"))

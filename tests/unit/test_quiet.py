@@ -1,4 +1,4 @@
-"""What libraries say of themselves is not shown, and what is ours or the user's always is."""
+"""Messages of libraries about themselves are not shown; ours and the user's always are."""
 
 import builtins
 import logging

@@ -104,7 +104,7 @@ def test_kl_penalty_and_later_rounds_count():
 
 
 def test_a_kept_alternative_stands_for_itself():
-    """What came after it is not its own, as under every learner: 0 in round 1 and 1 in round 2, and not 1 and 1."""
+    """The reward after it is not its own, as under every learner: 0 in round 1 and 1 in round 2, and not 1 and 1."""
     batch = batch_of(episode("t", 0, [[0, 1], [None, None]]))
     batch.alternatives = Alternatives(torch.where(batch.mask_ERA, torch.tensor([[[0], [1]]]), -1), num_rounds=2)
     build("rae", "own").assign_credit(batch)

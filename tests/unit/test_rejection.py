@@ -1,4 +1,4 @@
-"""What ``algorithm.rollout_correction`` rejects is no decision: estimates step over it, as verl's do, and critics learn nothing of it."""
+"""A token that ``algorithm.rollout_correction`` rejects is no decision: estimates step over it, as verl's do, and critics learn nothing of it."""
 
 import asyncio
 

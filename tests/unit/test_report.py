@@ -1,4 +1,4 @@
-"""What a conversation did, counted by hand."""
+"""A conversation's transitions, counted by hand."""
 
 import json
 import math

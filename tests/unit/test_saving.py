@@ -1,4 +1,4 @@
-"""Which steps are saved, and which validations compare with one another."""
+"""Steps that are saved, and validations that compare with one another."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""What a worker writes into its shards changes its model, however that is sharded."""
+"""Writing into a worker's shards changes its model, however that is sharded."""
 
 from types import SimpleNamespace
 

@@ -21,7 +21,7 @@ def lines(folder):
 
 @pytest.fixture
 def foreign(tmp_path, monkeypatch):
-    """What an earlier run in this process, or the user's shell, may have left in the environment."""
+    """Environment as an earlier run in this process, or the user's shell, may have left it."""
     folder = tmp_path / "foreign"
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(folder / "of_another.jsonl"))
     monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(folder))

@@ -1,4 +1,4 @@
-"""What each runner shows whom, and in which order: literal messages from scripted agents."""
+"""Messages that each runner shows each agent, in order: literal ones from scripted agents."""
 
 import itertools
 
@@ -104,7 +104,7 @@ def test_debate_stops_on_consensus(order, turns):
 
 
 def test_debate_pass_and_leave():
-    """Who passes keeps its answer, is not quoted anew and is no answer; who leaves speaks no more, and its answer counts."""
+    """An agent that passes keeps its answer and is not quoted anew; one that leaves speaks no more, and its answer counts."""
     runner = build("debate", num_rounds=3, pass_word="pass", leave_word="bye", **BRIEF)
     record = play(
         runner, says(a=["4", "pass", "5"], b=["7", "8 bye"], c=["pass", "pass", "pass"]), agents=("a", "b", "c")

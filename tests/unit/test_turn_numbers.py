@@ -1,4 +1,4 @@
-"""What the rollout dump says of every turn beside its score, by hand."""
+"""Numbers of every turn in the rollout dump beside its score, by hand."""
 
 import json
 
@@ -51,7 +51,7 @@ def test_values_of_turns():
 
 
 def test_values_of_tokens():
-    """Of a turn the first token's value and return, and the mean of its advantages; rows may hold several turns."""
+    """The first token's value and return of a turn, and the mean of its advantages; rows may hold several turns."""
     batch = batch_of(episode("t", 0, ALONE))
     rows = batch.rows["a"]
     for key, numbers in {"values": [0.1, 0.2, 0.3], "returns": [1.0, 2.0, 3.0], "advantages": [5.0, 6.0, 8.0]}.items():
@@ -62,7 +62,7 @@ def test_values_of_tokens():
 
 
 def test_tokens_that_were_rejected_do_not_count():
-    """Of a's second turn the first of two tokens, whose advantage and return nobody wrote."""
+    """The first of two tokens of a's second turn, whose advantage and return nobody wrote."""
     batch = batch_of(episode("t", 0, ALONE))
     rows = batch.rows["a"]
     rows["response_mask"] = torch.nested.nested_tensor_from_jagged(torch.tensor([1, 0, 1]), rows["responses"].offsets())
