@@ -6,118 +6,34 @@ generated in this turn, with the log-prob that it says.
 """
 
 import copy
-import functools
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import hydra
 import numpy as np
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from verl.experimental.agent_loop import AgentLoopBase, AgentLoopOutput
-from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap, _agent_loop_registry
-from verl.experimental.agent_loop.tool_parser import ToolParser
-from verl.tools.tool_registry import load_all_tools
+from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
 from verl.utils import normalize_token_ids
 from verl.utils.dataset.rl_dataset import get_dataset_class
-from verl.utils.import_utils import resolve_config_path
 from verl.utils.tokenizer import continuous_token_wiring
 
 from marl.cluster.failures import GroupFailed
-from marl.config.errors import ConfigError
-from marl.config.targets import check_target, targets_in, trusted_modules
-from marl.controller.client import BadAnswer, PolicyClient, check_answer, version_of
+from marl.config.targets import trusted_modules
+from marl.controller.client import PolicyClient, check_answer, version_of
+from marl.controller.known_loops import find_loop, tools_of
+from marl.controller.loop_output import check_output, check_sampled
 from marl.types import AgentId, ContextOverflow, Message, Score, Task, Turn
-from marl.utils.registry import did_you_mean
 from marl.utils.seeding import derive_seed
 
-ROLLOUT = "actor_rollout_ref.rollout"
 LIMITS = ("max_tokens", "max_new_tokens")
 """Sampling parameters by which a loop may limit the length of one request."""
 
 
 class LoopFailed(RuntimeError):
     """A loop raised; its turn is lost, and the episode."""
-
-
-def check_loops(rollout: Any, loops: Mapping[AgentId, str], trusted: Sequence[str]) -> None:
-    """Raise ConfigError for a loop that is not registered, or that cannot be loaded with its tools."""
-    for agent, name in loops.items():
-        find_loop(rollout, name, f"agents.{agent}.agent_loop", trusted)
-    if not loops:
-        return
-    tools_of(rollout)
-    parser, known = rollout.multi_turn.format, ToolParser._registry
-    if parser not in known:
-        raise ConfigError(
-            f"{ROLLOUT}.multi_turn.format={parser}: no such tool parser; expected one of {', '.join(sorted(known))}."
-            f"{did_you_mean(str(parser), known)}"
-        )
-
-
-def find_loop(rollout: Any, name: str, key: str, trusted: Sequence[str]) -> Any:
-    """Hydra config of an agent loop, from verl's registry or ``agent_loop_config_path``, whose classes are of ``trusted``
-    modules; those of the registry have been imported already."""
-    listed = listed_loops(rollout.agent.agent_loop_config_path)
-    known = dict(_agent_loop_registry) | listed
-    if name not in known:
-        raise ConfigError(
-            f"{key}={name}: no such agent loop; expected one of {', '.join(sorted(known))}.{did_you_mean(name, known)} "
-            "Register your own by verl's @register in a module that VERL_USE_EXTERNAL_MODULES names, or list it in "
-            f"{ROLLOUT}.agent.agent_loop_config_path"
-        )
-    if name in listed:
-        for inner, target in targets_in(OmegaConf.to_container(OmegaConf.create(listed[name]))):
-            check_target(f"{ROLLOUT}.agent.agent_loop_config_path: {name}.{inner}", target, trusted)
-    try:
-        found = hydra.utils.get_class(known[name]["_target_"])
-    except Exception as error:  # a user's module, imported
-        raise ConfigError(
-            f"{key}={name}: its class cannot be imported: {type(error).__name__}: {error}; expected _target_ to name one"
-        ) from None
-    if not issubclass(found, AgentLoopBase):
-        raise ConfigError(
-            f"{key}={name}: {found.__qualname__} is not an agent loop; expected a subclass of verl's AgentLoopBase"
-        )
-    return known[name]
-
-
-def listed_loops(path: str | None) -> dict[str, Any]:
-    if path is None:
-        return {}
-    key = f"{ROLLOUT}.agent.agent_loop_config_path"
-    try:
-        entries: Any = OmegaConf.load(resolved(path))
-        return {entry["name"]: entry for entry in entries}
-    except Exception as error:  # YAML and OmegaConf raise what they like
-        raise ConfigError(
-            f"{key}={path}: cannot be read: {type(error).__name__}: {error}; expected a YAML list of loops, each with "
-            "name and _target_"
-        ) from None
-
-
-def tools_of(rollout: Any) -> list[Any]:
-    paths = (rollout.multi_turn.tool_config_path, rollout.multi_turn.function_tool_path)
-    try:
-        return load_tools(*paths)
-    except Exception as error:  # tools are a user's code
-        raise ConfigError(
-            f"{ROLLOUT}.multi_turn.tool_config_path={paths[0]} and function_tool_path={paths[1]}: the tools cannot be loaded: "
-            f"{type(error).__name__}: {error}; expected verl's YAML of tools, and a file of functions with @function_tool"
-        ) from None
-
-
-@functools.cache
-def load_tools(tool_config_path: str | None, function_tool_path: str | None) -> list[Any]:
-    """Once a process, as in verl: a tool may hold a connection."""
-    return load_all_tools(*(path and resolved(path) for path in (tool_config_path, function_tool_path)))
-
-
-def resolved(path: str) -> str:
-    return resolve_config_path(str(Path(path).expanduser()))
 
 
 class Loops:
@@ -311,62 +227,6 @@ def last_said(mask: Sequence[int]) -> tuple[int, int]:
     end = max(i for i, on in enumerate(mask) if on) + 1
     start = max((i for i in range(end) if not mask[i]), default=-1) + 1
     return start, end
-
-
-def check_output(output: Any, who: str, vocabulary: int, longest_prompt: int, longest: int) -> None:
-    """Raise BadAnswer naming the field, what it holds and what was expected."""
-    if not isinstance(output, AgentLoopOutput):
-        raise BadAnswer(f"{who} a {type(output).__name__}; expected one AgentLoopOutput, for one turn")
-    if output.multi_modal_data and any(output.multi_modal_data.values()):
-        raise BadAnswer(f"{who} multi_modal_data, which is not part of this version; expected text alone")
-    limits = {"prompt_ids": ("prompt", longest_prompt), "response_ids": ("response", longest)}
-    for name, (kind, limit) in limits.items():
-        ids = getattr(output, name)
-        if not 1 <= len(ids) <= limit:
-            raise BadAnswer(
-                f"{who} {len(ids)} {name}; expected at least one, and at most data.max_{kind}_length={limit}"
-            )
-        wrong = [i for i in ids if type(i) is not int or not 0 <= i < vocabulary]
-        if wrong:
-            raise BadAnswer(f"{who} {name} that hold {str(wrong)[:80]}; expected numbers of 0 to {vocabulary - 1}")
-    check_tokens(output, who)
-    if output.reward_score is not None and not math.isfinite(output.reward_score):
-        raise BadAnswer(f"{who} reward_score={output.reward_score}; expected a finite number, or None")
-
-
-def check_tokens(output: AgentLoopOutput, who: str) -> None:
-    size, mask, log_probs = len(output.response_ids), output.response_mask, output.response_logprobs
-    if log_probs is None:
-        raise BadAnswer(
-            f"{who} no response_logprobs; expected one a token: give AgentLoopOutput the log_probs of what "
-            "server_manager.generate returned, and 0.0 for what tools said"
-        )
-    for name, values in {"response_mask": mask, "response_logprobs": log_probs}.items():
-        if len(values) != size:
-            raise BadAnswer(f"{who} {len(values)} {name} for {size} response_ids; expected one a token")
-    if not set(mask) <= {0, 1} or 1 not in mask:
-        raise BadAnswer(
-            f"{who} response_mask={str(mask)[:80]}; expected 1 on tokens that the agent generated, at least one, and 0 on "
-            "all others"
-        )
-    wrong = [p for p, on in zip(log_probs, mask, strict=True) if on and not math.isfinite(p)]
-    if wrong:
-        raise BadAnswer(
-            f"{who} response_logprobs that hold {str(wrong)[:80]}; expected finite numbers where the mask is 1"
-        )
-
-
-def check_sampled(output: AgentLoopOutput, who: str, sampled: Counter[tuple[int, Any]]) -> None:
-    """Raise BadAnswer where a token to be trained is none that the servers gave in this turn, with this log-prob."""
-    tokens = zip(output.response_ids, output.response_mask, map(np.float32, output.response_logprobs), strict=True)
-    missing = Counter((token, p) for token, on, p in tokens if on) - sampled
-    if missing:
-        (token, p), count = next(iter(missing)), missing.total()
-        raise BadAnswer(
-            f"{who} {count} tokens with response_mask=1 that its requests did not give, such as id {token} with log-prob {p:g}; "
-            "expected response_mask=0 on what tools and templates add, and ids and log-probs as server_manager.generate "
-            "returned them"
-        )
 
 
 def once() -> Callable[[logging.LogRecord], bool]:

@@ -13,8 +13,8 @@ from marl.config.known_keys import check_known, check_typed
 from marl.config.policies import changes_of, loops_of, own_settings, thinking_of
 from marl.config.sharing import shares_base
 from marl.config.targets import trusted_modules
-from marl.controller.agent_loop import check_loops
 from marl.controller.chat import ChatEncoder
+from marl.controller.known_loops import check_loops
 from marl.modules import pretrained
 from marl.modules.adapters import check_adapter, check_adapter_name, check_start
 from marl.preflight import model_checks

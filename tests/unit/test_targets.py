@@ -6,7 +6,7 @@ from omegaconf import OmegaConf
 from marl.config.errors import ConfigError, plain
 from marl.config.rules.targets import targets_are_trusted, trusted_targets_are_modules
 from marl.config.targets import targets_in
-from marl.controller.agent_loop import check_loops
+from marl.controller.known_loops import check_loops
 from marl.preflight.verl_settings import check_targets
 
 HOSTILE = {
