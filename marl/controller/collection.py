@@ -1,6 +1,7 @@
 """Episodes of one collection: those that ended, those that were lost, and which of these are played again."""
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from marl.cluster.failures import GroupFailed
 from marl.runners import TooManyTurns
 from marl.types import Episode, Task
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Play = tuple[Task, int]
@@ -113,3 +115,31 @@ def with_turns(episodes: Sequence[Episode], step: int) -> list[Episode]:
             "others could not be scored; see the warnings above; raise data.max_prompt_length, or fix the reward function"
         )
     return played
+
+
+def failures_of(results: Sequence[Any], what: str, step: int, max_error_rate: float) -> list[Exception]:
+    """Log the first errors, and raise EpisodesFailed for too many."""
+    failures = [result for result in results if isinstance(result, Exception)]
+    for error in failures[:3]:
+        logger.warning("%s failed in step %d: %s: %s", what, step, type(error).__name__, error)
+    if failures and len(failures) > max_error_rate * len(results):
+        raise EpisodesFailed(
+            f"{what} failed for {len(failures)} of {len(results)} episodes of step {step} (controller.max_error_rate="
+            f"{max_error_rate:g}); the first: {type(failures[0]).__name__}: {failures[0]}"
+        ) from failures[0]
+    if failures and len(failures) == len(results):
+        raise EpisodesFailed(f"{what} failed for every episode of step {step}") from failures[0]
+    return failures
+
+
+def check_texts(episodes: Sequence[Episode], step: int, max_error_rate: float) -> None:
+    """Log the first texts that could not be scored, and raise EpisodesFailed for too many."""
+    turns = [turn for episode in episodes for turn in episode.turns if turn.answers]
+    reasons = [turn.scored.failure for turn in turns if turn.scored.failure is not None]
+    for reason in reasons[:3]:
+        logger.warning("step %d: a text scores controller.failure_score: %s", step, reason)
+    if reasons and (len(reasons) > max_error_rate * len(turns) or len(reasons) == len(turns)):
+        raise EpisodesFailed(
+            f"the reward function failed for {len(reasons)} of {len(turns)} texts of step {step} "
+            f"(controller.max_error_rate={max_error_rate:g}); the first: {reasons[0]}"
+        )

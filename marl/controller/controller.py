@@ -1,9 +1,7 @@
 """The controller runs episodes: agent -> policy -> server, and back as recorded, scored turns."""
 
 import functools
-import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from marl.cluster.failures import GroupFailed
@@ -12,9 +10,10 @@ from marl.controller.client import PolicyClient
 from marl.controller.collection import (
     Collection,
     EpisodeLost,
-    EpisodesFailed,
     Play,
+    check_texts,
     collection_of,
+    failures_of,
     lost_content,
     outcomes,
     to_play_again,
@@ -22,16 +21,14 @@ from marl.controller.collection import (
 from marl.controller.endpoint_client import EndpointClient
 from marl.controller.ledger import Ledger
 from marl.controller.policy_map import PolicyMap
-from marl.controller.sampling import with_asked
-from marl.controller.scores import Accuracy, overlong, score_failure, team_score
+from marl.controller.sampling import sampling_of, with_asked
+from marl.controller.scores import Accuracy, priced, score_failure, team_score
 from marl.rewards import Reward, RewardUnavailable
 from marl.rollout.endpoint_usage import usage_metrics
 from marl.runners import Generate, LiveEpisode, RecordedAnswers, Runner, TooManyTurns, play_to_end
 from marl.types import AgentId, Episode, Message, Metrics, PolicyName, Score, Task, Turn
 from marl.utils.deadlines import OutOfTime, own_time, waiting_for_others
 from marl.utils.seeding import derive_seed
-
-logger = logging.getLogger(__name__)
 
 
 class Controller:
@@ -170,34 +167,12 @@ class Controller:
             self.judged.pop(id(episode), None)
         self.failures_of(results, "the reward function", step)
         scored = [result for result in results if isinstance(result, Episode)]
-        self._check_texts(scored, step)
+        check_texts(scored, step, self.max_error_rate)
         return scored
 
-    def _check_texts(self, episodes: Sequence[Episode], step: int) -> None:
-        """Log the first texts that could not be scored, and raise EpisodesFailed for too many."""
-        turns = [turn for episode in episodes for turn in episode.turns if turn.answers]
-        reasons = [turn.scored.failure for turn in turns if turn.scored.failure is not None]
-        for reason in reasons[:3]:
-            logger.warning("step %d: a text scores controller.failure_score: %s", step, reason)
-        if reasons and (len(reasons) > self.max_error_rate * len(turns) or len(reasons) == len(turns)):
-            raise EpisodesFailed(
-                f"the reward function failed for {len(reasons)} of {len(turns)} texts of step {step} "
-                f"(controller.max_error_rate={self.max_error_rate:g}); the first: {reasons[0]}"
-            )
-
     def failures_of(self, results: Sequence[Any], what: str, step: int) -> list[Exception]:
-        """Log the first errors, and raise EpisodesFailed for too many."""
-        failures = [result for result in results if isinstance(result, Exception)]
-        for error in failures[:3]:
-            logger.warning("%s failed in step %d: %s: %s", what, step, type(error).__name__, error)
-        if failures and len(failures) > self.max_error_rate * len(results):
-            raise EpisodesFailed(
-                f"{what} failed for {len(failures)} of {len(results)} episodes of step {step} (controller.max_error_rate="
-                f"{self.max_error_rate:g}); the first: {type(failures[0]).__name__}: {failures[0]}"
-            ) from failures[0]
-        if failures and len(failures) == len(results):
-            raise EpisodesFailed(f"{what} failed for every episode of step {step}") from failures[0]
-        return failures
+        """The errors among the results. Raises EpisodesFailed for too many."""
+        return failures_of(results, what, step, self.max_error_rate)
 
     async def scored(self, episode: Episode) -> Episode:
         for turn in episode.turns:
@@ -235,20 +210,7 @@ class Controller:
         return episode
 
     def _sampling(self, agent: AgentId, policy: PolicyName, validate: bool) -> Mapping[str, Any]:
-        """The policy's sampling parameters, with what the agent sets for itself when it trains."""
-        rollout = self.clients[policy].rollout
-        source = rollout.val_kwargs if validate else rollout
-        sampling = {key: source[key] for key in ("temperature", "top_p", "top_k")} | {
-            "max_tokens": rollout.response_length
-        }
-        if validate and not source.do_sample:
-            sampling["temperature"] = 0.0
-        own = self.agents[agent]
-        keys = ("max_tokens",) if validate else ("temperature", "top_p", "top_k", "max_tokens")
-        sampling |= {key: value for key in keys if (value := getattr(own, key)) is not None}
-        if own.stop:
-            sampling["stop"] = list(own.stop)
-        return sampling
+        return sampling_of(self.clients[policy].rollout, self.agents[agent], validate)
 
     async def judge(self, task: Task, turn: Turn) -> Score:
         """The score with its penalty. Raises RewardUnavailable where no scorer was there, ``max_attempts`` times."""
@@ -270,16 +232,9 @@ class Controller:
         raise AssertionError("max_attempts is at least 1")
 
     def priced(self, turn: Turn, score: Score) -> Score:
-        """A score with what length, truncation and abstention cost. What the reward function calls right is an answer."""
-        if self.settings.overlong_buffer:
-            limit = self.sampling(turn.agent, turn.policy, False)["max_tokens"]
-            share = overlong(len(turn.response_ids), limit, self.settings.overlong_buffer)
-            score = replace(score, penalty=self.settings.overlong_penalty * share)
-        if turn.truncated and self.settings.truncated_score is not None:
-            return replace(score, value=self.settings.truncated_score)
-        if score.answer is None and score.value < 1.0 and self.settings.no_answer_score is not None:
-            return replace(score, value=self.settings.no_answer_score)
-        return score
+        """A score with what length, truncation and abstention cost."""
+        limit = self.sampling(turn.agent, turn.policy, False)["max_tokens"] if self.settings.overlong_buffer else 0
+        return priced(score, turn, self.settings, limit)
 
     async def bounded(self, task: Task, sample: int, step: int, validate: bool) -> Episode:
         try:

@@ -2,8 +2,10 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from marl.types import AgentId, Episode, Score
+from marl.config.schema import ControllerConfig
+from marl.types import AgentId, Episode, Score, Turn
 
 
 def team_score(episode: Episode, no_answer_score: float = 0.0, failure_score: float = 0.0) -> Score:
@@ -39,6 +41,21 @@ def score_failure(episode: Episode, scores: Mapping[AgentId, float]) -> None:
 def overlong(length: int, limit: int, buffer: int) -> float:
     """Share of the last ``buffer`` tokens before its limit that an answer uses, 0 to 1 (DAPO, arXiv:2503.14476)."""
     return min(1.0, max(0.0, (length - (limit - buffer)) / buffer))
+
+
+def priced(score: Score, turn: Turn, settings: ControllerConfig, limit: int) -> Score:
+    """A score with what length, truncation and abstention cost. What the reward function calls right is an answer.
+
+    ``limit``: on the tokens of an answer, for ``overlong_buffer``.
+    """
+    if settings.overlong_buffer:
+        share = overlong(len(turn.response_ids), limit, settings.overlong_buffer)
+        score = replace(score, penalty=settings.overlong_penalty * share)
+    if turn.truncated and settings.truncated_score is not None:
+        return replace(score, value=settings.truncated_score)
+    if score.answer is None and score.value < 1.0 and settings.no_answer_score is not None:
+        return replace(score, value=settings.no_answer_score)
+    return score
 
 
 class Accuracy:
