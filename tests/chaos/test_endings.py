@@ -2,16 +2,17 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.chaos import drivers
+from tests.chaos.drivers import of
+
 pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(600)]
-ROOT, START_S, END_S = Path(__file__).parents[2], 240, 90
+START_S, END_S = 240, 90
 RUN = (
     "sharing=shared", "trainer.val_before_train=false", "trainer.test_freq=-1", "data.train_batch_size=4", "trainer.logger=[file]",
     "controller.num_workers=1",
@@ -22,36 +23,16 @@ LONG = "trainer.total_training_steps=100000"
 @pytest.fixture
 def start(cold_assets, tmp_path):
     """Start the command, as a shell does; all that is left of it is killed at the end."""
-    drivers = []
+    begun = []
 
     def start(name, *words):
-        folder = tmp_path / name
-        command = [sys.executable, "-m", "marl.main", "--config-name", "quickstart", *RUN, f"assets={cold_assets}"]
-        with open(tmp_path / f"{name}.log", "a") as log:
-            driver = subprocess.Popen(
-                [*command, f"trainer.default_local_dir={folder}", *words], stdout=log, stderr=log, cwd=ROOT,
-                start_new_session=True, preexec_fn=hear_ctrl_c,
-            )  # fmt: skip
-        drivers.append(driver)
-        driver.folder, driver.log = folder, tmp_path / f"{name}.log"
-        return driver
+        command = (*RUN, f"assets={cold_assets}", *words)
+        begun.append(drivers.start(command, tmp_path / name, tmp_path / f"{name}.log"))
+        return begun[-1]
 
     yield start
-    for driver in drivers:
-        driver.poll() is None and driver.kill()
-        for process in of(driver):
-            process.kill()
-
-
-def hear_ctrl_c():
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def of(driver):
-    """Processes of a driver's run, whoever their parent is by now."""
-    from marl.cluster.processes import processes_where
-
-    return processes_where(lambda mark: f"/{driver.pid}/" in mark)
+    for driver in begun:
+        drivers.end(driver)
 
 
 def trained(driver):
