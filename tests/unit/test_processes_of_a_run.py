@@ -14,9 +14,11 @@ import pytest
 
 from marl.cluster import processes, stacks
 from marl.cluster.failures import GroupFailed, GroupHung
-from marl.cluster.processes import MARK, end_left, end_orphans, marked, new_mark, own_name, owner_lives
+from marl.cluster.processes import end_left, end_orphans
+from marl.utils import run_mark
 from marl.utils.deadlines import DeadlinePassed
 from marl.utils.endings import Terminated, ended_by_sigterm, interrupted_at_once
+from marl.utils.run_mark import MARK, marked, new_mark, own_name, owner_lives
 
 LISTENS = "import faulthandler, signal; faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)\n"
 HANGS = "def waits_for_ever():\n  import time; print(1, flush=True); time.sleep(60)\nwaits_for_ever()"
@@ -60,7 +62,7 @@ def test_a_host_of_the_same_name_is_another(monkeypatch, tmp_path):
     gone = mark.replace(f"/{os.getpid()}/", "/0/")
     assert not owner_lives(gone)
     boot.write_text("another-boot\n")
-    monkeypatch.setattr(processes, "BOOT", boot, raising=False)
+    monkeypatch.setattr(run_mark, "BOOT", boot)
     assert owner_lives(gone) and new_mark().count("/") == mark.count("/")
 
 
