@@ -14,16 +14,14 @@ from pathlib import Path
 
 import psutil
 
+from marl.utils import segments
 from marl.utils.run_mark import MARK, owner_lives
 
 PATIENCE_S = 5.0
 """Time that processes have to end by themselves."""
-SHARED_MEMORY = Path("/dev/shm")
-WEIGHTS = "verl_weights_*"
-"""Segments of verl's weight transfer."""
 SESSIONS = Path("/tmp/ray")
 YOUNG_S = 60.0
-"""A socket may be made before anybody listens to it, a segment before anybody maps it."""
+"""A socket may be made before anybody listens to it."""
 
 
 def processes_where(wanted: Callable[[str], bool]) -> list[psutil.Process]:
@@ -52,12 +50,9 @@ def lost_by_ray(mark: str) -> list[psutil.Process]:
 
 
 def end_orphans() -> None:
-    """End what runs left whose drivers were killed, and unlink the weights and sockets that nobody reads any more."""
+    """End what runs left whose drivers were killed, and remove their shared memory and sockets."""
     kill(processes_where(lambda mark: mark.count("/") == 4 and not owner_lives(mark)))
-    for segment in SHARED_MEMORY.glob(WEIGHTS):
-        with suppress(OSError):
-            if segment.stat().st_uid == os.getuid() and not is_young(segment) and not is_open(segment):
-                segment.unlink()
+    segments.remove_of_the_dead()
     for raylet in SESSIONS.glob("session_*/sockets/raylet"):
         with suppress(OSError):
             if raylet.stat().st_uid == os.getuid() and is_deaf(raylet):
@@ -101,12 +96,3 @@ def kill(processes: Iterable[psutil.Process]) -> None:
     for process in left:
         with suppress(psutil.Error):
             process.kill()
-
-
-def is_open(file: Path) -> bool:
-    """True if a process, whose maps can be read, has the file."""
-    for process in psutil.process_iter():
-        with suppress(OSError):
-            if str(file) in Path(f"/proc/{process.pid}/maps").read_text():
-                return True
-    return False

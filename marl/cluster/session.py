@@ -23,6 +23,7 @@ from marl.config.errors import ConfigError
 from marl.platform.cpu import PlatformCPUEngines
 from marl.platform.determinism import VARIABLE, environment_of, strict_operations
 from marl.run_setup import Setup
+from marl.utils import segments
 from marl.utils.allocator import keep_freed_memory
 from marl.utils.endings import ended_by_sigterm
 from marl.utils.garbage import freeze_gc
@@ -84,6 +85,7 @@ def ray_session(config: DictConfig, ranks: int) -> Iterator[None]:
                 sockets = own_sockets()
                 ray.shutdown()
                 end_left(mark)
+                segments.remove(mark)
                 if sockets is not None:
                     shutil.rmtree(sockets, ignore_errors=True)
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from marl.utils import segments
+from marl.utils.run_mark import MARK
 from tests.chaos import drivers
 from tests.chaos.drivers import of
 
@@ -100,7 +102,7 @@ def sessions_of(driver):
     return {Path(word.partition("=")[2]) for word in words if word.startswith("--session_dir=")}
 
 
-def test_the_next_run_ends_what_a_killed_driver_left(start):
+def test_the_next_run_ends_what_a_killed_driver_left(start, monkeypatch):
     """Ray's own processes end with the driver, stopped ones at times; a child of theirs, as an engine has, may stay."""
     driver = start("killed", LONG, "trainer.save_freq=1")
     trained(driver)
@@ -117,7 +119,9 @@ def test_the_next_run_ends_what_a_killed_driver_left(start):
     os.utime(session / "sockets" / "raylet", (0, 0))  # as if it had been there for long
     segment = Path(f"/dev/shm/verl_weights_test_{os.getpid()}")
     segment.write_bytes(b"0" * 4096)
-    os.utime(segment, (0, 0))
+    with monkeypatch.context() as rank_of_it:
+        rank_of_it.setenv(MARK, child.environ()[MARK])
+        segments.note(segment.name)
     other = start("other", "resources.one_process=true", "controller.num_workers=0", "trainer.total_training_steps=1")
     assert other.wait(timeout=START_S) == 0, other.log.read_text()[-3000:]
     assert (
