@@ -8,67 +8,20 @@ import os
 import shutil
 import socket
 import time
-import uuid
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
-MARK = "MARL_RUN"
+from marl.utils import segments
+from marl.utils.run_mark import MARK, owner_lives
+
 PATIENCE_S = 5.0
 """Time that processes have to end by themselves."""
-SHARED_MEMORY = Path("/dev/shm")
-WEIGHTS = "verl_weights_*"
-"""Segments of verl's weight transfer."""
 SESSIONS = Path("/tmp/ray")
-BOOT = Path("/proc/sys/kernel/random/boot_id")
 YOUNG_S = 60.0
-"""A socket may be made before anybody listens to it, a segment before anybody maps it."""
-
-
-def new_mark() -> str:
-    """Names this process, so that others can tell whether it still lives: its host, pid and start; and one session of it."""
-    return f"{own_name()}/{uuid.uuid4().hex[:8]}"
-
-
-def own_name() -> str:
-    return f"{place()}/{os.getpid()}/{start_of(os.getpid())}"
-
-
-def place() -> str:
-    """This host, and the process ids that are meant: a container has its own. Machines may have the same name, and their first
-    ids have the same namespace; no two share a boot."""
-    with suppress(OSError):
-        return f"{socket.gethostname()}/{BOOT.read_text().strip()}:{os.readlink('/proc/self/ns/pid')}"
-    return f"{socket.gethostname()}/"
-
-
-def start_of(pid: int) -> str:
-    """Start of a process, by a clock that nobody sets; empty if there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
-
-
-def owner_lives(mark: str) -> bool:
-    """True unless the driver that made this mark ran here and is gone."""
-    where, pid, start = mark.rpartition("/")[0].rsplit("/", 2)
-    return where != place() or (pid.isdecimal() and start_of(int(pid)) == start)
-
-
-@contextmanager
-def marked() -> Iterator[str]:
-    """Mark all processes that are started meanwhile."""
-    before, mark = os.environ.get(MARK), new_mark()
-    os.environ[MARK] = mark
-    try:
-        yield mark
-    finally:
-        os.environ.pop(MARK)
-        if before is not None:
-            os.environ[MARK] = before
+"""A socket may be made before anybody listens to it."""
 
 
 def processes_where(wanted: Callable[[str], bool]) -> list[psutil.Process]:
@@ -97,12 +50,9 @@ def lost_by_ray(mark: str) -> list[psutil.Process]:
 
 
 def end_orphans() -> None:
-    """End what runs left whose drivers were killed, and unlink the weights and sockets that nobody reads any more."""
+    """End what runs left whose drivers were killed, and remove their shared memory and sockets."""
     kill(processes_where(lambda mark: mark.count("/") == 4 and not owner_lives(mark)))
-    for segment in SHARED_MEMORY.glob(WEIGHTS):
-        with suppress(OSError):
-            if segment.stat().st_uid == os.getuid() and not is_young(segment) and not is_open(segment):
-                segment.unlink()
+    segments.remove_of_the_dead()
     for raylet in SESSIONS.glob("session_*/sockets/raylet"):
         with suppress(OSError):
             if raylet.stat().st_uid == os.getuid() and is_deaf(raylet):
@@ -146,12 +96,3 @@ def kill(processes: Iterable[psutil.Process]) -> None:
     for process in left:
         with suppress(psutil.Error):
             process.kill()
-
-
-def is_open(file: Path) -> bool:
-    """True if a process, whose maps can be read, has the file."""
-    for process in psutil.process_iter():
-        with suppress(OSError):
-            if str(file) in Path(f"/proc/{process.pid}/maps").read_text():
-                return True
-    return False

@@ -15,7 +15,7 @@ from verl.plugin.platform import PlatformRegistry, get_platform, set_platform
 
 import marl.config.schema  # noqa: F401 - registers our groups
 from marl.cluster.access import connect, token_required
-from marl.cluster.processes import MARK, end_left, end_orphans, marked
+from marl.cluster.processes import end_left, end_orphans
 from marl.cluster.stacks import LISTEN, listen
 from marl.config.determinism import is_strict
 from marl.config.engines import serves_vllm_on_cpu
@@ -23,9 +23,11 @@ from marl.config.errors import ConfigError
 from marl.platform.cpu import PlatformCPUEngines
 from marl.platform.determinism import VARIABLE, environment_of, strict_operations
 from marl.run_setup import Setup
+from marl.utils import segments
 from marl.utils.allocator import keep_freed_memory
 from marl.utils.endings import ended_by_sigterm
 from marl.utils.garbage import freeze_gc
+from marl.utils.run_mark import MARK, marked
 
 FOLLOWING = {
     "VERL_PLATFORM": "trainer.device",
@@ -83,6 +85,7 @@ def ray_session(config: DictConfig, ranks: int) -> Iterator[None]:
                 sockets = own_sockets()
                 ray.shutdown()
                 end_left(mark)
+                segments.remove(mark)
                 if sockets is not None:
                     shutil.rmtree(sockets, ignore_errors=True)
 

@@ -19,7 +19,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from marl.cluster.failures import is_a_hang
-from marl.cluster.processes import MARK, processes_where
+from marl.cluster.processes import processes_where
+from marl.utils.run_mark import MARK
 
 logger = logging.getLogger(__name__)
 

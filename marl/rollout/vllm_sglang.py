@@ -19,6 +19,7 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica, get_rollou
 
 from marl.config.policies import ranks_per_server
 from marl.rollout.adapter_ids import adapter_ids, adapter_ranks
+from marl.utils import segments
 from marl.utils.spans import Span, Stopwatch
 
 OFFSET = 1024
@@ -80,6 +81,14 @@ class TimesRequests:
         return self.watch.take(), time.monotonic()
 
 
+class NotesSegments:
+    """Mixin for verl's servers: the engine's shared memory is known where its processes are killed."""
+
+    async def launch_server(self, *args: Any, **kwargs: Any) -> None:
+        await super().launch_server(*args, **kwargs)  # type: ignore[misc]
+        segments.note_mapped()
+
+
 def vllm_server_class(config: Any) -> type:
     """verl's vLLM server, whose weight-sync socket carries the run, and which can end its engine.
 
@@ -88,7 +97,7 @@ def vllm_server_class(config: Any) -> type:
     """
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
-    class RunServer(TimesRequests, vLLMHttpServer):
+    class RunServer(TimesRequests, NotesSegments, vLLMHttpServer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             os.environ["VERL_RAY_JOB_ID"] += f"-{run_id(self.config)}"  # inherited by the engine's worker processes
@@ -116,7 +125,7 @@ def sglang_server_class(_: Any) -> type:
     """
     from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
 
-    class PlacedServer(TimesRequests, SGLangHttpServer):
+    class PlacedServer(TimesRequests, NotesSegments, SGLangHttpServer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             own = ray.get([worker.__ray_call__.remote(gpu_of) for worker in kwargs["workers"]])
             super().__init__(*args, **kwargs | {"base_gpu_id": first_gpu(kwargs["cuda_visible_devices"], own)})

@@ -14,6 +14,8 @@ from ray.exceptions import RayTaskError
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 from zmq import POLLIN, POLLOUT
 
+from marl.utils import segments
+
 POLL_MS = 250
 
 
@@ -76,6 +78,7 @@ class WatchedSocket:
     def send_pyobj(self, message: Any) -> None:
         if self.sender.use_shm and "name" in message:
             self.sender.segment = message["name"]
+            segments.note(message["name"])
         self._wait_for(POLLOUT)
         self.socket.send_pyobj(message)
 

@@ -8,7 +8,8 @@ import time
 
 def victims(kind):
     """Processes of the run whose name holds this word, or that Python started by a function of this name."""
-    from marl.cluster.processes import MARK, processes_where
+    from marl.cluster.processes import processes_where
+    from marl.utils.run_mark import MARK
 
     mark = os.environ[MARK]
     found = [process for process in processes_where(mark.__eq__) if kind in " ".join(process.cmdline())]

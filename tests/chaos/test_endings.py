@@ -2,16 +2,19 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from marl.utils import segments
+from marl.utils.run_mark import MARK
+from tests.chaos import drivers
+from tests.chaos.drivers import of
+
 pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(600)]
-ROOT, START_S, END_S = Path(__file__).parents[2], 240, 90
+START_S, END_S = 240, 90
 RUN = (
     "sharing=shared", "trainer.val_before_train=false", "trainer.test_freq=-1", "data.train_batch_size=4", "trainer.logger=[file]",
     "controller.num_workers=1",
@@ -22,36 +25,16 @@ LONG = "trainer.total_training_steps=100000"
 @pytest.fixture
 def start(cold_assets, tmp_path):
     """Start the command, as a shell does; all that is left of it is killed at the end."""
-    drivers = []
+    begun = []
 
     def start(name, *words):
-        folder = tmp_path / name
-        command = [sys.executable, "-m", "marl.main", "--config-name", "quickstart", *RUN, f"assets={cold_assets}"]
-        with open(tmp_path / f"{name}.log", "a") as log:
-            driver = subprocess.Popen(
-                [*command, f"trainer.default_local_dir={folder}", *words], stdout=log, stderr=log, cwd=ROOT,
-                start_new_session=True, preexec_fn=hear_ctrl_c,
-            )  # fmt: skip
-        drivers.append(driver)
-        driver.folder, driver.log = folder, tmp_path / f"{name}.log"
-        return driver
+        command = (*RUN, f"assets={cold_assets}", *words)
+        begun.append(drivers.start(command, tmp_path / name, tmp_path / f"{name}.log"))
+        return begun[-1]
 
     yield start
-    for driver in drivers:
-        driver.poll() is None and driver.kill()
-        for process in of(driver):
-            process.kill()
-
-
-def hear_ctrl_c():
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def of(driver):
-    """Processes of a driver's run, whoever their parent is by now."""
-    from marl.cluster.processes import processes_where
-
-    return processes_where(lambda mark: f"/{driver.pid}/" in mark)
+    for driver in begun:
+        drivers.end(driver)
 
 
 def trained(driver):
@@ -119,7 +102,7 @@ def sessions_of(driver):
     return {Path(word.partition("=")[2]) for word in words if word.startswith("--session_dir=")}
 
 
-def test_the_next_run_ends_what_a_killed_driver_left(start):
+def test_the_next_run_ends_what_a_killed_driver_left(start, monkeypatch):
     """Ray's own processes end with the driver, stopped ones at times; a child of theirs, as an engine has, may stay."""
     driver = start("killed", LONG, "trainer.save_freq=1")
     trained(driver)
@@ -136,7 +119,9 @@ def test_the_next_run_ends_what_a_killed_driver_left(start):
     os.utime(session / "sockets" / "raylet", (0, 0))  # as if it had been there for long
     segment = Path(f"/dev/shm/verl_weights_test_{os.getpid()}")
     segment.write_bytes(b"0" * 4096)
-    os.utime(segment, (0, 0))
+    with monkeypatch.context() as rank_of_it:
+        rank_of_it.setenv(MARK, child.environ()[MARK])
+        segments.note(segment.name)
     other = start("other", "resources.one_process=true", "controller.num_workers=0", "trainer.total_training_steps=1")
     assert other.wait(timeout=START_S) == 0, other.log.read_text()[-3000:]
     assert (

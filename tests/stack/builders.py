@@ -10,7 +10,7 @@ from marl.learners import broadcast_to_tokens
 from marl.platform.adapters import merged
 from marl.report import dump
 from marl.rewards import extractor, hider
-from marl.runners import RecordedAnswers, scripted
+from marl.runners import RUNNERS, RecordedAnswers, scripted
 
 ADAPTERS = (
     "actor_rollout_ref.model.lora_rank=4",
@@ -24,6 +24,29 @@ ADAPTED = (
 )  # fmt: skip
 """A base that every policy adapts, and on which they move."""
 SAME = ("grad_norm", "loss", "ppo_kl", "entropy", "score", "explained_variance", "vf_loss", "accuracy")
+
+
+BRIEF = {"peer_template": "'{agent} said {text}'", "separator": "' '", "instruction": "''"}
+"""The tiny model's words, and few of them."""
+MORE = {
+    "multi_turn": ["runner.user=carol", "runner.num_turns=3"],
+    "router": ["+agents.bob={}", "runner.num_picks=2", "runner.menu='{workers} ?'"],
+    "critique": ["runner.critic_instruction='?'", "runner.reviser_instruction='?'", "+agents.bob={}"],
+    "graph": ["runner=debate_graph", "runner.nodes.discuss.instruction=''"],
+    "debate": ["runner.num_rounds=3", "runner.stop_on_consensus=true"],
+    "chain": ["runner.laps=2"],
+    "self_play": ["runner.num_rounds=2", "credit=auto"],
+    "summary": ["+agents.bob={}"],
+    "voting": ["runner.ballot=true"],
+    "tree": ["runner.num_branches=3", "credit=auto"],
+    "game": ["+runner.game={rounds: 2, invalid: -1}", "runner.instruction='?'"],
+}
+
+
+def runner_options(name):
+    """Overrides with which a runner plays with the tiny model."""
+    fields = RUNNERS.get(name).Config.__dataclass_fields__
+    return [f"runner={name}", *(f"runner.{k}={v}" for k, v in BRIEF.items() if k in fields), *MORE.get(name, [])]
 
 
 def numbers(steps):

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from marl.learners import LEARNERS
-from tests.stack.builders import ADAPTED
+from tests.builders import BUILT_IN
+from tests.stack.builders import ADAPTED, runner_options
 from tests.stack.resumed import assert_same_run
 
 STEPS = 4
@@ -40,6 +41,22 @@ SHARED = {
     for learner in ("ippo", "mappo")
 }
 CASES = {**INDIVIDUAL, **SHARED}
+VARIANTS = ("dapo", "dr_grpo", "dr_mas", "gspo", "reinforce_plus_plus", "rloo")
+SCHEMES = {
+    "counterfactual": ("learner=grpo",), "influence": ("learner=mappo",), "joint": ("learner=grpo",), "mixed": ("learner=grpo", "credit.of=final"),
+    "own": ("learner=mappo",), "replay": ("learner=grpo",), "shapley": ("learner=grpo",), "team": ("learner=ippo",),
+}  # fmt: skip
+PLAYED = {
+    f"runner-{name}": (*runner_options(name), "learner=ippo", "data.max_prompt_length=120")
+    for name in BUILT_IN
+    if name not in ("debate", "tree", "pioneer_observer")
+}
+MORE = {
+    **{f"learner-{name}": (f"learner={name}",) for name in VARIANTS},
+    **{f"credit-{name}": (f"credit={name}", *options) for name, options in SCHEMES.items()},
+    **PLAYED,
+}
+"""Runners whose episodes differ in turns and agents, credit schemes with evidence and numbers of their own, shipped variants."""
 
 
 @pytest.fixture
@@ -67,8 +84,22 @@ def scramble(seed):
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_run_is_the_one_that_was_never_stopped(fitted, case):
     """Two cut points; between them the learner renews a target, or an exchange."""
-    whole = fitted("whole", *CASES[case])
-    for after in (1, 3):
+    cut(fitted, CASES[case], (1, 3))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.slow
+@pytest.mark.chaos
+@pytest.mark.parametrize("case", {**CASES, **MORE})
+def test_every_resume_pair_is_equal(fitted, case):
+    """``make chaos ARGS="-k every_resume_pair"``: a run is cut after each of its steps."""
+    cut(fitted, {**CASES, **MORE}[case], range(1, STEPS))
+
+
+def cut(fitted, options, cuts):
+    """Compare a run with those that go on from its checkpoints."""
+    whole = fitted("whole", *options)
+    for after in cuts:
         source = whole / f"global_step_{after}"
         named = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={source}")
-        assert_same_run(whole, fitted(f"resumed_{after}", *CASES[case], *named), after, STEPS)
+        assert_same_run(whole, fitted(f"resumed_{after}", *options, *named), after, STEPS)

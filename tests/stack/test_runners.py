@@ -9,33 +9,12 @@ from marl.report import conversation
 from marl.runners import RUNNERS, ReplayDiverged
 from marl.types import Score, Turn
 from tests.builders import BUILT_IN
-from tests.stack.builders import num_turns, places, plays_again, replayed
-
-BRIEF = {"peer_template": "'{agent} said {text}'", "separator": "' '", "instruction": "''"}
-"""The tiny model's words, and few of them."""
-MORE = {
-    "multi_turn": ["runner.user=carol", "runner.num_turns=3"],
-    "router": ["+agents.bob={}", "runner.num_picks=2", "runner.menu='{workers} ?'"],
-    "critique": ["runner.critic_instruction='?'", "runner.reviser_instruction='?'", "+agents.bob={}"],
-    "graph": ["runner=debate_graph", "runner.nodes.discuss.instruction=''"],
-    "debate": ["runner.num_rounds=3", "runner.stop_on_consensus=true"],
-    "chain": ["runner.laps=2"],
-    "self_play": ["runner.num_rounds=2", "credit=auto"],
-    "summary": ["+agents.bob={}"],
-    "voting": ["runner.ballot=true"],
-    "tree": ["runner.num_branches=3", "credit=auto"],
-    "game": ["+runner.game={rounds: 2, invalid: -1}", "runner.instruction='?'"],
-}
-
-
-def options(name):
-    fields = RUNNERS.get(name).Config.__dataclass_fields__
-    return [f"runner={name}", *(f"runner.{k}={v}" for k, v in BRIEF.items() if k in fields), *MORE.get(name, [])]
+from tests.stack.builders import num_turns, places, plays_again, replayed, runner_options
 
 
 def started(alone, name, *overrides):
     long = ("data.max_prompt_length=120", "learner=ippo")  # whose critic tells answers apart that are all wrong
-    return alone(*options(name), *long, "trainer.total_training_steps=1", *overrides)
+    return alone(*runner_options(name), *long, "trainer.total_training_steps=1", *overrides)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -239,7 +218,7 @@ def test_long_conversations_are_refused_counted_and_trained(alone):
 
 def test_a_run_that_cannot_learn_says_so(alone, caplog):
     """Every answer is right, so no group teaches anything; the score of one text alone changes that."""
-    live = alone(*options("single_turn"), "controller.degenerate_steps=2")
+    live = alone(*runner_options("single_turn"), "controller.degenerate_steps=2")
     live.trainer.controller.reward.compute_score = lambda **_: 1.0
     with caplog.at_level(logging.WARNING):
         assert live.step()["team/degenerate_groups"] == 1.0 and "all groups" not in caplog.text

@@ -69,7 +69,7 @@ def test_a_weight_sync_takes_what_verls_takes(engines):
 @pytest.mark.parametrize("make_server", [vllm_sglang.vllm_server_class, vllm_sglang.sglang_server_class])
 def test_a_probe_asks_as_verls_clients_do(engines, make_server):
     """``ask_servers`` gives the prompt, the sampling and a name, in this order."""
-    verls = make_server(rollout_config()).__mro__[2].generate
+    verls = make_server(rollout_config()).__mro__[3].generate
     assert [name for name, _ in names_of(verls)][:4] == ["self", "prompt_ids", "sampling_params", "request_id"]
     assert check_of(WeightCheck.auto, "vllm") is check_of(WeightCheck.auto, "sglang") is WeightCheck.probe
 
@@ -192,6 +192,20 @@ def test_the_server_that_has_the_engine_ends_it(server):
     server.node_rank = 1
     asyncio.run(server.shutdown())
     assert ended == [vllm_sglang.SHUTDOWN_S]
+
+
+@pytest.mark.parametrize("make_server", [vllm_sglang.vllm_server_class, vllm_sglang.sglang_server_class])
+def test_a_launched_engines_segments_are_noted(engines, monkeypatch, make_server):
+    done = []
+    ours = make_server(rollout_config())
+
+    async def launch(self, master_address=None, master_port=None):
+        done.append(("launched", master_port))
+
+    monkeypatch.setattr(ours.__mro__[3], "launch_server", launch)
+    monkeypatch.setattr(vllm_sglang.segments, "note_mapped", lambda: done.append("noted"))
+    asyncio.run(ours.launch_server(ours.__new__(ours), master_port=7))
+    assert done == [("launched", 7), "noted"]
 
 
 def test_a_server_says_when_it_answered_even_where_it_failed(server, monkeypatch):

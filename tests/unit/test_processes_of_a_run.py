@@ -14,9 +14,11 @@ import pytest
 
 from marl.cluster import processes, stacks
 from marl.cluster.failures import GroupFailed, GroupHung
-from marl.cluster.processes import MARK, end_left, end_orphans, marked, new_mark, own_name, owner_lives
+from marl.cluster.processes import end_left, end_orphans
+from marl.utils import run_mark, segments
 from marl.utils.deadlines import DeadlinePassed
 from marl.utils.endings import Terminated, ended_by_sigterm, interrupted_at_once
+from marl.utils.run_mark import MARK, marked, new_mark, own_name, owner_lives
 
 LISTENS = "import faulthandler, signal; faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)\n"
 HANGS = "def waits_for_ever():\n  import time; print(1, flush=True); time.sleep(60)\nwaits_for_ever()"
@@ -60,7 +62,7 @@ def test_a_host_of_the_same_name_is_another(monkeypatch, tmp_path):
     gone = mark.replace(f"/{os.getpid()}/", "/0/")
     assert not owner_lives(gone)
     boot.write_text("another-boot\n")
-    monkeypatch.setattr(processes, "BOOT", boot, raising=False)
+    monkeypatch.setattr(run_mark, "BOOT", boot)
     assert owner_lives(gone) and new_mark().count("/") == mark.count("/")
 
 
@@ -117,16 +119,10 @@ def test_what_a_session_left_is_ended_and_nobody_elses(spawn, monkeypatch):
 def test_a_dead_drivers_processes_are_ended_by_the_next_run(spawn, tmp_path, monkeypatch):
     where, pid, start = own_name().rsplit("/", 2)
     dead, alive = spawn(HANGS, f"{where}/{pid}/9{start}/abc", orphan=True), spawn(HANGS, new_mark(), orphan=True)
-    segment, young, other = (tmp_path / name for name in ("verl_weights_1", "verl_weights_2", "other"))
-    for file in (segment, young, other):
-        file.touch()
-    for file in (segment, other):
-        os.utime(file, (0, 0))
-    monkeypatch.setattr(processes, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(segments, "NOTES", tmp_path / "notes")
     monkeypatch.setattr(processes, "SESSIONS", tmp_path / "ray")
     end_orphans()
-    assert gone(dead) and alive.is_running() and not segment.exists() and other.exists()
-    assert young.exists(), "nobody may have mapped it yet"
+    assert gone(dead) and alive.is_running()
 
 
 def test_sockets_of_dead_sessions_are_removed(monkeypatch, tmp_path):

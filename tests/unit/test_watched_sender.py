@@ -116,7 +116,9 @@ def test_a_receiver_that_hangs_ends_the_sync_at_the_deadline_and_names_the_key(w
 def test_nothing_is_left_in_shared_memory(watched, monkeypatch, tmp_path, weights):
     import glob
 
-    before = set(glob.glob("/dev/shm/verl_weights_*"))
+    before, noted = set(glob.glob("/dev/shm/verl_weights_*")), []
+    monkeypatch.setattr(watched.segments, "note", lambda name: noted.append(glob.glob(f"/dev/shm/{name}")))
     with pytest.raises(watched.WeightsRefused):
         send(watched, monkeypatch, tmp_path, weights, lambda handle: None)
     assert set(glob.glob("/dev/shm/verl_weights_*")) <= before
+    assert [len(found) for found in noted] == [1], "a kill meanwhile would have left it: the next run knows its name"
