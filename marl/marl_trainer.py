@@ -15,7 +15,7 @@ from marl.batch.joint import JointBatch
 from marl.batch.packing import packed_policies
 from marl.cluster.critics import Critics
 from marl.cluster.old_log_probs import OldLogProbs
-from marl.cluster.policy_group import RayPolicyGroup, served
+from marl.cluster.policy_group import RayPolicyGroup
 from marl.cluster.references import References
 from marl.cluster.weight_arrival import WeightSync
 from marl.cluster.worker_group import WorkerGroup, check_alive, throughput
@@ -173,7 +173,7 @@ class MARLTrainer:
         fits = await phase.of("values", self.value(episodes, batch))
         with phase("credit"):
             credited = self.assign_credit(batch)
-        (updates, late_fits), _ = await phase.of("update", asyncio.gather(self.update(batch), self.tasks.read_ahead()))
+        (updates, late_fits), _ = await phase.of("update", asyncio.gather(self.update(batch), self.beside_update()))
         gathered |= await phase.of("sync_weights", self.sync_weights())
         ended = time.monotonic()
         await self.dumps.write(episodes, self.step_number, batch, self.learner.credit.of)
@@ -208,8 +208,7 @@ class MARLTrainer:
         for group in self.groups:
             group.busy.clear()
         self.controller.ledger.begin(self.step_number, self.weights.proven)
-        work = self.controller.collect(tasks, self.config.actor_rollout_ref.rollout.n, self.step_number)
-        return await served(self.policies.values(), work)
+        return await self.controller.collect(tasks, self.config.actor_rollout_ref.rollout.n, self.step_number)
 
     async def gather(self, episodes: Sequence[Episode], phase: PhaseTimer) -> Metrics:
         """Let the credit scheme run further rollouts with the same weights, if it needs evidence beyond the episodes."""
@@ -218,7 +217,7 @@ class MARLTrainer:
         if plays is None:
             return {}
         with phase("replay"):
-            gathered = await served(self.policies.values(), plays)
+            gathered = await plays
         self.sampled_tokens += gathered.sampled_tokens
         return gathered.metrics
 
@@ -276,6 +275,11 @@ class MARLTrainer:
         must_be_finite("policy", updates, self.step_number)
         await self.references.renew(self.step_number)
         return updates, fits[0] if fits else {}
+
+    async def beside_update(self) -> None:
+        """What nothing in the step waits for, done while this process would wait for the workers."""
+        spans = (group.record_server_spans() for group in self.policies.values())
+        await asyncio.gather(self.tasks.read_ahead(), *spans)
 
     async def fit_critics(self, batch: JointBatch) -> dict[CriticName, Metrics]:
         fits = await self.learner.update_critics(batch, self.critics.groups)

@@ -107,15 +107,17 @@ def to_rows(chains: Sequence[Chain], temperatures: Mapping[AgentId, float]) -> T
         for key, values in {"prompts": prompt, **row}.items():
             columns[key].append(values)
     whole = [p + r for p, r in zip(columns["prompts"], columns["responses"], strict=True)]
+    responses, input_ids = jagged(columns["responses"], torch.long), jagged(whole, torch.long)
+    said = responses.offsets()  # type: ignore[attr-defined]
     rows = {
         "prompts": jagged(columns["prompts"], torch.long),
-        "responses": jagged(columns["responses"], torch.long),
-        "input_ids": jagged(whole, torch.long),
-        "position_ids": jagged([range(len(ids)) for ids in whole], torch.long),
-        "response_mask": jagged(columns["mask"], torch.long),
-        "loss_mask": jagged(columns["mask"], torch.long),
-        "turn_index": jagged(columns["index"], torch.long),
-        "rollout_log_probs": jagged(columns["log_probs"], torch.float32),
+        "responses": responses,
+        "input_ids": input_ids,
+        "position_ids": jagged([range(len(ids)) for ids in whole], torch.long, input_ids.offsets()),  # type: ignore[attr-defined]
+        "response_mask": jagged(columns["mask"], torch.long, said),
+        "loss_mask": jagged(columns["mask"], torch.long, said),
+        "turn_index": jagged(columns["index"], torch.long, said),
+        "rollout_log_probs": jagged(columns["log_probs"], torch.float32, said),
         "version": torch.tensor([min(turn.version for turn, _ in chain) for chain in chains]),
         "temperature": torch.tensor([temperatures[chain[0][0].agent] for chain in chains]),
     }

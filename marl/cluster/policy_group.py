@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from marl.cluster.balance import as_before
-from marl.cluster.worker_group import T, WorkerGroup, flatten_metrics
+from marl.cluster.worker_group import WorkerGroup, flatten_metrics
 from marl.config.deadlines import Phase
 from marl.config.policies import sequence_parallel
 from marl.config.precision import gap_alarm
@@ -193,11 +193,6 @@ class RayPolicyGroup(WorkerGroup):
         now = time.monotonic()  # a server's clock begins when its machine does
         return [(start + now - theirs, end + now - theirs) for spans, theirs in answers for start, end in spans]
 
-
-async def served(groups: Iterable[RayPolicyGroup], work: Awaitable[T]) -> T:
-    """Await work that calls the policies' servers, and record when each server computed."""
-    result = await work
-    asked = list(groups)
-    for group, spans in zip(asked, await asyncio.gather(*(group.server_spans() for group in asked)), strict=True):
-        group.busy += spans
-    return result
+    async def record_server_spans(self) -> None:
+        """Note when the servers computed since the last call, at a time when this process has nothing else to do."""
+        self.busy += await self.server_spans()

@@ -55,7 +55,7 @@ def local_session(config: DictConfig) -> Iterator[None]:
     from marl.cluster.local import one_process
 
     listen()
-    freeze_gc()  # before any models exist, which must be freed with their run
+    freeze_gc(collect=False)  # before any models exist, which must be freed with their run
     end_orphans()
     with strict_operations(config), marked(), one_process(), ended_by_sigterm():
         yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,9 +14,18 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 
-def jagged(lists: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
-    """A nested tensor of these rows."""
-    offsets = torch.from_numpy(np.cumsum([0, *map(len, lists)], dtype=np.int64))
+class Bounds(NamedTuple):
+    """Where the rows of a nested tensor begin, and the lengths of the shortest and of the longest."""
+
+    offsets: Tensor
+    shortest: int
+    longest: int
+
+
+def jagged(lists: Sequence[Sequence[float]], dtype: torch.dtype, offsets: Tensor | None = None) -> Tensor:
+    """A nested tensor of these rows; ``offsets``: those of another column of as long rows, to share them."""
+    if offsets is None:
+        offsets = torch.from_numpy(np.cumsum([0, *map(len, lists)], dtype=np.int64))
     values = np.fromiter(chain.from_iterable(lists), torch.empty(0, dtype=dtype).numpy().dtype, int(offsets[-1]))
     return torch.nested.nested_tensor_from_jagged(torch.from_numpy(values), offsets=offsets)
 
@@ -50,24 +59,43 @@ def row_lengths(nested: Tensor) -> Tensor:
     return nested.offsets().diff()  # type: ignore[attr-defined]
 
 
+class Picked:
+    """Rows to pick, in this order; columns that share their offsets share the work."""
+
+    def __init__(self, index: Tensor) -> None:
+        self.index = index
+        self.known: dict[int, tuple[Tensor, Bounds]] = {}
+        """Places of the picked numbers and the bounds of their rows, by the offsets that they are picked from."""
+
+    def of(self, column: Tensor) -> Tensor:
+        if not is_nested(column):
+            return column[self.index]
+        offsets = column.offsets()  # type: ignore[attr-defined]
+        if id(offsets) not in self.known:
+            self.known[id(offsets)] = self._places(offsets)
+        places, bounds = self.known[id(offsets)]
+        axis = column._ragged_idx - 1  # type: ignore[attr-defined]
+        return with_bounds(column.values().index_select(axis, places), bounds, axis)  # type: ignore[attr-defined]
+
+    def _places(self, offsets: Tensor) -> tuple[Tensor, Bounds]:
+        lengths = offsets.diff()[self.index]
+        ends = lengths.cumsum(0)
+        shift = torch.repeat_interleave(offsets[self.index] - ends + lengths, lengths)
+        return shift + torch.arange(len(shift), device=shift.device), bounds_of(lengths)
+
+
 def pick(column: Tensor, index: Tensor) -> Tensor:
     """These rows of a nested or a dense tensor, in this order."""
-    if not is_nested(column):
-        return column[index]
-    offsets, lengths = column.offsets(), row_lengths(column)[index]  # type: ignore[attr-defined]
-    ends = lengths.cumsum(0)
-    shift = torch.repeat_interleave(offsets[index] - ends + lengths, lengths)
-    places = shift + torch.arange(len(shift), device=shift.device)
-    axis = column._ragged_idx - 1  # type: ignore[attr-defined]
-    return with_lengths(column.values().index_select(axis, places), lengths, axis)  # type: ignore[attr-defined]
+    return Picked(index).of(column)
 
 
 def pick_rows(rows: TensorDict, index: Tensor) -> TensorDict:
     """These rows of every column, in this order; what is no column stays as it is."""
     from tensordict import TensorDict  # heavy: a configuration is checked without it
 
-    picked = {key: pick(value, index) if value.shape else value for key, value in rows.items()}
-    return TensorDict(picked, batch_size=[len(index)])
+    picked = Picked(index)
+    columns = {key: picked.of(value) if value.shape else value for key, value in rows.items()}
+    return TensorDict(columns, batch_size=[len(index)])
 
 
 def consecutive(rows: TensorDict, start: int, end: int) -> TensorDict:
@@ -97,10 +125,18 @@ def with_lengths(values: Tensor, lengths: Tensor, axis: int = 0) -> Tensor:
 
     It knows its longest row, without which torch pads to the sum of all lengths.
     """
+    return with_bounds(values, bounds_of(lengths), axis)
+
+
+def bounds_of(lengths: Tensor) -> Bounds:
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     shortest, longest = (int(length) for length in lengths.aminmax()) if len(lengths) else (0, 0)
+    return Bounds(offsets, shortest, longest)
+
+
+def with_bounds(values: Tensor, bounds: Bounds, axis: int = 0) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(
-        values, offsets, jagged_dim=axis + 1, min_seqlen=shortest, max_seqlen=longest
+        values, bounds.offsets, jagged_dim=axis + 1, min_seqlen=bounds.shortest, max_seqlen=bounds.longest
     )
 
 

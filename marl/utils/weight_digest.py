@@ -48,13 +48,12 @@ def digest_of(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, seed: i
     for name, tensor in tensors:
         places, own_factors = sample.of(tensor)
         numbers = local(tensor).reshape(-1)[places.to(tensor.device)]
-        found.append((name, tuple(tensor.shape), bits(numbers, dtype), own_factors))
+        found.append((name, tuple(tensor.shape), numbers, own_factors))
     if not found:
         return {}
     names, shapes, parts, chosen = zip(*found, strict=True)
-    device, counts = parts[0].device, [len(part) for part in parts]
-    totals = sums_of(torch.cat([part.to(device) for part in parts]) * torch.cat(chosen).to(device), counts)
-    digests = map(TensorDigest, shapes, counts, totals)
+    counts, held = [len(part) for part in parts], joined_bits(parts, dtype)
+    digests = map(TensorDigest, shapes, counts, sums_of(held * torch.cat(chosen).to(held.device), counts))
     return dict(zip(names, digests, strict=True))
 
 
@@ -113,6 +112,14 @@ def mixed(numbers: Tensor, seed: int) -> Tensor:
     state = numbers * 0x5851F42D4C957F2D + (seed & 0x7FFFFFFFFFFFFFFF)
     state = (state ^ (state >> 31)) * 0x14057B7EF767814F
     return (state >> 29) & 0x7FFFFFFF
+
+
+def joined_bits(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The bits of all parts, on one device; read in one pass where their types agree."""
+    device = parts[0].device
+    if len({part.dtype for part in parts}) == 1:
+        return bits(torch.cat([part.to(device) for part in parts]), dtype)
+    return torch.cat([bits(part, dtype).to(device) for part in parts])
 
 
 def bits(values: Tensor, dtype: torch.dtype) -> Tensor:

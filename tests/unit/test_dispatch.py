@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from verl.protocol import BatchData
 from verl.utils import tensordict_utils as tu
 
-from marl.cluster.workers.dispatch import parts_of
+from marl.cluster.workers.dispatch import for_workers, parts_of
 from marl.utils.ragged import jagged
 
 
@@ -29,7 +29,7 @@ def plain(value):
 def test_every_rank_gets_what_verl_would_send_it(ranks):
     theirs, ours = (
         [pickle.loads(pickle.dumps(part)) for part in parts]
-        for parts in (BatchData(ragged_rows()).chunk(ranks), parts_of(ragged_rows(), ranks))
+        for parts in (BatchData(ragged_rows()).chunk(ranks), for_workers(ragged_rows(), range(ranks)))
     )
     assert len(ours) == len(theirs) == ranks
     for own, other in zip(ours, theirs, strict=True):
@@ -43,7 +43,7 @@ def test_every_rank_gets_what_verl_would_send_it(ranks):
 
 
 def test_a_part_is_sent_without_the_other_rows():
-    whole, part = (len(pickle.dumps(parts_of(rows_of_many(), ranks)[0])) for ranks in (1, 4))
+    whole, part = (len(pickle.dumps(for_workers(rows_of_many(), range(ranks))[0])) for ranks in (1, 4))
     assert part < whole / 2
 
 

@@ -10,7 +10,7 @@ import pytest
 from marl.utils.garbage import freeze_gc, frozen_gc
 
 
-@pytest.mark.parametrize(("given", "found"), [((700, 10, 10), (50_000, 20, 50)), ((900, 10, 10), (900, 10, 10))])
+@pytest.mark.parametrize(("given", "found"), [((700, 10, 10), (50_000, 100, 50)), ((900, 10, 10), (900, 10, 10))])
 def test_a_threshold_of_ones_own_is_kept(given, found):
     program = f"import gc; gc.set_threshold(*{given}); import marl; print(gc.get_threshold())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
@@ -35,6 +35,22 @@ def test_frozen_objects_are_freed_after_their_run():
         del node
         gc.collect()
         assert kept() is not None
+    gc.collect()
+    assert kept() is None
+
+
+def test_garbage_of_imports_is_frozen_unseen_and_freed_after_the_run():
+    walks = []
+    gc.unfreeze()
+    kept = weakref.ref(Node())
+    gc.callbacks.append(watch := lambda phase, info: walks.append(info["generation"]))
+    try:
+        freeze_gc(collect=False)
+    finally:
+        gc.callbacks.remove(watch)
+    assert 2 not in walks and kept() is not None and gc.get_freeze_count() > 10_000
+    with frozen_gc():
+        pass
     gc.collect()
     assert kept() is None
 

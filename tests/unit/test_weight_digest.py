@@ -42,6 +42,12 @@ def test_a_digest_is_the_sum_of_bit_patterns_times_their_factors():
     assert digest(torch.tensor([7, -3])).total == wrapped(7 * first - 3 * second), "buffers of whole numbers"
 
 
+def test_tensors_of_several_types_have_the_digests_that_each_has_alone():
+    tensors = {"w": torch.randn(300), "half": torch.randn(5).bfloat16(), "count": torch.tensor([2**40 + 1, -3])}
+    found = digest_of(tensors.items(), torch.bfloat16, 5)
+    assert found == {name: digest(tensor, dtype=torch.bfloat16) for name, tensor in tensors.items()}
+
+
 def test_every_read_number_counts_to_its_last_bit_and_at_its_place():
     values = torch.randn(20, 30, generator=torch.Generator().manual_seed(0))
     same = digest(values)

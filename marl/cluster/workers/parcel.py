@@ -1,0 +1,58 @@
+"""Rows on their way to a worker: numpy arrays, which are written and read in a third of the time that ragged tensors take."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+
+from marl.utils.ragged import is_nested
+
+
+class Ragged(NamedTuple):
+    """A nested tensor."""
+
+    values: np.ndarray
+    offsets: np.ndarray
+    """The same object for all columns that share it."""
+    ragged_dim: int
+
+
+class Parcel:
+    """Pickled rows, which arrive as a TensorDict of their own."""
+
+    def __init__(self, rows: TensorDict) -> None:
+        self.rows = rows
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        known: dict[int, np.ndarray] = {}
+        columns = {key: packed(value, known) for key, value in self.rows.items()}
+        return unpacked, (columns, tuple(self.rows.batch_size))
+
+
+def packed(column: Any, known: dict[int, np.ndarray]) -> Any:
+    """An array, or two of a ragged column; settings as they are. ``known``: offsets that were packed before."""
+    if not isinstance(column, torch.Tensor):
+        return column
+    if not is_nested(column):
+        return column.numpy()
+    offsets = column.offsets()  # type: ignore[attr-defined]
+    return Ragged(column._values.numpy(), known.setdefault(id(offsets), offsets.numpy()), column._ragged_idx)  # type: ignore[attr-defined]
+
+
+def unpacked(columns: dict[str, Any], batch_size: tuple[int, ...]) -> TensorDict:
+    known: dict[int, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    settings: dict[str, Any] = {}
+    for key, column in columns.items():
+        if isinstance(column, Ragged):
+            offsets = known.setdefault(id(column.offsets), torch.tensor(column.offsets))
+            tensors[key] = torch.nested.nested_tensor_from_jagged(
+                torch.tensor(column.values), offsets, jagged_dim=column.ragged_dim
+            )
+        elif isinstance(column, np.ndarray):
+            tensors[key] = torch.tensor(column)  # a copy: Ray's arrays are read-only
+        else:
+            settings[key] = column
+    return tu.assign_non_tensor(TensorDict(tensors, batch_size=batch_size), **settings)
