@@ -159,6 +159,7 @@ async def _train(setup: Setup, progress: Any, again: bool) -> Any:
 
     with TakeDown() as cleanup, stacks_of_a_hang(Path(setup.config.trainer.default_local_dir)):
         trainer = await build(setup, cleanup, progress, again)
+        cleanup.callback(lambda: trainer.tracking.finish(int(sys.exception() is not None)))
         with frozen_gc():
             await trainer.fit()
     config = setup.config

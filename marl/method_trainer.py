@@ -63,6 +63,7 @@ class MethodTrainer(MARLTrainer):
         scored = await phase.of("score", self.controller.score(collection.episodes, self.step_number))
         episodes = with_turns(scored, self.step_number)
         self._count(episodes)
+        self.tables.show_training(self.tracking, scored, self.step_number)
         counts = count_metrics(collection.started, len(scored), collection.refused, collection.retried)
         return episodes, episode_metrics(scored, self.config.agents) | counts
 
