@@ -42,6 +42,7 @@ from marl.report.progress import Display, display_of, split_flags
 from marl.run_setup import Setup
 from marl.utils.endings import Terminated
 from marl.utils.garbage import frozen_gc
+from marl.utils.process_time import begin_run
 from marl.utils.secret_masking import masked_logs, masked_text
 
 SHOWS_CONFIG = frozenset({"--cfg", "-c", "--info", "-i"})
@@ -125,6 +126,7 @@ def run(config: DictConfig, progress: Any = None) -> Any:
 
 
 def _run(config: DictConfig, progress: Any) -> Any:
+    begin_run()
     setup = prepare(config)
     # heavy: imported once the configuration has been checked
     from marl.preflight.endpoints import check_endpoints
