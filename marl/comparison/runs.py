@@ -6,13 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from marl.config.errors import ConfigError
+from marl.config.sweeps import is_swept
 from marl.preflight.unfinished import FINISHED, RUN, is_running
 from marl.report import run_summary
 from marl.types import Metrics
 from marl.utils.folders import METRICS
 from marl.utils.near import did_you_mean
 
+SWEEP = "multirun.yaml"
 DEPTH = 4
 """Levels of folders in which a sweep's runs are looked for."""
 
@@ -65,6 +69,20 @@ def find(path: Path) -> list[Path]:
     raise ConfigError(
         f"{path}: {reason}; expected a run's folder, such as outputs/quickstart/latest.{did_you_mean(path.name, names)}{listed}"
     )
+
+
+def swept_keys(path: str) -> list[str]:
+    """The keys that a sweep in this folder varies, as Hydra notes them; none of another folder."""
+    noted = Path(path).expanduser() / SWEEP
+    if not noted.is_file():
+        return []
+    try:
+        words = yaml.load(noted.read_bytes(), yaml.CSafeLoader)["hydra"]["overrides"]["task"]
+    except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{noted}: cannot be read ({error!r}); expected the file that Hydra writes: remove it"
+        ) from None
+    return [word.partition("=")[0] for word in words if is_swept(word)]
 
 
 def below(folder: Path, depth: int) -> Iterator[Path]:
