@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import tracemalloc
 
 import pytest
 
@@ -163,12 +164,39 @@ def test_a_line_that_is_still_written_is_left_out_and_others_must_be_whole(make_
         file.write_text(whole + bad)
         with pytest.raises(ConfigError, match=said):
             runs.load(folder)
-    (folder / "run.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"run\.json: no settings"):
+    for content in ("{}", "[]", "5", '{"config": {}}', '{"config": []}', '{"config": {"trainer": 1}}'):
+        (folder / "run.json").write_text(content)
+        with pytest.raises(ConfigError, match=r"run\.json: no settings"):
+            runs.load(folder)
+    (folder / "run.json").write_bytes(bytes(range(256)))
+    with pytest.raises(ConfigError, match=r"run\.json: cannot be read"):
         runs.load(folder)
     (folder / "run.json").write_text("")
     with pytest.raises(ConfigError, match=r"run\.json: cannot be read"):
         runs.load(folder)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00\x01\n", b"[]\n", b'{"agent": "a"}\n', b"7\n"])
+def test_a_dump_that_is_something_else_is_named(make_run, content):
+    folder = make_run("one", {0: 0.5})
+    (folder / "validation").mkdir()
+    (folder / "validation" / "4.jsonl").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"4\.jsonl, line 1: .*expected a turn"):
+        turns.evidence(runs.load(folder))
+
+
+def test_of_a_dump_no_text_is_kept_in_memory(make_run):
+    """A run's dumps may be larger than the memory."""
+    folder = make_run("one", {0: 0.5})
+    (folder / "rollouts").mkdir()
+    text = "x" * 100_000
+    said = json.dumps(turn("a", 1, 1.0, input=text, output=text, messages=[text])) + "\n"
+    (folder / "rollouts" / "1.jsonl").write_text(said * 100)
+    tracemalloc.start()
+    found = turns.evidence(runs.load(folder))
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found["credit"]["a, round 1"]["turns"] == 100 and most < 3_000_000
 
 
 def test_an_unknown_folder_is_answered_with_the_nearest(make_run, tmp_path, capsys):
