@@ -14,7 +14,7 @@ COMMANDS = {
         (
             "marl train --config-name quickstart learner=mappo",
             "marl train data.train_files=mine.csv data.val_files=null 'data.columns={prompt: question, answer: a}'",
-            "marl train -m --config-name quickstart seed=0,1,2        # one run after another",
+            "marl train -m --config-name quickstart seed=0,1,2        # a sweep; again: what is left of it",
         ),
     ),
     "quickstart": Command(
@@ -108,22 +108,21 @@ COMMANDS = {
             "marl eval outputs/quickstart/latest",
             "marl eval outputs/mappo outputs/grpo task=test.jsonl n=4 baselines=[solo,vote]",
         ),
-        "takes runs, checkpoints or models, and task= n= measures= baselines= leave_one_out= name= (docs/evaluation.md), and the keys of marl train",
+        explained="help_of_eval",
     ),
     "chat": Command(
         "marl.commands.chat",
         "ask a trained team, and read its debate",
         LOOK,
         ("marl chat outputs/quickstart/latest", "marl chat outputs/quickstart/latest --model team/alice --seed 1"),
-        "takes a run, checkpoint or model, and --model --seed --data-source (docs/serving.md), and the keys of marl train",
+        explained="help_of_chat",
     ),
     "serve": Command(
         "marl.commands.serve",
         "put a trained team behind an OpenAI-compatible endpoint",
         LOOK,
         ("marl serve outputs/quickstart/latest --port 8000",),
-        "takes a run, checkpoint or model, and --host --port --max-concurrent --queue --timeout --api-key-env --data-source (docs/serving.md), "
-        "and the keys of marl train",
+        explained="help_of_serve",
     ),
 }
 """In the order of the help. A line more makes a command: its module's ``main`` takes the words after it, as Hydra's do, or it

@@ -42,6 +42,8 @@ class Command:
     examples: tuple[str, ...] = ()
     takes: str = ""
     """Arguments, in a sentence, of a command without options."""
+    explained: str = ""
+    """Function of ``marl.config.command_options`` that gives its help."""
     options: bool = False
     """Its module holds a click ``command``; else ``main`` takes the words after it and returns the exit code."""
 
@@ -126,6 +128,9 @@ class HydraCommand(click.Command):
         examples = examples_text(self.described.examples)
         if self.name == "train":
             return f"{help_text().rstrip()}\n{examples}".rstrip()
+        if self.described.explained:
+            text: str = getattr(import_module("marl.config.command_options"), self.described.explained)()
+            return f"{text.rstrip()}\n{examples}".rstrip()
         usage = f"usage: marl {self.name} [option=name …] [key=value …]\n\n{self.described.help}"
         takes = f"; {self.described.takes}" if self.described.takes else "; takes the keys of marl train"
         return f"{usage}{takes}\n{examples}".rstrip()

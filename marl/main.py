@@ -25,6 +25,7 @@ if __name__ == "__main__":
     find_own_modules()  # before verl imports them
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -34,6 +35,7 @@ from marl.cluster.head_watch import head_watched
 from marl.config.composing import composed_once
 from marl.config.errors import ConfigError, explain
 from marl.config.overrides import hydra_overrides, options_are_words
+from marl.config.sweeps import MULTIRUN, sweep_words
 from marl.preflight.own_rows import split_text
 from marl.preflight.prepare import prepare
 from marl.preflight.run_folder import claimed
@@ -42,18 +44,17 @@ from marl.report.progress import Display, display_of, split_flags
 from marl.run_setup import Setup
 from marl.utils.endings import Terminated
 from marl.utils.garbage import frozen_gc
+from marl.utils.process_time import begin_run
 from marl.utils.secret_masking import masked_logs, masked_text
 
 SHOWS_CONFIG = frozenset({"--cfg", "-c", "--info", "-i"})
 """Flags of Hydra's that print the configuration."""
 
 
-MULTIRUN = frozenset({"--multirun", "-m"})
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run, and return the exit code. ``--quiet`` and ``--live`` say what a terminal shows; all other words are Hydra's."""
     words, show = split_flags(sys.argv[1:] if argv is None else argv)
+    words = sweep_words(words, launcher="marl_local")
     words.sort(key=lambda word: word not in MULTIRUN)  # among overrides, Hydra's parser would not find those behind it
 
     def train(config: DictConfig) -> None:
@@ -66,6 +67,7 @@ def main(argv: list[str] | None = None) -> int:
 def run_composed(words: list[str], work: Callable[[DictConfig], Any]) -> int:
     """Run some work on the configuration that Hydra composes from a command line, and return the exit code."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us as they are; we print them
+    words = sweep_words(words)
     sys.argv[1:] = words  # Hydra reads only these
 
     @hydra.main(config_path="pkg://marl.configs", config_name="marl", version_base="1.3")
@@ -84,6 +86,14 @@ def run_composed(words: list[str], work: Callable[[DictConfig], Any]) -> int:
             work(config)
 
     return exit_code(check_and_run)
+
+
+def composed_job(whole: DictConfig) -> DictConfig:
+    """The configuration of a sweep's job, of what Hydra has composed for it."""
+    HydraConfig.instance().set_config(whole)  # for ``${hydra:…}``
+    OmegaConf.clear_cache(whole)
+    config: DictConfig = OmegaConf.masked_copy(whole, [str(key) for key in whole if key != "hydra"])
+    return config
 
 
 @contextmanager
@@ -125,6 +135,7 @@ def run(config: DictConfig, progress: Any = None) -> Any:
 
 
 def _run(config: DictConfig, progress: Any) -> Any:
+    begin_run()
     setup = prepare(config)
     # heavy: imported once the configuration has been checked
     from marl.preflight.endpoints import check_endpoints
@@ -159,6 +170,7 @@ async def _train(setup: Setup, progress: Any, again: bool) -> Any:
 
     with TakeDown() as cleanup, stacks_of_a_hang(Path(setup.config.trainer.default_local_dir)):
         trainer = await build(setup, cleanup, progress, again)
+        cleanup.callback(lambda: trainer.tracking.finish(int(sys.exception() is not None)))
         with frozen_gc():
             await trainer.fit()
     config = setup.config

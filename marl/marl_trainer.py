@@ -30,6 +30,7 @@ from marl.report import conversation, dump
 from marl.report.alarms import DegenerateGroups, warn_of_gaps
 from marl.report.credit_shares import LazyAgents, credit_shares
 from marl.report.dump_writer import DumpWriter
+from marl.report.episode_tables import EpisodeTables
 from marl.report.step_metrics import count_metrics, critic_metrics, episode_metrics, policy_metrics, share_metrics
 from marl.report.tokens import token_metrics
 from marl.types import AgentId, CriticName, Episode, Metrics, PolicyName, Task, Turn
@@ -37,7 +38,7 @@ from marl.utils.background import Background
 from marl.utils.metrics import PhaseTimer, RunningMean, must_be_finite, prefixed
 from marl.utils.numbers import is_due
 from marl.utils.spans import Span
-from marl.utils.tracking import tracking_of
+from marl.utils.tracking import Tracking, tracking_of
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class MARLTrainer:
         self.folder, self.dumps = Path(config.trainer.default_local_dir), DumpWriter(config.trainer.rollout_data_dir)
         self.step_number, self.sampled_tokens, self.log_prob_gap_max, self.earlier_seconds = 0, 0, 0.0, 0.0
         self.answers_per_episode, self.last_metrics = RunningMean(), Metrics()
+        self.tracking, self.tables = Tracking(None, None, []), EpisodeTables(config.trainer)
         self.saving = Background("a checkpoint", lambda: check_alive(self.groups))
         self.degenerate_alarm = DegenerateGroups(config.controller.degenerate_steps)
         self.lazy_agents = LazyAgents(config.controller.lazy_agent_share)
@@ -166,6 +168,7 @@ class MARLTrainer:
         self._count(played)
         gathered = await self.gather(played, phase)
         await asyncio.gather(*(group.free_servers() for group in self.policies.values()))
+        self.tables.show_training(self.tracking, scored, self.step_number)
         episodes, batch = self.readable(played)
         unread = len(played) - len(episodes)
         token_numbers = await phase.of("log_probs", self.log_probs(batch))
@@ -295,10 +298,12 @@ class MARLTrainer:
         samples = self.config.actor_rollout_ref.rollout.val_kwargs.n
         episodes = await self.controller.measure(self.validation, samples, self.step_number)
         self.history[self.step_number] = conversation.team_metrics(episodes)
+        place = self._of_other_data() or "val"
         if self.config.trainer.validation_data_dir:
             folder = Path(self.config.trainer.validation_data_dir) / self._of_other_data()
             dump.write(episodes, self.step_number, folder)
-        return prefixed(f"{self._of_other_data() or 'val'}/team", self.history[self.step_number])
+        self.tables.show(self.tracking, episodes, self.step_number, place)
+        return prefixed(f"{place}/team", self.history[self.step_number])
 
     async def save(self, wait: bool = True) -> None:
         try:

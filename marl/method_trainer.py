@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from marl.checkpoint import seconds_of
 from marl.config.errors import ConfigError
 from marl.controller.collection import with_turns
 from marl.controller.method_data import Item, speakers_of
@@ -63,6 +64,7 @@ class MethodTrainer(MARLTrainer):
         scored = await phase.of("score", self.controller.score(collection.episodes, self.step_number))
         episodes = with_turns(scored, self.step_number)
         self._count(episodes)
+        self.tables.show_training(self.tracking, scored, self.step_number)
         counts = count_metrics(collection.started, len(scored), collection.refused, collection.retried)
         return episodes, episode_metrics(scored, self.config.agents) | counts
 
@@ -141,7 +143,8 @@ class OfflineTrainer(MethodTrainer):
             return
         first, last = (self.history[step] for step in (min(self.history), max(self.history)))
         self.report_folder.mkdir(parents=True, exist_ok=True)
-        counts = {"steps": self.step_number, "seed": self.config.seed, "restarts": self.restarts}
+        seconds = round(seconds_of(self), 2)
+        counts = {"steps": self.step_number, "seconds": seconds, "seed": self.config.seed, "restarts": self.restarts}
         summary = counts | {"before": first, "after": last}
         write_json(summary, self.report_folder / "summary.json")
 

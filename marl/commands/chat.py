@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from marl.commands.serve import answerable
+from marl.config.command_options import chat as chat_options
 from marl.config.errors import ConfigError
 from marl.evaluation.source import find
 from marl.main import exit_code
@@ -30,12 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(prog="marl chat", allow_abbrev=False, description=__doc__)
-    parser.add_argument("source", help="a run's folder, …/global_step_N of one, or a model's folder")
-    parser.add_argument("--model", default="team", help="team, or one of its agents: team/<agent>")
-    parser.add_argument("--seed", type=int, default=None, help="the same questions get the same answers")
-    parser.add_argument("--data-source", default=None, help="rule by which answers are read, as a task's data_source")
-    return parser.parse_known_args(list(arguments))
+    return chat_options().parse_known_args(list(arguments))
 
 
 def chat(options: argparse.Namespace, words: Sequence[str], console: Console | None = None) -> list[Message]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from marl.comparison import files, tables
-from marl.comparison.runs import load_all
+from marl.comparison.runs import load_all, swept_keys
 
 
 @click.command("compare")
@@ -14,7 +14,7 @@ from marl.comparison.runs import load_all
 def command(runs: tuple[str, ...], out: str | None) -> int:
     """Compare RUNS: folders of runs, or folders that hold runs. Those that differ in their seed alone are shown as one, by
     median, smallest and largest value."""
-    result = tables.comparison(load_all(runs))
+    result = tables.comparison(load_all(runs), [key for run in runs for key in swept_keys(run)])
     text = tables.markdown(result, "Comparison")
     click.echo(text)
     if out is not None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from marl.comparison import files, tables
-from marl.comparison.runs import load_all
+from marl.comparison.runs import load_all, swept_keys
 
 
 @click.command("report")
@@ -13,7 +13,7 @@ from marl.comparison.runs import load_all
 def command(run: str) -> int:
     """Write report.md, report.json and report.png into the folder RUN: of this run, or of all runs below it."""
     folder = Path(run).expanduser().resolve()
-    result = tables.comparison(load_all([str(folder)]))
+    result = tables.comparison(load_all([str(folder)]), swept_keys(str(folder)))
     text = tables.markdown(result, f"Report of {folder.name}")
     click.echo(text)
     click.echo("\n".join(map(str, files.write(result, text, folder, "report"))))

@@ -16,9 +16,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from marl.config.command_options import KEY, serve as serve_options
 from marl.config.dataset_rows import file_list
 from marl.config.errors import ConfigError
-from marl.evaluation.source import Source, find
+from marl.evaluation.source import Source, find, reads_examples
 from marl.main import exit_code
 from marl.utils.numbers import SECONDS, Number, count
 from marl.utils.quiet import quiet
@@ -26,7 +27,6 @@ from marl.utils.secret_masking import hide, masked_logs
 
 logger = logging.getLogger(__name__)
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-KEY = "MARL_API_KEY"
 BACKLOG = 2048
 BOUNDS: dict[str, Number] = {
     "port": count(0, 65535),
@@ -42,24 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The command's own options, and the ``key=value`` of the configuration. Raises ConfigError."""
-    parser = argparse.ArgumentParser(
-        prog="marl serve", allow_abbrev=False, description="A team behind one OpenAI-compatible endpoint."
-    )
-    parser.add_argument("source", help="a run's folder, …/global_step_N of one, or a model's folder")
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; others than this machine's need an access key"
-    )
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
-    parser.add_argument("--max-concurrent", type=int, default=8, help="episodes played at the same time")
-    parser.add_argument("--queue", type=int, default=64, help="episodes that may wait; more are refused with 429")
-    parser.add_argument(
-        "--timeout", type=float, default=300.0, help="seconds for a request, its wait included; 504 after them"
-    )
-    parser.add_argument(
-        "--api-key-env", default=None, help=f"variable with the access key that requests bring; {KEY} if that is set"
-    )
-    parser.add_argument("--data-source", default=None, help="rule by which answers are read, as a task's data_source")
-    options, words = parser.parse_known_args(list(arguments))
+    options, words = serve_options().parse_known_args(list(arguments))
     check(options)
     return options, words
 
@@ -134,11 +117,6 @@ def listening(options: argparse.Namespace) -> Iterator[socket.socket]:
                 "choose another, or 0 for a free one"
             ) from None
         yield place
-
-
-def reads_examples(source: Source) -> bool:
-    """True for a run whose files hold examples, not tasks."""
-    return (source.saved.get("method") or {}).get("source", "play") != "play"
 
 
 @contextmanager

@@ -28,15 +28,39 @@ class Group:
         return [value for run in self.runs if (value := run.last(key)) is not None]
 
     def curve(self, key: str) -> dict[int, list[float]]:
-        """The values of all runs at each step that all of them have."""
-        curves = [run.curve(key) for run in self.runs]
+        """The values of all runs at each step that all of them have; runs that have not begun are left out."""
+        curves = [curve for run in self.runs if (curve := run.curve(key))]
         steps = sorted(set.intersection(*map(set, curves))) if curves else []
         return {step: [curve[step] for curve in curves] for step in steps}
 
 
+def metrics_of(runs: Sequence[Run]) -> list[str]:
+    """The metrics that runs are compared by: scores, and the losses of runs that have none, as those of method=sft and dpo,
+    which play nothing."""
+    scores = [key for key in SCORES if any(run.last(key) is not None for run in runs)]
+    return scores + losses([run for run in runs if all(run.last(key) is None for key in SCORES)])
+
+
 def losses(runs: Sequence[Run]) -> list[str]:
-    """The metrics of runs that play nothing, as those of method=sft and dpo."""
-    return sorted({key for run in runs for numbers in run.steps.values() for key in numbers if key.endswith("/loss")})
+    return sorted({key for run in runs for numbers in run.steps.values() for key in numbers if is_loss(key)})
+
+
+def is_loss(key: str) -> bool:
+    """True for a metric of which less is better."""
+    return key.endswith("/loss")
+
+
+def best_first(found: Sequence[Group]) -> list[Group]:
+    """Groups by the median of the first metric that they have; those without numbers last."""
+    keys = metrics_of([run for group in found for run in group.runs])
+
+    def place(group: Group) -> tuple[int, float]:
+        for index, key in enumerate(keys):
+            if finals := group.finals(key):
+                return index, statistics.median(finals) * (1 if is_loss(key) else -1)
+        return len(keys), 0.0
+
+    return sorted(found, key=place)
 
 
 def spread(values: Sequence[float]) -> dict[str, Any] | None:
@@ -62,14 +86,45 @@ def without_seed(value: Any) -> Any:
     return SEED.sub("seed*", value) if isinstance(value, str) else value
 
 
-def groups(runs: Sequence[Run]) -> list[Group]:
-    """Runs with the same settings together, named by what differs between the groups."""
+def groups(runs: Sequence[Run], swept: Sequence[str] = ()) -> list[Group]:
+    """Runs with the same settings, and the same values of ``swept`` keys, together; named by what differs between the groups."""
     members: dict[str, list[Run]] = {}
     for run in runs:
-        members.setdefault(repr(sorted(settings(run).items(), key=lambda item: item[0])), []).append(run)
+        own = [sorted(settings(run).items(), key=lambda item: item[0]), [value_of(run, key) for key in swept]]
+        members.setdefault(repr(own), []).append(run)
     found = list(members.values())
     different = differences([group[0] for group in found])
-    return [Group(name_of(group[0], index, different), tuple(group)) for index, group in enumerate(found)]
+    different |= {key: [value_of(group[0], key) for group in found] for key in swept}
+    names = naming(different, swept)
+    return [Group(name_of(group[0], index, names), tuple(group)) for index, group in enumerate(found)]
+
+
+def value_of(run: Run, key: str) -> Any:
+    """The value of a key of the command line: a setting, or the name of an option, as of ``learner``, by which the sweep named
+    the run's folder: several options may set up one class."""
+    found: Any = run.config
+    for part in key.lstrip("+").split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    if not isinstance(found, Mapping):
+        return found
+    named = dict(part.partition("=")[::2] for part in run.folder.name.split(","))
+    return named.get(key) or found.get("name", found)
+
+
+def naming(different: Mapping[str, list[Any]], swept: Sequence[str]) -> dict[str, list[Any]]:
+    """The keys that name groups: those of the sweep, or else the options that differ; and as many others as tell them apart."""
+    names = {key: different[key] for key in swept or [key for key in different if key.endswith(".name")]}
+    for key, values in different.items():
+        told = len(set(zip(*map(texts, names.values()), strict=True)))
+        if names and told == len(values):
+            break
+        if len(set(zip(*map(texts, [*names.values(), values]), strict=True))) > told:
+            names[key] = values
+    return names
+
+
+def texts(values: Sequence[Any]) -> list[str]:
+    return [repr(value) for value in values]
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
@@ -80,17 +135,15 @@ def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
     return {key: own for key, own in values.items() if any(value != own[0] for value in own)}
 
 
-def name_of(run: Run, index: int, different: Mapping[str, list[Any]]) -> str:
-    """The options that differ, or else the keys, or else the experiment."""
-    names = {key: values for key, values in different.items() if key.endswith(".name")} or dict(
-        list(different.items())[:3]
-    )
+def name_of(run: Run, index: int, names: Mapping[str, list[Any]]) -> str:
+    """The values of the keys that name groups, or else the experiment."""
     parts = [f"{key.removesuffix('.name')}={values[index]}" for key, values in names.items()]
     return " ".join(parts) or str(run.config["trainer"].get("experiment_name"))
 
 
 def costs(run: Run) -> dict[str, Any]:
-    """Seconds of the steps, by phase, and generated tokens: the summary's, or a sum over the steps of an unfinished run."""
+    """Seconds of the run, as its summary has them; those of its steps, by phase; and generated tokens: the summary's, or a sum
+    over the steps of an unfinished run."""
     phases = {key for numbers in run.steps.values() for key in numbers if key.startswith("timing_s/")}
     tokens = [
         rate * numbers["timing_s/step"]
@@ -99,7 +152,8 @@ def costs(run: Run) -> dict[str, Any]:
     ]
     return {
         "steps": max(run.steps, default=0),
-        "seconds": round(run.total("timing_s/step"), 3),
+        "seconds": run.summary.get("seconds"),
+        "seconds_in_steps": round(run.total("timing_s/step"), 3),
         "seconds_by_phase": {key.removeprefix("timing_s/"): round(run.total(key), 3) for key in sorted(phases)},
         "tokens": run.summary.get("sampled_tokens") or round(sum(tokens)),
     }

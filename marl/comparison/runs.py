@@ -6,13 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from marl.config.errors import ConfigError
+from marl.config.sweeps import is_swept
 from marl.preflight.unfinished import FINISHED, RUN, is_running
 from marl.report import run_summary
 from marl.types import Metrics
 from marl.utils.folders import METRICS
 from marl.utils.near import did_you_mean
 
+SWEEP = "multirun.yaml"
 DEPTH = 4
 """Levels of folders in which a sweep's runs are looked for."""
 
@@ -67,6 +71,20 @@ def find(path: Path) -> list[Path]:
     )
 
 
+def swept_keys(path: str) -> list[str]:
+    """The keys that a sweep in this folder varies, as Hydra notes them; none of another folder."""
+    noted = Path(path).expanduser() / SWEEP
+    if not noted.is_file():
+        return []
+    try:
+        words = yaml.load(noted.read_bytes(), yaml.CSafeLoader)["hydra"]["overrides"]["task"]
+    except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{noted}: cannot be read ({error!r}); expected the file that Hydra writes: remove it"
+        ) from None
+    return [word.partition("=")[0] for word in words if is_swept(word)]
+
+
 def below(folder: Path, depth: int) -> Iterator[Path]:
     for entry in folder.iterdir():
         if entry.is_symlink() or not entry.is_dir():  # ``latest`` is a run that is there by its own name
@@ -80,7 +98,8 @@ def below(folder: Path, depth: int) -> Iterator[Path]:
 def load(folder: Path) -> Run:
     """Raises ConfigError for a file that cannot be read."""
     record = read_json(folder / RUN)
-    if "config" not in record:
+    config = record.get("config") if isinstance(record, dict) else None
+    if not isinstance(config, dict) or not isinstance(config.get("trainer"), dict):
         raise ConfigError(f"{folder / RUN}: no settings in it; expected the file that a run of this version writes")
     steps = read_metrics(folder / METRICS)
     return Run(folder, record, steps, run_summary.read_json(folder), state_of(folder, record, steps))
@@ -104,8 +123,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_metrics(path: Path) -> dict[int, Metrics]:
     """The numbers of every step; a last line that is still written is left out. Raises ConfigError for any other bad line."""
     steps: dict[int, Metrics] = {}
-    lines = path.read_bytes().split(b"\n") if path.is_file() else []
-    for number, text in enumerate(lines[:-1], start=1):
+    for number, text in enumerate(whole_lines(path), start=1):
         try:
             line = json.loads(text, object_pairs_hook=once)
             numbers = {key: value for key, value in line["data"].items() if isinstance(value, int | float)}
@@ -115,6 +133,13 @@ def read_metrics(path: Path) -> dict[int, Metrics]:
                 f"{path}, line {number}: {error}; expected {{'step': …, 'data': {{…}}}}: remove the line, or restore the file"
             ) from None
     return steps
+
+
+def whole_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, one at a time, however large it is; one that is still written is left out."""
+    if path.is_file():
+        with open(path, "rb") as file:
+            yield from (line for line in file if line.endswith(b"\n"))
 
 
 def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from marl.comparison.groups import SCORES, costs, differences, groups, losses, spread
+from marl.comparison.groups import HIDDEN, best_first, costs, differences, groups, metrics_of, spread, value_of
 from marl.comparison.runs import Run
 from marl.comparison.turns import CHANGES, evidence
 
@@ -14,26 +14,36 @@ POINTS = 12
 """Steps of a curve's table."""
 
 
-def comparison(runs: Sequence[Run]) -> dict[str, Any]:
-    """Everything that two or more runs, or one, can be compared by."""
-    found = groups(runs)
-    keys = [key for key in SCORES if any(group.finals(key) for group in found)] or losses(runs)
+def comparison(runs: Sequence[Run], swept: Sequence[str] = ()) -> dict[str, Any]:
+    """Everything that two or more runs, or one, can be compared by; the best first. ``swept``: keys that get a column each."""
+    columns = [key for key in swept if not HIDDEN.fullmatch(key.lstrip("+"))]
+    found = best_first(groups(runs, columns))
+    keys = metrics_of(runs)
     return {
         "runs": [described(run) for run in runs],
+        "swept": columns,
         "groups": [
             {
                 "name": group.name,
+                "values": {key: value_of(group.runs[0], key) for key in columns},
                 "runs": [str(run.folder) for run in group.runs],
+                "unfinished": sum(run.state != "finished" for run in group.runs),
                 "seeds": [run.seed for run in group.runs],
                 "last": {key: spread(group.finals(key)) for key in keys},
                 "curves": {key: {step: spread(values) for step, values in group.curve(key).items()} for key in keys},
-                "seconds": spread([costs(run)["seconds"] for run in group.runs]),
-                "tokens": spread([costs(run)["tokens"] for run in group.runs]),
+                "seconds": spread([seconds for run in group.runs if (seconds := seconds_of(run))]),
+                "tokens": spread([tokens for run in group.runs if (tokens := costs(run)["tokens"])]),
             }
             for group in found
         ],
         "differences": differences(runs),
     }
+
+
+def seconds_of(run: Run) -> float:
+    """Of the whole run, or of the steps so far of one that has no summary yet."""
+    own = costs(run)
+    return float(own["seconds"] or own["seconds_in_steps"])
 
 
 def described(run: Run) -> dict[str, Any]:
@@ -62,25 +72,42 @@ def unfinished(result: Mapping[str, Any]) -> list[str]:
 
 
 def scores_table(result: Mapping[str, Any]) -> str:
-    keys = list(result["groups"][0]["last"])
+    """The groups, the best first: swept keys in columns of their own, or else the groups' names."""
+    first, swept = result["groups"][0], result["swept"]
+    keys = list(first["last"])
+    if not keys:
+        return NO_METRICS
     rows = [
-        [group["name"], str(len(group["runs"])), *(cell(group["last"][key]) for key in keys)]
+        [
+            *([str(group["values"][key]) for key in swept] or [group["name"]]),
+            runs_of(group),
+            *(cell(group["last"][key]) for key in keys),
+            cell(group["seconds"], 1),
+            cell(group["tokens"], 0),
+        ]
         for group in result["groups"]
     ]
-    head = ["", "runs", *(f"`{key}`" for key in keys)]
-    return f"## Last values: median [smallest, largest] over seeds\n\n{table(head, rows)}" if keys else NO_METRICS
+    head = [*([f"`{key}`" for key in swept] or [""]), "runs", *(f"`{key}`" for key in keys), "seconds", "tokens"]
+    return f"## Last values: median [smallest, largest] over seeds, best first\n\n{table(head, rows)}"
+
+
+def runs_of(group: Mapping[str, Any]) -> str:
+    left = group["unfinished"]
+    return f"{len(group['runs'])}{f' ({left} not finished)' if left else ''}"
 
 
 def curve_tables(result: Mapping[str, Any]) -> list[str]:
-    """The first metric of the table, over the steps."""
-    keys = list(result["groups"][0]["last"])[:1]
+    """The first metric of the table that each group has, over the steps."""
+    of_groups = [[key for key, curve in group["curves"].items() if curve] for group in result["groups"]]
+    keys = dict.fromkeys(own[0] for own in of_groups if own)
     return [f"## `{key}` by step\n\n{curve_table(result, key)}" for key in keys]
 
 
 def curve_table(result: Mapping[str, Any], key: str) -> str:
     steps = sorted({step for group in result["groups"] for step in group["curves"][key]})
     steps = [step for index, step in enumerate(steps) if index % (1 + len(steps) // POINTS) == 0 or step == steps[-1]]
-    rows = [[group["name"], *(cell(group["curves"][key].get(step)) for step in steps)] for group in result["groups"]]
+    having = [group for group in result["groups"] if group["curves"][key]]
+    rows = [[group["name"], *(cell(group["curves"][key].get(step)) for step in steps)] for group in having]
     return table(["step", *map(str, steps)], rows)
 
 
@@ -98,11 +125,11 @@ def costs_table(result: Mapping[str, Any]) -> str:
     rows = [
         [
             str(index), f"`{run['folder']}`", str(run["seed"]), run["state"], str(run["costs"]["steps"]),
-            f"{run['costs']['seconds']:.1f}", f"{run['costs']['tokens']:,}", longest(run["costs"]["seconds_by_phase"]),
+            number(run["costs"]["seconds"], 1), f"{run['costs']['seconds_in_steps']:.1f}", f"{run['costs']['tokens']:,}", longest(run["costs"]["seconds_by_phase"]),
         ]
         for index, run in enumerate(result["runs"], start=1)
     ]  # fmt: skip
-    head = ["run", "folder", "seed", "state", "steps", "seconds in steps", "tokens", "longest phases"]
+    head = ["run", "folder", "seed", "state", "steps", "seconds", "seconds in steps", "tokens", "longest phases"]
     return f"## Runs and costs\n\n{table(head, rows)}"
 
 
@@ -137,15 +164,15 @@ def escaped(text: str) -> str:
     return text.replace("|", r"\|").replace("\n", " ")
 
 
-def cell(found: Mapping[str, Any] | None) -> str:
+def cell(found: Mapping[str, Any] | None, digits: int = 3) -> str:
     if found is None:
         return "-"
-    inner = f" [{found['min']:.3f}, {found['max']:.3f}]" if found["runs"] > 1 else ""
-    return f"{found['median']:.3f}{inner}"
+    inner = f" [{found['min']:.{digits}f}, {found['max']:.{digits}f}]" if found["runs"] > 1 else ""
+    return f"{found['median']:.{digits}f}{inner}"
 
 
-def number(value: float | None) -> str:
-    return "-" if value is None else str(value) if isinstance(value, int) else f"{value:.3f}"
+def number(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else str(value) if isinstance(value, int) else f"{value:.{digits}f}"
 
 
 def short(value: Any) -> str:

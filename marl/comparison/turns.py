@@ -8,11 +8,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from marl.comparison.runs import Run
+from marl.comparison.runs import Run, whole_lines
 from marl.config.errors import ConfigError
 
 Line = Mapping[str, Any]
 CHANGES = ("wrong → wrong", "wrong → right", "right → wrong", "right → right")
+KEPT = ("task", "sample", "agent", "round", "answers", "kept", "score")
+TRAINED = ("reward", "advantage")
+"""Columns of a dump that are read; the second ones are those of training alone."""
 LAST_STEPS = 20
 """Steps over which credit is averaged."""
 
@@ -26,14 +29,13 @@ def dumped(run: Run, key: str) -> list[tuple[int, Path]]:
 
 
 def lines_of(path: Path) -> Iterator[Line]:
-    """The turns of a dump; a last line that is still written is left out."""
-    *lines, _rest = path.read_bytes().split(b"\n")
-    for number, text in enumerate(lines, start=1):
+    """The turns of a dump, without their texts; a last line that is still written is left out."""
+    for number, text in enumerate(whole_lines(path), start=1):
         try:
             line = json.loads(text)
             if line["agent"] is not None:
-                yield line
-        except (ValueError, KeyError, TypeError) as error:
+                yield {key: line[key] for key in KEPT} | {key: line.get(key) for key in TRAINED}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{path}, line {number}: {error!r}; expected a turn, as a run of this version writes it"
             ) from None

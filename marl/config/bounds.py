@@ -91,6 +91,8 @@ NUMBERS: dict[str, Number] = {
     "trainer.total_training_steps": count(0, null=True),
     "trainer.save_freq": count(0, also=-1),
     "trainer.test_freq": count(0, also=-1),
+    "trainer.log_val_generations": count(0),
+    "trainer.log_generations_freq": count(0, also=-1),
     "trainer.max_actor_ckpt_to_keep": count(1, null=True),
     "trainer.keep_best": count(0),
     "algorithm.gamma": SHARE,

@@ -35,7 +35,7 @@ MAY_DIFFER = (
     "trainer.save_*",
     "trainer.test_freq",
     "trainer.val_*",
-    "trainer.log_val_generations",
+    "trainer.log_*",
     "trainer.max_*_ckpt_to_keep",
     "trainer.keep_*",
     "data.val_*",

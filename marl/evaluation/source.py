@@ -111,3 +111,8 @@ def settings_at(checkpoint: Path) -> Any:
     return identity["config"] | {
         "agents": {name: identity["config"]["agents"][name] for name in identity["agents_in_order"]}
     }
+
+
+def reads_examples(source: Source) -> bool:
+    """True for a run whose files hold examples, not tasks."""
+    return (source.saved.get("method") or {}).get("source", "play") != "play"

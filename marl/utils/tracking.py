@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,8 @@ from verl.utils.tracking import Tracking
 
 from marl.utils.folders import METRICS
 from marl.utils.secret_masking import masked_text
+
+MLFLOW = "mlflow.db"
 
 
 class MetricsFile:
@@ -63,6 +66,8 @@ def tracking_of(trainer: Any, settings: dict[str, Any], step: int = 0) -> Tracki
     folder = Path(trainer.default_local_dir)
     folder.mkdir(parents=True, exist_ok=True)
     with tracker_folders(folder):
+        if "mlflow" in trainer.logger:
+            keep_mlflow_files(trainer.project_name, folder)
         tracking = Tracking(
             project_name=trainer.project_name,
             experiment_name=trainer.experiment_name,
@@ -74,13 +79,30 @@ def tracking_of(trainer: Any, settings: dict[str, Any], step: int = 0) -> Tracki
     return tracking
 
 
+def keep_mlflow_files(experiment: str, folder: Path) -> None:
+    """Let MLflow keep a run's files in its folder, beside its database there: by itself it takes the working folder."""
+    import mlflow
+
+    uri = os.environ["MLFLOW_TRACKING_URI"]
+    mlflow.set_tracking_uri(uri)
+    if uri.endswith(str(folder / MLFLOW)) and mlflow.get_experiment_by_name(experiment) is None:
+        mlflow.create_experiment(experiment, (folder / "mlflow").resolve().as_uri())
+
+
 @contextmanager
 def tracker_folders(folder: Path) -> Iterator[None]:
     """Let verl's trackers, which read the environment as they start, write into ``folder`` unless the user says otherwise;
     without a key, wandb writes offline."""
-    wanted = {"TENSORBOARD_DIR": str(folder / "tensorboard"), "WANDB_DIR": str(folder)}
+    wanted = {
+        "TENSORBOARD_DIR": str(folder / "tensorboard"),
+        "WANDB_DIR": str(folder),
+        "MLFLOW_TRACKING_URI": f"sqlite:///{folder / MLFLOW}",
+    }
     if "WANDB_API_KEY" not in os.environ:
         wanted["WANDB_MODE"] = "offline"
+    known = sys.modules.get("wandb")
+    if known is not None and known.run is None:
+        known.teardown()  # it reads its folder once in a process, which may make the runs of a sweep
     added = {key: value for key, value in wanted.items() if key not in os.environ}
     os.environ.update(added)
     try:

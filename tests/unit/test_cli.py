@@ -15,6 +15,7 @@ import pytest
 import marl.commands
 from marl import cli
 from marl.command_group import COMPLETIONS, SHELLS
+from marl.config import command_options
 from marl.config.external import VARIABLE
 from marl.config.short_help import option_names
 
@@ -83,6 +84,28 @@ def test_the_help_is_a_screen_and_every_command_has_examples(capsys, run):
         page = capsys.readouterr().out
         assert "usage:" in page.lower() and f"  marl {name}" in page.partition("Examples:")[2], name
         assert len(page.splitlines()) <= 45 and "\x1b" not in page
+
+
+@pytest.mark.parametrize("name", ["serve", "chat"])
+def test_the_help_lists_every_option_of_a_command_that_also_takes_keys(run, capsys, name):
+    assert run(name, "--help") == 0
+    said = capsys.readouterr().out
+    parser = getattr(command_options, name)()
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    assert "--data-source" in flags and all(f"  {flag}" in said or f", {flag}" in said for flag in flags)
+    assert all(action.help for action in parser._actions) and "key of the configuration" in said
+
+
+@pytest.mark.slow
+def test_the_help_of_eval_lists_all_its_words_and_their_choices(run, capsys):
+    from marl.commands.evaluate import Options
+    from marl.evaluation.evaluate import BASELINES
+    from marl.evaluation.numbers import MEASURES
+
+    assert run("eval", "-h") == 0
+    said = capsys.readouterr().out
+    assert all(f"  {name}=" in said for name in Options.__dataclass_fields__)
+    assert all(f"{name}:" in said for name in BASELINES) and all(name in said for name in MEASURES)
 
 
 def test_help_among_other_words_starts_no_other_command(monkeypatch, capsys, run):

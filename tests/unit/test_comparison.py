@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import tracemalloc
 
 import pytest
 
@@ -67,23 +68,27 @@ def test_runs_of_one_setting_are_one_group_with_median_and_spread(make_run):
     make_run("mappo0", {0: 0.1, 4: 0.7}, 0, "mappo")
     found = runs.load_all([str(make_run("mappo1", {0: 0.3, 2: 0.5}, 1, "mappo").parent)])
     result = comparison(found)
-    grpo, mappo = result["groups"]
+    mappo, grpo = result["groups"]  # the best first
     assert (grpo["name"], mappo["name"]) == ("learner=grpo", "learner=mappo") and grpo["seeds"] == [0, 1, 2]
     assert grpo["last"]["val/team/vote"] == {"median": 0.4, "min": 0.2, "max": 0.9, "runs": 3}
     assert mappo["last"]["val/team/vote"]["median"] == 0.6
     assert list(mappo["curves"]["val/team/vote"]) == [0], "the steps that all of its runs have"
     assert result["differences"] == {"learner.name": ["grpo"] * 3 + ["mappo"] * 2}
     text = markdown(result, "Comparison")
-    assert "| learner=grpo | 3 | 0.400 [0.200, 0.900] |" in text and "`learner.name` | grpo" in text
+    assert (
+        "| learner=grpo | 3 | 0.400 [0.200, 0.900] | 2.0 [2.0, 2.0] | 40 [40, 40] |" in text
+        and "`learner.name` | grpo" in text
+    )
 
 
 def test_costs_are_sums_over_the_steps_until_there_is_a_summary(make_run):
     folder = make_run("one", {0: 0.1, 1: 0.2, 2: 0.3})
     found = groups.costs(runs.load(folder))
-    assert (found["steps"], found["seconds"], found["tokens"]) == (2, 4.0, 2 * 4 * 2 * 5)
+    assert (found["steps"], found["seconds_in_steps"], found["tokens"]) == (2, 4.0, 2 * 4 * 2 * 5)
     assert found["seconds_by_phase"] == {"step": 4.0, "update": 3.0}
-    (folder / "summary.json").write_text(json.dumps({"sampled_tokens": 77}))
-    assert groups.costs(runs.load(folder))["tokens"] == 77
+    (folder / "summary.json").write_text(json.dumps({"sampled_tokens": 77, "seconds": 9.5}))
+    found = groups.costs(runs.load(folder))
+    assert (found["tokens"], found["seconds"], found["seconds_in_steps"]) == (77, 9.5, 4.0)
 
 
 def test_transitions_and_credit_by_hand(make_run):
@@ -159,12 +164,39 @@ def test_a_line_that_is_still_written_is_left_out_and_others_must_be_whole(make_
         file.write_text(whole + bad)
         with pytest.raises(ConfigError, match=said):
             runs.load(folder)
-    (folder / "run.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"run\.json: no settings"):
+    for content in ("{}", "[]", "5", '{"config": {}}', '{"config": []}', '{"config": {"trainer": 1}}'):
+        (folder / "run.json").write_text(content)
+        with pytest.raises(ConfigError, match=r"run\.json: no settings"):
+            runs.load(folder)
+    (folder / "run.json").write_bytes(bytes(range(256)))
+    with pytest.raises(ConfigError, match=r"run\.json: cannot be read"):
         runs.load(folder)
     (folder / "run.json").write_text("")
     with pytest.raises(ConfigError, match=r"run\.json: cannot be read"):
         runs.load(folder)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00\x01\n", b"[]\n", b'{"agent": "a"}\n', b"7\n"])
+def test_a_dump_that_is_something_else_is_named(make_run, content):
+    folder = make_run("one", {0: 0.5})
+    (folder / "validation").mkdir()
+    (folder / "validation" / "4.jsonl").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"4\.jsonl, line 1: .*expected a turn"):
+        turns.evidence(runs.load(folder))
+
+
+def test_of_a_dump_no_text_is_kept_in_memory(make_run):
+    """A run's dumps may be larger than the memory."""
+    folder = make_run("one", {0: 0.5})
+    (folder / "rollouts").mkdir()
+    text = "x" * 100_000
+    said = json.dumps(turn("a", 1, 1.0, input=text, output=text, messages=[text])) + "\n"
+    (folder / "rollouts" / "1.jsonl").write_text(said * 100)
+    tracemalloc.start()
+    found = turns.evidence(runs.load(folder))
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found["credit"]["a, round 1"]["turns"] == 100 and most < 3_000_000
 
 
 def test_an_unknown_folder_is_answered_with_the_nearest(make_run, tmp_path, capsys):
@@ -197,6 +229,83 @@ def test_runs_that_play_nothing_are_compared_by_their_losses(make_run):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (group,) = comparison(runs.load_all([str(folder)]))["groups"]
     assert list(group["last"]) == ["agent/a/loss"] and group["last"]["agent/a/loss"]["median"] == 0.5
+
+
+def test_a_run_that_imitates_stands_beside_one_that_plays(make_run):
+    """Each by its own metric, and with its own curve."""
+    make_run("rl", {0: 0.1, 4: 0.7})
+    sft = make_run("sft", {}, method={"name": "sft"})
+    lines = [{"step": step, "data": {"agent/a/loss": 1.0 / step}} for step in (1, 2)]
+    (sft / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = comparison(runs.load_all([str(sft.parent)]))
+    assert [group["name"] for group in result["groups"]] == ["method=None", "method=sft"]
+    text = markdown(result, "Comparison")
+    assert "| method=sft | 1 | - | 0.500 |" in text and "| method=None | 1 | 0.700 | - |" in text
+    assert "## `agent/a/loss` by step" in text and "| method=sft | 1.000 | 0.500 |" in text
+
+
+def sweep_of(make_run, words, **values):
+    """Write the note that Hydra leaves of a sweep, beside runs with these votes by learning rate."""
+    for lr, votes in values.items():
+        for seed, vote in enumerate(votes):
+            settings = {"critic": {"lr": float(lr[1:]) / 10}, "resources": {"timeout_s": 5}}
+            folder = make_run(f"{lr}-{seed}", {0: 0.1, 4: vote}, seed, **settings)
+    noted = {"hydra": {"overrides": {"task": words}}}
+    (folder.parent / "multirun.yaml").write_text(json.dumps(noted))
+    return folder.parent
+
+
+def test_a_sweeps_table_has_its_keys_and_seconds_and_the_best_first(make_run, capsys):
+    sweep = sweep_of(make_run, ["critic.lr=0.1,0.2", "seed=0,1", "learner=grpo"], l1=(0.2, 0.3), l2=(0.6, 0.9))
+    (sweep / "l2-1" / "summary.json").write_text(json.dumps({"seconds": 8.0, "sampled_tokens": 60}))
+    assert cli.main(["report", str(sweep)]) == 0
+    table = capsys.readouterr().out.split("best first\n\n")[1].split("\n\n")[0].split("\n")
+    assert table[0] == "| `critic.lr` | runs | `val/team/vote` | seconds | tokens |"
+    assert table[2] == "| 0.2 | 2 | 0.750 [0.600, 0.900] | 5.0 [2.0, 8.0] | 50 [40, 60] |"
+    assert table[3].startswith("| 0.1 | 2 | 0.250 [0.200, 0.300] |")
+
+
+def test_a_swept_key_that_changes_nothing_parts_runs_too(make_run, capsys):
+    sweep = sweep_of(make_run, ["resources.timeout_s=5,6", "seed=0,1"], l1=(0.2, 0.3))
+    record = json.loads((sweep / "l1-1" / "run.json").read_text())
+    record["config"]["resources"]["timeout_s"] = 6
+    (sweep / "l1-1" / "run.json").write_text(json.dumps(record))
+    assert cli.main(["report", str(sweep)]) == 0
+    assert "| 6 | 1 | 0.300 |" in capsys.readouterr().out
+
+
+def test_a_sweeps_note_that_is_damaged_is_named(make_run, capsys):
+    sweep = sweep_of(make_run, ["seed=0,1"], l1=(0.2, 0.3))
+    (sweep / "multirun.yaml").write_text("hydra: [")
+    assert cli.main(["report", str(sweep)]) == 2
+    assert "multirun.yaml: cannot be read" in capsys.readouterr().err
+
+
+def test_groups_of_one_option_are_told_apart_by_their_settings(make_run):
+    for name, lr in (("a", 0.1), ("b", 0.2)):
+        make_run(name, {0: 0.5}, critic={"lr": lr})
+    folder = make_run("c", {0: 0.4}, learner="happo", critic={"lr": 0.1})
+    found = groups.groups(runs.load_all([str(folder.parent)]))
+    names = [group.name for group in found]
+    assert names == ["learner=grpo critic.lr=0.1", "learner=grpo critic.lr=0.2", "learner=happo critic.lr=0.1"]
+
+
+def test_a_run_that_has_not_begun_hides_no_curve(make_run):
+    make_run("one", {0: 0.5, 4: 0.6})
+    folder = make_run("two", {}, 1, finished=False)
+    (group,) = comparison(runs.load_all([str(folder.parent)]))["groups"]
+    assert list(group["curves"]["val/team/vote"]) == [0, 4]
+    assert group["seconds"]["runs"] == group["tokens"]["runs"] == 1 and group["unfinished"] == 1
+    assert "| 2 (1 not finished) |" in markdown(comparison(runs.load_all([str(folder.parent)])), "x")
+
+
+def test_options_that_set_up_one_class_are_told_apart_by_the_folders_of_a_sweep(make_run):
+    """As learner=gspo sets up grpo."""
+    folders = [
+        make_run(f"learner={name},seed=0", {0: 0.5}, critic={"lr": lr}) for name, lr in (("grpo", 1), ("gspo", 2))
+    ]
+    found = runs.load_all(list(map(str, folders)))
+    assert [groups.value_of(run, "learner") for run in found] == ["grpo", "gspo"]
 
 
 def test_a_run_without_numbers_says_why(make_run, capsys):

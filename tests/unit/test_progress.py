@@ -175,7 +175,7 @@ def test_the_flag_of_a_sweep_may_stand_anywhere(monkeypatch):
     asked = []
     monkeypatch.setattr(marl_main, "run_composed", lambda words, work: asked.append(words) or 0)
     assert marl_main.main(["learner=grpo", "-m", "--quiet", "seed=0,1"]) == 0
-    assert asked[0][0] == "-m" and asked[0][-2:] == ["learner=grpo", "seed=0,1"]
+    assert asked[0][0] == "-m" and asked[0][2:4] == ["learner=grpo", "seed=0,1"]
 
 
 def test_a_display_begins_with_the_runs_configuration(monkeypatch, tmp_path):

@@ -1,5 +1,6 @@
 """Rules about the run as a whole: penalties, resuming, baselines, trackers."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,26 @@ def trackers_are_listed(config: Any) -> None:
                 f"trainer.logger={list(loggers)}: unknown {name!r}; expected {', '.join(TRACKERS)}."
                 f"{did_you_mean(str(name), TRACKERS)}"
             )
+        if find_spec(TRACKERS[name] or "marl") is None:
+            raise ConfigError(
+                f"trainer.logger={list(loggers)}: {name} is not installed; expected the package {TRACKERS[name]}: install it, or "
+                "leave this tracker out"
+            )
 
 
-TRACKERS = ("console", "file", "tensorboard", "wandb", "mlflow", "swanlab", "vemlp_wandb", "clearml", "trackio")
+def shown_episodes_have_a_number(config: Any) -> None:
+    trainer = config.trainer
+    if trainer.log_generations_freq > 0 and trainer.log_val_generations == 0:
+        raise ConfigError(
+            f"trainer.log_generations_freq={trainer.log_generations_freq}: no episode is shown with trainer.log_val_generations=0; "
+            "set that to their number, or log_generations_freq=-1"
+        )
+
+
+TRACKERS = {"console": None, "file": None, "vemlp_wandb": "volcengine_ml_platform"} | {
+    name: name for name in ("tensorboard", "wandb", "mlflow", "swanlab", "clearml", "trackio")
+}
+"""verl's trackers, and the packages that they need."""
 
 
 def unsupported_keys_are_unset(config: Any) -> None:
@@ -102,5 +120,6 @@ RULES = (
     resume_changes_are_keys,
     baselines_are_known,
     trackers_are_listed,
+    shown_episodes_have_a_number,
     unsupported_keys_are_unset,
 )

@@ -1,0 +1,125 @@
+"""Runs of a sweep side by side: tasks of Ray that hold their CPUs and GPUs, each with a run in a process of its own."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from marl.cluster.access import connect, token_required
+from marl.config.errors import ConfigError
+from marl.config.sweeps import run_words
+
+PR_SET_PDEATHSIG = 1
+SHOWN = 300
+"""Letters of a failed run's last line."""
+
+
+@dataclass(frozen=True)
+class Task:
+    folder: Path
+    words: list[str]
+    cpus: float
+    gpus: float
+
+    @property
+    def log(self) -> Path:
+        return self.folder.with_name(f"{self.folder.name}.log")
+
+
+def run_tasks(
+    tasks: Mapping[int, Task], words: Sequence[str], say: Callable[[str], None]
+) -> Iterator[tuple[int, Exception | None]]:
+    """Number and error of each task, as they end; ``words``: the sweep's own command line."""
+    if not tasks:
+        return
+    with cluster():
+        started, waiting = time.monotonic(), {}
+        for index, task in tasks.items():
+            if reason := too_large(task):
+                yield index, ConfigError(reason)
+                continue
+            options = {"num_cpus": task.cpus, "num_gpus": task.gpus, "max_retries": 0, "name": task.folder.name}
+            own = run_words(words, task.words)
+            waiting[ray.remote(run_in_process).options(**options).remote(own, str(task.log), os.getcwd())] = index
+        say(
+            f"{len(waiting)} runs wait for their place; their output is in {next(iter(tasks.values())).folder.parent}/*.log"
+        )
+        try:
+            while waiting:
+                (ended,), _ = ray.wait(list(waiting), num_returns=1)
+                index = waiting.pop(ended)
+                error = error_of(ended, tasks[index])
+                said = "finished" if error is None else f"failed: {error}"
+                say(f"{tasks[index].folder.name}: {said}, {time.monotonic() - started:.0f} s after the start")
+                yield index, error
+        finally:
+            for reference in waiting:
+                ray.cancel(reference, force=True)
+
+
+@contextmanager
+def cluster() -> Iterator[None]:
+    """The cluster of ``RAY_ADDRESS``, or one of this machine meanwhile."""
+    address = os.environ.get("RAY_ADDRESS", "local")
+    path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+    arguments: dict[str, Any] = {"address": address, "runtime_env": {"env_vars": {"PYTHONPATH": path}}}
+    with token_required() if address == "local" else nullcontext():
+        connect(arguments | ({"include_dashboard": False} if address == "local" else {}))
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def too_large(task: Task) -> str:
+    """Reason that no machine of the cluster has room for a task; empty for one that fits."""
+    machines = [
+        (node["Resources"].get("CPU", 0), node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]
+    ]
+    if any(task.cpus <= cpus and task.gpus <= gpus for cpus, gpus in machines):
+        return ""
+    found = ", ".join(f"{cpus:g} CPUs and {gpus:g} GPUs" for cpus, gpus in machines)
+    return (
+        f"{task.folder.name} needs {task.cpus:g} CPUs and {task.gpus:g} GPUs of one machine; the cluster's have {found}: set "
+        "hydra.launcher.num_cpus and num_gpus, or leave hydra/launcher=marl_ray out"
+    )
+
+
+def run_in_process(words: Sequence[str], log: str, folder: str) -> int:
+    """Train one run and return its exit code. The process ends with the worker that waits for it."""
+    os.makedirs(os.path.dirname(log) or ".", exist_ok=True)
+    # the run starts a Ray session of its own, on what this task holds
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    with open(log, "ab") as file:
+        command = [sys.executable, "-m", "marl.main", *words]
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT, preexec_fn=end_with_parent
+        )
+        return process.wait()
+
+
+def end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def error_of(reference: Any, task: Task) -> Exception | None:
+    try:
+        code = ray.get(reference)
+    except RayError as error:
+        return RuntimeError(f"{task.folder.name}: {str(error).splitlines()[0]}; the same command continues it")
+    if code == 0:
+        return None
+    lines = task.log.read_text(errors="replace").split("\n") if task.log.is_file() else []
+    last = next((line for line in reversed(lines) if line.strip()), "")[:SHOWN]
+    message = f"exit code {code}: {last} ({task.log})"
+    return ConfigError(message.replace("configuration error: ", "")) if code == 2 else RuntimeError(message)

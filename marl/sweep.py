@@ -1,0 +1,147 @@
+"""Sweeps of runs (``marl train -m``): one after another in this process, or side by side as tasks of Ray. Each run has its own
+folder in that of the sweep; the same command leaves finished runs alone and continues the others.
+
+Hydra's own Ray launcher (hydra-ray-launcher 1.2.2) needs boto3 and cloudpickle < 3, and calls its jobs inside Ray's workers, where
+a run could not start a session of its own.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.utils import JobReturn, JobStatus
+from omegaconf import OmegaConf
+
+from marl.config.errors import ConfigError
+from marl.config.sweeps import folder_of, swept_keys
+from marl.utils.secret_masking import masked, masked_text
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run of a sweep."""
+
+    words: tuple[str, ...]
+    """Its overrides, its folder among them."""
+    folder: Path
+
+    @property
+    def is_finished(self) -> bool:
+        from marl.preflight.unfinished import FINISHED, RUN
+
+        record = self.folder / RUN
+        return record.is_file() and FINISHED in json.loads(record.read_text())
+
+    def ended(self, error: Exception | None = None) -> JobReturn:
+        """Its result for Hydra, which raises the first error of a sweep at its end."""
+        status = JobStatus.COMPLETED if error is None else JobStatus.FAILED
+        return JobReturn([masked_text(word) for word in self.words], status=status, _return_value=error)
+
+
+class MaskedSweeper(BasicSweeper):
+    """Hydra's own sweeper; its copy of the settings, ``multirun.yaml``, holds no secrets."""
+
+    def sweep(self, arguments: list[str]) -> Any:
+        self.whole = self.config
+        self.config = OmegaConf.create(masked(OmegaConf.to_container(self.config)))
+        return super().sweep(arguments)
+
+    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
+        """The masked copy has been written by now."""
+        self.config = self.whole
+        super().validate_batch_is_legal(batch)
+
+
+class SweepLauncher(BasicLauncher):
+    """Leaves finished runs alone, and says at the end how the others ended."""
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        assert self.config is not None
+        sweep, overrides = Path(self.config.hydra.sweep.dir), list(self.config.hydra.overrides.task)
+        swept = swept_keys(overrides, job_overrides)
+        jobs = [job_of(sweep, words, swept) for words in job_overrides]
+        finished = {index: job.ended() for index, job in enumerate(jobs) if job.is_finished}
+        if finished:
+            say(f"{len(finished)} of {len(jobs)} runs of {sweep} had finished, and are left alone")
+        left = {index: job for index, job in enumerate(jobs) if index not in finished}
+        results = finished | self.launch_all(left, initial_job_idx)
+        failed = [jobs[index].folder.name for index, result in results.items() if result.status is JobStatus.FAILED]
+        said = f", {len(failed)} failed: {'; '.join(failed)}" if failed else ""
+        say(f"{len(jobs) - len(failed)} of {len(jobs)} runs have finished{said}. marl report {sweep}")
+        return [results[index] for index in range(len(jobs))]
+
+    def launch_all(self, jobs: dict[int, Job], first: int) -> dict[int, JobReturn]:
+        """The results of jobs by their numbers in the batch, the first of which is the sweep's number ``first``."""
+        raise NotImplementedError
+
+
+def job_of(sweep: Path, words: Sequence[str], swept: Sequence[str]) -> Job:
+    folder = folder_of(sweep, words, swept)
+    given = any(word.startswith("trainer.default_local_dir=") for word in words)
+    quoted = json.dumps(str(folder))
+    return Job((*words, *([] if given else [f"trainer.default_local_dir={quoted}"])), folder)
+
+
+class LocalLauncher(SweepLauncher):
+    """Trains one run after another in this process; a run that fails does not stop the others."""
+
+    def launch_all(self, jobs: dict[int, Job], first: int) -> dict[int, JobReturn]:
+        results = {}
+        for index, job in jobs.items():
+            say(f"run {first + index + 1}: {job.folder.name}")
+            (result,) = BasicLauncher.launch(self, [job.words], first + index)
+            result.overrides = [masked_text(word) for word in job.words]
+            results[index] = result
+        return results
+
+
+class RayLauncher(SweepLauncher):
+    """Trains runs side by side, as many as the machines of the Ray cluster have room for, each in a process of its own on one of
+    them."""
+
+    def __init__(self, num_cpus: float | None = None, num_gpus: float | None = None) -> None:
+        """CPUs and GPUs of a run; None for as many as it has ranks."""
+        super().__init__()
+        self.num_cpus, self.num_gpus = num_cpus, num_gpus
+
+    def launch_all(self, jobs: dict[int, Job], first: int) -> dict[int, JobReturn]:
+        from marl.cluster.side_by_side import Task, run_tasks
+
+        assert self.config is not None
+        results, tasks = {}, {}
+        for index, job in jobs.items():
+            try:
+                tasks[index] = Task(job.folder, list(job.words), *self.resources_of(job))
+            except ConfigError as error:
+                say(f"{job.folder.name}: not started: {error}")
+                results[index] = job.ended(error)
+        for index, failure in run_tasks(tasks, sys.argv[1:], say):
+            results[index] = jobs[index].ended(failure)
+        return results
+
+    def resources_of(self, job: Job) -> tuple[float, float]:
+        """CPUs and GPUs of a run. Raises ConfigError for one with a wrong configuration, or of several machines."""
+        from marl.main import composed_job
+        from marl.preflight.prepare import prepare
+
+        assert self.hydra_context is not None and self.config is not None
+        config = self.hydra_context.config_loader.load_sweep_config(self.config, list(job.words))
+        setup = prepare(composed_job(config))
+        nodes, ranks = setup.config.trainer.nnodes, sum(setup.ranks_by_pool.values())
+        if nodes > 1:
+            raise ConfigError(
+                f"trainer.nnodes={nodes}: hydra/launcher=marl_ray places a run on one machine; expected 1: leave the launcher out, and "
+                "the runs get the whole cluster one after another"
+            )
+        cpus, gpus = (ranks, 0) if setup.config.trainer.device == "cpu" else (1, ranks)
+        return self.num_cpus or cpus, gpus if self.num_gpus is None else self.num_gpus
+
+
+def say(line: str) -> None:
+    sys.stdout.write(masked_text(f"sweep: {line}\n"))
+    sys.stdout.flush()

@@ -1,0 +1,57 @@
+"""A sweep side by side, by Ray: real runs, one of which is refused; then the same command again."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+RUN = (
+    "resources.one_process=true",
+    "trainer.total_training_steps=1",
+    "trainer.test_freq=1",
+    "data.train_batch_size=4,8",
+    "trainer.logger=[file,tensorboard]",
+    "trainer.log_val_generations=1",
+    "trainer.log_generations_freq=1",
+)
+
+
+@pytest.mark.slow
+def test_runs_train_side_by_side_and_the_same_command_does_what_is_left(cold_assets, tmp_path):
+    def sweep(*words):
+        command = [
+            sys.executable,
+            "-m",
+            "marl",
+            "train",
+            "-m",
+            "--config-name",
+            "quickstart",
+            f"assets={cold_assets}",
+            *RUN,
+        ]
+        command += ["seed=0", "hydra/launcher=marl_ray", "hydra.launcher.num_cpus=1", *words]
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+        }
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+
+    done = sweep("learner=grpo", "actor_rollout_ref.rollout.n=4,0")
+    assert done.returncode == 2 and "2 of 4 runs have finished, 2 failed" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.count("not started: actor_rollout_ref.rollout.n=0") == 2, "before any other begins"
+    (folder,) = (tmp_path / "outputs" / "sweeps").iterdir()
+    runs = sorted(path for path in folder.iterdir() if (path / "run.json").is_file())
+    assert [path.name for path in runs] == [
+        f"data.train_batch_size={size},actor_rollout_ref.rollout.n=4" for size in (4, 8)
+    ]
+    for run in runs:
+        assert "finished" in json.loads((run / "run.json").read_text())
+        assert json.loads((run / "summary.json").read_text())["seconds"] > 0
+        events = b"".join(path.read_bytes() for path in (run / "tensorboard").iterdir())
+        assert b"val/episode_1" in events and b"train/episode_1" in events, "sample episodes are in the trackers"
+    again = sweep("learner=grpo", "actor_rollout_ref.rollout.n=4")
+    assert again.returncode == 0, "another sweep: a key less"
+    third = sweep("learner=grpo", "actor_rollout_ref.rollout.n=4")
+    assert "2 of 2 runs" in third.stdout and "left alone" in third.stdout and "wait for their place" not in third.stdout
