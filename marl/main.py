@@ -37,6 +37,7 @@ from marl.config.overrides import hydra_overrides, options_are_words
 from marl.preflight.own_rows import split_text
 from marl.preflight.prepare import prepare
 from marl.preflight.run_folder import claimed
+from marl.quickstart.assets import prepared
 from marl.report import run_readme
 from marl.report.progress import Display, display_of, split_flags
 from marl.run_setup import Setup
@@ -125,7 +126,7 @@ def run(config: DictConfig, progress: Any = None) -> Any:
 
 
 def _run(config: DictConfig, progress: Any) -> Any:
-    setup = prepare(config)
+    setup = prepared(config, prepare)
     # heavy: imported once the configuration has been checked
     from marl.preflight.endpoints import check_endpoints
     from marl.preflight.plan_report import plan_text
