@@ -38,8 +38,8 @@ from marl.preflight.own_rows import split_text
 from marl.preflight.prepare import prepare
 from marl.preflight.run_folder import claimed
 from marl.quickstart.assets import prepared
-from marl.report import run_readme
-from marl.report.progress import Display, display_of, split_flags
+from marl.report import run_readme, run_summary
+from marl.report.progress import Display, Show, display_of, split_flags
 from marl.run_setup import Setup
 from marl.utils.endings import Terminated
 from marl.utils.garbage import frozen_gc
@@ -59,7 +59,9 @@ def main(argv: list[str] | None = None) -> int:
 
     def train(config: DictConfig) -> None:
         with display_of(show) as display:
-            run(config, display)
+            trainer = run(config, display)
+        if show is not Show.quiet:
+            run_summary.show(trainer.history, trainer.report_folder)
 
     return run_composed(hydra_overrides(words), train)
 
