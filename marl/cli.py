@@ -110,6 +110,16 @@ COMMANDS = {
         ),
         explained="help_of_eval",
     ),
+    "collect": Command(
+        "marl.commands.collect",
+        "play tasks with a team, and keep the best episodes to learn from",
+        LOOK,
+        (
+            "marl collect outputs/quickstart/latest --filter-reward 1 --best-of 2 --out best.jsonl",
+            "marl train --config-name quickstart method=sft method.source=episodes data.train_files=[best.jsonl] data.val_files=null",
+        ),
+        "takes runs, checkpoints or models, --out --filter-reward --best-of, task= n= (docs/commands.md), and the keys of marl train",
+    ),
     "chat": Command(
         "marl.commands.chat",
         "ask a trained team, and read its debate",

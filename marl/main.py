@@ -39,8 +39,9 @@ from marl.config.sweeps import MULTIRUN, sweep_words
 from marl.preflight.own_rows import split_text
 from marl.preflight.prepare import prepare
 from marl.preflight.run_folder import claimed
-from marl.report import run_readme
-from marl.report.progress import Display, display_of, split_flags
+from marl.quickstart.assets import prepared
+from marl.report import run_readme, run_summary
+from marl.report.progress import Display, Show, display_of, split_flags
 from marl.run_setup import Setup
 from marl.utils.endings import Terminated
 from marl.utils.garbage import frozen_gc
@@ -59,7 +60,9 @@ def main(argv: list[str] | None = None) -> int:
 
     def train(config: DictConfig) -> None:
         with display_of(show) as display:
-            run(config, display)
+            trainer = run(config, display)
+        if show is not Show.quiet:
+            run_summary.show(trainer.history, trainer.report_folder)
 
     return run_composed(hydra_overrides(words), train)
 
@@ -136,7 +139,7 @@ def run(config: DictConfig, progress: Any = None) -> Any:
 
 def _run(config: DictConfig, progress: Any) -> Any:
     begin_run()
-    setup = prepare(config)
+    setup = prepared(config, prepare)
     # heavy: imported once the configuration has been checked
     from marl.preflight.endpoints import check_endpoints
     from marl.preflight.plan_report import plan_text

@@ -58,16 +58,18 @@ def run(arguments: Sequence[str]) -> Mapping[str, Any]:
         return measure(options, sources, words)
 
 
-def parsed(arguments: Sequence[str]) -> tuple[Options, list[str], list[str]]:
+def parsed(
+    arguments: Sequence[str], kind: type[Any] = Options, command: str = "marl eval", usage: str = USAGE, least: int = 1
+) -> tuple[Any, list[str], list[str]]:
     """The options, the teams, and the words for their configurations."""
     teams = [word for word in arguments if "=" not in word or Path(word).expanduser().exists()]
-    own = [word for word in arguments if word.partition("=")[0] in Options.__dataclass_fields__]
+    own = [word for word in arguments if word.partition("=")[0] in kind.__dataclass_fields__]
     flags = [word for word in teams if word.startswith("-")]
-    if flags or not teams:
-        raise ConfigError(f"{flags[0] if flags else 'no team'}: expected a run, a checkpoint or a model; {USAGE}")
+    if flags or len(teams) < least:
+        raise ConfigError(f"{flags[0] if flags else 'no team'}: expected a run, a checkpoint or a model; {usage}")
     try:
         given = OmegaConf.to_container(OmegaConf.from_dotlist(own))
-        options = typed("marl eval", Options, given)  # type: ignore[arg-type]
+        options = typed(command, kind, given)  # type: ignore[arg-type]
     except (OmegaConfBaseException, ValueError) as error:
         raise ConfigError(str(error).splitlines()[0]) from None
     return options, teams, [word for word in arguments if word not in own and word not in teams]
@@ -126,21 +128,22 @@ def team_of(found: Any, label: str) -> dict[str, Any]:
     return {**source, "sampling": found.sampling, **found.numbers}
 
 
-def files_of(options: Options, sources: Sequence[Source]) -> list[str]:
-    """Absolute paths of the files of tasks. Raises ConfigError where there are none."""
+def files_of(options: Any, sources: Sequence[Source], key: str = "val_files") -> list[str]:
+    """Absolute paths of the files of tasks: ``options.task``, or the first run's. Raises ConfigError where there are none."""
     given = options.task
     if given is None and sources[0].saved is None:
         raise ConfigError(
             f"task: {sources[0].path} is a model without a run's data; add task=FILE, rows in verl's columns (docs/data.md)"
         )
-    files = [Path(str(file)).expanduser() for file in file_list(given or sources[0].saved["data"]["val_files"] or [])]
+    files = [Path(str(file)).expanduser() for file in file_list(given or sources[0].saved["data"][key] or [])]
     if not files:
-        raise ConfigError("task: the run has no validation files; add task=FILE")
+        what = "validation" if key == "val_files" else "training"
+        raise ConfigError(f"task: the run has no {what} files; add task=FILE")
     for file in files:
         if not file.is_file():
-            key = "task" if given else "data.val_files of the run"
+            named = "task" if given else f"data.{key} of the run"
             raise ConfigError(
-                f"{key}={file}: no such file; expected rows in verl's columns (docs/data.md), name them with task=FILE"
+                f"{named}={file}: no such file; expected rows in verl's columns (docs/data.md), name them with task=FILE"
             )
     return [str(file.resolve()) for file in files]
 

@@ -1,6 +1,7 @@
 """``marl plan --cluster 2x8x80GB key=value …``: a run's arithmetic, memory and placement, without the cluster."""
 
 import sys
+from functools import partial
 
 from omegaconf import DictConfig
 
@@ -9,6 +10,7 @@ from marl.main import run_composed
 from marl.preflight.cluster_plan import Cluster, cluster_plan
 from marl.preflight.plan_report import plan_text
 from marl.preflight.prepare import prepare
+from marl.quickstart.assets import prepared
 
 OPTION = "--cluster"
 
@@ -20,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def run(config: DictConfig) -> None:
         cluster = None if described is None else Cluster.of(described)
-        setup = prepare(config, cluster)
+        setup = prepared(config, partial(prepare, cluster=cluster))
         text, found = (plan_text(setup), []) if cluster is None else cluster_plan(setup, cluster)
         problems.extend(found)
         sys.stdout.write(f"{text}\n")

@@ -16,6 +16,16 @@ class ConfigError(ValueError):
     """Names the key, its value, what was expected and how to fix it."""
 
 
+class ModelMissing(ConfigError):
+    """No model in the folder ``path``, which the key ``key`` names."""
+
+    def __init__(self, key: str, path: str) -> None:
+        super().__init__(
+            f"{key}={path}: no config.json there; expected a folder of a Hugging Face model, or a hub id as in org/name"
+        )
+        self.path = path
+
+
 def explain(error: Exception) -> str:
     """Message for an error from Hydra or OmegaConf: the key, the value, what was expected, the nearest known name."""
     if isinstance(error, MissingConfigException):

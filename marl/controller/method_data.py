@@ -60,7 +60,7 @@ def read_items(
         episodes = [episode for file in files for episode in read_episodes(file)]
         check_agents(episodes, speakers, key, files)
         items += [[example] for example in method.of_episodes(episodes, speakers).examples]
-        if counts:
+        if counts and files:
             logger.warning("%s: %d episodes give %d examples", ", ".join(files), len(episodes), len(items))
     if not items and files:
         raise ConfigError(

@@ -27,10 +27,14 @@ class Source:
     """The checkpoint's step; None for a model's folder."""
     saved: Any = None
     """The run's resolved configuration, as ``run.json`` has it; None for a model's folder."""
+    untrained: bool = False
+    """The team of a configuration that the user named, with the weights that its training would begin with."""
 
     @property
     def name(self) -> str:
         """A short name for tables: the run and the step, or the model."""
+        if self.untrained:
+            return "untrained"
         return self.path.name if self.step is None else f"{self.path.parent.name}@{self.step}"
 
     @property

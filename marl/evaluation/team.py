@@ -90,21 +90,22 @@ async def start(setup: Setup, source: Source, cleanup: ExitStack) -> Controller:
 
 
 def config_of(source: Source, words: Sequence[str] = ()) -> DictConfig:
-    """The configuration under which the source's agents answer: the run's, or the defaults with one agent for a plain model; the
-    ``key=value`` of the command line last."""
+    """The configuration under which the source's agents answer: the run's, that of an untrained team, or the defaults with one agent
+    for a plain model; the ``key=value`` of the command line last."""
     options = [word for word in words if is_option(word)]
-    if source.step is None:
+    if source.saved is None:
         named = {word.partition("=")[0] for word in options}
         runner = [] if "runner" in named else ["runner=single_turn"]
         config = composed(["agents=schema", f"+agents.{ALONE}={{}}", *runner, *device(named), *options])
         config.actor_rollout_ref.model.path = str(source.path)
     else:
         must_fit_a_run(source, options)
-        config = of_run(without_own_code(source, words), options)
+        config = of_run(source if source.untrained else without_own_code(source, words), options)
     with open_dict(config):
         answers_alone(config)
         if source.step is not None:
             take_weights(config, source)
+        if source.saved is not None:
             config.data.columns = None  # its files were converted; others have verl's columns
         changed(config, [word for word in words if word not in options])
         config.data.train_files = config.data.val_files  # which nobody reads

@@ -17,6 +17,7 @@ from marl.config.bounds import check_number
 from marl.config.dataset_rows import check_messages, file_list, shown
 from marl.config.errors import ConfigError
 from marl.config.identity import content_of, digest
+from marl.config.sources import Source
 from marl.preflight import own_tables
 from marl.rewards.answers import after_hashes
 from marl.utils.manifest import replace_text
@@ -38,6 +39,8 @@ def use_columns(config: Any) -> None:
     data = config.data
     if not OmegaConf.is_dict(data):
         return  # the check of keys names it
+    if OmegaConf.select(config, "method.source") is Source.episodes:
+        data.columns = None  # of the tasks that were played; a dump of their episodes has columns of its own
     if data.get("columns") is None:
         return must_be_converted(data)
     columns, train = columns_of(config), named(data, "train_files")

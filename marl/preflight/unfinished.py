@@ -18,8 +18,8 @@ from marl.utils.manifest import replace_text
 
 logger = logging.getLogger(__name__)
 
-STAMPED = re.compile(r"\d{8}-\d{6}-\w{4}-seed\d+")
-"""A folder that ``${new_run:}`` named."""
+STAMPED = re.compile(r"\d{8}-\d{6}-\w{4}(|-.+)")
+"""A folder that ``${new_run:}`` named, and what the user's own pattern adds, such as ``-seed0``."""
 RUN, LOCK, FINISHED = "run.json", ".lock", "finished"
 COMPARED = re.compile(r"trainer\.total_(training_steps|epochs)|resources\.(placement|pools)(\..+)?")
 """Keys that a resumed run may change, and one that nobody asked to resume must share: its length, and its numbers of ranks."""
@@ -47,10 +47,11 @@ def go_on_with(config: Any, folder: Path, identity: Mapping[str, Any]) -> Path:
 def unfinished(folder: Path, identity: Mapping[str, Any]) -> Path | None:
     """The newest unfinished run with these settings beside a new, time-stamped folder. Where there are only others, the first
     differences of the newest are named."""
-    if STAMPED.fullmatch(folder.name) is None or (folder / RUN).exists():
+    stamped = STAMPED.fullmatch(folder.name)
+    if stamped is None or (folder / RUN).exists():
         return None
-    seed = folder.name.rsplit("-", 1)[1]
-    beside = sorted((path for path in folder.parent.glob(f"*-{seed}") if STAMPED.fullmatch(path.name)), reverse=True)
+    named = ((path, STAMPED.fullmatch(path.name)) for path in folder.parent.glob("*"))
+    beside = sorted((path for path, found in named if found and found[1] == stamped[1]), reverse=True)
     interrupted = ((path, record) for path in beside if (record := record_of_interrupted(path)) is not None)
     others = {}
     for path, record in islice(interrupted, NEWEST):

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,11 +11,9 @@ from typing import Any
 
 import pyarrow
 import pyarrow.parquet
-import torch
 
 from marl.config.bounds import check_number
-from marl.config.errors import ConfigError
-from marl.quickstart.model import build_model, build_tokenizer, save, warm_up
+from marl.config.errors import ConfigError, ModelMissing
 from marl.quickstart.tasks import TASKS, rows
 from marl.utils.registry import did_you_mean
 
@@ -59,16 +58,35 @@ def ensure_for(config: Any, on_step: Callable[[int, int], None] = lambda done, o
     return ensure(Path(config.assets), RECIPES[config.task], config.seed, on_step)
 
 
+def prepared(config: Any, prepare: Callable[[Any], Any]) -> Any:
+    """The run that ``prepare`` makes of a configuration. Where only the embedded model is missing, it is made. Raises ConfigError."""
+    try:
+        return prepare(config)
+    except ModelMissing as error:
+        assets = config.get("assets")
+        if assets is None or not Path(error.path).is_relative_to(assets):
+            raise
+        sys.stdout.write(f"{assets}: making the tiny model and its problems, once: half a minute on a CPU\n")
+        sys.stdout.flush()
+        ensure_for(config)
+        return prepare(config)
+
+
 def ensure(
     folder: Path, recipe: Recipe, seed: int, on_step: Callable[[int, int], None] = lambda done, of: None
 ) -> bool:
     """Create whatever is missing; return whether anything was. ``on_step`` is called after every warm-up step."""
     fingerprint = asdict(recipe) | {"seed": seed}
-    if (folder / FINGERPRINT).is_file() and json.loads((folder / FINGERPRINT).read_text()) == fingerprint:
+    if is_made(folder, fingerprint):
         return False
     making = folder.with_name(f"{folder.name}.making-{os.getpid()}")
     shutil.rmtree(making, ignore_errors=True)
     making.mkdir(parents=True)
+    # heavy: not imported by a run whose model is there
+    import torch
+
+    from marl.quickstart.model import build_model, build_tokenizer, save, warm_up
+
     task, tokenizer = TASKS[recipe.task](), build_tokenizer()
     model = build_model(tokenizer, seed, recipe.heads)
     threads = torch.get_num_threads()
@@ -81,6 +99,14 @@ def ensure(
         table = pyarrow.Table.from_pylist(list(rows(task, count, seed, split)))  # type: ignore[arg-type]
         pyarrow.parquet.write_table(table, making / f"{name}.parquet")
     (making / FINGERPRINT).write_text(json.dumps(fingerprint))
+    if is_made(folder, fingerprint):  # by another run meanwhile, which reads it
+        shutil.rmtree(making)
+        return True
     shutil.rmtree(folder, ignore_errors=True)
     making.rename(folder)
     return True
+
+
+def is_made(folder: Path, fingerprint: dict[str, Any]) -> bool:
+    written = folder / FINGERPRINT
+    return written.is_file() and json.loads(written.read_text()) == fingerprint

@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from marl.report.conversation import TRANSITIONS
 from marl.types import Metrics
@@ -68,6 +70,14 @@ def table(history: History) -> Table:
         change = f"{after - before:+.3f}" if before is not None and after is not None else ""
         result.add_row(label, *("-" if value is None else f"{value:.3f}" for value in (before, after)), change)
     return result
+
+
+def show(history: History, folder: Path) -> None:
+    """The last lines of a run on a terminal: the accuracies before and after training, and where the results are."""
+    console = Console(highlight=False)
+    if history and "vote" in history[min(history)]:
+        console.print(table(history))
+    console.print(Text(f"results: {folder}   all of them: marl report {folder}"), soft_wrap=True)
 
 
 def read_json(folder: Path) -> dict[str, Any]:

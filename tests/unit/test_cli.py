@@ -160,7 +160,7 @@ def test_every_shell_has_its_script(capsys, run):
 
 
 DOCS = ("README.md", "docs/commands.md", "docs/your-data.md", "docs/runs.md", "docs/evaluation.md", "docs/serving.md")
-PARSED = ("eval", "serve", "chat", "replay")
+PARSED = ("eval", "collect", "serve", "chat", "replay")
 SHOWN = [
     *(
         f"marl {line.removeprefix('marl').strip()}"

@@ -349,6 +349,15 @@ def test_the_same_command_continues_a_run_that_was_killed_and_leaves_a_finished_
         assert folder.name == THIRD
 
 
+def test_a_folder_of_a_users_own_pattern_is_continued_too_and_latest_points_at_it(config, tmp_path):
+    stamps = [name.removesuffix("-seed0") for name in (FIRST, SECOND, THIRD)]
+    for ending, other in (("-happo", "-mappo"), ("", "-x"), ("-a-seed1", "-seed1")):
+        first = killed(stamped(tmp_path, config, stamps[0] + ending), 1)
+        killed(stamped(tmp_path, config, stamps[1] + other), 1)
+        with claimed(stamped(tmp_path, config, stamps[2] + ending)) as folder:
+            assert folder == first and (folder.parent / "latest").resolve() == first
+
+
 @pytest.mark.parametrize(
     "changes,said",
     [

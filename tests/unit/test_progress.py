@@ -165,10 +165,22 @@ def test_a_run_shows_what_its_command_line_asks_for(monkeypatch, capsys, flags, 
     def run(config, display):
         shown.append(display)
         display(1, 2, METRICS)
+        history = {0: {"vote": 0.25, "accuracy/round_1": 0.5}, 2: {"vote": 0.75, "accuracy/round_1": 0.5}}
+        return SimpleNamespace(history=history, report_folder="outputs/run")
 
     monkeypatch.setattr(marl_main, "run", run)
     assert marl_main.main(["--config-name", "quickstart", *flags]) == 0
-    assert type(shown[0]) is kind and ("step 1/2" in capsys.readouterr().out) is (kind is Lines)
+    out = capsys.readouterr().out
+    assert type(shown[0]) is kind and ("step 1/2" in out) is (kind is Lines)
+    ended = [line.split() for line in out.splitlines() if "vote" in line and "+0.500" in line]
+    assert [*map(bool, ended)] == [True] * (flags != ["--quiet"]) == [True] * ("marl report outputs/run" in out)
+
+
+def test_a_run_of_losses_ends_with_its_folder(monkeypatch, capsys):
+    ended = SimpleNamespace(history={0: {"loss": 1.0}}, report_folder="outputs/run")
+    monkeypatch.setattr(marl_main, "run", lambda config, display: ended)
+    assert marl_main.main(["--config-name", "quickstart"]) == 0
+    assert capsys.readouterr().out == "results: outputs/run   all of them: marl report outputs/run\n"
 
 
 def test_the_flag_of_a_sweep_may_stand_anywhere(monkeypatch):

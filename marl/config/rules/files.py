@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from marl.config.dataset_rows import DATA_SUFFIXES, file_list
-from marl.config.errors import ConfigError
+from marl.config.errors import ConfigError, ModelMissing
 from marl.config.kinds import answers_only
 from marl.config.sources import Source
 
@@ -22,9 +22,7 @@ def models_exist(config: Any) -> None:
         expanded = Path(str(path)).expanduser()
         looks_local = str(path).startswith(("/", "~", ".")) or str(path).count("/") != 1
         if looks_local and not (expanded / "config.json").is_file():
-            raise ConfigError(
-                f"{key}={path}: no config.json there; expected a folder of a Hugging Face model, or a hub id as in org/name"
-            )
+            raise ModelMissing(key, str(path))
 
 
 def data_files_exist(config: Any) -> None:

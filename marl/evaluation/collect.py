@@ -1,0 +1,97 @@
+"""Episodes that teams play to be learned from: each with its training's sampling, the best of them kept."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from marl.config.errors import ConfigError
+from marl.evaluation.evaluate import played
+from marl.evaluation.numbers import columns_of, is_right, mean
+from marl.evaluation.source import Source
+from marl.evaluation.team import opened
+from marl.methods.choice import best_episodes, question
+from marl.report import dump
+from marl.types import Episode
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Episodes that are kept."""
+
+    samples: int | None = None
+    """Samples of each task that are played; None for as many as in a step of the run's training."""
+    min_score: float | None = None
+    """Least score of the team's answer; None for any."""
+    best_of: int | None = None
+    """Number of each task's best episodes, of all teams together; None for all."""
+
+
+@dataclass
+class Collected:
+    """The episodes of all teams."""
+
+    episodes: list[Episode] = field(default_factory=list)
+    played_by: dict[int, tuple[str, int]] = field(default_factory=dict)
+    """Label and step of the team that played an episode, by its ``id``."""
+    samples: list[int] = field(default_factory=list)
+    """Samples of each task, by team."""
+    kept: list[Episode] = field(default_factory=list)
+
+    def add(self, label: str, step: int, episodes: Sequence[Episode]) -> None:
+        self.episodes += episodes
+        self.played_by |= {id(episode): (label, step) for episode in episodes}
+
+    def lines(self) -> list[dict[str, Any]]:
+        """The kept episodes as a dump's lines, with a column ``team``."""
+        found = []
+        for episode in self.kept:
+            label, step = self.played_by[id(episode)]
+            numbers: list[Any] = [{**columns_of(turn), "team": label} for turn in episode.turns]
+            found += dump.lines_of(episode, step, numbers)
+        return found
+
+    def counts(self) -> dict[str, Any]:
+        """What was played and kept."""
+        return {
+            "episodes played": len(self.episodes),
+            "episodes kept": len(self.kept),
+            "tasks played": len({question(episode) for episode in self.episodes}),
+            "tasks kept": len({question(episode) for episode in self.kept}),
+            "episodes failed": sum(episode.failure is not None for episode in self.episodes),
+            "accuracy of all": round(mean([is_right(episode) for episode in self.episodes]), 4),
+            "accuracy of the kept": round(mean([is_right(episode) for episode in self.kept]), 4),
+        }
+
+
+def collect(sources: Sequence[Source], labels: Sequence[str], words: Sequence[str], wanted: Wanted) -> Collected:
+    """Play the tasks with every team, one after another, and choose. Raises ConfigError where nothing is kept."""
+    found = Collected()
+    for source, label in zip(sources, labels, strict=True):
+        with opened(source, words) as team:
+            samples = samples_of(team.setup.config, wanted)
+            episodes, _ = played(team, team.controller, team.tasks(), samples, validate=False)
+            found.samples.append(samples)
+            found.add(label, team.step, episodes)
+    found.kept = best_episodes(found.episodes, wanted.min_score, wanted.best_of)
+    if not found.kept:
+        raise ConfigError(nothing_kept(found.episodes, wanted))
+    return found
+
+
+def samples_of(config: Any, wanted: Wanted) -> int:
+    """Samples of each task. Raises ConfigError where they are fewer than are to be kept."""
+    samples = int(config.actor_rollout_ref.rollout.n if wanted.samples is None else wanted.samples)
+    if wanted.best_of is not None and wanted.best_of > samples:
+        raise ConfigError(
+            f"--best-of {wanted.best_of}: each task is played {samples} times; expected at most as many, raise n="
+        )
+    return samples
+
+
+def nothing_kept(episodes: Sequence[Episode], wanted: Wanted) -> str:
+    whole = [episode.scored.value for episode in episodes if episode.failure is None]
+    best = f"the best score is {max(whole):g}" if whole else "all of them failed"
+    return (
+        f"--filter-reward {wanted.min_score}: none of {len(episodes)} episodes is kept, {best}; nothing is written. Lower it, play "
+        "more samples (n=), or let another team play"
+    )

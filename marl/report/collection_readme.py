@@ -1,0 +1,38 @@
+"""``<name>.README.md`` beside collected episodes: the command, commits, teams and data behind them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from marl.report.run_readme import commit_of
+from marl.utils.manifest import replace_text
+from marl.utils.secret_masking import masked_text
+
+TEXT = """\
+# {name}
+
+Episodes of {teams}. Command, in `{folder}`:
+
+```bash
+{command}
+```
+
+| | |
+|---|---|
+{rows}
+
+One line for each turn, as in a run's dumps. To imitate them: `method=sft method.source=episodes data.train_files=[{path}]`.
+"""
+
+
+def path_of(out: Path) -> Path:
+    return out.with_name(f"{out.stem}.README.md")
+
+
+def write(out: Path, teams: str, command: str, facts: Mapping[str, Any]) -> Path:
+    """Explain a file of episodes, without the secrets in its command."""
+    here = {"commit of marl": commit_of(Path(__file__).parent), "commit of the working folder": commit_of(Path.cwd())}
+    rows = "\n".join(f"| {name} | {value} |" for name, value in {**facts, **here}.items())
+    text = TEXT.format(name=out.name, teams=teams, folder=Path.cwd(), command=command, rows=rows, path=out)
+    replace_text(path_of(out), masked_text(text))
+    return path_of(out)

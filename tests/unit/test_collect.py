@@ -1,0 +1,140 @@
+"""``marl collect``: which episodes are kept, what is written, and what is refused before anything is played."""
+
+import json
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+from omegaconf import OmegaConf
+
+from marl.commands import collect
+from marl.config.errors import ConfigError
+from marl.config.sources import Source as Examples
+from marl.controller.method_data import read_items
+from marl.evaluation import collect as playing
+from marl.evaluation.collect import Collected, Wanted
+from marl.evaluation.source import Source
+from marl.methods import METHODS
+from marl.preflight.own_rows import use_columns
+from marl.report import dump
+from marl.rewards import only_answer
+from marl.types import Score
+from tests.builders import episode
+
+BAD = {
+    "no output": (["run"], "no --out: expected a new file, such as --out episodes.jsonl"),
+    "another format": (["run", "--out", "a.csv"], "--out a.csv: the name ends in '.csv'; expected .jsonl"),
+    "a file that exists": (["run", "--out", "old.jsonl"], "old.jsonl exists, and nothing is written over"),
+    "its origin exists": (["run", "--out", "new.jsonl"], "new.README.md exists, and nothing is written over"),
+    "no folder": (["run", "--out", "old.jsonl/a.jsonl"], "old.jsonl cannot be written; name a file in a folder"),
+    "no team": (["--out", "a.jsonl"], "no team: expected a run, a checkpoint or a model; usage: marl collect"),
+    "an unknown flag": (["run", "--out", "a.jsonl", "--best", "2"], "--best: expected a run, a checkpoint or a model"),
+    "no episodes of a task": (["run", "--out", "a.jsonl", "--best-of", "0"], "--best-of 0: expected a whole number"),
+    "no number": (["run", "--out", "a.jsonl", "--filter-reward", "nan"], "--filter-reward nan: expected"),
+    "no samples": (["run", "--out", "a.jsonl", "n=0"], "marl collect.n=0: expected a whole number"),
+    "no such run": (["runn", "--out", "a.jsonl"], "runn: no such folder; Did you mean 'run'?"),
+    "no such checkpoint": (
+        ["run/global_step_3", "--out", "a.jsonl"],
+        "global_step_3: no such checkpoint.",
+    ),
+}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old.jsonl").touch()
+    (tmp_path / "new.README.md").touch()
+    (tmp_path / "run").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_says_what_to_do(here, name):
+    words, said = BAD[name]
+    with pytest.raises(ConfigError) as error:
+        collect.run(words)
+    assert said in str(error.value)
+    assert {path.name for path in here.iterdir()} == {"old.jsonl", "new.README.md", "run"}
+
+
+def scored(task, sample, score):
+    record = episode(task, sample, [[score], [score]])
+    record.score, record.answer = Score(score, "1"), "1"
+    record.task.extra["index"] = task
+    return record
+
+
+def of_teams():
+    """Two teams, two samples of two tasks each."""
+    found = Collected()
+    found.add("one", 4, [scored("t", 0, 1.0), scored("t", 1, 0.25), scored("u", 0, 0.0), scored("u", 1, 0.5)])
+    found.add("two", 0, [scored("t", 0, 1.0), scored("t", 1, 1.0), scored("u", 0, 0.25), scored("u", 1, 0.75)])
+    return found
+
+
+def kept_by(monkeypatch, wanted, found=None):
+    """The episodes that are kept of two teams' by :func:`marl.evaluation.collect.collect`."""
+    played = iter([(of_teams().episodes[:4], 0.0), (of_teams().episodes[4:], 0.0)])
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"n": 2}}})
+    team = SimpleNamespace(setup=SimpleNamespace(config=config), controller=None, tasks=list, step=4)
+    asked = []
+    monkeypatch.setattr(playing, "opened", lambda source, words: nullcontext(team))
+    monkeypatch.setattr(playing, "played", lambda *words, validate: asked.append((words[3], validate)) or next(played))
+    result = playing.collect([Source("a", 4), Source("b", 4)], ["one", "two"], [], wanted)
+    assert asked == [(wanted.samples or 2, False)] * 2, "with the training's sampling, as often as in training"
+    return result
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kept"),
+    [
+        (Wanted(), [("t", 1.0)] * 3 + [("t", 0.25)] + [("u", score) for score in (0.75, 0.5, 0.25, 0.0)]),
+        (Wanted(min_score=0.5), [("t", 1.0)] * 3 + [("u", 0.75), ("u", 0.5)]),
+        (Wanted(best_of=1), [("t", 1.0), ("u", 0.75)]),
+        (Wanted(min_score=1.0, best_of=2), [("t", 1.0)] * 2),
+    ],
+)
+def test_the_best_of_all_teams_are_kept(monkeypatch, wanted, kept):
+    result = kept_by(monkeypatch, wanted)
+    assert [(record.task.id, record.scored.value) for record in result.kept] == kept
+    counts = result.counts()
+    assert counts["episodes played"] == 8 and counts["episodes kept"] == len(kept)
+    assert counts["tasks kept"] == len({task for task, _ in kept}) and counts["accuracy of all"] == 3 / 8
+
+
+def test_a_filter_that_keeps_nothing_is_refused(monkeypatch):
+    with pytest.raises(ConfigError, match=r"--filter-reward 1\.5: none of 8 episodes is kept, the best score is 1;"):
+        kept_by(monkeypatch, Wanted(min_score=1.5))
+
+
+def test_more_than_is_played_is_not_kept(monkeypatch):
+    with pytest.raises(
+        ConfigError, match="--best-of 3: each task is played 2 times; expected at most as many, raise n"
+    ):
+        kept_by(monkeypatch, Wanted(best_of=3))
+
+
+def test_what_is_kept_is_read_by_the_methods(monkeypatch, tmp_path):
+    found = of_teams()
+    found.kept = [found.episodes[0], found.episodes[7]]
+    lines = found.lines()
+    assert [(line["team"], line["step"], line["sampled_tokens"]) for line in lines] == [("one", 4, 1)] * 2 + [
+        ("two", 0, 1)
+    ] * 2
+    path = tmp_path / "kept.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    again = list(dump.read(path, lambda source: only_answer, lambda source: str))
+    assert [(record.task.id, record.sample, record.scored.value) for record in again] == [("t", 0, 1.0), ("u", 1, 0.75)]
+    sft = METHODS.get("sft")
+    method = sft(sft.Config(name="sft", source=Examples.episodes))
+    items = read_items(method, Examples.episodes, [str(path)], {"a": ["a"], "b": ["b"]}, "data.train_files")
+    assert [turn.text for (example,) in items for side in example.sides for turn in side] == ["1.0", "1.0"]
+
+
+def test_the_columns_of_tasks_are_not_looked_for_in_episodes(tmp_path):
+    """The configuration of the run that played may be kept as it is."""
+    data = {"columns": {"prompt": "question", "answer": "a"}, "train_files": ["kept.jsonl"], "val_files": None}
+    config = OmegaConf.create({"method": {"source": Examples.episodes}, "data": data})
+    use_columns(config)
+    assert config.data.columns is None and config.data.train_files == ["kept.jsonl"] and config.data.val_files is None
