@@ -96,17 +96,31 @@ class Method:
         metrics: Metrics = {}
         for epoch in range(1, self.config.epochs + 1):
             if self.compares:
-                rows["log_probs"] = (await group.compute_log_prob(rows))["log_probs"]
-            rows["gradients"] = self.gradients(rows)
-            metrics = await group.descend(rows, last=epoch == self.config.epochs)
-            metrics |= self.measure(rows) if self.compares else {}
+                await self.read_log_probs(rows, group)
+            metrics = await self.descend(rows, group, last=epoch == self.config.epochs)
+        return metrics
+
+    async def descend(self, rows: "TensorDict", group: PolicyGroup, last: bool) -> Metrics:
+        """One update of a policy, whose rows have ``log_probs`` where the method compares."""
+        rows["gradients"] = self.gradients(rows)
+        metrics = await group.descend(rows, last=last)
+        metrics |= self.measure(rows) if self.compares else {}
         return metrics | {"trained_tokens": float(rows["response_mask"].values().sum())}
 
-    async def evaluate(self, rows: "TensorDict", group: PolicyGroup) -> Metrics:
-        """Numbers of a policy on rows that it is not trained on."""
+    async def evaluate(
+        self, rows: Mapping[PolicyName, "TensorDict"], policies: Mapping[PolicyName, PolicyGroup]
+    ) -> dict[PolicyName, Metrics]:
+        """Numbers of every policy on rows that it is not trained on."""
+        results = await asyncio.gather(*(self.look(own, policies[name]) for name, own in rows.items()))
+        return dict(zip(rows, results, strict=True))
+
+    async def look(self, rows: "TensorDict", group: PolicyGroup) -> Metrics:
         await self.read_reference(rows, group)
-        rows["log_probs"] = (await group.compute_log_prob(rows))["log_probs"]
+        await self.read_log_probs(rows, group)
         return self.measure(rows)
+
+    async def read_log_probs(self, rows: "TensorDict", group: PolicyGroup) -> None:
+        rows["log_probs"] = (await group.compute_log_prob(rows))["log_probs"]
 
     async def read_reference(self, rows: "TensorDict", group: PolicyGroup) -> None:
         if self.reads_reference:

@@ -7,6 +7,9 @@ from marl.methods.examples import Example, Side, Speakers
 from marl.types import Episode, Turn
 
 
+Scored = tuple[float, Side]
+
+
 class CompareBy(Enum):
     """Score by which two turns are compared."""
 
@@ -61,7 +64,7 @@ def contrasts(
 ) -> tuple[list[Example], int]:
     """Pairs of turns of the same task and place (agent and round) with different scores: the best with the worst, the next best
     with the next worst, while they differ; each turn is in one pair at most. Also the number of places without a pair."""
-    places: dict[tuple, list[tuple[float, Turn]]] = {}
+    places: dict[tuple, list[Scored]] = {}
     score: Callable[[Episode, Turn], float] = (
         (lambda episode, turn: turn.scored.value)
         if compare_by is CompareBy.own
@@ -71,7 +74,7 @@ def contrasts(
         for turn in imitated(episode, speakers):
             prompt = repr(turn.observation) if same_prompt else ""
             place = (question(episode), turn.agent, turn.round, prompt)
-            places.setdefault(place, []).append((score(episode, turn), turn))
+            places.setdefault(place, []).append((score(episode, turn), [turn]))
     pairs: list[Example] = []
     empty = 0
     for scored in places.values():
@@ -81,12 +84,16 @@ def contrasts(
     return pairs, empty
 
 
-def best_with_worst(scored: Sequence[tuple[float, Turn]]) -> list[Example]:
-    """Turns with identical text never form a pair, whatever they scored."""
+def best_with_worst(scored: Sequence[Scored]) -> list[Example]:
+    """Sides with identical texts never form a pair, whatever they scored."""
     order = sorted(scored, key=lambda entry: -entry[0])
     matched = zip(order[: len(order) // 2], reversed(order), strict=False)
-    return [
-        Example(([better], [worse]))
-        for (high, better), (low, worse) in matched
-        if high > low and (better.text, better.observation) != (worse.text, worse.observation)
-    ]
+    return [Example((better[1], worse[1])) for better, worse in matched if contrast(better, worse)]
+
+
+def contrast(better: Scored, worse: Scored) -> bool:
+    return better[0] > worse[0] and texts(better[1]) != texts(worse[1])
+
+
+def texts(side: Side) -> list:
+    return [(turn.text, turn.observation) for turn in side]

@@ -64,11 +64,11 @@ class DPO(Method):
         return Selection(pairs, metrics)
 
     def gradients(self, rows: "TensorDict") -> Tensor:
-        return pair_gradients(preference_slope(self.config.loss, margins(rows), *self._shape), rows)
+        return pair_gradients(preference_slope(self.config.loss, self.margins(rows), *self._shape), rows)
 
     def measure(self, rows: "TensorDict") -> Metrics:
         ratios_PS = log_ratios(rows)
-        margin_P, beta = margins(rows), self.config.beta
+        margin_P, beta = self.margins(rows), self.config.beta
         return {
             "loss": float(preference_loss(self.config.loss, margin_P, *self._shape).mean()),
             "preference_accuracy": float((margin_P > 0).double().mean()),
@@ -77,15 +77,14 @@ class DPO(Method):
             "rejected_reward": float(beta * ratios_PS[:, 1].mean()),
         }
 
+    def margins(self, rows: "TensorDict") -> Tensor:
+        """Each pair's log-ratio of the chosen side less that of the rejected one [P]."""
+        ratios_PS = log_ratios(rows)
+        return ratios_PS[:, 0] - ratios_PS[:, 1]
+
     @property
     def _shape(self) -> tuple[float, float]:
         return self.config.beta, self.config.label_smoothing
-
-
-def margins(rows: "TensorDict") -> Tensor:
-    """Each pair's log-ratio of the chosen side less that of the rejected one [P]."""
-    ratios_PS = log_ratios(rows)
-    return ratios_PS[:, 0] - ratios_PS[:, 1]
 
 
 def pair(agent: str, policy: str, prompt: list, chosen: str, rejected: str) -> Example:
