@@ -32,6 +32,8 @@ class Method:
     """Sources that it can take."""
     plays_reference: ClassVar[bool] = False
     """Its servers hold the references' weights: the policies play their opponents."""
+    joins_agents: ClassVar[bool] = False
+    """Its loss is of all agents' log-probs together."""
 
     @dataclass
     class Config:

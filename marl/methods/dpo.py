@@ -50,13 +50,17 @@ class DPO(Method):
         return [(self.config.prompt_key,), (self.config.chosen_key,), (self.config.rejected_key,)]
 
     def of_row(self, row: Mapping[str, Any], speakers: Speakers) -> list[Example]:
+        return distinct(self.pairs_of_row(row, speakers))
+
+    def pairs_of_row(self, row: Mapping[str, Any], speakers: Speakers) -> list[Example]:
+        """Each agent's pair, where its two answers differ."""
         found = []
         for agent, policies in speakers_of(row, speakers).items():
             prompt = prompt_of(row, self.config.prompt_key, agent)
             chosen, rejected = (text_of(row, key, agent) for key in (self.config.chosen_key, self.config.rejected_key))
             if chosen != rejected:
                 found.append(pair(agent, policies[0], prompt, chosen, rejected))
-        return distinct(found)
+        return found
 
     def of_episodes(self, episodes: Sequence[Episode], speakers: Speakers) -> Selection:
         pairs, without = contrasts(episodes, speakers, self.config.compare_by, self.config.same_prompt)

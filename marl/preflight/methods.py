@@ -9,6 +9,7 @@ from marl.config.policies import own_settings, trained_policies, within
 from marl.config.precision import dtype_name
 from marl.config.rules.references import kl_in_any_loss
 from marl.config.sources import Source
+from marl.methods.choice import CompareBy
 from marl.methods.losses import PreferenceLoss
 from marl.run_setup import Setup
 
@@ -67,6 +68,11 @@ def problems_of_preferences(setup: Setup) -> Iterator[str]:
         yield (
             f"method.label_smoothing={options.label_smoothing:g} with method.loss={options.loss.value}, which has none; set it to 0, "
             "or method.loss=sigmoid"
+        )
+    if method.joins_agents and options.compare_by is CompareBy.own:
+        yield (
+            f"method.compare_by=own with method={options.name}, which prefers what all agents said together: the team's answer is "
+            "scored; leave it out, or use method=dpo"
         )
     if (
         not method.learns

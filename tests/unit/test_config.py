@@ -557,6 +557,9 @@ BAD_METHODS = {
     "method=rft learner=cory": ["learner=cory with method=rft", "leave learner=grpo"],
     "method=dpo method.source=play actor_rollout_ref.rollout.n=1": ["rollout.n=1", "no contrast"],
     "method=dpo method.reference=false trainer.ref_update_freq=2": ["no reference to renew", "dpo, spin"],
+    "method=madpo method.source=play actor_rollout_ref.rollout.n=1": ["rollout.n=1", "no contrast"],
+    "method=madpo method.compare_by=own": ["compare_by=own with method=madpo", "method=dpo"],
+    "method=madpo method.pairs_per_task=0": ["method.pairs_per_task=0", "whole number"],
     "method=dpo method.beta=0": ["method.beta=0", "above 0"],
     "method=spin sharing=lora": ["method=spin", "lora_rank=0"],
     "method=spin actor_rollout_ref.ref.fsdp_config.model_dtype=bf16": [
