@@ -5,7 +5,7 @@ leaves everything to the learner.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -76,6 +76,13 @@ class Method:
     def of_episodes(self, episodes: Sequence[Episode], speakers: Speakers) -> Selection:
         """Examples of episodes that were scored."""
         raise NotImplementedError
+
+    def teachers(self, speakers: Speakers) -> list[AgentId] | None:
+        """The agents whose turns examples are made of; None for any."""
+        return list(speakers)
+
+    def check_teachers(self, spoke: Collection[AgentId], where: str) -> None:
+        """Raise ValueError where an agent that the configuration names as a teacher does not speak in these episodes."""
 
     def gradients(self, rows: "TensorDict") -> Tensor:
         """Derivatives of the loss by every token's log-prob, ragged like ``responses``."""

@@ -560,6 +560,16 @@ BAD_METHODS = {
     "method=madpo method.source=play actor_rollout_ref.rollout.n=1": ["rollout.n=1", "no contrast"],
     "method=madpo method.compare_by=own": ["compare_by=own with method=madpo", "method=dpo"],
     "method=madpo method.pairs_per_task=0": ["method.pairs_per_task=0", "whole number"],
+    "method=sft method.from_agent=alice": ["method.from_agent=alice with method.source=rows", "method.source=episodes"],
+    "method=sft method.target=team_answer": ["method.target=team_answer with method.source=rows", "leave it out"],
+    "method=hybrid method.files=[${data.train_files}] method.target=team_answer": ["method.target=team_answer with method.imitates=rows", "leave it out"],
+    "method=rft method.target=team_answer method.from_agent=alice": ["nobody's turn", "leave one of them out"],
+    "method=rft method.from_agent=[alice]": ["method.from_agent=['alice']", "a map of names"],
+    "method=rft method.from_agent={alise:carol}": ["'alise' is no trained agent", "Did you mean 'alice'"],
+    "method=rft method.from_agent={alice:carl}": [
+        "names 'carl', who does not speak in this run",
+        "Did you mean 'carol'",
+    ],
     "method=dpo method.beta=0": ["method.beta=0", "above 0"],
     "method=spin sharing=lora": ["method=spin", "lora_rank=0"],
     "method=spin actor_rollout_ref.ref.fsdp_config.model_dtype=bf16": [
