@@ -131,8 +131,7 @@ class OfflineTrainer(MethodTrainer):
     async def validate(self) -> Metrics:
         """Each policy's loss on the held-out examples."""
         rows = policy_rows(self.held_out, self.packed)
-        results = await asyncio.gather(*(self.method.evaluate(own, self.policies[name]) for name, own in rows.items()))
-        found = dict(zip(rows, results, strict=True))
+        found = await self.method.evaluate(rows, self.policies)
         metrics = policy_metrics(found, self.labels(found))
         self.history[self.step_number] = metrics
         return prefixed(self._of_other_data() or "val", metrics)

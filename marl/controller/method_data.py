@@ -58,7 +58,7 @@ def read_items(
                 logger.warning("%s: %d of %d rows are kept, the others teach nothing", file, len(kept), len(found))
     else:
         episodes = [episode for file in files for episode in read_episodes(file)]
-        check_agents(episodes, speakers, key, files)
+        check_agents(method, episodes, speakers, f"{key}={list(files)}")
         items += [[example] for example in method.of_episodes(episodes, speakers).examples]
         if counts and files:
             logger.warning("%s: %d episodes give %d examples", ", ".join(files), len(episodes), len(items))
@@ -72,7 +72,7 @@ def read_items(
 def nothing(method: Method, source: Source) -> str:
     if source is Source.rows:
         return "there are no rows, or every row's chosen and rejected answers are identical"
-    return f"method={method.config.name} finds no example in their episodes (too few good ones, or no contrast in any place)"
+    return f"method={method.config.name} finds no example in their episodes (too few good ones, no turn to learn from, or no contrast in any place)"
 
 
 def items_of_rows(method: Method, file: str, speakers: Speakers) -> Iterator[Item]:
@@ -103,12 +103,20 @@ def read_episodes(file: str) -> list[Episode]:
         raise ConfigError(f"{error}; for rows set method.source=rows") from None
 
 
-def check_agents(episodes: Sequence[Episode], speakers: Speakers, key: str, files: Sequence[str]) -> None:
+def check_agents(method: Method, episodes: Sequence[Episode], speakers: Speakers, where: str) -> None:
+    """Raise ConfigError for episodes in which nobody speaks whose turns are learned."""
     spoke = {turn.agent for episode in episodes for turn in episode.turns}
-    if episodes and not spoke & set(speakers):
+    teachers = method.teachers(speakers)
+    if not episodes or teachers is None:
+        return
+    try:
+        method.check_teachers(spoke, where)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if not spoke & set(teachers):
         raise ConfigError(
-            f"{key}={list(files)}: its agents are {', '.join(sorted(spoke))}, and this run trains {', '.join(speakers)}; expected "
-            "episodes in which one of these speaks: name the agents alike"
+            f"{where}: its agents are {', '.join(sorted(spoke))}, and this run trains {', '.join(speakers)}; expected "
+            "episodes in which one of these speaks: name the agents alike, or set method.from_agent"
         )
 
 

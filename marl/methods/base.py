@@ -5,7 +5,7 @@ leaves everything to the learner.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -32,6 +32,8 @@ class Method:
     """Sources that it can take."""
     plays_reference: ClassVar[bool] = False
     """Its servers hold the references' weights: the policies play their opponents."""
+    joins_agents: ClassVar[bool] = False
+    """Its loss is of all agents' log-probs together."""
 
     @dataclass
     class Config:
@@ -75,6 +77,13 @@ class Method:
         """Examples of episodes that were scored."""
         raise NotImplementedError
 
+    def teachers(self, speakers: Speakers) -> list[AgentId] | None:
+        """The agents whose turns examples are made of; None for any."""
+        return list(speakers)
+
+    def check_teachers(self, spoke: Collection[AgentId], where: str) -> None:
+        """Raise ValueError where an agent that the configuration names as a teacher does not speak in these episodes."""
+
     def gradients(self, rows: "TensorDict") -> Tensor:
         """Derivatives of the loss by every token's log-prob, ragged like ``responses``."""
         raise NotImplementedError
@@ -96,17 +105,31 @@ class Method:
         metrics: Metrics = {}
         for epoch in range(1, self.config.epochs + 1):
             if self.compares:
-                rows["log_probs"] = (await group.compute_log_prob(rows))["log_probs"]
-            rows["gradients"] = self.gradients(rows)
-            metrics = await group.descend(rows, last=epoch == self.config.epochs)
-            metrics |= self.measure(rows) if self.compares else {}
+                await self.read_log_probs(rows, group)
+            metrics = await self.descend(rows, group, last=epoch == self.config.epochs)
+        return metrics
+
+    async def descend(self, rows: "TensorDict", group: PolicyGroup, last: bool) -> Metrics:
+        """One update of a policy, whose rows have ``log_probs`` where the method compares."""
+        rows["gradients"] = self.gradients(rows)
+        metrics = await group.descend(rows, last=last)
+        metrics |= self.measure(rows) if self.compares else {}
         return metrics | {"trained_tokens": float(rows["response_mask"].values().sum())}
 
-    async def evaluate(self, rows: "TensorDict", group: PolicyGroup) -> Metrics:
-        """Numbers of a policy on rows that it is not trained on."""
+    async def evaluate(
+        self, rows: Mapping[PolicyName, "TensorDict"], policies: Mapping[PolicyName, PolicyGroup]
+    ) -> dict[PolicyName, Metrics]:
+        """Numbers of every policy on rows that it is not trained on."""
+        results = await asyncio.gather(*(self.look(own, policies[name]) for name, own in rows.items()))
+        return dict(zip(rows, results, strict=True))
+
+    async def look(self, rows: "TensorDict", group: PolicyGroup) -> Metrics:
         await self.read_reference(rows, group)
-        rows["log_probs"] = (await group.compute_log_prob(rows))["log_probs"]
+        await self.read_log_probs(rows, group)
         return self.measure(rows)
+
+    async def read_log_probs(self, rows: "TensorDict", group: PolicyGroup) -> None:
+        rows["log_probs"] = (await group.compute_log_prob(rows))["log_probs"]
 
     async def read_reference(self, rows: "TensorDict", group: PolicyGroup) -> None:
         if self.reads_reference:

@@ -6,6 +6,8 @@ from enum import Enum
 from marl.methods.examples import Example, Side, Speakers
 from marl.types import Episode, Turn
 
+Scored = tuple[float, Side]
+
 
 class CompareBy(Enum):
     """Score by which two turns are compared."""
@@ -43,9 +45,13 @@ def imitated(episode: Episode, speakers: Speakers) -> Side:
 
 
 def is_usable(turn: Turn, speakers: Speakers) -> bool:
+    return turn.agent in speakers and turn.trained and is_whole(turn)
+
+
+def is_whole(turn: Turn) -> bool:
     """Dumps hold no ids: there, the answer of a turn with a thought is not what its policy said."""
-    whole = turn.text and turn.thought is None
-    return turn.agent in speakers and turn.trained and not turn.truncated and bool(turn.response_ids or whole)
+    said = turn.text and turn.thought is None
+    return not turn.truncated and bool(turn.response_ids or said)
 
 
 def with_policy(turn: Turn, speakers: Speakers) -> Turn:
@@ -61,7 +67,7 @@ def contrasts(
 ) -> tuple[list[Example], int]:
     """Pairs of turns of the same task and place (agent and round) with different scores: the best with the worst, the next best
     with the next worst, while they differ; each turn is in one pair at most. Also the number of places without a pair."""
-    places: dict[tuple, list[tuple[float, Turn]]] = {}
+    places: dict[tuple, list[Scored]] = {}
     score: Callable[[Episode, Turn], float] = (
         (lambda episode, turn: turn.scored.value)
         if compare_by is CompareBy.own
@@ -71,7 +77,7 @@ def contrasts(
         for turn in imitated(episode, speakers):
             prompt = repr(turn.observation) if same_prompt else ""
             place = (question(episode), turn.agent, turn.round, prompt)
-            places.setdefault(place, []).append((score(episode, turn), turn))
+            places.setdefault(place, []).append((score(episode, turn), [turn]))
     pairs: list[Example] = []
     empty = 0
     for scored in places.values():
@@ -81,12 +87,40 @@ def contrasts(
     return pairs, empty
 
 
-def best_with_worst(scored: Sequence[tuple[float, Turn]]) -> list[Example]:
-    """Turns with identical text never form a pair, whatever they scored."""
+def joint_contrasts(
+    episodes: Sequence[Episode], speakers: Speakers, same_prompt: bool, most: int | None
+) -> tuple[list[Example], int]:
+    """Pairs of what the whole team said in two episodes of a task whose answers score differently: each episode in one pair at most,
+    or the ``most`` of the widest difference. Also the number of tasks without a pair. A team of which a turn cannot be trained
+    (truncated) is left out: its joint probability is not known."""
+    tasks: dict[tuple, list[Scored]] = {}
+    for episode in episodes:
+        parts = [turn for turn in episode.path if turn.agent in speakers and (turn.trained or turn.truncated)]
+        if parts and all(is_usable(turn, speakers) for turn in parts):
+            side = imitated(episode, speakers)
+            prompts = repr([(turn.place, turn.observation) for turn in side]) if same_prompt else ""
+            tasks.setdefault((question(episode), prompts), []).append((episode.scored.value, side))
+    found = [best_with_worst(own) if most is None else widest(own, most) for own in tasks.values()]
+    return [pair for own in found for pair in own], sum(not own for own in found)
+
+
+def widest(scored: Sequence[Scored], most: int) -> list[Example]:
+    """The pairs of the widest difference, a side in several of them; of equal ones the earlier first."""
+    pairs = [(one, other) for one in scored for other in scored if contrast(one, other)]
+    pairs.sort(key=lambda pair: pair[1][0] - pair[0][0])
+    return [Example((better[1], worse[1])) for better, worse in pairs[:most]]
+
+
+def best_with_worst(scored: Sequence[Scored]) -> list[Example]:
+    """Sides with identical texts never form a pair, whatever they scored."""
     order = sorted(scored, key=lambda entry: -entry[0])
     matched = zip(order[: len(order) // 2], reversed(order), strict=False)
-    return [
-        Example(([better], [worse]))
-        for (high, better), (low, worse) in matched
-        if high > low and (better.text, better.observation) != (worse.text, worse.observation)
-    ]
+    return [Example((better[1], worse[1])) for better, worse in matched if contrast(better, worse)]
+
+
+def contrast(better: Scored, worse: Scored) -> bool:
+    return better[0] > worse[0] and texts(better[1]) != texts(worse[1])
+
+
+def texts(side: Side) -> list:
+    return [(turn.text, turn.observation) for turn in side]

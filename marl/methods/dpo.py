@@ -50,13 +50,17 @@ class DPO(Method):
         return [(self.config.prompt_key,), (self.config.chosen_key,), (self.config.rejected_key,)]
 
     def of_row(self, row: Mapping[str, Any], speakers: Speakers) -> list[Example]:
+        return distinct(self.pairs_of_row(row, speakers))
+
+    def pairs_of_row(self, row: Mapping[str, Any], speakers: Speakers) -> list[Example]:
+        """Each agent's pair, where its two answers differ."""
         found = []
         for agent, policies in speakers_of(row, speakers).items():
             prompt = prompt_of(row, self.config.prompt_key, agent)
             chosen, rejected = (text_of(row, key, agent) for key in (self.config.chosen_key, self.config.rejected_key))
             if chosen != rejected:
                 found.append(pair(agent, policies[0], prompt, chosen, rejected))
-        return distinct(found)
+        return found
 
     def of_episodes(self, episodes: Sequence[Episode], speakers: Speakers) -> Selection:
         pairs, without = contrasts(episodes, speakers, self.config.compare_by, self.config.same_prompt)
@@ -64,11 +68,11 @@ class DPO(Method):
         return Selection(pairs, metrics)
 
     def gradients(self, rows: "TensorDict") -> Tensor:
-        return pair_gradients(preference_slope(self.config.loss, margins(rows), *self._shape), rows)
+        return pair_gradients(preference_slope(self.config.loss, self.margins(rows), *self._shape), rows)
 
     def measure(self, rows: "TensorDict") -> Metrics:
         ratios_PS = log_ratios(rows)
-        margin_P, beta = margins(rows), self.config.beta
+        margin_P, beta = self.margins(rows), self.config.beta
         return {
             "loss": float(preference_loss(self.config.loss, margin_P, *self._shape).mean()),
             "preference_accuracy": float((margin_P > 0).double().mean()),
@@ -77,15 +81,14 @@ class DPO(Method):
             "rejected_reward": float(beta * ratios_PS[:, 1].mean()),
         }
 
+    def margins(self, rows: "TensorDict") -> Tensor:
+        """Each pair's log-ratio of the chosen side less that of the rejected one [P]."""
+        ratios_PS = log_ratios(rows)
+        return ratios_PS[:, 0] - ratios_PS[:, 1]
+
     @property
     def _shape(self) -> tuple[float, float]:
         return self.config.beta, self.config.label_smoothing
-
-
-def margins(rows: "TensorDict") -> Tensor:
-    """Each pair's log-ratio of the chosen side less that of the rejected one [P]."""
-    ratios_PS = log_ratios(rows)
-    return ratios_PS[:, 0] - ratios_PS[:, 1]
 
 
 def pair(agent: str, policy: str, prompt: list, chosen: str, rejected: str) -> Example:

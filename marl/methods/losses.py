@@ -6,12 +6,15 @@ derivatives g_t: however ranks, micro-batches and packed rows cut the data, pair
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
+
+from marl.types import PolicyName
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -79,6 +82,34 @@ def pair_gradients(slope_P: Tensor, rows: TensorDict) -> Tensor:
     """Derivatives of the mean of the pairs' losses by every trained token's log-prob, ragged like ``responses``."""
     slope_PS = torch.stack([slope_P, -slope_P], -1) / len(slope_P)
     return ragged(slope_PS.flatten()[places(rows)] * trained(rows), rows)
+
+
+def share_margins(rows: Mapping[PolicyName, TensorDict]) -> None:
+    """Give every row its pair's ``margin``, summed over the log-ratios of all policies, and the number of ``pairs``."""
+    if not rows:
+        return
+    example_P = torch.cat([own["example"] for own in rows.values()]).unique()
+    margin_P = torch.zeros(len(example_P), dtype=torch.float64)
+    for own in rows.values():
+        ratios_PS = log_ratios(own)
+        margin_P.index_add_(
+            0, torch.searchsorted(example_P, own["example"].unique()), ratios_PS[:, 0] - ratios_PS[:, 1]
+        )
+    for own in rows.values():
+        own["margin"] = margin_P[torch.searchsorted(example_P, own["example"])]
+        own["pairs"] = torch.full((len(own),), len(example_P))
+
+
+def joint_margins(rows: TensorDict) -> Tensor:
+    """The shared margin of each of a policy's pairs [P]."""
+    _, pair_B = rows["example"].unique(return_inverse=True)
+    return rows["margin"].new_zeros(num_pairs(rows)).scatter(0, pair_B, rows["margin"])
+
+
+def joint_gradients(slope_B: Tensor, rows: TensorDict) -> Tensor:
+    """Derivatives of the mean of all policies' pairs, from the slope by each row's shared margin, ragged like ``responses``."""
+    own_B = slope_B * (1 - 2 * rows["side"]) / rows["pairs"]
+    return ragged(own_B.repeat_interleave(rows["responses"].offsets().diff()) * trained(rows), rows)
 
 
 def places(rows: TensorDict) -> Tensor:

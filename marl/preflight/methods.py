@@ -1,7 +1,8 @@
 """Checks that ``method`` fits the rest of a configuration."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from marl.config.dataset_rows import DATA_SUFFIXES
 from marl.config.errors import ConfigError
@@ -9,8 +10,12 @@ from marl.config.policies import own_settings, trained_policies, within
 from marl.config.precision import dtype_name
 from marl.config.rules.references import kl_in_any_loss
 from marl.config.sources import Source
+from marl.methods.choice import CompareBy
 from marl.methods.losses import PreferenceLoss
+from marl.methods.sft import SFT
+from marl.methods.teachers import Target, must_speak
 from marl.run_setup import Setup
+from marl.utils.near import did_you_mean
 
 
 def check_method(setup: Setup) -> None:
@@ -27,7 +32,7 @@ def check_method(setup: Setup) -> None:
     if not method.learns:
         for problem in problems_without_learner(setup):
             raise ConfigError(problem)
-    for problem in problems_of_preferences(setup):
+    for problem in (*problems_of_preferences(setup), *problems_of_lessons(setup)):
         raise ConfigError(problem)
 
 
@@ -68,6 +73,11 @@ def problems_of_preferences(setup: Setup) -> Iterator[str]:
             f"method.label_smoothing={options.label_smoothing:g} with method.loss={options.loss.value}, which has none; set it to 0, "
             "or method.loss=sigmoid"
         )
+    if method.joins_agents and options.compare_by is CompareBy.own:
+        yield (
+            f"method.compare_by=own with method={options.name}, which prefers what all agents said together: the team's answer is "
+            "scored; leave it out, or use method=dpo"
+        )
     if (
         not method.learns
         and not method.offline
@@ -90,6 +100,54 @@ def problems_of_preferences(setup: Setup) -> Iterator[str]:
     yield from problems_of_dtypes(setup)
     if not options.reference:
         yield f"method.reference=false: the opponent of method={options.name} is the reference; leave it true"
+
+
+def problems_of_lessons(setup: Setup) -> Iterator[str]:
+    """Settings of whom and what an agent imitates."""
+    options = setup.method.config
+    if not isinstance(options, SFT.Config):
+        return
+    from_agent, source = options.from_agent, setup.method.imitates or options.source
+    given = [] if from_agent is None else [f"method.from_agent={from_agent}"]
+    given += [] if options.target is Target.turns else [f"method.target={options.target.value}"]
+    if given and source is Source.rows:
+        key = "imitates" if setup.method.learns else "source"
+        yield (
+            f"{given[0]} with method.{key}=rows: it chooses among the turns of episodes, and a row names its agent in a column; set "
+            f"method.{key}=episodes, or leave it out"
+        )
+    if len(given) > 1:
+        yield f"{given[0]} with {given[1]}: the team's answer is nobody's turn; leave one of them out"
+    yield from problems_of_teachers(from_agent, setup.config.agents, source)
+
+
+def problems_of_teachers(from_agent: Any, agents: Mapping[str, Any], source: Source) -> Iterator[str]:
+    texts = [from_agent] if isinstance(from_agent, str) else []
+    if isinstance(from_agent, Mapping):
+        texts = [*from_agent, *from_agent.values()]
+    if from_agent is not None and not (texts and all(isinstance(text, str) and text for text in texts)):
+        yield (
+            f"method.from_agent={from_agent!r}: expected an agent's name, or a map of names such as {{carol: alice}}, by which carol "
+            "learns the turns of alice"
+        )
+        return
+    students = [name for name, agent in agents.items() if agent.trainable]
+    for name in from_agent if isinstance(from_agent, Mapping) else []:
+        if name not in students:
+            yield (
+                f"method.from_agent={from_agent}: {name!r} is no trained agent of this run; expected one of {', '.join(students)}."
+                f"{did_you_mean(name, students)}"
+            )
+    if source is Source.play:
+        yield from problem_of(lambda: must_speak(from_agent, list(agents), "this run"))
+
+
+def problem_of(check: Callable[[], None]) -> list[str]:
+    try:
+        check()
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def problems_of_dtypes(setup: Setup) -> Iterator[str]:

@@ -4,9 +4,10 @@ place does not pass."""
 import json
 
 import pytest
+import torch
 
 from marl.main import run
-from marl.methods import dpo, sft, spin
+from marl.methods import dpo, madpo, sft, spin
 from marl.methods.base import Method
 from tests.builders import slow_but
 
@@ -70,6 +71,7 @@ def is_right(before, after):
 PROOFS = {
     "sft": (("method=sft", "data.train_batch_size=4"), answers),
     "dpo": (("method=dpo", "data.train_batch_size=4"), prefers),
+    "madpo": (("method=madpo", "data.train_batch_size=4"), prefers),
     "spin": (("method=spin", "runner=single_turn", "trainer.ref_update_freq=1", "actor_rollout_ref.rollout.n=4"), is_right),
     "rft": (("method=rft", "runner=single_turn", "actor_rollout_ref.rollout.n=8"), is_right),
     "hybrid": (
@@ -90,7 +92,7 @@ def test_a_method_learns(learn, name, seed):
 
 def flipped(monkeypatch):
     """Every derivative has the other sign."""
-    for cls in (sft.SFT, dpo.DPO):
+    for cls in (sft.SFT, dpo.DPO, madpo.MADPO):
         own = cls.gradients
 
         def gradients(self, rows, own=own):
@@ -101,12 +103,12 @@ def flipped(monkeypatch):
 
 def exchanged(monkeypatch):
     """The policies get each other's rows."""
-    own = Method.update
+    for cls in (Method, madpo.MADPO):
 
-    async def update(self, rows, policies):
-        return await own(self, dict(zip(rows, reversed(list(rows.values())), strict=True)), policies)
+        async def update(self, rows, policies, own=cls.update):
+            return await own(self, dict(zip(rows, reversed(list(rows.values())), strict=True)), policies)
 
-    monkeypatch.setattr(Method, "update", update)
+        monkeypatch.setattr(cls, "update", update)
 
 
 def keeps_everything(monkeypatch):
@@ -118,9 +120,22 @@ def other_answers(monkeypatch):
     monkeypatch.setattr(spin, "text_of", lambda row, key, agent: "#### 5")
 
 
+def forgets_side(monkeypatch):
+    """The rejected side is raised as well as the chosen one."""
+    own = madpo.joint_gradients
+
+    def gradients(slope_B, rows):
+        rows = rows.clone()
+        rows["side"] = torch.zeros_like(rows["side"])
+        return own(slope_B, rows)
+
+    monkeypatch.setattr(madpo, "joint_gradients", gradients)
+
+
 FAULTS = [
     ("sft", flipped), ("sft", exchanged),
     ("dpo", flipped), ("dpo", exchanged),
+    ("madpo", flipped), ("madpo", exchanged), ("madpo", forgets_side),
     ("spin", flipped), ("spin", other_answers),
     ("rft", flipped), ("rft", keeps_everything),
     ("hybrid", flipped),

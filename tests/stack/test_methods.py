@@ -184,6 +184,37 @@ def test_dpo_descends_the_loss_of_its_pairs_wherever_micro_batches_cut(alone, ro
 
 
 @pytest.mark.slow
+def test_madpo_descends_one_loss_of_all_agents(alone, rows):
+    """Both policies' gradients, after two updates, against autograd through one sigmoid of both models' log-probs."""
+    said = [row | {key: {"alice": row[key], "carol": "#### 2"} for key in ("chosen", "rejected")} for row in pairs(8)]
+    for i, row in enumerate(said):
+        row["rejected"]["carol"] = f"#### {3 + i % 4}"
+    live = offline(alone, rows("pairs", said), "method=madpo", "method.beta=0.5")
+    assert live.step()["agent/alice/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    live.step()
+    batch = {policy: first_batch(live, policy) for policy in ("alice", "carol")}
+    parts, kept = [], {}
+    for policy, own in batch.items():
+        actor, reference = engine_of(live, policy), live.trainer.policies[policy].workers.worker.ref.engine
+        ratios = [log_probs_of(actor, row).sum() - log_probs_of(reference, row).detach().sum() for row in each(own)]
+        parts.append(torch.stack(ratios[::2]) - torch.stack(ratios[1::2]))
+        actor.optimizer_step = lambda engine=actor, policy=policy: kept.update({policy: flat_gradient(engine)}) or 0.0
+    try:
+        found = live.wait(live.trainer.method.update(batch, live.trainer.policies))
+    finally:
+        for policy in batch:
+            del engine_of(live, policy).optimizer_step
+    exact = -torch.nn.functional.logsigmoid(0.5 * (parts[0] + parts[1])).mean()
+    assert all(float(h.detach().abs().min()) > 1e-4 for h in parts), "both agents' margins count"
+    assert [own["loss"] for own in found.values()] == pytest.approx([float(exact)] * 2, rel=1e-5)
+    for policy in batch:
+        engine_of(live, policy).optimizer.zero_grad()
+    exact.backward()
+    for policy in batch:
+        assert_same(kept[policy], flat_gradient(engine_of(live, policy)), share=1e-4)
+
+
+@pytest.mark.slow
 def test_adapters_are_compared_with_their_base_and_trained_alone(alone, rows):
     live = offline(alone, rows("pairs", pairs(8)), "method=dpo", *ADAPTED)
     step = live.step()
@@ -342,6 +373,7 @@ def test_a_hybrid_imitates_by_steps_or_until_it_is_good_enough(alone, rows, word
 METHODS = {
     "sft": ("method=sft", "method.answer_key=extra_info.answer"),
     "dpo": ("method=dpo", "method.chosen_key=extra_info.answer", "method.rejected_key=reward_model.ground_truth", "trainer.ref_update_freq=1"),
+    "madpo": ("method=madpo", "method.source=play", "method.beta=1.0", *LONG),
     "spin": ("method=spin", "trainer.ref_update_freq=1"),
     "rft": ("method=rft", "method.min_score=null", "method.best_of=1"),
     "hybrid": ("method=hybrid", "method.sft_steps=1", "method.answer_key=extra_info.answer"),
