@@ -14,7 +14,7 @@ from marl.methods.examples import Example, policy_rows, without_long_turns
 from marl.methods.peers import predictions
 from marl.report import dump
 from marl.report.foresight import foresight_metrics
-from marl.runners import scripted
+from marl.runners import RecordedAnswers, scripted
 from marl.types import ContextOverflow, Episode, Score, Task, Turn
 from tests.builders import QUESTION, build_runner, play, turn_of_ids
 from tests.method_rows import method, rows_of
@@ -194,6 +194,8 @@ def test_a_question_that_is_too_long_is_left_out_and_counted():
     assert [turn.agent for turn in record.turns if turn.foresees] == ["carol"]
     assert record.counts["unread_requests"] == 1 and record.failure is None
     assert record.trajectory("alice")[0].observation == QUESTION
+    again = asyncio.run(scripted.play(runner, task, ["alice", "carol"], RecordedAnswers(record)))
+    assert [(turn.place, turn.text) for turn in again.turns] == [(turn.place, turn.text) for turn in record.turns]
 
 
 def test_a_prediction_is_right_if_its_answer_is_the_peers_next():
