@@ -119,6 +119,13 @@ def problems_of_lessons(setup: Setup) -> Iterator[str]:
         )
     if from_agent is not None and options.target is not Target.turns:
         yield f"{given[0]} with {given[1]}: the team's answer is nobody's turn; leave one of them out"
+    runner = setup.config.runner
+    plans = options.peers_weight and "foresee" in runner and runner.foresee
+    if plans and source is not Source.play and runner.foresee_request != options.peers_request:
+        yield (
+            f"runner.foresee_request={runner.foresee_request!r} with method.peers_request={options.peers_request!r}: what is learned by "
+            "one question is asked by another; set them alike"
+        )
     yield from problems_of_teachers(from_agent, setup.config.agents, source)
 
 

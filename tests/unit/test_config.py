@@ -574,6 +574,8 @@ BAD_METHODS = {
         "Did you mean 'carol'",
     ],
     "method=sft method.peers_weight=0.5": ["method.peers_weight=0.5 with method.source=rows", "method.source=episodes"],
+    "method=hybrid method.imitates=episodes method.files=[${data.train_files}] method.peers_weight=1 runner.foresee=true "
+    "runner.foresee_request=who": ["runner.foresee_request='who'", "set them alike"],
     "method=world_model method.peers_weight=0": ["method.peers_weight=0", "above 0"],
     "method=world_model method.source=rows": ["method.source=rows", "from episodes or play"],
     "method=dpo method.beta=0": ["method.beta=0", "above 0"],
