@@ -7,6 +7,6 @@ REQUEST = "What does {agent} say next?"
 
 
 def request(observation: list[Message], peer: AgentId, template: str) -> list[Message]:
-    """What an agent is shown, with the question for a peer's next turn after it."""
+    """An agent's observation, with the question for a peer's next turn after it."""
     *earlier, last = observation
     return [*earlier, {**last, "content": f"{last['content']}\n\n{template.format(agent=peer)}"}]

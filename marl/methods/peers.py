@@ -11,7 +11,7 @@ Pair = tuple[AgentId, AgentId]
 
 
 def predictions(episode: Episode, speakers: Speakers, template: str) -> dict[Pair, Side]:
-    """For every turn of a trained agent, each peer's next turn: its first one in the same round or a later one, which the agent
+    """Each peer's next turn after every turn of a trained agent: its first one in the same round or a later one, which the agent
     was not shown. Where the agent predicted it in play, it is asked as it was then. Truncated turns are not predicted."""
     found: dict[Pair, Side] = {}
     for turn in episode.path:

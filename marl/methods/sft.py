@@ -95,7 +95,7 @@ class SFT(Method):
         return Example((lesson, *(found.get(pair, []) for pair in self.pairs)))
 
     def lesson(self, episode: Episode, speakers: Speakers) -> Side:
-        """What an episode teaches the team; empty where that is nothing."""
+        """The turns by which an episode teaches the team; empty where it teaches nothing."""
         if self.config.target is Target.team_answer:
             return team_answer(episode, speakers)
         return taught(episode, speakers, teachers_of(self.config.from_agent, speakers))

@@ -84,7 +84,7 @@ class Debate(ConversationRunner):
         return await decide(self.config.decide, turns, episode)
 
     async def observations(self, group: Sequence[Agent], standing: dict[AgentId, Turn], episode: LiveEpisode) -> list:
-        """What each of a group is shown; with ``foresee`` its predictions after it."""
+        """Observations of a group; with ``foresee``, each agent's predictions after its own."""
         seen = [await self.observation(agent, standing, episode) for agent in group]
         if not self.config.foresee:
             return seen
