@@ -12,12 +12,13 @@ from typing import Any
 
 from marl.checkpoint import seconds_of
 from marl.config.errors import ConfigError
+from marl.config.policies import longest_row, own_settings
 from marl.controller.collection import with_turns
 from marl.controller.method_data import Item, speakers_of
 from marl.controller.task_stream import TaskStream
 from marl.marl_trainer import MARLTrainer
 from marl.methods import Method
-from marl.methods.examples import Example, encoded, policy_rows
+from marl.methods.examples import Example, encoded, policy_rows, without_long_turns
 from marl.methods.hybrid import Hybrid
 from marl.report.run_summary import write_json
 from marl.report.step_metrics import count_metrics, episode_metrics, policy_metrics
@@ -32,6 +33,7 @@ class MethodTrainer(MARLTrainer):
         super().__init__(*parts, **options)
         self.method, self.encoders = method, encoders
         self.speakers = speakers_of(self.config)
+        self.limits = {name: longest_row(own_settings(self.config, name).rollout) for name in encoders}
 
     async def step(self, tasks: Sequence[Any]) -> Metrics:
         phase, started = PhaseTimer(), time.monotonic()
@@ -39,7 +41,8 @@ class MethodTrainer(MARLTrainer):
         await self.free_servers()
         selection = self.method.of_episodes(episodes, self.speakers)
         examples = [encoded(example, self.encoders) for example in selection.examples]
-        trained = await self.learn(examples, phase)
+        examples, too_long = without_long_turns(examples, self.limits)
+        trained = await self.learn(examples, phase) | {"method/too_long": float(too_long)}
         synced = await phase.of("sync_weights", self.sync_weights())
         ended = time.monotonic()
         await self.dumps.write_played(episodes, self.step_number)

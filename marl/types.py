@@ -102,6 +102,8 @@ class Turn:
     """False: it is no answer to the task (a critique, a choice, a pass), and gets the score of the team's answer."""
     trained: bool = True
     """False: never trained on, whatever the configuration."""
+    foresees: AgentId | None = None
+    """The peer whose next turn this predicts, in a note; None for what the agent says itself."""
     score: Score | None = None
     outcomes: list[float] = field(default_factory=list)
     """The team's return with this answer, then with each other one that was tried in its place."""

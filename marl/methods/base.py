@@ -26,7 +26,7 @@ class Method:
 
     learns: ClassVar[bool] = False
     """The learner updates the policies, in some steps at least."""
-    compares: ClassVar[bool] = True
+    compares: bool = True
     """Its derivatives depend on ``log_probs`` of the present weights, which need a forward pass before the update."""
     sources: ClassVar[tuple[Source, ...]] = tuple(Source)
     """Sources that it can take."""

@@ -21,7 +21,8 @@ Speakers = Mapping[AgentId, Sequence[PolicyName]]
 
 @dataclass(frozen=True)
 class Example:
-    """One side whose turns are imitated, or two: the chosen one and the rejected one. Turns may lack ids, until they are encoded."""
+    """One side whose turns are imitated, with others of peers' turns that are predicted, or two: the chosen one and the rejected one.
+    Turns may lack ids, until they are encoded."""
 
     sides: tuple[Side, ...]
 
@@ -35,7 +36,7 @@ class Selection:
 
 
 def policy_rows(examples: Sequence[Example], pack: bool | Collection[PolicyName]) -> dict[PolicyName, TensorDict]:
-    """Each policy's rows with verl's keys, and for every row the number of its example and its side (0 chosen, 1 rejected).
+    """Each policy's rows with verl's keys, and for every row the number of its example and its side (0 the first).
     With ``pack``, for all policies or for these, turns of a side that extend one another share a row."""
     chains: dict[PolicyName, list[tuple[Chain, int, int]]] = {}
     for number, example in enumerate(examples):
@@ -73,6 +74,14 @@ def encoded(example: Example, encoders: Mapping[PolicyName, Any]) -> Example:
             key = turn.agent, turn.policy
             before[key] = encode(turn, before.get(key), encoders[turn.policy])
     return example
+
+
+def without_long_turns(examples: Sequence[Example], limits: Mapping[PolicyName, int]) -> tuple[list[Example], int]:
+    """The examples without turns of more tokens than their policy reads, and the number of these: texts of other agents."""
+    turns = [turn for example in examples for side in example.sides for turn in side]
+    long = {id(turn) for turn in turns if len(turn.prompt_ids) + len(turn.response_ids) > limits[turn.policy]}
+    kept = [Example(tuple([t for t in side if id(t) not in long] for side in e.sides)) for e in examples]
+    return [example for example in kept if any(example.sides)], len(long)
 
 
 def replies(messages: Sequence[Message], agent: AgentId, policy: PolicyName) -> Side:

@@ -62,10 +62,35 @@ def mean_gradients(rows: TensorDict) -> Tensor:
     return ragged(-mask_T / mask_T.sum().clamp(min=1), rows)
 
 
+def weighted_gradients(rows: TensorDict, weight: float) -> Tensor:
+    """Derivatives of the mean loss of the agents' own turns (side 0), and ``weight`` times that of the predicted ones, ragged like
+    ``responses``."""
+    own_T, predicted_T = parts(rows)
+    share_T = own_T / own_T.sum().clamp(min=1) + weight * predicted_T / predicted_T.sum().clamp(min=1)
+    return ragged(-share_T, rows)
+
+
+def parts(rows: TensorDict) -> tuple[Tensor, Tensor]:
+    """1 on the trained tokens of the agents' own turns, else 0; the same for turns of peers that they predict."""
+    side_T = rows["side"].repeat_interleave(rows["responses"].offsets().diff())
+    return trained(rows) * (side_T == 0), trained(rows) * (side_T > 0)
+
+
+def loss_of(rows: TensorDict, mask_T: Tensor) -> float:
+    """The mean negative log-likelihood of these tokens, from ``log_probs``; 0 without any."""
+    return float(-(rows["log_probs"].values().double() * mask_T).sum() / mask_T.sum().clamp(min=1))
+
+
+def side_losses(rows: TensorDict) -> dict[int, float]:
+    """The mean loss of every side from 1 on that rows hold."""
+    side_T = rows["side"].repeat_interleave(rows["responses"].offsets().diff())
+    sides = [side for side in rows["side"].unique().tolist() if side]
+    return {side: loss_of(rows, trained(rows) * (side_T == side)) for side in sides}
+
+
 def mean_loss(rows: TensorDict) -> float:
     """The mean negative log-likelihood of the trained tokens, from ``log_probs``."""
-    mask_T = trained(rows)
-    return float(-(rows["log_probs"].values().double() * mask_T).sum() / mask_T.sum().clamp(min=1))
+    return loss_of(rows, trained(rows))
 
 
 def log_ratios(rows: TensorDict) -> Tensor:

@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from marl.config.foresight import REQUEST
 from marl.config.sources import Source
 from marl.methods.base import Method, register_method
 from marl.methods.choice import best_episodes
 from marl.methods.examples import Example, Selection, Side, Speakers, distinct, replies
-from marl.methods.losses import mean_gradients, mean_loss
+from marl.methods.losses import loss_of, mean_gradients, mean_loss, parts, side_losses, weighted_gradients
+from marl.methods.peers import Pair, predictions
 from marl.methods.rows import conversation, messages_of, speakers_of, value_of
 from marl.methods.teachers import Target, must_speak, taught, teachers_of, team_answer
 from marl.types import AgentId, Episode, Message, Metrics
-from marl.utils.numbers import FINITE, bounded, count
+from marl.utils.numbers import FINITE, Number, bounded, count
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -43,7 +45,18 @@ class SFT(Method):
         from_agent: Any = None
         """Agent whose turns of an episode all agents learn, or a map such as {carol: alice}; null: each learns its own."""
 
+        peers_weight: float = bounded(0.0, Number(0))
+        """Weight of a further loss: every agent predicts its peers' next turns in episodes from what it was shown; 0: none."""
+        peers_request: str = REQUEST
+        """Asks for a peer's next turn, after what the agent was shown; as ``runner.foresee_request``. Field: agent."""
+
     config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.compares = self.compares or config.peers_weight > 0
+        self.pairs: list[Pair] = []
+        """The agents and peers of an example's sides after the first."""
 
     @property
     def columns(self) -> list[tuple[str, ...]]:
@@ -66,12 +79,23 @@ class SFT(Method):
 
     def of_episodes(self, episodes: Sequence[Episode], speakers: Speakers) -> Selection:
         kept = best_episodes(episodes, self.config.min_score, self.config.best_of)
-        sides = [side for episode in kept if (side := self.lesson(episode, speakers))]
+        examples = [self.example(episode, self.lesson(episode, speakers), speakers) for episode in kept]
+        if self.config.peers_weight:
+            chosen = {id(episode) for episode in kept}
+            examples += [self.example(episode, [], speakers) for episode in episodes if id(episode) not in chosen]
         share = len(kept) / len(episodes) if episodes else 0.0
-        return Selection([Example((side,)) for side in sides], {"method/kept_episodes": share})
+        return Selection([example for example in examples if any(example.sides)], {"method/kept_episodes": share})
+
+    def example(self, episode: Episode, lesson: Side, speakers: Speakers) -> Example:
+        """A lesson, and a side for every pair of an agent and a peer whose turns it predicts."""
+        if not self.config.peers_weight:
+            return Example((lesson,))
+        found = predictions(episode, speakers, self.config.peers_request)
+        self.pairs += [pair for pair in found if pair not in self.pairs]
+        return Example((lesson, *(found.get(pair, []) for pair in self.pairs)))
 
     def lesson(self, episode: Episode, speakers: Speakers) -> Side:
-        """What an episode teaches the team; empty where that is nothing."""
+        """The turns by which an episode teaches the team; empty where it teaches nothing."""
         if self.config.target is Target.team_answer:
             return team_answer(episode, speakers)
         return taught(episode, speakers, teachers_of(self.config.from_agent, speakers))
@@ -85,8 +109,18 @@ class SFT(Method):
         must_speak(self.config.from_agent, spoke, where)
 
     def gradients(self, rows: "TensorDict") -> Tensor:
-        return mean_gradients(rows)
+        weight = self.config.peers_weight
+        return weighted_gradients(rows, weight) if weight else mean_gradients(rows)
 
     def measure(self, rows: "TensorDict") -> Metrics:
-        loss = mean_loss(rows)
-        return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+        if not self.config.peers_weight:
+            loss = mean_loss(rows)
+            return {"loss": loss, "perplexity": perplexity(loss)}
+        own, peers = (loss_of(rows, mask_T) for mask_T in parts(rows))
+        by_pair = {f"peers_loss/{'/'.join(self.pairs[side - 1])}": loss for side, loss in side_losses(rows).items()}
+        loss = own + self.config.peers_weight * peers
+        return {"loss": loss, "perplexity": perplexity(own), "peers_loss": peers} | by_pair
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700.0))

@@ -68,7 +68,7 @@ def as_said_by(turn: Turn, student: AgentId, speakers: Speakers) -> Turn:
 
 
 def team_answer(episode: Episode, speakers: Speakers) -> Side:
-    """What gave the team's answer, said by every trained agent at once after the task; the last of several turns. Empty where the
+    """The text that gave the team's answer, said by every trained agent at once after the task; the last of several. Empty where the
     team has no answer, or no turn gives it."""
     gave = [turn for turn in episode.path if turn.text and turn.scored.answer == episode.answer and is_whole(turn)]
     if episode.answer is None or not gave:

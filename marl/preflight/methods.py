@@ -110,14 +110,22 @@ def problems_of_lessons(setup: Setup) -> Iterator[str]:
     from_agent, source = options.from_agent, setup.method.imitates or options.source
     given = [] if from_agent is None else [f"method.from_agent={from_agent}"]
     given += [] if options.target is Target.turns else [f"method.target={options.target.value}"]
+    given += [f"method.peers_weight={options.peers_weight:g}"] if options.peers_weight else []
     if given and source is Source.rows:
         key = "imitates" if setup.method.learns else "source"
         yield (
-            f"{given[0]} with method.{key}=rows: it chooses among the turns of episodes, and a row names its agent in a column; set "
+            f"{given[0]} with method.{key}=rows: it is about the turns of episodes, and rows hold none; set "
             f"method.{key}=episodes, or leave it out"
         )
-    if len(given) > 1:
+    if from_agent is not None and options.target is not Target.turns:
         yield f"{given[0]} with {given[1]}: the team's answer is nobody's turn; leave one of them out"
+    runner = setup.config.runner
+    plans = options.peers_weight and "foresee" in runner and runner.foresee
+    if plans and source is not Source.play and runner.foresee_request != options.peers_request:
+        yield (
+            f"runner.foresee_request={runner.foresee_request!r} with method.peers_request={options.peers_request!r}: what is learned by "
+            "one question is asked by another; set them alike"
+        )
     yield from problems_of_teachers(from_agent, setup.config.agents, source)
 
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import combinations, pairwise
 
+from marl.report.foresight import foresight_metrics
 from marl.types import AgentId, Episode, Metrics, Turn
 
 TRANSITIONS = ("wrong_wrong", "wrong_right", "right_wrong", "right_right")
@@ -185,7 +186,7 @@ def team_metrics(episodes: Sequence[Episode]) -> Metrics:
         metrics["gain"] = gain(episodes)
         metrics |= {f"transitions/{name}": share for name, share in changes.items()}
         metrics |= swayed(episodes)
-    return metrics
+    return metrics | foresight_metrics(episodes)
 
 
 def known(metrics: Mapping[str, float | None]) -> Metrics:

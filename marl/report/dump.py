@@ -25,6 +25,7 @@ TURN = (
     "answers",
     "trained",
     "thought",
+    "foresees",
 )
 """Columns that are fields of a turn."""
 NO_TURN: dict[str, Any] = {"input": "", "output": "", "messages": [], "answer": None} | dict.fromkeys(TURN)

@@ -4,8 +4,10 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from marl.config.foresight import REQUEST
 from marl.runners.base import register_runner
 from marl.runners.episode import Agent, LiveEpisode, together
+from marl.runners.foresight import foreseen
 from marl.runners.messages import says
 from marl.runners.team_answer import Decide, agreed, decide
 from marl.runners.text import ConversationRunner
@@ -47,6 +49,12 @@ class Debate(ConversationRunner):
         leave_word: str = ""
         """An agent that says it speaks no more; the rest of its text counts."""
         decide: Decide = Decide.majority
+        foresee: bool = False
+        """Before it answers, every agent predicts what each peer says next, and reads its predictions; they are not trained."""
+        foresee_request: str = REQUEST
+        """Asks for a prediction, after what the agent is shown. Field: agent."""
+        foreseen_template: str = "You expect {agent} to answer:\n{text}"
+        """Template of a prediction as its agent reads it. Fields: agent, text."""
 
     config: Config
 
@@ -64,7 +72,7 @@ class Debate(ConversationRunner):
         for _ in range(self.config.num_rounds):
             groups = [present] if self.config.order is Order.simultaneous else [[agent] for agent in present]
             for group in groups:
-                observations = [await self.observation(agent, standing, episode) for agent in group]
+                observations = await self.observations(group, standing, episode)
                 acts = [self.marked(agent.act(seen), episode) for agent, seen in zip(group, observations, strict=True)]
                 standing |= {turn.agent: turn for turn in await together(acts) if turn.answers}
                 if self.over(standing, episode):
@@ -74,6 +82,14 @@ class Debate(ConversationRunner):
                 break
         turns = [standing.get(agent.name) or agent.turns[-1] for agent in episode.agents if agent.turns]
         return await decide(self.config.decide, turns, episode)
+
+    async def observations(self, group: Sequence[Agent], standing: dict[AgentId, Turn], episode: LiveEpisode) -> list:
+        """Observations of a group; with ``foresee``, each agent's predictions after its own."""
+        seen = [await self.observation(agent, standing, episode) for agent in group]
+        if not self.config.foresee:
+            return seen
+        options = self.config.foresee_request, self.config.foreseen_template, self.config.separator
+        return await together(foreseen(agent, own, episode, *options) for agent, own in zip(group, seen, strict=True))
 
     async def observation(self, agent: Agent, standing: dict[AgentId, Turn], episode: LiveEpisode) -> list:
         """The task at first; later what others stand by, in the fixed order of the team."""

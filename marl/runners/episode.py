@@ -11,7 +11,8 @@ from marl.types import AgentId, ContextOverflow, Episode, Message, Score, Task, 
 
 T = TypeVar("T")
 
-
+FORESIGHT = -1000
+"""Branch of a prediction about the first seat; those about later seats count down from it, away from other notes."""
 Judge = Callable[[Task, Turn], Awaitable[Score]]
 
 
@@ -123,6 +124,19 @@ class Agent:
         branches = [self._turn(observation, round, branch, kept=False, trained=False) for branch in range(count)]
         return await together(branches)
 
+    async def foresee(self, peer: AgentId, observation: list[Message], round: int) -> Turn | None:
+        """A prediction of a peer's next turn: a note that is not trained, and from which the conversation does not go on. None
+        where the question for it is too long to be read."""
+        seat = self._episode.record.agents.index(peer)
+        previous = self.turns[-1] if self.turns else None
+        try:
+            note = await self._generate(self.name, observation, round, previous, FORESIGHT - seat)
+        except ContextOverflow:
+            self._episode.count("unread_requests")
+            return None
+        note.foresees = peer
+        return self._noted(note)
+
     def _enter(self, round: int | None) -> int:
         round = self._episode.record.num_rounds + 1 if round is None else round
         if round in self._rounds:
@@ -165,10 +179,15 @@ class Agent:
             note = await self._generate(self.name, to_summarise(observation, head), round, None, -1 - branch)
         except ContextOverflow:
             return None
-        note.kept = note.trained = note.answers = False
-        self._episode.record.turns.append(note)
+        self._noted(note)
         self._episode.count("summaries")
         return with_summary(observation, head, note.text)
+
+    def _noted(self, note: Turn) -> Turn:
+        """Record what the agent wrote for itself."""
+        note.kept = note.trained = note.answers = False
+        self._episode.record.turns.append(note)
+        return note
 
 
 def keep(turn: Turn, among: Sequence[Turn], train_all: bool = False) -> Turn:

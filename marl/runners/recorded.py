@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from marl.runners.episode import Generate
+from marl.runners.episode import FORESIGHT, Generate
 from marl.types import AgentId, ContextOverflow, Episode, Message, Turn
 
 Place = tuple[AgentId, int, int]
@@ -67,6 +67,8 @@ class RecordedAnswers:
 
     def _was_shortened(self, place: Place, observation: Sequence[Message]) -> bool:
         """True if this was too long for the agent when it was recorded."""
+        if place[2] <= FORESIGHT and self.episode.counts["unread_requests"] and place[1] <= (self.last or place[1]):
+            return place not in self.turns
         shortened = self.episode.counts["dropped_rounds"] or self.episode.counts["summaries"]
         return bool(shortened) and place in self.turns and len(observation) > len(self.turns[place].observation)
 

@@ -11,6 +11,7 @@ from marl.types import Episode, Score, Task, Turn
 
 pytestmark = pytest.mark.slow
 STEPS = 40
+SEEDS = pytest.mark.parametrize("seed", [0, 1, 2])
 
 
 def note(n):
@@ -39,13 +40,18 @@ def learn(compose_config, cold_assets, tmp_path):
     )
     tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def learn(*words, plays=False):
+    def learn(*words, plays=False, seed=0):
         files = tasks if plays else path
         data = (
             f"data.train_files={files}", f"data.val_files={files}", "data.train_batch_size=8", "data.max_response_length=6",
             *((f"method.files=[{path}]", "method.imitates=episodes") if plays else ("method.source=episodes",)),
         )  # fmt: skip
-        here = (f"assets={cold_assets}", f"trainer.default_local_dir={tmp_path / 'run'}", "resources.one_process=true")
+        here = (
+            f"assets={cold_assets}",
+            f"trainer.default_local_dir={tmp_path / 'run'}",
+            "resources.one_process=true",
+            f"seed={seed}",
+        )
         short = ("trainer.logger=[]", "trainer.save_final=false", "trainer.save_freq=-1", f"trainer.test_freq={STEPS}")
         often = (f"trainer.total_training_steps={STEPS}", "actor_rollout_ref.actor.optim.lr=0.003")
         trainer = run(compose_config(*here, *data, *short, *often, *words))
@@ -66,20 +72,23 @@ def losses(metrics):
     return [value for key, value in metrics.items() if key.endswith("/loss")]
 
 
-def test_a_team_becomes_one_policy(learn):
-    before, after, trainer = learn(*TEAM_INTO_ONE)
+@SEEDS
+def test_a_team_becomes_one_policy(learn, seed):
+    before, after, trainer = learn(*TEAM_INTO_ONE, seed=seed)
     assert list(trainer.policies) == ["team"] and len(losses(after)) >= 1
     assert min(losses(before)) > 1 and max(losses(after)) < 0.1, (before, after)
 
 
-def test_one_agents_turns_become_a_teams(learn):
+@SEEDS
+def test_one_agents_turns_become_a_teams(learn, seed):
     """Alice learns to say what carol said to what carol was shown, and not what she said herself."""
-    before, after, _ = learn(*ONE_INTO_A_TEAM)
+    before, after, _ = learn(*ONE_INTO_A_TEAM, seed=seed)
     assert len(losses(after)) == 2 and min(losses(before)) > 1 and max(losses(after)) < 0.1, (before, after)
 
 
-def test_one_agent_answers_as_the_teams_vote(learn):
-    before, after, _ = learn(*ANSWER_INTO_ONE, plays=True)
+@SEEDS
+def test_one_agent_answers_as_the_teams_vote(learn, seed):
+    before, after, _ = learn(*ANSWER_INTO_ONE, plays=True, seed=seed)
     assert before["vote"] <= 0.5 and after["vote"] >= 0.85, (before, after)
 
 

@@ -354,6 +354,31 @@ def test_a_dump_of_good_episodes_is_imitated_turn_by_turn(alone, tmp_path):
 
 
 @pytest.mark.slow
+def test_peers_turns_are_predicted_beside_own_ones_and_own_turns_are_not(alone, tmp_path):
+    """The gradient of the mean over own tokens and a weighted one over predicted tokens, straight from the model."""
+    episodes = alone(*LONG).episodes()
+    path = dump.write(episodes, 1, tmp_path / "dumps")
+    options = ("method.min_score=null", "method.peers_weight=0.3", "method.peers_request='{agent} ?'")
+    live = offline(alone, path, "method=world_model", *options, *LONG)
+    batch, method = first_batch(live), live.trainer.method
+    assert {"alice"} == {agent for agent, peer in method.pairs} - {"carol"} and set(batch["side"].tolist()) == {0, 1}
+    ours, metrics = descended(live, batch)
+    engine = engine_of(live)
+    parts = [[], []]
+    for row, side in zip(each(batch), batch["side"].tolist(), strict=True):
+        parts[side].append(log_probs_of(engine, row)[row["response_mask"].bool()])
+    own, peers = (-torch.cat(found).mean() for found in parts)
+    assert metrics["peers_loss"] == metrics["peers_loss/alice/carol"] == pytest.approx(float(peers), rel=1e-5)
+    assert metrics["loss"] == pytest.approx(float(own + 0.3 * peers), rel=1e-5)
+    assert_same(ours, plain_gradient(engine, own + 0.3 * peers))
+    said = {turn.text for episode in episodes for turn in episode.path if turn.agent == "carol"}
+    sides = [example.sides for i in range(BATCH) for example in live.trainer.loader.dataset[i]]
+    predicted = [turn for own in sides for turn in own[1 + method.pairs.index(("alice", "carol"))]]
+    assert predicted and {turn.text for turn in predicted} <= said
+    assert all(turn.observation[-1]["content"].endswith("carol ?") and turn.policy == "alice" for turn in predicted)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "imitated"), [(("method.sft_steps=2",), 2), (("method.sft_steps=3", "method.until=0.0"), 1)]
 )
@@ -374,6 +399,10 @@ METHODS = {
     "sft": ("method=sft", "method.answer_key=extra_info.answer"),
     "dpo": ("method=dpo", "method.chosen_key=extra_info.answer", "method.rejected_key=reward_model.ground_truth", "trainer.ref_update_freq=1"),
     "madpo": ("method=madpo", "method.source=play", "method.beta=1.0", *LONG),
+    "world_model": (
+        "method=world_model", "method.source=play", "method.min_score=null", "runner.foresee=true", "runner.foresee_request='{agent} ?'",
+        "runner.foreseen_template='{agent} said {text}'", "data.max_prompt_length=100",
+    ),
     "spin": ("method=spin", "trainer.ref_update_freq=1"),
     "rft": ("method=rft", "method.min_score=null", "method.best_of=1"),
     "hybrid": ("method=hybrid", "method.sft_steps=1", "method.answer_key=extra_info.answer"),

@@ -1,5 +1,6 @@
 """A policy and a critic over several ranks: the same gradients and weights as on one."""
 
+import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -153,6 +154,37 @@ def test_two_ranks_fit_utilities_as_one_does(train):
         two,
         [f"critic/{name}/{key}" for name in ("alice", "carol") for key in ("grad_norm", "q_tot_loss", "v_loss")],
     )
+
+
+def rows(path):
+    """Answers to imitate, and pairs whose sides are of unequal length: a pair may lie on two ranks."""
+    said = (
+        {"prompt": f"what is {i} plus {j} ?", "answer": f"#### {i + j}", "chosen": f"#### {i + j}", "rejected": f"#### {i} {j}"}
+        for i in range(6) for j in range(4)
+    )  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in said))
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("method", ["sft", "dpo", "madpo"])
+def test_two_ranks_imitate_and_prefer_as_one_does(train, tmp_path, method):
+    """Batches of 3 rows, or of 3 pairs: they do not divide between two ranks."""
+    data = (
+        "learner=grpo",
+        f"method={method}",
+        f"data.train_files={rows(tmp_path / 'rows.jsonl')}",
+        "data.val_files=null",
+    )
+    one, two = (train(where, *data) for where in ("resources.one_process=true", "trainer.n_gpus_per_node=2"))
+    keys = ["agent/alice/loss", *(["agent/carol/preference_margin"] if method != "sft" else [])]
+    for mine, theirs in zip(one.steps, two.steps, strict=True):
+        for key in (*OF_POLICIES, *keys):
+            assert theirs[key] == pytest.approx(mine[key], rel=1e-5, abs=1e-5), key
+    for mine, theirs in zip(one.weights, two.weights, strict=True):
+        assert max(float((mine[name] - theirs[name]).abs().max()) for name in mine) <= 1e-4
+    assert one.steps[-1]["agent/alice/loss"] < one.steps[0]["agent/alice/loss"], "and they have learned"
 
 
 @pytest.mark.slow

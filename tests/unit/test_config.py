@@ -566,7 +566,10 @@ BAD_METHODS = {
     "method=madpo method.pairs_per_task=0": ["method.pairs_per_task=0", "whole number"],
     "method=sft method.from_agent=alice": ["method.from_agent=alice with method.source=rows", "method.source=episodes"],
     "method=sft method.target=team_answer": ["method.target=team_answer with method.source=rows", "leave it out"],
-    "method=hybrid method.files=[${data.train_files}] method.target=team_answer": ["method.target=team_answer with method.imitates=rows", "leave it out"],
+    "method=hybrid method.files=[${data.train_files}] method.target=team_answer": [
+        "method.target=team_answer with method.imitates=rows",
+        "leave it out",
+    ],
     "method=rft method.target=team_answer method.from_agent=alice": ["nobody's turn", "leave one of them out"],
     "method=rft method.from_agent=[alice]": ["method.from_agent=['alice']", "a map of names"],
     "method=rft method.from_agent={alise:carol}": ["'alise' is no trained agent", "Did you mean 'alice'"],
@@ -574,6 +577,11 @@ BAD_METHODS = {
         "names 'carl', who does not speak in this run",
         "Did you mean 'carol'",
     ],
+    "method=sft method.peers_weight=0.5": ["method.peers_weight=0.5 with method.source=rows", "method.source=episodes"],
+    "method=hybrid method.imitates=episodes method.files=[${data.train_files}] method.peers_weight=1 runner.foresee=true "
+    "runner.foresee_request=who": ["runner.foresee_request='who'", "set them alike"],
+    "method=world_model method.peers_weight=0": ["method.peers_weight=0", "above 0"],
+    "method=world_model method.source=rows": ["method.source=rows", "from episodes or play"],
     "method=dpo method.beta=0": ["method.beta=0", "above 0"],
     "method=spin sharing=lora": ["method=spin", "lora_rank=0"],
     "method=spin actor_rollout_ref.ref.fsdp_config.model_dtype=bf16": [

@@ -1,4 +1,4 @@
-"""Whose turns an agent imitates: those of a team, of one agent, or the answer that the team gave. From dumps, as they are read."""
+"""Choice of whose turns an agent imitates: those of a team, of one agent, or the answer that the team gave. From dumps, as they are read."""
 
 import pytest
 

@@ -67,7 +67,7 @@ def trainer(monkeypatch):
         made.method = SimpleNamespace(of_episodes=lambda episodes, speakers: Selection([]))
         made.dumps = SimpleNamespace(write_played=wrote)
         made.controller = SimpleNamespace(metrics=dict)
-        made.speakers, made.encoders, made.step_number = {}, {}, 1
+        made.speakers, made.encoders, made.limits, made.step_number = {}, {}, {}, 1
         asyncio.run(made.sync_weights())
         return made
 
