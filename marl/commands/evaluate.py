@@ -21,7 +21,7 @@ from marl.config.errors import ConfigError
 from marl.config.identity import content_of, versions
 from marl.evaluation.numbers import MEASURES
 from marl.evaluation.own_code import must_be_scored_as_in_training
-from marl.evaluation.source import Source, find
+from marl.evaluation.source import Source, find, reads_examples
 from marl.main import exit_code
 from marl.utils.numbers import bounded, count
 from marl.utils.quiet import quiet
@@ -132,6 +132,11 @@ def files_of(options: Options, sources: Sequence[Source]) -> list[str]:
     if given is None and sources[0].saved is None:
         raise ConfigError(
             f"task: {sources[0].path} is a model without a run's data; add task=FILE, rows in verl's columns (docs/data.md)"
+        )
+    if given is None and reads_examples(sources[0]):
+        raise ConfigError(
+            f"task: {sources[0].path} is of a run that read examples (method={sources[0].saved['method']['name']}), not tasks; add "
+            "task=FILE, rows in verl's columns (docs/data.md)"
         )
     files = [Path(str(file)).expanduser() for file in file_list(given or sources[0].saved["data"]["val_files"] or [])]
     if not files:
