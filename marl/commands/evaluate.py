@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -68,6 +69,10 @@ def parsed(arguments: Sequence[str]) -> tuple[Options, list[str], list[str]]:
     try:
         given = OmegaConf.to_container(OmegaConf.from_dotlist(own))
         options = typed("marl eval", Options, given)  # type: ignore[arg-type]
+    except yaml.YAMLError:
+        raise ConfigError(
+            f"{' '.join(own)}: cannot be read; expected option=value, as in measures=[similarity]"
+        ) from None
     except (OmegaConfBaseException, ValueError) as error:
         raise ConfigError(str(error).splitlines()[0]) from None
     return options, teams, [word for word in arguments if word not in own and word not in teams]

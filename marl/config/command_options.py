@@ -1,6 +1,9 @@
 """Options of commands that also take keys of the configuration; imports nothing heavy, so that a help is there at once."""
 
 import argparse
+from collections.abc import Sequence
+
+from marl.utils.near import did_you_mean
 
 KEY = "MARL_API_KEY"
 SOURCE = "a run's folder, …/global_step_N of one, or a model's folder"
@@ -46,6 +49,19 @@ def chat() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=None, help="the same questions get the same answers")
     add_data_source(parser)
     return parser
+
+
+def read(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and the keys of the configuration. Raises ConfigError for an option that there is not."""
+    options, keys = parser.parse_known_args(list(words))
+    known = [flag for action in parser._actions for flag in action.option_strings]
+    from marl.config.errors import ConfigError  # imports Hydra, which a help need not wait for
+
+    for word in keys:
+        if word.startswith("-"):
+            hint = did_you_mean(word.partition("=")[0], known)
+            raise ConfigError(f"{word}: {parser.prog} has no such option; known: {', '.join(known)}.{hint}")
+    return options, keys
 
 
 def with_source(name: str, text: str) -> argparse.ArgumentParser:
