@@ -1,7 +1,7 @@
 """Options of commands that also take keys of the configuration; imports nothing heavy, so that a help is there at once."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from marl.utils.near import did_you_mean
 
@@ -79,9 +79,9 @@ def help_of_eval() -> str:
     return f"usage: marl eval TEAM … [option=value …] [key=value …]\n\nMeasure trained teams on the same tasks.\n\n{words}\n\n{KEYS}\n"
 
 
-def help_of_serve() -> str:
-    return serve().format_help()
-
-
-def help_of_chat() -> str:
-    return chat().format_help()
+HELPS: dict[str, Callable[[], str]] = {
+    "eval": help_of_eval,
+    "serve": lambda: serve().format_help(),
+    "chat": lambda: chat().format_help(),
+}
+"""Helps of commands, by their names."""
