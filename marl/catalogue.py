@@ -222,7 +222,18 @@ def keys_of(config: type) -> Iterator[Key]:
         docs |= field_docs(cls)
     for option in fields(config):  # type: ignore[arg-type]
         if option.name != "name":
-            yield Key(option.name, type_name(option.type), default_of(option), docs.get(option.name, ""))
+            text = docs.get(option.name, "") or choices_of(option.type)
+            yield Key(option.name, type_name(option.type), default_of(option), text)
+
+
+def choices_of(kind: Any) -> str:
+    """The texts of an option's choices, where they have any."""
+    docs = field_docs(kind) if isinstance(kind, type) and issubclass(kind, Enum) else {}
+    return (
+        "; ".join(f"{choice.value}: {docs[choice.name].rstrip('.')}" for choice in kind if choice.name in docs)
+        if docs
+        else ""
+    )
 
 
 @cache
@@ -239,10 +250,10 @@ def field_docs(cls: type) -> dict[str, str]:
             return {}
         body = found[0].body
     return {
-        before.target.id: " ".join(str(after.value.value).split())
+        target.id: " ".join(str(after.value.value).split())
         for before, after in pairwise(body)
-        if isinstance(before, ast.AnnAssign)
-        and isinstance(before.target, ast.Name)
+        if isinstance(before, ast.AnnAssign | ast.Assign)
+        and isinstance(target := before.target if isinstance(before, ast.AnnAssign) else before.targets[0], ast.Name)
         and isinstance(after, ast.Expr)
         and isinstance(after.value, ast.Constant)
     }

@@ -108,7 +108,6 @@ COMMANDS = {
             "marl eval outputs/quickstart/latest",
             "marl eval outputs/mappo outputs/grpo task=test.jsonl n=4 baselines=[solo,vote]",
         ),
-        explained="help_of_eval",
     ),
     "collect": Command(
         "marl.commands.collect",
@@ -125,14 +124,12 @@ COMMANDS = {
         "ask a trained team, and read its debate",
         LOOK,
         ("marl chat outputs/quickstart/latest", "marl chat outputs/quickstart/latest --model team/alice --seed 1"),
-        explained="help_of_chat",
     ),
     "serve": Command(
         "marl.commands.serve",
         "put a trained team behind an OpenAI-compatible endpoint",
         LOOK,
         ("marl serve outputs/quickstart/latest --port 8000",),
-        explained="help_of_serve",
     ),
 }
 """In the order of the help. A line more makes a command: its module's ``main`` takes the words after it, as Hydra's do, or it

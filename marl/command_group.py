@@ -13,6 +13,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
+from marl.config.command_options import HELPS
 from marl.config.external import find_own_modules
 from marl.config.short_help import GROUPS, help_text, option_names, takes_short_help
 from marl.utils.near import did_you_mean
@@ -42,8 +43,6 @@ class Command:
     examples: tuple[str, ...] = ()
     takes: str = ""
     """Arguments, in a sentence, of a command without options."""
-    explained: str = ""
-    """Function of ``marl.config.command_options`` that gives its help."""
     options: bool = False
     """Its module holds a click ``command``; else ``main`` takes the words after it and returns the exit code."""
 
@@ -128,9 +127,8 @@ class HydraCommand(click.Command):
         examples = examples_text(self.described.examples)
         if self.name == "train":
             return f"{help_text().rstrip()}\n{examples}".rstrip()
-        if self.described.explained:
-            text: str = getattr(import_module("marl.config.command_options"), self.described.explained)()
-            return f"{text.rstrip()}\n{examples}".rstrip()
+        if self.name in HELPS:
+            return f"{HELPS[self.name]().rstrip()}\n{examples}".rstrip()
         usage = f"usage: marl {self.name} [option=name …] [key=value …]\n\n{self.described.help}"
         takes = f"; {self.described.takes}" if self.described.takes else "; takes the keys of marl train"
         return f"{usage}{takes}\n{examples}".rstrip()

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from marl.commands.serve import answerable
-from marl.config.command_options import chat as chat_options
+from marl.config.command_options import chat as chat_options, read
 from marl.config.errors import ConfigError
 from marl.evaluation.source import find
 from marl.main import exit_code
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    return chat_options().parse_known_args(list(arguments))
+    return read(chat_options(), arguments)
 
 
 def chat(options: argparse.Namespace, words: Sequence[str], console: Console | None = None) -> list[Message]:

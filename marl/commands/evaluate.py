@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -21,7 +22,7 @@ from marl.config.errors import ConfigError
 from marl.config.identity import content_of, versions
 from marl.evaluation.numbers import MEASURES
 from marl.evaluation.own_code import must_be_scored_as_in_training
-from marl.evaluation.source import Source, find
+from marl.evaluation.source import Source, find, reads_examples
 from marl.main import exit_code
 from marl.utils.numbers import bounded, count
 from marl.utils.quiet import quiet
@@ -70,6 +71,10 @@ def parsed(
     try:
         given = OmegaConf.to_container(OmegaConf.from_dotlist(own))
         options = typed(command, kind, given)  # type: ignore[arg-type]
+    except yaml.YAMLError:
+        raise ConfigError(
+            f"{' '.join(own)}: cannot be read; expected option=value, as in measures=[similarity]"
+        ) from None
     except (OmegaConfBaseException, ValueError) as error:
         raise ConfigError(str(error).splitlines()[0]) from None
     return options, teams, [word for word in arguments if word not in own and word not in teams]
@@ -134,6 +139,11 @@ def files_of(options: Any, sources: Sequence[Source], key: str = "val_files") ->
     if given is None and sources[0].saved is None:
         raise ConfigError(
             f"task: {sources[0].path} is a model without a run's data; add task=FILE, rows in verl's columns (docs/data.md)"
+        )
+    if given is None and reads_examples(sources[0]):
+        raise ConfigError(
+            f"task: {sources[0].path} is of a run that read examples (method={sources[0].saved['method']['name']}), not tasks; add "
+            "task=FILE, rows in verl's columns (docs/data.md)"
         )
     files = [Path(str(file)).expanduser() for file in file_list(given or sources[0].saved["data"][key] or [])]
     if not files:

@@ -25,12 +25,19 @@ def command(name: str) -> int:
     """Write the project NAME into a new folder of that name. It runs, and passes its tests, as it is."""
     folder = Path(name)
     check_name(folder)
+    try:
+        write(folder)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written ({error.strerror}); choose a folder that can be made") from None
+    click.echo(f"{folder}: cd {folder}, then python -m pytest, then ./train.sh; README.md says what is where")
+    return 0
+
+
+def write(folder: Path) -> None:
     for path, text in files(folder.name).items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text, encoding="utf-8")
     (folder / "train.sh").chmod(0o755)
-    click.echo(f"{folder}: cd {folder}, then python -m pytest, then ./train.sh; README.md says what is where")
-    return 0
 
 
 def check_name(folder: Path) -> None:

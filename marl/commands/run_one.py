@@ -188,13 +188,7 @@ UNKNOWN = ""
 async def play(options: Options, config: DictConfig, task: Task, generate: Generate, judge: Judge) -> Episode:
     agents, seed, accuracy = list(config.agents), config.seed, {}
     if options.dump:
-        if not Path(options.dump).is_file():
-            raise ConfigError(f"dump={options.dump}: no such file; expected <step>.jsonl of trainer.rollout_data_dir")
-        rules = answer_rules(config)
-        episodes = dump.read(options.dump, rules.extractor, rules.hider)
-        record = next(islice(episodes, options.episode, None), None)
-        if record is None:
-            raise ConfigError(f"episode={options.episode}: {options.dump} holds fewer episodes, counted from 0")
+        record = recorded(options.dump, options.episode, config)
         task, agents, seed, accuracy = record.task, record.agents, record.seed, record.accuracy
         generate = RecordedAnswers(record, generate if options.instead else None, instead(options, record))
     roles = {name: config.agents[name].role for name in agents if name in config.agents}
@@ -206,6 +200,20 @@ async def play(options: Options, config: DictConfig, task: Task, generate: Gener
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def recorded(path: str, number: int, config: DictConfig) -> Episode:
+    """An episode of a dump. Raises ConfigError for another file, and for one that holds fewer."""
+    if not Path(path).is_file():
+        raise ConfigError(f"dump={path}: no such file; expected <step>.jsonl of trainer.rollout_data_dir")
+    rules = answer_rules(config)
+    try:
+        record = next(islice(dump.read(path, rules.extractor, rules.hider), number, None), None)
+    except ValueError as error:
+        raise ConfigError(f"dump={error}") from None
+    if record is None:
+        raise ConfigError(f"episode={number}: {path} holds fewer episodes, counted from 0")
+    return record
 
 
 def instead(options: Options, record: Episode) -> dict[tuple[str, int, int], Turn | None]:

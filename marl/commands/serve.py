@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from marl.config.command_options import KEY, serve as serve_options
+from marl.config.command_options import KEY, read, serve as serve_options
 from marl.config.dataset_rows import file_list
 from marl.config.errors import ConfigError
 from marl.evaluation.source import Source, find, reads_examples
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The command's own options, and the ``key=value`` of the configuration. Raises ConfigError."""
-    options, words = serve_options().parse_known_args(list(arguments))
+    options, words = read(serve_options(), arguments)
     check(options)
     return options, words
 

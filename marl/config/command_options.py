@@ -1,6 +1,9 @@
 """Options of commands that also take keys of the configuration; imports nothing heavy, so that a help is there at once."""
 
 import argparse
+from collections.abc import Callable, Sequence
+
+from marl.utils.near import did_you_mean
 
 KEY = "MARL_API_KEY"
 SOURCE = "a run's folder, …/global_step_N of one, or a model's folder"
@@ -48,6 +51,19 @@ def chat() -> argparse.ArgumentParser:
     return parser
 
 
+def read(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and the keys of the configuration. Raises ConfigError for an option that there is not."""
+    options, keys = parser.parse_known_args(list(words))
+    known = [flag for action in parser._actions for flag in action.option_strings]
+    from marl.config.errors import ConfigError  # imports Hydra, which a help need not wait for
+
+    for word in keys:
+        if word.startswith("-"):
+            hint = did_you_mean(word.partition("=")[0], known)
+            raise ConfigError(f"{word}: {parser.prog} has no such option; known: {', '.join(known)}.{hint}")
+    return options, keys
+
+
 def with_source(name: str, text: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"marl {name}", allow_abbrev=False, description=text, epilog=KEYS)
     parser.add_argument("source", help=SOURCE)
@@ -63,9 +79,9 @@ def help_of_eval() -> str:
     return f"usage: marl eval TEAM … [option=value …] [key=value …]\n\nMeasure trained teams on the same tasks.\n\n{words}\n\n{KEYS}\n"
 
 
-def help_of_serve() -> str:
-    return serve().format_help()
-
-
-def help_of_chat() -> str:
-    return chat().format_help()
+HELPS: dict[str, Callable[[], str]] = {
+    "eval": help_of_eval,
+    "serve": lambda: serve().format_help(),
+    "chat": lambda: chat().format_help(),
+}
+"""Helps of commands, by their names."""

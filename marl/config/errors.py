@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.resources import files
 from typing import Any
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -84,10 +85,24 @@ def full_names(key: str, node: Mapping[str, Any], prefix: str = "") -> Iterator[
 def missing_option(error: MissingConfigException) -> str:
     wanted = re.search(r"Could not find '([\w/]+)/(\w+)'", str(error))
     if wanted is None:
-        return str(error)
+        return missing_file(error)
     group, name = wanted.groups()
     known = list(error.options or [])
     return f"unknown option {group}={name}; known: {', '.join(known)}.{did_you_mean(name, known)}"
+
+
+def missing_file(error: MissingConfigException) -> str:
+    """A sentence on ``--config-name``, with the names of the package's own files; Hydra's own text for anything else."""
+    name = str(error.missing_cfg_file or "").removesuffix(".yaml")
+    if "primary config" not in str(error):
+        return str(error)
+    known = sorted(
+        path.name.removesuffix(".yaml") for path in files("marl.configs").iterdir() if path.name.endswith(".yaml")
+    )
+    where = "a file of yours needs --config-dir"
+    return (
+        f"--config-name {name}: no such configuration; known: {', '.join(known)}; {where}.{did_you_mean(name, known)}"
+    )
 
 
 def listing(known: Iterable[str]) -> str:

@@ -30,8 +30,11 @@ class AgentConfig:
     temperature: float | None = bounded(None, TEMPERATURE.or_null())
     """Sampling in training; null for the policy's ``rollout`` value, as below."""
     top_p: float | None = bounded(None, TOP_P.or_null())
+    """Smallest probability mass to sample from."""
     top_k: int | None = bounded(None, TOP_K.or_null())
+    """Number of tokens to sample from; -1 for all."""
     max_tokens: int | None = bounded(None, TOKENS.or_null())
+    """Longest answer; at most ``data.max_response_length``."""
     stop: list[str] = field(default_factory=list)
     """Strings that end an answer."""
 

@@ -131,6 +131,7 @@ class Repeated(Game):
     @dataclass
     class Config(Game.Config):
         rounds: int = bounded(1, count(expected="expected at least 1"))
+        """Number of times that the game is played in an episode."""
 
     config: Config
 

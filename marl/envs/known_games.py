@@ -105,8 +105,11 @@ class Collaborate(Repeated):
     @dataclass
     class Config(Repeated.Config):
         r_syn: float = bounded(1.0, FINITE)
+        """Payoff of collaborating where enough do."""
         r_ind: float = bounded(0.6, FINITE)
+        """Payoff of acting alone."""
         r_col: float = bounded(0.0, FINITE)
+        """Payoff of collaborating where too few do."""
         enough: int | None = bounded(None, WHOLE.or_null())
         """So many collaborate, oneself included; null: all."""
 

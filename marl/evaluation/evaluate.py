@@ -24,7 +24,7 @@ from marl.runners import RUNNERS
 from marl.types import AgentId, Episode, Task
 from marl.utils.registry import did_you_mean
 
-BASELINES = ("solo", "vote")
+BASELINES = ("solo", "vote", "tokens")
 
 
 @dataclass(frozen=True)
@@ -164,17 +164,39 @@ def solo(team: Team, tasks: Sequence[Task], episodes: Sequence[Episode], found: 
 def vote(team: Team, tasks: Sequence[Task], episodes: Sequence[Episode], found: Found) -> None:
     """The majority of as many answers of one agent as the team gives in an episode: the same sampling budget."""
     answers = answers_per_episode(episodes)
-    result = found.numbers["vote"] = {}
+    found.numbers["vote"] = {
+        agent: voted(team, tasks, agent, answers, found, f"vote of {agent}") for agent in team.controller.agents
+    }
+
+
+def tokens(team: Team, tasks: Sequence[Task], episodes: Sequence[Episode], found: Found) -> None:
+    """The majority of as many answers of one agent as cost the tokens that the team samples in an episode."""
+    budget, result = found.numbers["cost"]["sampled_tokens_per_episode"], {}
     for agent in team.controller.agents:
-        alone = with_agents(team.controller, [agent], "single_turn")
-        sampled, seconds = played(team, alone, tasks, answers, validate=False)  # greedy ones would all be the same
-        right_T = [float(majority_is_right(samples)) for samples in by_task(sampled)]
-        cost = cost_of(sampled, seconds)
-        cost["sampled_tokens_per_episode"] *= answers  # what a vote costs beside an episode of the team
-        result[agent] = told(found, f"vote of {agent}", right_T) | {"answers": answers, "cost": cost}
+        answer = cost_of(*sampled_alone(team, tasks, agent, 1))["sampled_tokens_per_episode"]
+        if budget and answer:
+            answers = max(1, round(budget / answer))
+            result[agent] = voted(team, tasks, agent, answers, found, f"vote of {agent} at the team's tokens")
+        else:
+            result[agent] = {"reason": "its server counts no tokens"}
+    found.numbers["tokens"] = result
 
 
-BASELINE: dict[str, Callable[..., None]] = {"solo": solo, "vote": vote}
+def voted(team: Team, tasks: Sequence[Task], agent: AgentId, answers: int, found: Found, name: str) -> dict[str, Any]:
+    """The majority of so many answers of an agent to each task."""
+    sampled, seconds = sampled_alone(team, tasks, agent, answers)
+    right_T = [float(majority_is_right(samples)) for samples in by_task(sampled)]
+    cost = cost_of(sampled, seconds)
+    cost["sampled_tokens_per_episode"] *= answers  # what a vote costs beside an episode of the team
+    return told(found, name, right_T) | {"answers": answers, "cost": cost}
+
+
+def sampled_alone(team: Team, tasks: Sequence[Task], agent: AgentId, answers: int) -> tuple[list[Episode], float]:
+    """So many answers of an agent to each task, and their seconds; sampled, for greedy ones would all be the same."""
+    return played(team, with_agents(team.controller, [agent], "single_turn"), tasks, answers, validate=False)
+
+
+BASELINE: dict[str, Callable[..., None]] = {"solo": solo, "vote": vote, "tokens": tokens}
 
 
 def answers_per_episode(episodes: Sequence[Episode]) -> int:

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -217,7 +218,10 @@ def changed(config: DictConfig, words: Sequence[str]) -> None:
             raise ConfigError(f"{word}: expected key=value")
         if key.startswith("+") or key.startswith("policies."):
             OmegaConf.set_struct(config, False)
-        config.merge_with_dotlist([word.lstrip("+")])
+        try:
+            config.merge_with_dotlist([word.lstrip("+")])
+        except yaml.YAMLError:
+            raise ConfigError(f"{word}: cannot be read; expected key=value, as YAML has values") from None
         OmegaConf.set_struct(config, True)
 
 

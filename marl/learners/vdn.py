@@ -32,6 +32,7 @@ class VDN(Learner):
     @dataclass
     class Config(Learner.Config):
         gamma: float = bounded(II("algorithm.gamma"), SHARE)
+        """Discount by rounds."""
         seed: int = bounded(II("seed"), count(0))
         """Seed of the mixer's initial weights."""
         advantage: Advantage = Advantage.gradient

@@ -29,8 +29,11 @@ class DPO(Method):
     class Config(Method.Config):
         source: Source = Source.rows
         prompt_key: str = "prompt"
+        """Column of the prompt."""
         chosen_key: str = "chosen"
+        """Column of the better answer."""
         rejected_key: str = "rejected"
+        """Column of the worse one."""
         loss: PreferenceLoss = PreferenceLoss.sigmoid
         beta: float = bounded(0.1, POSITIVE)
         """Strength of the tie to the reference."""

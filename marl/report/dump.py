@@ -102,7 +102,7 @@ def write(
 def read(path: str | Path, extractor: Extractor, hider: Hider) -> Iterator[Episode]:
     """The episodes of a dump, with the texts of their turns and without tokens. Raises ValueError for another file."""
     record: Episode | None = None
-    for number, text in enumerate(Path(path).read_text().rstrip("\n").split("\n"), start=1):
+    for number, text in enumerate(open_lines(path), start=1):
         try:
             line = json.loads(text)
             if "episode" in line:
@@ -113,13 +113,21 @@ def read(path: str | Path, extractor: Extractor, hider: Hider) -> Iterator[Episo
                 raise KeyError("episode")
             if line["agent"] is not None:
                 record.turns.append(turn_of(line))
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path}, line {number}: {error!r}; expected a line that trainer.rollout_data_dir or "
                 "trainer.validation_data_dir of this version wrote"
             ) from None
     if record is not None:
         yield record
+
+
+def open_lines(path: str | Path) -> Iterator[bytes]:
+    """One line at a time, however large the file; an empty file is one empty line."""
+    with open(path, "rb") as file:
+        yield from file
+        if file.tell() == 0:
+            yield b""
 
 
 def begun(line: dict[str, Any], extractor: Extractor, hider: Hider) -> Episode:

@@ -71,7 +71,12 @@ def of_team(team: Result) -> Iterator[str]:
 
 
 def rows_beside(team: Result) -> Iterator[list[str]]:
-    labels = {"solo": "{} alone", "vote": "vote of {}'s answers", "leave_one_out": "the team without {}"}
+    labels = {
+        "solo": "{} alone",
+        "vote": "vote of {}'s answers, as many as the team's",
+        "tokens": "vote of {}'s answers, as many tokens as the team's",
+        "leave_one_out": "the team without {}",
+    }
     for key, label in labels.items():
         for agent, own in team.get(key, {}).items():
             if "reason" in own:

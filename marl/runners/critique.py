@@ -21,7 +21,9 @@ class Critique(ConversationRunner):
         num_revisions: int = bounded(1, count(1, 10_000))
         """Number of critique and revision cycles."""
         critic_instruction: str = "Say what is wrong with this answer, and what is right. Do not answer yourself."
+        """Ends what the critic is shown."""
         reviser_instruction: str = "Answer again, with this criticism in mind."
+        """Ends what the answerer is shown of the criticism."""
 
     config: Config
 

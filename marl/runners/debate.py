@@ -41,6 +41,7 @@ class Debate(ConversationRunner):
         """Ends what is shown of the peers; empty for none."""
         sees: Sees = Sees.all
         num_peers: int = bounded(1, count(1, 10_000))
+        """Number of others that an agent reads, with ``sees`` of ring and random."""
         order: Order = Order.simultaneous
         stop_on_consensus: bool = False
         """Ends after a turn with which all give the same answer."""

@@ -33,6 +33,7 @@ class Tree(ConversationRunner):
     @dataclass
     class Config(ConversationRunner.Config):
         num_levels: int = bounded(2, count(1, 100))
+        """Number of levels, the first answers included."""
         num_branches: int = bounded(4, count(1, 1000))
         """Number of continuations that every agent tries at a level."""
         keep: Keep = Keep.score

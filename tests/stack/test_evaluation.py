@@ -167,7 +167,7 @@ def timeless(value):
 def test_numbers_are_recomputed_from_the_dumps_and_reproduced_by_the_command(run, tmp_path):
     task = easy(run, tmp_path)
     words = [str(run), str(run / "global_step_1"), f"task={task}", "n=4", "measures=[similarity,perplexity]"]
-    words += ["baselines=[solo,vote]", "leave_one_out=true"]
+    words += ["baselines=[solo,vote,tokens]", "leave_one_out=true"]
     result = evaluate.run(words)
     folder = run / "evaluations" / result["name"]
     for team in result["teams"]:
@@ -178,6 +178,12 @@ def test_numbers_are_recomputed_from_the_dumps_and_reproduced_by_the_command(run
         assert 0 < team["accuracy"] < 1 and team["interval"].low < team["accuracy"] < team["interval"].high
         assert set(team["solo"]) == set(team["vote"]) == set(team["leave_one_out"]) == {"alice", "carol"}
         assert team["vote"]["alice"]["answers"] == 4, "as many as the team gives"
+        for own in team["tokens"].values():
+            spent, answer = (
+                own["cost"]["sampled_tokens_per_episode"],
+                own["cost"]["sampled_tokens_per_episode"] / own["answers"],
+            )
+            assert spent == pytest.approx(team["cost"]["sampled_tokens_per_episode"], abs=answer), "within one answer"
         assert 0 <= team["similarity"] <= 1
     (difference,) = result["comparisons"]
     first, second = result["teams"]
@@ -186,6 +192,20 @@ def test_numbers_are_recomputed_from_the_dumps_and_reproduced_by_the_command(run
     assert (program, typed[0]) == ("marl", "eval")
     written = json.loads((folder / "result.json").read_text())
     assert timeless(json.loads(json.dumps(evaluate.run(typed[1:])))) == timeless(written)
+
+
+@pytest.mark.slow
+def test_a_run_that_imitated_is_evaluated_on_tasks(run, cold_assets, tmp_path):
+    """Its own files hold examples."""
+    episodes = f"[{run}/validation/2.jsonl]"
+    words = ("method=sft", "method.source=episodes", "method.min_score=null", f"data.train_files={episodes}")
+    folder = trained(cold_assets, tmp_path / "sft", *words, f"data.val_files={episodes}")
+    with pytest.raises(ConfigError, match=r"method=sft.*not tasks; add task=FILE"):
+        evaluate.run([str(folder)])
+    result = evaluate.run([str(folder), str(run), f"task={easy(run, tmp_path)}"])
+    first, second = result["teams"]
+    assert (first["step"], first["label"]) == (2, "sft@2") and first["cost"]["sampled_tokens"] > 0
+    assert result["comparisons"][0]["difference"] == pytest.approx(first["accuracy"] - second["accuracy"])
 
 
 @pytest.mark.slow

@@ -52,6 +52,20 @@ def test_an_entry_has_defaults_texts_and_papers():
     assert catalogue.named("learners", "dr_grpo").summary.startswith("Dr. GRPO (arXiv:2503.20783): no division")
 
 
+@pytest.mark.parametrize("kind", catalogue.KINDS)
+def test_every_key_has_a_text(kind):
+    """Its own, or those of its choices; of the package's classes, for other tests register their own."""
+    built_in = [entry for entry in catalogue.entries(kind) if entry.file.startswith("marl/") or not entry.file]
+    silent = [f"{entry.name}.{key.name}" for entry in built_in for key in entry.keys if not key.doc]
+    assert not silent, "write a docstring below these fields"
+
+
+def test_the_texts_of_choices_stand_for_a_key_without_one():
+    keys = {key.name: key for key in catalogue.named("runners", "debate").keys}
+    assert "majority: The most frequent answer; verifier: The answer with the largest sum" in keys["decide"].doc
+    assert keys["num_rounds"].doc.startswith("Number of rounds")
+
+
 def test_fields_without_a_text_have_none():
     @dataclass
     class Config:

@@ -2,11 +2,13 @@
 
 import json
 import os
+import time
 
 import pytest
 from omegaconf import OmegaConf
 
 from marl.config.identity import settings_of
+from marl.utils import process_time
 from marl.utils.tracking import METRICS, tracking_of
 
 
@@ -84,3 +86,13 @@ def test_trackers_are_shown_no_secrets(tmp_path, monkeypatch):
     settings = settings_of(OmegaConf.create({"judge": {"api_key": "abc", "url": "x"}}))
     tracking_of(config_of(tmp_path), settings)
     assert shown == [{"judge": {"api_key": "***", "url": "x"}}]
+
+
+def test_every_further_run_of_a_process_counts_its_own_seconds(monkeypatch):
+    """As those of a sweep; the first one counts from the start of the process."""
+    monkeypatch.setattr(process_time, "STARTED", [time.monotonic() - 50.0])
+    monkeypatch.setattr(process_time, "BEGUN", [])
+    process_time.begin_run()
+    assert 50.0 <= process_time.process_seconds() < 60.0
+    process_time.begin_run()
+    assert process_time.process_seconds() < 10.0

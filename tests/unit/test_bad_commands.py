@@ -1,0 +1,77 @@
+"""Bad input on the command line: exit code 2 and one sentence with the remedy, never a traceback."""
+
+import json
+import re
+
+import pytest
+
+from marl import cli
+from marl.config.command_options import chat, read, serve
+from marl.config.errors import ConfigError, explain
+from marl.report import dump
+
+
+@pytest.fixture
+def refused(monkeypatch, capsys):
+    """Types a command, and returns the one line that it is refused with."""
+
+    def refused(*words):
+        assert cli.main(list(words)) == 2
+        said = capsys.readouterr()
+        assert "Traceback" not in said.out + said.err
+        return said.err
+
+    return refused
+
+
+def test_a_project_that_cannot_be_written(refused):
+    assert "/proc/mine: cannot be written" in (said := refused("init", "/proc/mine")) and "choose a folder" in said
+
+
+def test_an_unknown_configuration_is_answered_with_the_nearest(refused):
+    said = refused("train", "--config-name", "quickstrat")
+    assert "--config-name quickstrat: no such configuration" in said and "Did you mean 'quickstart'?" in said
+    assert said.count("\n") == 1 and "game, marl, quickstart, split_information" in said
+
+
+@pytest.mark.parametrize("parser", [serve, chat])
+def test_an_unknown_option_is_answered_with_the_nearest(parser):
+    options, keys = read(parser(), ["run", "runner.num_rounds=3"])
+    assert (options.source, keys) == ("run", ["runner.num_rounds=3"])
+    with pytest.raises(
+        ConfigError, match=r"--data-sorce: marl \w+ has no such option; .*Did you mean '--data-source'\?"
+    ):
+        read(parser(), ["run", "--data-sorce", "x"])
+    with pytest.raises(ConfigError, match=r"-x: marl"):
+        read(parser(), ["run", "-x"])
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff\xfe\x00", b"7\n", b"[]\n", b'{"agent": "a"}\n', b'{"episode": 3}\n', b"not json\n"]
+)
+def test_a_dump_that_is_something_else_is_named(tmp_path, content):
+    path = tmp_path / "3.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(
+        ValueError, match=rf"^{re.escape(str(path))}, line 1: .*expected a line that trainer\.rollout_data_dir"
+    ):
+        list(dump.read(path, lambda _: str, lambda _: str))
+
+
+@pytest.mark.slow
+def test_commands_that_load_more_refuse_in_a_sentence(refused, tmp_path, cold_assets):
+    binary = tmp_path / "3.jsonl"
+    binary.write_bytes(bytes(range(256)))
+    here = ("--config-name", "quickstart", f"assets={cold_assets}")
+    assert f"dump={binary}, line 1: " in refused("run-one", f"dump={binary}", "episode=1", *here)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json").write_text(json.dumps({"config": {}}))
+    assert "measures=[similarity: cannot be read" in refused("eval", str(run), "measures=[similarity")
+    assert "no such option" in refused("serve", str(run), "--prot", "8000")
+
+
+def test_hydras_own_words_stay_for_another_missing_file():
+    from hydra.errors import MissingConfigException
+
+    assert explain(MissingConfigException("no defaults", "x.yaml")) == "no defaults"
