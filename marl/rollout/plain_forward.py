@@ -63,14 +63,16 @@ class PlainForward(OwnForward):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        self.layers, self.rotary = [parts_of(layer) for layer in model.model.layers], Rotary(model.model.rotary_emb)
+        decoder = model.model
+        self.layers, self.rotary = [parts_of(layer) for layer in decoder.layers], Rotary(decoder.rotary_emb)
+        self.embedding, self.norm = decoder.embed_tokens, norm_of(decoder.norm)
+        self.head = product(model.get_output_embeddings())
         self.attend = AttentionInterface()[model.config._attn_implementation]
 
     def __call__(
         self, ids_BN: Tensor, mask_B1NW: Any, positions_BN: Tensor, cache: Slots, last: Place | None = None
     ) -> Tensor:
-        decoder = self.model.model
-        x_BNH = decoder.embed_tokens(ids_BN)
+        x_BNH = self.embedding(ids_BN)
         angles = self.rotary(x_BNH, positions_BN, cache.capacity)
         attend = partial(self.attend, attention_mask=mask_B1NW)
         *layers, final = self.layers
@@ -79,30 +81,55 @@ class PlainForward(OwnForward):
         if last:
             attend = partial(attend, attention_mask=mask_B1NW[last[0], :, last[1]][:, :, None])
         x_BNH = passed(final, x_BNH, angles, cache, attend, last)
-        logits: Tensor = self.model.get_output_embeddings()(normed(decoder.norm, x_BNH))
-        return logits
+        return F.linear(normed(self.norm, x_BNH), *self.head)
+
+
+Product = tuple[Tensor, Tensor | None]
+"""Weight and bias. A sync, or a move to another device, changes what a parameter holds and not which one it is."""
+
+
+class Norm(NamedTuple):
+    module: Any
+    weight: Tensor
+    epsilon: float
 
 
 class Parts(NamedTuple):
-    """Modules of a layer: to look each of them up costs as much as a small kernel."""
+    """A layer's modules and parameters: to look each of them up costs as much as a small kernel."""
 
     attention: Any
-    first_norm: Any
-    projections: tuple[Any, Any, Any]
+    first_norm: Norm
+    projections: tuple[Product, Product, Product]
     """Projections of queries, keys and values."""
-    output: Any
-    second_norm: Any
-    gate: Any
-    up: Any
-    down: Any
-    activation: Any
+    output: Product
+    second_norm: Norm
+    gate: Product
+    up: Product
+    down: Product
+    activation: Callable[[Tensor], Tensor]
 
 
 def parts_of(layer: Any) -> Parts:
     module, mlp = layer.self_attn, layer.mlp
-    projections = module.q_proj, module.k_proj, module.v_proj
-    mlps = mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.act_fn
-    return Parts(module, layer.input_layernorm, projections, module.o_proj, layer.post_attention_layernorm, *mlps)
+    return Parts(
+        attention=module,
+        first_norm=norm_of(layer.input_layernorm),
+        projections=(product(module.q_proj), product(module.k_proj), product(module.v_proj)),
+        output=product(module.o_proj),
+        second_norm=norm_of(layer.post_attention_layernorm),
+        gate=product(mlp.gate_proj),
+        up=product(mlp.up_proj),
+        down=product(mlp.down_proj),
+        activation=mlp.act_fn.forward,
+    )
+
+
+def product(layer: nn.Linear) -> Product:
+    return layer.weight, layer.bias
+
+
+def norm_of(module: Any) -> Norm:
+    return Norm(module, module.weight, module.variance_epsilon)
 
 
 class Rotary:
@@ -137,8 +164,9 @@ def forward_of(model: PreTrainedModel) -> OwnForward:
     replaced computes more than its weight."""
     if type(model) not in LIKE_LLAMA or window_of(model.config) is not None:
         return OwnForward(model)
-    projections = (part for name, part in model.named_modules() if name.endswith("_proj"))
-    return (PlainForward if all(type(part) is nn.Linear for part in projections) else OwnForward)(model)
+    projections = [part for name, part in model.named_modules() if name.endswith("_proj")]
+    products = [*projections, model.get_output_embeddings()]
+    return (PlainForward if all(type(part) is nn.Linear for part in products) else OwnForward)(model)
 
 
 def passed(
@@ -151,14 +179,14 @@ def passed(
     if last:
         x_BNH, query, keys, values = x_BNH[last][:, None], query[last][:, None], keys[last[0]], values[last[0]]
     output, _ = attend(module, query.transpose(1, 2), keys, values, scaling=module.scaling)
-    x_BNH = x_BNH + linear(layer.output, output.reshape(*x_BNH.shape[:2], -1))
+    x_BNH = x_BNH + F.linear(output.reshape(*x_BNH.shape[:2], -1), *layer.output)
     return x_BNH + gated(layer, normed(layer.second_norm, x_BNH))
 
 
 def projected(layer: Parts, x_BNH: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [B, N, heads, D], the former two at their positions."""
     shape = (*x_BNH.shape[:2], -1, layer.attention.head_dim)
-    query, key, value = (linear(part, x_BNH).view(shape) for part in layer.projections)
+    query, key, value = (F.linear(x_BNH, *part).view(shape) for part in layer.projections)
     query, key = rotated(torch.cat([query, key], 2), *angles).split([query.shape[2], key.shape[2]], 2)
     return query, key, value
 
@@ -173,14 +201,12 @@ def rotated(x_BNAD: Tensor, cos_BN1D: Tensor, sin_BN1D: Tensor) -> Tensor:
     return (x_BNAD * cos_BN1D).add_(x_BNAD.roll(x_BNAD.shape[-1] // 2, -1).mul_(sin_BN1D))
 
 
-def normed(norm: Any, x: Tensor) -> Tensor:
-    weight = norm.weight
-    return torch.rms_norm(x, weight.shape, weight, norm.variance_epsilon) if x.dtype == torch.float32 else norm(x)
+def normed(norm: Norm, x: Tensor) -> Tensor:
+    if x.dtype != torch.float32:
+        output: Tensor = norm.module(x)
+        return output
+    return torch.rms_norm(x, norm.weight.shape, norm.weight, norm.epsilon)
 
 
 def gated(layer: Parts, x: Tensor) -> Tensor:
-    return linear(layer.down, layer.activation(linear(layer.gate, x)).mul_(linear(layer.up, x)))
-
-
-def linear(module: Any, x: Tensor) -> Tensor:
-    return F.linear(x, module.weight, module.bias)
+    return F.linear(layer.activation(F.linear(x, *layer.gate)).mul_(F.linear(x, *layer.up)), *layer.down)

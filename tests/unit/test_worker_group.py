@@ -138,6 +138,21 @@ def test_the_clock_of_another_node_moves_no_span_out_of_its_call(skew):
     assert union_seconds(busy, (start, time.monotonic())) == pytest.approx(0.1, abs=1e-5)
 
 
+def test_a_servers_spans_are_recorded_in_this_processs_clock():
+    """A server's clock begins when its machine does."""
+    ahead, now = 1e6, time.monotonic()
+
+    async def take_spans():
+        return [(now + ahead - 3.0, now + ahead - 2.0)], time.monotonic() + ahead
+
+    group = RayPolicyGroup("alice", None, SimpleNamespace(world_size=1), "pool", same_for_all(5.0))
+    group.servers = SimpleNamespace(server_handles=[SimpleNamespace(take_spans=SimpleNamespace(remote=take_spans))])
+    group.busy = [(now - 1.0, now)]
+    asyncio.run(group.record_server_spans())
+    own, servers = group.busy
+    assert own == (now - 1.0, now) and servers == pytest.approx((now - 3.0, now - 2.0), abs=0.5)
+
+
 def test_overhead_is_the_time_in_which_no_group_computed():
     """Two policies and a critic compute from 1 to 4 and from 5 to 7 of 10 seconds: maxima summed by phase would say 6."""
     spans = {"alice": [(101.0, 103.0), (105.0, 106.0)], "carol": [(102.0, 104.0)], "critic": [(105.5, 107.0)]}

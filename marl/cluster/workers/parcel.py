@@ -1,4 +1,4 @@
-"""Rows on their way to a worker: numpy arrays, which are written and read in a third of the time that ragged tensors take."""
+"""Rows on their way to a worker, as numpy arrays: faster to write and to read than a TensorDict in one piece of memory."""
 
 from typing import Any, NamedTuple
 
