@@ -88,6 +88,25 @@ def test_what_was_hidden_weighed_or_shortened_is_played_again_alike(alone, tmp_p
     plays_again(live.trainer, episodes, tmp_path)
 
 
+@pytest.mark.slow
+def test_predictions_are_played_again_and_neither_trained_nor_credited(alone, tmp_path):
+    options = (
+        "runner.foresee=true",
+        "runner.foresee_request='{agent} ?'",
+        "runner.foreseen_template='{agent} said {text}'",
+    )
+    live = started(alone, "debate", *options)
+    seen, batch_of = [], live.trainer.batch_of
+    live.trainer.batch_of = lambda episodes: seen.append((episodes, batch_of(episodes))) or seen[-1][1]
+    metrics = live.step()
+    ((episodes, batch),) = seen
+    notes = [turn for episode in episodes for turn in episode.turns if turn.foresees]
+    assert len(notes) == sum(len(episode.path) for episode in episodes) and all(note.response_ids for note in notes)
+    rows_are_what_was_said(live.trainer, episodes, batch)
+    assert metrics["agent/alice/grad_norm"] > 0 and 0 <= metrics["team/foresight"] <= 1
+    plays_again(live.trainer, episodes, tmp_path)
+
+
 def test_shares_of_right_answers_are_counted_and_saved(alone):
     live = started(alone, "debate")
     live.step()
