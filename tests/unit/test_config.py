@@ -384,6 +384,7 @@ BAD = {
     "runner.peer_template='{agnt}'": ["runner.peer_template", "'agnt'"],
     "data.columns=question": ["data.columns=question", "expected {prompt: <column>"],
     "data.val_share=1": ["data.val_share=1", "at most 0.9"],
+    "assets=/nowhere seed=5": ["/nowhere/model: no config.json there", "marl quickstart with the same words"],
     "trainer.logger=[clearml]": ["clearml is not installed", "the package clearml: install it"],
     "trainer.log_val_generations=-1": ["log_val_generations=-1"],
     "trainer.log_generations_freq=-2": ["log_generations_freq=-2"],

@@ -24,7 +24,14 @@ def models_exist(config: Any) -> None:
         if looks_local and not (expanded / "config.json").is_file():
             raise ConfigError(
                 f"{key}={path}: no config.json there; expected a folder of a Hugging Face model, or a hub id as in org/name"
+                f"{toy_hint(config, str(path))}"
             )
+
+
+def toy_hint(config: Any, path: str) -> str:
+    """The command that makes the quick start's model."""
+    is_toy = "assets" in config and path.startswith(str(config.assets))
+    return ". It is the quick start's model, which marl quickstart with the same words makes once" if is_toy else ""
 
 
 def data_files_exist(config: Any) -> None:
