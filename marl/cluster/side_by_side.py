@@ -18,6 +18,7 @@ from ray.exceptions import RayError
 from marl.cluster.access import connect, token_required
 from marl.config.errors import ConfigError
 from marl.config.sweeps import run_words
+from marl.utils.endings import ended_by_sigterm
 
 PR_SET_PDEATHSIG = 1
 SHOWN = 300
@@ -76,7 +77,8 @@ def cluster() -> Iterator[None]:
     with token_required() if address == "local" else nullcontext():
         connect(arguments | ({"include_dashboard": False} if address == "local" else {}))
         try:
-            yield
+            with ended_by_sigterm():
+                yield
         finally:
             ray.shutdown()
 

@@ -2,9 +2,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 
 RUN = (
@@ -55,3 +58,51 @@ def test_runs_train_side_by_side_and_the_same_command_does_what_is_left(cold_ass
     assert again.returncode == 0, "another sweep: a key less"
     third = sweep("learner=grpo", "actor_rollout_ref.rollout.n=4")
     assert "2 of 2 runs" in third.stdout and "left alone" in third.stdout and "wait for their place" not in third.stdout
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_ended_leaves_no_run_behind(cold_assets, tmp_path):
+    words = [
+        *RUN,
+        "data.train_batch_size=4",
+        "trainer.total_training_steps=4000",
+        "trainer.save_freq=1",
+        "learner=grpo,mappo",
+    ]
+    command = [sys.executable, "-m", "marl", "train", "-m", "--config-name", "quickstart", f"assets={cold_assets}"]
+    command += [
+        *(word for word in words if word not in RUN[1:4]),
+        "hydra/launcher=marl_ray",
+        "hydra.launcher.num_cpus=1",
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+    }
+    with open(tmp_path / "said", "w") as said:
+        sweep = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=said, stderr=subprocess.STDOUT)
+    try:
+        wait_for(lambda: len(list(tmp_path.glob("outputs/sweeps/*/*/latest_checkpointed_iteration.txt"))) == 2, 240)
+        assert len(runs_of(tmp_path)) == 2, "side by side"
+        sweep.send_signal(signal.SIGTERM)
+        assert sweep.wait(60) == 143
+        wait_for(lambda: not runs_of(tmp_path), 60)
+    finally:
+        sweep.kill()
+    assert "Traceback" not in (tmp_path / "said").read_text()
+
+
+def runs_of(folder):
+    """The processes of runs that a sweep in this folder has started."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "cwd"]):
+        words = process.info["cmdline"] or []
+        if "marl.main" in words and process.info["cwd"] == str(folder):
+            found.append(process)
+    return found
+
+
+def wait_for(condition, seconds):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "in vain"
+        time.sleep(0.5)
