@@ -137,7 +137,8 @@ class LocalPolicyGroup(RayPolicyGroup):
         return [await self.workers.worker.update_weights(global_steps=step, mode="naive")]
 
     async def weight_digest(self, seed: int) -> Digest:
-        return joined([self.workers.worker.weight_digest(seed, *self.read_as)])
+        digest, *_ = self.workers.worker.weight_digest(seed, *self.read_as)
+        return joined([digest])
 
     def stop(self) -> None:
         if hasattr(self, "servers"):

@@ -160,8 +160,11 @@ class RayPolicyGroup(WorkerGroup):
     async def weight_digest(self, seed: int) -> Digest:
         """The digest of the trainer's weights, as its servers should hold them."""
         async with self.in_turn:
-            shares = asyncio.gather(*self.workers.weight_digest(seed, *self.read_as))
-            return joined(await self._wait("reading its weights", shares, Phase.sync))
+            began = time.monotonic()
+            ranks = asyncio.gather(*self.workers.weight_digest(seed, *self.read_as))
+            shares = await self._wait("reading its weights", ranks, Phase.sync)
+            self._count_busy(((seconds, ended) for _, seconds, ended in shares), (began, time.monotonic()))
+        return joined([digest for digest, *_ in shares])
 
     async def held_weights(self, seed: int) -> list[Held]:
         """Each ``hf`` server's account of the weights that it decodes with."""

@@ -15,6 +15,7 @@ from marl.cluster.policy_group import RayPolicyGroup
 from marl.cluster.worker_group import WorkerGroup, throughput
 from marl.utils.ragged import jagged
 from marl.utils.spans import Stopwatch, union_seconds
+from marl.utils.weight_digest import TensorDigest
 from tests.builders import same_for_all
 
 
@@ -129,6 +130,19 @@ def test_a_weight_sync_is_computing_as_far_as_the_ranks_say_so():
     asyncio.run(group.sync_weights(7))
     assert union_seconds(group.busy, (start, time.monotonic())) == pytest.approx(0.06, abs=1e-3)
     assert group.version == 7
+
+
+def test_the_digest_of_weights_is_computing_too():
+    async def rank(seconds, digest):
+        await asyncio.sleep(0.1)
+        return digest, seconds, time.time()
+
+    half = {"w": TensorDigest((2,), 1, 3)}
+    workers = SimpleNamespace(weight_digest=lambda seed: [rank(0.03, half), rank(0.06, half)])
+    group = RayPolicyGroup("alice", None, workers, "pool", same_for_all(5.0))
+    start = time.monotonic()
+    assert asyncio.run(group.weight_digest(7)) == {"w": TensorDigest((2,), 2, 6)}
+    assert union_seconds(group.busy, (start, time.monotonic())) == pytest.approx(0.06, abs=1e-3)
 
 
 @pytest.mark.parametrize("skew", [-1e6, 1e6])

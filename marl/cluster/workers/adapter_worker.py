@@ -125,8 +125,7 @@ class AdapterWorker(PolicyWorker):
             await self.rollout.resume(tags=["kv_cache"])
         return time.perf_counter() - started, time.time()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def weight_digest(self, seed: int, adapter: str | None = None, with_base: bool = True) -> Digest:
+    def _digest(self, seed: int, adapter: str | None = None, with_base: bool = True) -> Digest:
         """This rank's share of the digest of the base, of an adapter, or of both, as servers should hold them."""
         parts = [self.engine.base_shards()] if with_base else []
         parts += [self.engine.adapter_shards(adapter)] if adapter else []

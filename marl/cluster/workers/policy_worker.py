@@ -185,7 +185,13 @@ class PolicyWorker(FolderWorker, ActorRolloutRefWorker):
         return time.perf_counter() - started, time.time()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def weight_digest(self, seed: int) -> Digest:
+    def weight_digest(self, seed: int, *read_as: Any) -> tuple[Digest, float, float]:
+        """This rank's share of the digest, its seconds, and when it was done."""
+        started = time.perf_counter()
+        digest = self._digest(seed, *read_as)
+        return digest, time.perf_counter() - started, time.time()
+
+    def _digest(self, seed: int) -> Digest:
         """This rank's share of the digest of the weights that servers should hold: read from its shards, not from what a sync
         sends, which may be wrong. Adapters are merged for it, which gathers; the first rank has all of that."""
         engine, dtype = self.actor.engine, getattr(torch, self.config.rollout.dtype)
