@@ -50,9 +50,9 @@ test-all: $(VENV)/installed
 sharing-table: $(VENV)/installed
 	$(RUN) -m pytest -m slow tests/stack/test_sharing_proofs.py $(ARGS)
 
-# kills inside saves and rollouts and of whole runs, damaged checkpoints; -s shows how many (docs/runs.md)
+# kills inside saves and rollouts and of whole runs, damaged checkpoints, resumes, the cost of saving; -s shows figures (docs/runs.md)
 chaos: $(VENV)/installed
-	$(RUN) -m pytest -s -m chaos tests/chaos $(ARGS)
+	$(RUN) -m pytest -s -m chaos tests/chaos tests/stack $(ARGS)
 
 # a fault every half minute for two hours (MARL_SOAK_MINUTES, MARL_SOAK_EVERY_S); outputs/soak.jsonl grows meanwhile
 soak: $(VENV)/installed

@@ -17,7 +17,9 @@ def results(folder):
         for path in folder.glob(f"{kind}/*.jsonl")
     }
     metrics = [json.loads(line) for path in folder.glob("metrics.jsonl") for line in path.open()]
-    logged = [(line["step"], timeless(line["data"])) for line in metrics]
+    logged: dict = {}
+    for line in metrics:  # a validation that a kill cut off is repeated after the resume, on a line of its own
+        logged.setdefault(line["step"], {}).update(timeless(line["data"]))
     assert weights and moments and dumps
     summary = [timeless(json.loads(path.read_text())) for path in folder.glob("summary.json")]
     return {
