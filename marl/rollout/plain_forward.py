@@ -66,7 +66,6 @@ class PlainForward(OwnForward):
         decoder = model.model
         self.layers, self.rotary = [parts_of(layer) for layer in decoder.layers], Rotary(decoder.rotary_emb)
         self.embedding, self.norm = decoder.embed_tokens, norm_of(decoder.norm)
-        self.head = product(model.get_output_embeddings())
         self.attend = AttentionInterface()[model.config._attn_implementation]
 
     def __call__(
@@ -81,7 +80,8 @@ class PlainForward(OwnForward):
         if last:
             attend = partial(attend, attention_mask=mask_B1NW[last[0], :, last[1]][:, :, None])
         x_BNH = passed(final, x_BNH, angles, cache, attend, last)
-        return F.linear(normed(self.norm, x_BNH), *self.head)
+        logits: Tensor = self.model.get_output_embeddings()(normed(self.norm, x_BNH))  # a joint decoder may have replaced it
+        return logits
 
 
 Product = tuple[Tensor, Tensor | None]
@@ -164,9 +164,8 @@ def forward_of(model: PreTrainedModel) -> OwnForward:
     replaced computes more than its weight."""
     if type(model) not in LIKE_LLAMA or window_of(model.config) is not None:
         return OwnForward(model)
-    projections = [part for name, part in model.named_modules() if name.endswith("_proj")]
-    products = [*projections, model.get_output_embeddings()]
-    return (PlainForward if all(type(part) is nn.Linear for part in products) else OwnForward)(model)
+    projections = (part for name, part in model.named_modules() if name.endswith("_proj"))
+    return (PlainForward if all(type(part) is nn.Linear for part in projections) else OwnForward)(model)
 
 
 def passed(

@@ -92,12 +92,11 @@ def test_other_models_go_their_own_way():
     assert type(forward_of(model)) is OwnForward
 
 
-@pytest.mark.parametrize("layer", ["v_proj", "lm_head"])
 @pytest.mark.parametrize("kind", LIKE_LLAMA)
-def test_a_model_with_layers_of_another_kind_goes_its_own_way(kind, layer):
+def test_a_model_with_layers_of_another_kind_goes_its_own_way(kind):
     """PEFT's layers have a ``weight``, the base's: what the adapter adds would be lost without an error."""
     model = make(kind)
-    inject_adapter_in_model(LoraConfig(r=2, target_modules=[layer], init_lora_weights=False), model)
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False), model)
     assert type(forward_of(model)) is OwnForward
     assert not torch.equal(scores(forward_of(model)), scores(PlainForward(model)))
 
