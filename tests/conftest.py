@@ -26,7 +26,7 @@ yaml.SafeLoader = getattr(
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("suite")  # the same examples every time, however loaded the machine is
 
-IN_PROCESSES_OF_THEIR_OWN = ("test_processes", "test_examples")
+IN_PROCESSES_OF_THEIR_OWN = ("test_processes", "test_examples", "test_tutorial")
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
