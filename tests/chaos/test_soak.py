@@ -114,7 +114,7 @@ def sizes():
 
 MAY_GROW = {"driver_mib": 150, "driver_files": 12, "driver_threads": 4, "children": 2, "ray_mib": 50}
 """By which the median of the last quarter may exceed that of the second: the first quarter warms caches up."""
-OF_RAY = {"driver_files": 4, "driver_threads": 2, "driver_mib": 2}
+OF_RAY = {"driver_files": 3, "driver_threads": 1, "driver_mib": 2}
 """Left in a process by every session of Ray that it has ended: after a bare ``ray.init`` and ``ray.shutdown`` 1 to 2 sockets
 and a thread."""
 
