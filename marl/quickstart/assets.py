@@ -78,7 +78,7 @@ def prepared(config: Any, prepare: Callable[[Any], Any]) -> Any:
         return prepare(config)
     except ModelMissing as error:
         assets = config.get("assets")
-        if assets is None or not Path(error.path).is_relative_to(assets):
+        if assets is None or Path(error.path) != Path(assets) / "model":
             raise
         asked = wanted(config, renew=False)
         sys.stdout.write(f"{assets}: making the tiny model and its problems, once: half a minute on a CPU\n")

@@ -34,7 +34,7 @@ def no_model(config):
     raise ModelMissing("actor_rollout_ref.model.path", config.actor_rollout_ref.model.path)
 
 
-@pytest.mark.parametrize("path", ["mine"])
+@pytest.mark.parametrize("path", ["mine", "made/modell"])
 def test_a_model_of_the_users_own_is_not_made(small, tmp_path, capsys, path):
     config = compose(f"assets={tmp_path}/made", f"actor_rollout_ref.model.path={tmp_path}/{path}")
     with pytest.raises(ConfigError, match=f"{path}: no config.json there; expected a folder"):
