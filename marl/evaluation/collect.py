@@ -8,10 +8,12 @@ from marl.config.errors import ConfigError
 from marl.evaluation.evaluate import played
 from marl.evaluation.numbers import columns_of, is_right, mean
 from marl.evaluation.source import Source
-from marl.evaluation.team import opened
+from marl.evaluation.team import config_of, opened
 from marl.methods.choice import best_episodes, question
 from marl.report import dump
 from marl.types import Episode
+
+SAMPLES = "actor_rollout_ref.rollout.n"
 
 
 @dataclass(frozen=True)
@@ -65,12 +67,11 @@ class Collected:
 
 def collect(sources: Sequence[Source], labels: Sequence[str], words: Sequence[str], wanted: Wanted) -> Collected:
     """Play the tasks with every team, one after another, and choose. Raises ConfigError where nothing is kept."""
-    found = Collected()
-    for source, label in zip(sources, labels, strict=True):
+    found = Collected(samples=[samples_of(source, words, wanted) for source in sources])
+    must_suffice(found.samples, wanted)
+    for source, label, samples in zip(sources, labels, found.samples, strict=True):
         with opened(source, words) as team:
-            samples = samples_of(team.setup.config, wanted)
             episodes, _ = played(team, team.controller, team.tasks(), samples, validate=False)
-            found.samples.append(samples)
             found.add(label, team.step, episodes)
     found.kept = best_episodes(found.episodes, wanted.min_score, wanted.best_of)
     if not found.kept:
@@ -78,14 +79,22 @@ def collect(sources: Sequence[Source], labels: Sequence[str], words: Sequence[st
     return found
 
 
-def samples_of(config: Any, wanted: Wanted) -> int:
-    """Samples of each task. Raises ConfigError where they are fewer than are to be kept."""
-    samples = int(config.actor_rollout_ref.rollout.n if wanted.samples is None else wanted.samples)
-    if wanted.best_of is not None and wanted.best_of > samples:
+def samples_of(source: Source, words: Sequence[str], wanted: Wanted) -> int:
+    """Samples of each task: as many as asked for, or as in a step of the run's training."""
+    if wanted.samples is not None:
+        return wanted.samples
+    named = any(word.lstrip("+").startswith(f"{SAMPLES}=") for word in words)
+    if named or source.saved is None:
+        return int(config_of(source, words).actor_rollout_ref.rollout.n)
+    return int(source.saved["actor_rollout_ref"]["rollout"]["n"])
+
+
+def must_suffice(samples: Sequence[int], wanted: Wanted) -> None:
+    """Raise ConfigError where more episodes of a task are to be kept than all teams play."""
+    if wanted.best_of is not None and wanted.best_of > sum(samples):
         raise ConfigError(
-            f"--best-of {wanted.best_of}: each task is played {samples} times; expected at most as many, raise n="
+            f"--best-of {wanted.best_of}: each task is played {sum(samples)} times; expected at most as many, raise n="
         )
-    return samples
 
 
 def nothing_kept(episodes: Sequence[Episode], wanted: Wanted) -> str:

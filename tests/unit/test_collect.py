@@ -76,12 +76,12 @@ def of_teams():
 def kept_by(monkeypatch, wanted, found=None):
     """The episodes that are kept of two teams' by :func:`marl.evaluation.collect.collect`."""
     played = iter([(of_teams().episodes[:4], 0.0), (of_teams().episodes[4:], 0.0)])
-    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"n": 2}}})
-    team = SimpleNamespace(setup=SimpleNamespace(config=config), controller=None, tasks=list, step=4)
+    team = SimpleNamespace(controller=None, tasks=list, step=4)
+    saved = {"actor_rollout_ref": {"rollout": {"n": 2}}}
     asked = []
     monkeypatch.setattr(playing, "opened", lambda source, words: nullcontext(team))
     monkeypatch.setattr(playing, "played", lambda *words, validate: asked.append((words[3], validate)) or next(played))
-    result = playing.collect([Source("a", 4), Source("b", 4)], ["one", "two"], [], wanted)
+    result = playing.collect([Source("a", 4, saved), Source("b", 4, saved)], ["one", "two"], [], wanted)
     assert asked == [(wanted.samples or 2, False)] * 2, "with the training's sampling, as often as in training"
     return result
 
@@ -93,6 +93,7 @@ def kept_by(monkeypatch, wanted, found=None):
         (Wanted(min_score=0.5), [("t", 1.0)] * 3 + [("u", 0.75), ("u", 0.5)]),
         (Wanted(best_of=1), [("t", 1.0), ("u", 0.75)]),
         (Wanted(min_score=1.0, best_of=2), [("t", 1.0)] * 2),
+        (Wanted(best_of=3), [("t", 1.0)] * 3 + [("u", 0.75), ("u", 0.5), ("u", 0.25)]),
     ],
 )
 def test_the_best_of_all_teams_are_kept(monkeypatch, wanted, kept):
@@ -110,9 +111,19 @@ def test_a_filter_that_keeps_nothing_is_refused(monkeypatch):
 
 def test_more_than_is_played_is_not_kept(monkeypatch):
     with pytest.raises(
-        ConfigError, match="--best-of 3: each task is played 2 times; expected at most as many, raise n"
+        ConfigError, match="--best-of 5: each task is played 4 times; expected at most as many, raise n"
     ):
-        kept_by(monkeypatch, Wanted(best_of=3))
+        kept_by(monkeypatch, Wanted(best_of=5))
+
+
+def test_a_team_plays_as_often_as_in_its_training(monkeypatch):
+    """Where it was once, too: servers that only answer are opened with two. A word, or the option, is heard."""
+    opened = OmegaConf.create({"actor_rollout_ref": {"rollout": {"n": 3}}})
+    monkeypatch.setattr(playing, "config_of", lambda source, words: opened)
+    trained = Source("a", 4, {"actor_rollout_ref": {"rollout": {"n": 1}}})
+    asked = [(trained, [], None), (trained, ["actor_rollout_ref.rollout.n=3"], None), (trained, [], 5)]
+    asked += [(Source("model", None), [], None)]
+    assert [playing.samples_of(source, words, Wanted(n)) for source, words, n in asked] == [1, 3, 5, 3]
 
 
 def test_what_is_kept_is_read_by_the_methods(monkeypatch, tmp_path):
