@@ -99,8 +99,10 @@ def must_suffice(samples: Sequence[int], wanted: Wanted) -> None:
 
 def nothing_kept(episodes: Sequence[Episode], wanted: Wanted) -> str:
     whole = [episode.scored.value for episode in episodes if episode.failure is None]
-    best = f"the best score is {max(whole):g}" if whole else "all of them failed"
+    if not whole:
+        first = episodes[0].failure if episodes else "there are no tasks"
+        return f"none of {len(episodes)} episodes is kept: all of them failed, the first: {first}; nothing is written"
     return (
-        f"--filter-reward {wanted.min_score}: none of {len(episodes)} episodes is kept, {best}; nothing is written. Lower it, play "
-        "more samples (n=), or let another team play"
+        f"--filter-reward {wanted.min_score}: none of {len(episodes)} episodes is kept, the best score is {max(whole):g}; nothing is "
+        "written. Lower it, play more samples (n=), or let another team play"
     )

@@ -75,7 +75,8 @@ def of_teams():
 
 def kept_by(monkeypatch, wanted, found=None):
     """The episodes that are kept of two teams' by :func:`marl.evaluation.collect.collect`."""
-    played = iter([(of_teams().episodes[:4], 0.0), (of_teams().episodes[4:], 0.0)])
+    episodes = (found or of_teams()).episodes
+    played = iter([(episodes[:4], 0.0), (episodes[4:], 0.0)])
     team = SimpleNamespace(controller=None, tasks=list, step=4)
     saved = {"actor_rollout_ref": {"rollout": {"n": 2}}}
     asked = []
@@ -107,6 +108,16 @@ def test_the_best_of_all_teams_are_kept(monkeypatch, wanted, kept):
 def test_a_filter_that_keeps_nothing_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"--filter-reward 1\.5: none of 8 episodes is kept, the best score is 1;"):
         kept_by(monkeypatch, Wanted(min_score=1.5))
+
+
+def test_episodes_that_all_failed_are_not_blamed_on_the_filter(monkeypatch):
+    found = of_teams()
+    for record in found.episodes:
+        record.failure = "no server"
+    with pytest.raises(
+        ConfigError, match=r"^none of 8 episodes is kept: all of them failed, the first: no server; noth"
+    ):
+        kept_by(monkeypatch, Wanted(), found)
 
 
 def test_more_than_is_played_is_not_kept(monkeypatch):
