@@ -1,6 +1,6 @@
 """Episodes that teams play to be learned from: each with its training's sampling, the best of them kept."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,15 +65,23 @@ class Collected:
         }
 
 
-def collect(sources: Sequence[Source], labels: Sequence[str], words: Sequence[str], wanted: Wanted) -> Collected:
-    """Play the tasks with every team, one after another, and choose. Raises ConfigError where nothing is kept."""
+def collect(
+    sources: Sequence[Source],
+    labels: Sequence[str],
+    words: Sequence[str],
+    wanted: Wanted,
+    keep: Callable[[Collected], None] = lambda found: None,
+) -> Collected:
+    """Play the tasks with every team, one after another, and choose; ``keep`` is called with the choice among the teams so far. A
+    failed episode is not kept, however many there are. Raises ConfigError where nothing is kept."""
     found = Collected(samples=[samples_of(source, words, wanted) for source in sources])
     must_suffice(found.samples, wanted)
     for source, label, samples in zip(sources, labels, found.samples, strict=True):
-        with opened(source, words) as team:
+        with opened(source, ["controller.max_error_rate=1.0", *words]) as team:
             episodes, _ = played(team, team.controller, team.tasks(), samples, validate=False)
             found.add(label, team.step, episodes)
-    found.kept = best_episodes(found.episodes, wanted.min_score, wanted.best_of)
+        found.kept = best_episodes(found.episodes, wanted.min_score, wanted.best_of)
+        keep(found)
     if not found.kept:
         raise ConfigError(nothing_kept(found.episodes, wanted))
     return found
