@@ -8,8 +8,10 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,14 +126,49 @@ def must_be_new(given: str | None) -> None:
     out = Path(given).expanduser()
     if out.suffix != ".jsonl":
         raise ConfigError(f"--out {given}: the name ends in {out.suffix!r}; expected .jsonl, which methods read")
-    for path in (out, collection_readme.path_of(out)):
+    for path in (out, collection_readme.path_of(out), draft_of(out)):
         if path.exists():
-            raise ConfigError(
-                f"--out {given}: {path} exists, and nothing is written over; name another file, or remove it"
-            )
+            raise exists(path)
     there = next(folder for folder in out.absolute().parents if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ConfigError(f"--out {given}: {there} cannot be written; name a file in a folder of yours")
+
+
+def exists(path: Path) -> ConfigError:
+    return ConfigError(
+        f"--out: {path} exists, and existing files are never overwritten; name another file, or remove it"
+    )
+
+
+def draft_of(out: Path) -> Path:
+    return out.with_name(f"{out.stem}.partial.jsonl")
+
+
+def made(path: Path) -> Path:
+    """A new, empty file. Raises ConfigError where it exists."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        raise exists(path) from None
+    return path
+
+
+@contextmanager
+def drafted(out: Path) -> Iterator[Path]:
+    """A file for the choice among the teams so far. It stays where a later team fails or is interrupted."""
+    draft = made(draft_of(out))
+    try:
+        yield draft
+    finally:
+        if draft.exists() and draft.stat().st_size:
+            sys.stderr.write(f"chosen of the episodes that were played: {draft}\n")
+        else:
+            draft.unlink(missing_ok=True)
+
+
+def write(draft: Path, found: Any) -> None:
+    replace_text(draft, "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in found.lines()))
 
 
 def played_and_written(
@@ -147,9 +184,10 @@ def played_and_written(
     # heavy: imported once the command line holds
     from marl.evaluation.collect import Wanted, collect
 
-    found = collect(sources, labels, mine, Wanted(options.n, flags.filter_reward, flags.best_of))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(out, "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in found.lines()))
+    wanted = Wanted(options.n, flags.filter_reward, flags.best_of)
+    with drafted(out) as draft:
+        found = collect(sources, labels, mine, wanted, partial(write, draft))
+        os.replace(draft, made(out))
     counts = found.counts()
     facts = {**counts, **provenance(sources, labels, found.samples, files)}
     teams = named or [str(source.path) for source in sources]

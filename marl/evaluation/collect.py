@@ -1,6 +1,6 @@
 """Episodes that teams play to be learned from: each with its training's sampling, the best of them kept."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,10 +8,12 @@ from marl.config.errors import ConfigError
 from marl.evaluation.evaluate import played
 from marl.evaluation.numbers import columns_of, is_right, mean
 from marl.evaluation.source import Source
-from marl.evaluation.team import opened
+from marl.evaluation.team import config_of, opened
 from marl.methods.choice import best_episodes, question
 from marl.report import dump
 from marl.types import Episode
+
+SAMPLES = "actor_rollout_ref.rollout.n"
 
 
 @dataclass(frozen=True)
@@ -63,35 +65,52 @@ class Collected:
         }
 
 
-def collect(sources: Sequence[Source], labels: Sequence[str], words: Sequence[str], wanted: Wanted) -> Collected:
-    """Play the tasks with every team, one after another, and choose. Raises ConfigError where nothing is kept."""
-    found = Collected()
-    for source, label in zip(sources, labels, strict=True):
-        with opened(source, words) as team:
-            samples = samples_of(team.setup.config, wanted)
+def collect(
+    sources: Sequence[Source],
+    labels: Sequence[str],
+    words: Sequence[str],
+    wanted: Wanted,
+    keep: Callable[[Collected], None] = lambda found: None,
+) -> Collected:
+    """Play the tasks with every team, one after another, and choose; ``keep`` is called with the choice among the teams so far. A
+    failed episode is not kept, however many there are. Raises ConfigError where nothing is kept."""
+    found = Collected(samples=[samples_of(source, words, wanted) for source in sources])
+    must_suffice(found.samples, wanted)
+    for source, label, samples in zip(sources, labels, found.samples, strict=True):
+        with opened(source, ["controller.max_error_rate=1.0", *words]) as team:
             episodes, _ = played(team, team.controller, team.tasks(), samples, validate=False)
-            found.samples.append(samples)
             found.add(label, team.step, episodes)
-    found.kept = best_episodes(found.episodes, wanted.min_score, wanted.best_of)
+        found.kept = best_episodes(found.episodes, wanted.min_score, wanted.best_of)
+        keep(found)
     if not found.kept:
         raise ConfigError(nothing_kept(found.episodes, wanted))
     return found
 
 
-def samples_of(config: Any, wanted: Wanted) -> int:
-    """Samples of each task. Raises ConfigError where they are fewer than are to be kept."""
-    samples = int(config.actor_rollout_ref.rollout.n if wanted.samples is None else wanted.samples)
-    if wanted.best_of is not None and wanted.best_of > samples:
+def samples_of(source: Source, words: Sequence[str], wanted: Wanted) -> int:
+    """Samples of each task: as many as asked for, or as in a step of the run's training."""
+    if wanted.samples is not None:
+        return wanted.samples
+    named = any(word.lstrip("+").startswith(f"{SAMPLES}=") for word in words)
+    if named or source.saved is None:
+        return int(config_of(source, words).actor_rollout_ref.rollout.n)
+    return int(source.saved["actor_rollout_ref"]["rollout"]["n"])
+
+
+def must_suffice(samples: Sequence[int], wanted: Wanted) -> None:
+    """Raise ConfigError where more episodes of a task are to be kept than all teams play."""
+    if wanted.best_of is not None and wanted.best_of > sum(samples):
         raise ConfigError(
-            f"--best-of {wanted.best_of}: each task is played {samples} times; expected at most as many, raise n="
+            f"--best-of {wanted.best_of}: each task is played {sum(samples)} times; expected at most as many, raise n="
         )
-    return samples
 
 
 def nothing_kept(episodes: Sequence[Episode], wanted: Wanted) -> str:
     whole = [episode.scored.value for episode in episodes if episode.failure is None]
-    best = f"the best score is {max(whole):g}" if whole else "all of them failed"
+    if not whole:
+        first = episodes[0].failure if episodes else "there are no tasks"
+        return f"none of {len(episodes)} episodes is kept: all of them failed, the first: {first}; nothing is written"
     return (
-        f"--filter-reward {wanted.min_score}: none of {len(episodes)} episodes is kept, {best}; nothing is written. Lower it, play "
-        "more samples (n=), or let another team play"
+        f"--filter-reward {wanted.min_score}: none of {len(episodes)} episodes is kept, the best score is {max(whole):g}; nothing is "
+        "written. Lower it, play more samples (n=), or let another team play"
     )

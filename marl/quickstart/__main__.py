@@ -83,7 +83,7 @@ def warm_up_and_train(config: DictConfig) -> Any:
     from marl.quickstart.assets import ensure_for  # heavy, as what main imports
 
     warm = Bar("warming up the tiny model")
-    ensure_for(config, lambda done, of: warm(done, of))
+    ensure_for(config, lambda done, of: warm(done, of), renew=True)
     where = "in this process" if config.resources.one_process else "in Ray"
     console.print(f"starting a worker and a server for each agent, {where} …")
     bar = Bar("training")

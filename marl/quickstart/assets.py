@@ -1,9 +1,8 @@
 """Files of the embedded tasks: a warm-started model with its tokenizer, and problems as parquet. Made once, kept."""
 
 import json
-import os
-import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from marl.quickstart.tasks import TASKS, rows
 from marl.utils.registry import did_you_mean
 
 FINGERPRINT = "settings.json"
+MADE = frozenset({"model", "train.parquet", "test.parquet", FINGERPRINT})
 VERSION = 2
 """Raise it when the same settings make something else."""
 
@@ -48,14 +48,28 @@ RECIPES = {
 }
 
 
-def ensure_for(config: Any, on_step: Callable[[int, int], None] = lambda done, of: None) -> bool:
-    """:func:`ensure` for a configuration's ``task``, ``seed`` and ``assets``. Raises ConfigError where these name nothing."""
+def ensure_for(config: Any, on_step: Callable[[int, int], None] = lambda done, of: None, renew: bool = False) -> bool:
+    """:func:`ensure` for a configuration's ``task``, ``seed`` and ``assets``. Raises ConfigError where these name nothing, and,
+    without ``renew``, where the folder belongs to other ones."""
+    return ensure(*wanted(config, renew), on_step)
+
+
+def wanted(config: Any, renew: bool) -> tuple[Path, Recipe, int]:
+    """The folder, the recipe and the seed of a configuration. Raises ConfigError as :func:`ensure_for` does."""
     check_number(config, "seed")
     if config.task not in RECIPES:
         raise ConfigError(
             f"task={config.task}: expected one of {', '.join(RECIPES)}.{did_you_mean(str(config.task), RECIPES)}"
         )
-    return ensure(Path(config.assets), RECIPES[config.task], config.seed, on_step)
+    folder, recipe = Path(config.assets), RECIPES[config.task]
+    must_hold_only_assets(folder)
+    found = fingerprint_in(folder)
+    if not renew and found and found != fingerprint_of(recipe, config.seed):
+        raise ConfigError(
+            f"assets={folder}: holds those of task={found['task']} seed={found['seed']}, or of another version; expected task="
+            f"{config.task} seed={config.seed} of this one; name another folder, or let marl quickstart make this one again"
+        )
+    return folder, recipe, config.seed
 
 
 def prepared(config: Any, prepare: Callable[[Any], Any]) -> Any:
@@ -64,29 +78,43 @@ def prepared(config: Any, prepare: Callable[[Any], Any]) -> Any:
         return prepare(config)
     except ModelMissing as error:
         assets = config.get("assets")
-        if assets is None or not Path(error.path).is_relative_to(assets):
+        if assets is None or Path(error.path) != Path(assets) / "model":
             raise
+        asked = wanted(config, renew=False)
         sys.stdout.write(f"{assets}: making the tiny model and its problems, once: half a minute on a CPU\n")
         sys.stdout.flush()
-        ensure_for(config)
+        ensure(*asked)
         return prepare(config)
 
 
 def ensure(
     folder: Path, recipe: Recipe, seed: int, on_step: Callable[[int, int], None] = lambda done, of: None
 ) -> bool:
-    """Create whatever is missing; return whether anything was. ``on_step`` is called after every warm-up step."""
-    fingerprint = asdict(recipe) | {"seed": seed}
+    """Create whatever is missing; return whether anything was. ``on_step`` is called after every warm-up step. Raises ConfigError
+    for a folder that holds anything else."""
+    fingerprint = fingerprint_of(recipe, seed)
     if is_made(folder, fingerprint):
         return False
-    making = folder.with_name(f"{folder.name}.making-{os.getpid()}")
-    shutil.rmtree(making, ignore_errors=True)
-    making.mkdir(parents=True)
+    must_hold_only_assets(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.making-") as scratch:
+        making = Path(scratch) / "made"
+        make(making, recipe, seed, on_step)
+        if not is_made(folder, fingerprint):  # by another run meanwhile, which reads it
+            must_hold_only_assets(folder)
+            if folder.exists():
+                folder.rename(Path(scratch) / "renewed")
+            making.rename(folder)
+    return True
+
+
+def make(folder: Path, recipe: Recipe, seed: int, on_step: Callable[[int, int], None]) -> None:
     # heavy: not imported by a run whose model is there
     import torch
 
     from marl.quickstart.model import build_model, build_tokenizer, save, warm_up
 
+    folder.mkdir()
     task, tokenizer = TASKS[recipe.task](), build_tokenizer()
     model = build_model(tokenizer, seed, recipe.heads)
     threads = torch.get_num_threads()
@@ -94,19 +122,34 @@ def ensure(
     for step, _ in enumerate(warm_up(model, tokenizer, task, recipe.steps, recipe.batch, recipe.lr, seed), start=1):
         on_step(step, recipe.steps)
     torch.set_num_threads(threads)
-    save(model, tokenizer, making / "model")
+    save(model, tokenizer, folder / "model")
     for name, count, split in (("train", recipe.train_problems, "train"), ("test", recipe.test_problems, "test")):
         table = pyarrow.Table.from_pylist(list(rows(task, count, seed, split)))  # type: ignore[arg-type]
-        pyarrow.parquet.write_table(table, making / f"{name}.parquet")
-    (making / FINGERPRINT).write_text(json.dumps(fingerprint))
-    if is_made(folder, fingerprint):  # by another run meanwhile, which reads it
-        shutil.rmtree(making)
-        return True
-    shutil.rmtree(folder, ignore_errors=True)
-    making.rename(folder)
-    return True
+        pyarrow.parquet.write_table(table, folder / f"{name}.parquet")
+    (folder / FINGERPRINT).write_text(json.dumps(fingerprint_of(recipe, seed)))
+
+
+def fingerprint_of(recipe: Recipe, seed: int) -> dict[str, Any]:
+    return asdict(recipe) | {"seed": seed}
+
+
+def must_hold_only_assets(folder: Path) -> None:
+    """Raise ConfigError for a folder with anything else in it: renewing the assets removes it."""
+    if not folder.exists():
+        return
+    inside = {path.name for path in folder.iterdir()} if folder.is_dir() else {folder.name}
+    if inside and (fingerprint_in(folder) is None or inside - MADE):
+        raise ConfigError(f"assets={folder}: holds other files; name a new or empty folder")
 
 
 def is_made(folder: Path, fingerprint: dict[str, Any]) -> bool:
-    written = folder / FINGERPRINT
-    return written.is_file() and json.loads(written.read_text()) == fingerprint
+    return fingerprint_in(folder) == fingerprint and (folder / "model" / "config.json").is_file()
+
+
+def fingerprint_in(folder: Path) -> dict[str, Any] | None:
+    """The settings that the folder's assets were made with; None where it holds none."""
+    try:
+        found = json.loads((folder / FINGERPRINT).read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and {"task", "seed"} <= set(found) else None

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,8 +25,12 @@ from tests.builders import episode
 BAD = {
     "no output": (["run"], "no --out: expected a new file, such as --out episodes.jsonl"),
     "another format": (["run", "--out", "a.csv"], "--out a.csv: the name ends in '.csv'; expected .jsonl"),
-    "a file that exists": (["run", "--out", "old.jsonl"], "old.jsonl exists, and nothing is written over"),
-    "its origin exists": (["run", "--out", "new.jsonl"], "new.README.md exists, and nothing is written over"),
+    "a file that exists": (["run", "--out", "old.jsonl"], "old.jsonl exists, and existing files are never overwritten"),
+    "its origin exists": (["run", "--out", "new.jsonl"], "new.README.md exists, and existing files are never overwr"),
+    "a draft exists": (
+        ["run", "--out", "cut.jsonl"],
+        "cut.partial.jsonl exists, and existing files are never overwritt",
+    ),
     "no folder": (["run", "--out", "old.jsonl/a.jsonl"], "old.jsonl cannot be written; name a file in a folder"),
     "no team": (["--out", "a.jsonl"], "no team: expected a run, a checkpoint or a model; usage: marl collect"),
     "an unknown flag": (["run", "--out", "a.jsonl", "--best", "2"], "--best: expected a run, a checkpoint or a model"),
@@ -45,6 +50,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "old.jsonl").touch()
     (tmp_path / "new.README.md").touch()
+    (tmp_path / "cut.partial.jsonl").touch()
     (tmp_path / "run").mkdir()
     return tmp_path
 
@@ -55,7 +61,7 @@ def test_bad_input_says_what_to_do(here, name):
     with pytest.raises(ConfigError) as error:
         collect.run(words)
     assert said in str(error.value)
-    assert {path.name for path in here.iterdir()} == {"old.jsonl", "new.README.md", "run"}
+    assert {path.name for path in here.iterdir()} == {"old.jsonl", "new.README.md", "cut.partial.jsonl", "run"}
 
 
 def scored(task, sample, score):
@@ -73,15 +79,26 @@ def of_teams():
     return found
 
 
+def two_teams(monkeypatch, episodes):
+    """Two teams that play these episodes; returns them, and how they were asked."""
+    played = iter([(episodes[:4], 0.0), (episodes[4:], 0.0)])
+    team = SimpleNamespace(controller=None, tasks=list, step=4)
+    saved = {"actor_rollout_ref": {"rollout": {"n": 2}}, "data": {"train_max_samples": 7}}
+    asked = []
+
+    def opened(source, words):
+        assert words[0] == "controller.max_error_rate=1.0", "one's own comes later, and holds"
+        return nullcontext(team)
+
+    monkeypatch.setattr(playing, "opened", opened)
+    monkeypatch.setattr(playing, "played", lambda *words, validate: asked.append((words[3], validate)) or next(played))
+    return [Source(Path("a"), 4, saved), Source(Path("b"), 4, saved)], asked
+
+
 def kept_by(monkeypatch, wanted, found=None):
     """The episodes that are kept of two teams' by :func:`marl.evaluation.collect.collect`."""
-    played = iter([(of_teams().episodes[:4], 0.0), (of_teams().episodes[4:], 0.0)])
-    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"n": 2}}})
-    team = SimpleNamespace(setup=SimpleNamespace(config=config), controller=None, tasks=list, step=4)
-    asked = []
-    monkeypatch.setattr(playing, "opened", lambda source, words: nullcontext(team))
-    monkeypatch.setattr(playing, "played", lambda *words, validate: asked.append((words[3], validate)) or next(played))
-    result = playing.collect([Source("a", 4), Source("b", 4)], ["one", "two"], [], wanted)
+    teams, asked = two_teams(monkeypatch, (found or of_teams()).episodes)
+    result = playing.collect(teams, ["one", "two"], [], wanted)
     assert asked == [(wanted.samples or 2, False)] * 2, "with the training's sampling, as often as in training"
     return result
 
@@ -93,6 +110,7 @@ def kept_by(monkeypatch, wanted, found=None):
         (Wanted(min_score=0.5), [("t", 1.0)] * 3 + [("u", 0.75), ("u", 0.5)]),
         (Wanted(best_of=1), [("t", 1.0), ("u", 0.75)]),
         (Wanted(min_score=1.0, best_of=2), [("t", 1.0)] * 2),
+        (Wanted(best_of=3), [("t", 1.0)] * 3 + [("u", 0.75), ("u", 0.5), ("u", 0.25)]),
     ],
 )
 def test_the_best_of_all_teams_are_kept(monkeypatch, wanted, kept):
@@ -108,11 +126,66 @@ def test_a_filter_that_keeps_nothing_is_refused(monkeypatch):
         kept_by(monkeypatch, Wanted(min_score=1.5))
 
 
+def test_episodes_that_all_failed_are_not_blamed_on_the_filter(monkeypatch):
+    found = of_teams()
+    for record in found.episodes:
+        record.failure = "no server"
+    with pytest.raises(
+        ConfigError, match=r"^none of 8 episodes is kept: all of them failed, the first: no server; noth"
+    ):
+        kept_by(monkeypatch, Wanted(), found)
+
+
 def test_more_than_is_played_is_not_kept(monkeypatch):
     with pytest.raises(
-        ConfigError, match="--best-of 3: each task is played 2 times; expected at most as many, raise n"
+        ConfigError, match="--best-of 5: each task is played 4 times; expected at most as many, raise n"
     ):
-        kept_by(monkeypatch, Wanted(best_of=3))
+        kept_by(monkeypatch, Wanted(best_of=5))
+
+
+def written_by(monkeypatch, teams, *flags):
+    flags, _ = collect.flags_of([*flags, "--out", "best.jsonl"])
+    monkeypatch.setattr(collect, "task_files", lambda options, sources: [])
+    return collect.played_and_written(flags, collect.Options(), teams, [])
+
+
+def test_the_first_teams_episodes_outlive_an_interrupted_second_one(here, monkeypatch, capsys):
+    episodes = of_teams().episodes
+    teams, _ = two_teams(monkeypatch, episodes)
+    played = iter([(episodes[:4], 0.0)])
+
+    def interrupted(*words, validate):
+        if (found := next(played, None)) is None:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(playing, "played", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        written_by(monkeypatch, teams, "--best-of", "1")
+    draft = here / "best.partial.jsonl"
+    assert "chosen of the episodes that were played: best.partial.jsonl" in capsys.readouterr().err
+    lines = [json.loads(line) for line in draft.read_text().splitlines()]
+    assert [(line["task"], line["team_score"]) for line in lines if "episode" in line] == [("t", 1.0), ("u", 0.5)]
+    assert not (here / "best.jsonl").exists()
+
+
+def test_a_file_that_appears_while_teams_play_stays(here, monkeypatch):
+    episodes = of_teams().episodes
+    teams, _ = two_teams(monkeypatch, episodes)
+    monkeypatch.setattr(playing, "best_episodes", lambda found, *_: (here / "best.jsonl").write_text("mine") and found)
+    with pytest.raises(ConfigError, match="best.jsonl exists, and existing files are never overwritten"):
+        written_by(monkeypatch, teams)
+    assert (here / "best.jsonl").read_text() == "mine" and (here / "best.partial.jsonl").stat().st_size
+
+
+def test_a_team_plays_as_often_as_in_its_training(monkeypatch):
+    """Where it was once, too: servers that only answer are opened with two. A word, or the option, is heard."""
+    opened = OmegaConf.create({"actor_rollout_ref": {"rollout": {"n": 3}}})
+    monkeypatch.setattr(playing, "config_of", lambda source, words: opened)
+    trained = Source("a", 4, {"actor_rollout_ref": {"rollout": {"n": 1}}})
+    asked = [(trained, [], None), (trained, ["actor_rollout_ref.rollout.n=3"], None), (trained, [], 5)]
+    asked += [(Source("model", None), [], None)]
+    assert [playing.samples_of(source, words, Wanted(n)) for source, words, n in asked] == [1, 3, 5, 3]
 
 
 def test_what_is_kept_is_read_by_the_methods(monkeypatch, tmp_path):

@@ -30,15 +30,63 @@ def test_a_plan_of_the_quick_start_makes_its_model_first(small, tmp_path, monkey
     assert (tmp_path / "made" / "model" / "model.safetensors").read_bytes() == weights
 
 
-def test_a_model_of_the_users_own_is_not_made(small, tmp_path):
-    config = compose(f"assets={tmp_path}/made", f"actor_rollout_ref.model.path={tmp_path}/mine")
+def no_model(config):
+    raise ModelMissing("actor_rollout_ref.model.path", config.actor_rollout_ref.model.path)
 
-    def prepare(config):
-        raise ModelMissing("actor_rollout_ref.model.path", config.actor_rollout_ref.model.path)
 
-    with pytest.raises(ConfigError, match="mine: no config.json there; expected a folder"):
-        prepared(config, prepare)
-    assert not (tmp_path / "made").exists()
+@pytest.mark.parametrize("path", ["mine", "made/modell"])
+def test_a_model_of_the_users_own_is_not_made(small, tmp_path, capsys, path):
+    config = compose(f"assets={tmp_path}/made", f"actor_rollout_ref.model.path={tmp_path}/{path}")
+    with pytest.raises(ConfigError, match=f"{path}: no config.json there; expected a folder"):
+        prepared(config, no_model)
+    assert not (tmp_path / "made").exists() and not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("beside", [{}, {"settings.json": "{}"}, {"settings.json": '{"task": "game", "seed": 0}'}])
+def test_other_files_are_never_removed(small, tmp_path, capsys, beside):
+    """A folder of the user's, even one with settings in it, or one that quick start's runs went into."""
+    folder = tmp_path / "outputs"
+    (folder / "run").mkdir(parents=True)
+    for name, text in beside.items():
+        (folder / name).write_text(text)
+    config = compose(f"assets={folder}")
+    for attempt in (
+        lambda: prepared(config, no_model),
+        lambda: assets.ensure_for(config, renew=True),
+        lambda: assets.ensure(folder, assets.RECIPES["smudged_note"], 0),
+    ):
+        with pytest.raises(ConfigError, match="outputs: holds other files; name a new or empty folder"):
+            attempt()
+    assert {path.name for path in folder.iterdir()} == {"run", *beside} and not capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["outputs"]
+
+
+def test_files_that_appear_while_the_model_is_made_stay(small, tmp_path):
+    folder = tmp_path / "made"
+
+    def on_step(done, of):
+        folder.mkdir(exist_ok=True)
+        (folder / "run").touch()
+
+    with pytest.raises(ConfigError, match="holds other files"):
+        assets.ensure(folder, assets.RECIPES["smudged_note"], 0, on_step)
+    assert (folder / "run").exists() and [path.name for path in tmp_path.iterdir()] == ["made"]
+
+
+def test_only_the_quick_start_makes_another_seeds_model_again(small, tmp_path, capsys):
+    folder, recipe = tmp_path / "made", assets.RECIPES["smudged_note"]
+    (tmp_path / "made.making-of another host").mkdir()
+    assets.ensure(folder, recipe, 0)
+    (folder / "model" / "config.json").unlink()
+    config = compose(f"assets={folder}", "seed=1")
+    for refused in (lambda: prepared(config, no_model), lambda: assets.ensure_for(config)):
+        with pytest.raises(
+            ConfigError, match=r"made: holds those of task=smudged_note seed=0.*expected task=smudged_no"
+        ):
+            refused()
+    assert not capsys.readouterr().out and not assets.is_made(folder, assets.fingerprint_of(recipe, 0))
+    assert assets.ensure_for(config, renew=True) and assets.is_made(folder, assets.fingerprint_of(recipe, 1))
+    assert {path.name for path in tmp_path.iterdir()} == {"made", "made.making-of another host"}
 
 
 def test_another_error_comes_before_the_model_is_made(small, tmp_path, monkeypatch, capsys):
@@ -53,8 +101,21 @@ def test_another_error_comes_before_the_model_is_made(small, tmp_path, monkeypat
 def test_a_model_that_another_run_made_meanwhile_stays(small, tmp_path, monkeypatch):
     folder, recipe = tmp_path / "made", assets.RECIPES["smudged_note"]
     assets.ensure(folder, recipe, 0)
-    (folder / "read by a run").touch()
+    (folder / "model" / "read by a run").touch()
     answers = iter([False, True])
     monkeypatch.setattr(assets, "is_made", lambda *_: next(answers))
     assets.ensure(folder, recipe, 0)
-    assert (folder / "read by a run").exists() and [path.name for path in tmp_path.iterdir()] == ["made"]
+    assert (folder / "model" / "read by a run").exists() and [path.name for path in tmp_path.iterdir()] == ["made"]
+
+
+def test_marl_quickstart_may_make_its_model_again(small, tmp_path, monkeypatch):
+    from marl.quickstart import __main__ as quickstart
+
+    def trained(config, progress):
+        raise KeyboardInterrupt
+
+    assets.ensure(tmp_path / "made", assets.RECIPES["smudged_note"], 0)
+    monkeypatch.setattr(quickstart.marl_main, "run", trained)
+    with pytest.raises(KeyboardInterrupt):
+        quickstart.warm_up_and_train(compose(f"assets={tmp_path}/made", "seed=1"))
+    assert assets.fingerprint_in(tmp_path / "made")["seed"] == 1
