@@ -67,7 +67,10 @@ def test_bits_in_bfloat16_arrive_as_they_were():
     )
     own["temperature"] = own["temperature"].bfloat16() / 3
     arrived, _ = sent(Parcel(own))
-    for one, other in ((own["log_probs"].values(), arrived["log_probs"].values()), (own["temperature"], arrived["temperature"])):
+    for one, other in (
+        (own["log_probs"].values(), arrived["log_probs"].values()),
+        (own["temperature"], arrived["temperature"]),
+    ):
         assert other.dtype is torch.bfloat16 and torch.equal(one.view(torch.int16), other.view(torch.int16))
     assert lists(arrived["log_probs"]) == lists(own["log_probs"]) and lists(arrived["responses"]) == SAID
 
