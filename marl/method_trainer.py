@@ -75,7 +75,7 @@ class MethodTrainer(MARLTrainer):
         """Update every policy on its rows, and references that are due. Without an example nothing is updated."""
         rows = policy_rows(examples, self.packed)
         update = self.method.update(rows, self.policies)
-        updates, _ = await phase.of("update", asyncio.gather(update, self.tasks.read_ahead()))
+        updates, _ = await phase.of("update", asyncio.gather(update, self.beside_update()))
         must_be_finite("policy", updates, self.step_number)
         await self.references.renew(self.step_number)
         return policy_metrics(updates, self.labels(updates)) | {"method/examples": float(len(examples))}

@@ -16,7 +16,7 @@ from torch import Tensor
 from marl.methods.base import register_method
 from marl.methods.choice import CompareBy, joint_contrasts
 from marl.methods.dpo import DPO
-from marl.methods.examples import Example, Selection, Speakers
+from marl.methods.examples import Example, Selection, Speakers, distinct
 from marl.methods.losses import joint_gradients, joint_margins, preference_slope, share_margins
 from marl.types import Episode, Metrics, PolicyGroup, PolicyName
 from marl.utils.numbers import bounded, count
@@ -41,8 +41,8 @@ class MADPO(DPO):
     config: Config
 
     def of_row(self, row: Mapping[str, Any], speakers: Speakers) -> list[Example]:
-        """One pair: what the row has all agents say."""
-        found = self.pairs_of_row(row, speakers)
+        """One pair: what the row has all agents say; what they share counts once."""
+        found = distinct(self.pairs_of_row(row, speakers))
         sides = zip(*(example.sides for example in found), strict=True)
         return [Example(tuple([turn for own in side for turn in own] for side in sides))] if found else []
 

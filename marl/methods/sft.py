@@ -91,7 +91,9 @@ class SFT(Method):
         if not self.config.peers_weight:
             return Example((lesson,))
         found = predictions(episode, speakers, self.config.peers_request)
-        self.pairs += [pair for pair in found if pair not in self.pairs]
+        # in an order that is the same after a resume, whoever is cut first
+        pairs = [(agent, peer) for agent in speakers for peer in episode.agents if peer != agent]
+        self.pairs += [pair for pair in pairs if pair not in self.pairs]
         return Example((lesson, *(found.get(pair, []) for pair in self.pairs)))
 
     def lesson(self, episode: Episode, speakers: Speakers) -> Side:

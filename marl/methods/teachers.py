@@ -5,7 +5,7 @@ from copy import copy
 from enum import Enum
 from typing import Any
 
-from marl.methods.choice import is_whole, with_policy
+from marl.methods.choice import is_said, is_whole, with_policy
 from marl.methods.examples import Side, Speakers
 from marl.types import AgentId, Episode, PolicyName, Turn
 from marl.utils.near import did_you_mean
@@ -51,6 +51,7 @@ def taught(episode: Episode, speakers: Speakers, teachers: Mapping[AgentId, Agen
     found: dict[tuple, Turn] = {}
     for turn in episode.path:
         students = [agent for agent in speakers if teachers[agent] == turn.agent]
+        students.sort(key=lambda student: student != turn.agent)  # of a shared policy: the ids that its teacher sampled
         for student in students if turn.trained else []:
             own = as_said_by(turn, student, speakers)
             if is_whole(own):
@@ -70,7 +71,7 @@ def as_said_by(turn: Turn, student: AgentId, speakers: Speakers) -> Turn:
 def team_answer(episode: Episode, speakers: Speakers) -> Side:
     """The text that gave the team's answer, said by every trained agent at once after the task; the last of several. Empty where the
     team has no answer, or no turn gives it."""
-    gave = [turn for turn in episode.path if turn.text and turn.scored.answer == episode.answer and is_whole(turn)]
+    gave = [turn for turn in episode.path if turn.scored.answer == episode.answer and is_said(turn)]
     if episode.answer is None or not gave:
         return []
     found: dict[tuple[PolicyName, str], Turn] = {}

@@ -1,4 +1,4 @@
-"""Accuracy of agents' predictions of their peers' answers. Pure."""
+"""Accuracy and names of agents' predictions of their peers' answers. Pure."""
 
 from collections.abc import Sequence
 
@@ -17,6 +17,11 @@ def foresight_metrics(episodes: Sequence[Episode]) -> Metrics:
     everyone = [hit for own in right.values() for hit in own]
     metrics = {f"foresight/{agent}/{peer}": sum(own) / len(own) for (agent, peer), own in right.items()}
     return metrics | ({"foresight": sum(everyone) / len(everyone)} if everyone else {})
+
+
+def speaker(turn: Turn) -> str:
+    """The agent, and in a note the peer whose answer it expects."""
+    return turn.agent if turn.foresees is None else f"{turn.agent} expects {turn.foresees}"
 
 
 def next_answer(episode: Episode, note: Turn) -> str | None:

@@ -113,7 +113,7 @@ def last_transcript(folders: list[Path]) -> list[tuple[str, str]]:
 
 
 def first_episode(file: Path) -> Iterator[tuple[str, str]]:
-    """The turns on a dump's first lines; a line that is still written ends them."""
+    """The turns on a dump's first lines, without predictions; a line that is still written ends them."""
     with open(file, encoding="utf-8", errors="replace") as lines:
         for index, text in enumerate(islice(lines, 64)):
             try:
@@ -122,5 +122,5 @@ def first_episode(file: Path) -> Iterator[tuple[str, str]]:
                 return
             if index and "episode" in turn:
                 return
-            if turn["agent"] is not None:
+            if turn["agent"] is not None and turn.get("foresees") is None:
                 yield f"{turn['agent']}, round {turn['round']} [{turn['score']:g}]", turn["output"][:WIDTH]

@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from marl.report.foresight import speaker
 from marl.types import Episode, Message, Turn
 from marl.utils.secret_masking import masked_text
 
@@ -43,7 +44,7 @@ def samples_of(episodes: Sequence[Episode], number: int) -> list[Sample]:
 
 def turn_row(turn: Turn) -> list[Any]:
     given = [text_of(turn.observation), masked_text(turn.text), shown(turn.scored.answer)]
-    return [turn.agent, turn.round, *given, turn.scored.value]
+    return [speaker(turn), turn.round, *given, turn.scored.value]
 
 
 def text_of(messages: Sequence[Message]) -> str:
@@ -53,7 +54,7 @@ def text_of(messages: Sequence[Message]) -> str:
 def transcript(episode: Episode) -> str:
     """The turns one below the other, in Markdown."""
     said = [
-        f"**{turn.agent}, round {turn.round}** (score {turn.scored.value:g}):\n\n{quoted(turn.text)}"
+        f"**{speaker(turn)}, round {turn.round}** (score {turn.scored.value:g}):\n\n{quoted(turn.text)}"
         for turn in episode.turns
     ]
     return masked_text("\n\n".join(said)) or f"no turn: {episode.failure}"

@@ -29,7 +29,8 @@ def until_stop(text: str, stops: Sequence[str]) -> str:
 
 
 def transcript(episode: Episode) -> list[dict[str, Any]]:
-    return [said(turn, episode) for turn in episode.turns]
+    """All turns, without predictions of peers' turns."""
+    return [said(turn, episode) for turn in episode.turns if turn.foresees is None]
 
 
 def said(turn: Turn, episode: Episode) -> dict[str, Any]:

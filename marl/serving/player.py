@@ -10,7 +10,7 @@ from marl.config.policies import own_settings, policies_by_agent
 from marl.evaluation.team import Team
 from marl.rewards import answer_rules
 from marl.runners import RUNNERS, LiveEpisode, Runner, play_to_end
-from marl.runners.episode import Generate, Judge
+from marl.runners.episode import FORESIGHT, Generate, Judge
 from marl.serving.refusals import Refused
 from marl.types import AgentId, Episode, Message, Score, Task, Turn
 from marl.utils.seeding import derive_seed
@@ -92,13 +92,14 @@ async def unscored(task: Task, turn: Turn) -> Score:
 
 
 def listened(generate: Generate, record: Episode, heard: Heard) -> Generate:
-    """The same turns, each of which is heard as it ends."""
+    """The same turns, each of which is heard as it ends; predictions of peers' turns are not."""
 
     async def listening(
         agent: AgentId, observation: list[Message], round: int, previous: Turn | None, branch: int
     ) -> Turn:
         turn = await generate(agent, observation, round, previous, branch)
-        heard(turn, record)
+        if branch > FORESIGHT:
+            heard(turn, record)
         return turn
 
     return listening

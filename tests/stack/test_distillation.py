@@ -64,7 +64,7 @@ TEAM_INTO_ONE = ("method=sft", "sharing=shared")
 ONE_INTO_A_TEAM = ("method=sft", "method.from_agent=carol")
 ANSWER_INTO_ONE = (
     "method=hybrid", "method.target=team_answer", f"method.sft_steps={STEPS - 1}", "runner=single_turn", "credit=own",
-    "agents=schema", "+agents.solo={}", "actor_rollout_ref.rollout.n=4",
+    "~agents.alice", "~agents.carol", "+agents.solo={}", "actor_rollout_ref.rollout.n=4",
 )  # fmt: skip
 
 
@@ -88,7 +88,8 @@ def test_one_agents_turns_become_a_teams(learn, seed):
 
 @SEEDS
 def test_one_agent_answers_as_the_teams_vote(learn, seed):
-    before, after, _ = learn(*ANSWER_INTO_ONE, plays=True, seed=seed)
+    before, after, trainer = learn(*ANSWER_INTO_ONE, plays=True, seed=seed)
+    assert list(trainer.policies) == list(trainer.config.agents) == ["solo"]
     assert before["vote"] <= 0.5 and after["vote"] >= 0.85, (before, after)
 
 

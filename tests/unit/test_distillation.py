@@ -67,6 +67,10 @@ def test_the_teams_answer_is_what_one_agent_says_at_once(learned):
     cut, silent = debate(), debate()
     cut.turns[3].stop_reason = "length"
     assert learned({"solo": ["solo"]}, cut, target=Target.team_answer)[0][0][-1] == "so four"
+    thoughtful = debate()
+    thoughtful.turns[3].thought, thoughtful.turns[3].response_ids = "hm", [6]
+    (example,) = method("sft", target=Target.team_answer).of_episodes([thoughtful], {"solo": ["solo"]}).examples
+    assert [turn.text for turn in example.sides[0]] == ["so four"], "as in dumps, which hold no ids"
     silent.answer = None
     assert len(learned({"solo": ["solo"]}, debate(), silent, target=Target.team_answer)) == 1
 
@@ -116,6 +120,14 @@ def test_a_turn_that_was_played_is_encoded_anew_for_another_policy():
     record.turns[0].thought = "hm"
     (example,) = sft.of_episodes([record], {"b": ["b"]}).examples
     assert [turn.text for turn in example.sides[0]] == ["so four"], "what was thought is not known as text"
+
+
+def test_a_shared_policy_learns_the_ids_that_its_teacher_sampled():
+    record = debate()
+    for turn in record.turns:
+        turn.policy, turn.prompt_ids, turn.response_ids = "team", [5], [6]
+    (example,) = method("sft", from_agent="b").of_episodes([record], {"a": ["team"], "b": ["team"]}).examples
+    assert [(turn.agent, turn.response_ids) for turn in example.sides[0]] == [("b", [6])] * 2
 
 
 @pytest.mark.parametrize(

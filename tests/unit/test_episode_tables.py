@@ -82,6 +82,14 @@ def must_be_the_episodes(rows):
     assert all("**alice, round 1** (score 0):\n\n> 3" in row["transcript"] for row in played)
 
 
+def test_a_prediction_is_named_as_one():
+    record = episode_of(0)
+    record.turns[0].foresees = "carol"
+    (sample,) = samples_of([record], 1)
+    assert "**alice expects carol, round 1**" in sample[1] and "**carol, round 2**" in sample[1]
+    assert [row[TURN_COLUMNS.index("agent")] for row in sample.turn_rows(STEP)] == ["alice expects carol", "carol"]
+
+
 def test_tensorboard_shows_a_transcript_for_each_episode(shown):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -44,6 +44,16 @@ def test_measures_are_the_teams_margin_and_the_agents_own_rewards():
     assert found["chosen_reward"] == pytest.approx(-0.025) and found["rejected_reward"] == pytest.approx(-0.075)
 
 
+def test_what_agents_of_a_shared_policy_say_alike_counts_once_in_a_row():
+    """Beta would be twice as large."""
+    row = {"prompt": "2 + 2", "chosen": "4", "rejected": {"a": "5", "b": "5", "c": "6"}}
+    shared = {agent: ["team"] for agent in "abc"}
+    (example,) = method("madpo").of_row(row, shared)
+    assert [[turn.text for turn in side] for side in example.sides] == [["4", "4"], ["5", "6"]]
+    (example,) = method("madpo").of_row(row, {"a": ["a"], "b": ["b"]})
+    assert [len(side) for side in example.sides] == [2, 2]
+
+
 TOKENS = {"a": [[0, 2], [1], [2, 2], [0]], "b": [[1], [2, 0], [0], [1, 1]]}
 
 

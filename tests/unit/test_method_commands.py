@@ -50,3 +50,5 @@ def test_a_command_of_the_page_is_prepared(command, files, compose_config, cold_
     overrides = [word for word in words if not word.startswith("--") and word != name]
     setup = prepare(compose_config(f"assets={cold_assets}", *overrides, name=name))
     assert f"method={setup.method.config.name}" in words
+    solo = "+agents.solo={}" in words
+    assert list(setup.config.agents) == (["solo"] if solo else ["alice", "carol"])

@@ -9,6 +9,7 @@ from marl.config.errors import ConfigError
 from marl.marl_trainer import MARLTrainer
 from marl.method_trainer import HybridTrainer, MethodTrainer, OpponentTrainer, TwoStreams
 from marl.methods.examples import Selection
+from marl.utils.metrics import PhaseTimer
 
 
 class Servers:
@@ -91,6 +92,27 @@ def test_a_hybrid_names_what_it_cannot_go_on_from():
     streams = TwoStreams(None, None)
     with pytest.raises(ConfigError, match="the checkpoint is of a run of another method.*resume_mode=disable"):
         streams.load_state_dict({"_iterator": None})
+
+
+def test_a_step_counts_what_its_servers_computed():
+    """A method plays, too: without their spans the rollout would be overhead, and servers would keep them for ever."""
+    spans = [(1.0, 2.0)]
+
+    async def nothing(*arguments):
+        return {}
+
+    async def record_server_spans():
+        group.busy += spans
+
+    group = SimpleNamespace(busy=[], record_server_spans=record_server_spans)
+    live = object.__new__(MethodTrainer)
+    live.policies, live.packed, live.step_number = {"a": group}, [], 1
+    live.controller = SimpleNamespace(policy_map=SimpleNamespace(at=lambda step: SimpleNamespace(labels=dict)))
+    live.trained_agents = []
+    live.method, live.tasks = SimpleNamespace(update=nothing), SimpleNamespace(read_ahead=nothing)
+    live.references = SimpleNamespace(renew=nothing)
+    asyncio.run(live.learn([], PhaseTimer()))
+    assert group.busy == spans
 
 
 async def wrote(episodes, step):

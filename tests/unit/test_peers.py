@@ -149,6 +149,19 @@ def test_an_agent_reads_its_predictions_before_it_answers():
     assert record.num_rounds == 2 and len({turn.place for turn in record.turns}) == len(record.turns)
 
 
+def test_pairs_are_numbered_alike_whoever_was_cut_first():
+    """A resumed run sees other episodes first than the unbroken one."""
+    whole = [said("a", 1, "a1"), said("b", 1, "b1")]
+    cut = [said("a", 1, "a1"), said("b", 1, "b1")]
+    cut[1].stop_reason = "length"
+    sides = []
+    for records in ([team(*whole)], [team(*cut), team(*whole)]):
+        sft = method("sft", peers_weight=1.0, min_score=None)
+        last = sft.of_episodes(records, SPEAKERS).examples[-1]
+        sides.append((sft.pairs, [[turn.agent for turn in side] for side in last.sides]))
+    assert sides[0] == sides[1] == ([("a", "b"), ("b", "a")], [["a", "b"], ["a"], ["b"]])
+
+
 def test_without_it_a_debate_is_as_before():
     plain, planned = (play(build_runner("debate", foresee=on), named) for on in (False, True))
     assert [turn.foresees for turn in plain.turns] == [None] * 4 and len(planned.turns) == 8

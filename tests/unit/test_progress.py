@@ -86,9 +86,10 @@ def run_of(folder):
     return SimpleNamespace(trainer=SimpleNamespace(rollout_data_dir=str(folder), validation_data_dir=None))
 
 
-def written(folder, step, *texts, cut=False):
+def written(folder, step, *texts, cut=False, last=()):
     turns = [{"agent": f"a{i}", "round": 1, "score": 0.5, "output": text} for i, text in enumerate(texts)]
     turns[0]["episode"] = {}
+    turns[-1] |= dict(last)
     lines = [
         json.dumps(turn) + "\n"
         for turn in [*turns, {"agent": "x", "round": 1, "score": 1.0, "output": "next", "episode": {}}]
@@ -129,6 +130,11 @@ def test_the_transcript_is_the_first_episode_of_the_newest_file_even_half_writte
         assert last_transcript([tmp_path]) == [("a0, round 1 [0.5]", "old")]
     (tmp_path / "2.jsonl").write_text('{"agent": "a0", "rou')
     assert last_transcript([tmp_path]) == [("a0, round 1 [0.5]", "old")]
+
+
+def test_predictions_are_no_part_of_the_screens_transcript(tmp_path):
+    written(tmp_path, 1, "four", "five", last={"foresees": "a0"})
+    assert last_transcript([tmp_path]) == [("a0, round 1 [0.5]", "four")]
 
 
 def test_an_agent_without_a_number_has_a_dash():

@@ -59,6 +59,22 @@ def test_a_worker_may_write_into_what_it_was_sent():
     assert arrived["responses"].offsets() is not arrived["input_ids"].offsets()
 
 
+def test_bits_in_bfloat16_arrive_as_they_were():
+    """An engine may compute log-probs in it, and numpy does not know it."""
+    own = rows()
+    own["log_probs"] = torch.nested.nested_tensor_from_jagged(
+        own["log_probs"].values().bfloat16() / 3, own["responses"].offsets()
+    )
+    own["temperature"] = own["temperature"].bfloat16() / 3
+    arrived, _ = sent(Parcel(own))
+    for one, other in (
+        (own["log_probs"].values(), arrived["log_probs"].values()),
+        (own["temperature"], arrived["temperature"]),
+    ):
+        assert other.dtype is torch.bfloat16 and torch.equal(one.view(torch.int16), other.view(torch.int16))
+    assert lists(arrived["log_probs"]) == lists(own["log_probs"]) and lists(arrived["responses"]) == SAID
+
+
 def test_a_part_that_several_workers_read_is_stored_once(monkeypatch):
     stored = []
     monkeypatch.setattr(dispatch.ray, "put", lambda part: stored.append(part) or f"part {len(stored)}")

@@ -127,6 +127,28 @@ def test_the_team_answers_with_its_transcript_and_its_usage(compose_config):
         assert "so #### 5" in client.asked[-1][2][-1]["content"] or "yes #### 4" in client.asked[-1][2][-1]["content"]
 
 
+def test_a_prediction_is_nobodys_answer(compose_config):
+    """Neither in the transcript nor in the stream, from which a chat is shown, too; its tokens were used."""
+
+    def foresees(agent, round, observation, seed):
+        return (
+            "a guess" if observation[-1]["content"].endswith("say next?") else debates(agent, round, observation, seed)
+        )
+
+    with served(foresees, compose_config, foresee=True) as (url, client, _):
+        answer = post(url, seed=3).json()
+        streamed = [
+            choice["turn"]
+            for event in events_of(post(url, seed=3, stream=True))
+            for choice in event["choices"]
+            if "turn" in choice
+        ]
+    texts = ["so #### 5", *["yes #### 4"] * 3]
+    assert len(client.asked) == 16 and answer["usage"]["completion_tokens"] == 39 + 4 * len("a guess")
+    assert [turn["text"] for turn in answer["choices"][0]["transcript"]] == texts
+    assert sorted(turn["text"] for turn in streamed) == texts
+
+
 def test_the_text_is_the_winners_and_not_the_last_speakers(compose_config):
     with served(lambda agent, *_: f"{agent} #### {len(agent)}" + "5" * (agent == "carol"), compose_config) as (url, *_):
         choices = post(url, n=8, seed=1).json()["choices"]  # a tie, which each episode's seed breaks

@@ -10,10 +10,16 @@ from verl.utils import tensordict_utils as tu
 from marl.utils.ragged import is_nested
 
 
+class Bits(NamedTuple):
+    """A tensor in bfloat16, which numpy does not know."""
+
+    values: np.ndarray
+
+
 class Ragged(NamedTuple):
     """A nested tensor."""
 
-    values: np.ndarray
+    values: np.ndarray | Bits
     offsets: np.ndarray
     """The same object for all columns that share it."""
     ragged_dim: int
@@ -36,9 +42,18 @@ def packed(column: Any, known: dict[int, np.ndarray]) -> Any:
     if not isinstance(column, torch.Tensor):
         return column
     if not is_nested(column):
-        return column.numpy()
+        return array_of(column)
     offsets = column.offsets()  # type: ignore[attr-defined]
-    return Ragged(column._values.numpy(), known.setdefault(id(offsets), offsets.numpy()), column._ragged_idx)  # type: ignore[attr-defined]
+    return Ragged(array_of(column._values), known.setdefault(id(offsets), offsets.numpy()), column._ragged_idx)  # type: ignore[attr-defined]
+
+
+def array_of(values: torch.Tensor) -> np.ndarray | Bits:
+    return Bits(values.view(torch.int16).numpy()) if values.dtype is torch.bfloat16 else values.numpy()
+
+
+def tensor_of(array: np.ndarray | Bits) -> torch.Tensor:
+    """A copy: Ray's arrays are read-only."""
+    return torch.tensor(array.values).view(torch.bfloat16) if isinstance(array, Bits) else torch.tensor(array)
 
 
 def unpacked(columns: dict[str, Any], batch_size: tuple[int, ...]) -> TensorDict:
@@ -49,10 +64,10 @@ def unpacked(columns: dict[str, Any], batch_size: tuple[int, ...]) -> TensorDict
         if isinstance(column, Ragged):
             offsets = known.setdefault(id(column.offsets), torch.tensor(column.offsets))
             tensors[key] = torch.nested.nested_tensor_from_jagged(
-                torch.tensor(column.values), offsets, jagged_dim=column.ragged_dim
+                tensor_of(column.values), offsets, jagged_dim=column.ragged_dim
             )
-        elif isinstance(column, np.ndarray):
-            tensors[key] = torch.tensor(column)  # a copy: Ray's arrays are read-only
+        elif isinstance(column, np.ndarray | Bits):
+            tensors[key] = tensor_of(column)
         else:
             settings[key] = column
     return tu.assign_non_tensor(TensorDict(tensors, batch_size=batch_size), **settings)
