@@ -23,7 +23,11 @@ def sweep_words(words: Sequence[str], launcher: str | None = None) -> list[str]:
         return list(words)
     wanted = {"hydra/sweeper": "marl", "hydra/launcher": launcher, "hydra.sweep.dir": f"{ROOT}/{sweep_name(words)}"}
     given = {word.partition("=")[0] for word in words}
-    return [*words, *(f"{key}={value}" for key, value in wanted.items() if value is not None and key not in given)]
+    added = [f"{key}={value}" for key, value in wanted.items() if value is not None and key not in given]
+    # beside the other overrides: argparse takes them in one piece
+    overrides = [index for index, word in enumerate(words) if "=" in word and not word.startswith("-")]
+    place = max(overrides, default=len(words) - 1) + 1
+    return [*words[:place], *added, *words[place:]]
 
 
 def sweep_name(words: Sequence[str]) -> str:

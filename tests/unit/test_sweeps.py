@@ -9,6 +9,7 @@ import time
 
 import pytest
 import yaml
+from hydra._internal.utils import get_args_parser
 
 from marl import main as marl_main
 from marl.cluster.side_by_side import Task, error_of, run_in_process, too_large
@@ -39,6 +40,22 @@ def test_a_sweep_gets_our_plugins_and_a_single_run_none():
     own = ["--multirun", "seed=0,1", "hydra/launcher=basic", "hydra.sweep.dir=mine", "hydra/sweeper=basic"]
     assert sweep_words(own, launcher="marl_local") == own
     assert sweep_words(["seed=0", "a=[1,2]"]) == ["seed=0", "a=[1,2]"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-m", "seed=0,1", "--config-name", "quickstart"],
+        ["seed=0,1", "--config-name=quickstart", "-m"],
+        ["-m", "--config-name", "quickstart"],
+        ["--config-name", "quickstart", "-m", "seed=0,1"],
+    ],
+)
+def test_flags_may_stand_before_and_behind_a_sweeps_overrides(words):
+    read = get_args_parser().parse_args(sweep_words(words, launcher="marl_local"))
+    assert read.multirun and read.config_name == "quickstart"
+    assert read.overrides[-3:-1] == ["hydra/sweeper=marl", "hydra/launcher=marl_local"]
+    assert ("seed=0,1" in read.overrides) == ("seed=0,1" in words)
 
 
 def test_runs_are_named_by_their_values_of_the_swept_keys():
