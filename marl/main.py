@@ -171,15 +171,16 @@ async def _train(setup: Setup, progress: Any, again: bool) -> Any:
     from marl.evaluation.baselines import run_baselines
     from marl.recovery import TakeDown
 
-    with TakeDown() as cleanup, stacks_of_a_hang(Path(setup.config.trainer.default_local_dir)):
-        trainer = await build(setup, cleanup, progress, again)
-        cleanup.callback(lambda: trainer.tracking.finish(int(sys.exception() is not None)))
-        with frozen_gc():
-            await trainer.fit()
     config = setup.config
-    if config.baseline and not config.trainer.val_only:
-        with frozen_gc():
-            await run_baselines(config, trainer, build)
+    with TakeDown() as trackers:
+        with TakeDown() as cleanup, stacks_of_a_hang(Path(config.trainer.default_local_dir)):
+            trainer = await build(setup, cleanup, progress, again)
+            trackers.callback(lambda: trainer.tracking.finish(int(sys.exception() is not None)))
+            with frozen_gc():
+                await trainer.fit()
+        if config.baseline and not config.trainer.val_only:
+            with frozen_gc():
+                await run_baselines(config, trainer, build)
     return trainer
 
 

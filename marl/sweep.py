@@ -1,5 +1,5 @@
 """Sweeps of runs (``marl train -m``): one after another in this process, or side by side as tasks of Ray. Each run has its own
-folder in that of the sweep; the same command leaves finished runs alone and continues the others.
+folder in that of the sweep; the same command skips finished runs and continues the others.
 
 Hydra's own Ray launcher (hydra-ray-launcher 1.2.2) needs boto3 and cloudpickle < 3, and calls its jobs inside Ray's workers, where
 a run could not start a session of its own.
@@ -7,7 +7,8 @@ a run could not start a session of its own.
 
 import json
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
 from marl.config.errors import ConfigError
-from marl.config.sweeps import folder_of, swept_keys
+from marl.config.sweeps import FOLDER, names_its_folder, run_name, swept_keys
 from marl.utils.secret_masking import masked, masked_text
 
 
@@ -29,13 +30,6 @@ class Job:
     words: tuple[str, ...]
     """Its overrides, its folder among them."""
     folder: Path
-
-    @property
-    def is_finished(self) -> bool:
-        from marl.preflight.unfinished import FINISHED, RUN
-
-        record = self.folder / RUN
-        return record.is_file() and FINISHED in json.loads(record.read_text())
 
     def ended(self, error: Exception | None = None) -> JobReturn:
         """Its result for Hydra, which raises the first error of a sweep at its end."""
@@ -58,18 +52,19 @@ class MaskedSweeper(BasicSweeper):
 
 
 class SweepLauncher(BasicLauncher):
-    """Leaves finished runs alone, and says at the end how the others ended."""
+    """Skips finished runs, and says at the end how the others ended."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         assert self.config is not None
         sweep, overrides = Path(self.config.hydra.sweep.dir), list(self.config.hydra.overrides.task)
         swept = swept_keys(overrides, job_overrides)
-        jobs = [job_of(sweep, words, swept) for words in job_overrides]
-        finished = {index: job.ended() for index, job in enumerate(jobs) if job.is_finished}
-        if finished:
-            say(f"{len(finished)} of {len(jobs)} runs of {sweep} had finished, and are left alone")
-        left = {index: job for index, job in enumerate(jobs) if index not in finished}
-        results = finished | self.launch_all(left, initial_job_idx)
+        jobs = [self.job_of(sweep, words, swept) for words in job_overrides]
+        must_be_apart(jobs)
+        ended = {index: result for index, job in enumerate(jobs) if (result := self.ended_before(job)) is not None}
+        if skipped := sum(result.status is JobStatus.COMPLETED for result in ended.values()):
+            say(f"{skipped} of {len(jobs)} runs of {sweep} have already finished; skipping them")
+        left = {index: job for index, job in enumerate(jobs) if index not in ended}
+        results = ended | self.launch_all(left, initial_job_idx)
         failed = [jobs[index].folder.name for index, result in results.items() if result.status is JobStatus.FAILED]
         said = f", {len(failed)} failed: {'; '.join(failed)}" if failed else ""
         say(f"{len(jobs) - len(failed)} of {len(jobs)} runs have finished{said}. marl report {sweep}")
@@ -79,12 +74,64 @@ class SweepLauncher(BasicLauncher):
         """The results of jobs by their numbers in the batch, the first of which is the sweep's number ``first``."""
         raise NotImplementedError
 
+    def job_of(self, sweep: Path, words: Sequence[str], swept: Sequence[str]) -> Job:
+        """A run with its folder: one that the user names is composed, for it may hold ``${seed}``."""
+        given = OmegaConf.select(self.composed(words), FOLDER) if names_its_folder(words) else None
+        folder = sweep / run_name(words, swept) if given is None else Path(given)
+        quoted = json.dumps(str(folder), ensure_ascii=False)  # Hydra reads no escaped letters
+        return Job((*words, f"{FOLDER}={quoted}"), folder)
 
-def job_of(sweep: Path, words: Sequence[str], swept: Sequence[str]) -> Job:
-    folder = folder_of(sweep, words, swept)
-    given = any(word.startswith("trainer.default_local_dir=") for word in words)
-    quoted = json.dumps(str(folder))
-    return Job((*words, *([] if given else [f"trainer.default_local_dir={quoted}"])), folder)
+    def ended_before(self, job: Job) -> JobReturn | None:
+        """The result of a run that has come to its end: an error where it had other settings."""
+        from marl.preflight.unfinished import record_of_finished
+
+        record = record_of_finished(job.folder)
+        if record is None:
+            return None
+        try:
+            self.must_be_the_same(job, record)
+        except ConfigError as error:
+            say(f"{job.folder.name}: {error}")
+            return job.ended(error)
+        return job.ended()
+
+    def must_be_the_same(self, job: Job, record: Mapping[str, Any]) -> None:
+        """Raise ConfigError for a run whose folder holds one with other settings."""
+        from marl.config.identity import identity_of
+        from marl.preflight.unfinished import other_results
+
+        config = self.setup_of(job).config
+        different = other_results(record, identity_of(config), tuple(config.trainer.resume_changes))
+        if different:
+            shown = "; ".join(f"{key}: {before} then, {now} now" for key, (before, now) in [*different.items()][:5])
+            raise ConfigError(
+                f"{job.folder} has finished with other settings ({shown}); expected the same ones: name another folder for the "
+                "sweep (hydra.sweep.dir=…), or remove that one"
+            )
+
+    def composed(self, words: Sequence[str]) -> Any:
+        """The configuration of a run."""
+        from marl.main import composed_job
+
+        assert self.hydra_context is not None and self.config is not None
+        return composed_job(self.hydra_context.config_loader.load_sweep_config(self.config, list(words)))
+
+    def setup_of(self, job: Job) -> Any:
+        """A run that has been checked, with its toy model where it has one. Raises ConfigError."""
+        from marl.preflight.prepare import prepare
+        from marl.quickstart.assets import prepared
+
+        return prepared(self.composed(job.words), prepare)
+
+
+def must_be_apart(jobs: Sequence[Job]) -> None:
+    """Raise ConfigError for runs that would share a folder."""
+    for folder, count in Counter(job.folder for job in jobs).items():
+        if count > 1:
+            raise ConfigError(
+                f"{FOLDER}={folder}: {count} runs of the sweep would share this folder; expected one for each: leave it out and name "
+                "the sweep's (hydra.sweep.dir=…), or put a swept key into it ('runs/${seed}')"
+            )
 
 
 class LocalLauncher(SweepLauncher):
@@ -126,12 +173,7 @@ class RayLauncher(SweepLauncher):
 
     def resources_of(self, job: Job) -> tuple[float, float]:
         """CPUs and GPUs of a run. Raises ConfigError for one with a wrong configuration, or of several machines."""
-        from marl.main import composed_job
-        from marl.preflight.prepare import prepare
-
-        assert self.hydra_context is not None and self.config is not None
-        config = self.hydra_context.config_loader.load_sweep_config(self.config, list(job.words))
-        setup = prepare(composed_job(config))
+        setup = self.setup_of(job)
         nodes, ranks = setup.config.trainer.nnodes, sum(setup.ranks_by_pool.values())
         if nodes > 1:
             raise ConfigError(
@@ -139,7 +181,7 @@ class RayLauncher(SweepLauncher):
                 "the runs get the whole cluster one after another"
             )
         cpus, gpus = (ranks, 0) if setup.config.trainer.device == "cpu" else (1, ranks)
-        return self.num_cpus or cpus, gpus if self.num_gpus is None else self.num_gpus
+        return cpus if self.num_cpus is None else self.num_cpus, gpus if self.num_gpus is None else self.num_gpus
 
 
 def say(line: str) -> None:

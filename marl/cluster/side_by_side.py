@@ -52,9 +52,7 @@ def run_tasks(
             options = {"num_cpus": task.cpus, "num_gpus": task.gpus, "max_retries": 0, "name": task.folder.name}
             own = run_words(words, task.words)
             waiting[ray.remote(run_in_process).options(**options).remote(own, str(task.log), os.getcwd())] = index
-        say(
-            f"{len(waiting)} runs wait for their place; their output is in {next(iter(tasks.values())).folder.parent}/*.log"
-        )
+        say(f"{len(waiting)} runs queued; logs are in {next(iter(tasks.values())).folder.parent}/*.log")
         try:
             while waiting:
                 (ended,), _ = ray.wait(list(waiting), num_returns=1)

@@ -3,7 +3,6 @@
 import hashlib
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -14,6 +13,7 @@ MULTIRUN = frozenset({"--multirun", "-m", "hydra.mode=MULTIRUN"})
 ROOT = "outputs/sweeps"
 LONGEST = 120
 """Letters of a folder's name; a longer one ends in a digest."""
+FOLDER = "trainer.default_local_dir"
 UNSAFE = re.compile(r"[^\w.,=+-]+")
 
 
@@ -23,7 +23,11 @@ def sweep_words(words: Sequence[str], launcher: str | None = None) -> list[str]:
         return list(words)
     wanted = {"hydra/sweeper": "marl", "hydra/launcher": launcher, "hydra.sweep.dir": f"{ROOT}/{sweep_name(words)}"}
     given = {word.partition("=")[0] for word in words}
-    return [*words, *(f"{key}={value}" for key, value in wanted.items() if value is not None and key not in given)]
+    added = [f"{key}={value}" for key, value in wanted.items() if value is not None and key not in given]
+    # beside the other overrides: argparse takes them in one piece
+    overrides = [index for index, word in enumerate(words) if "=" in word and not word.startswith("-")]
+    place = max(overrides, default=len(words) - 1) + 1
+    return [*words[:place], *added, *words[place:]]
 
 
 def sweep_name(words: Sequence[str]) -> str:
@@ -73,10 +77,9 @@ def safe(name: str) -> str:
     return f"{short[:LONGEST]}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
 
 
-def folder_of(sweep: str | Path, job: Sequence[str], swept: Sequence[str]) -> Path:
-    """The folder of a run in that of its sweep, or the one that the user gives it."""
-    given = [word.partition("=")[2] for word in job if word.startswith("trainer.default_local_dir=")]
-    return Path(given[-1]) if given else Path(sweep) / run_name(job, swept)
+def names_its_folder(job: Sequence[str]) -> bool:
+    """True where the command line gives a run a folder of the user's."""
+    return any(word.lstrip("+").partition("=")[0] == FOLDER for word in job)
 
 
 def run_words(words: Sequence[str], overrides: Sequence[str]) -> list[str]:

@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 STAMPED = re.compile(r"\d{8}-\d{6}-\w{4}(|-.+)")
 """A folder that ``${new_run:}`` named, and what the user's own pattern adds, such as ``-seed0``."""
 RUN, LOCK, FINISHED = "run.json", ".lock", "finished"
-COMPARED = re.compile(r"trainer\.total_(training_steps|epochs)|resources\.(placement|pools)(\..+)?")
+LENGTH = re.compile(r"trainer\.total_(training_steps|epochs)")
+COMPARED = re.compile(rf"{LENGTH.pattern}|resources\.(placement|pools)(\..+)?")
 """Keys that a resumed run may change, and one that nobody asked to resume must share: its length, and its numbers of ranks."""
 BEGUN = "ledger/*"
 """Files of a run that was killed before its first checkpoint."""
@@ -77,12 +78,36 @@ def record_of_interrupted(folder: Path) -> dict[str, Any] | None:
     return None if FINISHED in record else record
 
 
+def record_of_finished(folder: Path) -> dict[str, Any] | None:
+    """``run.json`` of a run that came to its end; None where there is none, or a damaged one."""
+    try:
+        record: dict[str, Any] = json.loads((folder / RUN).read_text())
+        comparable(record)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return record if FINISHED in record else None
+
+
 def settings_that_differ(saved: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """{key: (saved, new)} of what a resumed run may not change, and of its length and ranks."""
+    return differing(saved, new, COMPARED, ())
+
+
+def other_results(
+    saved: Mapping[str, Any], new: Mapping[str, Any], changes: tuple[str, ...]
+) -> dict[str, tuple[Any, Any]]:
+    """{key: (saved, new)} of what would make a finished run another one; packages may be of other versions by now."""
+    return differing(saved, new, LENGTH, ("versions", *changes))
+
+
+def differing(
+    saved: Mapping[str, Any], new: Mapping[str, Any], also: re.Pattern[str], changes: tuple[str, ...]
+) -> dict[str, tuple[Any, Any]]:
+    """Everything that a resumed run may not change, and all keys of the pattern ``also`` that differ."""
     new = json.loads(json.dumps(new, default=str))
     before, now = comparable(saved), comparable(new)
-    pairs = {key: (before.get(key), now.get(key)) for key in {*before, *now} if COMPARED.fullmatch(key)}
-    return refused(saved, new, ()) | {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+    pairs = {key: (before.get(key), now.get(key)) for key in sorted({*before, *now}) if also.fullmatch(key)}
+    return refused(saved, new, changes) | {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def is_running(folder: Path) -> bool:

@@ -57,7 +57,7 @@ def test_runs_train_side_by_side_and_the_same_command_does_what_is_left(cold_ass
     again = sweep("learner=grpo", "actor_rollout_ref.rollout.n=4")
     assert again.returncode == 0, "another sweep: a key less"
     third = sweep("learner=grpo", "actor_rollout_ref.rollout.n=4")
-    assert "2 of 2 runs" in third.stdout and "left alone" in third.stdout and "wait for their place" not in third.stdout
+    assert "2 of 2 runs" in third.stdout and "skipping them" in third.stdout and "queued" not in third.stdout
 
 
 @pytest.mark.slow

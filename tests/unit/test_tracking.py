@@ -1,12 +1,17 @@
 """metrics.jsonl lies in the run's own folder, whatever the process did before, and is appended to."""
 
+import asyncio
 import json
 import os
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
 
+import marl.build
+from marl import main
 from marl.config.identity import settings_of
 from marl.utils import process_time
 from marl.utils.tracking import METRICS, tracking_of
@@ -96,3 +101,47 @@ def test_every_further_run_of_a_process_counts_its_own_seconds(monkeypatch):
     assert 50.0 <= process_time.process_seconds() < 60.0
     process_time.begin_run()
     assert process_time.process_seconds() < 10.0
+
+
+class Refusing:
+    """A tracker that takes nothing once it has been finished, as W&B's."""
+
+    def __init__(self):
+        self.logged, self.code = [], None
+
+    def log(self, data, step):
+        assert self.code is None, "logged after it was finished"
+        self.logged.append((data, step))
+
+    def finish(self, exit_code):
+        self.code = exit_code
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_baselines_reach_the_trackers_before_these_are_finished(tmp_path, monkeypatch, fails):
+    tracking = tracking_of(config_of(tmp_path, "file"), {})
+    tracker = tracking.logger["wandb"] = Refusing()
+    told = []
+
+    async def fit():
+        if fails:
+            raise RuntimeError("out of luck")
+
+    async def build(*_):
+        return SimpleNamespace(
+            tracking=tracking, fit=fit, history={0: {"vote": 0.25}}, step_number=3, summarise=told.append
+        )
+
+    monkeypatch.setattr(marl.build, "build", build)
+    monkeypatch.setattr(main, "frozen_gc", nullcontext)
+    run = OmegaConf.create({"baseline": ["untrained"], "trainer": config_of(tmp_path, "file")})
+    attempt = main._train(SimpleNamespace(config=run), None, False)
+    if fails:
+        with pytest.raises(RuntimeError):
+            asyncio.run(attempt)
+        assert (tracker.code, told) == (1, [])
+        return
+    asyncio.run(attempt)
+    ((data, step),) = tracker.logged
+    assert (data["baseline/untrained/accuracy"], step, tracker.code) == (0.25, 3, 0)
+    assert lines(tmp_path)[-1] == {"step": 3, "data": data} and told[0]["untrained"]["vote"] == 0.25
