@@ -15,15 +15,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from marl.commands.evaluate import files_of, labels_of, parsed as parsed_words
+from marl.config.endpoints import hosted_policies
 from marl.config.errors import ConfigError
-from marl.config.identity import content_of, settings_of, versions
+from marl.config.identity import content_of, located, plain_of, versions
 from marl.config.overrides import hydra_overrides
 from marl.evaluation.own_code import must_be_scored_as_in_training
 from marl.evaluation.source import Source, find
-from marl.main import exit_code, run_composed
+from marl.main import SHOWS_CONFIG, exit_code, run_composed
 from marl.preflight.prepare import prepare
 from marl.quickstart.assets import prepared
 from marl.report import collection_readme
@@ -85,7 +86,17 @@ def of_untrained(words: Sequence[str]) -> int:
 
     code = exit_code(lambda: read.append(words_of_untrained(words)))
     code = code or run_composed(hydra_overrides(read[0][2]), keep)
-    return code or exit_code(lambda: collect_untrained(*read[0], composed[0]))
+    if code or (not composed and SHOWS_CONFIG.intersection(words)):
+        return code
+    return exit_code(lambda: collect_untrained(*read[0], the_one(composed)))
+
+
+def the_one(composed: Sequence[DictConfig]) -> DictConfig:
+    if len(composed) != 1:
+        raise ConfigError(
+            f"{len(composed)} configurations: expected one, whose team is collected from; leave out -m, and call once for each"
+        )
+    return composed[0]
 
 
 def words_of_untrained(words: Sequence[str]) -> tuple[argparse.Namespace, Options, list[str]]:
@@ -101,7 +112,7 @@ def collect_untrained(
     flags: argparse.Namespace, options: Options, words: Sequence[str], config: DictConfig
 ) -> Mapping[str, Any]:
     with quiet(bool(config.verbose)), masked_logs():
-        saved = json.loads(json.dumps(settings_of(prepared(config, prepare).config), default=str))
+        saved = json.loads(json.dumps(plain_of(prepared(config, prepare).config), default=str))
         path = Path(saved["actor_rollout_ref"]["model"]["path"])
         return played_and_written(flags, options, [Source(path, None, saved, untrained=True)], [], words)
 
@@ -180,16 +191,17 @@ def played_and_written(
 ) -> Mapping[str, Any]:
     """``named``: the words that the command named the teams by, if not their folders."""
     files, labels, out = task_files(options, sources), labels_of(sources), Path(flags.out).expanduser()
-    mine = [f"data.val_files={json.dumps(files)}", *whole_split(options), *words]
+    mine = [f"data.val_files={json.dumps(files)}", *split_limit(options, sources), *words]
     # heavy: imported once the command line holds
     from marl.evaluation.collect import Wanted, collect
 
     wanted = Wanted(options.n, flags.filter_reward, flags.best_of)
+    origin = origin_of(sources, labels, files)
     with drafted(out) as draft:
         found = collect(sources, labels, mine, wanted, partial(write, draft))
         os.replace(draft, made(out))
     counts = found.counts()
-    facts = {**counts, **provenance(sources, labels, found.samples, files)}
+    facts = {**counts, **played_by(sources, labels, found.samples), **origin}
     teams = named or [str(source.path) for source in sources]
     beside = collection_readme.write(out, ", ".join(labels), command_of(flags, options, teams, words), facts)
     sys.stdout.write(said(counts, out, beside))
@@ -199,27 +211,38 @@ def played_and_written(
 def task_files(options: Options, sources: Sequence[Source]) -> list[str]:
     """Absolute paths of the files of tasks. Raises ConfigError where there are none."""
     key = SPLITS.get(str(options.task))
-    if key is None or Path(str(options.task)).exists():
+    if key is None or Path(str(options.task)).is_file():
         return files_of(options, sources)
     return files_of(Options(task=None), sources, key)
 
 
-def whole_split(options: Options) -> list[str]:
-    """All training tasks: a run's limit on its validation is none on them."""
-    return ["data.val_max_samples=-1"] if options.task == "train" else []
+def split_limit(options: Options, sources: Sequence[Source]) -> list[str]:
+    """As many training tasks as the first run trains on: its limit on its validation is none on them."""
+    if options.task != "train" or sources[0].saved is None or Path("train").is_file():
+        return []
+    return [f"data.val_max_samples={sources[0].saved['data']['train_max_samples']}"]
 
 
-def provenance(
-    sources: Sequence[Source], labels: Sequence[str], samples: Sequence[int], files: Sequence[str]
-) -> dict[str, Any]:
-    facts = {}
-    for source, label, n in zip(sources, labels, samples, strict=True):
-        manifest = source.path / MANIFEST
-        weights = content_of(str(manifest if manifest.is_file() else source.path))
-        facts[f"team {label}"] = f"`{source.path}`, {n} samples of each task"
-        facts[f"content of {label}"] = weights
-    facts |= {f"content of `{file}`": content_of(file) for file in files}
-    return facts | {f"version of {name}": number for name, number in versions().items()}
+def played_by(sources: Sequence[Source], labels: Sequence[str], samples: Sequence[int]) -> dict[str, str]:
+    return {
+        f"team {label}": f"`{source.path}`, {n} samples of each task"
+        for source, label, n in zip(sources, labels, samples, strict=True)
+    }
+
+
+def origin_of(sources: Sequence[Source], labels: Sequence[str], files: Sequence[str]) -> dict[str, str]:
+    """Digests of the teams and of the data, and the versions that play."""
+    teams = {f"content of {label}": weights_of(source) for source, label in zip(sources, labels, strict=True)}
+    data = {f"content of `{file}`": content_of(file) for file in files}
+    return teams | data | {f"version of {name}": number for name, number in versions().items()}
+
+
+def weights_of(source: Source) -> str:
+    manifest = source.path / MANIFEST
+    path = str(manifest if manifest.is_file() else source.path)
+    if source.untrained and not hosted_policies(OmegaConf.create(source.saved)):
+        return "none here: endpoints alone answer"
+    return "a hub id, not a folder here" if located(path) is None else content_of(path)
 
 
 def command_of(flags: argparse.Namespace, options: Options, teams: Sequence[str], words: Sequence[str]) -> str:
@@ -235,11 +258,20 @@ def command_of(flags: argparse.Namespace, options: Options, teams: Sequence[str]
 
 def said(counts: Mapping[str, Any], out: Path, beside: Path) -> str:
     return (
-        f"kept {counts['episodes kept']} of {counts['episodes played']} episodes, of {counts['tasks kept']} of {counts['tasks played']} "
-        f"tasks; accuracy {counts['accuracy of all']:.3f} of all, {counts['accuracy of the kept']:.3f} of the kept\n"
-        f"episodes: {out}   their origin: {beside}\n"
-        f"to imitate them: method=sft method.source=episodes data.train_files=[{out}] data.val_files=null\n"
+        f"kept {counts['episodes kept']} of {counts['episodes played']} episodes ({counts['tasks kept']} of {counts['tasks played']} "
+        f"tasks); accuracy {counts['accuracy of all']:.3f} of all, {counts['accuracy of the kept']:.3f} of the kept\n"
+        f"episodes: {out}   their origin: {beside}\n{imitation(counts, out)}\n"
     )
+
+
+def imitation(counts: Mapping[str, Any], out: Path) -> str:
+    """The words that imitate the episodes, and how much of these is left out: dumps hold no ids of thoughts."""
+    turns, thoughts = counts["turns kept"], counts["turns kept with a thought"]
+    left_out = f"{thoughts} of {turns} turns have a thought, and methods leave them out (docs/methods.md)"
+    if turns and thoughts == turns:
+        return f"nothing to imitate: {left_out}"
+    words = f"to imitate them: method=sft method.source=episodes data.train_files=[{out}] data.val_files=null"
+    return f"{words}; {left_out}" if thoughts else words
 
 
 if __name__ == "__main__":

@@ -53,12 +53,15 @@ class Collected:
         return found
 
     def counts(self) -> dict[str, Any]:
-        """What was played and kept."""
+        """Numbers of episodes, tasks and turns that were played and kept."""
+        turns = [turn for episode in self.kept for turn in episode.turns]
         return {
             "episodes played": len(self.episodes),
             "episodes kept": len(self.kept),
             "tasks played": len({question(episode) for episode in self.episodes}),
             "tasks kept": len({question(episode) for episode in self.kept}),
+            "turns kept": len(turns),
+            "turns kept with a thought": sum(turn.thought is not None for turn in turns),
             "episodes failed": sum(episode.failure is not None for episode in self.episodes),
             "accuracy of all": round(mean([is_right(episode) for episode in self.episodes]), 4),
             "accuracy of the kept": round(mean([is_right(episode) for episode in self.kept]), 4),

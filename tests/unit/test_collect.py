@@ -178,6 +178,87 @@ def test_a_file_that_appears_while_teams_play_stays(here, monkeypatch):
     assert (here / "best.jsonl").read_text() == "mine" and (here / "best.partial.jsonl").stat().st_size
 
 
+def untrained(monkeypatch, *words):
+    """The team that is played, of a configuration."""
+    seen = []
+    monkeypatch.setattr(collect, "prepared", lambda config, prepare: SimpleNamespace(config=config))
+    monkeypatch.setattr(collect, "played_and_written", lambda flags, options, sources, *words: seen.extend(sources))
+    assert collect.main(["--config-name", "quickstart", "--out", "a.jsonl", *words]) == 0
+    return seen[0]
+
+
+def test_an_untrained_team_keeps_its_secrets(here, monkeypatch):
+    words = ("+reward.reward_kwargs.api_key=sk-1234", "+ray_kwargs.ray_init.runtime_env.env_vars.WORD=blue")
+    saved = untrained(monkeypatch, *words).saved
+    assert saved["reward"]["reward_kwargs"]["api_key"] == "sk-1234"
+    assert saved["ray_kwargs"]["ray_init"]["runtime_env"]["env_vars"]["WORD"] == "blue"
+
+
+@pytest.mark.parametrize(
+    ("words", "composed", "code"), [(["--cfg", "job"], 0, 0), ([], 0, 2), (["-m", "seed=0,1"], 2, 2)]
+)
+def test_no_team_or_two_of_a_configuration(here, monkeypatch, capsys, words, composed, code):
+    """Where Hydra prints the configuration, and where it sweeps."""
+
+    def hydra(words, keep):
+        for _ in range(composed):
+            keep({})
+        return 0
+
+    monkeypatch.setattr(collect, "run_composed", hydra)
+    monkeypatch.setattr(collect, "collect_untrained", lambda *_: pytest.fail("played"))
+    assert collect.main(["--config-name", "quickstart", "--out", "a.jsonl", *words]) == code
+    assert (f"{composed} configurations: expected one" in capsys.readouterr().err) == (code == 2)
+
+
+def test_the_origin_of_weights_that_are_not_here_is_told(here):
+    agents = {"ann": {"policy": "a", "policy_by_round": []}}
+    hub = {"agents": agents, "policies": {}}
+    served = {"agents": agents, "policies": {"a": {"endpoint": {"base_url": "http://x"}}}}
+    (here / "run" / "config.json").touch()
+    teams = [Source(Path(path), None, saved, True) for path, saved in (("Q/w", hub), ("~/m", served), ("run", hub))]
+    hub_id, endpoints, folder, *_ = collect.origin_of(teams, ["one", "two", "three"], []).values()
+    assert hub_id == "a hub id, not a folder here" and endpoints == "none here: endpoints alone answer"
+    assert folder.startswith("sha256:")
+
+
+def test_an_origin_that_cannot_be_told_is_known_before_anything_is_played(here, monkeypatch):
+    teams, asked = two_teams(monkeypatch, of_teams().episodes)
+    monkeypatch.setattr(collect, "weights_of", lambda source: (here / "gone").read_text())
+    with pytest.raises(FileNotFoundError):
+        written_by(monkeypatch, teams)
+    assert not asked and not (here / "best.jsonl").exists()
+
+
+def test_the_training_tasks_are_those_that_the_run_reads(here, monkeypatch):
+    """A folder of that name is no file of tasks."""
+    (here / "train").mkdir()
+    (here / "rows.parquet").touch()
+    saved = {"data": {"train_files": ["rows.parquet"], "train_max_samples": 7}, "method": {"name": "rl"}}
+    monkeypatch.setattr("marl.commands.evaluate.reads_examples", lambda source: False)
+    teams = [Source(Path("run"), 4, saved)]
+    assert collect.task_files(collect.Options(), teams) == [str(here / "rows.parquet")]
+    assert collect.split_limit(collect.Options(), teams) == ["data.val_max_samples=7"]
+    assert collect.split_limit(collect.Options(task="rows.parquet"), teams) == []
+
+
+@pytest.mark.parametrize(
+    ("thoughts", "said"),
+    [
+        (0, "to imitate them: method=sft method.source=episodes data.train_files=[a.jsonl] data.val_files=null\n"),
+        (1, "data.val_files=null; 1 of 4 turns have a thought, and methods leave them out"),
+        (4, "\nnothing to imitate: 4 of 4 turns have a thought"),
+    ],
+)
+def test_turns_with_thoughts_are_told(thoughts, said):
+    found = of_teams()
+    found.kept = found.episodes[:2]
+    for turn in [turn for record in found.kept for turn in record.turns][:thoughts]:
+        turn.thought = "hm"
+    text = collect.said(found.counts(), Path("a.jsonl"), Path("a.README.md"))
+    assert text.startswith("kept 2 of 8 episodes (1 of 2 tasks); accuracy") and said in text
+
+
 def test_a_team_plays_as_often_as_in_its_training(monkeypatch):
     """Where it was once, too: servers that only answer are opened with two. A word, or the option, is heard."""
     opened = OmegaConf.create({"actor_rollout_ref": {"rollout": {"n": 3}}})
