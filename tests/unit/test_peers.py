@@ -15,6 +15,7 @@ from marl.methods.peers import predictions
 from marl.report import dump
 from marl.report.foresight import foresight_metrics
 from marl.runners import RecordedAnswers, scripted
+from marl.runners.debate import Order
 from marl.types import ContextOverflow, Episode, Score, Task, Turn
 from tests.builders import QUESTION, build_runner, play, turn_of_ids
 from tests.method_rows import method, rows_of
@@ -172,6 +173,17 @@ def test_every_prediction_has_a_place_and_a_seed_of_its_own():
     notes = [turn for turn in record.turns if turn.foresees]
     assert sorted((note.agent, note.foresees) for note in notes) == list(itertools.permutations("abc", 2))
     assert len({turn.place for turn in record.turns}) == len(record.turns) == 9
+
+
+@pytest.mark.parametrize("order", Order)
+def test_who_has_left_is_not_predicted(order):
+    """In turn, nobody after it expects it in the round in which it left either."""
+    leaves = build_runner("debate", foresee=True, leave_word="BYE", order=order)
+    record = play(leaves, lambda agent, round, branch=0: "4 BYE" if agent == "a" else "4", agents=("a", "b", "c"))
+    notes = {(note.agent, note.foresees, note.round) for note in record.turns if note.foresees}
+    of_a = {("b", "a", 1), ("c", "a", 1)} if order is Order.simultaneous else set()
+    assert {note for note in notes if note[1] == "a"} == of_a
+    assert {note[:2] for note in notes if note[2] > 1} >= {("b", "c"), ("c", "b")}
 
 
 def test_predictions_are_no_part_of_credit_and_training():
