@@ -240,6 +240,21 @@ def test_a_prediction_is_right_if_its_answer_is_the_peers_next():
     assert foresight_metrics([team(said("a", 1, "4"))]) == {}
 
 
+OLD = (
+    '{"input": "user: 2+2?", "output": "4", "score": 1.0, "agent": "a", "round": 1, "policy": "a", "stop_reason": "completed", '
+    '"version": 1, "seed": 5, "branch": 0, "kept": true, "compared": false, "answers": true, "trained": true, "thought": null, '
+    '"messages": [{"role": "user", "content": "2+2?"}], "answer": "4", "reward_failure": null, "turn": 1, "gts": "4", "step": 1, '
+    '"task": "t", "data_source": "x", "sample": 0, "team_answer": "4", "team_score": 1.0, "failure": null, "episode": {"agents": '
+    '["a"], "seed": 5, "counts": {}, "accuracy": {}, "messages": [{"role": "user", "content": "2+2?"}], "extra_info": {}}}\n'
+)
+
+
+def test_a_dump_from_before_predictions_is_read(tmp_path):
+    (tmp_path / "1.jsonl").write_text(OLD)
+    (record,) = dump.read(tmp_path / "1.jsonl", lambda source: str, lambda source: str)
+    assert [(turn.text, turn.foresees) for turn in record.turns] == [("4", None)]
+
+
 def test_a_dump_keeps_whom_a_note_foresees(tmp_path):
     record = play(build_runner("debate", foresee=True), named)
     record.score = Score(0.0, None)
