@@ -597,6 +597,11 @@ BAD_METHODS = {
     ],
     "method=spin": ["train.parquet, row 0", "extra_info.answer is None", "reward_model.ground_truth"],
     "method=spin method.reference=false": ["method.reference=false", "leave it true"],
+    "method=sft method.answer_key=reward_model.ground_truth data.max_prompt_length=1": [
+        "data.train_files: an example of agent 'alice' has",
+        "allow 4",
+        "leave it out",
+    ],
     "method=dpo": ["no column 'chosen'", "method.*_key"],
     "method=sft method.source=episodes": ["train.parquet", "expected a dump", "method.source=rows"],
     "method=hybrid method.files=[none.jsonl]": ["method.files=none.jsonl", "no such file"],
