@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from omegaconf import DictConfig
 
 from marl.config.dataset_rows import file_list
@@ -11,12 +10,10 @@ from marl.config.errors import ConfigError
 from marl.config.policies import longest_row, own_settings, thinking_of
 from marl.config.sources import Source
 from marl.controller.chat import ChatEncoder
-from marl.controller.method_data import ExampleDataset, Item, check_lengths, read_items, speakers_of
+from marl.controller.method_data import ExampleDataset, Item, read_items, speakers_of, taken, within_limits
 from marl.controller.tasks import loader_of
 from marl.preflight.methods import leaves_steps_to_play
 from marl.run_setup import Setup
-
-MAX_SAMPLES = {"data.train_files": "train_max_samples", "data.val_files": "val_max_samples"}
 
 
 @dataclass(frozen=True)
@@ -74,19 +71,8 @@ def items_of(setup: Setup, encoders: dict[str, Any], key: str) -> ExampleDataset
     source = Source.of(config) if method.imitates is None else method.imitates
     items: list[Item] = read_items(method, source, file_list(config[group][name]), speakers_of(config), key)
     limits = {name: longest_row(own_settings(config, name).rollout) for name in encoders}
-    items = taken(items, config.data, MAX_SAMPLES.get(key))
-    check_lengths(items, encoders, limits, key)
-    return ExampleDataset(items, encoders)
-
-
-def taken(items: list[Item], data: DictConfig, max_key: str | None) -> list[Item]:
-    """The items that verl's data set would take of as many rows: the first, or with ``data.shuffle`` any."""
-    wanted = data[max_key] if max_key else -1
-    if not 0 < wanted < len(items):
-        return items
-    if not data.shuffle:
-        return items[:wanted]
-    return [items[i] for i in np.random.default_rng(data.seed).choice(len(items), size=wanted, replace=False)]
+    items = taken(items, config.data, key)
+    return ExampleDataset(within_limits(items, encoders, limits, key), encoders)
 
 
 def encoders_of(config: DictConfig, tokenizers: dict[str, Any]) -> dict[str, ChatEncoder]:

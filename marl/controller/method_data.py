@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from torch.utils.data import Dataset
 
 from marl.config.dataset_rows import read_table, rows_in
@@ -13,11 +14,13 @@ from marl.config.errors import ConfigError
 from marl.config.policies import policies_by_agent
 from marl.config.sources import Source
 from marl.methods import Method
-from marl.methods.examples import Example, Speakers, encoded
+from marl.methods.examples import Example, Speakers, encoded, without_turns
 from marl.report import dump
 from marl.rewards import only_answer
 from marl.types import Episode, PolicyName, Turn
 from marl.utils.registry import did_you_mean
+
+MAX_SAMPLES = {"data.train_files": "train_max_samples", "data.val_files": "val_max_samples"}
 
 logger = logging.getLogger(__name__)
 
@@ -120,22 +123,41 @@ def check_agents(method: Method, episodes: Sequence[Episode], speakers: Speakers
         )
 
 
-def check_lengths(
+def taken(items: list[Item], data: Any, key: str) -> list[Item]:
+    """The items that verl's data set would take of as many rows: the first, or with ``data.shuffle`` any."""
+    wanted = data[MAX_SAMPLES[key]] if key in MAX_SAMPLES else -1
+    if not 0 < wanted < len(items):
+        return items
+    if not data.shuffle:
+        return items[:wanted]
+    return [items[i] for i in np.random.default_rng(data.seed).choice(len(items), size=wanted, replace=False)]
+
+
+def within_limits(
     items: Sequence[Item], encoders: Mapping[PolicyName, Any], limits: Mapping[PolicyName, int], key: str
-) -> None:
-    """Raise ConfigError where an example is longer than its policy's limit of tokens. Only those that could be are encoded."""
+) -> list[Item]:
+    """The items without predictions of more tokens than their policy's limit: they are another agent's, and nobody can shorten
+    them. Raises ConfigError for any other turn of more. Only those that could be are encoded."""
+    long: set[int] = set()
     for example in (example for item in items for example in item):
         turns = [turn for side in example.sides for turn in side]
-        if not any(may_exceed(turn, encoders[turn.policy], limits[turn.policy]) for turn in turns):
-            continue
-        encoded(example, encoders)
-        for turn in turns:
-            length, limit = len(turn.prompt_ids) + len(turn.response_ids), limits[turn.policy]
-            if length > limit:
-                raise ConfigError(
-                    f"{key}: an example of agent {turn.agent!r} has {length} tokens, data.max_prompt_length + "
-                    f"data.max_response_length allow {limit}; raise them, or leave it out"
-                )
+        if any(may_exceed(turn, encoders[turn.policy], limits[turn.policy]) for turn in turns):
+            encoded(example, encoders)
+            long |= {id(turn) for turn in turns if is_long_prediction(turn, limits[turn.policy], key)}
+    if not long:
+        return list(items)
+    logger.warning("%s: %d predictions are longer than the policies read, and left out", key, len(long))
+    return [kept for item in items if (kept := without_turns(item, long))]
+
+
+def is_long_prediction(turn: Turn, limit: int, key: str) -> bool:
+    length = len(turn.prompt_ids) + len(turn.response_ids)
+    if length > limit and turn.foresees is None:
+        raise ConfigError(
+            f"{key}: an example of agent {turn.agent!r} has {length} tokens, data.max_prompt_length + "
+            f"data.max_response_length allow {limit}; raise them, or leave it out"
+        )
+    return length > limit
 
 
 def may_exceed(turn: Turn, encoder: Any, limit: int) -> bool:

@@ -50,7 +50,7 @@ def is_usable(turn: Turn, speakers: Speakers) -> bool:
 
 def is_whole(turn: Turn) -> bool:
     """Dumps hold no ids: there, the answer of a turn with a thought is not what its policy said."""
-    return not turn.truncated and bool(turn.response_ids) or is_said(turn)
+    return (not turn.truncated and bool(turn.response_ids)) or is_said(turn)
 
 
 def is_said(turn: Turn) -> bool:

@@ -80,8 +80,13 @@ def without_long_turns(examples: Sequence[Example], limits: Mapping[PolicyName, 
     """The examples without turns of more tokens than their policy reads, and the number of these: texts of other agents."""
     turns = [turn for example in examples for side in example.sides for turn in side]
     long = {id(turn) for turn in turns if len(turn.prompt_ids) + len(turn.response_ids) > limits[turn.policy]}
-    kept = [Example(tuple([t for t in side if id(t) not in long] for side in e.sides)) for e in examples]
-    return [example for example in kept if any(example.sides)], len(long)
+    return without_turns(examples, long), len(long)
+
+
+def without_turns(examples: Sequence[Example], left_out: Collection[int]) -> list[Example]:
+    """The examples without the turns of these identities, and without those that are empty then."""
+    kept = [Example(tuple([t for t in side if id(t) not in left_out] for side in e.sides)) for e in examples]
+    return [example for example in kept if any(example.sides)]
 
 
 def replies(messages: Sequence[Message], agent: AgentId, policy: PolicyName) -> Side:

@@ -72,7 +72,7 @@ def preflight(setup: Setup) -> CheckedSetup:
         encoders[name] = encoder_of(config, own, key, thinking_of(config, name))
         check_loops(own.rollout, loops_of(config, name), trusted_modules(config))
     if setup.method.offline:
-        check_examples(setup)
+        check_examples(setup, encoders)
         return CheckedSetup(**vars(setup), sizes=sizes, encoders=encoders, tasks=[])
     tasks = check_prompts(config, encoders)
     check_demonstrations(setup, encoders)

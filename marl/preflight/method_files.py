@@ -7,19 +7,21 @@ from omegaconf import OmegaConf
 
 from marl.config.dataset_rows import file_list, read_table, rows_in
 from marl.config.errors import ConfigError
-from marl.config.policies import own_settings
+from marl.config.policies import longest_row, own_settings
 from marl.config.sources import Source
-from marl.controller.method_data import read_items, speakers_of
+from marl.controller.method_data import read_items, speakers_of, taken, within_limits
 from marl.run_setup import Setup
 
 
-def check_examples(setup: Setup) -> None:
+def check_examples(setup: Setup, encoders: Mapping[str, Any]) -> None:
     """Raise ConfigError for files that a method cannot read, or learns nothing from."""
     config, method = setup.config, setup.method
     keys = ("method.files",) if method.imitates is not None else ("data.train_files", "data.val_files")
+    limits = {name: longest_row(own_settings(config, name).rollout) for name in encoders}
     for key in keys:
         files = file_list(OmegaConf.select(config, key))
         items = read_items(method, method.imitates or Source.of(config), files, speakers_of(config), key, counts=True)
+        items = within_limits(taken(items, config.data, key), encoders, limits, key)
         if key != "data.val_files" and len(items) < config.data.train_batch_size:
             raise ConfigError(
                 f"data.train_batch_size={config.data.train_batch_size}: {key} give {len(items)} examples; expected at least one "
@@ -30,7 +32,7 @@ def check_examples(setup: Setup) -> None:
 def check_demonstrations(setup: Setup, encoders: Mapping[str, Any]) -> None:
     """Raise ConfigError for data that a method that plays needs beside its tasks, and cannot use."""
     if setup.method.imitates is not None:
-        check_examples(setup)
+        check_examples(setup, encoders)
     if setup.method.plays_reference:
         check_answers(setup, encoders)
 

@@ -114,7 +114,7 @@ def problems_of_lessons(setup: Setup) -> Iterator[str]:
     if given and source is Source.rows:
         key = "imitates" if setup.method.learns else "source"
         yield (
-            f"{given[0]} with method.{key}=rows: it is about the turns of episodes, and rows hold none; set "
+            f"{given[0]} with method.{key}=rows: it applies to episodes; rows have no turns; set "
             f"method.{key}=episodes, or leave it out"
         )
     if from_agent is not None and options.target is not Target.turns:
@@ -123,8 +123,8 @@ def problems_of_lessons(setup: Setup) -> Iterator[str]:
     plans = options.peers_weight and "foresee" in runner and runner.foresee
     if plans and source is not Source.play and runner.foresee_request != options.peers_request:
         yield (
-            f"runner.foresee_request={runner.foresee_request!r} with method.peers_request={options.peers_request!r}: what is learned by "
-            "one question is asked by another; set them alike"
+            f"runner.foresee_request={runner.foresee_request!r} with method.peers_request={options.peers_request!r}: the model would "
+            "be trained on one question and asked another; set both to the same text"
         )
     yield from problems_of_teachers(from_agent, setup.config.agents, source)
 

@@ -140,6 +140,7 @@ def begun(line: dict[str, Any], extractor: Extractor, hider: Hider) -> Episode:
 
 
 def turn_of(line: dict[str, Any]) -> Turn:
-    fields = {name: line[name] for name in TURN}
+    fields = {name: line[name] for name in TURN if name != "foresees"}
+    fields["foresees"] = line.get("foresees")  # older dumps lack it
     score = Score(line["score"], line["answer"], failure=line["reward_failure"])
     return Turn(observation=line["messages"], text=line["output"], score=score, **fields)

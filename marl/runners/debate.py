@@ -51,7 +51,7 @@ class Debate(ConversationRunner):
         """An agent that says it speaks no more; the rest of its text counts."""
         decide: Decide = Decide.majority
         foresee: bool = False
-        """Before it answers, every agent predicts what each peer says next, and reads its predictions; they are not trained."""
+        """Before it answers, every agent predicts each peer's next answer and sees its own predictions; they are not trained."""
         foresee_request: str = REQUEST
         """Asks for a prediction, after what the agent is shown. Field: agent."""
         foreseen_template: str = "You expect {agent} to answer:\n{text}"
@@ -89,7 +89,8 @@ class Debate(ConversationRunner):
         seen = [await self.observation(agent, standing, episode) for agent in group]
         if not self.config.foresee:
             return seen
-        options = self.config.foresee_request, self.config.foreseen_template, self.config.separator
+        speaking = [agent for agent in episode.agents if not agent.turns or not self.has_left(agent)]
+        options = speaking, self.config.foresee_request, self.config.foreseen_template, self.config.separator
         return await together(foreseen(agent, own, episode, *options) for agent, own in zip(group, seen, strict=True))
 
     async def observation(self, agent: Agent, standing: dict[AgentId, Turn], episode: LiveEpisode) -> list:

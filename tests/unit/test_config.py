@@ -382,6 +382,12 @@ BAD = {
     "agents.alice.max_tokens=4": ["agents.alice.max_tokens=4", "data.max_response_length=3"],
     "actor_rollout_ref.rollout.max_model_len=42": ["max_model_len=42", "40 + 3"],
     "runner.peer_template='{agnt}'": ["runner.peer_template", "'agnt'"],
+    "runner.foresee_request='{peer}?'": ["runner.foresee_request='{peer}?'", "no field 'peer'", "{agent}"],
+    "runner.foreseen_template='{answer}'": ["runner.foreseen_template", "no field 'answer'", "{agent}, {text}"],
+    "method=rft method.peers_weight=1 method.peers_request='{peer}?'": [
+        "method.peers_request='{peer}?'",
+        "no field 'peer'",
+    ],
     "data.columns=question": ["data.columns=question", "expected {prompt: <column>"],
     "data.val_share=1": ["data.val_share=1", "at most 0.9"],
     "trainer.logger=[clearml]": ["clearml is not installed", "the package clearml: install it"],
@@ -579,7 +585,7 @@ BAD_METHODS = {
     ],
     "method=sft method.peers_weight=0.5": ["method.peers_weight=0.5 with method.source=rows", "method.source=episodes"],
     "method=hybrid method.imitates=episodes method.files=[${data.train_files}] method.peers_weight=1 runner.foresee=true "
-    "runner.foresee_request=who": ["runner.foresee_request='who'", "set them alike"],
+    "runner.foresee_request=who": ["runner.foresee_request='who'", "set both to the same text"],
     "method=world_model method.peers_weight=0": ["method.peers_weight=0", "above 0"],
     "method=world_model method.source=rows": ["method.source=rows", "from episodes or play"],
     "method=dpo method.beta=0": ["method.beta=0", "above 0"],
@@ -591,6 +597,11 @@ BAD_METHODS = {
     ],
     "method=spin": ["train.parquet, row 0", "extra_info.answer is None", "reward_model.ground_truth"],
     "method=spin method.reference=false": ["method.reference=false", "leave it true"],
+    "method=sft method.answer_key=reward_model.ground_truth data.max_prompt_length=1": [
+        "data.train_files: an example of agent 'alice' has",
+        "allow 4",
+        "leave it out",
+    ],
     "method=dpo": ["no column 'chosen'", "method.*_key"],
     "method=sft method.source=episodes": ["train.parquet", "expected a dump", "method.source=rows"],
     "method=hybrid method.files=[none.jsonl]": ["method.files=none.jsonl", "no such file"],

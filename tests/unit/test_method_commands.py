@@ -38,7 +38,8 @@ def files(tmp_path, monkeypatch):
     }
     for name, row in tables.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(32)))
-    dump.write([said(number) for number in range(32)], 40, tmp_path / "run" / "rollouts")
+    written = dump.write([said(number) for number in range(32)], 40, tmp_path / "run" / "rollouts")
+    (tmp_path / "best.jsonl").write_bytes(written.read_bytes())
     monkeypatch.chdir(tmp_path)
 
 

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from marl.build_method import method_options, taken
+from marl.build_method import method_options
 from marl.config.errors import ConfigError
 from marl.config.sources import Source
+from marl.controller.method_data import taken
 from tests.composing import compose
 
 ITEMS = [[number] for number in range(9)]
@@ -20,13 +21,15 @@ def data(**settings):
 
 @pytest.mark.parametrize(("most", "expected"), [(-1, ITEMS), (3, ITEMS[:3]), (9, ITEMS), (20, ITEMS)])
 def test_no_more_examples_than_asked_for(most, expected):
-    assert taken(ITEMS, data(train_max_samples=most), "train_max_samples") == expected
-    assert taken(ITEMS, data(train_max_samples=most), None) == ITEMS, "files that are imitated first have no such key"
+    assert taken(ITEMS, data(train_max_samples=most), "data.train_files") == expected
+    assert taken(ITEMS, data(train_max_samples=most), "method.files") == ITEMS, (
+        "files that are imitated first have no such key"
+    )
 
 
 def test_shuffled_data_are_cut_as_verls_are():
     expected = [ITEMS[i] for i in np.random.default_rng(5).choice(9, size=3, replace=False)]
-    assert taken(ITEMS, data(train_max_samples=3, shuffle=True), "train_max_samples") == expected != ITEMS[:3]
+    assert taken(ITEMS, data(train_max_samples=3, shuffle=True), "data.train_files") == expected != ITEMS[:3]
 
 
 @pytest.mark.parametrize("imitated", [4, 5])

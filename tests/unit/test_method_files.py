@@ -9,10 +9,12 @@ import pytest
 
 from marl.config.errors import ConfigError
 from marl.config.sources import Source
-from marl.controller.method_data import check_lengths, read_items
+from marl.controller.method_data import read_items, within_limits
 from marl.methods import METHODS
+from marl.methods.examples import Example
 from marl.preflight.method_files import check_answers
 from marl.report import dump
+from marl.types import Turn
 from tests.builders import Letters, episode
 from tests.composing import compose
 
@@ -171,22 +173,36 @@ def lengths(read, *prompts):
 
 def test_an_example_that_is_too_long_is_named(read):
     letters = {"a": Letters(), "b": Letters()}
-    check_lengths(lengths(read, *("2" * length for length in (3, 30, 7))), letters, LIMITS, "data.train_files")
+    within_limits(lengths(read, *("2" * length for length in (3, 30, 7))), letters, LIMITS, "data.train_files")
     with pytest.raises(ConfigError, match=r"data.train_files: an example of agent 'a' has 33 tokens.*allow 32"):
         items = lengths(read, *("2" * length for length in (3, 30, 7)))
-        check_lengths(items, letters, LIMITS | {"a": 32}, "data.train_files")
+        within_limits(items, letters, LIMITS | {"a": 32}, "data.train_files")
+
+
+def test_a_prediction_that_is_too_long_is_left_out_and_counted(caplog):
+    """It is another agent's: nobody could shorten it."""
+    asked = [{"role": "user", "content": "2"}]
+    own, short, long = (Turn("a", 1, asked, text, policy="a") for text in ("4", "5", "6" * 40))
+    short.foresees = long.foresees = "b"
+    items = [[Example(([own], [short, long]))], [Example(([], [long]))]]
+    kept = within_limits(items, {"a": Letters()}, LIMITS, "data.train_files")
+    assert [[example.sides for example in item] for item in kept] == [[([own], [short])]]
+    assert "data.train_files: 1 predictions are longer than" in caplog.text
+    own.text, own.response_ids = "4" * 40, []
+    with pytest.raises(ConfigError, match="an example of agent 'a' has"):
+        within_limits(items, {"a": Letters()}, LIMITS, "data.train_files")
 
 
 def test_a_text_of_few_letters_may_have_the_most_tokens(read):
     """One token a byte: 11 letters of 3 bytes are longer than any of 70 texts of 30 letters."""
     items = lengths(read, *["2" * 30] * 70, "\u4e2d" * 11)
     with pytest.raises(ConfigError, match="an example of agent 'a' has 36 tokens"):
-        check_lengths(items, {"a": Bytes(), "b": Bytes()}, LIMITS, "data.train_files")
+        within_limits(items, {"a": Bytes(), "b": Bytes()}, LIMITS, "data.train_files")
 
 
 def test_every_policy_has_a_limit_of_its_own(read):
     items = [[example for example in item if example.sides[0][0].policy == "a"] for item in lengths(read, "2" * 30)]
-    check_lengths(items, {"a": Letters(), "b": Letters()}, {"a": 33, "b": 4}, "data.train_files")
+    within_limits(items, {"a": Letters(), "b": Letters()}, {"a": 33, "b": 4}, "data.train_files")
 
 
 class Bytes(Letters):

@@ -15,6 +15,7 @@ from marl.methods.peers import predictions
 from marl.report import dump
 from marl.report.foresight import foresight_metrics
 from marl.runners import RecordedAnswers, scripted
+from marl.runners.debate import Order
 from marl.types import ContextOverflow, Episode, Score, Task, Turn
 from tests.builders import QUESTION, build_runner, play, turn_of_ids
 from tests.method_rows import method, rows_of
@@ -174,6 +175,17 @@ def test_every_prediction_has_a_place_and_a_seed_of_its_own():
     assert len({turn.place for turn in record.turns}) == len(record.turns) == 9
 
 
+@pytest.mark.parametrize("order", Order)
+def test_who_has_left_is_not_predicted(order):
+    """In turn, nobody after it expects it in the round in which it left either."""
+    leaves = build_runner("debate", foresee=True, leave_word="BYE", order=order)
+    record = play(leaves, lambda agent, round, branch=0: "4 BYE" if agent == "a" else "4", agents=("a", "b", "c"))
+    notes = {(note.agent, note.foresees, note.round) for note in record.turns if note.foresees}
+    of_a = {("b", "a", 1), ("c", "a", 1)} if order is Order.simultaneous else set()
+    assert {note for note in notes if note[1] == "a"} == of_a
+    assert {note[:2] for note in notes if note[2] > 1} >= {("b", "c"), ("c", "b")}
+
+
 def test_predictions_are_no_part_of_credit_and_training():
     """The grids and the rows of the same episode with and without them are equal."""
 
@@ -226,6 +238,21 @@ def test_a_prediction_is_right_if_its_answer_is_the_peers_next():
         "turns without an answer do not count"
     )
     assert foresight_metrics([team(said("a", 1, "4"))]) == {}
+
+
+OLD = (
+    '{"input": "user: 2+2?", "output": "4", "score": 1.0, "agent": "a", "round": 1, "policy": "a", "stop_reason": "completed", '
+    '"version": 1, "seed": 5, "branch": 0, "kept": true, "compared": false, "answers": true, "trained": true, "thought": null, '
+    '"messages": [{"role": "user", "content": "2+2?"}], "answer": "4", "reward_failure": null, "turn": 1, "gts": "4", "step": 1, '
+    '"task": "t", "data_source": "x", "sample": 0, "team_answer": "4", "team_score": 1.0, "failure": null, "episode": {"agents": '
+    '["a"], "seed": 5, "counts": {}, "accuracy": {}, "messages": [{"role": "user", "content": "2+2?"}], "extra_info": {}}}\n'
+)
+
+
+def test_a_dump_from_before_predictions_is_read(tmp_path):
+    (tmp_path / "1.jsonl").write_text(OLD)
+    (record,) = dump.read(tmp_path / "1.jsonl", lambda source: str, lambda source: str)
+    assert [(turn.text, turn.foresees) for turn in record.turns] == [("4", None)]
 
 
 def test_a_dump_keeps_whom_a_note_foresees(tmp_path):

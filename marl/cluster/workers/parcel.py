@@ -44,7 +44,7 @@ def packed(column: Any, known: dict[int, np.ndarray]) -> Any:
     if not is_nested(column):
         return array_of(column)
     offsets = column.offsets()  # type: ignore[attr-defined]
-    return Ragged(array_of(column._values), known.setdefault(id(offsets), offsets.numpy()), column._ragged_idx)  # type: ignore[attr-defined]
+    return Ragged(array_of(column.values()), known.setdefault(id(offsets), offsets.numpy()), column._ragged_idx)  # type: ignore[attr-defined]
 
 
 def array_of(values: torch.Tensor) -> np.ndarray | Bits:

@@ -122,7 +122,8 @@ def agent_loops_are_the_agents(config: Any) -> None:
 
 def templates_can_be_filled(config: Any) -> None:
     for key, known in TEMPLATES.items():
-        template = config.runner.get(key)
+        group, name = key.split(".")
+        template = config[group].get(name)
         if template is None:
             continue
         expected = (
@@ -133,16 +134,19 @@ def templates_can_be_filled(config: Any) -> None:
             template.format(**known)
         except (KeyError, IndexError, AttributeError):
             missing = next(field for field in fields if field not in known)
-            raise ConfigError(f"runner.{key}={template!r}: there is no field {missing!r}; {expected}") from None
+            raise ConfigError(f"{key}={template!r}: there is no field {missing!r}; {expected}") from None
         except ValueError as error:
-            raise ConfigError(f"runner.{key}={template!r}: {error}; {expected}") from None
+            raise ConfigError(f"{key}={template!r}: {error}; {expected}") from None
 
 
 TEMPLATES: dict[str, dict[str, Any]] = {
-    "peer_template": {"agent": "", "text": "", "answer": "", "score": 0.0},
-    "menu": {"workers": ""},
+    "runner.peer_template": {"agent": "", "text": "", "answer": "", "score": 0.0},
+    "runner.menu": {"workers": ""},
+    "runner.foresee_request": {"agent": ""},
+    "runner.foreseen_template": {"agent": "", "text": ""},
+    "method.peers_request": {"agent": ""},
 }
-"""Templates of runners, with a value of each field."""
+"""Templates, with a value of each field."""
 
 
 RULES = (
