@@ -19,6 +19,7 @@ from marl.cluster.access import connect, token_required
 from marl.config.errors import ConfigError
 from marl.config.sweeps import run_words
 from marl.utils.endings import ended_by_sigterm
+from marl.utils.run_mark import MARK, marked
 
 PR_SET_PDEATHSIG = 1
 ASKED_S = 60.0
@@ -83,11 +84,13 @@ def ended(waiting: Mapping[Any, int], tasks: Mapping[int, Task]) -> list[tuple[A
 
 @contextmanager
 def cluster() -> Iterator[None]:
-    """The cluster of ``RAY_ADDRESS``, or one of this machine meanwhile."""
+    """The cluster of ``RAY_ADDRESS``, or one of this machine meanwhile; its processes carry a mark, by which the next run on the
+    machine finds those of a killed sweep."""
     address = os.environ.get("RAY_ADDRESS", "local")
     path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
-    arguments: dict[str, Any] = {"address": address, "runtime_env": {"env_vars": {"PYTHONPATH": path}}}
-    with token_required() if address == "local" else nullcontext():
+    with marked() as mark, token_required() if address == "local" else nullcontext():
+        variables = {"PYTHONPATH": path, MARK: mark}
+        arguments: dict[str, Any] = {"address": address, "runtime_env": {"env_vars": variables}}
         connect(arguments | ({"include_dashboard": False} if address == "local" else {}))
         try:
             with ended_by_sigterm():

@@ -24,6 +24,7 @@ from marl.config.identity import identity_of
 from marl.config.overrides import VERL
 from marl.config.sweeps import names_its_folder, run_name, run_words, sweep_name, sweep_words, swept_keys
 from marl.quickstart import assets
+from marl.utils.run_mark import MARK, own_name, owner_lives
 
 Plugins.instance()  # loads Hydra's own plugins anew, so ours must follow
 from marl.sweep import Job, RayLauncher
@@ -263,6 +264,20 @@ def test_a_run_that_no_machine_has_room_for_any_more_does_not_wait_for_ever(tmp_
     results = dict(side_by_side.run_tasks(tasks, [], lambda _: None))
     assert results[0] is None and "large needs 8 CPUs" in str(results[1])
     assert fake.cancelled == ["large"] and fake.asked == [60.0, 60.0]
+
+
+@pytest.mark.parametrize("address", ["local", "10.0.0.1:6379"])
+def test_the_processes_of_a_sweeps_own_session_are_marked(monkeypatch, address):
+    """The next run ends those of a sweep that was killed."""
+    seen = []
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr(side_by_side, "token_required", nullcontext)
+    monkeypatch.setattr(side_by_side, "connect", lambda arguments: seen.append((arguments, os.environ.get(MARK))))
+    with side_by_side.cluster():
+        ((arguments, inherited),) = seen
+        assert arguments["runtime_env"]["env_vars"][MARK] == inherited and owner_lives(inherited)
+        assert inherited.startswith(own_name())
+    assert os.environ.get(MARK) != inherited
 
 
 class FakeRay:
