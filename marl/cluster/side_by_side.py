@@ -19,8 +19,11 @@ from marl.cluster.access import connect, token_required
 from marl.config.errors import ConfigError
 from marl.config.sweeps import run_words
 from marl.utils.endings import ended_by_sigterm
+from marl.utils.run_mark import MARK, marked
 
 PR_SET_PDEATHSIG = 1
+ASKED_S = 60.0
+"""Seconds after which the machines are looked at again: one may have left the cluster."""
 SHOWN = 300
 """Letters of a failed run's last line."""
 
@@ -55,24 +58,39 @@ def run_tasks(
         say(f"{len(waiting)} runs queued; logs are in {next(iter(tasks.values())).folder.parent}/*.log")
         try:
             while waiting:
-                (ended,), _ = ray.wait(list(waiting), num_returns=1)
-                index = waiting.pop(ended)
-                error = error_of(ended, tasks[index])
-                said = "finished" if error is None else f"failed: {error}"
-                say(f"{tasks[index].folder.name}: {said}, {time.monotonic() - started:.0f} s after the start")
-                yield index, error
+                for reference, error in ended(waiting, tasks):
+                    index = waiting.pop(reference)
+                    said = "finished" if error is None else f"failed: {error}"
+                    say(f"{tasks[index].folder.name}: {said}, {time.monotonic() - started:.0f} s after the start")
+                    yield index, error
         finally:
             for reference in waiting:
                 ray.cancel(reference, force=True)
 
 
+def ended(waiting: Mapping[Any, int], tasks: Mapping[int, Task]) -> list[tuple[Any, Exception | None]]:
+    """The first task that ends, with its error; where none does for a while, those that no machine has room for any more."""
+    found, _ = ray.wait(list(waiting), num_returns=1, timeout=ASKED_S)
+    if found:
+        return [(reference, error_of(reference, tasks[waiting[reference]])) for reference in found]
+    reasons = {reference: too_large(tasks[index]) for reference, index in waiting.items()}
+    lost: list[tuple[Any, Exception | None]] = [
+        (ref, RuntimeError(reason)) for ref, reason in reasons.items() if reason
+    ]
+    for reference, _ in lost:
+        ray.cancel(reference, force=True)
+    return lost
+
+
 @contextmanager
 def cluster() -> Iterator[None]:
-    """The cluster of ``RAY_ADDRESS``, or one of this machine meanwhile."""
+    """The cluster of ``RAY_ADDRESS``, or one of this machine meanwhile; its processes carry a mark, by which the next run on the
+    machine finds those of a killed sweep."""
     address = os.environ.get("RAY_ADDRESS", "local")
     path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
-    arguments: dict[str, Any] = {"address": address, "runtime_env": {"env_vars": {"PYTHONPATH": path}}}
-    with token_required() if address == "local" else nullcontext():
+    with marked() as mark, token_required() if address == "local" else nullcontext():
+        variables = {"PYTHONPATH": path, MARK: mark}
+        arguments: dict[str, Any] = {"address": address, "runtime_env": {"env_vars": variables}}
         connect(arguments | ({"include_dashboard": False} if address == "local" else {}))
         try:
             with ended_by_sigterm():

@@ -101,14 +101,14 @@ def groups(runs: Sequence[Run], swept: Sequence[str] = ()) -> list[Group]:
 
 def value_of(run: Run, key: str) -> Any:
     """The value of a key of the command line: a setting, or the name of an option, as of ``learner``, by which the sweep named
-    the run's folder: several options may set up one class."""
+    the run's folder: several options may set up one class, and one such as ``+experiment`` leaves no key of its own."""
     found: Any = run.config
     for part in key.lstrip("+").split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
-    if not isinstance(found, Mapping):
+    if not isinstance(found, Mapping | None):
         return found
     named = dict(part.partition("=")[::2] for part in run.folder.name.split(","))
-    return named.get(key) or found.get("name", found)
+    return named.get(key.lstrip("+")) or (found and found.get("name", found))
 
 
 def naming(different: Mapping[str, list[Any]], swept: Sequence[str]) -> dict[str, list[Any]]:

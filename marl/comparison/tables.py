@@ -16,12 +16,13 @@ POINTS = 12
 
 def comparison(runs: Sequence[Run], swept: Sequence[str] = ()) -> dict[str, Any]:
     """Everything that two or more runs, or one, can be compared by; the best first. ``swept``: keys that get a column each."""
-    columns = [key for key in swept if not HIDDEN.fullmatch(key.lstrip("+"))]
+    columns = [key for key in dict.fromkeys(swept) if not HIDDEN.fullmatch(key.lstrip("+"))]
     found = best_first(groups(runs, columns))
     keys = metrics_of(runs)
+    rows = {repr([value_of(group.runs[0], key) for key in columns]) for group in found}
     return {
         "runs": [described(run) for run in runs],
-        "swept": columns,
+        "swept": columns if len(rows) == len(found) else [],  # as of two sweeps of one key: their names tell them apart
         "groups": [
             {
                 "name": group.name,

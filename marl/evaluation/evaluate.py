@@ -172,6 +172,10 @@ def vote(team: Team, tasks: Sequence[Task], episodes: Sequence[Episode], found: 
 def tokens(team: Team, tasks: Sequence[Task], episodes: Sequence[Episode], found: Found) -> None:
     """The majority of as many answers of one agent as cost the tokens that the team samples in an episode."""
     budget, result = found.numbers["cost"]["sampled_tokens_per_episode"], {}
+    if any(turn.billed_tokens and not turn.response_mask for episode in episodes for turn in episode.turns):
+        reason = "an endpoint of the team returns no token ids, so the tokens that the team samples are not known"
+        found.numbers["tokens"] = {agent: {"reason": reason} for agent in team.controller.agents}
+        return
     for agent in team.controller.agents:
         answer = cost_of(*sampled_alone(team, tasks, agent, 1))["sampled_tokens_per_episode"]
         if budget and answer:

@@ -57,6 +57,8 @@ class Battered:
         assert self.driver.poll() is None, f"the run ended before, after {self.counts}: {self.end_of_log()}"
         self.noticed, (kind, process) = self.restarts(), self.victim(kind)
         process.kill()
+        if kind != "driver":  # whose exit code is its parent's to read
+            psutil.wait_procs([process], timeout=10)
         self.counts[f"{kind}{', before a step' if at_once else ''}"] += 1
         self.follow(kind)
 

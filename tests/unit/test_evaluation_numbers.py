@@ -2,10 +2,11 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 
-from marl.evaluation import numbers
+from marl.evaluation import evaluate, numbers
 from marl.evaluation.statistics import bootstrap, compared, ks_up_to, majority_at_k, pass_at_k, sign_flip_p
 from marl.types import Ballot, Episode, Rule, Score, Task, Turn, Vote
 
@@ -108,3 +109,21 @@ def test_a_failed_episode_is_wrong_whatever_it_said():
     assert numbers.accuracy_T([good, failed]) == [0.5]
     assert numbers.majority_of([failed], 1) == 0 and numbers.similarity(failed) == 0
     assert numbers.decided_without(failed, "a") == 0 and numbers.decided_without(good, "a") == 1
+
+
+@pytest.mark.parametrize("of_an_endpoint", [False, True])
+def test_no_vote_is_held_at_tokens_that_an_endpoint_hides(monkeypatch, of_an_endpoint):
+    """The budget would be that of the other agents alone."""
+    turns = [turn("a", 1, "4", "4", tokens=6), turn("b", 1, "4", "4", tokens=0 if of_an_endpoint else 6)]
+    turns[1].billed_tokens = 30 if of_an_endpoint else 0
+    episode = SimpleNamespace(turns=turns)
+    alone = ([SimpleNamespace(turns=[turn("a", 1, "4", "4", tokens=4)])], 1.0)
+    monkeypatch.setattr(evaluate, "sampled_alone", lambda *_: alone)
+    monkeypatch.setattr(evaluate, "voted", lambda team, tasks, agent, answers, *_: {"answers": answers})
+    found = SimpleNamespace(numbers={"cost": numbers.cost_of([episode], 1.0)})
+    evaluate.tokens(SimpleNamespace(controller=SimpleNamespace(agents=["a", "b"])), [], [episode], found)
+    told = found.numbers["tokens"]
+    if of_an_endpoint:
+        assert all("returns no token ids" in told[agent]["reason"] for agent in ("a", "b"))
+    else:
+        assert told == {"a": {"answers": 3}, "b": {"answers": 3}}

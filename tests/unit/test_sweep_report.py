@@ -59,6 +59,28 @@ def test_a_swept_key_that_changes_nothing_parts_runs_too(make_run, capsys):
     assert "| 6 | 1 | 0.300 |" in capsys.readouterr().out
 
 
+def test_two_sweeps_of_one_key_are_told_apart_by_what_differs_between_them(tmp_path, capsys):
+    for learner in ("grpo", "mappo"):
+        for lr in (1, 2):
+            folder = write_run(tmp_path / learner, f"lr={lr}", {0: 0.1 * lr}, learner=learner, lr=lr)
+        noted = {"hydra": {"overrides": {"task": ["lr=1,2"]}}}
+        (folder.parent / "multirun.yaml").write_text(json.dumps(noted))
+    assert cli.main(["compare", *(str(tmp_path / learner / "sweep") for learner in ("grpo", "mappo"))]) == 0
+    table = capsys.readouterr().out.split("best first\n\n")[1].split("\n\n")[0]
+    for learner in ("grpo", "mappo"):
+        assert all(f"lr={lr} learner={learner} | 1 |" in table for lr in (1, 2)), table
+
+
+def test_a_swept_option_without_a_key_is_shown_by_the_folders_name(make_run, capsys):
+    for name, lr in (("a", 0.1), ("b", 0.2)):
+        folder = make_run(f"experiment={name},seed=0", {0: lr}, lr=lr)
+    noted = {"hydra": {"overrides": {"task": ["+experiment=a,b"]}}}
+    (folder.parent / "multirun.yaml").write_text(json.dumps(noted))
+    assert cli.main(["report", str(folder.parent)]) == 0
+    printed = capsys.readouterr().out
+    assert "| b | 1 | 0.200 |" in printed and "| a | 1 | 0.100 |" in printed
+
+
 def test_a_sweeps_note_that_is_damaged_is_named(make_run, capsys):
     sweep = sweep_of(make_run, ["seed=0,1"], l1=(0.2, 0.3))
     (sweep / "multirun.yaml").write_text("hydra: [")

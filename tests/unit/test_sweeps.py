@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -16,12 +17,14 @@ from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 
 from marl import main as marl_main
+from marl.cluster import side_by_side
 from marl.cluster.side_by_side import Task, error_of, run_in_process, too_large
 from marl.config.errors import ConfigError, ModelMissing
 from marl.config.identity import identity_of
 from marl.config.overrides import VERL
 from marl.config.sweeps import names_its_folder, run_name, run_words, sweep_name, sweep_words, swept_keys
 from marl.quickstart import assets
+from marl.utils.run_mark import MARK, own_name, owner_lives
 
 Plugins.instance()  # loads Hydra's own plugins anew, so ours must follow
 from marl.sweep import Job, RayLauncher
@@ -250,6 +253,56 @@ def test_a_run_that_no_machine_has_room_for_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("marl.cluster.side_by_side.ray.nodes", lambda: [*machines, dead])
     assert too_large(Task(tmp_path / "a", [], 2.0, 4.0)) == ""
     assert "a needs 8 CPUs and 4 GPUs of one machine" in too_large(Task(tmp_path / "a", [], 8.0, 4.0))
+
+
+def test_a_run_that_no_machine_has_room_for_any_more_does_not_wait_for_ever(tmp_path, monkeypatch):
+    """As where the only large machine leaves the cluster."""
+    monkeypatch.setattr(side_by_side, "cluster", nullcontext)
+    fake = FakeRay()
+    monkeypatch.setattr(side_by_side, "ray", fake)
+    tasks = {0: Task(tmp_path / "small", [], 1.0, 0.0), 1: Task(tmp_path / "large", [], 8.0, 0.0)}
+    results = dict(side_by_side.run_tasks(tasks, [], lambda _: None))
+    assert results[0] is None and "large needs 8 CPUs" in str(results[1])
+    assert fake.cancelled == ["large"] and fake.asked == [60.0, 60.0]
+
+
+@pytest.mark.parametrize("address", ["local", "10.0.0.1:6379"])
+def test_the_processes_of_a_sweeps_own_session_are_marked(monkeypatch, address):
+    """The next run ends those of a sweep that was killed."""
+    seen = []
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr(side_by_side, "token_required", nullcontext)
+    monkeypatch.setattr(side_by_side, "connect", lambda arguments: seen.append((arguments, os.environ.get(MARK))))
+    with side_by_side.cluster():
+        ((arguments, inherited),) = seen
+        assert arguments["runtime_env"]["env_vars"][MARK] == inherited and owner_lives(inherited)
+        assert inherited.startswith(own_name())
+    assert os.environ.get(MARK) != inherited
+
+
+class FakeRay:
+    """A cluster whose large machine leaves before anything ends; the small one then ends its task."""
+
+    def __init__(self):
+        self.sizes, self.asked, self.cancelled = [2.0, 8.0], [], []
+
+    def nodes(self):
+        return [{"Alive": True, "Resources": {"CPU": size}} for size in self.sizes]
+
+    def remote(self, _):
+        return SimpleNamespace(options=lambda name, **_: SimpleNamespace(remote=lambda *_: name))
+
+    def wait(self, references, num_returns, timeout=None):
+        assert timeout is not None, "would wait for ever"
+        self.asked.append(timeout)
+        self.sizes = [2.0]
+        return (references, []) if references == ["small"] else ([], references)
+
+    def cancel(self, reference, force):
+        self.cancelled.append(reference)
+
+    def get(self, _):
+        return 0
 
 
 @pytest.mark.slow
