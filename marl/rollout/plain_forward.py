@@ -80,7 +80,9 @@ class PlainForward(OwnForward):
         if last:
             attend = partial(attend, attention_mask=mask_B1NW[last[0], :, last[1]][:, :, None])
         x_BNH = passed(final, x_BNH, angles, cache, attend, last)
-        logits: Tensor = self.model.get_output_embeddings()(normed(self.norm, x_BNH))  # a joint decoder may have replaced it
+        logits: Tensor = self.model.get_output_embeddings()(
+            normed(self.norm, x_BNH)
+        )  # a joint decoder may have replaced it
         return logits
 
 
