@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, open_dict
 
 from marl.cluster.access import Unreachable
-from marl.cluster.failures import can_be_mended
+from marl.cluster.failures import StartFailed, can_be_mended
 from marl.config.errors import ConfigError
 from marl.preflight.run_folder import note_restart
 from marl.run_setup import Setup
@@ -99,6 +99,8 @@ class Recovery:
 
     def can_be_mended(self, error: Exception) -> bool:
         """True for a fault, and for what may come of one while the run is rebuilt: a node has gone, Ray does not answer yet."""
+        if isinstance(error, StartFailed) and not (self.furthest or self.rebuilding):
+            return False
         return can_be_mended(error) or (self.rebuilding and isinstance(error, (TimeoutError, ConnectionError)))
 
     def origin(self) -> str:

@@ -41,6 +41,10 @@ class GroupHung(GroupLost):
     """A process gives no sign of life."""
 
 
+class StartFailed(GroupLost):
+    """A process raised while it was made: a mistake that the next one would make again, unless the run has worked before."""
+
+
 class WeightsNotArrived(RuntimeError):
     """A server does not hold its trainer's weights after their sync: what it samples is another policy's."""
 
@@ -66,7 +70,8 @@ def group_failed(whose: str, what: str, error: RayError) -> GroupFailed:
     kind = "died" if isinstance(error, RayActorError) else f"failed ({type(error).__name__})"
     here = f"ip: {ray.util.get_node_ip_address()}" in text
     said = said_last(int(pid[1])) if pid and here else " nothing" if here else " on another node: see Ray's logs there"
-    return GroupLost(f"{whose} while {what}: {who} {kind}: {summary(text)}\n  its last lines:{said}")
+    lost = StartFailed if isinstance(error, RayActorError) and error.actor_init_failed else GroupLost
+    return lost(f"{whose} while {what}: {who} {kind}: {summary(text)}\n  its last lines:{said}")
 
 
 def kind_of(raised: BaseException | None) -> type[GroupFailed]:

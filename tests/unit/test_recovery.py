@@ -29,6 +29,7 @@ from marl.cluster.failures import (
     GroupFailed,
     GroupHung,
     GroupLost,
+    StartFailed,
     WeightsNotArrived,
     can_be_mended,
     group_failed,
@@ -119,6 +120,14 @@ def test_what_comes_of_a_fault_while_the_run_is_rebuilt_is_part_of_it(attempts):
     for attempt in ([PlacementTimeout("no room")], [1, ConnectionError("a user's")]):
         with pytest.raises(type(attempt[-1])):
             attempts(attempt)
+
+
+def test_a_process_that_cannot_be_made_is_a_mistake_unless_the_run_has_worked(attempts):
+    failed = StartFailed("policy 'alice' while loading its model: GLOO_SOCKET_IFNAME=lo")
+    with pytest.raises(StartFailed):
+        attempts([failed])
+    ended, given = attempts([1, fault()], [failed], [1, 2])
+    assert ended == "attempt 3" and len(given) == 3
 
 
 def test_a_cluster_that_does_not_answer_yet_is_waited_for_while_a_run_is_rebuilt(attempts):
@@ -296,6 +305,7 @@ LATE = RuntimeError("[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:7
         (ActorDiedError(), GroupLost),
         (ActorUnavailableError("gone for a while", None), GroupLost),
         (OutOfMemoryError("Task was killed due to the node running low on memory"), GroupLost),
+        (ActorDiedError(raised(GLOO)), StartFailed),
         (raised(ActorDiedError()), GroupLost),
         (raised(GLOO), GroupLost),
         (raised(LATE), GroupHung),
