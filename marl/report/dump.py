@@ -103,6 +103,8 @@ def read(path: str | Path, extractor: Extractor, hider: Hider) -> Iterator[Episo
     """The episodes of a dump, with the texts of their turns and without tokens. Raises ValueError for another file."""
     record: Episode | None = None
     for number, text in enumerate(open_lines(path), start=1):
+        if number > 1 and not text.strip():
+            continue
         try:
             line = json.loads(text)
             if "episode" in line:

@@ -12,7 +12,9 @@ from omegaconf import OmegaConf
 
 import marl.build
 from marl import main
+from marl.config.errors import ConfigError
 from marl.config.identity import settings_of
+from marl.config.rules.run import trackers_are_listed
 from marl.utils import process_time
 from marl.utils.tracking import METRICS, tracking_of
 
@@ -145,3 +147,12 @@ def test_the_baselines_reach_the_trackers_before_these_are_finished(tmp_path, mo
     ((data, step),) = tracker.logged
     assert (data["baseline/untrained/accuracy"], step, tracker.code) == (0.25, 3, 0)
     assert lines(tmp_path)[-1] == {"step": 3, "data": data} and told[0]["untrained"]["vote"] == 0.25
+
+
+def test_a_folder_with_a_trackers_name_is_no_package(tmp_path, monkeypatch):
+    """Python finds it as a namespace package, where the working folder is on its path."""
+    (tmp_path / "clearml").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match="clearml is not installed"):
+        trackers_are_listed(OmegaConf.create({"trainer": {"logger": ["file", "clearml"]}}))
+    trackers_are_listed(OmegaConf.create({"trainer": {"logger": ["file", "tensorboard"]}}))

@@ -75,7 +75,8 @@ def trackers_are_listed(config: Any) -> None:
                 f"trainer.logger={list(loggers)}: unknown {name!r}; expected {', '.join(TRACKERS)}."
                 f"{did_you_mean(str(name), TRACKERS)}"
             )
-        if find_spec(TRACKERS[name] or "marl") is None:
+        found = find_spec(TRACKERS[name] or "marl")
+        if found is None or found.origin is None:  # a folder of this name, as offline runs of W&B leave one
             raise ConfigError(
                 f"trainer.logger={list(loggers)}: {name} is not installed; expected the package {TRACKERS[name]}: install it, or "
                 "leave this tracker out"
