@@ -403,6 +403,9 @@ METHODS = {
         "method=world_model", "method.source=play", "method.min_score=null", "runner.foresee=true", "runner.foresee_request='{agent} ?'",
         "runner.foreseen_template='{agent} said {text}'", "data.max_prompt_length=100",
     ),
+    "peers": (
+        "method=rft", "method.min_score=null", "method.peers_weight=0.5", "+agents.bob={}", "data.max_prompt_length=100", "credit=own",
+    ),
     "spin": ("method=spin", "trainer.ref_update_freq=1"),
     "rft": ("method=rft", "method.min_score=null", "method.best_of=1"),
     "hybrid": ("method=hybrid", "method.sft_steps=1", "method.answer_key=extra_info.answer"),
