@@ -1,4 +1,4 @@
-"""Sweeps: folders that the same command finds again, finished runs left alone, failures that stop nobody, no secrets on disk."""
+"""Sweeps: folders that the same command finds again, finished runs skipped, failures that stop nobody, no secrets on disk."""
 
 import json
 import os
