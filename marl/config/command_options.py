@@ -52,7 +52,7 @@ def chat() -> argparse.ArgumentParser:
 
 
 def read(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and the keys of the configuration. Raises ConfigError for an option that there is not."""
+    """The options, and the keys of the configuration. Raises ConfigError for an unknown option."""
     options, keys = parser.parse_known_args(list(words))
     known = [flag for action in parser._actions for flag in action.option_strings]
     from marl.config.errors import ConfigError  # imports Hydra, which a help need not wait for

@@ -77,7 +77,7 @@ def show(history: History, folder: Path) -> None:
     console = Console(highlight=False)
     if history and "vote" in history[min(history)]:
         console.print(table(history))
-    console.print(Text(f"results: {folder}   all of them: marl report {folder}"), soft_wrap=True)
+    console.print(Text(f"results: {folder}   full report: marl report {folder}"), soft_wrap=True)
 
 
 def read_json(folder: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ BEGUN: list[None] = []
 
 
 def begin_run() -> None:
-    """Let a further run of this process, as a sweep makes them, count from here."""
+    """Restart the clock for each later run in this process, as in a sweep."""
     if BEGUN:
         STARTED[0] = time.monotonic()
     BEGUN.append(None)

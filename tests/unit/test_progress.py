@@ -186,7 +186,7 @@ def test_a_run_of_losses_ends_with_its_folder(monkeypatch, capsys):
     ended = SimpleNamespace(history={0: {"loss": 1.0}}, report_folder="outputs/run")
     monkeypatch.setattr(marl_main, "run", lambda config, display: ended)
     assert marl_main.main(["--config-name", "quickstart"]) == 0
-    assert capsys.readouterr().out == "results: outputs/run   all of them: marl report outputs/run\n"
+    assert capsys.readouterr().out == "results: outputs/run   full report: marl report outputs/run\n"
 
 
 def test_the_flag_of_a_sweep_may_stand_anywhere(monkeypatch):
