@@ -280,7 +280,7 @@ class MARLTrainer:
         return updates, fits[0] if fits else {}
 
     async def beside_update(self) -> None:
-        """What nothing in the step waits for, done while this process would wait for the workers."""
+        """Do the work that nothing in the step waits for, while this process would wait for the workers."""
         spans = (group.record_server_spans() for group in self.policies.values())
         await asyncio.gather(self.tasks.read_ahead(), *spans)
 

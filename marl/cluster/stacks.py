@@ -43,7 +43,7 @@ LISTEN = f"{listen.__module__}.{listen.__name__}"
 
 @contextmanager
 def stacks_of_a_hang(folder: Path) -> Iterator[None]:
-    """Where somebody did not answer in time, leave the stacks in ``folder`` while everybody is still there, and name them in the
+    """After a missed deadline, leave the stacks in ``folder`` while everybody is still there, and name them in the
     error."""
     try:
         yield

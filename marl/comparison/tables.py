@@ -42,7 +42,7 @@ def comparison(runs: Sequence[Run], swept: Sequence[str] = ()) -> dict[str, Any]
 
 
 def seconds_of(run: Run) -> float:
-    """Of the whole run, or of the steps so far of one that has no summary yet."""
+    """Seconds of the whole run, or of the steps so far of one that has no summary yet."""
     own = costs(run)
     return float(own["seconds"] or own["seconds_in_steps"])
 

@@ -154,7 +154,7 @@ class RequestSeeds(Enum):
     """``controller.request_seeds``: whether each request to a server carries a seed, so that its answer can be drawn again."""
 
     auto = "auto"
-    """Where it costs nothing: ``hf``, CPUs, and engines that were asked to be deterministic."""
+    """Seeds where they cost nothing: ``hf``, CPUs, and engines that were asked to be deterministic."""
     always = "always"
     never = "never"
 

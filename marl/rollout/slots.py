@@ -28,7 +28,7 @@ class Slots(Cache):
                 layer.allocate(*layer.stored)
 
     def aim(self, positions_BN: Tensor, width: int) -> None:
-        """Where the next tokens of the first B rows are written, and how many tokens attention sees of each."""
+        """Places of the next tokens of the first B rows, and the number of tokens that attention sees of each."""
         self.positions_BN, self.width = positions_BN, width
         self._places: dict[int, Tensor] = {}
 

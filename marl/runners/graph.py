@@ -68,7 +68,7 @@ class Graph(ConversationRunner):
         nodes: dict[str, Node] = field(default_factory=dict)
         """Empty for ``start`` alone, where all agents speak."""
         edges: list[Edge] = field(default_factory=list)
-        """Who speaks after whom: ``source``, ``to``, ``when``, ``word`` and ``limit`` of each."""
+        """Order of speakers: ``source``, ``to``, ``when``, ``word`` and ``limit`` of each."""
         decided_by: list[str] = field(default_factory=list)
         """Nodes whose agents' last answers make the team's; empty for the last that spoke."""
         decide: Decide = Decide.majority

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Bounds(NamedTuple):
-    """Where the rows of a nested tensor begin, and the lengths of the shortest and of the longest."""
+    """Starts of the rows of a nested tensor, and the lengths of the shortest and of the longest."""
 
     offsets: Tensor
     shortest: int

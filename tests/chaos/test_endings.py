@@ -1,4 +1,4 @@
-"""Whatever ends a run, it leaves no process, socket or shared memory behind; what a killed driver leaves, the next run ends."""
+"""A run leaves no process, socket or shared memory behind, whatever ends it; what a killed driver leaves, the next run ends."""
 
 import os
 import signal

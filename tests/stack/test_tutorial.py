@@ -27,7 +27,7 @@ def script_of(commands):
 
 @pytest.fixture(scope="module")
 def typed(tmp_path_factory):
-    """What came of all commands of the document."""
+    """Outcome of all commands of the document."""
     folder, beside = tmp_path_factory.mktemp("mine"), tmp_path_factory.mktemp("bin")
     for name, words in (("marl", "-m marl "), ("python", "")):
         (beside / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words}"$@"\n')

@@ -91,7 +91,7 @@ def value_of(override: str) -> str:
 
 
 def refusal(base: Any, *overrides: str) -> str:
-    """What a run with these overrides prints. It must be refused: code 2, one error, no traceback."""
+    """Output of a run with these overrides. It must be refused: code 2, one error, no traceback."""
 
     def work() -> None:
         parsed = OverridesParser.create().parse_overrides(list(overrides))

@@ -198,7 +198,7 @@ def test_an_untrained_team_keeps_its_secrets(here, monkeypatch):
     ("words", "composed", "code"), [(["--cfg", "job"], 0, 0), ([], 0, 2), (["-m", "seed=0,1"], 2, 2)]
 )
 def test_no_team_or_two_of_a_configuration(here, monkeypatch, capsys, words, composed, code):
-    """Where Hydra prints the configuration, and where it sweeps."""
+    """Hydra prints the configuration, or sweeps."""
 
     def hydra(words, keep):
         for _ in range(composed):
@@ -260,7 +260,7 @@ def test_turns_with_thoughts_are_told(thoughts, said):
 
 
 def test_a_team_plays_as_often_as_in_its_training(monkeypatch):
-    """Where it was once, too: servers that only answer are opened with two. A word, or the option, is heard."""
+    """Even where it was once: servers that only answer are opened with two. A word, or the option, is heard."""
     opened = OmegaConf.create({"actor_rollout_ref": {"rollout": {"n": 3}}})
     monkeypatch.setattr(playing, "config_of", lambda source, words: opened)
     trained = Source("a", 4, {"actor_rollout_ref": {"rollout": {"n": 1}}})

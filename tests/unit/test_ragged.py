@@ -37,7 +37,7 @@ def test_columns_that_share_their_offsets_are_picked_as_each_would_be(index):
 
 
 def sent(parcel):
-    """What arrives, and the read-only memory that it came through, as Ray's is."""
+    """Rows as they arrive, and the read-only memory that they came through, as Ray's is."""
     buffers = []
     body = pickle.dumps(parcel, protocol=5, buffer_callback=buffers.append)
     memory = [memoryview(bytes(buffer)).toreadonly() for buffer in buffers]
