@@ -1,10 +1,12 @@
-"""Watch over the head of a run's Ray cluster: where it is lost, Ray ends the driver's process without a word of the run's."""
+"""Watch over Ray's own processes: without the head, Ray ends the driver's process without a word of the run's; without the raylet
+of this machine a run trains on, but nobody notices any more that a process of it dies."""
 
 import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 logger = logging.getLogger(__name__)
 VARIABLE, RAYS_DEFAULT_S = "RAY_gcs_rpc_server_reconnect_timeout_s", "60"
@@ -14,17 +16,46 @@ BEAT_S = 1.0
 
 @asynccontextmanager
 async def head_watched() -> AsyncIterator[None]:
-    """Log an error while the block runs once the head has not answered for half of Ray's limit; until then it may come back."""
+    """Log an error while the block runs once the head has not answered for half of Ray's limit; until then it may come back.
+    Raises GroupLost where the raylet has died that this process started."""
     import ray  # heavy: main imports this file before the configuration is checked
 
     if not ray.is_initialized():
         yield
         return
-    watching = asyncio.create_task(watch(ray.get_runtime_context().gcs_address, limit_s()))
+    block, raylet = asyncio.current_task(), own_raylet()
+    assert block is not None
+    watching = [asyncio.create_task(watch(ray.get_runtime_context().gcs_address, limit_s()))]
+    missing = asyncio.create_task(end_without(raylet, block)) if raylet is not None else None
+    watching += [missing] if missing else []
     try:
         yield
+    except asyncio.CancelledError:
+        if missing is None or not missing.done() or block.uncancel():  # Ctrl-C ends the run
+            raise
+        from marl.cluster.failures import GroupLost
+
+        raise GroupLost(f"Ray's own process of this machine (raylet, pid {raylet.pid}) died") from None
     finally:
-        watching.cancel()
+        for watch_ in watching:
+            watch_.cancel()
+
+
+def own_raylet() -> Any:
+    """The raylet of the cluster that this process started, as a ``Popen``; None where it started none."""
+    import ray  # heavy
+
+    node = ray._private.worker._global_node
+    with suppress(AttributeError, KeyError, IndexError):
+        return node.all_processes["raylet"][0].process
+    return None
+
+
+async def end_without(raylet: Any, block: Any) -> None:
+    """Cancel the block once the raylet has died."""
+    while raylet.poll() is None:
+        await asyncio.sleep(BEAT_S)
+    block.cancel()
 
 
 def limit_s() -> float:

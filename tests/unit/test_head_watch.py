@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import subprocess
 import time
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import pytest
 import ray
 
 from marl.cluster import head_watch
+from marl.cluster.failures import GroupLost
 
 
 async def head(port=0):
@@ -46,6 +48,42 @@ def said(monkeypatch, caplog):
 
 def test_nothing_is_said_of_a_head_that_answers(said):
     assert said(lambda server, port: asyncio.sleep(0.4)) == []
+
+
+@pytest.fixture
+def raylet(monkeypatch):
+    """A process that stands for the raylet."""
+    process = subprocess.Popen(["sleep", "60"])
+    monkeypatch.setattr(head_watch, "own_raylet", lambda: process)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_dead_raylet_is_a_fault(said, raylet):
+    async def work(server, port):
+        raylet.kill()
+        await asyncio.sleep(5)
+
+    with pytest.raises(GroupLost, match=f"raylet, pid {raylet.pid}"):
+        said(work)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_an_interrupt_is_no_fault(said, raylet, dies):
+    """Neither where the same signal has ended the raylet."""
+
+    async def work(server, port):
+        task = asyncio.current_task()
+        if dies:
+            raylet.kill()
+            raylet.wait()
+        asyncio.get_running_loop().call_later(0.001, task.cancel)
+        time.sleep(0.1)  # both are due
+        await asyncio.sleep(5)
+
+    with pytest.raises(asyncio.CancelledError):
+        said(work)
 
 
 def test_nothing_is_said_after_a_blocked_loop(said):
