@@ -74,6 +74,7 @@ WORKER = ("controller.num_workers=1",)
 CASES = {
     "dead-server": ("HFServer", KILL, PAIR, (), "GroupLost"),
     "dead-episode-worker": ("EpisodeWorker", KILL, ONE, WORKER, "GroupLost: episode worker 0"),
+    "dead-raylet": ("raylet/raylet", KILL, ONE, (), "GroupLost: Ray's own process of this machine (raylet"),
     "dead-rank": ("PolicyWorker", KILL, PAIR, (), "GroupLost"),
     "dead-rank-of-two": ("PolicyWorker", KILL, TWO, (), "GroupLost"),
     "stopped-rank": ("PolicyWorker", STOP, ONE, IMPATIENT, "8 s; if it only needs longer"),
