@@ -101,7 +101,7 @@ class Battered:
         return self.log.read_text()[-3000:]
 
 
-def test_kills_through_ray(compose_config, cold_assets, tmp_path, monkeypatch):
+def test_kills_through_ray(compose_config, cold_assets, tmp_path):
     from marl.main import run
 
     def places(name):
