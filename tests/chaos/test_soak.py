@@ -114,9 +114,9 @@ def sizes():
 
 MAY_GROW = {"driver_mib": 150, "driver_files": 12, "driver_threads": 4, "children": 2, "ray_mib": 50}
 """By which the median of the last quarter may exceed that of the second: the first quarter warms caches up."""
-OF_RAY = {"driver_files": 3, "driver_threads": 1, "driver_mib": 2}
-"""Left in a process by every session of Ray that it has ended: after a bare ``ray.init`` and ``ray.shutdown`` 1 to 2 sockets
-and a thread."""
+OF_RAY = {"driver_files": 4, "driver_threads": 1.5, "driver_mib": 2}
+"""Left in a process by every session of Ray that it has ended: 107 of them left 343 files, 116 threads and 131 MiB. After a bare
+``ray.init`` and ``ray.shutdown`` 1 to 2 sockets and a thread are left."""
 
 
 def growth(seen):
@@ -162,7 +162,7 @@ def test_a_long_run_outlives_a_fault_every_half_minute(compose_config, cold_asse
     print(f"\n{minutes:.0f} min, {steps} steps, {sum(weather.outcomes.values())} faults: {dict(weather.outcomes)}")
     print(f"{len(faults)} restarts: {dict(kinds)}\nsecond and last quarter: {growth(weather.sizes)}")
     print(f"first: {weather.sizes[0]}\nlast: {weather.sizes[-1]}")
-    run(of("whole", steps, 0, "resources.one_process=true"))
+    run(of("whole", steps, 0, "resources.one_process=true", "controller.num_workers=0"))
     assert not differing(results(tmp_path / "whole"), results(tmp_path / "broken"))
     sessions = len(faults) / 2  # between the middles of these quarters
     bounds = {key: most + sessions * OF_RAY.get(key, 0) for key, most in MAY_GROW.items()}
