@@ -88,7 +88,8 @@ def test_hydra_reads_a_runs_folder_as_it_is(tmp_path):
 def test_side_by_side_runs_get_the_toy_models_that_are_missing(tmp_path, monkeypatch):
     """On a fresh clone, as where they train one after another."""
     made = []
-    config = OmegaConf.create({"assets": str(tmp_path / "toy"), "trainer": {"nnodes": 1, "device": "cpu"}})
+    trainer = {"nnodes": 1, "device": "cpu"}
+    config = OmegaConf.create({"assets": f"{tmp_path}/toy", "task": "smudged_note", "seed": 5, "trainer": trainer})
 
     def prepare(config):
         if not made:
@@ -96,9 +97,9 @@ def test_side_by_side_runs_get_the_toy_models_that_are_missing(tmp_path, monkeyp
         return SimpleNamespace(config=config, ranks_by_pool={"a": 2})
 
     monkeypatch.setattr("marl.preflight.prepare.prepare", prepare)
-    monkeypatch.setattr(assets, "ensure_for", made.append)
+    monkeypatch.setattr(assets, "ensure", lambda folder, recipe, seed: made.append((folder, seed)))
     for given, expected in (({}, (2, 0)), ({"num_cpus": 0}, (0, 0)), ({"num_cpus": 3, "num_gpus": 0.5}, (3, 0.5))):
         made.clear()
         launcher = RayLauncher(**given)
         monkeypatch.setattr(launcher, "composed", lambda _: config)
-        assert launcher.resources_of(Job((), tmp_path)) == expected and made == [config]
+        assert launcher.resources_of(Job((), tmp_path)) == expected and made == [(tmp_path / "toy", 5)]
