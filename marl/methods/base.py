@@ -5,7 +5,7 @@ leaves everything to the learner.
 """
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,6 +19,9 @@ from marl.utils.registry import Registry
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
+
+Rows = Mapping[PolicyName, "TensorDict"]
+Policies = Mapping[PolicyName, PolicyGroup]
 
 
 class Method:
@@ -92,12 +95,9 @@ class Method:
         """``loss`` and other numbers of rows with ``log_probs``, and ``ref_log_prob`` where there is a reference."""
         raise NotImplementedError
 
-    async def update(
-        self, rows: Mapping[PolicyName, "TensorDict"], policies: Mapping[PolicyName, PolicyGroup]
-    ) -> dict[PolicyName, Metrics]:
+    async def update(self, rows: Rows, policies: Policies) -> dict[PolicyName, Metrics]:
         """Update every policy that has rows, all at the same time."""
-        results = await asyncio.gather(*(self.fit(own, policies[name]) for name, own in rows.items()))
-        return dict(zip(rows, results, strict=True))
+        return await each(self.fit, rows, policies)
 
     async def fit(self, rows: "TensorDict", group: PolicyGroup) -> Metrics:
         """``epochs`` updates of one policy. Metrics are the last one's, before its update."""
@@ -116,12 +116,9 @@ class Method:
         metrics |= self.measure(rows) if self.compares else {}
         return metrics | {"trained_tokens": float(rows["response_mask"].values().sum())}
 
-    async def evaluate(
-        self, rows: Mapping[PolicyName, "TensorDict"], policies: Mapping[PolicyName, PolicyGroup]
-    ) -> dict[PolicyName, Metrics]:
+    async def evaluate(self, rows: Rows, policies: Policies) -> dict[PolicyName, Metrics]:
         """Numbers of every policy on rows that it is not trained on."""
-        results = await asyncio.gather(*(self.look(own, policies[name]) for name, own in rows.items()))
-        return dict(zip(rows, results, strict=True))
+        return await each(self.look, rows, policies)
 
     async def look(self, rows: "TensorDict", group: PolicyGroup) -> Metrics:
         await self.read_reference(rows, group)
@@ -134,6 +131,12 @@ class Method:
     async def read_reference(self, rows: "TensorDict", group: PolicyGroup) -> None:
         if self.reads_reference:
             rows["ref_log_prob"] = (await group.compute_ref_log_prob(rows))["log_probs"]
+
+
+async def each(do: Callable[..., Awaitable[Any]], rows: Rows, policies: Policies) -> dict[PolicyName, Any]:
+    """Do something with every policy's rows, at the same time."""
+    results = await asyncio.gather(*(do(own, policies[name]) for name, own in rows.items()))
+    return dict(zip(rows, results, strict=True))
 
 
 METHODS: Registry[Method] = Registry("method")

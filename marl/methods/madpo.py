@@ -6,26 +6,22 @@ log-probs. CoMLRL's has no reference (``reference=false``), one turn an agent, a
 agent with one turn this is DPO.
 """
 
-import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from marl.methods.base import register_method
+from marl.methods.base import Policies, Rows, each, register_method
 from marl.methods.choice import CompareBy, joint_contrasts
 from marl.methods.dpo import DPO
 from marl.methods.examples import Example, Selection, Speakers, distinct
 from marl.methods.losses import joint_gradients, joint_margins, preference_slope, share_margins
-from marl.types import Episode, Metrics, PolicyGroup, PolicyName
+from marl.types import Episode, Metrics, PolicyName
 from marl.utils.numbers import bounded, count
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
-
-Rows = Mapping[PolicyName, "TensorDict"]
-Policies = Mapping[PolicyName, PolicyGroup]
 
 
 @register_method("madpo")
@@ -75,9 +71,3 @@ class MADPO(DPO):
 
     def margins(self, rows: "TensorDict") -> Tensor:
         return joint_margins(rows)
-
-
-async def each(do: Callable[..., Awaitable[Any]], rows: Rows, policies: Policies) -> dict[PolicyName, Any]:
-    """Do something with every policy's rows, at the same time."""
-    results = await asyncio.gather(*(do(own, policies[name]) for name, own in rows.items()))
-    return dict(zip(rows, results, strict=True))
