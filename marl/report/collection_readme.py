@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from marl.report.run_readme import commit_of
+from marl.report.run_readme import commits, table_of
 from marl.utils.manifest import replace_text
 from marl.utils.secret_masking import masked_text
 
@@ -31,8 +31,7 @@ def path_of(out: Path) -> Path:
 
 def write(out: Path, teams: str, command: str, facts: Mapping[str, Any]) -> Path:
     """Explain a file of episodes, without the secrets in its command."""
-    here = {"commit of marl": commit_of(Path(__file__).parent), "commit of the working folder": commit_of(Path.cwd())}
-    rows = "\n".join(f"| {name} | {value} |" for name, value in {**facts, **here}.items())
+    rows = table_of({**facts, **commits()})
     text = TEXT.format(name=out.name, teams=teams, folder=Path.cwd(), command=command, rows=rows, path=out)
     replace_text(path_of(out), masked_text(text))
     return path_of(out)

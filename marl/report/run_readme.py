@@ -44,7 +44,7 @@ def write(folder: Path, words: Sequence[str] | None = None) -> Path:
 
 def text_of(record: Mapping[str, Any], folder: Path, command: str) -> str:
     config = record["config"]
-    facts = {"commit of marl": commit_of(Path(__file__).parent), "commit of the working folder": commit_of(Path.cwd())}
+    facts = commits()
     facts |= {f"version of {name}": number for name, number in record["versions"].items()}
     facts |= {f"content of `{key}`": digest for key, digest in record["contents"].items()}
     times = [entry["at"] for entry in record.get("resumed", [])]
@@ -59,7 +59,7 @@ def text_of(record: Mapping[str, Any], folder: Path, command: str) -> str:
         resumed=f", resumed {', '.join(times)}" if times else "",
         folder=Path.cwd(),
         command=command,
-        rows="\n".join(f"| {name} | {value} |" for name, value in facts.items()),
+        rows=table_of(facts),
         here=folder,
     )
 
@@ -70,6 +70,16 @@ def command_line(words: Sequence[str]) -> str:
     if len(names) == 2 and names[1] == "marl":
         return shlex.join(["marl", *words[2:]])
     return shlex.join([names[0].rstrip("0123456789.") or "python", *words[1:]])
+
+
+def commits() -> dict[str, str]:
+    """The commits of marl and of the working folder, for a table."""
+    return {"commit of marl": commit_of(Path(__file__).parent), "commit of the working folder": commit_of(Path.cwd())}
+
+
+def table_of(facts: Mapping[str, Any]) -> str:
+    """Rows of a table with two columns."""
+    return "\n".join(f"| {name} | {value} |" for name, value in facts.items())
 
 
 def commit_of(folder: Path) -> str:
