@@ -43,6 +43,15 @@ MORE = {
 }
 
 
+def short_run(assets, folder, steps, seed=0):
+    """Overrides of a run in this process that learns fast, validates at its start and its end, and saves nothing."""
+    return (
+        f"assets={assets}", f"trainer.default_local_dir={folder / 'run'}", "resources.one_process=true", f"seed={seed}",
+        "trainer.logger=[]", "trainer.save_final=false", "trainer.save_freq=-1", f"trainer.test_freq={steps}",
+        f"trainer.total_training_steps={steps}", "actor_rollout_ref.actor.optim.lr=0.003", "data.max_response_length=6",
+    )  # fmt: skip
+
+
 def runner_options(name):
     """Overrides with which a runner plays with the tiny model."""
     fields = RUNNERS.get(name).Config.__dataclass_fields__

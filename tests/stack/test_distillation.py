@@ -8,6 +8,7 @@ from marl.main import run
 from marl.methods import sft
 from marl.report import dump
 from marl.types import Episode, Score, Task, Turn
+from tests.stack.builders import short_run
 
 pytestmark = pytest.mark.slow
 STEPS = 40
@@ -43,18 +44,10 @@ def learn(compose_config, cold_assets, tmp_path):
     def learn(*words, plays=False, seed=0):
         files = tasks if plays else path
         data = (
-            f"data.train_files={files}", f"data.val_files={files}", "data.train_batch_size=8", "data.max_response_length=6",
+            f"data.train_files={files}", f"data.val_files={files}", "data.train_batch_size=8",
             *((f"method.files=[{path}]", "method.imitates=episodes") if plays else ("method.source=episodes",)),
         )  # fmt: skip
-        here = (
-            f"assets={cold_assets}",
-            f"trainer.default_local_dir={tmp_path / 'run'}",
-            "resources.one_process=true",
-            f"seed={seed}",
-        )
-        short = ("trainer.logger=[]", "trainer.save_final=false", "trainer.save_freq=-1", f"trainer.test_freq={STEPS}")
-        often = (f"trainer.total_training_steps={STEPS}", "actor_rollout_ref.actor.optim.lr=0.003")
-        trainer = run(compose_config(*here, *data, *short, *often, *words))
+        trainer = run(compose_config(*short_run(cold_assets, tmp_path, STEPS, seed), *data, *words))
         return trainer.history[min(trainer.history)], trainer.history[max(trainer.history)], trainer
 
     return learn

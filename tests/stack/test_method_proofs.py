@@ -10,6 +10,7 @@ from marl.main import run
 from marl.methods import dpo, madpo, sft, spin
 from marl.methods.base import Method
 from tests.builders import slow_but
+from tests.stack.builders import short_run
 
 STEPS = 40
 AGENTS = ("alice", "carol")
@@ -37,17 +38,8 @@ def learn(compose_config, cold_assets, tmp_path):
     def learn(*words, seed=0):
         truth = 3 if {"method=rft", "method=spin"} & set(words) else None  # of a cold model, by chance or soon
         path.write_text("".join(json.dumps(row) + "\n" for row in tasks(truth)))
-        here = (f"assets={cold_assets}", f"trainer.default_local_dir={tmp_path / 'run'}", "resources.one_process=true")
-        data = (
-            f"data.train_files={path}",
-            f"data.val_files={path}",
-            "data.train_batch_size=8",
-            f"seed={seed}",
-            "data.max_response_length=6",
-        )
-        short = ("trainer.logger=[]", "trainer.save_final=false", "trainer.save_freq=-1", f"trainer.test_freq={STEPS}")
-        often = (f"trainer.total_training_steps={STEPS}", "actor_rollout_ref.actor.optim.lr=0.003")
-        history = run(compose_config(*here, *data, *short, *often, *words)).history
+        data = (f"data.train_files={path}", f"data.val_files={path}", "data.train_batch_size=8")
+        history = run(compose_config(*short_run(cold_assets, tmp_path, STEPS, seed), *data, *words)).history
         return history[min(history)], history[max(history)]
 
     return learn

@@ -12,6 +12,7 @@ from marl.main import run
 from marl.methods import sft
 from marl.report import dump
 from marl.types import Episode, Score, Task, Turn
+from tests.stack.builders import short_run
 
 STEPS = 60
 EXPECTED = "{agent} said {text}"
@@ -55,23 +56,12 @@ def learn(compose_config, cold_assets, tmp_path):
 
     def learn(*words, seed=0):
         data = (
-            f"data.train_files={tasks}", f"data.val_files={tasks}", "data.train_batch_size=32", "data.max_response_length=6",
+            f"data.train_files={tasks}", f"data.val_files={tasks}", "data.train_batch_size=32",
             f"method.files=[{path}]", "method.imitates=episodes", "method.peers_request='{agent} ?'", f"method.sft_steps={STEPS - 1}",
         )  # fmt: skip
         plan = ("runner.num_rounds=1", "runner.foresee_request='{agent} ?'", f"runner.foreseen_template='{EXPECTED}'")
-        here = (
-            f"assets={cold_assets}",
-            f"trainer.default_local_dir={tmp_path / 'run'}",
-            "resources.one_process=true",
-            f"seed={seed}",
-        )
-        short = ("trainer.logger=[]", "trainer.save_final=false", "trainer.save_freq=-1", f"trainer.test_freq={STEPS}")
-        often = (
-            f"trainer.total_training_steps={STEPS}",
-            "actor_rollout_ref.actor.optim.lr=0.003",
-            "actor_rollout_ref.rollout.n=2",
-        )
-        trainer = run(compose_config("method=hybrid", *here, *data, *plan, *short, *often, "credit=own", *words))
+        short = (*short_run(cold_assets, tmp_path, STEPS, seed), "actor_rollout_ref.rollout.n=2")
+        trainer = run(compose_config("method=hybrid", *short, *data, *plan, "credit=own", *words))
         return trainer.history[min(trainer.history)], trainer.history[max(trainer.history)]
 
     return learn
