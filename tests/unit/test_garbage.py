@@ -41,7 +41,8 @@ def test_frozen_objects_are_freed_after_their_run():
 
 def test_garbage_of_imports_is_frozen_unseen_and_freed_after_the_run():
     walks = []
-    gc.unfreeze()
+    with frozen_gc():
+        pass
     kept = weakref.ref(Node())
     gc.callbacks.append(watch := lambda phase, info: walks.append(info["generation"]))
     try:
