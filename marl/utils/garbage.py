@@ -4,7 +4,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-
 _frozen = False
 """True between freezing and the end of :func:`frozen_gc`. ``gc.get_freeze_count`` would walk a million objects to tell."""
 

@@ -194,7 +194,9 @@ def gradient_by_hand(module: Any, rows: Any) -> torch.Tensor:
         pytest.param(
             ["learner=ippo", "critic.level=turn", "actor_rollout_ref.actor.use_kl_loss=true"], marks=pytest.mark.slow
         ),
-        ["learner=mappo", "critic.level=token", "algorithm.use_kl_in_reward=true"],
+        pytest.param(
+            ["learner=mappo", "critic.level=token", "algorithm.use_kl_in_reward=true"], marks=pytest.mark.slow
+        ),
         pytest.param(["learner=mappo", "critic.level=turn"], marks=pytest.mark.slow),
     ],
 )

@@ -10,6 +10,8 @@ from marl.learners.mixer_fit import read
 from tests.builders import slow_but
 from tests.stack.builders import valued, with_another_answer
 
+SHARED = ("learner.share_utilities=true",)
+
 
 @pytest.fixture
 def mixed(alone):
@@ -36,7 +38,7 @@ def one_token_answers(episodes):
     return changed
 
 
-@pytest.mark.parametrize("learner", ["vdn", "qmix"])
+@pytest.mark.parametrize("learner", slow_but(("vdn", "qmix"), "qmix"))
 def test_a_step_trains_policies_utilities_and_mixer(mixed, learner):
     live = mixed(learner, "actor_rollout_ref.actor.optim.lr_warmup_steps=0", "learner.mixer_epochs=2")
     before = shards_of(live)
@@ -47,7 +49,7 @@ def test_a_step_trains_policies_utilities_and_mixer(mixed, learner):
     assert live.trainer.learner.fit(2).steps == 1 and live.trainer.config.credit.name == "team"
 
 
-@pytest.mark.parametrize("options", [(), ("learner.advantage=group",), ("learner.share_utilities=true",)])
+@pytest.mark.parametrize("options", slow_but([(), ("learner.advantage=group",), SHARED], SHARED))
 def test_options_of_a_step(mixed, options):
     live = mixed("qmix", "learner.mixer_epochs=1", *options)
     metrics = live.step()
@@ -122,9 +124,7 @@ def gradients_of(live, monkeypatch):
     return found
 
 
-@pytest.mark.parametrize(
-    "options", slow_but([(), ("critic.ppo_max_token_len_per_gpu=64",), ("learner.share_utilities=true",)], ())
-)
+@pytest.mark.parametrize("options", slow_but([(), ("critic.ppo_max_token_len_per_gpu=64",), SHARED], ()))
 def test_the_gradient_is_that_of_one_graph_from_the_mixer_to_the_value_heads(mixed, monkeypatch, options):
     """Through the workers' linear loss, in one micro-batch or in many; and by autograd through the critics' own modules."""
     live = mixed("qmix", "learner.mixer_epochs=1", *options)

@@ -75,7 +75,7 @@ def test_rows_of_one_turn_and_of_several_train_side_by_side(alone, shared):
     "words",
     [
         ("learner=ippo", "critic.level=token"),
-        ("learner=happo",),
+        pytest.param(("learner=happo",), marks=pytest.mark.slow),
         pytest.param(("learner=reinforce_plus_plus", "algorithm.kl_ctrl.type=adaptive"), marks=pytest.mark.slow),
         pytest.param(("learner=ippo", "actor_rollout_ref.actor.use_kl_loss=true"), marks=pytest.mark.slow),
     ],

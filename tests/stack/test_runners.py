@@ -8,7 +8,7 @@ import torch
 from marl.report import conversation
 from marl.runners import RUNNERS, ReplayDiverged
 from marl.types import Score, Turn
-from tests.builders import BUILT_IN
+from tests.builders import BUILT_IN, slow_but
 from tests.stack.builders import num_turns, places, plays_again, replayed, runner_options
 
 
@@ -17,7 +17,10 @@ def started(alone, name, *overrides):
     return alone(*runner_options(name), *long, "trainer.total_training_steps=1", *overrides)
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+OFTEN = ("single_turn", "debate", "voting", "summary", "graph", "router", "game")
+
+
+@pytest.mark.parametrize("name", slow_but(BUILT_IN, *OFTEN))
 def test_it_plays_trains_and_plays_again(alone, tmp_path, name):
     live = started(alone, name)
     trainer = live.trainer

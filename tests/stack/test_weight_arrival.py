@@ -165,7 +165,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("check", ["digest", "probe"])
-@pytest.mark.parametrize("case", slow_but(SETTINGS, "plain", "adapters"))
+@pytest.mark.parametrize("case", slow_but(SETTINGS, "adapters"))
 def test_sound_syncs_pass(alone, case, check):
     live = alone(*(NO_WARM_UP,) * (case != "adapters"), *SETTINGS[case], f"resources.weight_check={check}")
     metrics = [live.step() for _ in range(3)]
