@@ -86,6 +86,7 @@ SYSTEMS = {
     "floor_small": System("small", "floor", SMALL),
     "trl_small": System("small", "trl_grpo", SMALL, peer="trl"),
     "ours_small": System("small", "ours", SMALL),
+    "floor_two": System("two", "floor", TWO),
     "comlrl_two": System("two", "comlrl_magrpo", TWO, peer="comlrl"),
     "ours_two": System("two", "ours", TWO),
     "optimum_debate": System("debate", "debate", DEBATE, ("optimum",)),
@@ -119,6 +120,8 @@ RATIOS = {
 
 EXTRA = {
     "floor_small": ratio("", "ours_small", "floor_small"),
+    "floor_two": ratio("", "ours_two", "floor_two"),
+    "floor_two_over_comlrl": ratio("", "floor_two", "comlrl_two", forwarded_tokens=1, trained_tokens=1),
     "floor_debate": ratio("", "ours_debate", "optimum_debate", "rollout", PLAYED),
     "trl_over_floor": ratio("", "trl_tiny", "floor_tiny"),
     "debate_hf_together": ratio("", "ours_debate", "hf_together", "rollout", PLAYED),

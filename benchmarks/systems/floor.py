@@ -24,29 +24,14 @@ from benchmarks.work import (
 CLIP = 0.2
 
 
-class Floor:
+class Policy:
+    """One model that is sampled from and trained."""
+
     def __init__(self, load: Load) -> None:
         self.load = load
-        self.tokenizer = Tokenizer.from_file(str(TOKENIZER / "tokenizer.json"))
         self.model = Lean(model_folder(load.size))
         self.sampler = Lean(model_folder(load.size), torch.bfloat16) if load.bf16 else self.model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=True)
-        self.questions = cycle(questions())
-
-    def step(self, work: Work) -> None:
-        prompts_NP = self.prompts()
-        answers_BT, old_log_probs_BT = self.rollout(prompts_NP)
-        texts = self.tokenizer.decode_batch(answers_BT.tolist())
-        advantages_B1 = group_advantages(texts, self.load.samples)
-        prompts_BP = prompts_NP.repeat_interleave(self.load.samples, 0)
-        self.update(torch.cat([prompts_BP, answers_BT], 1), old_log_probs_BT, advantages_B1, work)
-        work.samples += len(answers_BT)
-        work.prompt_tokens += prompts_BP.numel()
-        work.response_tokens += answers_BT.numel()
-
-    def prompts(self) -> Tensor:
-        texts = [prompt_of(question) for question in islice(self.questions, self.load.questions)]
-        return torch.tensor([encoded.ids for encoded in self.tokenizer.encode_batch(texts)])
 
     def rollout(self, prompts_NP: Tensor) -> tuple[Tensor, Tensor]:
         with torch.inference_mode():
@@ -74,17 +59,46 @@ class Floor:
         self.optimizer.step()
 
 
+class Floor:
+    """Agents with models of their own, which answer the same questions one after another."""
+
+    def __init__(self, load: Load) -> None:
+        self.load = load
+        self.tokenizer = Tokenizer.from_file(str(TOKENIZER / "tokenizer.json"))
+        self.policies = [Policy(load) for _ in range(load.agents)]
+        self.questions = cycle(questions())
+
+    def step(self, work: Work) -> None:
+        prompts_NP = self.prompts()
+        for policy in self.policies:
+            answers_BT, old_log_probs_BT = policy.rollout(prompts_NP)
+            texts = self.tokenizer.decode_batch(answers_BT.tolist())
+            advantages_B1 = group_advantages(texts, self.load.samples)
+            prompts_BP = prompts_NP.repeat_interleave(self.load.samples, 0)
+            policy.update(torch.cat([prompts_BP, answers_BT], 1), old_log_probs_BT, advantages_B1, work)
+            work.samples += len(answers_BT)
+            work.prompt_tokens += prompts_BP.numel()
+            work.response_tokens += answers_BT.numel()
+
+    def prompts(self) -> Tensor:
+        texts = [prompt_of(question) for question in islice(self.questions, self.load.questions)]
+        return torch.tensor([encoded.ids for encoded in self.tokenizer.encode_batch(texts)])
+
+    def checksum(self) -> float:
+        return checksum([policy.model for policy in self.policies])
+
+
 def main(load: Load) -> None:
     gate = Gate()
     torch.set_num_threads(1)
     floor = Floor(load)
-    gate.ready(checksum([floor.model]))
+    gate.ready(floor.checksum())
     while True:
         gate.begin()
         work = Work()
         floor.step(work)
         gate.stop_clocks()
-        gate.report(work, checksum([floor.model]))
+        gate.report(work, floor.checksum())
 
 
 if __name__ == "__main__":
