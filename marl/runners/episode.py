@@ -3,6 +3,8 @@
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from marl.runners.context import Overflow, drop_oldest, to_summarise, with_summary
@@ -23,6 +25,23 @@ class Generate(Protocol):
     def __call__(
         self, agent: AgentId, observation: list[Message], round: int, previous: Turn | None, branch: int
     ) -> Awaitable[Turn]: ...
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Position of a flow of control in an episode."""
+
+    record: Episode | None = None
+    depth: int = 0
+    """The deepest round that it has waited for."""
+    branched: bool = False
+    """Others run beside it: see :func:`together`."""
+
+    def depth_in(self, record: Episode) -> int:
+        return self.depth if self.record is record else 0
+
+
+FLOW: ContextVar[Flow] = ContextVar("flow", default=Flow())  # noqa: B039 - frozen
 
 
 class TooManyTurns(ValueError):
@@ -68,6 +87,17 @@ class LiveEpisode:
                 "which batches and memory are planned; fix most_turns, or run"
             )
 
+    def deepest_round(self) -> int:
+        """The deepest round that has ended. In a branch of :func:`together`, those of the other branches do not count: the
+        rounds of an episode, and its seeds, must not depend on who answers first."""
+        flow = FLOW.get()
+        return flow.depth_in(self.record) if flow.branched else self.record.num_rounds
+
+    def has_reached(self, round: int) -> None:
+        """Note a round that this flow of control has waited for."""
+        flow = FLOW.get()
+        FLOW.set(replace(flow, record=self.record, depth=max(flow.depth_in(self.record), round)))
+
     def count(self, what: str) -> None:
         """Count an event, logged as ``team/<what>``, a mean over episodes."""
         self.record.counts[what] += 1
@@ -112,9 +142,9 @@ class Agent:
     ) -> Coroutine[Any, Any, Turn]:
         """Answer an observation.
 
-        ``round`` is 1 + the deepest turn that has ended when this is called, unless given; ``answers=False`` marks what
-        is not an answer to the task. Raises ValueError if the agent has spoken in that round already: a turn grid holds one
-        turn per (episode, round, agent).
+        ``round`` is 1 + the deepest turn that has ended when this is called, unless given; inside :func:`together`, the
+        deepest one that this branch has waited for. ``answers=False`` marks what is not an answer to the task. Raises
+        ValueError if the agent has spoken in that round already: a turn grid holds one turn per (episode, round, agent).
         """
         return self._turn(observation, self._enter(round), 0, answers=answers)
 
@@ -138,7 +168,7 @@ class Agent:
         return self._noted(note)
 
     def _enter(self, round: int | None) -> int:
-        round = self._episode.record.num_rounds + 1 if round is None else round
+        round = self._episode.deepest_round() + 1 if round is None else round
         if round in self._rounds:
             raise ValueError(
                 f"agent {self.name!r} acts twice in round {round}; give its second turn a round of its own"
@@ -152,6 +182,7 @@ class Agent:
         for name, value in marks.items():
             setattr(turn, name, value)
         self._episode.record.turns.append(turn)
+        self._episode.has_reached(round)
         return turn
 
     async def _generate_within_context(self, observation: list[Message], round: int, branch: int) -> Turn:
@@ -209,18 +240,28 @@ async def together(turns: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(or_overflow(turn)) for turn in turns]
+            tasks = [group.create_task(branch(turn)) for turn in turns]
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
-    results = [task.result() for task in tasks]
+    join(task.result()[1] for task in tasks)
+    results = [task.result()[0] for task in tasks]
     for result in results:
         if isinstance(result, ContextOverflow):
             raise result
     return results  # type: ignore[return-value]
 
 
-async def or_overflow(turn: Coroutine[Any, Any, T]) -> T | ContextOverflow:
+async def branch(turn: Coroutine[Any, Any, T]) -> tuple[T | ContextOverflow, Flow]:
+    """The result, or the overflow, of a flow of control beside others, and where it ended."""
+    FLOW.set(replace(FLOW.get(), branched=True))
     try:
-        return await turn
+        return await turn, FLOW.get()
     except ContextOverflow as overflow:
-        return overflow
+        return overflow, FLOW.get()
+
+
+def join(branches: Iterable[Flow]) -> None:
+    """Go on from the deepest of several branches."""
+    own = FLOW.get()
+    deepest = max((flow for flow in branches if flow.record is not None), key=lambda flow: flow.depth, default=own)
+    FLOW.set(replace(deepest, branched=own.branched))

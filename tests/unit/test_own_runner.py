@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from marl.controller.collection import outcomes
-from marl.runners import RUNNERS, RecordedAnswers, ReplayDiverged, Runner, TooManyTurns, keep, scripted
+from marl.runners import RUNNERS, RecordedAnswers, ReplayDiverged, Runner, TooManyTurns, keep, scripted, together
 from marl.runners.debate import Sees
 from marl.types import Score, Task
 from recipe.peer_review import PeerReview
@@ -123,3 +123,43 @@ def test_it_ends_the_run_and_not_one_episode_among_many():
     """Dropped as other failures are, the longest conversations would be missing from what is trained."""
     with pytest.raises(TooManyTurns):
         asyncio.run(outcomes([insisting(2), insisting(3)]))
+
+
+class Often(Runner):
+    """Each agent answers three times beside the others; then all answer once more."""
+
+    async def run(self, episode):
+        await together(self.thrice(agent) for agent in episode.agents)
+        turns = await together(agent.act(agent.prompt) for agent in episode.agents)
+        return turns[0].text
+
+    async def thrice(self, agent):
+        await agent.act(agent.prompt)
+        await together([agent.act(agent.prompt)])  # a branch within a branch
+        await agent.act(agent.prompt)
+
+    def most_turns(self, agents):
+        return dict.fromkeys(agents, 4)
+
+
+@pytest.mark.parametrize("slowest", ["a", "b", "c"])
+def test_rounds_of_agents_that_act_at_the_same_time_do_not_depend_on_who_answers_first(slowest):
+    said = scripted.scripted(lambda agent, round, observation: f"{agent}{round}")
+
+    async def late(agent, observation, round, previous, branch):
+        for _ in range(20 if agent == slowest else 1):
+            await asyncio.sleep(0)
+        return await said(agent, observation, round, previous, branch)
+
+    record = asyncio.run(scripted.play(Often(Runner.Config("often")), TASK, ["a", "b", "c"], late))
+    assert sorted(turn.text for turn in record.turns) == [
+        f"{agent}{round}" for agent in "abc" for round in (1, 2, 3, 4)
+    ]
+
+
+def test_episodes_after_one_another_in_one_task_begin_in_round_1():
+    async def rounds():
+        said = scripted.scripted(scripted.numbered)
+        return [sorted(turn.round for turn in (await scripted.play(Often(Runner.Config("often")), TASK, ["a"], said)).turns) for _ in range(2)]  # fmt: skip
+
+    assert asyncio.run(rounds()) == [[1, 2, 3, 4]] * 2
