@@ -110,6 +110,7 @@ async def play_to_end(runner: Runner, episode: LiveEpisode) -> Episode:
     """
     record = episode.record
     episode.runner, episode.limits = f"runner={runner.config.name}", runner.most_turns(record.agents)
+    episode.last_round = runner.last_round(record.agents)
     try:
         record.answer = await runner.run(episode)
     except ContextOverflow as error:

@@ -45,7 +45,8 @@ FLOW: ContextVar[Flow] = ContextVar("flow", default=Flow())  # noqa: B039 - froz
 
 
 class TooManyTurns(ValueError):
-    """Raised where an agent speaks more often than its runner's ``most_turns``, by which a run is planned."""
+    """Raised where an agent speaks more often than its runner's ``most_turns``, or after its ``last_round``, by which a run is
+    planned."""
 
 
 class LiveEpisode:
@@ -65,6 +66,7 @@ class LiveEpisode:
         self.runner = ""
         self.limits: Mapping[AgentId, int] | None = None
         """Maximum number of turns of each agent; None for no limit."""
+        self.last_round: int | None = None
 
     def agent(self, name: AgentId) -> "Agent":
         return next(agent for agent in self.agents if agent.name == name)
@@ -85,6 +87,14 @@ class LiveEpisode:
             raise TooManyTurns(
                 f"{self.runner}: agent {agent!r} speaks {turns} times, and its most_turns says {self.limits.get(agent, 0)}, by "
                 "which batches and memory are planned; fix most_turns, or run"
+            )
+
+    def must_be_foreseen(self, agent: AgentId, round: int) -> None:
+        """Raise TooManyTurns for a round after the one that the runner calls its last."""
+        if self.last_round is not None and round > self.last_round:
+            raise TooManyTurns(
+                f"{self.runner}: agent {agent!r} speaks in round {round}, and its last_round says {self.last_round}, by which "
+                "settings of rounds are checked; fix last_round, or run"
             )
 
     def deepest_round(self) -> int:
@@ -174,6 +184,7 @@ class Agent:
                 f"agent {self.name!r} acts twice in round {round}; give its second turn a round of its own"
             )
         self._rounds.add(round)
+        self._episode.must_be_foreseen(self.name, round)
         self._episode.must_be_within(self.name, len(self._rounds))
         return round
 

@@ -163,3 +163,12 @@ def test_episodes_after_one_another_in_one_task_begin_in_round_1():
         return [sorted(turn.round for turn in (await scripted.play(Often(Runner.Config("often")), TASK, ["a"], said)).turns) for _ in range(2)]  # fmt: skip
 
     assert asyncio.run(rounds()) == [[1, 2, 3, 4]] * 2
+
+
+def test_a_round_after_the_last_one_is_refused():
+    runner = Often(Runner.Config("often"))
+    runner.last_round = lambda agents: 3
+    with pytest.raises(
+        TooManyTurns, match="runner=often: agent 'a' speaks in round 4, and its last_round says 3.*fix last_round"
+    ):
+        asyncio.run(scripted.play(runner, TASK, ["a"], scripted.scripted(scripted.numbered)))
