@@ -115,7 +115,9 @@ class LocalServers:
         self.config, rollout = config, omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
         self.name = server_name(rollout, replica_offset(rollout))
         model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
-        self.server_handles = [LocalHandle(LocalServer(rollout, model, get_device_name()))]
+        with torch.random.fork_rng():  # the trainer's generators are those of a run without servers: a replay has none
+            server = LocalServer(rollout, model, get_device_name())
+        self.server_handles = [LocalHandle(server)]
         self.server_addresses = [self.name]
         LOCAL_SERVERS[self.name] = self.server_handles[0]
 
