@@ -70,6 +70,7 @@ def test_a_project_passes_its_tests_and_trains_as_it_is(here):
     def run(*words):
         done = subprocess.run(words, cwd=project, env=environment, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        assert "WARNING" not in done.stderr, done.stderr[-2000:]
         return done.stdout
 
     assert "6 passed" in run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")

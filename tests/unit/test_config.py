@@ -521,6 +521,17 @@ def test_an_overlong_penalty_that_has_an_effect_is_taken(quickstart):
         prepare(quickstart("controller.overlong_buffer=2", *words))
 
 
+@pytest.mark.parametrize(
+    "learner,warned", [("grpo", True), ("grpo learner.gamma=0", False), ("leave_one_out", False)], ids=str
+)
+def test_a_longer_conversation_earns_more_where_rewards_are_summed(quickstart, caplog, learner, warned):
+    """A learner without a gamma reads a turn's own reward."""
+    from recipe import leave_one_out  # noqa: F401
+
+    prepare(quickstart("credit=own", "runner.stop_on_consensus=true", *f"learner={learner}".split()))
+    assert ("may end a conversation early" in caplog.text) == warned
+
+
 JUDGE = "agents.carol.trainable=false credit=own +policies.carol.endpoint={base_url:'http://localhost:1/v1',model:m"
 """A policy that a server elsewhere answers for, to be closed with a brace."""
 GPU = "hardware=gpu actor_rollout_ref.rollout"
