@@ -10,13 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
+from transformers import LlamaConfig
 
 from marl.commands import evaluate, replay
 from marl.config.errors import ConfigError
 from marl.config.identity import settings_of
 from marl.evaluation import evaluate as played, team
 from marl.evaluation.own_code import left_out
-from marl.evaluation.source import Source
+from marl.evaluation.source import Source, find
 from marl.evaluation.team import config_of
 from marl.preflight.prepare import prepare
 from marl.utils import folders
@@ -102,6 +103,48 @@ def test_a_run_that_was_moved_is_opened_without_its_base_and_its_folders(saved, 
     setup = prepare(config_of(Source(moved, 2, source.saved)))
     assert setup.config.actor_rollout_ref.model.path == str(moved / "alice" / "actor" / "huggingface")
     assert setup.config.trainer.rollout_data_dir is setup.config.trainer.validation_data_dir is None
+
+
+@pytest.mark.parametrize(
+    ("longest", "words", "lengths"),
+    [
+        (256, [], (128, 128)),
+        (1000, [], (500, 500)),
+        (256, ["data.max_prompt_length=200"], (200, 56)),
+        (256, ["data.max_response_length=1"], (255, 1)),
+        (2048, [], (512, 512)),
+    ],
+)
+def test_the_lengths_left_open_fit_the_context_of_a_plain_model(tmp_path, caplog, longest, words, lengths):
+    LlamaConfig(max_position_embeddings=longest).save_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        config = config_of(Source(tmp_path, None), words)
+    assert (config.data.max_prompt_length, config.data.max_response_length) == lengths
+    rollout = config.actor_rollout_ref.rollout
+    assert (rollout.prompt_length, rollout.response_length) == lengths
+    told = "reads {} tokens, a prompt and its answer together: data.max_prompt_length={} data.max_response_length={}"
+    assert (told.format(longest, *lengths) in caplog.text) is (longest < 1024)
+
+
+@pytest.mark.parametrize(
+    "words", [["data.max_prompt_length=200", "data.max_response_length=57"], ["data.max_prompt_length=256"]]
+)
+def test_lengths_beyond_the_context_of_a_plain_model_are_refused_with_some_that_fit(tmp_path, words):
+    LlamaConfig(max_position_embeddings=256).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"reads 256 tokens.*data.max_prompt_length=128 data.max_response_length=128"):
+        config_of(Source(tmp_path, None), words)
+
+
+def test_a_plain_model_of_a_short_context_answers(cold_assets, tmp_path):
+    row = {
+        "prompt": [{"role": "user", "content": "how many ?"}],
+        "data_source": "q",
+        "reward_model": {"ground_truth": "4"},
+    }
+    (tmp_path / "task.jsonl").write_text(json.dumps(row))
+    with team.opened(find(str(cold_assets / "model")), [f"data.val_files={tmp_path / 'task.jsonl'}"]) as alone:
+        collected = alone.controller.collect(alone.tasks(), 1, 0, validate=True)
+        assert [episode.answer for episode in alone.loop.run_until_complete(collected).episodes]
 
 
 def test_hardware_of_a_run_is_refused_by_name(tmp_path):
