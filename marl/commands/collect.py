@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from marl.commands.evaluate import files_of, labels_of, parsed as parsed_words
 from marl.config.endpoints import hosted_policies
 from marl.config.errors import ConfigError
+from marl.config.external import naming_modules
 from marl.config.identity import content_of, located, plain_of, versions
 from marl.config.overrides import hydra_overrides
 from marl.evaluation.own_code import must_be_scored_as_in_training
@@ -64,9 +65,9 @@ def run(arguments: Sequence[str]) -> Mapping[str, Any]:
     flags, options, named, words = parsed(arguments)
     must_be_new(flags.out)
     sources = [find(word) for word in named]
-    for source in sources:
-        must_be_scored_as_in_training(source.path, source.saved or {}, words)
-    with quiet("verbose=true" in words), masked_logs():
+    with quiet("verbose=true" in words), masked_logs(), naming_modules(*(source.modules for source in sources)):
+        for source in sources:
+            must_be_scored_as_in_training(source.path, source.saved or {}, words)
         return played_and_written(flags, options, sources, words)
 
 

@@ -3,8 +3,13 @@
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 
 VARIABLE = "VERL_USE_EXTERNAL_MODULES"
+PLATFORM = "marl.platform.cpu"
+"""Named for workers by the runs themselves."""
 
 
 def find_own_modules() -> None:
@@ -32,6 +37,43 @@ def check_modules(names: str) -> None:
                 f"{VARIABLE}={names}: there is no module {name!r}; expected names as in an import statement, separated by "
                 f"commas, of modules in {os.getcwd()} or on PYTHONPATH"
             )
+
+
+def named() -> list[str]:
+    return [name for name in os.environ.get(VARIABLE, "").split(",") if name not in ("", PLATFORM)]
+
+
+def own_modules() -> dict[str, str]:
+    """The modules that the variable names, and the folder that each is imported from."""
+    found = {}
+    for name in filter(is_found, named()):
+        origin = Path(getattr(importlib.util.find_spec(name), "origin", None) or name).absolute()
+        found[name] = str(origin.parents[name.count(".") + (origin.name == "__init__.py")])
+    return found
+
+
+@contextmanager
+def naming_modules(*runs: Mapping[str, str]) -> Iterator[None]:
+    """Let an error about saved runs name the modules that they imported and this process did not: they are code, and what a run
+    names is not executed by itself."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from marl.config.errors import ConfigError, explain
+
+    try:
+        yield
+    except (ConfigError, HydraException, OmegaConfBaseException) as error:
+        given = named()
+        missing = {name: folder for run in runs for name, folder in run.items() if name not in given}
+        if not missing:
+            raise
+        folders = dict.fromkeys(folder for name, folder in missing.items() if not is_found(name))
+        path = f"PYTHONPATH={os.pathsep.join(folders)} " if folders else ""
+        raise ConfigError(
+            f"{explain(error)}\nThe run imported modules of its own, which this command imports only where you name them: "
+            f"{path}{VARIABLE}={','.join([*given, *missing])}"
+        ) from None
 
 
 def is_found(name: str) -> bool:

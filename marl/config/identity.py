@@ -19,6 +19,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from marl.config.endpoints import RESUMABLE, access_keys
+from marl.config.external import own_modules
 from marl.utils.secret_masking import masked
 
 MAY_DIFFER = (
@@ -76,6 +77,7 @@ def identity_of(config: Any) -> dict[str, Any]:
         "agents_in_order": list(plain.get("agents") or {}),
         "contents": {key: content_of(value) for key, value in leaves(plain) if names_a_path(key, value)},
         "versions": versions(),
+        "modules": own_modules(),
     }
 
 

@@ -1,26 +1,31 @@
 """Teams of saved runs as ``marl eval``, ``serve`` and ``chat`` open them: their configuration, before anything starts."""
 
 import asyncio
+import io
 import json
 import logging
 import shutil
+import sys
 import time
 from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
+from rich.console import Console
 from transformers import LlamaConfig
 
-from marl.commands import evaluate, replay
+from marl.commands import chat, collect, evaluate, replay, serve
 from marl.config.errors import ConfigError
+from marl.config.external import VARIABLE, own_modules
 from marl.config.identity import settings_of
 from marl.evaluation import evaluate as played, team
 from marl.evaluation.own_code import left_out
 from marl.evaluation.source import Source, find
 from marl.evaluation.team import config_of
 from marl.preflight.prepare import prepare
-from marl.utils import folders
+from marl.serving.refusals import TOO_LONG, Refused
+from marl.utils import folders, manifest
 from marl.utils.deadlines import DeadlinePassed
 
 CODE = {
@@ -147,6 +152,42 @@ def test_a_plain_model_of_a_short_context_answers(cold_assets, tmp_path):
         assert [episode.answer for episode in alone.loop.run_until_complete(collected).episodes]
 
 
+@pytest.fixture
+def with_modules(saved, tmp_path, monkeypatch):
+    """A run whose runner is of a module that its training imported."""
+    (tmp_path / "project" / "mine_a").mkdir(parents=True)
+    for file in ("__init__", "parts"):
+        (tmp_path / "project" / "mine_a" / f"{file}.py").touch()
+    with monkeypatch.context() as training:
+        training.syspath_prepend(tmp_path / "project")
+        training.setenv(VARIABLE, "marl.platform.cpu,mine_a.parts,mine_a")
+        source = saved()
+        identity = {"config": source.saved, "agents_in_order": ["alice", "carol"], "modules": own_modules()}
+    source.saved["runner"]["name"] = "mine"
+    for folder in (source.path, source.path.parent):
+        (folder / "run.json").write_text(json.dumps(identity))
+    manifest.seal(source.path, {"step": 2})
+    monkeypatch.delenv(VARIABLE, raising=False)
+    return source.path
+
+
+def test_modules_that_a_run_imported_are_named_where_they_are_missing(with_modules, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("marl.evaluation.recorded_run.RecordedRun.must_hold", lambda *_: None)
+    own = {collect: ["--out", str(tmp_path / "a.jsonl")], replay: ["step=3"], serve: ["--port", "0"]}
+    told = f"only where you name them: {{}}{VARIABLE}=mine_a.parts,mine_a\n"
+    for command in (evaluate, chat, serve, collect, replay):
+        words = [str(with_modules.parent if command is replay else with_modules), *own.get(command, [])]
+        with monkeypatch.context() as here:
+            here.delitem(sys.modules, "mine_a", raising=False)  # the folder's, of before
+            assert command.main(words) == 2
+            said = capsys.readouterr().err
+            assert "runner=mine" in said and said.endswith(told.format(f"PYTHONPATH={tmp_path / 'project'} "))
+            here.syspath_prepend(tmp_path / "project")
+            assert command.main(words) == 2 and capsys.readouterr().err.endswith(told.format(""))
+            here.setenv(VARIABLE, "mine_a.parts,mine_a")
+            assert command.main(words) == 2 and VARIABLE not in capsys.readouterr().err
+
+
 def test_hardware_of_a_run_is_refused_by_name(tmp_path):
     with pytest.raises(
         ConfigError, match="hardware=gpu: .*is opened with the settings that it was saved with.*trainer.device"
@@ -197,3 +238,14 @@ def test_folders_may_have_an_equals_sign_in_their_name(tmp_path, monkeypatch):
     assert (teams, words) == (["lr=1", "other"], ["seed=2"])
     folder, own, changes = replay.parsed(["lr=1", "step=2", "seed=3"])
     assert (folder, own, changes) == (tmp_path / "lr=1", {"step": "2"}, ("seed=3",))
+
+
+@pytest.mark.parametrize(("code", "advised"), [(TOO_LONG, True), ("needs_scores", False)])
+def test_a_new_conversation_is_advised_where_the_old_one_is_too_long(code, advised):
+    def play(*_, **__):
+        raise Refused(400, "no", code)
+
+    shown, options = io.StringIO(), SimpleNamespace(model="team", seed=None)
+    talk = chat.Talk(Console(file=shown), lambda done: done, SimpleNamespace(play=play), options)
+    talk.hear("how many ?")
+    assert ("/new begins a shorter conversation" in shown.getvalue()) is advised
