@@ -21,7 +21,7 @@ from marl.commands.evaluate import files_of, labels_of, parsed as parsed_words
 from marl.config.endpoints import hosted_policies
 from marl.config.errors import ConfigError
 from marl.config.external import naming_modules
-from marl.config.identity import content_of, located, plain_of, versions
+from marl.config.identity import content_of, located, plain_of, versions, with_absolute_paths
 from marl.config.overrides import hydra_overrides
 from marl.evaluation.own_code import must_be_scored_as_in_training
 from marl.evaluation.source import Source, find
@@ -254,6 +254,7 @@ def command_of(flags: argparse.Namespace, options: Options, teams: Sequence[str]
     for name in ("filter_reward", "best_of", "out"):
         if (value := getattr(flags, name)) is not None:
             own += [f"--{name.replace('_', '-')}", str(value)]
+    words = [with_absolute_paths(word) for word in words]
     return masked_text(shlex.join(["marl", "collect", *teams, *own, *words]))
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -64,16 +65,23 @@ def naming_modules(*runs: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
-        given = named()
+        given = own_modules()
         missing = {name: folder for run in runs for name, folder in run.items() if name not in given}
         if not missing:
             raise
-        folders = dict.fromkeys(folder for name, folder in missing.items() if not is_found(name))
-        path = f"PYTHONPATH={os.pathsep.join(folders)} " if folders else ""
         raise ConfigError(
             f"{explain(error)}\nThe run imported modules of its own, which this command imports only where you name them: "
-            f"{path}{VARIABLE}={','.join([*given, *missing])}"
+            f"{naming_own(given | missing)}marl …"
         ) from None
+
+
+def naming_own(modules: Mapping[str, str]) -> str:
+    """What goes before a command, in any folder, to import modules of one's own."""
+    if not modules:
+        return ""
+    folders = dict.fromkeys(folder for folder in modules.values() if not folder.startswith(sys.prefix))
+    path = "".join(f"{shlex.quote(folder)}:" for folder in folders)
+    return f"{f'PYTHONPATH={path}$PYTHONPATH ' if path else ''}{VARIABLE}={','.join(modules)} "
 
 
 def is_found(name: str) -> bool:

@@ -119,6 +119,19 @@ def located(path: str) -> Path | None:
     return there if path and there.exists() else None
 
 
+def with_absolute_paths(word: str) -> str:
+    """A ``key=value`` that means the same in any working folder."""
+    key, _, value = word.partition("=")
+    if PATH_KEY.search(key.rpartition(".")[2]) is None or "://" in value:
+        return word
+    return f"{key}={re.sub(r'[^][,]+', lambda path: absolute(path[0]), value)}"
+
+
+def absolute(path: str) -> str:
+    there = located(path)
+    return path if there is None else str(there.resolve())
+
+
 def content_of(value: str | list[str]) -> str:
     """Digest of the contents of a file, a folder, or a list of them."""
     if isinstance(value, list):

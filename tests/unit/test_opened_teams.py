@@ -4,8 +4,8 @@ import asyncio
 import io
 import json
 import logging
+import shlex
 import shutil
-import sys
 import time
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -174,16 +174,14 @@ def with_modules(saved, tmp_path, monkeypatch):
 def test_modules_that_a_run_imported_are_named_where_they_are_missing(with_modules, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("marl.evaluation.recorded_run.RecordedRun.must_hold", lambda *_: None)
     own = {collect: ["--out", str(tmp_path / "a.jsonl")], replay: ["step=3"], serve: ["--port", "0"]}
-    told = f"only where you name them: {{}}{VARIABLE}=mine_a.parts,mine_a\n"
+    told = f"PYTHONPATH={tmp_path / 'project'}:$PYTHONPATH {VARIABLE}=mine_a.parts,mine_a marl …\n"
     for command in (evaluate, chat, serve, collect, replay):
         words = [str(with_modules.parent if command is replay else with_modules), *own.get(command, [])]
         with monkeypatch.context() as here:
-            here.delitem(sys.modules, "mine_a", raising=False)  # the folder's, of before
             assert command.main(words) == 2
             said = capsys.readouterr().err
-            assert "runner=mine" in said and said.endswith(told.format(f"PYTHONPATH={tmp_path / 'project'} "))
+            assert "runner=mine" in said and said.endswith(f"only where you name them: {told}")
             here.syspath_prepend(tmp_path / "project")
-            assert command.main(words) == 2 and capsys.readouterr().err.endswith(told.format(""))
             here.setenv(VARIABLE, "mine_a.parts,mine_a")
             assert command.main(words) == 2 and VARIABLE not in capsys.readouterr().err
 
@@ -214,6 +212,21 @@ def test_the_command_of_an_evaluation_is_masked(tmp_path):
     token = "hf_" + "abcdefghijklmnopqrstuvwx"
     said = evaluate.command_of(evaluate.Options(), [Source(tmp_path, 2, {})], ["a.parquet"], [f"verbose={token}"])
     assert token not in said and "verbose=" in said
+
+
+def test_the_command_of_an_evaluation_holds_in_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine_b.py", "b.jsonl", "1"):
+        (tmp_path / name).touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv(VARIABLE, "mine_b")
+    path, file = "reward.custom_reward_function.path", str(tmp_path / "b.jsonl")
+    words = [f"{path}=mine_b.py", "data.val_files=[b.jsonl,b.jsonl]", "n=1", "a.path=gone/model", "b.path=pkg://mine_b"]
+    said = evaluate.command_of(evaluate.Options(), [Source(tmp_path, 2, {})], [file], words)
+    modules, rest = said.split(" marl eval ")
+    assert modules == f"PYTHONPATH={tmp_path}:$PYTHONPATH {VARIABLE}=mine_b"
+    mended = [f"{path}={tmp_path}/mine_b.py", f"data.val_files=[{file},{file}]", *words[2:]]
+    assert shlex.split(rest) == [str(tmp_path), f"task={file}", *mended]
 
 
 def test_a_folder_that_cannot_be_written_is_named_before_anything_is_played(tmp_path):
