@@ -16,6 +16,7 @@ from rich.text import Text
 from marl.commands.serve import answerable
 from marl.config.command_options import chat as chat_options, read
 from marl.config.errors import ConfigError
+from marl.config.external import naming_modules
 from marl.evaluation.source import find
 from marl.main import exit_code
 from marl.types import Episode, Message, Turn
@@ -43,6 +44,7 @@ def chat(options: argparse.Namespace, words: Sequence[str], console: Console | N
     with ExitStack() as stack:
         stack.enter_context(quiet("verbose=true" in words))
         stack.enter_context(masked_logs())
+        stack.enter_context(naming_modules(source.modules))
         asked = stack.enter_context(answerable(source, options, words))
         team = stack.enter_context(opened(source, asked))
         player = Player(team, options.data_source)
@@ -97,14 +99,15 @@ class Talk:
     def ask(self, question: str) -> None:
         """Show the debate as it goes on, and the answer. A question that cannot be answered leaves the conversation as it was."""
         from marl.report.conversation import answering_turn
-        from marl.serving.refusals import Refused
+        from marl.serving.refusals import TOO_LONG, Refused
 
         asked = [*self.messages, {"role": "user", "content": question}]
         seed = secrets.randbits(62) if self.options.seed is None else self.options.seed
         try:
             episode = self.wait(self.player.play(self.options.model, asked, {}, seed, heard=self.show))
         except Refused as error:
-            say(self.console, f"{error}. /new begins a shorter conversation", "red")
+            shorter = ". /new begins a shorter conversation" if error.code == TOO_LONG else ""
+            say(self.console, f"{error}{shorter}", "red")
             return
         answer = answering_turn(episode).text
         self.messages = [*asked, {"role": "assistant", "content": answer}]

@@ -20,7 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 from marl.commands.evaluate import files_of, labels_of, parsed as parsed_words
 from marl.config.endpoints import hosted_policies
 from marl.config.errors import ConfigError
-from marl.config.identity import content_of, located, plain_of, versions
+from marl.config.external import naming_modules
+from marl.config.identity import content_of, located, plain_of, versions, with_absolute_paths
 from marl.config.overrides import hydra_overrides
 from marl.evaluation.own_code import must_be_scored_as_in_training
 from marl.evaluation.source import Source, find
@@ -63,10 +64,11 @@ def run(arguments: Sequence[str]) -> Mapping[str, Any]:
     """Play, choose and write; returns the counts. Raises ConfigError."""
     flags, options, named, words = parsed(arguments)
     must_be_new(flags.out)
+    must_limit_what_is_played(options, words)
     sources = [find(word) for word in named]
-    for source in sources:
-        must_be_scored_as_in_training(source.path, source.saved or {}, words)
-    with quiet("verbose=true" in words), masked_logs():
+    with quiet("verbose=true" in words), masked_logs(), naming_modules(*(source.modules for source in sources)):
+        for source in sources:
+            must_be_scored_as_in_training(source.path, source.saved or {}, words)
         return played_and_written(flags, options, sources, words)
 
 
@@ -105,7 +107,9 @@ def words_of_untrained(words: Sequence[str]) -> tuple[argparse.Namespace, Option
     must_be_new(flags.out)
     own = [word for word in rest if word.partition("=")[0] in Options.__dataclass_fields__]
     options, *_ = parsed_words(own, Options, "marl collect", USAGE, least=0)
-    return flags, options, [word for word in rest if word not in own]
+    words = [word for word in rest if word not in own]
+    must_limit_what_is_played(options, words)
+    return flags, options, words
 
 
 def collect_untrained(
@@ -191,7 +195,7 @@ def played_and_written(
 ) -> Mapping[str, Any]:
     """``named``: the words that the command named the teams by, if not their folders."""
     files, labels, out = task_files(options, sources), labels_of(sources), Path(flags.out).expanduser()
-    mine = [f"data.val_files={json.dumps(files)}", *split_limit(options, sources), *words]
+    mine = [f"data.val_files={json.dumps(files)}", *split_limit(options, sources, words), *words]
     # heavy: imported once the command line holds
     from marl.evaluation.collect import Wanted, collect
 
@@ -216,11 +220,29 @@ def task_files(options: Options, sources: Sequence[Source]) -> list[str]:
     return files_of(Options(task=None), sources, key)
 
 
-def split_limit(options: Options, sources: Sequence[Source]) -> list[str]:
-    """As many training tasks as the first run trains on: its limit on its validation is none on them."""
-    if options.task != "train" or sources[0].saved is None or Path("train").is_file():
+def plays_training(options: Options) -> bool:
+    return options.task == "train" and not Path("train").is_file()
+
+
+def given_to(key: str, words: Sequence[str]) -> str | None:
+    """The value that a command line gives a key, if any."""
+    return next((word.partition("=")[2] for word in reversed(words) if word.lstrip("+").startswith(f"{key}=")), None)
+
+
+def must_limit_what_is_played(options: Options, words: Sequence[str]) -> None:
+    """Raise ConfigError for a limit on the other split's tasks, which would limit nothing."""
+    limits = ["data.train_max_samples", "data.val_max_samples"]
+    mine, other = limits if plays_training(options) else limits[::-1]
+    if (value := given_to(other, words)) is not None:
+        raise ConfigError(f"{other}={value}: it does not limit task={options.task}; expected {mine}={value}")
+
+
+def split_limit(options: Options, sources: Sequence[Source], words: Sequence[str]) -> list[str]:
+    """As many training tasks as the first run trains on, or as the command line says: its limit on its validation is none on them."""
+    if sources[0].saved is None or not plays_training(options):
         return []
-    return [f"data.val_max_samples={sources[0].saved['data']['train_max_samples']}"]
+    given = given_to("data.train_max_samples", words) or sources[0].saved["data"]["train_max_samples"]
+    return [f"data.val_max_samples={given}"]
 
 
 def played_by(sources: Sequence[Source], labels: Sequence[str], samples: Sequence[int]) -> dict[str, str]:
@@ -253,6 +275,7 @@ def command_of(flags: argparse.Namespace, options: Options, teams: Sequence[str]
     for name in ("filter_reward", "best_of", "out"):
         if (value := getattr(flags, name)) is not None:
             own += [f"--{name.replace('_', '-')}", str(value)]
+    words = [with_absolute_paths(word) for word in words]
     return masked_text(shlex.join(["marl", "collect", *teams, *own, *words]))
 
 

@@ -19,7 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from marl.config.dataset_rows import file_list
 from marl.config.errors import ConfigError
-from marl.config.identity import content_of, versions
+from marl.config.external import naming_modules, naming_own, own_modules
+from marl.config.identity import content_of, versions, with_absolute_paths
 from marl.evaluation.numbers import MEASURES
 from marl.evaluation.own_code import must_be_scored_as_in_training
 from marl.evaluation.source import Source, find, reads_examples
@@ -55,7 +56,7 @@ def run(arguments: Sequence[str]) -> Mapping[str, Any]:
     """Evaluate, write and print; returns what ``result.json`` holds. Raises ConfigError."""
     options, named, words = parsed(arguments)
     sources = [find(word) for word in named]
-    with quiet("verbose=true" in words), masked_logs():
+    with quiet("verbose=true" in words), masked_logs(), naming_modules(*(source.modules for source in sources)):
         return measure(options, sources, words)
 
 
@@ -171,7 +172,9 @@ def command_of(options: Options, sources: Sequence[Source], files: Sequence[str]
     own += [f"{key}={value}" for key in ("n", "name") if (value := getattr(options, key)) is not None]
     own += [f"{key}=[{','.join(value)}]" for key in ("measures", "baselines") if (value := getattr(options, key))]
     own += ["leave_one_out=true"] * options.leave_one_out
-    return masked_text(shlex.join(["marl", "eval", *(str(source.path) for source in sources), *own, *words]))
+    words = [with_absolute_paths(word) for word in words]
+    command = shlex.join(["marl", "eval", *(str(source.path) for source in sources), *own, *words])
+    return masked_text(naming_own(own_modules()) + command)
 
 
 def name_of(sources: Sequence[Source], command: str) -> str:

@@ -6,14 +6,15 @@ marl run-one runner=summary +agents.editor.role="Merge." question="What is 2+2?"
 import argparse
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_dir, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -26,10 +27,11 @@ from marl.config.overrides import hydra_overrides
 from marl.config.rules.agents import templates_can_be_filled
 from marl.report import dump
 from marl.rewards import answer_rules, check_extractors
+from marl.rewards.answers import HIDDEN, Extract, agrees, math_answer, plain
 from marl.run_setup import make_runner
 from marl.runners import Generate, RecordedAnswers, scripted
 from marl.runners.episode import Judge
-from marl.types import Episode, Task, Turn
+from marl.types import Episode, Score, Task, Turn
 
 
 class Model(Enum):
@@ -95,15 +97,17 @@ def parsed(arguments: Sequence[str]) -> tuple[Options, argparse.Namespace, list[
 
 TEXTS = ("question", "truth", "dump")
 """Taken as they are: as YAML, a text with a colon would be something else."""
+LISTS = ("answers", "instead")
 
 
 def options_of(words: Sequence[str]) -> Options:
     """Raises ConfigError for a value that an option cannot have, and for options of which one would be ignored."""
-    texts = [word.partition("=") for word in words if word.startswith(tuple(f"{key}=" for key in TEXTS))]
-    others = OmegaConf.from_dotlist([word for word in words if not word.startswith(tuple(f"{key}=" for key in TEXTS))])
-    merged: Any = OmegaConf.merge(
-        OmegaConf.structured(Options), others, {key: unquoted(text) for key, _, text in texts}
+    given = [word.partition("=") for word in words]
+    others = OmegaConf.from_dotlist(
+        [word for word, (key, *_) in zip(words, given, strict=True) if key not in TEXTS + LISTS]
     )
+    own = {key: unquoted(text) if key in TEXTS else listed(key, text) for key, _, text in given if key in TEXTS + LISTS}
+    merged: Any = OmegaConf.merge(OmegaConf.structured(Options), others, own)
     options: Options = OmegaConf.to_object(merged)  # type: ignore[assignment]
     for key in ("row", "episode"):
         if getattr(options, key) < 0:
@@ -116,6 +120,15 @@ def options_of(words: Sequence[str]) -> Options:
     if options.answers and options.model is not Model.scripted:
         raise ConfigError(f"answers={options.answers}: model={options.model.name} gives its own; leave one of them out")
     return options
+
+
+def listed(key: str, text: str) -> list[str]:
+    """A list of texts, each as it was typed: to YAML 4.10 would be a number, and yes a truth value. Raises ConfigError."""
+    with suppress(yaml.YAMLError):
+        found = yaml.load(text, yaml.BaseLoader)
+        if isinstance(found, list) and all(isinstance(item, str) for item in found):
+            return found
+    raise ConfigError(f"{key}={text}: expected a list of texts, as in {key}=\"['so: 4','5']\"")
 
 
 def unquoted(text: str) -> str | None:
@@ -146,9 +159,12 @@ async def stage(options: Options, config: DictConfig) -> AsyncIterator[tuple[Tas
         rules, source = answer_rules(config), "question"
         question = [{"role": "user", "content": "What is 2 + 2?" if options.question is None else options.question}]
         truth = "4" if options.truth is None else options.truth
-        task = Task("question", question, truth, source, rules.extractor(source), {}, rules.hider(source))
+        extract, hide = rules.extractor(source), rules.hider(source)
+        if extract is math_answer:  # a rule of the user's holds to the letter
+            extract, hide = or_bare(extract), hide_bare(hide)
+        task = Task("question", question, truth, source, extract, {}, hide)
         script = scripted.listed(options.answers) if options.answers else scripted.numbered
-        yield task, scripted.scripted(script), scripted.exact_match
+        yield task, scripted.scripted(script), match
         return
     if options.model is Model.tiny:
         from marl.quickstart.assets import ensure_for
@@ -169,6 +185,25 @@ async def stage(options: Options, config: DictConfig) -> AsyncIterator[tuple[Tas
             raise ConfigError(f"row={options.row}: data.val_files hold {len(trainer.validation)} rows, counted from 0")
         task, key = asked(options, trainer.validation[options.row]), (config.seed, "run-one", options.row)
         yield task, controller.generate(task, key, step=0, validate=True), controller.judge
+
+
+def or_bare(extract: Extract) -> Extract:
+    """The rule, and one word alone, as of ``answers=[4,5]``, is the answer that it says."""
+    return lambda text: extract(text) or bare(text)
+
+
+def hide_bare(hide: Callable[[str], str]) -> Callable[[str], str]:
+    return lambda text: HIDDEN if bare(text) else hide(text)
+
+
+def bare(text: str) -> str | None:
+    return plain(text) if len(text.split()) == 1 else None
+
+
+async def match(task: Task, turn: Turn) -> Score:
+    """1 for the truth as it was typed, or the same number in another form, else 0."""
+    answer = task.extract(turn.text)
+    return Score(float(agrees(answer, task.ground_truth)), answer)
 
 
 def asked(options: Options, row: Task) -> Task:

@@ -7,7 +7,6 @@ import argparse
 import json
 import logging
 import os
-import signal
 import socket
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any
 from marl.config.command_options import KEY, read, serve as serve_options
 from marl.config.dataset_rows import file_list
 from marl.config.errors import ConfigError
+from marl.config.external import naming_modules
 from marl.evaluation.source import Source, find, reads_examples
 from marl.main import exit_code
 from marl.utils.numbers import SECONDS, Number, count
@@ -70,18 +70,17 @@ def access_key(options: argparse.Namespace) -> str | None:
 
 
 def serve(options: argparse.Namespace, words: Sequence[str]) -> None:
-    """Listen until a signal ends it."""
-    import uvicorn
-
+    """Listen until a signal ends it: SIGTERM in order, SIGINT by a KeyboardInterrupt."""
     from marl.evaluation.team import opened
     from marl.serving.app import make_app
     from marl.serving.host import hosted
+    from marl.serving.listener import Listener
     from marl.serving.player import Player
     from marl.serving.service import Limits, Service
 
     source, key = find(options.source), access_key(options)
     with ExitStack() as stack:
-        for context in (quiet("verbose=true" in words), masked_logs()):
+        for context in (quiet("verbose=true" in words), masked_logs(), naming_modules(source.modules)):
             stack.enter_context(context)
         place = stack.enter_context(listening(options))
         asked = stack.enter_context(answerable(source, options, words))
@@ -89,10 +88,10 @@ def serve(options: argparse.Namespace, words: Sequence[str]) -> None:
         host = stack.enter_context(hosted(team.loop))
         limits = Limits(options.max_concurrent, options.queue, options.timeout)
         service = Service(Player(team, options.data_source), host, limits)
+        listener = Listener(make_app(service, key))
+        listener.listen_to_signals()
         announce(source, service, options, place, bool(key))
-        settings: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": 10}
-        signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn ends at it, then raises it again
-        uvicorn.Server(uvicorn.Config(make_app(service, key), **settings)).run(sockets=[place])
+        listener.run(sockets=[place])
 
 
 def announce(source: Source, service: Any, options: argparse.Namespace, place: socket.socket, closed: bool) -> None:

@@ -2,9 +2,15 @@
 
 import importlib.util
 import os
+import shlex
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 
 VARIABLE = "VERL_USE_EXTERNAL_MODULES"
+PLATFORM = "marl.platform.cpu"
+"""Named for workers by the runs themselves."""
 
 
 def find_own_modules() -> None:
@@ -32,6 +38,50 @@ def check_modules(names: str) -> None:
                 f"{VARIABLE}={names}: there is no module {name!r}; expected names as in an import statement, separated by "
                 f"commas, of modules in {os.getcwd()} or on PYTHONPATH"
             )
+
+
+def named() -> list[str]:
+    return [name for name in os.environ.get(VARIABLE, "").split(",") if name not in ("", PLATFORM)]
+
+
+def own_modules() -> dict[str, str]:
+    """The modules that the variable names, and the folder that each is imported from."""
+    found = {}
+    for name in filter(is_found, named()):
+        origin = Path(getattr(importlib.util.find_spec(name), "origin", None) or name).absolute()
+        found[name] = str(origin.parents[name.count(".") + (origin.name == "__init__.py")])
+    return found
+
+
+@contextmanager
+def naming_modules(*runs: Mapping[str, str]) -> Iterator[None]:
+    """Let an error about saved runs name the modules that they imported and this process did not: they are code, and what a run
+    names is not executed by itself."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from marl.config.errors import ConfigError, explain
+
+    try:
+        yield
+    except (ConfigError, HydraException, OmegaConfBaseException) as error:
+        given = own_modules()
+        missing = {name: folder for run in runs for name, folder in run.items() if name not in given}
+        if not missing:
+            raise
+        raise ConfigError(
+            f"{explain(error)}\nThe run imported modules of its own, which this command imports only where you name them: "
+            f"{naming_own(given | missing)}marl …"
+        ) from None
+
+
+def naming_own(modules: Mapping[str, str]) -> str:
+    """What goes before a command, in any folder, to import modules of one's own."""
+    if not modules:
+        return ""
+    folders = dict.fromkeys(folder for folder in modules.values() if not folder.startswith(sys.prefix))
+    path = "".join(f"{shlex.quote(folder)}:" for folder in folders)
+    return f"{f'PYTHONPATH={path}$PYTHONPATH ' if path else ''}{VARIABLE}={','.join(modules)} "
 
 
 def is_found(name: str) -> bool:

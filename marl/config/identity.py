@@ -19,6 +19,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from marl.config.endpoints import RESUMABLE, access_keys
+from marl.config.external import own_modules
 from marl.utils.secret_masking import masked
 
 MAY_DIFFER = (
@@ -76,6 +77,7 @@ def identity_of(config: Any) -> dict[str, Any]:
         "agents_in_order": list(plain.get("agents") or {}),
         "contents": {key: content_of(value) for key, value in leaves(plain) if names_a_path(key, value)},
         "versions": versions(),
+        "modules": own_modules(),
     }
 
 
@@ -115,6 +117,19 @@ def located(path: str) -> Path | None:
         return Path(found.origin) if found and found.origin and Path(found.origin).is_file() else None
     there = Path(path.removeprefix("file://")).expanduser()
     return there if path and there.exists() else None
+
+
+def with_absolute_paths(word: str) -> str:
+    """A ``key=value`` that means the same in any working folder."""
+    key, _, value = word.partition("=")
+    if PATH_KEY.search(key.rpartition(".")[2]) is None or "://" in value:
+        return word
+    return f"{key}={re.sub(r'[^][,]+', lambda path: absolute(path[0]), value)}"
+
+
+def absolute(path: str) -> str:
+    there = located(path)
+    return path if there is None else str(there.resolve())
 
 
 def content_of(value: str | list[str]) -> str:

@@ -21,6 +21,7 @@ from marl.cluster.absent_servers import AbsentEndpoint, NotRecorded, NoWeightSyn
 from marl.cluster.session import session
 from marl.cluster.weight_arrival import digest_seed
 from marl.config.errors import ConfigError
+from marl.config.external import naming_modules
 from marl.config.identity import identity_of, key_of, refused
 from marl.controller.endpoint_client import EndpointClient
 from marl.controller.ledger import FOLDER, folder_of, read_step
@@ -111,7 +112,8 @@ def replay(wanted: Wanted) -> Outcome:
     run.must_hold(range(first, wanted.step + 1))
     outcome = Outcome([f"{name} is not used: {why}" for name, why in damaged.items()])
     outcome.notes.append(f"from {origin.name if origin else 'the first weights'}, steps {first} to {wanted.step}")
-    with tempfile.TemporaryDirectory(prefix="marl_replay_") as scratch:
+    modules = run.identity.get("modules", {})
+    with naming_modules(modules), tempfile.TemporaryDirectory(prefix="marl_replay_") as scratch:
         config = run.config(wanted.changes)
         place(config, Path(scratch), origin)
         setup = prepare(config)

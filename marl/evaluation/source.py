@@ -2,7 +2,8 @@
 
 import logging
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ class Source:
     """The run's resolved configuration, as ``run.json`` has it; None for a model's folder."""
     untrained: bool = False
     """The team of a configuration that the user named, with the weights that its training would begin with."""
+    modules: Mapping[str, str] = field(default_factory=dict)
+    """Modules of the user's that the run imported, and their folders."""
 
     @property
     def name(self) -> str:
@@ -81,7 +84,7 @@ def of_checkpoint(path: Path, word: str) -> Source:
         raise ConfigError(
             f"{word}: the checkpoint is not whole: {error}; expected one as it was saved, name another one"
         ) from None
-    return Source(path, int(facts["step"]), settings_at(path))
+    return source_at(path, int(facts["step"]))
 
 
 def of_run(path: Path, word: str) -> Source:
@@ -97,7 +100,7 @@ def of_run(path: Path, word: str) -> Source:
         raise ConfigError(f"{word}: there is no whole checkpoint. {damaged or (why if writing else done)}")
     if writing:
         logger.warning("%s is still being written: its newest whole checkpoint, %s, is used", path, found.name)
-    return Source(found, int(folders.STEP.fullmatch(found.name)[1]), settings_at(found))  # type: ignore[index]
+    return source_at(found, int(folders.STEP.fullmatch(found.name)[1]))  # type: ignore[index]
 
 
 def of_model(path: Path, word: str) -> Source:
@@ -106,15 +109,14 @@ def of_model(path: Path, word: str) -> Source:
     return Source(path, None)
 
 
-def settings_at(checkpoint: Path) -> Any:
+def source_at(checkpoint: Path, step: int) -> Source:
     identity = read_identity(checkpoint)
     if identity is None or "config" not in identity:
         raise ConfigError(
             f"{checkpoint}: no {RUN} in it or beside it; expected the one that the run left, copy it there from the run's folder"
         )
-    return identity["config"] | {
-        "agents": {name: identity["config"]["agents"][name] for name in identity["agents_in_order"]}
-    }
+    agents = {name: identity["config"]["agents"][name] for name in identity["agents_in_order"]}
+    return Source(checkpoint, step, identity["config"] | {"agents": agents}, modules=identity.get("modules", {}))
 
 
 def reads_examples(source: Source) -> bool:

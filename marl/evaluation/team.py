@@ -29,6 +29,7 @@ from marl.controller.tasks import validation_tasks
 from marl.evaluation import own_code
 from marl.evaluation.load import saved_state, saved_weights
 from marl.evaluation.source import Source
+from marl.modules.pretrained import load_config
 from marl.preflight.endpoints import check_endpoints
 from marl.preflight.prepare import prepare
 from marl.run_setup import Setup
@@ -38,6 +39,7 @@ from marl.utils.deadlines import interrupted_after
 logger = logging.getLogger(__name__)
 ALONE = "solo"
 """The one agent of a plain model's team."""
+LENGTHS = ("max_prompt_length", "max_response_length")
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,8 @@ def config_of(source: Source, words: Sequence[str] = ()) -> DictConfig:
         if source.saved is not None:
             config.data.columns = None  # its files were converted; others have verl's columns
         changed(config, [word for word in words if word not in options])
+        if source.saved is None:
+            fit_context(config, words)
         config.data.train_files = config.data.val_files  # which nobody reads
         fit_process(config)
     return config
@@ -223,6 +227,31 @@ def changed(config: DictConfig, words: Sequence[str]) -> None:
         except yaml.YAMLError:
             raise ConfigError(f"{word}: cannot be read; expected key=value, as YAML has values") from None
         OmegaConf.set_struct(config, True)
+
+
+def fit_context(config: DictConfig, words: Sequence[str]) -> None:
+    """Let a prompt and its answer fit a plain model: shorten the lengths that the command line leaves open. Raises ConfigError where
+    those that it names leave no room."""
+    lengths, model = {key: config.data[key] for key in LENGTHS}, config.actor_rollout_ref.model
+    if config.actor_rollout_ref.rollout.max_model_len is not None or any(type(n) is not int for n in lengths.values()):
+        return  # the rules judge them
+    text = load_config(model, "actor_rollout_ref.model").get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    if longest is None or sum(lengths.values()) <= longest:
+        return
+    named = {word.partition("=")[0].lstrip("+") for word in words}
+    free = [key for key in LENGTHS if f"data.{key}" not in named]
+    room = longest - sum(length for key, length in lengths.items() if key not in free)
+    if not free or room < len(free):
+        asked = " ".join(f"data.{key}={length}" for key, length in lengths.items())
+        raise ConfigError(
+            f"{asked}: {model.path} reads {longest} tokens, a prompt and its answer together; expected lengths that fit, as "
+            f"data.{LENGTHS[0]}={longest - longest // 2} data.{LENGTHS[1]}={longest // 2}"
+        )
+    for key in free:
+        config.data[key] = room // len(free)
+    fitting = " ".join(f"data.{key}={config.data[key]}" for key in LENGTHS)
+    logger.warning("%s reads %d tokens, a prompt and its answer together: %s", model.path, longest, fitting)
 
 
 def fit_process(config: DictConfig) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from marl.config.external import VARIABLE
 from marl.utils.manifest import replace_text
 from marl.utils.secret_masking import masked_text
 
@@ -47,6 +48,7 @@ def text_of(record: Mapping[str, Any], folder: Path, command: str) -> str:
     facts = commits()
     facts |= {f"version of {name}": number for name, number in record["versions"].items()}
     facts |= {f"content of `{key}`": digest for key, digest in record["contents"].items()}
+    modules = record.get("modules", {})
     times = [entry["at"] for entry in record.get("resumed", [])]
     return TEXT.format(
         title=config["trainer"]["experiment_name"],
@@ -58,7 +60,7 @@ def text_of(record: Mapping[str, Any], folder: Path, command: str) -> str:
         started=record["started"],
         resumed=f", resumed {', '.join(times)}" if times else "",
         folder=Path.cwd(),
-        command=command,
+        command=f"{VARIABLE}={','.join(modules)} {command}" if modules else command,
         rows=table_of(facts),
         here=folder,
     )

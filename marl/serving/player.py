@@ -11,7 +11,7 @@ from marl.evaluation.team import Team
 from marl.rewards import answer_rules
 from marl.runners import RUNNERS, LiveEpisode, Runner, play_to_end
 from marl.runners.episode import FORESIGHT, Generate, Judge
-from marl.serving.refusals import Refused
+from marl.serving.refusals import TOO_LONG, Refused
 from marl.types import AgentId, Episode, Message, Score, Task, Turn
 from marl.utils.seeding import derive_seed
 
@@ -63,9 +63,7 @@ class Player:
         played = await play_to_end(self.runner(model), live)
         if played.failure == "overflow" or not played.path:
             said = played.failure_message or "no agent has spoken"
-            raise Refused(
-                400, f"the conversation is too long for the team: {said}", "context_length_exceeded", "messages"
-            )
+            raise Refused(400, f"the conversation is too long for the team: {said}", TOO_LONG, "messages")
         return played
 
     def runner(self, model: str) -> Runner:

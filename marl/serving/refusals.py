@@ -19,6 +19,7 @@ class Refused(Exception):
         return {"error": error}
 
 
+TOO_LONG = "context_length_exceeded"
 KINDS = {401: "authentication_error", 429: "rate_limit_error", 504: "timeout_error"}
 
 

@@ -3,6 +3,7 @@
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -68,7 +69,9 @@ def test_a_project_passes_its_tests_and_trains_as_it_is(here):
     environment = {key: value for key, value in os.environ.items() if key != "MARL_CACHE"} | paths
 
     def run(*words):
-        done = subprocess.run(words, cwd=project, env=environment, capture_output=True, text=True, timeout=280)
+        done = subprocess.run(
+            words, cwd=project, env=environment, input="how many ?\n", capture_output=True, text=True, timeout=280
+        )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         assert "WARNING" not in done.stderr, done.stderr[-2000:]
         return done.stdout
@@ -85,7 +88,15 @@ def test_a_project_passes_its_tests_and_trains_as_it_is(here):
         "scale": 1.0,
     }
     assert found.config["runner"]["environment"] == "my_team_world" and "agent/alice/grad_norm" in found.steps[3]
+    for command in re.findall(r"^marl (?:eval|chat) .*", (project / "README.md").read_text(), re.MULTILINE):
+        words = (sys.executable, "-m", *shlex.split(command))
+        environment["VERL_USE_EXTERNAL_MODULES"] = "my_team"
+        assert "team" in run(*words), command
+        del environment["VERL_USE_EXTERNAL_MODULES"]
+        with pytest.raises(AssertionError, match="only where you name them: .*VERL_USE_EXTERNAL_MODULES=my_team marl"):
+            run(*words)
     assert (
         "./train.sh" not in (found.folder / "README.md").read_text()
-        and "-m marl train --config-dir . --config-name experiment" in (found.folder / "README.md").read_text()
+        and "VERL_USE_EXTERNAL_MODULES=my_team python -m marl train --config-dir . --config-name experiment"
+        in (found.folder / "README.md").read_text()
     )

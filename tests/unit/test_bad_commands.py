@@ -88,3 +88,9 @@ def test_hydras_own_words_stay_for_another_missing_file():
     from hydra.errors import MissingConfigException
 
     assert explain(MissingConfigException("no defaults", "x.yaml")) == "no defaults"
+
+
+@pytest.mark.parametrize("word", ["answers=4", "answers=['4", "answers=[a: b]", "instead=[[4]]"])
+def test_a_list_of_something_else_than_texts(refused, word):
+    said = refused("run-one", word)
+    assert said.startswith(f"configuration error: {word}: expected a list of texts, as in ") and said.count("\n") == 1

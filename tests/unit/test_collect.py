@@ -238,8 +238,30 @@ def test_the_training_tasks_are_those_that_the_run_reads(here, monkeypatch):
     monkeypatch.setattr("marl.commands.evaluate.reads_examples", lambda source: False)
     teams = [Source(Path("run"), 4, saved)]
     assert collect.task_files(collect.Options(), teams) == [str(here / "rows.parquet")]
-    assert collect.split_limit(collect.Options(), teams) == ["data.val_max_samples=7"]
-    assert collect.split_limit(collect.Options(task="rows.parquet"), teams) == []
+    assert collect.split_limit(collect.Options(), teams, []) == ["data.val_max_samples=7"]
+    fewer = ["data.train_max_samples=3", "++data.train_max_samples=2"]
+    assert collect.split_limit(collect.Options(), teams, fewer) == ["data.val_max_samples=2"]
+    assert collect.split_limit(collect.Options(task="rows.parquet"), teams, []) == []
+
+
+@pytest.mark.parametrize("start", [["run"], ["--config-name", "quickstart"]])
+@pytest.mark.parametrize(
+    ("word", "task", "said"),
+    [
+        ("data.val_max_samples=2", [], "it does not limit task=train; expected data.train_max_samples=2"),
+        ("data.train_max_samples=2", ["task=validation"], "task=validation; expected data.val_max_samples=2"),
+        ("data.train_max_samples=2", ["task=rows.jsonl"], "task=rows.jsonl; expected data.val_max_samples=2"),
+    ],
+)
+def test_a_limit_on_the_other_split_is_not_ignored(here, capsys, start, word, task, said):
+    assert collect.main([*start, "--out", "a.jsonl", *task, word]) == 2
+    assert f"configuration error: {word}: " in (error := capsys.readouterr().err) and said in error
+
+
+def test_an_untrained_team_plays_as_many_tasks_as_it_would_train_on(here, monkeypatch):
+    saved = untrained(monkeypatch, "data.train_max_samples=2").saved
+    teams = [Source(Path("model"), None, saved, untrained=True)]
+    assert collect.split_limit(collect.Options(), teams, []) == ["data.val_max_samples=2"]
 
 
 @pytest.mark.parametrize(

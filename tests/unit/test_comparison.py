@@ -236,8 +236,14 @@ def test_a_folder_explains_itself_without_secrets(make_run, monkeypatch):
         "a.api_key=hf_abcdefghijklmnopqrstuv",
         "b='c d'",
     ]
+    record = json.loads((folder / "run.json").read_text()) | {"modules": {"mine": "/here", "too": "/here"}}
+    (folder / "run.json").write_text(json.dumps(record))
     text = run_readme.write(folder, words).read_text()
-    assert "marl train learner=grpo" in text and "abcdefghijklmnop" not in text and "/x/bin" not in text
+    assert (
+        "\nVERL_USE_EXTERNAL_MODULES=mine,too marl train learner=grpo" in text
+        and "abcdefghijklmnop" not in text
+        and "/x/bin" not in text
+    )
     assert "| content of `data.train_files` | sha256:1 |" in text and "| version of verl | 0.9.1 |" in text
     assert run_readme.command_line(["/x/python3.12", "-m", "marl.main", "seed=1"]) == "python -m marl.main seed=1"
 

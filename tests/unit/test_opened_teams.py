@@ -1,8 +1,10 @@
 """Teams of saved runs as ``marl eval``, ``serve`` and ``chat`` open them: their configuration, before anything starts."""
 
 import asyncio
+import io
 import json
 import logging
+import shlex
 import shutil
 import time
 from contextlib import ExitStack
@@ -10,16 +12,20 @@ from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
+from rich.console import Console
+from transformers import LlamaConfig
 
-from marl.commands import evaluate, replay
+from marl.commands import chat, collect, evaluate, replay, serve
 from marl.config.errors import ConfigError
+from marl.config.external import VARIABLE, own_modules
 from marl.config.identity import settings_of
 from marl.evaluation import evaluate as played, team
 from marl.evaluation.own_code import left_out
-from marl.evaluation.source import Source
+from marl.evaluation.source import Source, find
 from marl.evaluation.team import config_of
 from marl.preflight.prepare import prepare
-from marl.utils import folders
+from marl.serving.refusals import TOO_LONG, Refused
+from marl.utils import folders, manifest
 from marl.utils.deadlines import DeadlinePassed
 
 CODE = {
@@ -104,6 +110,82 @@ def test_a_run_that_was_moved_is_opened_without_its_base_and_its_folders(saved, 
     assert setup.config.trainer.rollout_data_dir is setup.config.trainer.validation_data_dir is None
 
 
+@pytest.mark.parametrize(
+    ("longest", "words", "lengths"),
+    [
+        (256, [], (128, 128)),
+        (1000, [], (500, 500)),
+        (256, ["data.max_prompt_length=200"], (200, 56)),
+        (256, ["data.max_response_length=1"], (255, 1)),
+        (2048, [], (512, 512)),
+    ],
+)
+def test_the_lengths_left_open_fit_the_context_of_a_plain_model(tmp_path, caplog, longest, words, lengths):
+    LlamaConfig(max_position_embeddings=longest).save_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        config = config_of(Source(tmp_path, None), words)
+    assert (config.data.max_prompt_length, config.data.max_response_length) == lengths
+    rollout = config.actor_rollout_ref.rollout
+    assert (rollout.prompt_length, rollout.response_length) == lengths
+    told = "reads {} tokens, a prompt and its answer together: data.max_prompt_length={} data.max_response_length={}"
+    assert (told.format(longest, *lengths) in caplog.text) is (longest < 1024)
+
+
+@pytest.mark.parametrize(
+    "words", [["data.max_prompt_length=200", "data.max_response_length=57"], ["data.max_prompt_length=256"]]
+)
+def test_lengths_beyond_the_context_of_a_plain_model_are_refused_with_some_that_fit(tmp_path, words):
+    LlamaConfig(max_position_embeddings=256).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"reads 256 tokens.*data.max_prompt_length=128 data.max_response_length=128"):
+        config_of(Source(tmp_path, None), words)
+
+
+def test_a_plain_model_of_a_short_context_answers(cold_assets, tmp_path):
+    row = {
+        "prompt": [{"role": "user", "content": "how many ?"}],
+        "data_source": "q",
+        "reward_model": {"ground_truth": "4"},
+    }
+    (tmp_path / "task.jsonl").write_text(json.dumps(row))
+    with team.opened(find(str(cold_assets / "model")), [f"data.val_files={tmp_path / 'task.jsonl'}"]) as alone:
+        collected = alone.controller.collect(alone.tasks(), 1, 0, validate=True)
+        assert [episode.answer for episode in alone.loop.run_until_complete(collected).episodes]
+
+
+@pytest.fixture
+def with_modules(saved, tmp_path, monkeypatch):
+    """A run whose runner is of a module that its training imported."""
+    (tmp_path / "project" / "mine_a").mkdir(parents=True)
+    for file in ("__init__", "parts"):
+        (tmp_path / "project" / "mine_a" / f"{file}.py").touch()
+    with monkeypatch.context() as training:
+        training.syspath_prepend(tmp_path / "project")
+        training.setenv(VARIABLE, "marl.platform.cpu,mine_a.parts,mine_a")
+        source = saved()
+        identity = {"config": source.saved, "agents_in_order": ["alice", "carol"], "modules": own_modules()}
+    source.saved["runner"]["name"] = "mine"
+    for folder in (source.path, source.path.parent):
+        (folder / "run.json").write_text(json.dumps(identity))
+    manifest.seal(source.path, {"step": 2})
+    monkeypatch.delenv(VARIABLE, raising=False)
+    return source.path
+
+
+def test_modules_that_a_run_imported_are_named_where_they_are_missing(with_modules, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("marl.evaluation.recorded_run.RecordedRun.must_hold", lambda *_: None)
+    own = {collect: ["--out", str(tmp_path / "a.jsonl")], replay: ["step=3"], serve: ["--port", "0"]}
+    told = f"PYTHONPATH={tmp_path / 'project'}:$PYTHONPATH {VARIABLE}=mine_a.parts,mine_a marl …\n"
+    for command in (evaluate, chat, serve, collect, replay):
+        words = [str(with_modules.parent if command is replay else with_modules), *own.get(command, [])]
+        with monkeypatch.context() as here:
+            assert command.main(words) == 2
+            said = capsys.readouterr().err
+            assert "runner=mine" in said and said.endswith(f"only where you name them: {told}")
+            here.syspath_prepend(tmp_path / "project")
+            here.setenv(VARIABLE, "mine_a.parts,mine_a")
+            assert command.main(words) == 2 and VARIABLE not in capsys.readouterr().err
+
+
 def test_hardware_of_a_run_is_refused_by_name(tmp_path):
     with pytest.raises(
         ConfigError, match="hardware=gpu: .*is opened with the settings that it was saved with.*trainer.device"
@@ -132,6 +214,21 @@ def test_the_command_of_an_evaluation_is_masked(tmp_path):
     assert token not in said and "verbose=" in said
 
 
+def test_the_command_of_an_evaluation_holds_in_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine_b.py", "b.jsonl", "1"):
+        (tmp_path / name).touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv(VARIABLE, "mine_b")
+    path, file = "reward.custom_reward_function.path", str(tmp_path / "b.jsonl")
+    words = [f"{path}=mine_b.py", "data.val_files=[b.jsonl,b.jsonl]", "n=1", "a.path=gone/model", "b.path=pkg://mine_b"]
+    said = evaluate.command_of(evaluate.Options(), [Source(tmp_path, 2, {})], [file], words)
+    modules, rest = said.split(" marl eval ")
+    assert modules == f"PYTHONPATH={tmp_path}:$PYTHONPATH {VARIABLE}=mine_b"
+    mended = [f"{path}={tmp_path}/mine_b.py", f"data.val_files=[{file},{file}]", *words[2:]]
+    assert shlex.split(rest) == [str(tmp_path), f"task={file}", *mended]
+
+
 def test_a_folder_that_cannot_be_written_is_named_before_anything_is_played(tmp_path):
     (tmp_path / "evaluations").touch()
     with pytest.raises(ConfigError, match=r"evaluations/mine: cannot be written .*expected a folder"):
@@ -154,3 +251,14 @@ def test_folders_may_have_an_equals_sign_in_their_name(tmp_path, monkeypatch):
     assert (teams, words) == (["lr=1", "other"], ["seed=2"])
     folder, own, changes = replay.parsed(["lr=1", "step=2", "seed=3"])
     assert (folder, own, changes) == (tmp_path / "lr=1", {"step": "2"}, ("seed=3",))
+
+
+@pytest.mark.parametrize(("code", "advised"), [(TOO_LONG, True), ("needs_scores", False)])
+def test_a_new_conversation_is_advised_where_the_old_one_is_too_long(code, advised):
+    def play(*_, **__):
+        raise Refused(400, "no", code)
+
+    shown, options = io.StringIO(), SimpleNamespace(model="team", seed=None)
+    talk = chat.Talk(Console(file=shown), lambda done: done, SimpleNamespace(play=play), options)
+    talk.hear("how many ?")
+    assert ("/new begins a shorter conversation" in shown.getvalue()) is advised

@@ -1,6 +1,7 @@
 """A user's own files by ``data.columns``: what is read, how it is split, and what is refused."""
 
 import json
+import re
 from pathlib import Path
 
 import pyarrow
@@ -258,3 +259,17 @@ def test_an_error_without_words_is_named(monkeypatch):
     Path("mine").mkdir()
     with pytest.raises(ConfigError, match="mine: cannot be loaded: AssertionError"):
         use_columns(config_of("mine"))
+
+
+def test_the_reward_of_the_page_takes_whole_answers():
+    page, names = Path(__file__).parents[2] / "docs" / "your-data.md", {}
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    exec(code, names)
+
+    def score(text, truth="4"):
+        return names["compute_score"]("own/questions", text, truth)
+
+    right = ["4", "it is 4", "it is 4.", "#### 4\n"]
+    wrong = ["14", "it is 14", "-4", "3.4", "1/4", "4 or 5", "4.0", ""]
+    assert [score(text) for text in [*right, *wrong]] == [1.0] * len(right) + [0.0] * len(wrong)
+    assert score("it is New York", "New York") == score("a.b", "a.b") == 1.0 and score("acb", "a.b") == 0.0

@@ -2,10 +2,13 @@
 
 import asyncio
 import json
+import os
 import re
+import signal
+import socket
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +31,7 @@ from marl.runners import Overflow
 from marl.serving.app import make_app
 from marl.serving.chat_request import read_request
 from marl.serving.host import hosted
+from marl.serving.listener import Listener
 from marl.serving.player import Player
 from marl.serving.refusals import Refused
 from marl.serving.service import Limits, Service
@@ -454,3 +458,74 @@ def test_a_run_whose_files_hold_examples_is_served_without_them(tmp_path, source
     saved = {"data": {"val_files": [str(tmp_path / "rows.jsonl")]}, "method": {"name": "sft", "source": source}}
     with answerable(Source(tmp_path, 1, saved), options, words) as asked:
         assert [word.partition("=")[0] for word in asked] == ["data.val_files"] * replaced
+
+
+@pytest.fixture
+def listener_of(monkeypatch):
+    """Make a server that listens to signals, whose answers have little time at its end; signals are as before after the test."""
+    before = {which: signal.getsignal(which) for which in (signal.SIGINT, signal.SIGTERM)}
+
+    def made(service, ignored=False):
+        if ignored:  # as of a job that a script's shell starts in the background
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        listener = Listener(make_app(service, None))
+        listener.config.timeout_graceful_shutdown = 0.1
+        listener.listen_to_signals()
+        return listener
+
+    yield made
+    for which, handler in before.items():
+        signal.signal(which, handler)
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize(
+    ("signals", "ended"),
+    [
+        ([signal.SIGTERM], nullcontext()),
+        ([signal.SIGINT], pytest.raises(KeyboardInterrupt)),
+        ([signal.SIGINT] * 2, pytest.raises(KeyboardInterrupt)),
+    ],
+)
+def test_a_signal_ends_the_server_without_a_traceback(compose_config, listener_of, capfd, signals, ended, ignored):
+    """Also amid an answer, which is cut off, and a second Ctrl-C does not wait for it."""
+    asked = threading.Event()
+
+    def never(agent, round, observation, seed):
+        asked.set()
+        return asyncio.sleep(60, "#### 4")
+
+    with served(never, compose_config) as (_, _, service), socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        place.listen(5)
+        listener, url = listener_of(service, ignored), f"http://127.0.0.1:{place.getsockname()[1]}"
+
+        def ask():
+            with suppress(httpx.HTTPError):
+                post(url)
+
+        def end():
+            asked.wait(10)
+            for which in signals:
+                os.kill(os.getpid(), which)
+                time.sleep(0.05)
+
+        threads = [threading.Thread(target=work, daemon=True) for work in (ask, end)]
+        for thread in threads:
+            thread.start()
+        with ended:
+            listener.run(sockets=[place])
+        for thread in threads:
+            thread.join(10)
+    said = capfd.readouterr().err
+    assert asked.is_set() and "Traceback" not in said and len(said.splitlines()) <= 1, said
+
+
+@pytest.mark.parametrize(("which", "interrupted"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
+def test_a_signal_before_the_server_listens_is_not_lost(compose_config, listener_of, which, interrupted):
+    with served(debates, compose_config) as (_, _, service), socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        listener = listener_of(service)
+        os.kill(os.getpid(), which)
+        with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext():
+            listener.run(sockets=[place])

@@ -1,0 +1,44 @@
+"""``marl run-one`` with a script: what counts as an answer, and as the right one."""
+
+import pytest
+
+from marl.commands import run_one
+
+SINGLE = ["runner=single_turn", "question=2+2?"]
+
+
+def scores(capsys, *words):
+    """The score of each turn, and the last line: the team's answer beside the right one."""
+    assert run_one.main([*SINGLE, *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    return [line.rpartition("   ")[2] for line in lines if "⟶" in line], lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer"),
+    [
+        *(("4", said) for said in ("4", "4.0", "$4", "'#### 4'", r"'\boxed{4}'")),
+        *(("4.10", said) for said in ("4.10", "4.1", "'#### 4.10'")),
+        ("1,000", "'1,000'"),
+        ("007", "007"),
+        ("yes", "yes"),
+    ],
+)
+def test_the_truth_and_an_answer_are_what_was_typed(capsys, truth, answer):
+    found, last = scores(capsys, f"truth={truth}", f"answers=[{answer}]")
+    assert set(found) == {"[1]"} and last.endswith(f"right: {truth}"), last
+
+
+def test_a_bare_answer_that_is_wrong_counts_in_the_vote(capsys):
+    found, last = scores(capsys, "answers=[5]", "truth=4")
+    assert set(found) == {"[0]"} and last == "the team's answer: 5   right: 4"
+
+
+def test_a_bare_answer_is_hidden_as_others_are(capsys):
+    assert run_one.main(["runner=debate", "runner.hide_answers=true", "answers=[4,5]"]) == 0
+    assert "answered:\n[hidden]" in (said := capsys.readouterr().out) and "answered:\n4" not in said
+
+
+def test_a_rule_of_ones_own_holds_to_the_letter(capsys):
+    found, last = scores(capsys, "+controller.extractors={question: hashes}", "answers=[4]")
+    assert set(found) == {"[0]"} and last == "the team's answer: None   right: 4"
