@@ -136,7 +136,9 @@ def check_credit(setup: Setup) -> None:
 def warn_of_early_ends(setup: Setup) -> None:
     """Warn of a credit that gives a team that ends early less than one that repeats its right answers."""
     config, credit = setup.config, setup.learner.credit
-    summed = credit.kind != "reward" or config.learner.get("gamma")  # without a gamma, a learner reads a turn's own reward
+    summed = credit.kind != "reward" or config.learner.get(
+        "gamma"
+    )  # without a gamma, a learner reads a turn's own reward
     if setup.runner.may_end_early and credit.adds_answers and summed:
         logger.warning(
             "runner=%s may end a conversation early, and credit=%s adds up the scores of an agent's answers: right answers in "
