@@ -12,8 +12,9 @@ COMMANDS = {
         "train a team",
         RUN,
         (
-            "marl train --config-name quickstart learner=mappo",
-            "marl train data.train_files=mine.csv data.val_files=null 'data.columns={prompt: question, answer: a}'",
+            "marl train --config-name quickstart learner=mappo trainer.default_local_dir=outputs/mappo",
+            "marl train data.train_files=mine.csv data.val_files=null 'data.columns={prompt: question, answer: a}' "
+            "data.train_batch_size=32 actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct",
             "marl train -m --config-name quickstart seed=0,1,2        # a sweep; again: what is left of it",
         ),
     ),
@@ -27,7 +28,10 @@ COMMANDS = {
         "marl.commands.plan",
         "print a run's memory and placement without starting it",
         RUN,
-        ("marl plan --config-name quickstart", "marl plan --cluster 2x8x80GB hardware=gpu learner=mappo"),
+        (
+            "marl plan --config-name quickstart",
+            "marl plan --cluster 2x8x80GB --config-name quickstart hardware=gpu learner=mappo resources.placement=auto",
+        ),
         "takes the keys of marl train, and --cluster NODESxGPUSxMEMORY for other machines than this one",
     ),
     "run-one": Command(
@@ -52,7 +56,7 @@ COMMANDS = {
         "marl.commands.compare",
         "compare runs: medians over seeds, settings, costs, transitions, credit",
         LOOK,
-        ("marl compare outputs/mappo outputs/grpo", "marl compare outputs/quickstart --out comparison"),
+        ("marl compare outputs/mappo outputs/quickstart", "marl compare outputs/quickstart --out comparison"),
         options=True,
     ),
     "export": Command(
@@ -61,7 +65,7 @@ COMMANDS = {
         LOOK,
         (
             "marl export outputs/quickstart/latest",
-            "marl export outputs/quickstart/latest --step 100 --to models --merged",
+            "marl export outputs/quickstart/latest --step 120 --to models --merged",
         ),
         options=True,
     ),
@@ -97,7 +101,10 @@ COMMANDS = {
         "marl.commands.replay",
         "play a recorded step again without servers, and compare",
         LOOK,
-        ("marl replay outputs/quickstart/latest step=12",),
+        (
+            "marl train --config-name quickstart controller.keep_ledger=true",
+            "marl replay outputs/quickstart/latest step=12",
+        ),
         "takes RUN, step=N and from=TURN (docs/debugging.md)",
     ),
     "eval": Command(
@@ -106,7 +113,7 @@ COMMANDS = {
         LOOK,
         (
             "marl eval outputs/quickstart/latest",
-            "marl eval outputs/mappo outputs/grpo task=test.jsonl n=4 baselines=[solo,vote]",
+            "marl eval outputs/quickstart/latest outputs/mappo n=4 baselines=[solo,vote]",
         ),
     ),
     "collect": Command(

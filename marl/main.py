@@ -9,7 +9,7 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import wraps
 from pathlib import Path
@@ -45,11 +45,17 @@ from marl.report.progress import Display, Show, display_of, split_flags
 from marl.run_setup import Setup
 from marl.utils.endings import Terminated
 from marl.utils.garbage import frozen_gc
+from marl.utils.pipes import reader_left
 from marl.utils.process_time import begin_run
 from marl.utils.secret_masking import masked_logs, masked_text
 
 SHOWS_CONFIG = frozenset({"--cfg", "-c", "--info", "-i"})
 """Flags of Hydra's that print the configuration."""
+
+
+def shown_by(words: Sequence[str]) -> str | None:
+    """The flag that has the configuration printed, in place of any work."""
+    return next((word for word in words if word.partition("=")[0] in SHOWS_CONFIG), None)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -81,9 +87,14 @@ def run_composed(words: list[str], work: Callable[[DictConfig], Any]) -> int:
 
     def check_and_run() -> None:
         options_are_words(words)
+        if (shows := shown_by(words)) and (sweeps := {"-m", "--multirun"}.intersection(words)):
+            flag = sweeps.pop()
+            raise ConfigError(
+                f"{flag} {shows}: expected one run to show; leave out {flag}, and give each swept key one value"
+            )
         config = composed_once(words, job_name=Path(inspect.getfile(work)).stem)
         if config is None:
-            with masked_output(SHOWS_CONFIG.intersection(words)):
+            with masked_output(shown_by(words)):
                 compose_and_work()
         else:
             work(config)
@@ -118,6 +129,7 @@ def exit_code(work: Callable[[], Any]) -> int:
     for SIGTERM."""
     try:
         work()
+        sys.stdout.flush()
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
         print(masked_text(f"configuration error: {explain(error)}"), file=sys.stderr)
         return 2
@@ -125,6 +137,8 @@ def exit_code(work: Callable[[], Any]) -> int:
         print("interrupted; workers and servers have been stopped", file=sys.stderr)
         return 143 if isinstance(ended, Terminated) else 130
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and reader_left():
+            return 1
         failure = f"{traceback.format_exc()}run failed: {type(error).__name__}: {error}"
         print(masked_text(failure), file=sys.stderr)
         return 1

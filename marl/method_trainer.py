@@ -140,15 +140,13 @@ class OfflineTrainer(MethodTrainer):
         return prefixed(self._of_other_data() or "val", metrics)
 
     def summarise(self, baselines: Mapping[str, Metrics] | None = None) -> None:
-        """Leave ``summary.json``, with the first and the last validation."""
-        if not self.held_out or not self.history:
-            return
-        first, last = (self.history[step] for step in (min(self.history), max(self.history)))
+        """Leave ``summary.json``, with the first and the last validation, where there are any."""
         self.report_folder.mkdir(parents=True, exist_ok=True)
         seconds = round(seconds_of(self), 2)
         counts = {"steps": self.step_number, "seconds": seconds, "seed": self.config.seed, "restarts": self.restarts}
-        summary = counts | {"before": first, "after": last}
-        write_json(summary, self.report_folder / "summary.json")
+        history = self.history if self.held_out else {}
+        ends = {"before": history[min(history)], "after": history[max(history)]} if history else {}
+        write_json(counts | ends, self.report_folder / "summary.json")
 
 
 class HybridTrainer(MethodTrainer):

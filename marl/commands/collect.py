@@ -25,7 +25,7 @@ from marl.config.identity import content_of, located, plain_of, versions, with_a
 from marl.config.overrides import hydra_overrides
 from marl.evaluation.own_code import must_be_scored_as_in_training
 from marl.evaluation.source import Source, find
-from marl.main import SHOWS_CONFIG, exit_code, run_composed
+from marl.main import exit_code, run_composed, shown_by
 from marl.preflight.prepare import prepare
 from marl.quickstart.assets import prepared
 from marl.report import collection_readme
@@ -88,7 +88,7 @@ def of_untrained(words: Sequence[str]) -> int:
 
     code = exit_code(lambda: read.append(words_of_untrained(words)))
     code = code or run_composed(hydra_overrides(read[0][2]), keep)
-    if code or (not composed and SHOWS_CONFIG.intersection(words)):
+    if code or (not composed and shown_by(words)):
         return code
     return exit_code(lambda: collect_untrained(*read[0], the_one(composed)))
 

@@ -32,6 +32,8 @@ from marl.run_setup import make_runner
 from marl.runners import Generate, RecordedAnswers, scripted
 from marl.runners.episode import Judge
 from marl.types import Episode, Score, Task, Turn
+from marl.utils.quiet import quiet
+from marl.utils.secret_masking import masked_logs
 
 
 class Model(Enum):
@@ -71,11 +73,12 @@ async def run(arguments: Sequence[str], console: Console) -> Episode:
     """Raises ConfigError for what cannot be played."""
     options, where, overrides = parsed(arguments)
     config = composed(where, overrides)
-    async with stage(options, config) as (task, generate, judge):
-        episode = await play(options, config, task, generate, judge)
-        for turn in episode.turns:
-            if turn.score is None and turn.answers and episode.task.ground_truth != UNKNOWN:
-                turn.score = await judge(episode.task, turn)
+    with quiet(bool(config.verbose)), masked_logs():
+        async with stage(options, config) as (task, generate, judge):
+            episode = await play(options, config, task, generate, judge)
+            for turn in episode.turns:
+                if turn.score is None and turn.answers and episode.task.ground_truth != UNKNOWN:
+                    turn.score = await judge(episode.task, turn)
     show(episode, console)
     return episode
 

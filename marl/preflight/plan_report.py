@@ -36,7 +36,7 @@ def growth_text(setup: CheckedSetup) -> str:
     """Prompt growth as text, with a warning if prompts exceed their limit."""
     config, limit = setup.config, setup.config.data.max_prompt_length
     if setup.method.offline:
-        return f"method={config.method.name}: nothing is played, and there are no servers; rows of examples are not counted above"
+        return f"method={config.method.name}: nothing is played, and there are no servers; a step learns from data.train_batch_size={config.data.train_batch_size} examples"
     growth = growth_of(setup, setup.encoders, [read[0] for read in setup.tasks])
     if growth.unknown:
         return f"unknown how long prompts get: runner={config.runner.name}: {growth.unknown}"
@@ -59,10 +59,9 @@ def plan_text(setup: CheckedSetup) -> str:
 
 def step_text(setup: CheckedSetup) -> list[str]:
     """A step's arithmetic, endpoints, packing and prompts."""
+    played = [] if setup.method.offline else [batch_text(batch_of(setup)), *endpoint_lines(setup), packing_text(setup)]
     return [
-        batch_text(batch_of(setup)),
-        *endpoint_lines(setup),
-        packing_text(setup),
+        *played,
         growth_text(setup),
         *pools_text(setup.config),
         *shared_gpus.text_of(setup),

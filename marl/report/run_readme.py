@@ -17,7 +17,7 @@ PATIENCE_S = 10
 TEXT = """\
 # {title}
 
-{runner}, {learner}, {credit}; agents: {agents}. Seed {seed}.
+{played}; agents: {agents}. Seed {seed}.
 
 Started {started}{resumed}. Command, in `{folder}`:
 
@@ -52,9 +52,7 @@ def text_of(record: Mapping[str, Any], folder: Path, command: str) -> str:
     times = [entry["at"] for entry in record.get("resumed", [])]
     return TEXT.format(
         title=config["trainer"]["experiment_name"],
-        runner=f"runner {config['runner']['name']}",
-        learner=f"learner {config['learner']['name']}",
-        credit=f"credit {config['credit']['name']}",
+        played=", ".join(f"{part} {config[part]['name']}" for part in parts_of(config)),
         agents=", ".join(record["agents_in_order"]),
         seed=config["seed"],
         started=record["started"],
@@ -64,6 +62,13 @@ def text_of(record: Mapping[str, Any], folder: Path, command: str) -> str:
         rows=table_of(facts),
         here=folder,
     )
+
+
+def parts_of(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """What decides how a run learns: a method that reads its data plays nothing, and gives no credit."""
+    method = config.get("method") or {}
+    reads = method.get("name") != "hybrid" and method.get("source", "play") != "play"
+    return ("method",) if reads else ("runner", "learner", "credit")
 
 
 def command_line(words: Sequence[str]) -> str:

@@ -54,10 +54,14 @@ def write_json(summary: Mapping[str, Any], path: Path) -> None:
 
 
 def table(history: History) -> Table:
-    """Before and after: accuracies, the four transitions of an answer, how often a right agent was swayed."""
-    first, last = history[min(history)], history[max(history)]
-    result = Table(title="before and after training (validation problems)")
-    for heading in ("", f"step {min(history)}", f"step {max(history)}", "change"):
+    """The first and the last validation, which may be one: accuracies, the four transitions of an answer, how often a right agent
+    was swayed."""
+    steps = sorted({min(history), max(history)})
+    first, both = history[steps[0]], len(steps) == 2
+    result = Table(
+        title="before and after training (validation problems)" if both and not steps[0] else "validation problems"
+    )
+    for heading in ("", *(f"step {step}" for step in steps), *["change"] * both):
         result.add_column(heading, justify="left" if not heading else "right")
     rows = {name.replace("_", " "): f"accuracy/{name}" for name in accuracy(first) if name != "vote"}
     rows["vote"] = "vote"
@@ -66,9 +70,10 @@ def table(history: History) -> Table:
         rows |= {name.replace("_", " → "): f"transitions/{name}" for name in TRANSITIONS}
         rows["right, met another answer, took it over"] = "swayed"
     for label, key in rows.items():
-        before, after = first.get(key), last.get(key)
+        values = [history[step].get(key) for step in steps]
+        before, after = values[0], values[-1]
         change = f"{after - before:+.3f}" if before is not None and after is not None else ""
-        result.add_row(label, *("-" if value is None else f"{value:.3f}" for value in (before, after)), change)
+        result.add_row(label, *("-" if value is None else f"{value:.3f}" for value in values), *[change] * both)
     return result
 
 

@@ -76,7 +76,7 @@ def test_a_real_model_plays_and_its_record_is_played_again(marl, cold_assets, tm
     here = [f"assets={cold_assets}", f"trainer.default_local_dir={tmp_path}", "--config-name", "quickstart"]
     code, out, err = marl("model=own", "row=3", *here)
     assert code == 0, err
-    assert out.count("carol ⟶") == 2 and "the team's answer" in out
+    assert out.startswith("round 1 · alice") and out.count("carol ⟶") == 2 and "the team's answer" in out
     live = alone()
     live.wait(live.trainer.validate())
     dump = f"dump={tmp_path / 'validation' / '0.jsonl'}"

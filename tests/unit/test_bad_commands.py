@@ -1,13 +1,17 @@
 """Bad input on the command line: exit code 2 and one sentence with the remedy, never a traceback."""
 
 import json
+import os
 import re
+import sys
+from contextlib import contextmanager
 
 import pytest
 
 from marl import cli
 from marl.config.command_options import chat, read, serve
 from marl.config.errors import ConfigError, explain
+from marl.main import exit_code
 from marl.report import dump
 from marl.types import Episode, Score, Task
 
@@ -94,3 +98,42 @@ def test_hydras_own_words_stay_for_another_missing_file():
 def test_a_list_of_something_else_than_texts(refused, word):
     said = refused("run-one", word)
     assert said.startswith(f"configuration error: {word}: expected a list of texts, as in ") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("sweep", ["-m", "--multirun"])
+@pytest.mark.parametrize("flag", [["--cfg", "job"], ["--cfg=job"], ["-c", "job"], ["--info", "searchpath"]])
+def test_a_sweep_has_no_one_configuration_to_show(refused, monkeypatch, sweep, flag):
+    monkeypatch.setattr(sys, "argv", ["marl"])
+    said = refused("train", sweep, *flag, "seed=0,1")
+    assert said == (
+        f"configuration error: {sweep} {flag[0]}: expected one run to show; leave out {sweep}, and give each swept key "
+        "one value\n"
+    )
+
+
+@contextmanager
+def stdout_to_a_pipe(monkeypatch):
+    """Not a fixture, after which pytest would set its own stdout again; yields the end that is read."""
+    read, written = os.pipe()
+    with os.fdopen(written, "w") as stdout, os.fdopen(read) as reader, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", stdout)
+        yield reader
+
+
+@pytest.mark.parametrize("text", ["a line", "many" * 100_000])
+def test_a_reader_that_leaves_ends_a_command_silently(monkeypatch, capfd, text):
+    """As in ``marl plan | head -1``; also Python's own flush at its exit."""
+    with stdout_to_a_pipe(monkeypatch) as reader:
+        reader.close()
+        assert exit_code(lambda: sys.stdout.write(text)) == 1
+        sys.stdout.flush()
+    assert capfd.readouterr().err == ""
+
+
+def test_another_broken_pipe_is_a_failure(monkeypatch, capfd):
+    def fail():
+        raise BrokenPipeError("a worker has gone")
+
+    with stdout_to_a_pipe(monkeypatch):
+        assert exit_code(fail) == 1
+    assert "Traceback" in (said := capfd.readouterr().err) and "BrokenPipeError: a worker has gone" in said

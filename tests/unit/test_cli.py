@@ -15,9 +15,11 @@ import pytest
 import marl.commands
 from marl import cli
 from marl.command_group import COMPLETIONS, SHELLS
+from marl.commands import run_one
 from marl.config import command_options
 from marl.config.external import VARIABLE
 from marl.config.short_help import option_names
+from tests import composing
 
 
 @pytest.fixture
@@ -160,6 +162,8 @@ def test_every_shell_has_its_script(capsys, run):
 
 
 DOCS = ("README.md", "docs/commands.md", "docs/your-data.md", "docs/runs.md", "docs/evaluation.md", "docs/serving.md")
+COMPOSED = ("train", "quickstart", "plan", "run-one")
+"""Commands whose words are keys of the configuration, beside those of ``marl run-one``."""
 PARSED = ("eval", "collect", "serve", "chat", "replay")
 SHOWN = [
     *(
@@ -188,9 +192,23 @@ def test_what_is_shown_can_be_typed(line):
     if name in PARSED:
         *_, left = import_module(described.module).parsed(words)
         assert [word for word in left if "=" not in word] == [], line
+    if name in COMPOSED and "-m" not in words:
+        config = words[words.index("--config-name") + 1] if "--config-name" in words else "marl"
+        own = run_one.Options.__dataclass_fields__ if name == "run-one" else ()
+        keys = [word for word in words if re.match(r"[\w.+/]+=", word) and word.partition("=")[0] not in own]
+        composing.compose(*keys, name=config)  # raises for a key that there is not
     for group, equals, value in (word.partition("=") for word in words):
         if equals and group in option_names():
             assert set(value.split(",")) <= option_names()[group], line
+
+
+def test_the_folders_of_the_examples_are_those_that_examples_train_in():
+    examples = [line for command in cli.COMMANDS.values() for line in command.examples]
+    made = re.findall(r"default_local_dir=(outputs/\w+)", " ".join(examples))
+    named = re.findall(r"outputs/\w+", " ".join(examples))
+    assert set(named) == {"outputs/quickstart", *made}
+    replayed = [line for line in examples if line.startswith("marl replay")]
+    assert replayed and "controller.keep_ledger=true" in " ".join(cli.COMMANDS["replay"].examples)
 
 
 def test_the_document_lists_every_command():

@@ -236,6 +236,15 @@ def test_summary_and_curves(tmp_path):
     run_summary.plot({0: before, 5: after}, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert run_summary.table({0: before, 5: after}).row_count == 10
+    headings = {
+        (0, 5): ["", "step 0", "step 5", "change"],
+        (2, 5): ["", "step 2", "step 5", "change"],
+        (5,): ["", "step 5"],
+    }
+    for steps, expected in headings.items():
+        table = run_summary.table(dict.fromkeys(steps, after))
+        assert [column.header for column in table.columns] == expected and table.row_count == 10
+        assert ("before and after" in table.title) is (steps == (0, 5))
     beside = run_summary.baseline_table({0: before, 5: after}, got["baselines"], got["sampled_tokens"], 0.25)
     assert [column.header for column in beside.columns] == ["", "accuracy", "sampled tokens", "degenerate groups"]
     assert list(beside.columns[3].cells) == ["0.250", "0.250", "0.750"]

@@ -1,8 +1,11 @@
 """``marl run-one`` with a script: what counts as an answer, and as the right one."""
 
+import sys
+
 import pytest
 
 from marl.commands import run_one
+from marl.runners import scripted
 
 SINGLE = ["runner=single_turn", "question=2+2?"]
 
@@ -42,3 +45,16 @@ def test_a_bare_answer_is_hidden_as_others_are(capsys):
 def test_a_rule_of_ones_own_holds_to_the_letter(capsys):
     found, last = scores(capsys, "+controller.extractors={question: hashes}", "answers=[4]")
     assert set(found) == {"[0]"} and last == "the team's answer: None   right: 4"
+
+
+@pytest.mark.parametrize(("word", "shown"), [("verbose=false", False), ("verbose=true", True)])
+def test_the_transcript_is_not_among_the_lines_of_libraries(capsys, monkeypatch, word, shown):
+    def talkative(*_):
+        exec(
+            "print('memory allocated'); ours()", {"__name__": "verl.utils", "ours": lambda: sys.stdout.write("mine\n")}
+        )
+        return "4"
+
+    monkeypatch.setattr(scripted, "numbered", talkative)
+    assert run_one.main([*SINGLE, word]) == 0
+    assert ("memory allocated" in (said := capsys.readouterr().out)) == shown and "mine" in said

@@ -90,9 +90,10 @@ def test_an_error_is_printed_without_secrets(capsys, error, code):
     assert ("Traceback" in printed) == (code == 1)
 
 
-def test_a_printed_configuration_holds_no_secrets(capsys, monkeypatch):
+@pytest.mark.parametrize("flag", [["--cfg", "job"], ["--cfg=job"]])
+def test_a_printed_configuration_holds_no_secrets(capsys, monkeypatch, flag):
     monkeypatch.setattr(sys, "argv", ["marl"])
-    words = ["--cfg", "job", "--package", "judge", f"+judge.password={PASSWORD}", "+judge.model=m"]
+    words = [*flag, "--package", "judge", f"+judge.password={PASSWORD}", "+judge.model=m"]
     assert main(words) == 0
     printed = capsys.readouterr().out
     assert "password: ***" in printed and "model: m" in printed and PASSWORD not in printed
