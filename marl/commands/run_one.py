@@ -91,6 +91,8 @@ def parsed(arguments: Sequence[str]) -> tuple[Options, argparse.Namespace, list[
     where, words = parser.parse_known_args(list(arguments))
     own = [word for word in words if word.partition("=")[0] in Options.__dataclass_fields__]
     rest = [word for word in words if word not in own]
+    if flag := next((word for word in rest if word.startswith("-")), None):
+        raise ConfigError(f"{flag}: marl run-one has no such option; expected --config-name, --config-dir or key=value")
     options = options_of(own)
     where.config_name = where.config_name or ("quickstart" if options.model is Model.tiny else "marl")
     if options.model is not Model.scripted:

@@ -137,3 +137,10 @@ def test_another_broken_pipe_is_a_failure(monkeypatch, capfd):
     with stdout_to_a_pipe(monkeypatch):
         assert exit_code(fail) == 1
     assert "Traceback" in (said := capfd.readouterr().err) and "BrokenPipeError: a worker has gone" in said
+
+
+def test_an_unknown_option_of_run_one_is_no_word_of_hydras(refused):
+    said = refused("run-one", "--bogus", "runner=debate")
+    assert said == (
+        "configuration error: --bogus: marl run-one has no such option; expected --config-name, --config-dir or key=value\n"
+    )
