@@ -5,6 +5,7 @@ import logging
 from omegaconf import DictConfig, OmegaConf
 
 from marl.config.errors import ConfigError
+from marl.config.kinds import answers_only
 from marl.config.policies import policies_by_agent
 from marl.config.schema import LogProbSource
 from marl.learners import CREDITS, LEARNERS
@@ -136,10 +137,9 @@ def check_credit(setup: Setup) -> None:
 def warn_of_early_ends(setup: Setup) -> None:
     """Warn of a credit that gives a team that ends early less than one that repeats its right answers."""
     config, credit = setup.config, setup.learner.credit
-    summed = credit.kind != "reward" or config.learner.get(
-        "gamma"
-    )  # without a gamma, a learner reads a turn's own reward
-    if setup.runner.may_end_early and credit.adds_answers and summed:
+    # without a gamma, a learner reads a turn's own reward
+    summed = credit.kind != "reward" or config.learner.get("gamma")
+    if setup.runner.may_end_early and credit.adds_answers and summed and not answers_only(config):
         logger.warning(
             "runner=%s may end a conversation early, and credit=%s adds up the scores of an agent's answers: right answers in "
             "one round earn less than the same answers repeated in three, which discourages ending early. Credit an "
