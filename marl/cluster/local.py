@@ -115,7 +115,7 @@ class LocalServers:
         self.config, rollout = config, omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
         self.name = server_name(rollout, replica_offset(rollout))
         model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
-        with torch.random.fork_rng():  # the trainer's generators are those of a run without servers: a replay has none
+        with torch.random.fork_rng(devices=[]):  # a replay has no servers: one must not advance the trainer's generator
             server = LocalServer(rollout, model, get_device_name())
         self.server_handles = [LocalHandle(server)]
         self.server_addresses = [self.name]
