@@ -35,9 +35,9 @@ def writer(
     drop_tied_target_keys(weights, shell, shell.config)
     for name, weight in weights.items():
         if place(weight) in live:
-            copy = local(copies[name]) if name in copies else None
-            same = copy is not None and (copy.shape, copy.dtype) == (weight.shape, weight.dtype)
-            weights[name] = copy if same else weight.detach().clone()
+            copy = local(copies.get(name, weight))
+            taken = copy is not weight and (copy.shape, copy.dtype) == (weight.shape, weight.dtype)
+            weights[name] = copy if taken else weight.detach().clone()
     return partial(write_into, shell, folder, weights)
 
 
