@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 from marl.runners.context import Overflow
-from marl.runners.episode import LiveEpisode
+from marl.runners.episode import FLOW, Flow, LiveEpisode
 from marl.types import AgentId, ContextOverflow, Episode
 from marl.utils.registry import Registry, did_you_mean
 
@@ -111,11 +111,14 @@ async def play_to_end(runner: Runner, episode: LiveEpisode) -> Episode:
     record = episode.record
     episode.runner, episode.limits = f"runner={runner.config.name}", runner.most_turns(record.agents)
     episode.last_round = runner.last_round(record.agents)
+    outer = FLOW.set(Flow(record))
     try:
         record.answer = await runner.run(episode)
     except ContextOverflow as error:
         record.failure, record.failure_message = "overflow", str(error)
         record.answer = record.ballot = record.runner_score = None
+    finally:
+        FLOW.reset(outer)
     for agent, turns in Counter(turn.agent for turn in record.turns if turn.trained).items():
         episode.must_be_within(agent, turns)
     record.sort()

@@ -4,7 +4,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from marl.runners.context import Overflow, drop_oldest, to_summarise, with_summary
@@ -27,21 +27,27 @@ class Generate(Protocol):
     ) -> Awaitable[Turn]: ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class Flow:
-    """Position of a flow of control in an episode."""
+    """A flow of control in an episode: the conversation, or a branch of :func:`together`. Tasks that it starts otherwise share it."""
 
-    record: Episode | None = None
-    depth: int = 0
-    """The deepest round that it has waited for."""
-    branched: bool = False
-    """Others run beside it: see :func:`together`."""
+    record: Episode
+    depth: int | None = None
+    """The deepest round that a branch has waited for; None for the conversation, for which all turns count."""
 
-    def depth_in(self, record: Episode) -> int:
-        return self.depth if self.record is record else 0
+    def deepest_round(self) -> int:
+        return self.record.num_rounds if self.depth is None else self.depth
+
+    def branch(self) -> "Flow":
+        return Flow(self.record, self.deepest_round())
+
+    def has_reached(self, round: int) -> None:
+        """Note a round that this flow has waited for."""
+        if self.depth is not None:
+            self.depth = max(self.depth, round)
 
 
-FLOW: ContextVar[Flow] = ContextVar("flow", default=Flow())  # noqa: B039 - frozen
+FLOW: ContextVar[Flow | None] = ContextVar("flow", default=None)
 
 
 class TooManyTurns(ValueError):
@@ -97,16 +103,12 @@ class LiveEpisode:
                 "settings of rounds are checked; fix last_round, or run"
             )
 
-    def deepest_round(self) -> int:
-        """The deepest round that has ended. In a branch of :func:`together`, those of the other branches do not count: the
-        rounds of an episode, and its seeds, must not depend on who answers first."""
+    @property
+    def flow(self) -> Flow:
+        """The flow of control that asks. In a branch of :func:`together`, rounds of the other branches do not count: the rounds of
+        an episode, and its seeds, must not depend on who answers first."""
         flow = FLOW.get()
-        return flow.depth_in(self.record) if flow.branched else self.record.num_rounds
-
-    def has_reached(self, round: int) -> None:
-        """Note a round that this flow of control has waited for."""
-        flow = FLOW.get()
-        FLOW.set(replace(flow, record=self.record, depth=max(flow.depth_in(self.record), round)))
+        return flow if flow is not None and flow.record is self.record else Flow(self.record)
 
     def count(self, what: str) -> None:
         """Count an event, logged as ``team/<what>``, a mean over episodes."""
@@ -178,7 +180,7 @@ class Agent:
         return self._noted(note)
 
     def _enter(self, round: int | None) -> int:
-        round = self._episode.deepest_round() + 1 if round is None else round
+        round = self._episode.flow.deepest_round() + 1 if round is None else round
         if round in self._rounds:
             raise ValueError(
                 f"agent {self.name!r} acts twice in round {round}; give its second turn a round of its own"
@@ -193,7 +195,7 @@ class Agent:
         for name, value in marks.items():
             setattr(turn, name, value)
         self._episode.record.turns.append(turn)
-        self._episode.has_reached(round)
+        self._episode.flow.has_reached(round)
         return turn
 
     async def _generate_within_context(self, observation: list[Message], round: int, branch: int) -> Turn:
@@ -249,30 +251,27 @@ async def together(turns: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
     A context overflow cancels nobody: which turns an episode holds must not depend on who answered first.
     """
+    own = FLOW.get()
+    flows = [(turn, own and own.branch()) for turn in turns]
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(branch(turn)) for turn in turns]
+            tasks = [group.create_task(branch(*pair)) for pair in flows]
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
-    join(task.result()[1] for task in tasks)
-    results = [task.result()[0] for task in tasks]
+    for _, ended in flows:
+        if own and ended:
+            own.has_reached(ended.deepest_round())
+    results = [task.result() for task in tasks]
     for result in results:
         if isinstance(result, ContextOverflow):
             raise result
     return results  # type: ignore[return-value]
 
 
-async def branch(turn: Coroutine[Any, Any, T]) -> tuple[T | ContextOverflow, Flow]:
-    """The result, or the overflow, of a flow of control beside others, and where it ended."""
-    FLOW.set(replace(FLOW.get(), branched=True))
+async def branch(turn: Coroutine[Any, Any, T], flow: Flow | None) -> T | ContextOverflow:
+    """The result, or the overflow, of a flow of control beside others."""
+    FLOW.set(flow)
     try:
-        return await turn, FLOW.get()
+        return await turn
     except ContextOverflow as overflow:
-        return overflow, FLOW.get()
-
-
-def join(branches: Iterable[Flow]) -> None:
-    """Go on from the deepest of several branches."""
-    own = FLOW.get()
-    deepest = max((flow for flow in branches if flow.record is not None), key=lambda flow: flow.depth, default=own)
-    FLOW.set(replace(deepest, branched=own.branched))
+        return overflow

@@ -19,7 +19,7 @@ async def foreseen(
 ) -> list[Message]:
     """An observation with the agent's predictions of those who still speak after it. Its own policy makes them, in the round of its answer; one whose
     question does not fit its context is left out."""
-    round = episode.record.num_rounds + 1
+    round = episode.flow.deepest_round() + 1
     peers = [other.name for other in speaking if other is not agent]
     notes = await together(agent.foresee(peer, request(observation, peer, asked), round) for peer in peers)
     expected = [shown.format(agent=note.foresees, text=note.text) for note in notes if note is not None]

@@ -172,3 +172,35 @@ def test_a_round_after_the_last_one_is_refused():
         TooManyTurns, match="runner=often: agent 'a' speaks in round 4, and its last_round says 3.*fix last_round"
     ):
         asyncio.run(scripted.play(runner, TASK, ["a"], scripted.scripted(scripted.numbered)))
+
+
+class Gathers(Runner):
+    """Tasks of its own before the branches and within them."""
+
+    async def run(self, episode):
+        await asyncio.gather(*(agent.act(agent.prompt) for agent in episode.agents))
+        await together([self.pair(episode.agents[:2]), self.pair(episode.agents[2:])])
+        return (await episode.agents[0].act(episode.agents[0].prompt)).text
+
+    async def pair(self, agents):
+        await asyncio.gather(*(agent.act(agent.prompt) for agent in agents))
+        for agent in agents[:1]:
+            await asyncio.wait_for(agent.act(agent.prompt), 10)
+            await agent.act(agent.prompt)
+
+    def most_turns(self, agents):
+        return dict.fromkeys(agents, 5)
+
+
+@pytest.mark.parametrize("episodes", [1, 2])
+def test_turns_of_tasks_that_a_runner_starts_count_for_it(episodes):
+    """Also where whole episodes are branches, as those of ``credit=replay`` are."""
+
+    async def play():
+        said, seats = scripted.scripted(scripted.numbered), ["a", "b", "c", "d"]
+        runner = Gathers(Runner.Config("gathers"))
+        return await together(scripted.play(runner, TASK, seats, said) for _ in range(episodes))
+
+    for record in asyncio.run(play()):
+        rounds = {agent: sorted(turn.round for turn in record.turns if turn.agent == agent) for agent in "abcd"}
+        assert rounds == {"a": [1, 2, 3, 4, 5], "b": [1, 2], "c": [1, 2, 3, 4], "d": [1, 2]}
