@@ -49,8 +49,8 @@ class Collection:
 
 
 async def outcomes(works: Sequence[Coroutine[Any, Any, T]]) -> list[T | Exception]:
-    """Run all concurrently and return each one's result or error. A failed policy, or a runner that exceeds its own
-    ``most_turns``, cancels the rest and raises."""
+    """Run all concurrently and return each one's result or error. A failed policy, or a runner that exceeds what it
+    says of its turns and rounds, cancels the rest and raises."""
     running = [asyncio.create_task(work) for work in works]
     try:
         for ended in asyncio.as_completed(running):
