@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from marl.config.external import VARIABLE
-from marl.methods import METHODS
 from marl.utils.manifest import replace_text
 from marl.utils.secret_masking import masked_text
 
@@ -66,10 +65,10 @@ def text_of(record: Mapping[str, Any], folder: Path, command: str) -> str:
 
 
 def parts_of(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The groups that decide how a run learns: a method that reads its data plays nothing, and not every method has a learner."""
+    """The groups that decide how a run learns: a method that reads its data plays nothing, and gives no credit."""
     method = config.get("method") or {"name": "rl"}
-    plays, learns = method.get("source", "play") == "play", METHODS.get(method["name"]).learns
-    return (*["method"] * (method["name"] != "rl"), *["runner"] * plays, *["learner", "credit"] * learns)
+    played = ("runner", "learner", "credit") if method.get("source", "play") == "play" else ()
+    return (*["method"] * (method["name"] != "rl"), *played)
 
 
 def command_line(words: Sequence[str]) -> str:

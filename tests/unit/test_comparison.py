@@ -247,7 +247,6 @@ def test_a_folder_explains_itself_without_secrets(make_run, monkeypatch):
     assert "runner " in text and "learner " in text
     for method, source, others in (
         ("sft", "episodes", []),
-        ("rft", "play", ["runner"]),
         ("hybrid", "play", ["runner", "learner", "credit"]),
         ("rl", "play", ["runner", "learner", "credit"]),
     ):
