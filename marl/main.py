@@ -7,6 +7,7 @@ import asyncio
 import inspect
 import io
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -45,17 +46,17 @@ from marl.report.progress import Display, Show, display_of, split_flags
 from marl.run_setup import Setup
 from marl.utils.endings import Terminated
 from marl.utils.garbage import frozen_gc
-from marl.utils.pipes import reader_left
+from marl.utils.pipes import has_no_reader, reader_left
 from marl.utils.process_time import begin_run
 from marl.utils.secret_masking import masked_logs, masked_text
 
-SHOWS_CONFIG = frozenset({"--cfg", "-c", "--info", "-i"})
-"""Flags of Hydra's that print the configuration."""
+SHOWS_CONFIG = re.compile(r"--(cfg?|in?f?o?|hel?p?)(=|$)|-(c(?![pnd])|i|h)")
+"""Flags of Hydra's that print the configuration, in all forms that its parser takes: shortened, or with the value attached."""
 
 
 def shown_by(words: Sequence[str]) -> str | None:
     """The flag that has the configuration printed, in place of any work."""
-    return next((word for word in words if word.partition("=")[0] in SHOWS_CONFIG), None)
+    return next((word for word in words if SHOWS_CONFIG.match(word)), None)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -129,7 +130,7 @@ def exit_code(work: Callable[[], Any]) -> int:
     for SIGTERM."""
     try:
         work()
-        sys.stdout.flush()
+        print(end="", flush=True)  # stdout may be closed
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
         print(masked_text(f"configuration error: {explain(error)}"), file=sys.stderr)
         return 2
@@ -147,8 +148,19 @@ def exit_code(work: Callable[[], Any]) -> int:
 
 def run(config: DictConfig, progress: Any = None) -> Any:
     """Check, start, train, stop. Returns the trainer, whose workers are gone by then."""
-    with quiet(bool(config.verbose)), masked_logs():
+    with told_of_no_reader(), quiet(bool(config.verbose)), masked_logs():
         return _run(config, progress)
+
+
+@contextmanager
+def told_of_no_reader() -> Iterator[None]:
+    """Say why a run ends whose output nobody reads any more: a command that prints, as into ``head``, ends without a word."""
+    try:
+        yield
+    except (BrokenPipeError, SystemExit) as error:
+        if has_no_reader(sys.stdout) or isinstance(error.__context__, BrokenPipeError):  # rich's way to end
+            print("run ended: nobody reads its output any more", file=sys.stderr)
+        raise
 
 
 def _run(config: DictConfig, progress: Any) -> Any:

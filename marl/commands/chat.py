@@ -16,7 +16,6 @@ from rich.text import Text
 from marl.commands.serve import answerable
 from marl.config.command_options import chat as chat_options, read
 from marl.config.errors import ConfigError
-from marl.config.external import naming_modules
 from marl.evaluation.source import find
 from marl.main import exit_code
 from marl.types import Episode, Message, Turn
@@ -44,7 +43,6 @@ def chat(options: argparse.Namespace, words: Sequence[str], console: Console | N
     with ExitStack() as stack:
         stack.enter_context(quiet("verbose=true" in words))
         stack.enter_context(masked_logs())
-        stack.enter_context(naming_modules(source.modules))
         asked = stack.enter_context(answerable(source, options, words))
         team = stack.enter_context(opened(source, asked))
         player = Player(team, options.data_source)

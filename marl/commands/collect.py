@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from marl.commands.evaluate import files_of, labels_of, parsed as parsed_words
 from marl.config.endpoints import hosted_policies
 from marl.config.errors import ConfigError
-from marl.config.external import naming_modules
+from marl.config.external import naming_own, own_modules
 from marl.config.identity import content_of, located, plain_of, versions, with_absolute_paths
 from marl.config.overrides import hydra_overrides
 from marl.evaluation.own_code import must_be_scored_as_in_training
@@ -66,7 +66,7 @@ def run(arguments: Sequence[str]) -> Mapping[str, Any]:
     must_be_new(flags.out)
     must_limit_what_is_played(options, words)
     sources = [find(word) for word in named]
-    with quiet("verbose=true" in words), masked_logs(), naming_modules(*(source.modules for source in sources)):
+    with quiet("verbose=true" in words), masked_logs():
         for source in sources:
             must_be_scored_as_in_training(source.path, source.saved or {}, words)
         return played_and_written(flags, options, sources, words)
@@ -269,14 +269,13 @@ def weights_of(source: Source) -> str:
 
 def command_of(flags: argparse.Namespace, options: Options, teams: Sequence[str], words: Sequence[str]) -> str:
     """The command line that gives these episodes again, where the servers are reproducible."""
-    task = ",".join(options.task) if isinstance(options.task, list) else options.task
-    own = [f"task=[{task}]" if isinstance(options.task, list) else f"task={task}"]
+    own = [f"task=[{','.join(options.task)}]" if isinstance(options.task, list) else f"task={options.task}"]
     own += [f"n={options.n}"] * (options.n is not None)
     for name in ("filter_reward", "best_of", "out"):
         if (value := getattr(flags, name)) is not None:
             own += [f"--{name.replace('_', '-')}", str(value)]
     words = [with_absolute_paths(word) for word in words]
-    return masked_text(shlex.join(["marl", "collect", *teams, *own, *words]))
+    return masked_text(naming_own(own_modules()) + shlex.join(["marl", "collect", *teams, *own, *words]))
 
 
 def said(counts: Mapping[str, Any], out: Path, beside: Path) -> str:

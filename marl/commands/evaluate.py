@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from marl.config.dataset_rows import file_list
 from marl.config.errors import ConfigError
-from marl.config.external import naming_modules, naming_own, own_modules
+from marl.config.external import naming_own, own_modules
 from marl.config.identity import content_of, versions, with_absolute_paths
 from marl.evaluation.numbers import MEASURES
 from marl.evaluation.own_code import must_be_scored_as_in_training
@@ -56,7 +56,7 @@ def run(arguments: Sequence[str]) -> Mapping[str, Any]:
     """Evaluate, write and print; returns what ``result.json`` holds. Raises ConfigError."""
     options, named, words = parsed(arguments)
     sources = [find(word) for word in named]
-    with quiet("verbose=true" in words), masked_logs(), naming_modules(*(source.modules for source in sources)):
+    with quiet("verbose=true" in words), masked_logs():
         return measure(options, sources, words)
 
 

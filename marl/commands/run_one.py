@@ -112,8 +112,9 @@ def options_of(words: Sequence[str]) -> Options:
         [word for word, (key, *_) in zip(words, given, strict=True) if key not in TEXTS + LISTS]
     )
     own = {key: unquoted(text) if key in TEXTS else listed(key, text) for key, _, text in given if key in TEXTS + LISTS}
-    merged: Any = OmegaConf.merge(OmegaConf.structured(Options), others, own)
-    options: Options = OmegaConf.to_object(merged)  # type: ignore[assignment]
+    options: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Options), others))
+    for key, value in own.items():  # as they are: `${…}` in a text is no interpolation
+        setattr(options, key, value)
     for key in ("row", "episode"):
         if getattr(options, key) < 0:
             raise ConfigError(f"{key}={getattr(options, key)}: expected a number from 0 on")
@@ -124,7 +125,7 @@ def options_of(words: Sequence[str]) -> Options:
             )
     if options.answers and options.model is not Model.scripted:
         raise ConfigError(f"answers={options.answers}: model={options.model.name} gives its own; leave one of them out")
-    return options
+    return options  # type: ignore[no-any-return]
 
 
 def listed(key: str, text: str) -> list[str]:

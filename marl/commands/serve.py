@@ -18,7 +18,6 @@ from typing import Any
 from marl.config.command_options import KEY, read, serve as serve_options
 from marl.config.dataset_rows import file_list
 from marl.config.errors import ConfigError
-from marl.config.external import naming_modules
 from marl.evaluation.source import Source, find, reads_examples
 from marl.main import exit_code
 from marl.utils.numbers import SECONDS, Number, count
@@ -80,8 +79,8 @@ def serve(options: argparse.Namespace, words: Sequence[str]) -> None:
 
     source, key = find(options.source), access_key(options)
     with ExitStack() as stack:
-        for context in (quiet("verbose=true" in words), masked_logs(), naming_modules(source.modules)):
-            stack.enter_context(context)
+        stack.enter_context(quiet("verbose=true" in words))
+        stack.enter_context(masked_logs())
         place = stack.enter_context(listening(options))
         asked = stack.enter_context(answerable(source, options, words))
         team = stack.enter_context(opened(source, asked))

@@ -7,10 +7,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 VARIABLE = "VERL_USE_EXTERNAL_MODULES"
 PLATFORM = "marl.platform.cpu"
 """Named for workers by the runs themselves."""
+INSTALLED = ("site-packages", "dist-packages")
+"""Folders that are searched for modules anyway."""
 
 
 def find_own_modules() -> None:
@@ -54,9 +57,9 @@ def own_modules() -> dict[str, str]:
 
 
 @contextmanager
-def naming_modules(*runs: Mapping[str, str]) -> Iterator[None]:
-    """Let an error about saved runs name the modules that they imported and this process did not: they are code, and what a run
-    names is not executed by itself."""
+def naming_modules(modules: Any) -> Iterator[None]:
+    """Add to an error about a saved run the modules that it imported and this process did not, as its ``run.json`` has them: they are
+    code, and nothing that a run names is executed unless the user names it."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -66,22 +69,23 @@ def naming_modules(*runs: Mapping[str, str]) -> Iterator[None]:
         yield
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
         given = own_modules()
-        missing = {name: folder for run in runs for name, folder in run.items() if name not in given}
+        saved = modules.items() if isinstance(modules, Mapping) else ()
+        missing = {name: folder for name, folder in saved if isinstance(folder, str) and name not in given}
         if not missing:
             raise
         raise ConfigError(
-            f"{explain(error)}\nThe run imported modules of its own, which this command imports only where you name them: "
+            f"{explain(error)}\nThe run imported modules of its own; this command imports them only if you name them: "
             f"{naming_own(given | missing)}marl …"
         ) from None
 
 
 def naming_own(modules: Mapping[str, str]) -> str:
-    """What goes before a command, in any folder, to import modules of one's own."""
+    """The words before a command that import modules of one's own, in any folder."""
     if not modules:
         return ""
-    folders = dict.fromkeys(folder for folder in modules.values() if not folder.startswith(sys.prefix))
+    folders = dict.fromkeys(folder for folder in modules.values() if Path(folder).name not in INSTALLED)
     path = "".join(f"{shlex.quote(folder)}:" for folder in folders)
-    return f"{f'PYTHONPATH={path}$PYTHONPATH ' if path else ''}{VARIABLE}={','.join(modules)} "
+    return f"{f'PYTHONPATH={path}$PYTHONPATH ' if path else ''}{VARIABLE}={shlex.quote(','.join(modules))} "
 
 
 def is_found(name: str) -> bool:

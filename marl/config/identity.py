@@ -65,6 +65,8 @@ MAY_DIFFER = (
 """Keys that do not affect training: length, frequencies, output locations, machines, validation."""
 PACKAGES = ("marl", "verl", "torch", "transformers", "ray", "tensordict", "numpy", "peft", "vllm", "sglang")
 PATH_KEY = re.compile(r"(^|(?<!save)(?<!output)(?<!log)_)(path|file|files)$")
+PATH = re.compile(r"""[^][,'"\s](?:[^][,'"]*[^][,'"\s])?""")
+"""A path in a value: alone, quoted, or in a list."""
 WHOLE_BYTES = 1 << 20
 """Size limit for hashing files of a folder, such as a model's; of larger files only the size counts."""
 
@@ -124,7 +126,7 @@ def with_absolute_paths(word: str) -> str:
     key, _, value = word.partition("=")
     if PATH_KEY.search(key.rpartition(".")[2]) is None or "://" in value:
         return word
-    return f"{key}={re.sub(r'[^][,]+', lambda path: absolute(path[0]), value)}"
+    return f"{key}={PATH.sub(lambda path: absolute(path[0]), value)}"
 
 
 def absolute(path: str) -> str:

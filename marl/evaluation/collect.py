@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from marl.config.errors import ConfigError
+from marl.config.external import naming_modules
 from marl.evaluation.evaluate import played
 from marl.evaluation.numbers import columns_of, is_right, mean
 from marl.evaluation.source import Source
@@ -96,7 +97,8 @@ def samples_of(source: Source, words: Sequence[str], wanted: Wanted) -> int:
         return wanted.samples
     named = any(word.lstrip("+").startswith(f"{SAMPLES}=") for word in words)
     if named or source.saved is None:
-        return int(config_of(source, words).actor_rollout_ref.rollout.n)
+        with naming_modules(source.modules):
+            return int(config_of(source, words).actor_rollout_ref.rollout.n)
     return int(source.saved["actor_rollout_ref"]["rollout"]["n"])
 
 

@@ -17,8 +17,7 @@ from marl.evaluation.baselines import majority_is_right
 from marl.evaluation.numbers import accuracy_T, by_task, columns_of, cost_of, mean, numbers_of
 from marl.evaluation.source import Source
 from marl.evaluation.statistics import bootstrap, compared
-from marl.evaluation.team import Team, config_of, opened
-from marl.preflight.prepare import prepare
+from marl.evaluation.team import Team, opened, setup_of
 from marl.report import conversation, dump
 from marl.runners import RUNNERS
 from marl.types import AgentId, Episode, Task
@@ -87,7 +86,7 @@ def must_read_the_same_tasks(sources: Sequence[Source], words: Sequence[str]) ->
 
 def digest_of(source: Source, words: Sequence[str]) -> str:
     """Digest of the tasks that a source would play."""
-    setup = prepare(config_of(source, words))
+    setup = setup_of(source, words)
     return fingerprint(validation_tasks(setup.config, tokenizer_of(model_config(setup.config, setup.policies[0]))))
 
 

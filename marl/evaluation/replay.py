@@ -112,11 +112,11 @@ def replay(wanted: Wanted) -> Outcome:
     run.must_hold(range(first, wanted.step + 1))
     outcome = Outcome([f"{name} is not used: {why}" for name, why in damaged.items()])
     outcome.notes.append(f"from {origin.name if origin else 'the first weights'}, steps {first} to {wanted.step}")
-    modules = run.identity.get("modules", {})
-    with naming_modules(modules), tempfile.TemporaryDirectory(prefix="marl_replay_") as scratch:
-        config = run.config(wanted.changes)
-        place(config, Path(scratch), origin)
-        setup = prepare(config)
+    with tempfile.TemporaryDirectory(prefix="marl_replay_") as scratch:
+        with naming_modules(run.identity.get("modules")):
+            config = run.config(wanted.changes)
+            place(config, Path(scratch), origin)
+            setup = prepare(config)
         ledger = ledger_of(run, wanted, setup.config, changes_of(run, setup.config, outcome))
         with session(setup):
             asyncio.run(play(setup, wanted, ledger, run, outcome))

@@ -2,8 +2,7 @@
 
 import logging
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,8 @@ class Source:
     """The run's resolved configuration, as ``run.json`` has it; None for a model's folder."""
     untrained: bool = False
     """The team of a configuration that the user named, with the weights that its training would begin with."""
-    modules: Mapping[str, str] = field(default_factory=dict)
-    """Modules of the user's that the run imported, and their folders."""
+    modules: Any = None
+    """Modules of the user's that the run imported, and their folders, as ``run.json`` has them."""
 
     @property
     def name(self) -> str:
@@ -116,7 +115,7 @@ def source_at(checkpoint: Path, step: int) -> Source:
             f"{checkpoint}: no {RUN} in it or beside it; expected the one that the run left, copy it there from the run's folder"
         )
     agents = {name: identity["config"]["agents"][name] for name in identity["agents_in_order"]}
-    return Source(checkpoint, step, identity["config"] | {"agents": agents}, modules=identity.get("modules", {}))
+    return Source(checkpoint, step, identity["config"] | {"agents": agents}, modules=identity.get("modules"))
 
 
 def reads_examples(source: Source) -> bool:

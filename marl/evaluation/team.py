@@ -20,6 +20,7 @@ from marl.cluster.layout import model_config, policy_config
 from marl.cluster.session import session
 from marl.config.endpoints import hosted_policies
 from marl.config.errors import ConfigError
+from marl.config.external import naming_modules
 from marl.config.overrides import hydra_overrides
 from marl.config.policies import own_settings
 from marl.config.schema import Placement
@@ -64,13 +65,19 @@ class Team:
 def opened(source: Source, words: Sequence[str] = ()) -> Iterator[Team]:
     """Start the servers of a team; ``words`` override its configuration. Raises ConfigError."""
     transformers_logging.disable_progress_bar()
-    setup = prepare(config_of(source, words))
+    setup = setup_of(source, words)
     check_endpoints(setup)
     loop = asyncio.new_event_loop()
     with session(setup), ExitStack() as cleanup:
         cleanup.callback(loop.close)
         controller = loop.run_until_complete(start(setup, source, cleanup))
         yield Team(source, setup, controller, loop, tokenizer_of(model_config(setup.config, setup.policies[0])))
+
+
+def setup_of(source: Source, words: Sequence[str] = ()) -> Setup:
+    """The checked configuration of a team. Raises ConfigError, with the modules that its run imported and this process did not."""
+    with naming_modules(source.modules):
+        return prepare(config_of(source, words))
 
 
 async def start(setup: Setup, source: Source, cleanup: ExitStack) -> Controller:
@@ -245,13 +252,14 @@ def fit_context(config: DictConfig, words: Sequence[str]) -> None:
     if not free or room < len(free):
         asked = " ".join(f"data.{key}={length}" for key, length in lengths.items())
         raise ConfigError(
-            f"{asked}: {model.path} reads {longest} tokens, a prompt and its answer together; expected lengths that fit, as "
-            f"data.{LENGTHS[0]}={longest - longest // 2} data.{LENGTHS[1]}={longest // 2}"
+            f"{asked}: the context of {model.path} is {longest} tokens, prompt and answer together; expected lengths that fit, such as "
+            f"data.{LENGTHS[0]}={longest - longest // 2} data.{LENGTHS[1]}={longest // 2}, or "
+            "actor_rollout_ref.rollout.max_model_len=N if the model reads more"
         )
     for key in free:
         config.data[key] = room // len(free)
     fitting = " ".join(f"data.{key}={config.data[key]}" for key in LENGTHS)
-    logger.warning("%s reads %d tokens, a prompt and its answer together: %s", model.path, longest, fitting)
+    logger.warning("the context of %s is %d tokens, prompt and answer together: using %s", model.path, longest, fitting)
 
 
 def fit_process(config: DictConfig) -> None:

@@ -65,10 +65,10 @@ def text_of(record: Mapping[str, Any], folder: Path, command: str) -> str:
 
 
 def parts_of(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """What decides how a run learns: a method that reads its data plays nothing, and gives no credit."""
-    method = config.get("method") or {}
-    reads = method.get("name") != "hybrid" and method.get("source", "play") != "play"
-    return ("method",) if reads else ("runner", "learner", "credit")
+    """The groups that decide how a run learns: a method that reads its data plays nothing, and gives no credit."""
+    method = config.get("method") or {"name": "rl"}
+    played = ("runner", "learner", "credit") if method.get("source", "play") == "play" else ()
+    return (*["method"] * (method["name"] != "rl"), *played)
 
 
 def command_line(words: Sequence[str]) -> str:

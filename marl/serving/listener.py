@@ -9,7 +9,7 @@ from typing import Any
 import uvicorn
 
 GRACE_S = 10
-"""Answers that are under way at a signal may take so long."""
+"""Seconds that answers under way at a signal may still take."""
 
 
 def is_no_cancellation(record: logging.LogRecord) -> bool:
@@ -26,7 +26,8 @@ class Listener(uvicorn.Server):
         logging.getLogger("uvicorn.error").addFilter(is_no_cancellation)  # configured by the line before
 
     def listen_to_signals(self) -> None:
-        """From now on, and not first in ``run``; uvicorn raises those that have ended it again, to whoever listened before."""
+        """Listen from now on, not only within ``run``; afterwards uvicorn raises the signals that ended it again, for the handlers
+        installed before."""
         for which in (signal.SIGINT, signal.SIGTERM):
             signal.signal(which, self.handle_exit)
 
@@ -35,7 +36,9 @@ class Listener(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     def run(self, sockets: list[Any] | None = None) -> None:
-        super().run(sockets)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # it may still end what stops workers and servers
+        try:
+            super().run(sockets)
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # it may still end what stops workers and servers
         if self.interrupted:
             raise KeyboardInterrupt

@@ -91,9 +91,9 @@ def test_a_project_passes_its_tests_and_trains_as_it_is(here):
     for command in re.findall(r"^marl (?:eval|chat) .*", (project / "README.md").read_text(), re.MULTILINE):
         words = (sys.executable, "-m", *shlex.split(command))
         environment["VERL_USE_EXTERNAL_MODULES"] = "my_team"
-        assert "team" in run(*words), command
+        assert ("team ⟶ " if "chat" in words else "| team | accuracy |") in run(*words), command
         del environment["VERL_USE_EXTERNAL_MODULES"]
-        with pytest.raises(AssertionError, match="only where you name them: .*VERL_USE_EXTERNAL_MODULES=my_team marl"):
+        with pytest.raises(AssertionError, match="only if you name them: .*VERL_USE_EXTERNAL_MODULES=my_team marl"):
             run(*words)
     assert (
         "./train.sh" not in (found.folder / "README.md").read_text()

@@ -4,11 +4,13 @@ import json
 import os
 import re
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
+from omegaconf import OmegaConf
+from rich.console import Console
 
-from marl import cli
+from marl import cli, main as marl_main
 from marl.config.command_options import chat, read, serve
 from marl.config.errors import ConfigError, explain
 from marl.main import exit_code
@@ -128,6 +130,21 @@ def test_a_reader_that_leaves_ends_a_command_silently(monkeypatch, capfd, text):
         assert exit_code(lambda: sys.stdout.write(text)) == 1
         sys.stdout.flush()
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("show", [print, Console().print])
+def test_a_run_whose_reader_has_left_says_so(monkeypatch, capfd, show):
+    """As in ``marl train | tee log`` whose tee has gone; rich ends the process by itself."""
+    monkeypatch.setattr(marl_main, "_run", lambda *_: [show("a line"), sys.stdout.flush()])
+    with stdout_to_a_pipe(monkeypatch) as reader, suppress(SystemExit):
+        reader.close()
+        assert exit_code(lambda: marl_main.run(OmegaConf.create({"verbose": True}))) == 1
+    assert capfd.readouterr().err == "run ended: nobody reads its output any more\n"
+
+
+def test_a_closed_stdout_is_no_failure(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", None)  # as Python has it after >&-
+    assert exit_code(lambda: None) == 0 and capsys.readouterr().err == ""
 
 
 def test_another_broken_pipe_is_a_failure(monkeypatch, capfd):

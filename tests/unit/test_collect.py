@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from marl.commands import collect
 from marl.config.errors import ConfigError
+from marl.config.external import VARIABLE
 from marl.config.sources import Source as Examples
 from marl.controller.method_data import read_items
 from marl.evaluation import collect as playing
@@ -314,3 +315,13 @@ def test_the_columns_of_tasks_are_not_looked_for_in_episodes(tmp_path):
     config = OmegaConf.create({"method": {"source": Examples.episodes}, "data": data})
     use_columns(config)
     assert config.data.columns is None and config.data.train_files == ["kept.jsonl"] and config.data.val_files is None
+
+
+def test_the_command_of_a_collection_names_the_modules_of_ones_own(here, monkeypatch):
+    (here / "mine_c.py").touch()
+    monkeypatch.syspath_prepend(here)
+    monkeypatch.setenv(VARIABLE, "mine_c")
+    flags = SimpleNamespace(filter_reward=None, best_of=2, out="a.jsonl")
+    said = collect.command_of(flags, collect.Options(task=["a", "b"]), ["run"], ["seed=1"])
+    words = "marl collect run 'task=[a,b]' --best-of 2 --out a.jsonl seed=1"
+    assert said == f"PYTHONPATH={here}:$PYTHONPATH {VARIABLE}=mine_c {words}"

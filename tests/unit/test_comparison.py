@@ -245,9 +245,15 @@ def test_a_folder_explains_itself_without_secrets(make_run, monkeypatch):
         and "/x/bin" not in text
     )
     assert "runner " in text and "learner " in text
-    record["config"]["method"] = {"name": "sft", "source": "episodes"}
-    (folder / "run.json").write_text(json.dumps(record))
-    assert "\nmethod sft; agents: " in run_readme.write(folder, words).read_text()
+    for method, source, others in (
+        ("sft", "episodes", []),
+        ("hybrid", "play", ["runner", "learner", "credit"]),
+        ("rl", "play", ["runner", "learner", "credit"]),
+    ):
+        record["config"]["method"] = {"name": method, "source": source}
+        (folder / "run.json").write_text(json.dumps(record))
+        parts = [f"{part} {record['config'][part]['name']}" for part in ["method", *others][method == "rl" :]]
+        assert f"\n{', '.join(parts)}; agents: " in run_readme.write(folder, words).read_text()
     assert "| content of `data.train_files` | sha256:1 |" in text and "| version of verl | 0.9.1 |" in text
     assert run_readme.command_line(["/x/python3.12", "-m", "marl.main", "seed=1"]) == "python -m marl.main seed=1"
 

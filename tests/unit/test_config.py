@@ -19,7 +19,7 @@ from marl.cluster.layout import policy_config
 from marl.cluster.session import use_platform
 from marl.config.dataset_rows import check_files, check_row
 from marl.config.errors import ConfigError, explain
-from marl.config.external import check_modules, find_own_modules
+from marl.config.external import VARIABLE, check_modules, find_own_modules, naming_modules, naming_own
 from marl.config.overrides import find_verl, new_agents
 from marl.config.rules import RULES, check
 from marl.config.rules.resources import collectives_end_before_calls
@@ -146,6 +146,23 @@ def test_modules_of_ones_own_are_found_or_named(tmp_path, monkeypatch):
     with pytest.raises(ModuleNotFoundError, match="nothing_of_this_name"):
         check_modules("mine_too.part")
     check_modules("")
+
+
+def test_modules_that_a_run_names_are_quoted_and_may_be_anything():
+    hostile = {"mine;touch gone": "/x/$(touch gone)"}
+    with pytest.raises(ConfigError) as caught, naming_modules(hostile):
+        raise ConfigError("runner=mine")
+    variables = shlex.split(str(caught.value).partition("name them: ")[2])
+    assert variables == ["PYTHONPATH=/x/$(touch gone):$PYTHONPATH", f"{VARIABLE}=mine;touch gone", "marl", "…"]
+    for modules in (None, ["mine"], "mine", {"mine": 1}):
+        with pytest.raises(ConfigError, match="^runner=mine$"), naming_modules(modules):
+            raise ConfigError("runner=mine")
+
+
+def test_only_folders_of_installed_packages_are_searched_anyway(monkeypatch):
+    monkeypatch.setattr(sys, "prefix", "/home/marl")
+    told = naming_own({"a": "/home/marl-team", "b": "/home/marl/lib/site-packages", "c": "/usr/lib/dist-packages"})
+    assert told == f"PYTHONPATH=/home/marl-team:$PYTHONPATH {VARIABLE}=a,b,c "
 
 
 def test_a_cluster_that_is_too_small_says_what_is_left_to_do(quickstart, monkeypatch):

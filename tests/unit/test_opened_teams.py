@@ -127,7 +127,7 @@ def test_the_lengths_left_open_fit_the_context_of_a_plain_model(tmp_path, caplog
     assert (config.data.max_prompt_length, config.data.max_response_length) == lengths
     rollout = config.actor_rollout_ref.rollout
     assert (rollout.prompt_length, rollout.response_length) == lengths
-    told = "reads {} tokens, a prompt and its answer together: data.max_prompt_length={} data.max_response_length={}"
+    told = "is {} tokens, prompt and answer together: using data.max_prompt_length={} data.max_response_length={}"
     assert (told.format(longest, *lengths) in caplog.text) is (longest < 1024)
 
 
@@ -136,7 +136,10 @@ def test_the_lengths_left_open_fit_the_context_of_a_plain_model(tmp_path, caplog
 )
 def test_lengths_beyond_the_context_of_a_plain_model_are_refused_with_some_that_fit(tmp_path, words):
     LlamaConfig(max_position_embeddings=256).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"reads 256 tokens.*data.max_prompt_length=128 data.max_response_length=128"):
+    with pytest.raises(
+        ConfigError,
+        match=r"is 256 tokens.*data.max_prompt_length=128 data.max_response_length=128, or .*max_model_len=N",
+    ):
         config_of(Source(tmp_path, None), words)
 
 
@@ -180,10 +183,21 @@ def test_modules_that_a_run_imported_are_named_where_they_are_missing(with_modul
         with monkeypatch.context() as here:
             assert command.main(words) == 2
             said = capsys.readouterr().err
-            assert "runner=mine" in said and said.endswith(f"only where you name them: {told}")
+            assert "runner=mine" in said and said.endswith(f"only if you name them: {told}")
             here.syspath_prepend(tmp_path / "project")
             here.setenv(VARIABLE, "mine_a.parts,mine_a")
             assert command.main(words) == 2 and VARIABLE not in capsys.readouterr().err
+
+
+def test_modules_are_no_remedy_for_errors_that_are_not_of_the_runs_settings(with_modules, tmp_path, capsys):
+    with_name = {"name": "mine", "command": "marl eval other"}
+    (with_modules.parent / "evaluations" / "mine").mkdir(parents=True)
+    (with_modules.parent / "evaluations" / "mine" / "result.json").write_text(json.dumps(with_name))
+    (tmp_path / "task.jsonl").touch()
+    for words in (["task=gone.jsonl"], [f"task={tmp_path / 'task.jsonl'}", "name=mine"]):
+        assert evaluate.main([str(with_modules), *words]) == 2
+        said = capsys.readouterr().err
+        assert ("no such file" in said or "choose another name" in said) and VARIABLE not in said
 
 
 def test_hardware_of_a_run_is_refused_by_name(tmp_path):
@@ -216,16 +230,18 @@ def test_the_command_of_an_evaluation_is_masked(tmp_path):
 
 def test_the_command_of_an_evaluation_holds_in_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("mine_b.py", "b.jsonl", "1"):
+    for name in ("mine_b.py", "b.jsonl", "1", "my file.py"):
         (tmp_path / name).touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv(VARIABLE, "mine_b")
     path, file = "reward.custom_reward_function.path", str(tmp_path / "b.jsonl")
     words = [f"{path}=mine_b.py", "data.val_files=[b.jsonl,b.jsonl]", "n=1", "a.path=gone/model", "b.path=pkg://mine_b"]
+    words += ["data.val_files=[b.jsonl, 'b.jsonl' ]", f"{path}='my file.py'"]
     said = evaluate.command_of(evaluate.Options(), [Source(tmp_path, 2, {})], [file], words)
     modules, rest = said.split(" marl eval ")
     assert modules == f"PYTHONPATH={tmp_path}:$PYTHONPATH {VARIABLE}=mine_b"
-    mended = [f"{path}={tmp_path}/mine_b.py", f"data.val_files=[{file},{file}]", *words[2:]]
+    mended = [f"{path}={tmp_path}/mine_b.py", f"data.val_files=[{file},{file}]", *words[2:-2]]
+    mended += [f"data.val_files=[{file}, '{file}' ]", f"{path}='{tmp_path}/my file.py'"]
     assert shlex.split(rest) == [str(tmp_path), f"task={file}", *mended]
 
 

@@ -1,6 +1,7 @@
 """The memory plan and the batch arithmetic, against numbers that were computed by hand."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from transformers import LlamaConfig, Qwen2Config
 
 from marl.config.errors import ConfigError
 from marl.config.policies import own_settings
+from marl.methods.sft import SFT
 from marl.preflight import batch_plan, memory_plan, plan_report
 from marl.preflight.checks import check_adapter_base
 from marl.preflight.memory_plan import Memory, ModelSize, Training
@@ -187,6 +189,13 @@ def test_a_steps_arithmetic(compose_config, cold_assets):
 def test_a_plan_says_where_every_turn_is_a_row(compose_config, cold_assets):
     setup = prepare(compose_config(f"assets={cold_assets}", "learner=gspo"))
     assert "every turn is a row (controller.pack_turns)" in plan_text(setup)
+
+
+def test_a_plan_of_a_method_that_reads_speaks_of_examples_and_of_no_play(compose_config, cold_assets):
+    setup = prepare(compose_config(f"assets={cold_assets}"))
+    text = plan_text(replace(setup, method=SFT(SFT.Config("sft"))))
+    assert "a step learns from data.train_batch_size=32 examples" in text and "nothing is played" in text
+    assert "controller.pack_turns" not in text and "episodes" not in text
 
 
 def test_estimates_above_the_machines_memory_raise_a_warning():

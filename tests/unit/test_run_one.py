@@ -32,6 +32,13 @@ def test_the_truth_and_an_answer_are_what_was_typed(capsys, truth, answer):
     assert set(found) == {"[1]"} and last.endswith(f"right: {truth}"), last
 
 
+def test_texts_are_taken_as_they_are():
+    """As LaTeX has them."""
+    options = run_one.options_of([r"question='${3 \over 4}$'", r"truth=${x}$", r"answers=['${3 \over 4}$']", "row=2"])
+    assert (options.question, options.truth, options.row) == (r"${3 \over 4}$", "${x}$", 2)
+    assert options.answers == [r"${3 \over 4}$"]
+
+
 def test_a_bare_answer_that_is_wrong_counts_in_the_vote(capsys):
     found, last = scores(capsys, "answers=[5]", "truth=4")
     assert set(found) == {"[0]"} and last == "the team's answer: 5   right: 4"

@@ -7,9 +7,10 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from hydra._internal.utils import get_args_parser
 
 from marl.config.errors import ConfigError
-from marl.main import exit_code, main
+from marl.main import exit_code, main, shown_by
 from marl.rollout.hf import server_name
 from marl.utils import secret_masking
 from marl.utils.secret_masking import hide, masked, masked_logs, masked_text
@@ -90,13 +91,22 @@ def test_an_error_is_printed_without_secrets(capsys, error, code):
     assert ("Traceback" in printed) == (code == 1)
 
 
-@pytest.mark.parametrize("flag", [["--cfg", "job"], ["--cfg=job"]])
+@pytest.mark.parametrize("flag", [["--cfg", "job"], ["--cfg=job"], ["--cf", "job"], ["-cjob"]])
 def test_a_printed_configuration_holds_no_secrets(capsys, monkeypatch, flag):
     monkeypatch.setattr(sys, "argv", ["marl"])
     words = [*flag, "--package", "judge", f"+judge.password={PASSWORD}", "+judge.model=m"]
     assert main(words) == 0
     printed = capsys.readouterr().out
     assert "password: ***" in printed and "model: m" in printed and PASSWORD not in printed
+
+
+def test_every_flag_of_hydras_that_prints_the_configuration_is_known():
+    shows = ["--cfg=job", "--cf=job", "-cjob", "-c=all", "--info", "--inf=config", "--in", "--i", "-i", "-iall"]
+    for word in [*shows, "--help", "--hel", "-h", "-hi"]:
+        read = get_args_parser().parse_args([word])
+        assert shown_by(["seed=1", word]) == word and (read.cfg or read.info or read.help), word
+    others = ["-cn=quickstart", "-cp=x", "-cd=x", "--config-name=x", "--hydra-help", "-m", "-r", "--resolve", "i=c"]
+    assert [word for word in others if shown_by([word])] == []
 
 
 def test_a_log_record_holds_no_secrets(caplog):

@@ -529,3 +529,10 @@ def test_a_signal_before_the_server_listens_is_not_lost(compose_config, listener
         os.kill(os.getpid(), which)
         with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext():
             listener.run(sockets=[place])
+
+
+def test_ctrl_c_ends_a_process_again_whose_server_failed(monkeypatch, listener_of):
+    monkeypatch.setattr("uvicorn.Server.run", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        listener_of(None).run()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
