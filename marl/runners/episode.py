@@ -252,7 +252,7 @@ async def together(turns: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     A context overflow cancels nobody: which turns an episode holds must not depend on who answered first.
     """
     own = FLOW.get()
-    flows = [(turn, own and own.branch()) for turn in turns]
+    flows = [(turn, own and own.branch()) for turn in entered(turns)]
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(branch(*pair)) for pair in flows]
@@ -266,6 +266,19 @@ async def together(turns: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         if isinstance(result, ContextOverflow):
             raise result
     return results  # type: ignore[return-value]
+
+
+def entered(turns: Iterable[Coroutine[Any, Any, T]]) -> list[Coroutine[Any, Any, T]]:
+    """All of them; where one is refused, those before it are closed: nobody will await them."""
+    made: list[Coroutine[Any, Any, T]] = []
+    try:
+        for turn in turns:
+            made.append(turn)
+    except BaseException:
+        for turn in made:
+            turn.close()
+        raise
+    return made
 
 
 async def branch(turn: Coroutine[Any, Any, T], flow: Flow | None) -> T | ContextOverflow:

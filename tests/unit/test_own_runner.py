@@ -1,6 +1,7 @@
 """A runner of one's own, tested without a model."""
 
 import asyncio
+import gc
 
 import pytest
 
@@ -204,3 +205,19 @@ def test_turns_of_tasks_that_a_runner_starts_count_for_it(episodes):
     for record in asyncio.run(play()):
         rounds = {agent: sorted(turn.round for turn in record.turns if turn.agent == agent) for agent in "abcd"}
         assert rounds == {"a": [1, 2, 3, 4, 5], "b": [1, 2], "c": [1, 2, 3, 4], "d": [1, 2]}
+
+
+class Twice(Runner):
+    async def run(self, episode):
+        first, second = episode.agents
+        await together(agent.act(agent.prompt, round=1) for agent in (first, second, first))
+
+
+def test_a_turn_that_is_refused_ends_those_beside_it(recwarn):
+    """And leaves none that was never awaited."""
+    with pytest.raises(ValueError, match="acts twice in round 1"):
+        asyncio.run(
+            scripted.play(Twice(Runner.Config("twice")), TASK, ["a", "b"], scripted.scripted(scripted.numbered))
+        )
+    gc.collect()
+    assert not [str(warning.message) for warning in recwarn if "never awaited" in str(warning.message)]
