@@ -50,8 +50,8 @@ from marl.utils.pipes import has_no_reader, reader_left
 from marl.utils.process_time import begin_run
 from marl.utils.secret_masking import masked_logs, masked_text
 
-SHOWS_CONFIG = re.compile(r"--(cfg?|in?f?o?|hel?p?)(=|$)|-(c(?![pnd])|i|h)")
-"""Flags of Hydra's that print the configuration, in all forms that its parser takes: shortened, or with the value attached."""
+SHOWS_CONFIG = re.compile(r"--(cfg?|in?f?o?|hel?p?)(=|$)|-[rmh]*(c(?![pnd])|i|h)")
+"""Flags of Hydra's that print the configuration, in all forms that its parser takes: shortened, clustered, or with the value attached."""
 
 
 def shown_by(words: Sequence[str]) -> str | None:
@@ -154,7 +154,7 @@ def run(config: DictConfig, progress: Any = None) -> Any:
 
 @contextmanager
 def told_of_no_reader() -> Iterator[None]:
-    """Say why a run ends whose output nobody reads any more: a command that prints, as into ``head``, ends without a word."""
+    """Say why a run ends whose output nobody reads any more: a command that only prints, as into ``head``, ends silently."""
     try:
         yield
     except (BrokenPipeError, SystemExit) as error:

@@ -101,7 +101,21 @@ def test_a_printed_configuration_holds_no_secrets(capsys, monkeypatch, flag):
 
 
 def test_every_flag_of_hydras_that_prints_the_configuration_is_known():
-    shows = ["--cfg=job", "--cf=job", "-cjob", "-c=all", "--info", "--inf=config", "--in", "--i", "-i", "-iall"]
+    shows = [
+        "--cfg=job",
+        "--cf=job",
+        "-cjob",
+        "-rcjob",
+        "-mcall",
+        "-ri",
+        "-c=all",
+        "--info",
+        "--inf=config",
+        "--in",
+        "--i",
+        "-i",
+        "-iall",
+    ]
     for word in [*shows, "--help", "--hel", "-h", "-hi"]:
         read = get_args_parser().parse_args([word])
         assert shown_by(["seed=1", word]) == word and (read.cfg or read.info or read.help), word
