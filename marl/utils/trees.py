@@ -17,7 +17,7 @@ TREE, KIND = "tree", "__kind__"
 
 def copied(tree: Any, into: Any = None) -> Any:
     """The same with copies of the tensors, in the host's memory, that no later update changes. ``into``: an earlier copy of such
-    a tree, which is overwritten: memory that is handed out anew is cleared page by page first."""
+    a tree, which is overwritten: the kernel clears newly allocated memory page by page."""
     if isinstance(tree, torch.Tensor):
         tensor = tree.detach()
         if not fits(tensor, into):

@@ -129,7 +129,8 @@ class ShardFiles(FSDPCheckpointManager):
                 config, dtype, copies = self.model.config, torch.bfloat16, states.get("model", {})
                 self.jobs.append(whole_model.writer(config, dict(weights), folder, trusts, dtype, live, copies))
         if self.beside:
-            self.jobs.append(partial(self.copies.update, states))
+            held = {name: state for name, state in states.items() if name != "model" or not self._has_lora()}
+            self.jobs.append(partial(self.copies.update, held))  # without a frozen base
 
     def _copied(self, name: str, state: Any) -> Any:
         """A copy, which is nobody else's until all of the save is written."""
