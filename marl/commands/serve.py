@@ -7,6 +7,7 @@ import argparse
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -89,6 +90,9 @@ def serve(options: argparse.Namespace, words: Sequence[str]) -> None:
         service = Service(Player(team, options.data_source), host, limits)
         listener = Listener(make_app(service, key))
         listener.listen_to_signals()
+        stack.callback(
+            signal.signal, signal.SIGINT, signal.default_int_handler
+        )  # it ends what stops workers and servers
         announce(source, service, options, place, bool(key))
         listener.run(sockets=[place])
 

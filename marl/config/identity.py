@@ -126,6 +126,8 @@ def with_absolute_paths(word: str) -> str:
     key, _, value = word.partition("=")
     if PATH_KEY.search(key.rpartition(".")[2]) is None or "://" in value:
         return word
+    if located(value):
+        return f"{key}={absolute(value)}"
     return f"{key}={PATH.sub(lambda path: absolute(path[0]), value)}"
 
 
