@@ -10,37 +10,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from marl.utils.weight_digest import local
-
 TREE, KIND = "tree", "__kind__"
 
 
-def copied(tree: Any, into: Any = None) -> Any:
-    """The same with copies of the tensors, in the host's memory, that no later update changes. ``into``: an earlier copy of such
-    a tree, which is overwritten: the kernel clears newly allocated memory page by page."""
-    if isinstance(tree, torch.Tensor):
-        tensor = tree.detach()
-        if not fits(tensor, into):
-            return tensor.to("cpu", copy=True)
-        local(into).copy_(local(tensor))
-        return into
-    if isinstance(tree, dict):
-        return {key: copied(value, into.get(key) if isinstance(into, dict) else None) for key, value in tree.items()}
-    if not isinstance(tree, list | tuple):
-        return tree
-    places = into if isinstance(into, list | tuple) and len(into) == len(tree) else [None] * len(tree)
-    return type(tree)(copied(*pair) for pair in zip(tree, places, strict=True))
-
-
-def fits(tensor: torch.Tensor, place: Any) -> bool:
-    """True if the tensor can be copied there, a DTensor only to one of its mesh and placements."""
-    if not isinstance(place, torch.Tensor) or (type(place), place.shape, place.dtype) != (
-        type(tensor),
-        tensor.shape,
-        tensor.dtype,
-    ):
-        return False
-    return bool(getattr(place, "_spec", None) == getattr(tensor, "_spec", None))
+def copied(tree: Any) -> Any:
+    """The same with copies of the tensors, in the host's memory, that no later update changes."""
+    return mapped(tree, lambda tensor: tensor.detach().to("cpu", copy=True))
 
 
 def on_host(tree: Any) -> Any:

@@ -252,17 +252,6 @@ def test_a_copy_is_not_changed_by_an_update():
     assert torch.equal(kept["a"][0], torch.zeros(2))
 
 
-@pytest.mark.parametrize("other", [[torch.zeros(3)], [torch.zeros(2).int()], [torch.zeros(2)] * 2, torch.zeros(2), 0.0])
-def test_a_copy_takes_the_memory_of_an_earlier_one_that_it_fits(other):
-    tree = {"a": [torch.arange(2.0)], "b": (torch.ones(2), 3)}
-    earlier = trees.copied({"a": [torch.zeros(2)], "b": (torch.zeros(2), 1)})
-    kept = trees.copied(tree, earlier)
-    assert kept["a"][0] is earlier["a"][0] and kept["b"][0] is earlier["b"][0] and kept["b"][1] == 3
-    for copy in (kept, trees.copied(tree, {"a": other, "b": None})):
-        assert torch.equal(copy["a"][0], torch.arange(2.0)) and torch.equal(copy["b"][0], torch.ones(2))
-        assert copy["a"][0].dtype == torch.float32
-
-
 def test_what_shares_no_memory_is_written_without_a_copy(tmp_path, monkeypatch):
     written, weight = {}, torch.zeros(2, 2)
     monkeypatch.setattr(trees, "save_file", lambda tensors, path, metadata: written.update(tensors))

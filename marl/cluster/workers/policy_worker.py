@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 from tensordict import TensorDict
+from torch.distributed.tensor import DTensor
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
@@ -34,7 +35,7 @@ from marl.utils.allocator import keep_freed_memory
 from marl.utils.garbage import freeze_gc
 from marl.utils.ragged import of_responses
 from marl.utils.trees import copied, load_tree, save_tree
-from marl.utils.weight_digest import Digest, digest_of, local
+from marl.utils.weight_digest import Digest, digest_of
 
 PG_TIMEOUT_SECONDS = "MARL_PROCESS_GROUP_TIMEOUT"
 
@@ -233,7 +234,8 @@ def shards(worker: TrainingWorker) -> Iterator[tuple[str, torch.Tensor]]:
     module = worker.engine.module
     reshard(module)
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
-        yield name, local(tensor.detach())
+        shard = tensor.detach()
+        yield name, shard.to_local() if isinstance(shard, DTensor) else shard
 
 
 def same_shards(reference: TrainingWorker, policy: TrainingWorker) -> list[tuple[torch.Tensor, torch.Tensor]]:

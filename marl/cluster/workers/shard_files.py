@@ -105,8 +105,6 @@ class ShardFiles(FSDPCheckpointManager):
         self.jobs: list[Job] = []
         self.beside = True
         """True if the next save is written beside the next step, which changes the live states: they are copied for it."""
-        self.copies: dict[str, Any] = {}
-        """The last save's copies by state, once they are written: their memory takes the next ones."""
 
     def taken(self) -> list[Job]:
         """The writes that the last save left to do."""
@@ -118,23 +116,17 @@ class ShardFiles(FSDPCheckpointManager):
             return super().save_checkpoint(local_path, *arguments, **settings)
         with self._contents([]):
             super().save_checkpoint(local_path, *arguments, **settings)  # model configuration and tokenizer
-        states = {name: self._copied(name, state) if self.beside else state for name, state in self._states()}
-        save = torch.save if self.beside else save_live
-        self.jobs += [partial(save, state, self._file(local_path, name)) for name, state in states.items()]
+        self.jobs += [self._job(state, self._file(local_path, name)) for name, state in self._states()]
         if self.should_save_hf_model:
             weights = get_fsdp_full_state_dict(self.model, offload_to_cpu=True, rank0_only=True)
             if self.rank == 0:
                 folder, trusts = Path(local_path) / "huggingface", self.trust_remote_code
                 live = self._live() if self.beside else set()
-                config, dtype, copies = self.model.config, torch.bfloat16, states.get("model", {})
-                self.jobs.append(whole_model.writer(config, dict(weights), folder, trusts, dtype, live, copies))
-        if self.beside:
-            held = {name: state for name, state in states.items() if name != "model" or not self._has_lora()}
-            self.jobs.append(partial(self.copies.update, held))  # without a frozen base
+                config, dtype = self.model.config, torch.bfloat16
+                self.jobs.append(whole_model.writer(config, dict(weights), folder, trusts, dtype, live))
 
-    def _copied(self, name: str, state: Any) -> Any:
-        """A copy, which is nobody else's until all of the save is written."""
-        return copied(state, self.copies.pop(name, None))
+    def _job(self, state: Any, file: str) -> Job:
+        return partial(torch.save, copied(state), file) if self.beside else partial(save_live, state, file)
 
     def _live(self) -> set[whole_model.Place]:
         return {whole_model.place(tensor) for tensor in chain(self.model.parameters(), self.model.buffers())}

@@ -1,19 +1,16 @@
 """A whole model in Hugging Face's form: its shell is built in the caller's thread, and any thread writes it."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig
-from transformers.initialization import no_init_weights
 from verl.utils.transformers_compat import drop_tied_target_keys
-
-from marl.utils.weight_digest import local
 
 Weights = dict[str, torch.Tensor]
 Place = tuple[str, int]
@@ -26,18 +23,13 @@ def writer(
     trust_remote_code: bool,
     dtype: torch.dtype | None = None,
     live: Collection[Place] = (),
-    copies: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Callable[[], Any]:
-    """Writing of these weights, whose dict is the writer's from now on. In place of weights in ``live`` memory, which a step
-    changes, a copy is written, one of ``copies`` where it has their name and shape: on one rank gathered weights may be live.
-    For the other arguments see :func:`shell_of`."""
+    """Writing of these weights, whose dict is the writer's from now on. Weights in ``live`` memory, which a step changes, are
+    copied: on one rank gathered ones may be. For the other arguments see :func:`shell_of`."""
     shell = shell_of(config, folder, trust_remote_code, dtype)
     drop_tied_target_keys(weights, shell, shell.config)
-    for name, weight in weights.items():
-        if place(weight) in live:
-            copy = local(copies.get(name, weight))
-            taken = copy is not weight and (copy.shape, copy.dtype) == (weight.shape, weight.dtype)
-            weights[name] = copy if taken else weight.detach().clone()
+    for name in [name for name, weight in weights.items() if place(weight) in live]:
+        weights[name] = weights[name].detach().clone()
     return partial(write_into, shell, folder, weights)
 
 
@@ -49,9 +41,8 @@ def shell_of(config: Any, folder: Path, trust_remote_code: bool, dtype: torch.dt
     """
     config = deepcopy(config)
     kind = AutoModelForTokenClassification if heads_tokens(config) else AutoModelForCausalLM
-    with init_empty_weights(), no_init_weights():
+    with init_empty_weights():
         shell = kind.from_config(config, dtype=dtype or config.dtype, trust_remote_code=trust_remote_code)
-    shell.tie_weights()  # a part of the initialization
     if shell.can_generate() and (folder / "generation_config.json").is_file():
         shell.generation_config = GenerationConfig.from_pretrained(folder)
     return shell
@@ -64,7 +55,7 @@ def write_into(shell: Any, folder: Path, weights: Weights) -> None:
 
 def place(tensor: torch.Tensor) -> Place:
     """The memory that a tensor shows, or this rank's part of it."""
-    own = local(tensor)
+    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return own.device.type, own.untyped_storage().data_ptr()
 
 
