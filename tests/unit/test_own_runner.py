@@ -221,3 +221,28 @@ def test_a_turn_that_is_refused_ends_those_beside_it(recwarn):
         )
     gc.collect()
     assert not [str(warning.message) for warning in recwarn if "never awaited" in str(warning.message)]
+
+
+class PlaysAnother(Runner):
+    """The first agent's branch plays an episode of its own, while the second agent answers three times."""
+
+    async def run(self, episode):
+        await together([self.nested(episode.agents[0]), self.thrice(episode.agents[1])])
+
+    async def nested(self, agent):
+        await agent.act(agent.prompt)
+        await scripted.play(Often(Runner.Config("often")), TASK, ["a"], scripted.scripted(scripted.numbered))
+        await agent.act(agent.prompt)
+
+    async def thrice(self, agent):
+        for _ in range(3):
+            await agent.act(agent.prompt)
+
+    def most_turns(self, agents):
+        return dict.fromkeys(agents, 3)
+
+
+def test_a_branch_goes_on_in_its_own_round_after_an_episode_within_it():
+    said = scripted.scripted(scripted.numbered)
+    record = asyncio.run(scripted.play(PlaysAnother(Runner.Config("plays_another")), TASK, ["a", "b"], said))
+    assert [turn.round for turn in record.turns if turn.agent == "a"] == [1, 2]
