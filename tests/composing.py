@@ -1,10 +1,12 @@
 """Configurations for tests, as Hydra composes them: what files say is read once for all tests that choose the same options."""
 
+import functools
 import pickle
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import hydra
+import omegaconf.base
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -12,6 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 
 import marl.main  # noqa: F401 - registers every option
 from marl.config.overrides import hydra_overrides
+
+# the same interpolations are read in every configuration, each time anew: a sixth of the time of tests that compose
+omegaconf.base.parse = functools.cache(omegaconf.base.parse)
 
 BASES: dict[tuple, tuple[bytes, list]] = {}
 """Pickled configurations, by name and chosen options, with the options registered then: a test may register another one."""

@@ -102,7 +102,8 @@ def test_an_adapter_that_nobody_trains_is_refused(composed):
         prepare(config)
 
 
-@pytest.mark.parametrize("placement", [pytest.param("separate", marks=pytest.mark.slow), "colocated"])
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["separate", "colocated"])
 def test_over_ray_it_is_a_server_alone(cluster, compose_config, cold_assets, tmp_path, placement):
     """Its place in the pool is a process of its own, or the others'; asleep while they train, if that is asked for."""
     small = (f"assets={cold_assets}", f"trainer.default_local_dir={tmp_path}", *SMALL)

@@ -84,8 +84,8 @@ def test_the_short_help_gives_way_to_further_words_and_own_modules(monkeypatch, 
     ("word", "said"),
     [
         ("learner.lm=3", "unknown key 'learner.lm'"),
-        ("trainer.nnodes=-1", "trainer.nnodes=-1: expected"),
-        ("learner=qmix", "credit=influence: learner=qmix is defined for"),
+        pytest.param("trainer.nnodes=-1", "trainer.nnodes=-1: expected", marks=pytest.mark.slow),
+        pytest.param("learner=qmix", "credit=influence: learner=qmix is defined for", marks=pytest.mark.slow),
         ("data.val_files=/nowhere.parquet", "data.val_files=/nowhere.parquet"),
     ],
 )
