@@ -12,7 +12,6 @@ import asyncio
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from marl.controller.alternative_rollouts import AlternativeRollouts
 from marl.learners import CREDITS
 from marl.learners.replay_credit import ReplayCredit, ReturnOf
 from marl.preflight.prepare import prepare
-from marl.quickstart.assets import RECIPES, ensure
+from marl.quickstart.assets import prepared
 from marl.run_setup import make_learner
 from marl.types import Episode
 
@@ -63,8 +62,7 @@ def started(overrides: Sequence[str], loop: Any) -> Iterator[Any]:
     words = ["resources.one_process=true", "trainer.logger=[]", *overrides]
     with initialize_config_module("marl.configs", version_base="1.3"):
         config = compose("quickstart", overrides=hydra_overrides(words))
-    ensure(Path(config.assets), RECIPES[config.task], config.seed)
-    setup = prepare(config)
+    setup = prepared(config, prepare)
     with session(setup), ExitStack() as cleanup:
         trainer = loop.run_until_complete(build(setup, cleanup))
         loop.run_until_complete(trainer.sync_weights())

@@ -1,6 +1,7 @@
 """Fixtures of all tests: tiny models, made once a session, and one Ray session."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -39,13 +40,15 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(scope="session")
-def cold_assets(tmp_path_factory) -> Path:
+def cold_assets(tmp_path_factory) -> Iterator[Path]:
     """The embedded task with a model that was hardly warmed up: for tests that ask how, not how well."""
-    from marl.quickstart.assets import Recipe, ensure
+    from marl.quickstart.assets import Recipe, ensure, fingerprint_of, is_made
 
     folder = tmp_path_factory.mktemp("assets") / "cold"
-    ensure(folder, Recipe("smudged_note", steps=30, batch=16, train_problems=64, test_problems=8), seed=0)
-    return folder
+    recipe = Recipe("smudged_note", steps=30, batch=16, train_problems=64, test_problems=8)
+    ensure(folder, recipe, seed=0)
+    yield folder
+    assert is_made(folder, fingerprint_of(recipe, seed=0)), "a test has made another model in the folder of all"
 
 
 @pytest.fixture(scope="session")
