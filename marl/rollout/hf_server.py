@@ -24,7 +24,7 @@ from marl.rollout.prefixes import Prefixes
 from marl.rollout.requests import Draft, Request
 from marl.rollout.vllm_sglang import is_frozen
 from marl.utils.allocator import keep_freed_memory
-from marl.utils.garbage import freeze_gc
+from marl.utils.garbage import collect_garbage, freeze_gc
 from marl.utils.spans import Span, Stopwatch
 
 GATHER_SECONDS = 0.002
@@ -199,6 +199,7 @@ class HFServer(TakesWeights):
                             future.set_exception(error)
                 self.busy.add(started, time.monotonic())
             await asyncio.sleep(0)
+        collect_garbage()
 
     def _remove_cancelled(self) -> None:
         gone = [draft for draft, future in self.futures.items() if future.done()]

@@ -46,17 +46,20 @@ class Node:
 class Prefixes:
     def __init__(self, limit: int) -> None:
         """``limit``: of bytes that outlast a request."""
-        self.limit, self.clock = limit, count(1)
-        self.clear()
+        self.limit, self.clock, self.bytes = limit, count(1), 0
+        self.roots: dict[str | None, Node] = {}
 
     def clear(self) -> None:
-        self.roots: dict[str | None, Node] = {}
+        for root in self.roots.values():
+            dissolve(root)
+        self.roots.clear()
         self.bytes = 0
 
     def forget(self, adapter: str) -> None:
         """Drop one adapter's conversations."""
         if root := self.roots.pop(adapter, None):
             self.bytes -= sum(node.nbytes() for node in below(root))
+            dissolve(root)
 
     def hold(self, node: Node, segment: Segment) -> None:
         """Give a node what a model has read."""
@@ -125,6 +128,12 @@ def below(root: Node) -> Iterator[Node]:
         node = found.pop()
         found += node.children.values()
         yield node
+
+
+def dissolve(root: Node) -> None:
+    """Part the nodes from their children: cycles would hold their tensors until the garbage collector comes by."""
+    for node in [root, *below(root)]:
+        node.children = {}
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from weakref import CallableProxyType, proxy
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ class Slots(Cache):
     """A cache of any model whose layers keep keys and values; it learns their shapes when they are first written."""
 
     def __init__(self, rows: int = 0, capacity: int = 0) -> None:
-        super().__init__(layer_class_to_replicate=partial(SlotLayer, self))
+        super().__init__(layer_class_to_replicate=partial(SlotLayer, proxy(self)))
         self.rows, self.capacity = rows, capacity
 
     def reserve(self, rows: int, capacity: int) -> None:
@@ -51,7 +52,7 @@ class Slots(Cache):
         """Write tokens that were read before, the same into each of these rows, which ascend, as far as there is room."""
         places = slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] == len(rows) - 1 else list(rows)
         while len(self.layers) < len(segment):
-            self.layers.append(SlotLayer(self))
+            self.layers.append(SlotLayer(proxy(self)))
         for layer, (keys, values) in zip(self.layers, segment, strict=True):
             if not layer.is_initialized:
                 layer.allocate(keys[None], values[None])
@@ -65,7 +66,8 @@ class Slots(Cache):
 
 
 class SlotLayer(DynamicLayer):
-    def __init__(self, slots: Slots) -> None:
+    def __init__(self, slots: "CallableProxyType[Slots]") -> None:
+        """``slots``: by weak reference, for a cycle would hold the tensors until the garbage collector comes by."""
         super().__init__()
         self.slots = slots
         self.stored: tuple[Tensor, ...] = ()

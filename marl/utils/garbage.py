@@ -1,6 +1,7 @@
 """Memory of a long-lived process."""
 
 import gc
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,6 +23,24 @@ def freeze_gc(collect: bool = True) -> None:
             gc.collect()
         gc.freeze()
         _frozen = True
+
+
+SHARE = 0.01
+"""Largest share of the time that :func:`collect_garbage` takes."""
+_next = 0.0
+
+
+def collect_garbage() -> None:
+    """Collect cyclic garbage, unless that would take more than ``SHARE`` of the time: to be called wherever much has just ended.
+
+    Python counts objects, not their bytes: it would let gigabytes of tensors wait for a hundred thousand lists.
+    """
+    global _next
+    started = time.monotonic()
+    if started >= _next:
+        gc.collect()
+        ended = time.monotonic()
+        _next = ended + (ended - started) / SHARE
 
 
 @contextmanager

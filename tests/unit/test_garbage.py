@@ -7,7 +7,8 @@ import weakref
 
 import pytest
 
-from marl.utils.garbage import freeze_gc, frozen_gc
+from marl.utils import garbage
+from marl.utils.garbage import collect_garbage, freeze_gc, frozen_gc
 
 
 @pytest.mark.parametrize(("given", "found"), [((700, 10, 10), (50_000, 100, 50)), ((900, 10, 10), (900, 10, 10))])
@@ -67,3 +68,14 @@ def test_a_run_after_another_one_begins_with_frozen_objects():
     assert frozen > 10_000
     freeze_gc()
     assert gc.get_freeze_count() == frozen, "what came later can be freed"
+
+
+def test_collecting_takes_no_more_than_its_share_of_the_time(monkeypatch):
+    now, walks = [1000.0], []
+    monkeypatch.setattr(garbage.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(garbage.gc, "collect", lambda: (walks.append(now[0]), now.__setitem__(0, now[0] + 0.02)))
+    monkeypatch.setattr(garbage, "_next", 0.0)
+    for _ in range(1000):
+        collect_garbage()
+        now[0] += 0.01
+    assert walks[0] == 1000.0 and len(walks) == 5, "at most every two seconds"

@@ -1,6 +1,8 @@
 """The prefix tree: equal prefixes are read once, and no entry serves another conversation or other weights."""
 
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -219,3 +221,23 @@ def test_common_prefixes():
 )
 def test_widths_of_keys(length, width):
     assert key_width(length) == width
+
+
+def test_keys_and_values_go_with_what_they_are_of_and_wait_for_no_garbage_collection(model):
+    """In cycles they would outlast their requests: the collector counts a gigabyte of tensors as a handful of objects."""
+    gc.collect()
+    gc.disable()
+    try:
+        engine = engine_of(model)
+        debate(engine, rounds=2)
+        reader = engine.reader
+        segments = [node.segment for node in reader.prefixes._nodes()]
+        tensors = [weakref.ref(tensor) for segment in segments for layer in segment for tensor in layer]
+        tensors += [weakref.ref(tensor) for layer in reader.slots.layers for tensor in layer.stored]
+        scratch = weakref.ref(reader.slots)
+        del segments
+        assert len(tensors) > 20 and all(tensor() is not None for tensor in tensors)
+        engine.forget()
+        assert scratch() is None and [tensor for tensor in tensors if tensor() is not None] == []
+    finally:
+        gc.enable()

@@ -27,7 +27,7 @@ from marl.cluster.workers.shard_files import raise_lost, write
 from marl.cluster.workers.whole_model import shell_of, write_into
 from marl.modules.adapters import first_weights, lora_arguments
 from marl.platform.adapters import ADAPTED, AdapterEngine, AdapterSpec, merged, of_adapters, unnamed, whole
-from marl.utils.garbage import freeze_gc
+from marl.utils.garbage import collect_garbage, freeze_gc
 from marl.utils.trees import load_tree, on_host, save_tree
 from marl.utils.weight_digest import Digest, digest_of
 
@@ -104,6 +104,7 @@ class AdapterWorker(PolicyWorker):
         started = time.perf_counter()
         self.actor.set_loss_fn(self.losses[self._use(data)])
         output = ActorRolloutRefWorker.update_actor(self, data)
+        collect_garbage()
         return None if output is None else tu.get_tensordict({}, {"metrics": timed(output, started)})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)

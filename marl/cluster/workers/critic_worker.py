@@ -20,7 +20,7 @@ from marl.cluster.workers.dispatch import rows_by_rank
 from marl.cluster.workers.policy_worker import EngineWorker, shards, timed
 from marl.cluster.workers.shard_files import raise_lost, write
 from marl.platform.determinism import seed_generators
-from marl.utils.garbage import freeze_gc
+from marl.utils.garbage import collect_garbage, freeze_gc
 from marl.utils.trees import copied, load_tree, save_tree
 
 
@@ -102,6 +102,7 @@ class CriticWorker(EngineWorker):
         raise_lost()
         started = time.perf_counter()
         output = self.train_mini_batch(data)
+        collect_garbage()
         return None if output is None else tu.get_tensordict({}, {"metrics": timed(output, started)})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)

@@ -32,7 +32,7 @@ from marl.cluster.workers.shard_files import FolderWorker, ShardFiles, raise_los
 from marl.platform.determinism import seed_generators
 from marl.platform.shards import reshard
 from marl.utils.allocator import keep_freed_memory
-from marl.utils.garbage import freeze_gc
+from marl.utils.garbage import collect_garbage, freeze_gc
 from marl.utils.ragged import of_responses
 from marl.utils.trees import copied, load_tree, save_tree
 from marl.utils.weight_digest import Digest, digest_of
@@ -175,6 +175,7 @@ class PolicyWorker(FolderWorker, ActorRolloutRefWorker):
         raise_lost()
         started = time.perf_counter()
         output = super().update_actor(data)
+        collect_garbage()
         return None if output is None else tu.get_tensordict({}, {"metrics": timed(output, started)})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
