@@ -18,10 +18,12 @@ from ray.exceptions import (
 from marl.utils.deadlines import DeadlinePassed
 
 PID = re.compile(r"\bpid[=:]\s*(\d+)")
-NAME = re.compile(r"\bname: (\S+)")
+NAME = re.compile(r"^\s*name: (\S+)", re.MULTILINE)
 ERROR = re.compile(r"\b\w*(Error|Exception): ")
 PEER_GONE = re.compile(r"gloo/|ProcessGroup\w*|Dist(Backend|Network|Store)Error|NCCL (error|communicator)")
 """Errors of a collective whose other side died or hangs."""
+PORT_TAKEN = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
+"""Between the choice of a free port and its use another process took it: made anew, a group chooses another."""
 TIMED_OUT = re.compile(r"[Tt]imed ?out|[Tt]imeout")
 DEATHS = (RayActorError, NodeDiedError, WorkerCrashedError, ObjectLostError, OutOfMemoryError, LocalRayletDiedError)
 """Ray's errors of a process, or a node, that is gone; the machine's memory may have been short."""
@@ -70,7 +72,8 @@ def group_failed(whose: str, what: str, error: RayError) -> GroupFailed:
     kind = "died" if isinstance(error, RayActorError) else f"failed ({type(error).__name__})"
     here = f"ip: {ray.util.get_node_ip_address()}" in text
     said = said_last(int(pid[1])) if pid and here else " nothing" if here else " on another node: see Ray's logs there"
-    lost = StartFailed if isinstance(error, RayActorError) and error.actor_init_failed else GroupLost
+    raised = isinstance(error, RayActorError) and error.actor_init_failed
+    lost = StartFailed if raised and not PORT_TAKEN.search(text) else GroupLost
     return lost(f"{whose} while {what}: {who} {kind}: {summary(text)}\n  its last lines:{said}")
 
 
