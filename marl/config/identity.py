@@ -45,6 +45,7 @@ MAY_DIFFER = (
     "verbose",
     "trusted_targets",
     "*profiler.*",
+    "*.rollout.prometheus.*",
     "assets",
     "task",
     "ensemble.*",

@@ -118,6 +118,19 @@ def test_files_are_known_by_their_contents(config, tmp_path, name):
     assert difference.startswith("contents of ")
 
 
+def test_a_run_is_continued_without_the_files_that_it_does_not_read(compose_config, cold_assets, tmp_path):
+    """Ray's latest session on the machine has a file of verl's default name: it is another one tomorrow."""
+    (tmp_path / "prometheus.yml").write_text("scrape_configs: []")
+    config = compose_config(
+        f"assets={cold_assets}", f"actor_rollout_ref.rollout.prometheus.file={tmp_path}/prometheus.yml"
+    )
+    before = identity_of(config)
+    assert set(before["contents"]) == {"actor_rollout_ref.model.path", "data.train_files", "critic.model.path"}
+    before["contents"]["actor_rollout_ref.rollout.prometheus.file"] = "sha256:520c"  # as runs have noted it
+    (tmp_path / "prometheus.yml").unlink()
+    assert refused(before, identity_of(config), ()) == {}
+
+
 def test_a_file_that_moved_is_the_same_file(config, tmp_path):
     before = identity_of(config)
     (tmp_path / "train.jsonl").rename(tmp_path / "moved.jsonl")
