@@ -28,6 +28,7 @@ from marl.rollout.endpoint_usage import usage_metrics
 from marl.runners import Generate, LiveEpisode, RecordedAnswers, Runner, TooManyTurns, play_to_end
 from marl.types import AgentId, Episode, Message, Metrics, PolicyName, Score, Task, Turn
 from marl.utils.deadlines import OutOfTime, own_time, waiting_for_others
+from marl.utils.garbage import collect_garbage
 from marl.utils.seeding import derive_seed
 
 
@@ -255,9 +256,10 @@ class Controller:
         return await self._run(record, self.generate(task, key, step, validate))
 
     async def _run(self, record: Episode, generate: Generate) -> Episode:
-        return await play_to_end(
-            self.runner, LiveEpisode(record, generate, self.judge, self.roles, self.runner.config.overflow)
-        )
+        live = LiveEpisode(record, generate, self.judge, self.roles, self.runner.config.overflow)
+        played = await play_to_end(self.runner, live)
+        collect_garbage()
+        return played
 
     def generate(
         self,

@@ -13,7 +13,6 @@ from typing import ClassVar, TypeVar
 from marl.runners.context import Overflow
 from marl.runners.episode import FLOW, Flow, LiveEpisode
 from marl.types import AgentId, ContextOverflow, Episode
-from marl.utils.garbage import collect_garbage
 from marl.utils.registry import Registry, did_you_mean
 
 T = TypeVar("T")
@@ -123,7 +122,6 @@ async def play_to_end(runner: Runner, episode: LiveEpisode) -> Episode:
     for agent, turns in Counter(turn.agent for turn in record.turns if turn.trained).items():
         episode.must_be_within(agent, turns)
     record.sort()
-    collect_garbage()
     return record
 
 

@@ -13,6 +13,7 @@ from marl.runners import RUNNERS, LiveEpisode, Runner, play_to_end
 from marl.runners.episode import FORESIGHT, Generate, Judge
 from marl.serving.refusals import TOO_LONG, Refused
 from marl.types import AgentId, Episode, Message, Score, Task, Turn
+from marl.utils.garbage import collect_garbage
 from marl.utils.seeding import derive_seed
 
 TEAM = "team"
@@ -61,6 +62,7 @@ class Player:
         generate = listened(spoken, record, heard)
         live = LiveEpisode(record, generate, self.judge(), self.controller.roles, self.runner(model).config.overflow)
         played = await play_to_end(self.runner(model), live)
+        collect_garbage()
         if played.failure == "overflow" or not played.path:
             said = played.failure_message or "no agent has spoken"
             raise Refused(400, f"the conversation is too long for the team: {said}", TOO_LONG, "messages")

@@ -1,5 +1,6 @@
 """Processes of their own for work that is to be killed: forks, which need not import anything again."""
 
+import gc
 import os
 import signal
 import traceback
@@ -14,6 +15,7 @@ def forked(work):
     if child:
         return child
     try:
+        gc.freeze()  # what the parent left in cycles may wait for threads as it is destroyed
         shard_files.THREAD = ThreadPoolExecutor(1)  # a fork has none of its parent's threads
         work()
     except BaseException:
