@@ -3,8 +3,11 @@
 import gc
 import os
 import signal
+import threading
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+
+from tqdm.std import tqdm
 
 from marl.cluster.workers import shard_files
 
@@ -16,6 +19,8 @@ def forked(work):
         return child
     try:
         gc.freeze()  # what the parent left in cycles may wait for threads as it is destroyed
+        for bar in (tqdm, *tqdm.__subclasses__()):
+            bar.set_lock(threading.RLock())  # theirs is one of all forks, and whoever is killed with it keeps it
         shard_files.THREAD = ThreadPoolExecutor(1)  # a fork has none of its parent's threads
         work()
     except BaseException:
