@@ -1,5 +1,7 @@
 """Keys and values of the rows that a model reads: a slot a row, written in place, so that nothing is copied to grow."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -66,7 +68,7 @@ class Slots(Cache):
 
 
 class SlotLayer(DynamicLayer):
-    def __init__(self, slots: "CallableProxyType[Slots]") -> None:
+    def __init__(self, slots: CallableProxyType[Slots]) -> None:
         """``slots``: by weak reference, for a cycle would hold the tensors until the garbage collector comes by."""
         super().__init__()
         self.slots = slots
