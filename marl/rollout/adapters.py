@@ -1,32 +1,47 @@
 """Adapters beside one model: each row of a batch is computed with its own, in one forward pass.
 
 A layer keeps its weights and their names; what an adapter adds to its output is added by a hook, to that adapter's rows. The
-products are PEFT's, in its order, and have at least ``MIN_ROWS`` rows, so that an answer does not depend on the rows beside it.
+products are PEFT's, in its order, and have at least ``MIN_ROWS`` rows and ``MIN_RANK`` columns, so that an answer does not depend
+on the rows beside it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from marl.platform.shapes import MIN_ROWS
 
+MIN_RANK = 2
+"""A product with one column is a matrix times a vector, whose last bits depend on the number of rows."""
 SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 
 
 class Pair(NamedTuple):
-    """An adapter's addition to a layer: ``scaling * B A x``."""
+    """An adapter's addition to a layer: ``scaling * B A x``, with B and A padded by zeros to ``MIN_RANK``."""
 
     down_RI: Tensor
     up_OR: Tensor
     scaling: float
+    rank: int
 
     def __call__(self, x: Tensor) -> Tensor:
         linear = torch.nn.functional.linear
         added: Tensor = linear(linear(x, self.down_RI), self.up_OR) * self.scaling
         return added
+
+    @classmethod
+    def padded(cls, down: Tensor, up: Tensor, scaling: float) -> Self:
+        rank = len(down)
+        missing = max(0, MIN_RANK - rank)
+        pad = torch.nn.functional.pad
+        return cls(pad(down, (0, 0, 0, missing)), pad(up, (0, missing)), scaling, rank)
+
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """A and B as they were put."""
+        return self.down_RI[: self.rank], self.up_OR[:, : self.rank].contiguous()
 
 
 Share = tuple[Tensor, Tensor]
@@ -58,14 +73,14 @@ class AdapterBank:
             down, up = (weights[layer + suffix].to(like.device, like.dtype, copy=True) for suffix in SUFFIXES)
             if layer not in self.pairs:
                 module.register_forward_hook(self._hook(layer))
-            self.pairs.setdefault(layer, {})[name] = Pair(down, up, scaling)
+            self.pairs.setdefault(layer, {})[name] = Pair.padded(down, up, scaling)
         self.names.add(name)
 
     def weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """The adapter that rows are computed with; nothing for one that was never put."""
         for layer, pairs in self.pairs.items():
             if name in pairs:
-                yield from zip((layer + suffix for suffix in SUFFIXES), pairs[name], strict=False)
+                yield from zip((layer + suffix for suffix in SUFFIXES), pairs[name].halves(), strict=True)
 
     def _layer(self, name: str, layer: str) -> torch.nn.Module:
         try:

@@ -7,7 +7,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from marl.rollout.adapters import AdapterBank
+from marl.platform.shapes import MIN_ROWS
+from marl.rollout.adapters import AdapterBank, Pair
 from marl.rollout.decoding import Engine, SingleReader
 from marl.rollout.prefixes import Prefixes
 from marl.rollout.requests import Request
@@ -60,6 +61,18 @@ def test_a_mixed_batch_answers_as_each_adapter_does_alone(copies):
     assert together == alone
     if copies == 1:
         assert len({tuple(log_probs) for _, log_probs in together}) == len(NAMES), "each is a policy of its own"
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_what_is_added_to_a_row_does_not_depend_on_their_number(rank):
+    """A product of rank one has other last bits for 9 rows than for 8: it is computed as a matrix times a vector."""
+    generator = torch.Generator().manual_seed(0)
+    x, down, up = (torch.randn(size, generator=generator) for size in ((64, 512), (rank, 512), (16, rank)))
+    pair = Pair.padded(down, up, 2.0)
+    added = pair(x)
+    assert all(torch.equal(pair(x[:rows]), added[:rows]) for rows in range(MIN_ROWS, len(x)))
+    assert torch.allclose(added, 2.0 * x @ down.T @ up.T, rtol=1e-4, atol=1e-4)
+    assert all(torch.equal(*halves) for halves in zip(pair.halves(), (down, up), strict=True))
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 6])
