@@ -94,7 +94,7 @@ def finish(
         wait_for(marks, *deadline, *ends)
         folders.publish(folder.parent, facts["step"], facts)
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        folders.remove(folder)
         raise
     kept.prune(folder.parent, whole=facts["step"])
     kept.forget_ledgers(folder.parent, facts["step"] - 1)  # the step's own: its validation may not have ended

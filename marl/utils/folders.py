@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ METRICS = "metrics.jsonl"
 """A run's numbers, a line for each step."""
 ASIDE, BEGUN, GONE = ".old_", ".tmp_", ".gone_"
 """A former checkpoint of a step that is saved again, one that is being written, and one that is being removed."""
+REMOVAL_S = 2.0
 
 
 def begin(root: Path, step: int) -> Path:
@@ -28,6 +30,15 @@ def begin(root: Path, step: int) -> Path:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     return temporary
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder into which others may still be writing. What they write after ``REMOVAL_S`` is removed by the next run."""
+    ends = time.monotonic() + REMOVAL_S
+    shutil.rmtree(folder, ignore_errors=True)
+    while folder.exists() and time.monotonic() < ends:
+        time.sleep(0.02)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def publish(root: Path, step: int, facts: Mapping[str, Any]) -> None:

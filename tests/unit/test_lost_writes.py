@@ -9,6 +9,7 @@ import os
 import threading
 import time
 import weakref
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -178,3 +179,24 @@ def test_ranks_that_still_write_are_waited_for_though_the_run_ends(tmp_path, mon
     with pytest.raises(RuntimeError, match="rank 1 died"):
         asyncio.run(run_that_fails(partial(finished, tmp_path)))
     assert (tmp_path / "global_step_1" / "model_rank_1.pt").stat().st_size == 12
+
+
+def test_a_folder_is_removed_though_another_rank_still_writes_into_it(tmp_path):
+    """One has failed, and the others find out by and by."""
+    folder, begun, ends = tmp_path / "half", threading.Event(), time.monotonic() + 10
+    folder.mkdir()
+    for number in range(1000):
+        (folder / f"part_{number}").touch()
+
+    def writes():
+        while folder.exists() and time.monotonic() < ends:
+            with suppress(FileNotFoundError):
+                (folder / "late").touch()
+            begun.set()
+
+    rank = threading.Thread(target=writes)
+    rank.start()
+    begun.wait(5)
+    folders.remove(folder)
+    assert not folder.exists()
+    rank.join(20)
