@@ -6,6 +6,7 @@ import random
 import sys
 import threading
 import warnings
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from omegaconf import OmegaConf
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.fsdp_utils import get_fsdp_full_state_dict
 
@@ -189,7 +190,8 @@ def test_writing_a_model_changes_nothing_that_a_step_computes_by(tmp_path, tiny_
     """It is done beside the next step: no draw, no dtype, no method of torch's, and not its configuration."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist(), model.config.to_dict()
-    job = whole_model.writer(model.config, dict(model.state_dict()), tmp_path, False, torch.bfloat16)
+    shell = whole_model.shell_of(model.config, tmp_path, False, torch.bfloat16)
+    job = partial(whole_model.write_into, shell, tmp_path, dict(model.state_dict()))
     sys.setprofile(changes.watch)
     try:
         job()
@@ -210,7 +212,8 @@ def shard_file(tiny_model, tmp_path):
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
         optimizer = torch.optim.SGD(model.parameters())
         contents = OmegaConf.create({"save_contents": ["model", "hf_model"], "load_contents": ["model"]})
-        yield ShardFiles(FSDPCheckpointManager(model, optimizer, None, None, contents)), model
+        tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+        yield ShardFiles(FSDPCheckpointManager(model, optimizer, None, tokenizer, contents)), model
 
 
 @pytest.mark.parametrize("beside", [True, False])
@@ -236,6 +239,29 @@ def test_gathered_weights_that_are_copies_are_not_copied_again(shard_file, tmp_p
     files.save_checkpoint(str(tmp_path))
     *_, written = files.taken()[-1].args
     assert written and all(weight is gathered[name] for name, weight in written.items())
+
+
+def test_a_weight_of_a_rank_that_is_alone_is_copied_once(shard_file, tmp_path):
+    files, _ = shard_file
+    files.save_checkpoint(str(tmp_path))
+    shard, whole = (job.args for job in files.taken())
+    copies = {name: weight.to_local().data_ptr() for name, weight in shard[0].items()}
+    assert {name: weight.data_ptr() for name, weight in whole[-1].items()}.items() <= copies.items()
+
+
+def test_every_checkpoint_has_the_same_files_beside_its_weights(shard_file, tmp_path):
+    """verl writes them once, and the model's shell is built once."""
+    files, _ = shard_file
+    seen = []
+    for name in ("first", "second", "third"):
+        files.save_checkpoint(str(tmp_path / name))
+        for job in files.taken():
+            job()
+        paths = [path for path in (tmp_path / name).rglob("*") if path.is_file() and path.suffix != ".pt"]
+        seen.append({str(path.relative_to(tmp_path / name)): path.read_bytes() for path in paths})
+    whole = {f"huggingface/{name}" for name in ("config.json", "tokenizer.json", "model.safetensors")}
+    assert whole | {"fsdp_config.json"} <= set(seen[0])
+    assert seen[1] == seen[0] and seen[2] == seen[0]
 
 
 CRITIC = ("learner=mappo", "critic.checkpoint.save_contents=[model,optimizer,extra,hf_model]")

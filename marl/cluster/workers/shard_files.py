@@ -4,7 +4,7 @@ import logging
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -20,7 +20,7 @@ from verl.utils.fsdp_utils import fsdp_version, get_fsdp_full_state_dict
 from marl.cluster.workers import whole_model
 from marl.utils.marks import leave, reserve
 from marl.utils.pickles import read
-from marl.utils.trees import copied, on_host
+from marl.utils.trees import mapped, on_host
 
 logger = logging.getLogger(__name__)
 Job = Callable[[], Any]
@@ -86,6 +86,19 @@ def save_live(state: Any, file: str) -> None:
     torch.save(on_host(state), file)
 
 
+def described_in(folder: Path) -> dict[str, bytes]:
+    """The files that are no rank's: by its path in the folder, the content of each. Other ranks may write theirs already."""
+    files = chain(folder.glob("*.json"), (folder / "huggingface").rglob("*"))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.is_file()}
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
 class FolderWorker:
     """A worker that writes into a folder, which its host may not share."""
 
@@ -105,6 +118,10 @@ class ShardFiles(FSDPCheckpointManager):
         self.jobs: list[Job] = []
         self.beside = True
         """True if the next save is written beside the next step, which changes the live states: they are copied for it."""
+        self.described: dict[str, bytes] | None = None
+        """Files beside the weights (the model's configuration, tokenizer), which are the same in every checkpoint."""
+        self.shell: Any = None
+        """A model without weights, through which whole models are written."""
 
     def taken(self) -> list[Job]:
         """The writes that the last save left to do."""
@@ -114,22 +131,36 @@ class ShardFiles(FSDPCheckpointManager):
     def save_checkpoint(self, local_path: str, *arguments: Any, **settings: Any) -> None:
         if fsdp_version(self.model) == 1:
             return super().save_checkpoint(local_path, *arguments, **settings)
-        with self._contents([]):
-            super().save_checkpoint(local_path, *arguments, **settings)  # model configuration and tokenizer
-        self.jobs += [self._job(state, self._file(local_path, name)) for name, state in self._states()]
+        self._describe(Path(local_path), *arguments, **settings)
+        copies: whole_model.Copies = {}
+        self.jobs += [self._job(state, self._file(local_path, name), copies) for name, state in self._states()]
         if self.should_save_hf_model:
             weights = get_fsdp_full_state_dict(self.model, offload_to_cpu=True, rank0_only=True)
             if self.rank == 0:
-                folder, trusts = Path(local_path) / "huggingface", self.trust_remote_code
-                live = self._live() if self.beside else set()
-                config, dtype = self.model.config, torch.bfloat16
-                self.jobs.append(whole_model.writer(config, dict(weights), folder, trusts, dtype, live))
+                self.jobs.append(self._job_of_whole_model(dict(weights), Path(local_path) / "huggingface", copies))
 
-    def _job(self, state: Any, file: str) -> Job:
-        return partial(torch.save, copied(state), file) if self.beside else partial(save_live, state, file)
+    def _describe(self, folder: Path, *arguments: Any, **settings: Any) -> None:
+        """The first time verl writes its files beside the weights, at once; afterwards they are written again as they are."""
+        if self.described is not None:
+            return write_files(folder, self.described)
+        with self._contents([]):
+            super().save_checkpoint(str(folder), *arguments, **settings)
+        self.described = described_in(folder) if self.rank == 0 else {}
 
-    def _live(self) -> set[whole_model.Place]:
-        return {whole_model.place(tensor) for tensor in chain(self.model.parameters(), self.model.buffers())}
+    def _job(self, state: Any, file: str, copies: whole_model.Copies) -> Job:
+        if not self.beside:
+            return partial(save_live, state, file)
+        return partial(torch.save, mapped(state, partial(whole_model.copy_of, copies=copies)), file)
+
+    def _job_of_whole_model(self, weights: whole_model.Weights, folder: Path, copies: whole_model.Copies) -> Job:
+        if self.shell is None:
+            self.shell = whole_model.shell_of(self.model.config, folder, self.trust_remote_code, torch.bfloat16)
+        whole_model.drop_tied(self.shell, weights)
+        if self.beside:
+            live = {whole_model.place(tensor) for tensor in chain(self.model.parameters(), self.model.buffers())}
+            for name in [name for name, weight in weights.items() if whole_model.place(weight) in live]:
+                weights[name] = whole_model.copy_of(weights[name], copies)
+        return partial(whole_model.write_into, self.shell, folder, weights)
 
     def load_checkpoint(self, local_path: str, *arguments: Any, **settings: Any) -> None:
         if fsdp_version(self.model) == 1:

@@ -1,6 +1,6 @@
 """A whole model in Hugging Face's form: its shell is built in the caller's thread, and any thread writes it."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -14,23 +14,19 @@ from verl.utils.transformers_compat import drop_tied_target_keys
 
 Weights = dict[str, torch.Tensor]
 Place = tuple[str, int]
+Copies = dict[tuple[Any, ...], torch.Tensor]
 
 
-def writer(
-    config: Any,
-    weights: Weights,
-    folder: Path,
-    trust_remote_code: bool,
-    dtype: torch.dtype | None = None,
-    live: Collection[Place] = (),
-) -> Callable[[], Any]:
-    """Writing of these weights, whose dict is the writer's from now on. Weights in ``live`` memory, which a step changes, are
-    copied: on one rank gathered ones may be. For the other arguments see :func:`shell_of`."""
-    shell = shell_of(config, folder, trust_remote_code, dtype)
-    drop_tied_target_keys(weights, shell, shell.config)
-    for name in [name for name, weight in weights.items() if place(weight) in live]:
-        weights[name] = weights[name].detach().clone()
+def writer(config: Any, weights: Weights, folder: Path, trust_remote_code: bool) -> Callable[[], Any]:
+    """Writing of these weights, whose dict is the writer's from now on. For the other arguments see :func:`shell_of`."""
+    shell = shell_of(config, folder, trust_remote_code)
+    drop_tied(shell, weights)
     return partial(write_into, shell, folder, weights)
+
+
+def drop_tied(shell: Any, weights: Weights) -> None:
+    """Remove the names under which a weight would be there a second time."""
+    drop_tied_target_keys(weights, shell, shell.config)
 
 
 def shell_of(config: Any, folder: Path, trust_remote_code: bool, dtype: torch.dtype | None = None) -> Any:
@@ -49,7 +45,7 @@ def shell_of(config: Any, folder: Path, trust_remote_code: bool, dtype: torch.dt
 
 
 def write_into(shell: Any, folder: Path, weights: Weights) -> None:
-    drop_tied_target_keys(weights, shell, shell.config)
+    drop_tied(shell, weights)
     shell.save_pretrained(folder, state_dict=weights)
 
 
@@ -57,6 +53,19 @@ def place(tensor: torch.Tensor) -> Place:
     """The memory that a tensor shows, or this rank's part of it."""
     own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return own.device.type, own.untyped_storage().data_ptr()
+
+
+def copy_of(tensor: torch.Tensor, copies: Copies) -> torch.Tensor:
+    """A copy in the host's memory that no later update changes. The copy of a DTensor's part is kept in ``copies``, and given for
+    a plain tensor of the same memory: the gathered weight of a rank that is alone."""
+    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    shown = own.device.type, own.data_ptr(), own.shape, own.stride(), own.dtype
+    if own is tensor and shown in copies:
+        return copies[shown]
+    copy = tensor.detach().to("cpu", copy=True)
+    if isinstance(copy, DTensor):
+        copies[shown] = copy.to_local()
+    return copy
 
 
 def heads_tokens(config: Any) -> bool:
