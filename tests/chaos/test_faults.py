@@ -123,6 +123,10 @@ KINDS = (
 )
 
 
+FILES_OF_RAY = 4
+"""Open files that a session of Ray may leave in the driver: its log, and sockets."""
+
+
 class ManyHits(Hits):
     """Faults of random kinds at random moments: the next one comes when the run trains again after the last."""
 
@@ -167,6 +171,8 @@ def test_many_faults_one_after_another(runs, whole):
         print(f"{name}: noticed after {notice:.1f} s, trained on after {again:.1f} s more")
     print(f"driver (MiB, files, children): {hits.sizes}")
     assert len(faults) >= len(hits.at) == COUNT
+    files = [files for _, files, _ in hits.sizes]
+    assert files[-1] - files[0] <= FILES_OF_RAY * len(faults)
     assert not differing(whole(*settings), results(folder))
 
 

@@ -22,7 +22,7 @@ EVERY_S = float(os.environ.get("MARL_SOAK_EVERY_S", "30"))
 FROZEN_S = 2.0
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(MINUTES * 120 + 1200)]
 LOG = Path("outputs/soak.jsonl")
-"""A line for each fault: the fault, and sizes of the driver and of Ray just before it."""
+"""A line for each fault: the fault, and sizes of the driver, of Ray and of the servers just before it."""
 
 REWARD = """
 import pathlib, time
@@ -99,20 +99,31 @@ class Weather(threading.Thread):
 
 def sizes():
     driver = psutil.Process()
-    rays = [
-        process for process in driver.children(recursive=True) if process.name().startswith(("gcs_server", "raylet"))
-    ]
+    children = driver.children(recursive=True)
     return {
         "driver_mib": driver.memory_info().rss >> 20,
         "driver_files": driver.num_fds(),
         "driver_threads": driver.num_threads(),
-        "children": len(driver.children(recursive=True)),
-        "ray_mib": sum(process.memory_info().rss for process in rays) >> 20,
+        "children": len(children),
+        "ray_mib": resident_mib(children, "gcs_server", "raylet"),
+        "servers_mib": resident_mib(children, "ray::HFServer"),
         "segments": len(list(Path("/dev/shm").iterdir())),
     }
 
 
-MAY_GROW = {"driver_mib": 150, "driver_files": 12, "driver_threads": 4, "children": 2, "ray_mib": 50}
+def resident_mib(processes, *names):
+    """Memory of those whose command begins with one of these names."""
+    found = 0
+    for process in processes:
+        with suppress(psutil.Error):
+            if Path("".join(process.cmdline()[:1])).name.startswith(names):
+                found += process.memory_info().rss
+    return found >> 20
+
+
+MAY_GROW = {
+    "driver_mib": 150, "driver_files": 12, "driver_threads": 4, "children": 2, "ray_mib": 50, "servers_mib": 100
+}  # fmt: skip
 """By which the median of the last quarter may exceed that of the second: the first quarter warms caches up."""
 OF_RAY = {"driver_files": 4, "driver_threads": 1.5, "driver_mib": 2}
 """Left in a process by every session of Ray that it has ended: 107 of them left 343 files, 116 threads and 131 MiB. After a bare
