@@ -90,9 +90,8 @@ def run_composed(words: list[str], work: Callable[[DictConfig], Any]) -> int:
         options_are_words(words)
         if (shows := shown_by(words)) and (sweeps := {"-m", "--multirun"}.intersection(words)):
             flag = sweeps.pop()
-            raise ConfigError(
-                f"{flag} {shows}: expected one run to show; leave out {flag}, and give each swept key one value"
-            )
+            rest = "" if "h" in shows.partition("=")[0] else ", and give each swept key one value"
+            raise ConfigError(f"{flag} {shows}: expected one run to show; leave out {flag}{rest}")
         config = composed_once(words, job_name=Path(inspect.getfile(work)).stem)
         if config is None:
             with masked_output(shown_by(words)):
@@ -176,7 +175,7 @@ def _run(config: DictConfig, progress: Any) -> Any:
     print(plan_text(setup), flush=True)
     check_endpoints(setup)
     with claimed(setup.config) as folder:
-        run_readme.write(folder)
+        run_readme.write(folder, setup.method.learns)
         print(f"results: {folder}", flush=True)
         if isinstance(progress, Display):
             progress.begin(setup.config)

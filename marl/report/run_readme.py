@@ -34,16 +34,16 @@ Started {started}{resumed}. Command, in `{folder}`:
 """
 
 
-def write(folder: Path, words: Sequence[str] | None = None) -> Path:
-    """Explain a run's folder from its ``run.json`` and the command line, without the secrets in it."""
+def write(folder: Path, learns: bool, words: Sequence[str] | None = None) -> Path:
+    """Explain a run's folder from its ``run.json`` and the command line, without the secrets in it; ``learns``: its method's."""
     record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    replace_text(
-        folder / NAME, masked_text(text_of(record, folder, command_line(sys.orig_argv if words is None else words)))
-    )
+    command = command_line(sys.orig_argv if words is None else words)
+    parts = parts_of(record["config"], learns)
+    replace_text(folder / NAME, masked_text(text_of(record, folder, parts, command)))
     return folder / NAME
 
 
-def text_of(record: Mapping[str, Any], folder: Path, command: str) -> str:
+def text_of(record: Mapping[str, Any], folder: Path, parts: Sequence[str], command: str) -> str:
     config = record["config"]
     facts = commits()
     facts |= {f"version of {name}": number for name, number in record["versions"].items()}
@@ -52,7 +52,7 @@ def text_of(record: Mapping[str, Any], folder: Path, command: str) -> str:
     times = [entry["at"] for entry in record.get("resumed", [])]
     return TEXT.format(
         title=config["trainer"]["experiment_name"],
-        played=", ".join(f"{part} {config[part]['name']}" for part in parts_of(config)),
+        played=", ".join(f"{part} {config[part]['name']}" for part in parts),
         agents=", ".join(record["agents_in_order"]),
         seed=config["seed"],
         started=record["started"],
@@ -64,11 +64,12 @@ def text_of(record: Mapping[str, Any], folder: Path, command: str) -> str:
     )
 
 
-def parts_of(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The groups that decide how a run learns: a method that reads its data plays nothing, and gives no credit."""
+def parts_of(config: Mapping[str, Any], learns: bool) -> tuple[str, ...]:
+    """The groups that decide how a run learns: a method that reads its data plays nothing, and without a learner no credit is
+    given."""
     method = config.get("method") or {"name": "rl"}
-    played = ("runner", "learner", "credit") if method.get("source", "play") == "play" else ()
-    return (*["method"] * (method["name"] != "rl"), *played)
+    named, played = method["name"] != "rl", method.get("source", "play") == "play"
+    return (*["method"] * named, *["runner"] * played, *["learner", "credit"] * learns)
 
 
 def command_line(words: Sequence[str]) -> str:

@@ -113,6 +113,13 @@ def test_a_sweep_has_no_one_configuration_to_show(refused, monkeypatch, sweep, f
     )
 
 
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_a_sweep_has_no_help(refused, monkeypatch, flag):
+    monkeypatch.setattr(sys, "argv", ["marl"])
+    said = refused("train", "-m", flag, "seed=0,1")
+    assert said == f"configuration error: -m {flag}: expected one run to show; leave out -m\n"
+
+
 @contextmanager
 def stdout_to_a_pipe(monkeypatch):
     """Not a fixture, after which pytest would set its own stdout again; yields the end that is read."""

@@ -238,22 +238,23 @@ def test_a_folder_explains_itself_without_secrets(make_run, monkeypatch):
     ]
     record = json.loads((folder / "run.json").read_text()) | {"modules": {"mine": "/here", "too": "/here"}}
     (folder / "run.json").write_text(json.dumps(record))
-    text = run_readme.write(folder, words).read_text()
+    text = run_readme.write(folder, True, words).read_text()
     assert (
         "\nVERL_USE_EXTERNAL_MODULES=mine,too marl train learner=grpo" in text
         and "abcdefghijklmnop" not in text
         and "/x/bin" not in text
     )
     assert "runner " in text and "learner " in text
-    for method, source, others in (
-        ("sft", "episodes", []),
-        ("hybrid", "play", ["runner", "learner", "credit"]),
-        ("rl", "play", ["runner", "learner", "credit"]),
+    for method, source, learns, others in (
+        ("sft", "episodes", False, []),
+        ("rft", "play", False, ["runner"]),
+        ("hybrid", "play", True, ["runner", "learner", "credit"]),
+        ("rl", "play", True, ["runner", "learner", "credit"]),
     ):
         record["config"]["method"] = {"name": method, "source": source}
         (folder / "run.json").write_text(json.dumps(record))
         parts = [f"{part} {record['config'][part]['name']}" for part in ["method", *others][method == "rl" :]]
-        assert f"\n{', '.join(parts)}; agents: " in run_readme.write(folder, words).read_text()
+        assert f"\n{', '.join(parts)}; agents: " in run_readme.write(folder, learns, words).read_text()
     assert "| content of `data.train_files` | sha256:1 |" in text and "| version of verl | 0.9.1 |" in text
     assert run_readme.command_line(["/x/python3.12", "-m", "marl.main", "seed=1"]) == "python -m marl.main seed=1"
 

@@ -203,12 +203,14 @@ def test_a_display_begins_with_the_runs_configuration(monkeypatch, tmp_path):
     def attempt(setup, note_step, again):
         note_step(1, 2, {})
 
-    monkeypatch.setattr(marl_main, "prepare", lambda config: SimpleNamespace(config=config))
+    monkeypatch.setattr(
+        marl_main, "prepare", lambda config: SimpleNamespace(config=config, method=SimpleNamespace(learns=True))
+    )
     monkeypatch.setattr(marl_main, "split_text", lambda config: "")
     monkeypatch.setattr(marl_main, "claimed", lambda config: nullcontext(tmp_path))
     monkeypatch.setattr("marl.preflight.plan_report.plan_text", lambda setup: "")
     monkeypatch.setattr("marl.preflight.endpoints.check_endpoints", lambda setup: None)
-    monkeypatch.setattr(marl_main.run_readme, "write", lambda folder: None)
+    monkeypatch.setattr(marl_main.run_readme, "write", lambda folder, learns: None)
     monkeypatch.setattr(marl_main, "_attempt", attempt)
     monkeypatch.setattr(Display, "begin", lambda self, config: seen.append(config))
     monkeypatch.setattr(Display, "__call__", lambda self, *step: seen.append(step))
