@@ -12,7 +12,7 @@ from marl.config.kinds import adapter_policies
 from marl.config.placement import PoolSize, Unplaceable, machines_of
 from marl.config.policies import own_settings, ranks_per_server
 from marl.config.schema import PoolConfig
-from marl.preflight import memory_plan, shared_gpus
+from marl.preflight import memory_plan, save_copies, shared_gpus
 from marl.preflight.checks import CheckedSetup
 from marl.preflight.plan_report import memory_text, peaks_of, pool_members, step_text, work_text
 from marl.utils.tables import aligned
@@ -50,6 +50,7 @@ def cluster_plan(setup: CheckedSetup, cluster: Cluster) -> tuple[str, list[str]]
     peaks = peaks_of(members, asleep)
     problems = [*too_large(setup, cluster, peaks), *unplaced(setup, cluster)]
     parts = [*step_text(setup), work_text(setup, cluster.rate), memory_text(members, asleep)]
+    parts += save_copies.text_of(setup, members)
     parts.append(placement_text(setup, cluster, peaks))
     return "\n".join([*parts, *(f"does not fit: {problem}" for problem in problems)]), problems
 

@@ -92,6 +92,10 @@ class Memory:
         return self.gathered + self.activations + self.logits
 
 
+Members = dict[str, list[tuple[str, Memory]]]
+"""The policies and critics of each pool, each with the memory of one of its ranks."""
+
+
 def training_memory(size: ModelSize, training: Training) -> Memory:
     """Peak memory of one rank of a trained model: P parameters, R ranks, b bytes per master number, c in computation.
 

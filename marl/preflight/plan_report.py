@@ -22,10 +22,10 @@ from marl.config.policies import (
 from marl.config.schema import LogProbSource, WeightCheck
 from marl.config.sharing import shares_base
 from marl.modules import pretrained
-from marl.preflight import batch_plan, memory_plan, model_checks, shared_gpus, step_estimate
+from marl.preflight import batch_plan, memory_plan, model_checks, save_copies, shared_gpus, step_estimate
 from marl.preflight.batch_plan import Batch, PolicyBatch
 from marl.preflight.checks import CheckedSetup
-from marl.preflight.memory_plan import Memory, ModelSize, pool_memory
+from marl.preflight.memory_plan import Members, Memory, ModelSize, pool_memory
 from marl.preflight.prompts import grows, growth_of, remedy
 from marl.preflight.step_estimate import Row, Work
 from marl.run_setup import Setup
@@ -53,8 +53,9 @@ def plan_text(setup: CheckedSetup) -> str:
     """The batch arithmetic and the memory of a checked configuration, and a warning where that is more than there is."""
     card = card_bytes(setup.config.trainer.device)
     members, asleep = pool_members(setup, card)
-    lines = [*step_text(setup), memory_text(members, asleep)]
-    return "\n".join([*lines, *warnings_of(setup.config, peaks_of(members, asleep), card)])
+    peaks = peaks_of(members, asleep)
+    lines = [*step_text(setup), memory_text(members, asleep), *save_copies.lines_of(setup, members, peaks)]
+    return "\n".join([*lines, *warnings_of(setup.config, peaks, card)])
 
 
 def step_text(setup: CheckedSetup) -> list[str]:
@@ -70,10 +71,6 @@ def step_text(setup: CheckedSetup) -> list[str]:
 
 def batch_of(setup: Setup) -> Batch:
     return batch_plan.batch_of(setup.config, setup.runner.most_turns(list(setup.config.agents)))
-
-
-Members = dict[str, list[tuple[str, Memory]]]
-"""The policies and critics of each pool, each with the memory of one of its ranks."""
 
 
 def pool_members(setup: CheckedSetup, card: float | None) -> tuple[Members, dict[str, bool]]:

@@ -1,0 +1,69 @@
+"""Copies that a save in the background holds, against bytes counted by hand."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from marl.preflight import save_copies
+from marl.preflight.memory_plan import Memory
+from marl.preflight.plan_report import plan_text, pool_members
+from marl.preflight.prepare import prepare
+
+
+@pytest.fixture
+def planned(compose_config, cold_assets):
+    def plan(*options):
+        setup = prepare(compose_config(f"assets={cold_assets}", *options))
+        members, _ = pool_members(setup, 80e9)
+        return setup, members
+
+    return plan
+
+
+def test_weights_and_two_moments_of_every_trained_parameter_are_copied(planned):
+    setup, members = planned("agents.carol.trainable=false")
+    assert save_copies.copies_of(setup, members) == 12 * setup.sizes["alice"].parameters, "in full precision"
+
+
+@pytest.mark.parametrize("options", [("trainer.n_gpus_per_node=2",), ("hardware=gpu",)])
+def test_a_whole_model_that_several_ranks_or_a_gpu_gather_is_one_copy_more(planned, options):
+    setup, members = planned("agents.carol.trainable=false", *options)
+    assert save_copies.copies_of(setup, members) == 16 * setup.sizes["alice"].parameters
+    contents = "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra]"
+    setup, members = planned("agents.carol.trainable=false", contents, *options)
+    assert save_copies.copies_of(setup, members) == 12 * setup.sizes["alice"].parameters
+
+
+def test_a_critic_is_copied_too(planned):
+    setup, members = planned("agents.carol.trainable=false", "learner=mappo")
+    (critic,) = (
+        memory.weights + memory.moments for own in members.values() for name, memory in own if "critic" in name
+    )
+    assert critic > 0
+    assert save_copies.copies_of(setup, members) == 12 * setup.sizes["alice"].parameters + critic
+
+
+def test_of_adapters_on_one_base_their_own_numbers_are_copied(planned):
+    setup, members = planned("sharing=lora", "actor_rollout_ref.model.lora_rank=8")
+    adapter = 8 * setup.sizes["alice"].linear_width * 4
+    assert save_copies.copies_of(setup, members) == 3 * adapter * len(setup.sizes)
+
+
+@pytest.mark.parametrize(
+    "options", [("trainer.save_in_background=false",), ("trainer.save_freq=-1", "trainer.save_final=false")]
+)
+def test_without_a_save_in_the_background_nothing_is_copied(planned, options):
+    setup, members = planned(*options)
+    assert save_copies.copies_of(setup, members) == 0.0 and "copies" not in plan_text(setup)
+
+
+@pytest.mark.parametrize("free,warns", [(40e9, False), (25e9, True), (15e9, False)])
+def test_a_machine_with_room_for_the_ranks_and_not_for_the_copies_is_named(planned, monkeypatch, free, warns):
+    """One that is too small for the ranks has a warning of its own."""
+    setup, _ = planned("agents.carol.trainable=false")
+    pool = setup.pool_by_policy["alice"]
+    monkeypatch.setattr(save_copies.psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+    lines = save_copies.lines_of(setup, {pool: [("alice", Memory(weights=3e9, moments=7e9))]}, {pool: 20e9})
+    assert lines[0] == "copies on the hosts while a checkpoint is written (trainer.save_in_background): 10 GB in all"
+    assert len(lines) == 1 + warns
+    assert not warns or "needs some 30.0 GB, this machine has 25.0 GB; set trainer.save_in_background=false" in lines[1]
