@@ -52,6 +52,7 @@ from marl.utils.secret_masking import masked_logs, masked_text
 
 SHOWS_CONFIG = re.compile(r"--(cfg?|in?f?o?|hel?p?)(=|$)|-[rmh]*(c(?![pnd])|i|h)")
 """Flags of Hydra's that print the configuration, in all forms that its parser takes: shortened, clustered, or with the value attached."""
+SHOWS_HELP = re.compile(r"--h|-[rm]*h")
 
 
 def shown_by(words: Sequence[str]) -> str | None:
@@ -90,7 +91,7 @@ def run_composed(words: list[str], work: Callable[[DictConfig], Any]) -> int:
         options_are_words(words)
         if (shows := shown_by(words)) and (sweeps := {"-m", "--multirun"}.intersection(words)):
             flag = sweeps.pop()
-            rest = "" if "h" in shows.partition("=")[0] else ", and give each swept key one value"
+            rest = "" if SHOWS_HELP.match(shows) else ", and give each swept key one value"
             raise ConfigError(f"{flag} {shows}: expected one run to show; leave out {flag}{rest}")
         config = composed_once(words, job_name=Path(inspect.getfile(work)).stem)
         if config is None:

@@ -95,10 +95,10 @@ def member_memory(setup: CheckedSetup, own: DictConfig, batch: PolicyBatch, card
     size, has_reference = setup.sizes[batch.policy], has_reference_here(setup.config, batch.policy, own)
     adapter_bytes = memory_plan.ADAPTER_BYTES if shares_base(setup.config) else None
     memory = memory_plan.policy_memory(own, batch, size, card, has_reference, adapter_bytes)
+    if batch.policy in frozen_policies(setup.config):
+        return Memory() if setup.method.offline else Memory(server=memory.server, engine=memory.engine)
     if setup.method.offline:
         return replace(memory, server=0, engine=0, sync=0)
-    if batch.policy in frozen_policies(setup.config):
-        return Memory(server=memory.server, engine=memory.engine)
     probe = probe_row(setup, own, batch)
     return memory if probe is None else replace(memory, probe=memory_plan.probe_memory(own, batch, size, probe.length))
 

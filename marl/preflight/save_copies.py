@@ -1,62 +1,82 @@
 """Copies in the memory of the hosts, from which a checkpoint is written beside the next step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import psutil
 
 from marl.config.kinds import adapter_policies
 from marl.config.placement import size_of
-from marl.config.policies import own_settings, trained_policies
-from marl.config.precision import dtype_name
+from marl.config.policies import holds_reference, own_settings
 from marl.preflight.checks import CheckedSetup
-from marl.preflight.memory_plan import BYTES, Members, Memory
+from marl.preflight.memory_plan import Members, Memory
 
 
 def copies_of(setup: CheckedSetup, members: Members) -> float:
-    """Bytes on all hosts together: the weights and moments of every rank, and each whole model that a first rank gathers."""
+    """Bytes on all hosts together; 0 where nothing is saved in the background."""
     settings = setup.config.trainer
-    if not settings.save_in_background or (settings.save_freq <= 0 and not settings.save_final):
+    saves = (settings.save_freq > 0 or settings.save_final) and not settings.val_only
+    if not saves or not settings.save_in_background:
         return 0.0
-    ranks = {pool: size_of(setup.config, pool).ranks for pool in members}
-    found = ((ranks[pool], name, memory) for pool, own in members.items() for name, memory in own)
-    return sum(
-        count * copied_of_rank(setup, name, memory) + gathered_of(setup, name, count) for count, name, memory in found
+    return sum(copies_of_pool(setup, own, size_of(setup.config, pool).ranks) for pool, own in members.items())
+
+
+def copies_of_pool(setup: CheckedSetup, members: Sequence[tuple[str, Memory]], ranks: int) -> float:
+    """Adapters on one base share a copy of it on the first rank, and are merged with it one after another."""
+    adapters = adapter_policies(setup.config)
+    own = sum(
+        ranks * (of_adapter if name in adapters else of_rank)(setup, name, memory, ranks) for name, memory in members
     )
+    merged = [memory.weights for name, memory in members if name in adapters and writes_whole(setup, name)]
+    return own + 2 * ranks * max(merged, default=0.0)
 
 
-def copied_of_rank(setup: CheckedSetup, name: str, memory: Memory) -> float:
-    """Of adapters on a shared base, their own numbers alone; these have two moments each."""
-    weights = memory.moments / 2 if name in adapter_policies(setup.config) else memory.weights
-    return weights + memory.moments
+def of_adapter(setup: CheckedSetup, name: str, memory: Memory, ranks: int) -> float:
+    """The adapter's own parameters, each with two moments."""
+    return memory.moments * 3 / 2
 
 
-def gathered_of(setup: CheckedSetup, name: str, ranks: int) -> float:
-    """A rank that is alone on a CPU writes its whole model from the copies of its shard."""
+def of_rank(setup: CheckedSetup, name: str, memory: Memory, ranks: int) -> float:
+    """What ``save_contents`` names, a critic's target, and a reference that is renewed. A rank that is alone on a CPU writes its
+    whole model from the copies of its shard."""
     config = setup.config
-    if name not in trained_policies(config.agents) or name in adapter_policies(config):
+    if name in setup.pool_by_policy:
+        own = own_settings(config, name)
+        trainer, model, kept = own.actor, own.model, memory.weights if renews_reference(setup, name) else 0.0
+    else:
+        trainer, model, kept = config.critic, config.critic.model, memory.reference
+    if trainer.strategy != "fsdp2":  # FSDP1 writes at once
         return 0.0
-    own = own_settings(config, name)
-    alone = ranks == 1 and config.trainer.device == "cpu"
-    if alone or "hf_model" not in own.actor.checkpoint.save_contents:
-        return 0.0
-    return setup.sizes[name].parameters * BYTES[dtype_name(own.actor.fsdp_config.model_dtype)]
+    alone = ranks == 1 and config.trainer.device == "cpu" and not model.lora_rank
+    sizes = {"model": memory.weights, "optimizer": memory.moments, "hf_model": 0.0 if alone else memory.weights}
+    return kept + sum(sizes.get(kind, 0.0) for kind in trainer.checkpoint.save_contents)
+
+
+def renews_reference(setup: CheckedSetup, name: str) -> bool:
+    return setup.config.trainer.ref_update_freq > 0 and holds_reference(setup.config, own_settings(setup.config, name))
+
+
+def writes_whole(setup: CheckedSetup, name: str) -> bool:
+    return "hf_model" in own_settings(setup.config, name).actor.checkpoint.save_contents
 
 
 def text_of(setup: CheckedSetup, members: Members) -> list[str]:
-    """A line, where there are copies."""
+    """One line, or none if nothing is copied."""
     copies = copies_of(setup, members)
     said = "copies on the hosts while a checkpoint is written (trainer.save_in_background)"
     return [f"{said}: {copies / 1e9:.3g} GB in all"] if copies else []
 
 
 def lines_of(setup: CheckedSetup, members: Members, peaks: Mapping[str, float]) -> list[str]:
-    """The same with a warning, where this one machine is too small for them; ``peaks``: memory of a rank, by pool."""
+    """The same, with a warning if this machine is too small for all ranks of a run on its CPUs and the copies. ``peaks``: memory
+    of a rank, by pool."""
     config, copies = setup.config, copies_of(setup, members)
-    on_host = sum(peak * size_of(config, pool).ranks for pool, peak in peaks.items() if config.trainer.device == "cpu")
-    lines, there = text_of(setup, members), psutil.virtual_memory().available
-    if config.trainer.nnodes == 1 and on_host <= there < on_host + copies:
+    lines, sizes = text_of(setup, members), {pool: size_of(config, pool) for pool in peaks}
+    if config.trainer.device != "cpu" or any(size.nodes > 1 for size in sizes.values()):
+        return lines
+    ranks, there = sum(peak * sizes[pool].ranks for pool, peak in peaks.items()), psutil.virtual_memory().available
+    if ranks <= there < ranks + copies:
         lines.append(
-            f"warning: beside a save the run needs some {(on_host + copies) / 1e9:.1f} GB, this machine has {there / 1e9:.1f} GB; set "
-            "trainer.save_in_background=false, with which a step waits for the disk"
+            f"warning: while a checkpoint is written, the run needs some {(ranks + copies) / 1e9:.1f} GB, and this machine has "
+            f"{there / 1e9:.1f} GB; set trainer.save_in_background=false, and steps wait for the disk instead"
         )
     return lines

@@ -35,7 +35,8 @@ Started {started}{resumed}. Command, in `{folder}`:
 
 
 def write(folder: Path, learns: bool, words: Sequence[str] | None = None) -> Path:
-    """Explain a run's folder from its ``run.json`` and the command line, without the secrets in it; ``learns``: its method's."""
+    """Explain a run's folder from its ``run.json`` and the command line, without the secrets in it; ``learns``: true if its method
+    uses the learner."""
     record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     command = command_line(sys.orig_argv if words is None else words)
     parts = parts_of(record["config"], learns)

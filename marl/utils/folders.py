@@ -33,7 +33,7 @@ def begin(root: Path, step: int) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder into which others may still be writing. What they write after ``REMOVAL_S`` is removed by the next run."""
+    """Remove a folder into which others may still be writing. What they write later is removed by the next start."""
     ends = time.monotonic() + REMOVAL_S
     shutil.rmtree(folder, ignore_errors=True)
     while folder.exists() and time.monotonic() < ends:

@@ -103,7 +103,9 @@ def test_a_list_of_something_else_than_texts(refused, word):
 
 
 @pytest.mark.parametrize("sweep", ["-m", "--multirun"])
-@pytest.mark.parametrize("flag", [["--cfg", "job"], ["--cfg=job"], ["-c", "job"], ["--info", "searchpath"]])
+@pytest.mark.parametrize(
+    "flag", [["--cfg", "job"], ["--cfg=job"], ["-c", "job"], ["-chydra"], ["--info", "searchpath"]]
+)
 def test_a_sweep_has_no_one_configuration_to_show(refused, monkeypatch, sweep, flag):
     monkeypatch.setattr(sys, "argv", ["marl"])
     said = refused("train", sweep, *flag, "seed=0,1")

@@ -87,7 +87,7 @@ def save_live(state: Any, file: str) -> None:
 
 
 def described_in(folder: Path) -> dict[str, bytes]:
-    """The files that are no rank's: by its path in the folder, the content of each. Other ranks may write theirs already."""
+    """Contents of the files that belong to no rank, by path within the folder. Other ranks may already be writing theirs."""
     files = chain(folder.glob("*.json"), (folder / "huggingface").rglob("*"))
     return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.is_file()}
 
@@ -140,7 +140,7 @@ class ShardFiles(FSDPCheckpointManager):
                 self.jobs.append(self._job_of_whole_model(dict(weights), Path(local_path) / "huggingface", copies))
 
     def _describe(self, folder: Path, *arguments: Any, **settings: Any) -> None:
-        """The first time verl writes its files beside the weights, at once; afterwards they are written again as they are."""
+        """The first time verl writes its files beside the weights, at once; afterwards they are rewritten unchanged."""
         if self.described is not None:
             return write_files(folder, self.described)
         with self._contents([]):
