@@ -50,7 +50,7 @@ def cluster_plan(setup: CheckedSetup, cluster: Cluster) -> tuple[str, list[str]]
     peaks = peaks_of(members, asleep)
     problems = [*too_large(setup, cluster, peaks), *unplaced(setup, cluster)]
     parts = [*step_text(setup), work_text(setup, cluster.rate), memory_text(members, asleep)]
-    parts += save_copies.text_of(setup, members)
+    parts += save_copies.text_of(save_copies.copies_of(setup, members))
     parts.append(placement_text(setup, cluster, peaks))
     return "\n".join([*parts, *(f"does not fit: {problem}" for problem in problems)]), problems
 

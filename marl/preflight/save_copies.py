@@ -22,22 +22,18 @@ def copies_of(setup: CheckedSetup, members: Members) -> float:
 
 def copies_of_pool(setup: CheckedSetup, members: Sequence[tuple[str, Memory]], ranks: int) -> float:
     """Adapters on one base share a copy of it on the first rank, and are merged with it one after another."""
-    adapters = adapter_policies(setup.config)
+    adapters = {name: memory for name, memory in members if name in adapter_policies(setup.config)}
     own = sum(
-        ranks * (of_adapter if name in adapters else of_rank)(setup, name, memory, ranks) for name, memory in members
-    )
-    merged = [memory.weights for name, memory in members if name in adapters and writes_whole(setup, name)]
-    return own + 2 * ranks * max(merged, default=0.0)
-
-
-def of_adapter(setup: CheckedSetup, name: str, memory: Memory, ranks: int) -> float:
-    """The adapter's own parameters, each with two moments."""
-    return memory.moments * 3 / 2
+        memory.moments * 3 / 2 for memory in adapters.values()
+    )  # an adapter's parameters, and two moments of each
+    own += sum(of_rank(setup, name, memory, ranks) for name, memory in members if name not in adapters)
+    merged = max((memory.weights for name, memory in adapters.items() if writes_whole(setup, name)), default=0.0)
+    return ranks * (own + 2 * merged)
 
 
 def of_rank(setup: CheckedSetup, name: str, memory: Memory, ranks: int) -> float:
-    """What ``save_contents`` names, a critic's target, and a reference that is renewed. A rank that is alone on a CPU writes its
-    whole model from the copies of its shard."""
+    """The parts that ``save_contents`` names, a critic's target, and a reference that is renewed. A rank that is alone on a CPU
+    writes its whole model from the copies of its shard."""
     config = setup.config
     if name in setup.pool_by_policy:
         own = own_settings(config, name)
@@ -59,9 +55,8 @@ def writes_whole(setup: CheckedSetup, name: str) -> bool:
     return "hf_model" in own_settings(setup.config, name).actor.checkpoint.save_contents
 
 
-def text_of(setup: CheckedSetup, members: Members) -> list[str]:
+def text_of(copies: float) -> list[str]:
     """One line, or none if nothing is copied."""
-    copies = copies_of(setup, members)
     said = "copies on the hosts while a checkpoint is written (trainer.save_in_background)"
     return [f"{said}: {copies / 1e9:.3g} GB in all"] if copies else []
 
@@ -70,7 +65,7 @@ def lines_of(setup: CheckedSetup, members: Members, peaks: Mapping[str, float]) 
     """The same, with a warning if this machine is too small for all ranks of a run on its CPUs and the copies. ``peaks``: memory
     of a rank, by pool."""
     config, copies = setup.config, copies_of(setup, members)
-    lines, sizes = text_of(setup, members), {pool: size_of(config, pool) for pool in peaks}
+    lines, sizes = text_of(copies), {pool: size_of(config, pool) for pool in peaks}
     if config.trainer.device != "cpu" or any(size.nodes > 1 for size in sizes.values()):
         return lines
     ranks, there = sum(peak * sizes[pool].ranks for pool, peak in peaks.items()), psutil.virtual_memory().available
