@@ -15,6 +15,7 @@ import torch
 from omegaconf import OmegaConf
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.fsdp_utils import get_fsdp_full_state_dict
@@ -247,6 +248,18 @@ def test_a_weight_of_a_rank_that_is_alone_is_copied_once(shard_file, tmp_path):
     shard, whole = (job.args for job in files.taken())
     copies = {name: weight.to_local().data_ptr() for name, weight in shard[0].items()}
     assert {name: weight.data_ptr() for name, weight in whole[-1].items()}.items() <= copies.items()
+
+
+def test_tied_weights_of_a_shard_are_both_parts(shard_file, tmp_path):
+    """The copy that a whole model takes is a plain tensor; FSDP reads back a DTensor."""
+    files, model = shard_file
+    model.lm_head.weight = model.get_input_embeddings().weight
+    files.save_checkpoint(str(tmp_path))
+    files.taken()[0]()
+    saved = read(tmp_path / "model_world_size_1_rank_0.pt")
+    tied = [saved[name] for name in ("lm_head.weight", "model.embed_tokens.weight")]
+    assert all(isinstance(weight, DTensor) for weight in tied)
+    assert torch.equal(*(weight.to_local() for weight in tied))
 
 
 def test_every_checkpoint_has_the_same_files_beside_its_weights(shard_file, tmp_path):
