@@ -100,6 +100,13 @@ def finish(
     kept.forget_ledgers(folder.parent, facts["step"] - 1)  # the step's own: its validation may not have ended
 
 
+def settle(root: Path, step: int, kept: Kept) -> None:
+    """Finish a killed save, which was too late to name its checkpoint, that of ``step``, as the newest, or to drop what is kept
+    no longer: the next save may need the room."""
+    folders.track(root, step)
+    kept.prune(root, whole=step)
+
+
 @dataclass(frozen=True)
 class Kept:
     """Checkpoints that stay: the last ones, and the best ones by a metric of their steps."""
@@ -191,6 +198,8 @@ async def resume(trainer: MARLTrainer) -> None:
     trainer.tasks.load_state_dict(data)
     load_learner(trainer, learner)
     set_random_states(chance)
+    if settings.resume_mode == "auto" and not settings.val_only:
+        await asyncio.to_thread(settle, trainer.folder, trainer.step_number, Kept.of(trainer.config))
     logger.warning("resumed from %s", folder)
 
 

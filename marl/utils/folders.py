@@ -50,9 +50,14 @@ def publish(root: Path, step: int, facts: Mapping[str, Any]) -> None:
         os.replace(final, old)
     os.replace(temporary, final)
     sync_folder(root)
+    track(root, step)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def track(root: Path, step: int) -> None:
+    """Name the newest checkpoint in verl's tracker file."""
     replace_text(root / TRACKER, str(step))
     sync_folder(root)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def clean(root: Path) -> None:

@@ -146,6 +146,28 @@ def test_a_checkpoint_that_is_written_at_once_is_there_when_the_ranks_return(alo
     assert again.trainer.step_number == 1 and same(kept_of(again), kept_of(live))
 
 
+@pytest.mark.slow
+def test_a_run_that_goes_on_ends_what_killed_saves_began(alone, tmp_path, monkeypatch):
+    """Kills before a save has pruned leave one more each, and a disk that they fill would fail the next save; the tracker may name
+    an earlier one. Neither a validation nor a rewound run touches them."""
+    live = alone("trainer.max_actor_ckpt_to_keep=1")
+    monkeypatch.setattr(checkpoint.Kept, "prune", lambda kept, root, whole=None: None)
+    for step in range(3):
+        live.trainer.step_number = step + 1
+        live.wait(live.trainer.save())
+    monkeypatch.undo()
+    (tmp_path / folders.TRACKER).write_text("1")
+    validated = ("trainer.resume_mode=auto", "trainer.val_only=true")
+    rewound = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/global_step_2")
+    for options, left, newest in (
+        (validated, [1, 2, 3], "1"), (rewound, [1, 2, 3], "1"), (("trainer.resume_mode=auto",), [3], "3"),
+    ):  # fmt: skip
+        again = alone("trainer.max_actor_ckpt_to_keep=1", *options)
+        again.wait(again.trainer.resume())
+        assert [step for step, _ in folders.named(tmp_path)] == left
+        assert (tmp_path / folders.TRACKER).read_text() == newest
+
+
 def kept_of(live):
     """Copies of what a step changes."""
     engines = [group.workers.worker.actor.engine for group in live.trainer.policies.values()]
