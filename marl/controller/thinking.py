@@ -1,8 +1,9 @@
 """Separation of a reasoning model's thought from the answer that follows it."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import merge
 from typing import Any
 
 from marl.controller.encoding import matches_any
@@ -82,8 +83,26 @@ class Thinking:
         return self._thought(thought), (rest + answer).lstrip()
 
     def until_stop(self, ids: Sequence[int], stops: Sequence[str], opened: bool) -> int | None:
-        """Number of tokens up to the end of the first stop string after the thought; None if there is none."""
-        return until_stop(ids, stops, lambda part: self.read(part, opened)[1], self._end_of_thought(ids))
+        """Number of tokens up to the end of the first stop string outside of thoughts; None if there is none."""
+        said = self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        if not any(stop in said for stop in stops):
+            return None  # a response that runs on may hold hundreds of marks
+        for start, end in self._answers(ids, opened):
+            size = until_stop(ids[:end], stops, lambda part: self.read(part, opened)[1], start)
+            if size is not None:
+                return size
+        return None
+
+    def _answers(self, ids: Sequence[int], opened: bool) -> Iterator[tuple[int, int]]:
+        """Start and end of each stretch outside of thoughts, in order. What an end mark ends is a thought if no mark stands
+        before it, and an answer after another end mark."""
+        start = None if opened else 0
+        for begin, size, closes in merge(self._places(ids, self.marks.start), self._places(ids, self.marks.end)):
+            if start is not None and not (closes and not start):
+                yield start, begin
+            start = size if closes else None
+        if start is not None:
+            yield start, len(ids)
 
     def _end_of_thought(self, ids: Sequence[int]) -> int:
         """Number of tokens up to the last end mark; 0 if there is none."""
@@ -94,8 +113,22 @@ class Thinking:
         if mark in self.added:
             return next((i + 1 for i in range(len(ids) - 1, -1, -1) if ids[i] == self.added[mark]), None)
         count = self._text(ids).count(mark)
-        if not count:
-            return None
+        return self._until(ids, mark, count) if count else None
+
+    def _places(self, ids: Sequence[int], mark: str) -> Iterator[tuple[int, int, bool]]:
+        """Of every mark, in order: the number of tokens before it, which includes one that it shares with a text, the number
+        up to its end, and True if it is the end mark."""
+        closes = mark == self.marks.end
+        if mark in self.added:
+            yield from ((i, i + 1, closes) for i, token in enumerate(ids) if token == self.added[mark])
+            return
+        for count in range(1, self._text(ids).count(mark) + 1):
+            size = self._until(ids, mark, count)
+            first = next(i for i in range(size - 1, -1, -1) if mark in self._text(ids[i:size]))
+            yield first + (not self._text(ids[first:size]).startswith(mark)), size, closes
+
+    def _until(self, ids: Sequence[int], mark: str, count: int) -> int:
+        """Number of tokens up to the end of so many marks."""
         return bisect_left(range(len(ids)), count, key=lambda size: self._text(ids[:size]).count(mark))
 
     def _thought(self, text: str) -> str:

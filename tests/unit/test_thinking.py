@@ -261,7 +261,7 @@ class Merging:
     """Tokens that a mark shares with what stands beside it."""
 
     all_special_tokens = ()
-    words = ("<a", ">hm", "</a", ">4", " ok")
+    words = ("<a", ">hm", "</a", ">4", " ok", ".<a")
 
     def get_added_vocab(self) -> dict[str, int]:
         return {}
@@ -275,6 +275,13 @@ def test_a_mark_may_share_its_last_token_with_the_answer():
     assert thinking.read([0, 1, 2, 3, 4], opened=False) == ("hm", "4 ok")
     assert thinking.read([0, 1, 2], opened=False) == ("hm</a", "")
     assert thinking.until_stop([0, 1, 2, 3, 4], ["4"], opened=False) == 4
+
+
+def test_a_mark_may_share_its_first_token_with_the_answer_before():
+    """The last full stop of an answer is one token with what begins the next thought."""
+    thinking = Thinking(Merging(), Marks("<a>", "</a>"))
+    assert thinking.until_stop([0, 1, 2, 3, 5, 1, 2, 3], ["."], opened=False) == 5
+    assert thinking.until_stop([0, 1, 2, 3, 5, 1, 2, 3, 4], ["ok"], opened=False) == 9
 
 
 def test_a_quoted_mark_is_no_mark():
@@ -306,6 +313,44 @@ def test_stop_strings_end_the_answer_and_never_the_thought(template):
     assert turn.text == "It is 4. STOP" and turn.thought == "so. STOP no." and turn.stop_reason == "completed"
     assert turn.response_ids == kept and len(turn.log_probs) == len(turn.response_mask) == len(kept)
     assert turn.log_probs == [-0.01 * i for i in range(len(kept))]
+
+
+@pytest.mark.parametrize("room", [100, 0])
+@pytest.mark.parametrize(
+    ("template", "options", "said", "runs_on", "text"),
+    [
+        (QWEN3, {}, "<think>a STOP</think>4 STOP", "<think>b", "4 STOP"),
+        (QWEN3, {}, "<think>a STOP</think>4 STOP", "<think>b</think>5 STOP", "4 STOP"),
+        (QWEN3, {}, "<think>a</think>4<think>STOP</think>5 STOP", "</think>6 STOP", "5 STOP"),
+        (QWEN3, {}, "a STOP</think>4 STOP", "<think>b</think>5 STOP", "4 STOP"),
+        (QWEN3, {}, "4 STOP", "<think>b</think>5 STOP", "4 STOP"),
+        (DEEPSEEK_R1, {}, "a STOP</think>4 STOP", "b</think>5 STOP", "4 STOP"),
+        (DEEPSEEK_R1, {}, "<think>a STOP</think>4 STOP", "<think>b", "4 STOP"),
+        (MAGISTRAL, {}, "[THINK]a STOP[/THINK]4 STOP", "[THINK]b[/THINK]5 STOP", "4 STOP"),
+        (MISTRAL, {"thinking": MINE}, "<a>a STOP</a>4 STOP", "<a>b", "4 STOP"),
+        (MISTRAL, {"thinking": MINE}, "<a>a STOP</a>4 STOP", "<a>b</a>5 STOP", "4 STOP"),
+        (
+            HARMONY, {}, "<|channel|>analysis<|message|>a STOP<|channel|>final<|message|>4 STOP",
+            "<|channel|>analysis<|message|>b", "4 STOP",
+        ),
+    ],
+)  # fmt: skip
+def test_a_stop_string_ends_the_first_answer_that_holds_it_though_another_thought_follows(
+    template, options, said, runs_on, text, room
+):
+    client = client_of(template, said + runs_on, **options)
+    kept, given = (client.tokenizer.encode(part, add_special_tokens=False) for part in (said, said + runs_on))
+    turn = act(client, stop=["STOP"], max_tokens=len(given) + room)
+    assert turn.text == text and turn.stop_reason == "completed" and not turn.truncated
+    assert turn.response_ids == kept and len(turn.log_probs) == len(turn.response_mask) == len(kept)
+
+
+@pytest.mark.parametrize("stop", ["a>", "<a", "a"])
+def test_a_stop_string_that_a_mark_spells_is_not_found_in_it(stop):
+    """The next mark begins a thought, of as many tokens as it takes to spell it."""
+    response = "<a>hm</a>4<a>b</a>5"
+    turn = act(client_of(MISTRAL, response, thinking=MINE), stop=[stop])
+    assert turn.text == "5" and len(turn.response_ids) == len(response)
 
 
 def test_a_stop_string_in_a_thought_that_fills_the_response_is_no_end():
