@@ -15,7 +15,8 @@ from typing import Any
 from marl.config.errors import ConfigError
 from marl.config.identity import identity_of, key_of, refused, settings_of
 from marl.config.placement import critic_pool, pool_of, size_of
-from marl.preflight.unfinished import BEGUN, LOCK, RUN, STAMPED, go_on_with, mark_finished
+from marl.controller import ledger
+from marl.preflight.unfinished import BEGUN, FINISHED, LOCK, RUN, STAMPED, go_on_with, mark_finished
 from marl.utils import folders
 from marl.utils.manifest import MANIFEST, Damaged, facts_of, replace_text
 from marl.utils.secret_masking import masked_text
@@ -34,7 +35,8 @@ def claimed(config: Any) -> Iterator[Path]:
     """Hold ``trainer.default_local_dir`` for a run, or the folder of the unfinished run that it continues, and leave its
     ``run.json`` there.
 
-    Raises ConfigError where another run writes into it, or where what lies there is of a run with other settings.
+    Raises ConfigError where another run writes into it, or where what lies there is of a run with other settings. Turns that the
+    folder's last run recorded with other settings are removed.
     """
     new = identity_of(config)
     folder = go_on_with(config, Path(config.trainer.default_local_dir), new)
@@ -42,11 +44,14 @@ def claimed(config: Any) -> Iterator[Path]:
         folders.clean(folder)
         new["config"] = settings_of(config)  # its folder may be another now
         origin = origin_of(config.trainer, folder)
-        saved = None if origin is None else read_identity(origin)
+        own = own_identity(folder)
+        saved = None if origin is None else own if origin == began_from(folder) else read_identity(origin)
         if origin is not None:
             must_be_the_same_run(saved, new, origin, tuple(config.trainer.resume_changes))
             must_have_as_many_ranks(config, origin)
-        write_identity(folder, new, origin, saved)
+        if own is not None and refused(own, plain(new), ()):
+            ledger.forget_all(folder)
+        write_identity(folder, new, origin, saved, own, bool(config.trainer.get("val_only")))
         point_latest_at(folder)
         yield folder
         if not config.trainer.get("val_only"):
@@ -78,9 +83,8 @@ def origin_of(settings: Any, folder: Path) -> Path | None:
     results = [path for pattern in RESULTS for path in folder.glob(pattern)]
     if settings.resume_mode == "resume_path":
         return named_origin(Path(settings.resume_from_path).expanduser().resolve(), folder, bool(results))
-    if not results:
-        goes_on = settings.resume_mode == "auto" and any(folder.glob(BEGUN))
-        return folder if goes_on else None
+    if not results and not (settings.resume_mode == "auto" and any(folder.glob(BEGUN))):
+        return None
     if settings.resume_mode == "disable":
         raise ConfigError(
             f"trainer.default_local_dir={folder} holds the results of a run, and trainer.resume_mode=disable would write over "
@@ -91,8 +95,9 @@ def origin_of(settings: Any, folder: Path) -> Path | None:
 
 
 def to_resume(settings: Any, folder: Path) -> tuple[Path | None, dict[str, str]]:
-    """The checkpoint to continue from: the one that is named, or the folder's newest that is whole and of its run; and what is
-    wrong with each newer one. Raises ConfigError where there are checkpoints, and none to continue from."""
+    """The checkpoint to continue from: the one that is named, or the folder's newest that is whole and of its run, or the one
+    elsewhere that its run began from; and what is wrong with each newer one. Raises ConfigError where there are checkpoints, and
+    none to continue from."""
     if settings.resume_mode == "disable":
         return None, {}
     if settings.resume_mode == "resume_path":
@@ -106,7 +111,25 @@ def to_resume(settings: Any, folder: Path) -> tuple[Path | None, dict[str, str]]
             f"trainer.resume_mode=auto: no checkpoint in {folder} can be resumed. {listed}. Restore one of them from a copy, or "
             "set trainer.default_local_dir to a new folder for a new run"
         )
-    return found, refused
+    source = began_from(folder) if found is None else None
+    if source is not None:
+        try:
+            folders.checked(source, family_of(folder))
+        except (Damaged, OSError) as error:
+            raise ConfigError(
+                f"trainer.resume_mode=auto: the run in {folder} began from {source} and has no checkpoint of its own yet. {error}. "
+                "Restore it from a copy, or set trainer.default_local_dir to a new folder for a new run"
+            ) from None
+    return found or source, refused
+
+
+def began_from(folder: Path) -> Path | None:
+    """The checkpoint elsewhere from which the folder's run began, as long as it has none of its own."""
+    record = own_identity(folder) if not folders.named(folder) else None
+    resumed = record["resumed"] if record else []
+    source = Path(resumed[-1]["from"]) if resumed else folder
+    elsewhere = source.is_absolute() and source.parent.resolve() != folder.resolve()  # a named one was noted in full
+    return source if elsewhere and folders.STEP.fullmatch(source.name) else None
 
 
 def must_be_whole(source: Path) -> dict[str, Any]:
@@ -126,7 +149,7 @@ def family_of(folder: Path) -> str | None:
 def named_origin(source: Path, folder: Path, results: bool) -> Path:
     step = must_be_whole(source)["step"]
     if source.parent != folder.resolve():
-        if results:
+        if results and source != began_from(folder):
             raise ConfigError(
                 f"trainer.default_local_dir={folder} holds the results of another run than trainer.resume_from_path={source}; "
                 "set it to a new folder, or trainer.resume_mode=auto to continue the run that it holds"
@@ -150,13 +173,18 @@ def read_identity(origin: Path) -> dict[str, Any] | None:
     return None
 
 
+def own_identity(folder: Path) -> dict[str, Any] | None:
+    """``run.json`` of the run that wrote into a folder last."""
+    return read_identity(folder) if (folder / RUN).is_file() else None
+
+
 def must_be_the_same_run(
     saved: Mapping[str, Any] | None, new: Mapping[str, Any], origin: Path, changes: tuple[str, ...]
 ) -> None:
     if saved is None:
         logger.warning("%s holds no %s: whether it was saved with these settings is unknown", origin, RUN)
         return
-    found = refused(saved, json.loads(json.dumps(new, default=str)), changes)
+    found = refused(saved, plain(new), changes)
     if not found:
         return
     listed = "; ".join(f"{key}: saved {before}, now {after}" for key, (before, after) in [*found.items()][:SHOWN])
@@ -167,6 +195,12 @@ def must_be_the_same_run(
         "trainer.default_local_dir to a new folder for a separate run, or, to continue with these settings, set "
         f"trainer.resume_changes=[{keys}]"
     )
+
+
+def plain(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """An identity as it is read back from its file."""
+    read: dict[str, Any] = json.loads(json.dumps(identity, default=str))
+    return read
 
 
 def must_have_as_many_ranks(config: Any, origin: Path) -> None:
@@ -187,9 +221,19 @@ def check_ranks(origin: Path, part: str, saved: int | None, ranks: int) -> None:
         )
 
 
-def write_identity(folder: Path, new: dict[str, Any], origin: Path | None, saved: Mapping[str, Any] | None) -> None:
+def write_identity(
+    folder: Path,
+    new: dict[str, Any],
+    origin: Path | None,
+    saved: Mapping[str, Any] | None,
+    own: Mapping[str, Any] | None,
+    only_validates: bool,
+) -> None:
+    """Write ``run.json``. ``saved``: that of ``origin``; ``own``: the folder's, which of the same run knows what came later."""
     now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    earlier = {key: saved[key] for key in ("started", "resumed", "family", RESTARTED) if saved and key in saved}
+    history = own if own and saved and own.get("family") == saved.get("family") else saved or {}
+    kept = ("started", "resumed", "family", RESTARTED, *([FINISHED] if only_validates else []))
+    earlier = {key: history[key] for key in kept if key in history}
     record = {"started": now, "resumed": [], "family": uuid.uuid4().hex} | earlier
     if origin is not None:
         record["resumed"] = [*record["resumed"], {"at": now, "from": str(origin)}]

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from marl.config.errors import ConfigError
 from marl.config.identity import MAY_DIFFER, identity_of, refused
 from marl.config.schema import Placement, new_run
-from marl.preflight.run_folder import RUN, claimed, family_of
+from marl.preflight.run_folder import RUN, claimed, family_of, note_restart, restarts_of, to_resume
 from marl.utils import folders
 from marl.utils.secret_masking import MASKED
 from tests.builders import writing
@@ -479,3 +479,104 @@ def test_another_number_of_ranks_is_refused_before_models_are_loaded(config, par
     changes = {"trainer__n_gpus_per_node": 2, "trainer__resume_changes": ["trainer"]}
     with claimed(changed(config, **changes)):
         pass
+
+
+def recorded(folder, *steps):
+    for step in steps:
+        (folder / "ledger" / f"step_{step}").mkdir(parents=True, exist_ok=True)
+
+
+def ledgers(folder):
+    return sorted(path.name for path in (folder / "ledger").glob("step_*"))
+
+
+def test_turns_of_a_detour_with_other_settings_are_not_read_by_the_run(config):
+    """Neither the checkpoint nor the command knows of the detour; the folder's ``run.json`` does."""
+    folder = save(config, 5)
+    recorded(folder, 6)
+    with pytest.raises(KeyboardInterrupt), claimed(config):
+        assert ledgers(folder) == ["step_6"], "the same run's own"
+        raise KeyboardInterrupt
+    detour = changed(config, learner__lam=0.5, trainer__resume_changes=["learner.lam"])
+    with pytest.raises(KeyboardInterrupt), claimed(detour):
+        recorded(folder, 6, 7)
+        raise KeyboardInterrupt
+    with claimed(config):
+        assert ledgers(folder) == []
+
+
+def begun_elsewhere(config, tmp_path, **changes):
+    """A run that goes on from another's checkpoint and is killed before it has one of its own: its settings, and the source."""
+    source = save(changed(config, trainer__default_local_dir=str(tmp_path / "before")), 10) / "global_step_10"
+    begun = from_path(config, source, **changes)
+    with pytest.raises(KeyboardInterrupt), claimed(begun) as folder:
+        (folder / "metrics.jsonl").write_text("{}\n")
+        recorded(folder, 11)
+        raise KeyboardInterrupt
+    return begun, source
+
+
+def test_a_run_that_was_killed_before_its_own_first_checkpoint_goes_on_from_where_it_began(config, tmp_path):
+    begun, source = begun_elsewhere(config, tmp_path)
+    auto = changed(begun, trainer__resume_mode="auto", trainer__resume_from_path=None)
+    for again in (begun, auto, auto):
+        with pytest.raises(KeyboardInterrupt), claimed(again) as folder:
+            assert to_resume(again.trainer, folder) == (source, {}) and ledgers(folder) == ["step_11"]
+            raise KeyboardInterrupt
+    resumed = json.loads((folder / RUN).read_text())["resumed"]
+    assert [entry["from"] for entry in resumed] == 4 * [str(source)]
+    with writing(folder, 12, {"family": family_of(folder)}) as inside:
+        folders.write_state(inside, {"step": 12})
+    assert to_resume(auto.trainer, folder) == (folder / "global_step_12", {})
+    with pytest.raises(ConfigError, match="holds the results of another run"), claimed(begun):
+        pass
+
+
+def test_a_run_whose_beginning_is_damaged_does_not_start_from_scratch(config, tmp_path):
+    begun, source = begun_elsewhere(config, tmp_path)
+    (source / "trainer.json").unlink()
+    auto = changed(begun, trainer__resume_mode="auto", trainer__resume_from_path=None)
+    with pytest.raises(ConfigError, match=rf"began from {source}.*trainer.json is missing.*Restore it"), claimed(auto):
+        pass
+
+
+def test_a_run_that_began_elsewhere_with_other_settings_is_continued_with_them(config, tmp_path):
+    begun, source = begun_elsewhere(config, tmp_path, learner__lam=0.5, trainer__resume_changes=["learner.lam"])
+    auto = changed(begun, trainer__resume_mode="auto", trainer__resume_from_path=None, trainer__resume_changes=[])
+    with claimed(auto) as folder:
+        assert to_resume(auto.trainer, folder) == (source, {}) and ledgers(folder) == ["step_11"]
+    with pytest.raises(ConfigError, match=r"learner.lam: saved 0.5, now 0.9"), claimed(changed(auto, learner__lam=0.9)):
+        pass
+
+
+def test_a_run_whose_own_checkpoints_were_removed_starts_from_scratch(config, tmp_path, monkeypatch):
+    """Its folder may be named by a relative path."""
+    monkeypatch.chdir(tmp_path)
+    for where in ("run", str(tmp_path / "run")):
+        there = changed(config, trainer__default_local_dir=where)
+        folder = save(there, 1)
+        with claimed(there):
+            shutil.rmtree(folder / "global_step_1")
+        with claimed(there):
+            assert to_resume(there.trainer, folder) == (None, {})
+
+
+def test_what_came_after_the_checkpoint_is_remembered(config):
+    """Restarts and resumes that no checkpoint has seen."""
+    folder = killed(config, 1)
+    note_restart(folder, "OSError: x", "there")
+    for resumes in (1, 2):
+        with pytest.raises(KeyboardInterrupt), claimed(config):
+            assert restarts_of(folder) == 1
+            assert len(json.loads((folder / RUN).read_text())["resumed"]) == resumes
+            raise KeyboardInterrupt
+
+
+def test_a_finished_run_stays_finished_when_it_is_validated(config):
+    folder = save(config, 1)
+    with claimed(changed(config, trainer__val_only=True)):
+        pass
+    assert "finished" in json.loads((folder / RUN).read_text())
+    with pytest.raises(KeyboardInterrupt), claimed(changed(config, trainer__total_training_steps=9)):
+        raise KeyboardInterrupt
+    assert "finished" not in json.loads((folder / RUN).read_text()), "it goes on"
