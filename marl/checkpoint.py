@@ -147,7 +147,7 @@ def state_of(trainer: MARLTrainer) -> dict[str, Any]:
         "references": trainer.references.state_dict(),
         "running_means": {name: [mean.total, mean.count] for name, mean in trainer.learner.running_means.items()},
         "accuracy": trainer.controller.accuracy.state_dict(),
-        "spent_at_endpoints": trainer.controller.spent(),
+        "spent_at_endpoints": trainer.controller.spent() if trainer.unsettled is None else trainer.unsettled,
         "log_prob_gap_max": trainer.log_prob_gap_max,
         "old_log_probs": trainer.old_log_probs.state_dict(),
         "histories": {data: list(history.items()) for data, history in trainer.histories.items()},
@@ -183,7 +183,7 @@ async def resume(trainer: MARLTrainer) -> None:
     for name, why in refused.items():
         logger.warning("%s is not used: %s", trainer.folder / name, why)
     if folder is None:
-        return
+        return ledger.forget_after_a_gap(trainer.folder, 0)
     state = folders.read_state(folder)
     check_state(trainer, folder, state)
     check_source(trainer, folder, manifest.facts_of(folder))

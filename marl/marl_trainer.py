@@ -35,6 +35,7 @@ from marl.report.step_metrics import count_metrics, critic_metrics, episode_metr
 from marl.report.tokens import token_metrics
 from marl.types import AgentId, CriticName, Episode, Metrics, PolicyName, Task, Turn
 from marl.utils.background import Background
+from marl.utils.best import add_metrics
 from marl.utils.metrics import PhaseTimer, RunningMean, must_be_finite, prefixed
 from marl.utils.numbers import is_due
 from marl.utils.spans import Span
@@ -79,6 +80,8 @@ class MARLTrainer:
         self.saving = Background("a checkpoint", lambda: check_alive(self.groups))
         self.degenerate_alarm = DegenerateGroups(config.controller.degenerate_steps)
         self.lazy_agents = LazyAgents(config.controller.lazy_agent_share)
+        self.unsettled: dict[PolicyName, int] | None = None
+        """Tokens spent at endpoints before a validation that has not ended: repeated on resume, it counts the turns of its ledger."""
         self.histories: dict[str, dict[int, Metrics]] = {}
         """Team metrics of each validation, by the data that was validated on and by step."""
         self.trained_agents = [name for name, agent in config.agents.items() if agent.trainable]
@@ -124,7 +127,9 @@ class MARLTrainer:
             return self.summarise()
         await self.sync_weights()
         if trainer.val_only or finished or self.validates_first():
-            self.tracking.log(await self.validate(), self.step_number)
+            self.tracking.log(metrics := await self.validate(), self.step_number)
+            if not trainer.val_only:
+                add_metrics(self.folder / f"global_step_{self.step_number}", metrics)
         async with self.saving, self.dumps:
             while not trainer.val_only and not self.is_over(token_budget):
                 self.step_number += 1
@@ -144,9 +149,11 @@ class MARLTrainer:
         """Validate, log and save where this step is one for it: the weights even where their validation fails, and after the
         log, so that a run killed between the two repeats the step."""
         trainer = self.config.trainer
+        self.unsettled = self.controller.spent() if self.controller.ledger.root else None
         try:
             if last or is_due(trainer.test_freq, self.step_number):
                 metrics |= await self.validate()
+            self.unsettled = None
         finally:
             self.tracking.log(metrics, self.step_number)
             self.last_metrics = metrics

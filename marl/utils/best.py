@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 
 from marl.utils.folders import numbered
-from marl.utils.manifest import Damaged, facts_of
+from marl.utils.manifest import Damaged, facts_of, write
 
 logger = logging.getLogger(__name__)
 NAMES = 8
@@ -36,6 +36,13 @@ def metrics_of(root: Path) -> dict[int, Mapping[str, float]]:
         with suppress(Damaged):
             found[step] = facts_of(folder)["metrics"]
     return found
+
+
+def add_metrics(folder: Path, metrics: Mapping[str, float]) -> None:
+    """Add a validation that was repeated to the metrics of the step whose checkpoint this is, if there is one."""
+    with suppress(Damaged):
+        facts = facts_of(folder)
+        write(folder, facts | {"metrics": facts["metrics"] | {key: float(value) for key, value in metrics.items()}})
 
 
 def _warn(metric: str, count: int, last: int, measured: Mapping[int, Mapping[str, float]]) -> None:

@@ -141,4 +141,6 @@ def prune(root: Path, keep_last: int | None, best: Collection[int] = (), whole: 
     for step, folder in found[:-keep_last]:
         if step not in best and folder != newest:
             os.replace(folder, gone := root / f"{GONE}{folder.name}")  # a kill leaves no half of it under its name
-            shutil.rmtree(gone)
+            shutil.rmtree(
+                gone, ignore_errors=True
+            )  # on NFS, a folder with an open file stays, for the next start to remove

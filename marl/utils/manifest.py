@@ -22,7 +22,13 @@ def seal(folder: Path, facts: Mapping[str, Any]) -> None:
     content = {"format": FORMAT, **facts, "files": files}
     for inner in sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True):
         sync_folder(inner)
-    replace_text(folder / MANIFEST, json.dumps(content | {"sha256": _own_digest(content)}, indent=1))
+    write(folder, content)
+
+
+def write(folder: Path, content: Mapping[str, Any]) -> None:
+    """Write a manifest whole or not at all; a half lies beside the folder, whose files stay those that were sealed."""
+    text = json.dumps({**content, "sha256": _own_digest(content)}, indent=1)
+    replace_text(folder / MANIFEST, text, half=folder.parent / f".{MANIFEST}.tmp")
     sync_folder(folder)
 
 
@@ -87,9 +93,9 @@ def _digest(path: Path, *_unchanged: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
+def replace_text(path: Path, text: str, half: Path | None = None) -> None:
+    """Write a file whole or not at all. ``half``: its name until then, by default one beside it."""
+    temporary = half or path.with_name(f".{path.name}.tmp")
     with open(temporary, "w") as file:
         file.write(text)
         file.flush()

@@ -47,8 +47,9 @@ def _apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def load_tree(path: Path) -> Any:
+    """Read into memory of its own: tensors mapped from the file would keep it open as long as they live."""
     with safe_open(path, framework="pt") as file:
-        return _decoded(json.loads(file.metadata()[TREE]), file.get_tensor)
+        return _decoded(json.loads(file.metadata()[TREE]), lambda name: file.get_tensor(name).clone())
 
 
 def _encoded(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:

@@ -25,7 +25,7 @@ from marl.cluster.local import one_process
 from marl.cluster.workers import shard_files, whole_model
 from marl.cluster.workers.shard_files import ShardFiles
 from marl.marl_trainer import MARLTrainer
-from marl.utils import folders
+from marl.utils import folders, manifest
 from marl.utils.pickles import read
 from marl.utils.trees import copied
 from tests.stack.builders import ADAPTED, ADAPTERS
@@ -97,6 +97,8 @@ def test_a_last_validation_that_failed_is_done_on_resume(alone, tmp_path, monkey
     assert sorted(again.trainer.history) == [1] and logged(tmp_path) == [1, 1]
     trained, validated = [json.loads(line)["data"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert "timing_s/step" in trained and "val/team/vote" in validated
+    sealed = manifest.verify(tmp_path / "global_step_1")["metrics"]
+    assert sealed["val/team/vote"] == validated["val/team/vote"] and "timing_s/step" in sealed, "keep_best compares it"
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 1
 
 

@@ -17,6 +17,7 @@ from marl.config.errors import ConfigError
 from marl.preflight.run_folder import to_resume
 from marl.utils import folders, manifest, marks, trees
 from marl.utils.background import Background
+from marl.utils.best import add_metrics
 from marl.utils.manifest import MANIFEST
 from tests.builders import writing
 
@@ -136,6 +137,30 @@ def test_prune_keeps_the_newest(tmp_path):
     assert steps(tmp_path) == [3, 4]
 
 
+def test_a_file_that_is_open_elsewhere_does_not_end_the_run(tmp_path, monkeypatch):
+    """On NFS, removing it leaves it under another name, and its folder is not empty."""
+    for step in (1, 2):
+        save(tmp_path, step)
+    remove = os.unlink
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            os,
+            "unlink",
+            lambda name, **where: os.rename(name, ".nfs1", src_dir_fd=where["dir_fd"], dst_dir_fd=where["dir_fd"]),
+        )
+        folders.prune(tmp_path, 1)
+    assert steps(tmp_path) == [2] and os.unlink is remove and list(tmp_path.glob(".gone_*"))
+    folders.clean(tmp_path)
+    assert not list(tmp_path.glob(".gone_*"))
+
+
+def test_a_state_that_was_read_does_not_hold_its_file(tmp_path):
+    trees.save_tree({"moments": torch.ones(1 << 20)}, tmp_path / "tree.safetensors")
+    read = trees.load_tree(tmp_path / "tree.safetensors")
+    assert read["moments"].sum() == 1 << 20
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
 def test_prune_keeps_the_newest_that_is_whole(tmp_path):
     for step in range(4):
         save(tmp_path, step)
@@ -153,6 +178,26 @@ def test_prune_keeps_the_best_by_a_metric_of_their_steps(tmp_path):
     assert steps(tmp_path) == [2, 4, 5], "of equal ones the later"
     Kept(last=None, best=0, metric="other").prune(tmp_path)
     assert steps(tmp_path) == [2, 4, 5]
+
+
+def test_a_validation_that_is_repeated_counts_for_its_checkpoint(tmp_path, monkeypatch):
+    """A kill meanwhile leaves it as it was."""
+    for step, vote in ((1, None), (2, 0.2), (3, 0.3)):
+        save(tmp_path, step, metrics={"loss": 1.0} if vote is None else {"val/team/vote": vote})
+    first = tmp_path / "global_step_1"
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        killed.setattr(os, "replace", raise_interrupt)
+        add_metrics(first, {"val/team/vote": 0.9})
+    assert manifest.verify(first)["metrics"] == {"loss": 1.0}
+    add_metrics(first, {"val/team/vote": 0.9})
+    assert manifest.verify(first)["metrics"] == {"loss": 1.0, "val/team/vote": 0.9}
+    Kept(last=1, best=1, metric="val/team/vote").prune(tmp_path)
+    assert steps(tmp_path) == [1, 3]
+    add_metrics(tmp_path / "global_step_7", {"val/team/vote": 1.0})
+
+
+def raise_interrupt(*_):
+    raise KeyboardInterrupt
 
 
 def test_a_metric_that_no_checkpoint_has_is_said_once_with_what_there_is(tmp_path, caplog):

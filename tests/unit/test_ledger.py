@@ -6,13 +6,16 @@ import math
 import os
 import time
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
+from marl.checkpoint import state_of
 from marl.cluster.failures import GroupFailed
 from marl.controller import ledger
 from marl.controller.collection import EpisodeLost
 from marl.controller.ledger import Ledger, forget, forget_after_a_gap, forget_all, read_step
+from marl.marl_trainer import MARLTrainer
 from marl.preflight.run_folder import origin_of
 from marl.rollout.endpoint_usage import Usage
 from marl.types import Score, Turn
@@ -273,6 +276,35 @@ def test_what_an_endpoint_billed_is_counted_once(tmp_path):
     assert first.spent() == {"a": 40} and again.spent() == {"a": 20}, (
         "both agents' turns, of which a's policy is an endpoint"
     )
+
+
+class Validating(SimpleNamespace):
+    """As much of a trainer as a validation needs that breaks off at its end."""
+
+    async def validate(self):
+        await self.controller.collect([task()], 1, step=1, validate=True)
+        raise RuntimeError("the judge is gone")
+
+    async def save(self, wait):
+        self.saved = state_of(MagicMock(controller=self.controller, unsettled=self.unsettled))["spent_at_endpoints"]
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["ledger", "no ledger"])
+def test_what_a_broken_validation_was_billed_is_counted_once(tmp_path, keeps):
+    """It is repeated: its turns are read from the ledger, and count then; without one they are billed again."""
+    first = billed(tmp_path if keeps else None)
+    first.go_on_from({"a": 100})
+    settings = SimpleNamespace(test_freq=1, save_freq=1, save_final=True, save_in_background=True)
+    trainer = Validating(
+        controller=first, step_number=1, config=SimpleNamespace(trainer=settings), tracking=MagicMock()
+    )
+    with pytest.raises(RuntimeError, match="the judge"):
+        asyncio.run(MARLTrainer.keep(trainer, {}, last=False))
+    first.ledger.close()
+    again = billed(tmp_path if keeps else None)
+    again.go_on_from(trainer.saved)
+    asyncio.run(again.collect([task()], 1, step=1, validate=True))
+    assert first.spent() == {"a": 140} and again.spent() == {"a": 120 if keeps else 180}, "20 of the 40 are policy a's"
 
 
 def test_what_lost_episodes_were_billed_is_not_forgotten(tmp_path):

@@ -34,8 +34,16 @@ def kept(step, total, save_freq=-1, save_final=True, test_freq=-1, spent=False, 
         save_freq=save_freq, save_final=save_final, test_freq=test_freq, save_in_background=beside
     )
     config = SimpleNamespace(trainer=settings)
-    tokens = 10 if spent else 9
-    stub = Stub(config=config, step_number=step, total_steps=total, sampled_tokens=tokens, fails=fails, done=[])
+    tokens, controller = 10 if spent else 9, SimpleNamespace(ledger=SimpleNamespace(root=None), spent=dict)
+    stub = Stub(
+        config=config,
+        controller=controller,
+        step_number=step,
+        total_steps=total,
+        sampled_tokens=tokens,
+        fails=fails,
+        done=[],
+    )
     stub.tracking = SimpleNamespace(log=lambda metrics, step: stub.done.append(f"log {len(metrics)}"))
     try:
         asyncio.run(MARLTrainer.keep(stub, {"loss": 1.0}, last=MARLTrainer.is_over(stub, token_budget=10)))
