@@ -66,8 +66,10 @@ class RecordedAnswers:
         return await self.generate(agent, observation, round, previous, branch)
 
     def _was_shortened(self, place: Place, observation: Sequence[Message]) -> bool:
-        """True if this was too long for the agent when it was recorded."""
-        if place[2] <= FORESIGHT and self.episode.counts["unread_requests"] and place[1] <= (self.last or place[1]):
+        """True if this was too long for the agent when it was recorded. After a change nobody knows yet what fits."""
+        if self.last is not None and place[1] > self.last:
+            return False
+        if place[2] <= FORESIGHT and self.episode.counts["unread_requests"]:
             return place not in self.turns
         shortened = self.episode.counts["dropped_rounds"] or self.episode.counts["summaries"]
         return bool(shortened) and place in self.turns and len(observation) > len(self.turns[place].observation)
