@@ -218,12 +218,14 @@ class Agent:
 
     async def _summarised(self, observation: list[Message], head: int, round: int, branch: int) -> list[Message] | None:
         """The conversation with its older part as a note, which the agent writes for itself and which is not trained; None
-        where that part alone is too long to be read."""
+        where that part alone is too long to be read, or the note is empty."""
         try:
             note = await self._generate(self.name, to_summarise(observation, head), round, None, -1 - branch)
         except ContextOverflow:
             return None
         self._noted(note)
+        if not note.text.strip():  # its thought was never closed, or it ended at once
+            return None
         self._episode.count("summaries")
         return with_summary(observation, head, note.text)
 

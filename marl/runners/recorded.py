@@ -71,6 +71,8 @@ class RecordedAnswers:
             return False
         if place[2] <= FORESIGHT and self.episode.counts["unread_requests"]:
             return place not in self.turns
+        if FORESIGHT < place[2] < 0 and self.episode.counts["dropped_rounds"]:
+            return place not in self.turns  # a note on what was itself too long
         shortened = self.episode.counts["dropped_rounds"] or self.episode.counts["summaries"]
         return bool(shortened) and place in self.turns and len(observation) > len(self.turns[place].observation)
 

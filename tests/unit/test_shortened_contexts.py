@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from marl.runners import RUNNERS, Overflow, RecordedAnswers, scripted
+from marl.runners import RUNNERS, Overflow, RecordedAnswers, ReplayDiverged, scripted
 from marl.runners.context import SUMMARISE
 from marl.types import ContextOverflow, Task
 
@@ -77,3 +77,31 @@ def test_a_record_that_was_shortened_is_played_again_as_it_is(overflow):
     record = play(Overflow[overflow], within_limit(LONG, "note"))
     again = play(Overflow[overflow], RecordedAnswers(record))
     assert again.turns == record.turns and again.counts == record.counts
+
+
+@pytest.mark.parametrize("note", ["", " \n", None])
+def test_a_conversation_without_a_note_loses_its_oldest_part(note):
+    """A note whose thought is never closed is empty; None: the part to sum up is itself too long to be read."""
+    record = play(Overflow.summarise, within_limit(LONG, note))
+    dropped = play(Overflow.drop_oldest, within_limit(LONG))
+    assert shown(record) == ([1, 3, 3, 3], {"dropped_rounds": 2}) == shown(dropped)
+    assert [turn.observation for turn in record.turns if turn.kept] == [turn.observation for turn in dropped.turns]
+    notes = [turn for turn in record.turns if not turn.kept]
+    assert [turn.place for turn in notes] == [("a", 3, -1), ("a", 4, -1)][: 2 * (note is not None)]
+    assert not any(turn.trained or turn.answers for turn in notes)
+
+
+@pytest.mark.parametrize("note", ["", None])
+def test_a_record_without_a_note_is_played_again_and_resumed(note):
+    record = play(Overflow.summarise, within_limit(LONG, note))
+    again = play(Overflow.summarise, RecordedAnswers(record))
+    assert again.turns == record.turns and again.counts == record.counts
+    fresh = play(Overflow.summarise, within_limit(SHORT, note))
+    assert shown(resumed(Overflow.summarise, record, SHORT, note)) == shown(fresh) == ([1, 3, 5, 7], {})
+
+
+def test_a_record_of_another_runner_is_refused_as_ever():
+    record = play(Overflow.summarise, within_limit(LONG, None))
+    record.turns = record.turns[:3]
+    with pytest.raises(ReplayDiverged, match="holds no turn of 'a' in round 4, branch 0"):
+        play(Overflow.summarise, RecordedAnswers(record))
