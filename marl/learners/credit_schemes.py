@@ -147,10 +147,19 @@ def standing(batch: JointBatch) -> Tensor:
     return batch.answered_ERA & ~(batch.failed_E[:, None, None] & batch.last_turns_ERA.bool())
 
 
+def forfeits(batch: JointBatch) -> Tensor:
+    """Score [E, A] of each agent's last turn. Before an early end that is the failure score, or what the runner has for the agent,
+    such as a game's ``invalid``; the team's score would count a game's earlier payoffs again. A turn that is compared with its
+    alternatives has a score of its own, and counts as the team's."""
+    last_ERA = batch.apart(batch.scores_ERA, batch.team_score_E[:, None, None])
+    return (last_ERA * batch.last_turns_ERA).sum(1)
+
+
 def unanswered(batch: JointBatch) -> Tensor:
-    """The team's score [E, A] for agents that gave no answer to the task and where the conversation ended early, else 0."""
-    gets_team_EA = ~batch.answered_ERA.any(1) | batch.failed_E[:, None]
-    return gets_team_EA * batch.team_score_E[:, None]
+    """The team's score [E, A] for agents that gave no answer to the task, else 0; their forfeits where the conversation ended
+    early."""
+    team_EA = ~batch.answered_ERA.any(1) * batch.team_score_E[:, None]
+    return torch.where(batch.failed_E[:, None], forfeits(batch), team_EA)
 
 
 @register_credit("own")
@@ -208,7 +217,8 @@ class Team(OutcomeCredit):
         if self.config.of is TeamOf.final:
             answered_ERA = batch.answered_ERA
             final_E = credit.last_round(credit.team_mean(batch.scores_ERA, answered_ERA), answered_ERA)
-            team_E = torch.where(answered_ERA.any((1, 2)) & ~batch.failed_E, final_E, team_E)
+            team_E = torch.where(answered_ERA.any((1, 2)), final_E, team_E)
+            team_E = torch.where(batch.failed_E, credit.team_mean(forfeits(batch), batch.mask_ERA.any(1)), team_E)
         return team_E[:, None].expand(-1, batch.mask_ERA.shape[2])
 
 
@@ -245,9 +255,9 @@ class Joint(Credit):
     adds_answers = True
 
     def assign(self, batch: JointBatch) -> Tensor:
-        spoke_E, unanswered_E = batch.mask_ERA.any(1).sum(-1), ~batch.answered_ERA.any((1, 2))
-        times_E = torch.where(batch.failed_E, spoke_E, unanswered_E.long())
-        sum_E = (batch.scores_ERA * standing(batch)).sum((1, 2)) + batch.team_score_E * times_E
+        team_E = ~batch.answered_ERA.any((1, 2)) * batch.team_score_E
+        once_E = torch.where(batch.failed_E, forfeits(batch).sum(-1), team_E)
+        sum_E = (batch.scores_ERA * standing(batch)).sum((1, 2)) + once_E
         return sum_E[:, None, None] * batch.mask_ERA
 
 
@@ -271,7 +281,7 @@ class ZeroSum(OutcomeCredit):
         others_EA = answered_EA.sum(-1, keepdim=True) - answered_EA
         lost_EA = (final_EA.sum(-1, keepdim=True) - final_EA) / others_EA.clamp(min=1)
         outcome_EA = (final_EA - lost_EA) * answered_EA * (others_EA > 0)
-        return torch.where(batch.failed_E[:, None], batch.team_score_E[:, None] - 1, outcome_EA)
+        return torch.where(batch.failed_E[:, None], forfeits(batch) - 1, outcome_EA)
 
 
 @register_credit("influence")

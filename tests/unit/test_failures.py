@@ -16,6 +16,7 @@ from marl.controller.client import PolicyClient
 from marl.controller.collection import EpisodesFailed, with_turns
 from marl.controller.episode_workers import answer_of
 from marl.controller.scores import score_failure, team_score
+from marl.learners.credit_schemes import TeamOf
 from marl.learners.replay_credit import ReturnOf, team_return
 from marl.rewards import Reward, RewardUnavailable
 from marl.rewards.processes import RewardError
@@ -272,6 +273,35 @@ def test_a_game_that_overflows_pays_its_own_invalid(at, who, of_agents, team):
     (judged,) = asyncio.run(one.score(asyncio.run(one.outcomes_of([(task(), 0)], 1, False)), 1))
     assert judged.failure == "overflow" and judged.scored.value == team
     assert sorted(t.scored.value - t.scored.penalty for t in judged.turns) == sorted(of_agents)
+    batch = batch_of(judged)
+    sums_A = batch.scores_ERA.sum((0, 1))
+    paid_A = scheme("own").of(batch).sum((0, 1))
+    assert paid_A.tolist() == sums_A.tolist(), "earlier payoffs are paid once"
+    forfeit_A = (batch.scores_ERA * batch.last_turns_ERA).sum((0, 1))
+    spoke_A = batch.mask_ERA.any(1)[0]
+    assert (scheme("joint").of(batch) == sums_A.sum() * batch.mask_ERA).all()
+    final_ERA = scheme("team", of=TeamOf.final).of(batch)
+    assert (final_ERA == forfeit_A.sum() / spoke_A.sum().clamp(min=1) * batch.last_turns_ERA).all()
+    assert (scheme("zero_sum").of(batch).sum(1)[0] == (forfeit_A - 1) * spoke_A).all()
+
+
+@pytest.mark.parametrize(
+    "name,options", [("own", {}), ("team", {}), ("team", {"of": TeamOf.final}), ("mixed", {}), ("joint", {})]
+)
+@pytest.mark.parametrize("at", [2, 3, 6])
+def test_a_game_that_overflows_earns_less_than_one_that_is_played(name, options, at):
+    """Six stages of +3 each, and 0 for those that an overflow leaves."""
+    stages = {"name": "matrix", "rounds": 6, "invalid": 0.0, "actions": ["4", "5"], "payoffs": [[3, 3], [3, 3]]}
+    earned = []
+    for does in (overflows(at=at, who="ab"), lambda *_, **__: "4"):
+        one = controller(does)
+        one.runner = build_runner("game", game=stages)
+        batch = batch_of(*asyncio.run(one.score(asyncio.run(one.outcomes_of([(task(), 0)], 1, False)), 1)))
+        credit = scheme(name, **options)
+        sums_A = credit.of(batch).sum(1)[0] if credit.kind == "reward" else credit.of(batch)[0, 0]
+        earned.append(sums_A.tolist())
+    lost, played = earned
+    assert lost[0] == lost[1] < played[0] == played[1]
 
 
 def test_a_lost_game_counts_in_validation_as_its_own_invalid():
