@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
-from verl.utils.metric import Metric
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 from verl.workers.engine.utils import postprocess_batch_func
 
@@ -73,8 +72,6 @@ class SortedMicroBatches(FSDPEngine):
     def _micro_batch_step(
         self, rows: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool, is_last: bool
     ) -> dict[str, Any]:
-        if loss_function is not None and is_padding(rows):
-            loss_function = zero_loss(loss_function)
         if forward_only:
             with torch.no_grad():
                 return self.forward_step(rows, loss_function=loss_function, forward_only=True)[1]
@@ -82,29 +79,6 @@ class SortedMicroBatches(FSDPEngine):
             loss, step = self.forward_step(rows, loss_function=loss_function, forward_only=False)
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         return step
-
-
-def is_padding(rows: TensorDict) -> bool:
-    """True for rows of a policy without a token to train."""
-    mask = rows.get("response_mask")
-    return mask is not None and not bool((mask.values() if mask.is_nested else mask).any())
-
-
-def zero_loss(loss_function: Callable[..., Any]) -> Callable[..., Any]:
-    """A loss of 0 with the metrics of ``loss_function``, which may refuse an empty mask, as verl's does in bypass mode. Ranks
-    must have as many values of a metric, therefore they are 0 and not left out."""
-
-    def zero(data: TensorDict, **options: Any) -> tuple[Tensor, dict[str, Any]]:
-        rows = data.copy()
-        rows["response_mask"] = torch.ones_like(data["response_mask"])
-        loss, metrics = loss_function(data=rows, **options)
-        return 0.0 * loss, {key: zeroed(value) for key, value in metrics.items()}
-
-    return zero
-
-
-def zeroed(value: Any) -> Any:
-    return Metric(value.aggregation, 0.0) if isinstance(value, Metric) else value
 
 
 def cuts(lengths: Sequence[int], budget: int, padded: bool) -> list[int]:

@@ -41,9 +41,20 @@ def check_settings(actor_rollout_ref: Any, name: str = "actor_rollout_ref") -> N
     must_be_known(f"{name}.rollout.name", actor_rollout_ref.rollout.name, {backend for backend, _ in _ROLLOUT_REGISTRY})
     loss = actor_rollout_ref.actor.policy_loss.loss_mode
     must_be_known(f"{name}.actor.policy_loss.loss_mode", loss, set(POLICY_LOSS_REGISTRY))
+    must_be_scaled(f"{name}.actor", actor_rollout_ref.actor)
     check_precision(f"{name}.actor.fsdp_config", actor_rollout_ref.actor.fsdp_config)
     for group in BUILT:
         must_be_buildable(f"{name}.{group}", actor_rollout_ref[group])
+
+
+def must_be_scaled(name: str, actor: Any) -> None:
+    """Raise ConfigError for a loss that verl would divide by the longest answer of each micro-batch: answers would weigh more or
+    less by their neighbours."""
+    if actor.loss_agg_mode == "seq-mean-token-sum-norm" and actor.loss_scale_factor is None:
+        raise ConfigError(
+            f"{name}.loss_agg_mode={actor.loss_agg_mode} with {name}.loss_scale_factor=null: expected the number of tokens by which "
+            "every answer's sum is divided; set loss_scale_factor='${data.max_response_length}', as learner=dr_grpo does"
+        )
 
 
 def check_critic_settings(critic: Any) -> None:

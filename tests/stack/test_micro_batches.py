@@ -124,7 +124,8 @@ def test_critics_read_and_learn_as_with_verls_cutting(live, monkeypatch):
         torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-6)
 
 
-def test_micro_batches_of_padding_alone_train_nothing(alone, monkeypatch):
+@pytest.mark.parametrize("verls", [False, True], ids=["sorted", "verl's, as on a GPU"])
+def test_micro_batches_of_padding_alone_train_nothing(alone, monkeypatch, verls):
     """Five rows in two mini-batches are padded to six, and each is a micro-batch: verl's loss in bypass mode refuses the sixth,
     where other losses take it for 0."""
     words = ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=43", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
@@ -132,6 +133,8 @@ def test_micro_batches_of_padding_alone_train_nothing(alone, monkeypatch):
     taken["old_log_probs"] = taken["advantages"] * 0 - 3
     for bypass in ("false", "true"):
         live = alone(*words, f"algorithm.rollout_correction.bypass_mode={bypass}")
+        if verls:
+            as_verl_cuts(monkeypatch, actor(live))
         kept, found = gradient_at_step(monkeypatch, actor(live)), micro_batches(monkeypatch, actor(live))
         metrics = live.wait(live.trainer.policies["alice"].update_actor(taken))
         assert len(kept) == 2 and sorted(map(len, found)) == [1] * 6

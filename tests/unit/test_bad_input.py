@@ -397,6 +397,11 @@ BETWEEN_KEYS = {
     "+policies.alice.rollout.temperature=0": ["policies.alice"],
     "+policies.alice.actor.optim.learning_rate=1": ["policies.alice.actor.optim.learning_rate"],
     "+policies.alice.actor.policy_loss.loss_mode=x": ["policies.alice", "loss_mode=x"],
+    "critic.loss_agg_mode=token-mean actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm": [
+        "actor_rollout_ref.actor.loss_scale_factor=null",
+        "data.max_response_length",
+    ],
+    "+policies.alice.actor.loss_agg_mode=seq-mean-token-sum-norm": ["policies.alice.actor.loss_scale_factor=null"],
     "actor_rollout_ref.model.path=.": ["actor_rollout_ref.model.path=."],
     "actor_rollout_ref.model.path=nobody/nothing": ["actor_rollout_ref.model.path=nobody/nothing"],
     "actor_rollout_ref.model.tokenizer_path=/nowhere": ["actor_rollout_ref.model.tokenizer_path=/nowhere"],

@@ -5,22 +5,48 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
+from verl.utils.metric import Metric
 
 from marl.utils.ragged import of_responses
 
-Loss = Callable[..., tuple[torch.Tensor, dict[str, Any]]]
+Loss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
 def policy_loss(
-    own: Loss, model_output: dict[str, torch.Tensor], data: TensorDict, dp_group: Any = None
-) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Linear loss for rows with ``gradients``, the policy's ``own`` for the others."""
+    own: Loss, model_output: dict[str, Tensor], data: TensorDict, dp_group: Any = None
+) -> tuple[Tensor, dict[str, Any]]:
+    """Linear loss for rows with ``gradients``, the policy's ``own`` for the others; 0 where all are padding."""
     if "gradients" in data:
         return linear_loss(model_output, data)
-    return own(model_output=model_output, data=data, dp_group=dp_group)
+    loss = zero_loss(own) if is_padding(data) else own
+    return loss(model_output=model_output, data=data, dp_group=dp_group)
 
 
-def linear_loss(model_output: dict[str, torch.Tensor], data: TensorDict) -> tuple[torch.Tensor, dict[str, Any]]:
+def is_padding(rows: TensorDict) -> bool:
+    """True for rows of a policy without a token to train."""
+    mask = rows.get("response_mask")
+    return mask is not None and not bool((mask.values() if mask.is_nested else mask).any())
+
+
+def zero_loss(loss_function: Callable[..., Any]) -> Callable[..., Any]:
+    """A loss of 0 with the metrics of ``loss_function``, which may refuse an empty mask, as verl's does in bypass mode. Ranks
+    must have as many values of a metric, therefore they are 0 and not left out."""
+
+    def zero(data: TensorDict, **options: Any) -> tuple[Tensor, dict[str, Any]]:
+        rows = data.copy()
+        rows["response_mask"] = torch.ones_like(data["response_mask"])
+        loss, metrics = loss_function(data=rows, **options)
+        return 0.0 * loss, {key: zeroed(value) for key, value in metrics.items()}
+
+    return zero
+
+
+def zeroed(value: Any) -> Any:
+    return Metric(value.aggregation, 0.0) if isinstance(value, Metric) else value
+
+
+def linear_loss(model_output: dict[str, Tensor], data: TensorDict) -> tuple[Tensor, dict[str, Any]]:
     """sum_t g_t log pi(y_t), where g_t are the derivatives of a loss by the log-probs: its gradient is that loss's, at these
     weights.
 
