@@ -5,6 +5,8 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator
 
+from marl.rewards.units import quantity, spaced, split_unit, units_agree
+
 DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 MINUS = "-\u2212"  # models write the typographic minus too
 HASHES = re.compile(r"####[ \t]*([^\s#][^\n#]*)")
@@ -13,7 +15,9 @@ STRICT_TAIL = 300
 """verl looks for the number of a GSM8K answer in that many last characters."""
 # a minus behind a word or a bracket is a difference or a range, not a sign
 IN_TEXT = re.compile(rf"(?P<sign>(?<![\w)\]}}])[{MINUS}])?\$?(?P<digits>{DIGITS})")
-QUANTITY = re.compile(rf"\$?(?P<sign>[{MINUS}])?\$?(?P<digits>{DIGITS})\s*(?:\\?%|(?<=\s)[A-Za-z]{{2}}[A-Za-z .]*)?\.?")
+QUANTITY = re.compile(
+    rf"(?:\\?\$)?(?P<sign>[{MINUS}])?(?:\\?\$)?(?P<digits>{DIGITS})(?P<blank>\s*)(?:\\?%|(?P<words>[A-Za-z][A-Za-z .]*))?\.?"
+)
 BRACES = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
 ANSWER_LINE = re.compile(r"\banswer\s*:\s*([^\s][^\n]*)", re.IGNORECASE)
 ONLY_HASHES = re.compile(r"\s*#### ([0-9]+)\s*")
@@ -129,12 +133,14 @@ def hide_last_number(text: str) -> str:
 
 
 def plain(answer: str | None) -> str | None:
-    """An answer without what surrounds it; a number also without currency sign, thousands separators, unit, full stop."""
+    """An answer without what surrounds it; a number also without currency sign, thousands separators, counted things, full
+    stop, and with its unit in one spelling."""
     if answer is None:
         return None
     bare = answer.strip().strip("*").strip()
-    quantity = QUANTITY.fullmatch(bare)
-    return (plain_number(quantity) if quantity else bare) or None
+    found = QUANTITY.fullmatch(spaced(bare))
+    read = quantity(plain_number(found), found["words"] or "", bool(found["blank"])) if found else None
+    return (bare if read is None else read) or None
 
 
 def plain_number(number: re.Match[str]) -> str:
@@ -146,6 +152,10 @@ def plain_number(number: re.Match[str]) -> str:
 
 
 def agrees(answer: str | None, ground_truth: object) -> bool:
-    """True if an answer is the ground truth as it stands in the data, or the same number in plain form."""
+    """True if an answer is the ground truth as it stands in the data, or the same number in plain form; one of them may leave
+    the unit out."""
     truth = str(ground_truth)
-    return answer is not None and answer in (truth, plain(truth))
+    if answer is None or answer in (truth, plain(truth)):
+        return answer is not None
+    (number, unit), (wanted, other) = split_unit(answer), split_unit(plain(truth) or truth)
+    return number == wanted and units_agree(unit, other)

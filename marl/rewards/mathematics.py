@@ -4,6 +4,9 @@ import importlib.util
 import logging
 import re
 
+from marl.rewards.answers import plain
+from marl.rewards.units import split_unit, units_agree
+
 MATH_TIMEOUT_S = 5.0
 """math-verify's own default. An answer that takes longer, such as a tower of powers, is wrong, and is counted."""
 WORD = re.compile(r"[A-Za-z][A-Za-z '-]{2,}")
@@ -23,7 +26,10 @@ def equal(answer: str, truth: str) -> bool | None:
 
     Its own deadlines are off: they need the main thread, and an alarm does not end a computation in C.
     """
-    answer, truth = SIGNS.sub("", answer).strip(), SIGNS.sub("", truth).strip()
+    answer, truth = SIGNS.sub("", answer).strip(), SIGNS.sub("", plain(truth) or truth).strip()
+    (answer, unit), (truth, other) = split_unit(answer), split_unit(truth)
+    if not units_agree(unit, other):  # math-verify drops them
+        return False
     if answer == truth:
         return True
     if WORD.fullmatch(truth):  # math-verify takes a word for a product of letters: Pairs would be Paris

@@ -45,7 +45,13 @@ from marl.types import Task
         ("#### -0", "0"),
         ("#### **42**", "42"),
         ("#### 50%", "50"),
-        ("#### 12 km per hour", "12"),
+        ("#### 12 kilometers per hour", "12 km per hour"),
+        ("#### 3 million people", "3000000"),
+        ("#### 9 A.M.", "9 am"),
+        ("#### 5km", "5 km"),
+        (r"\boxed{5\,\text{ cm}}", "5 cm"),
+        ("#### 5 apples in total", "5"),
+        ("#### 2 pi r", "2 pi r"),
         (r"\boxed{5x+3}", "5x+3"),
         (r"\boxed{5 x}", "5 x"),
         (r"\boxed{1,2}", "1,2"),
@@ -146,6 +152,9 @@ NASTY = {
     "points": "1." * 500_000,
     "minus signs": "-" * 1_000_000,
     "a long unit": "#### 5 " + "a" * 1_000_000 + "!",
+    "many units": "#### 5 " + "km " * 300_000,
+    "many magnitudes": "#### 5 " + "million " * 120_000,
+    "texts": r"\boxed{5" + r"\text{" * 150_000 + "}" * 150_001,
     "blanks after a number": r"\boxed{5" + " " * 1_000_000 + "!}",
     "answers": "answer :" * 120_000,
     "answer and blanks": "answer" + " " * 1_000_000,
@@ -236,6 +245,54 @@ def test_right_answers_score_one(source, rule):
 )
 def test_equality_of_mathematical_answers(answer, truth, equals):
     assert equal(answer, truth) is equals
+
+
+@pytest.mark.parametrize(
+    "answer,truth,score",
+    [
+        ("3 billion", "3 million", 0),
+        ("3", "3 million", 0),
+        ("3 million", "3", 0),
+        ("10 million", "10000000", 1),
+        ("1.5 million", "1500000", 1),
+        ("2 dozen eggs", "24", 1),
+        (r"3\text{ million}", "3", 0),
+        (r"\$3", r"\$3\text{ million}", 0),
+        ("9 am", "9 pm", 0),
+        ("9am", "9 a.m.", 1),
+        (r"9\text{ am}", "9 pm", 0),
+        ("9", "9 am", 0),
+        ("5 May", "5 June", 0),
+        ("5 km", "5 cm", 0),
+        ("5km", "5cm", 0),
+        (r"5\text{ km}", r"5\text{ cm}", 0),
+        (r"5\,\mathrm{km}", "5 kilometers", 1),
+        (r"\frac{10}{2} km", "5 cm", 0),
+        (r"\frac{10}{2} km", "5 km", 1),
+        (r"\frac{10}{2}", "5 km", 1),
+        ("5", "5 km", 1),
+        ("5 km", "5", 1),
+        ("5 square meters", "5 meters", 0),
+        ("5 meters squared", "5 square metres", 1),
+        ("12 mph", "12 miles per hour", 1),
+        ("12 km per hour", "12 km", 0),
+        ("50 percent", "50 dollars", 0),
+        ("50 per cent", "50%", 1),
+        ("30 degrees C", "30 degrees", 1),
+        ("2", "2 pi", 0),
+        ("2 pi", r"2\pi", 1),
+        ("2pi cm", r"2\pi\text{ cm}", 1),
+        ("5 apples", "5", 1),
+        ("5", "5 apples", 1),
+        ("5 red apples", "5 apples", 1),
+        ("5 x", "5", 0),
+        ("3 or more", "3", 0),
+    ],
+)
+def test_a_unit_may_be_left_out_but_not_be_another_one(answer, truth, score):
+    given = Task("t", [], truth, "own/mine", extractor("own/mine"))
+    judged = asyncio.run(Reward(Builtin()).judge(given, rf"\boxed{{{answer}}}"))
+    assert judged.value == score
 
 
 def task(source="marl/smudged_note", truth="35"):
