@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,18 @@ from marl.config.errors import ConfigError
 from marl.config.identity import content_of, digest
 from marl.config.sources import Source
 from marl.preflight import own_tables
-from marl.rewards.answers import after_hashes
 from marl.utils.manifest import replace_text
 from marl.utils.near import did_you_mean
 
 REQUIRED, OPTIONAL = ("prompt", "answer"), ("system", "data_source")
 RECORD = "split.json"
 CONVERTED = ("train.parquet", "validation.parquet")
-VERSION = 2
+VERSION = 3
 """Bump it when the same settings would produce different rows."""
 SOURCE = "own/"
 """Begins a data source without a column of its own: mathematical equality scores it."""
+LAST_HASHES = re.compile(r"####[ \t]*([^\s#][^\n#]*)\Z")
+"""Elsewhere they begin a headline."""
 NO_NUMBERS = (math.inf, -math.inf)
 Row = dict[str, Any]
 
@@ -98,7 +100,11 @@ def convert(columns: Mapping[str, str], train: Sequence[str], val: Sequence[str]
     """The folder of the converted rows, made once for the same files and settings."""
     sources = {file: content(file) for file in (*train, *val)}
     settings = {"columns": dict(columns), "val_share": None if val else share, "version": VERSION}
-    made_of = {"train": [sources[file] for file in train], "validation": [sources[file] for file in val], **settings}
+    parts = {
+        part: [(source_of(file), sources[file]) for file in files]
+        for part, files in (("train", train), ("validation", val))
+    }
+    made_of = {**parts, **settings}
     key = digest(json.dumps(made_of, sort_keys=True).encode()).removeprefix("sha256:")[:16]
     folder = Path(os.environ.get("MARL_CACHE", "outputs/cache")) / "data" / key
     if (folder / RECORD).is_file():
@@ -121,17 +127,25 @@ def content(file: str) -> str:
     return content_of(file) if there else file
 
 
+def source_of(file: str) -> str:
+    """The data source of rows that name none."""
+    return f"{SOURCE}{Path(file.removeprefix(own_tables.HUB)).stem}"
+
+
 def rows_of(file: str, columns: Mapping[str, str]) -> Iterator[Row]:
     """verl's rows of a file. Raises ConfigError for the first value that cannot be used."""
     table = own_tables.read(file, list(columns.values()))
-    default = f"{SOURCE}{Path(file.removeprefix(own_tables.HUB)).stem}"
     try:
         values = table.to_pylist()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: a text is not UTF-8: {error}; expected UTF-8, write the file again") from None
     for number, found in enumerate(values):
         yield row_of(
-            {key: found[column] for key, column in columns.items()}, columns, f"{file}, row {number}", default, number
+            {key: found[column] for key, column in columns.items()},
+            columns,
+            f"{file}, row {number}",
+            source_of(file),
+            number,
         )
 
 
@@ -166,7 +180,8 @@ def answer_of(value: Any, where: str) -> str:
     if not isinstance(value, str | int | float) or not str(value).strip() or value in NO_NUMBERS or value != value:
         raise ConfigError(f"{where} is {shown(value)}; expected a text or a number: fill it, or remove the row")
     text = str(int(value) if isinstance(value, float) and value.is_integer() else value).strip()
-    return after_hashes(text) or text
+    found = LAST_HASHES.search(text)
+    return found[1] if found else text
 
 
 def split(rows: Sequence[Row], share: float) -> tuple[list[Row], list[Row]]:

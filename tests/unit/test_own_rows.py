@@ -148,6 +148,24 @@ def test_texts_numbers_messages_and_solutions():
     assert {row["reward_model"]["ground_truth"] for row in found} == {"007", "1.50"}
 
 
+def test_hashes_that_end_no_text_begin_a_headline():
+    texts = [
+        "# Title\n#### Step 1\nfoo\n\\boxed{7}",
+        "so it is\n#### 42",
+        "#### Step 1\nfoo\n####   1,000 \n",
+        "7 ####",
+    ]
+    truths = [own_rows.answer_of(text, "here") for text in texts]
+    assert truths == [texts[0], "42", "1,000", "7 ####"]
+
+
+def test_a_copy_under_another_name_is_a_source_of_its_own():
+    csv("a.csv"), csv("b.csv")
+    for name in ("a", "b"):
+        rows, *_ = converted(f"{name}.csv")
+        assert {row["data_source"] for row in rows} == {f"own/{name}"}
+
+
 def test_rows_are_made_once_and_anew_where_a_file_has_changed(monkeypatch):
     file, calls = csv("mine.csv"), []
     monkeypatch.setattr(own_rows, "write", lambda *words, write=own_rows.write: calls.append(1) or write(*words))
