@@ -22,14 +22,19 @@ BRACES = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
 ANSWER_LINE = re.compile(r"\banswer\s*:\s*([^\s][^\n]*)", re.IGNORECASE)
 ONLY_HASHES = re.compile(r"\s*#### ([0-9]+)\s*")
 
+FENCE, PYTHON = "```", "```python"
+LANGUAGE = re.compile(r"[^\s`]*\n")
+TAGGED, CLOSED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL), "</answer>"
+
 HIDDEN = "[hidden]"
 
 Extract = Callable[[str], str | None]
+PROGRAMS, SEARCH = ("codecontests", "apps", "codeforces", "taco"), "searchR1_"
 DATA = {
     "gsm8k": ("openai/gsm8k",),
     "embedded": ("marl/",),
     # verl's own functions: programs, geometry with pictures, search
-    "verl": ("codecontests", "apps", "codeforces", "taco", "hiyouga/geometry3k", "searchR1_"),
+    "verl": (*PROGRAMS, "hiyouga/geometry3k", SEARCH),
 }
 """Kinds of data sources by how their names begin; every other one is mathematics."""
 
@@ -44,6 +49,8 @@ def extractor(data_source: str, answer_rule: str = "strict") -> Extract:
 
     The embedded tasks (``marl/…``) allow nothing around the answer.
     """
+    if data_source.startswith((*PROGRAMS, SEARCH)):
+        return tagged_answer if data_source.startswith(SEARCH) else program
     gsm8k = {"strict": strict_number, "flexible": last_number}
     rules: dict[str, Extract] = {"embedded": only_answer, "gsm8k": gsm8k[answer_rule], "math": math_answer}
     return rules.get(kind_of(data_source), final_answer)
@@ -80,6 +87,29 @@ def math_answer(text: str) -> str | None:
     return plain(last_boxed(text) or last_match(ANSWER_LINE, text) or after_hashes(text))
 
 
+def program(text: str) -> str | None:
+    """The program that verl runs: the last block of Python, else the last fenced block, else the whole text."""
+    if PYTHON in text:
+        found = text.split(PYTHON)[-1].split(FENCE)[0]
+    else:
+        *_, found = text.split(FENCE)[1::2] or [text]
+        found = found[language.end() :] if FENCE in text and (language := LANGUAGE.match(found)) else found
+    return found.strip() or None
+
+
+def tagged_answer(text: str) -> str | None:
+    """Content of the last ``<answer>…</answer>``, which verl's search rewards read."""
+    found = last_match(TAGGED, closed(text)[0])
+    return (found or "").strip() or None
+
+
+def closed(text: str) -> tuple[str, str]:
+    """A text up to its last closing tag, and the rest, in which a search for one would be in vain."""
+    end = text.rfind(CLOSED) + 1
+    end += len(CLOSED) - 1 if end else 0
+    return text[:end], text[end:]
+
+
 def after_hashes(text: str) -> str | None:
     return last_match(HASHES, text)
 
@@ -111,6 +141,8 @@ def boxes(text: str) -> Iterator[tuple[int, int, int]]:
 
 def hider(data_source: str, answer_rule: str = "strict") -> Callable[[str], str]:
     """Function that removes the final answer from a text of a data source."""
+    if data_source.startswith((*PROGRAMS, SEARCH)):
+        return hide_tagged if data_source.startswith(SEARCH) else hide_programs
     loose = kind_of(data_source) == "gsm8k" and answer_rule == "flexible"
     return hide_last_number if loose else hide_answer
 
@@ -124,6 +156,19 @@ def hide_answer(text: str) -> str:
             end = closed + 1
     text = "".join([*kept, text[end:]])
     return ANSWER_LINE.sub(f"answer: {HIDDEN}", HASHES.sub(HIDDEN, text))
+
+
+def hide_programs(text: str) -> str:
+    """Without every fenced block; a text without one may be a program itself."""
+    if FENCE not in text:
+        return HIDDEN
+    return "".join(HIDDEN if at % 2 else part for at, part in enumerate(text.split(FENCE)))
+
+
+def hide_tagged(text: str) -> str:
+    """Without every ``<answer>…</answer>``."""
+    tagged, rest = closed(text)
+    return TAGGED.sub(HIDDEN, tagged) + rest
 
 
 def hide_last_number(text: str) -> str:

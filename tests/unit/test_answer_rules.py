@@ -14,7 +14,7 @@ from marl.controller.scores import team_score
 from marl.controller.tasks import to_task
 from marl.evaluation.ensemble_answers import Ensemble, Play
 from marl.report import conversation
-from marl.rewards import AnswerRules, Reward, answer_rules, build_reward, check_extractors
+from marl.rewards import AnswerRules, Builtin, Reward, answer_rules, build_reward, check_extractors
 from marl.rewards.processes import RewardError, RewardUnavailable
 from marl.runners import RUNNERS, scripted
 from marl.types import Task
@@ -70,6 +70,49 @@ def test_the_rewards_own_extractor_is_everybodys(config):
     assert sorted(turn.scored.answer for turn in episode.turns) == ["x", "x", "y"]
     assert conversation.team_metrics([episode])["disagreement/round_1"] == pytest.approx(2 / 3)
     assert task.hide("so RESULT <x> it is x, not exact") == "so RESULT <[hidden]> it is [hidden], not exact"
+
+
+CASES = {"inputs": ["3\n"], "outputs": ["4\n"]}
+PROGRAM = "So:\n```python\nprint(int(input()) + 1)\n```\nThat is it."
+SOURCES = {
+    "codecontests": (CASES, [PROGRAM, f"Thus {PROGRAM}", "```python\nprint(5)\n```"]),
+    "searchR1_nq": (
+        {"target": ["Paris"]},
+        ["<answer> Paris </answer>", "So <answer>Paris</answer>.", "<answer>Rome</answer>"],
+    ),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_answers_that_verl_scores_win_a_vote(source):
+    truth, texts = SOURCES[source]
+    task = to_task(ROW | {"data_source": source, "reward_model": {"ground_truth": truth}}, "t", AnswerRules())
+    runner = RUNNERS.get("debate")(RUNNERS.get("debate").Config(name="debate", num_rounds=1))
+    episode = asyncio.run(scripted.play(runner, task, ["a", "b", "c"], scripted.scripted(scripted.listed(texts))))
+    for turn in episode.turns:
+        turn.score = asyncio.run(Reward(Builtin()).judge(task, turn.text))
+    episode.score = team_score(episode)
+    assert episode.score.value == 1.0 and task.extract(texts[0]) == task.extract(texts[1]) == episode.answer
+    assert [turn.scored.value for turn in episode.turns].count(1.0) == 2
+
+
+@pytest.mark.parametrize(
+    "source,text,answer,shown",
+    [
+        ("apps", "```python\na\n```\nno:\n```python\nb\n```", "b", "[hidden]\nno:\n[hidden]"),
+        ("apps", "```cpp\na\n``` so", "a", "[hidden] so"),
+        ("taco", " print(1)\n", "print(1)", "[hidden]"),
+        ("taco", "so ```python\nprint(1)", "print(1)", "so [hidden]"),
+        ("taco", "", None, "[hidden]"),
+        ("searchR1_nq", "<answer>a</answer><answer> b\n</answer> <answer>", "b", "[hidden][hidden] <answer>"),
+        ("searchR1_nq", "<answer> </answer>", None, "[hidden]"),
+        ("searchR1_nq", r"\boxed{7}", None, r"\boxed{7}"),
+        ("hiyouga/geometry3k", r"so \boxed{7}", "7", "so [hidden]"),
+    ],
+)
+def test_the_answer_is_what_verl_reads(source, text, answer, shown):
+    rules = AnswerRules()
+    assert (rules.extractor(source)(text), rules.hider(source)(text)) == (answer, shown)
 
 
 def test_the_answer_is_the_extractors_and_another_pred_is_warned_of_once(caplog):

@@ -15,7 +15,7 @@ from marl.rewards import (
     hider,
     only_answer,
 )
-from marl.rewards.answers import last_number, math_answer, strict_number
+from marl.rewards.answers import last_number, math_answer, program, strict_number, tagged_answer
 from marl.rewards.mathematics import equal
 from marl.rewards.processes import Processes
 from marl.types import Task
@@ -154,6 +154,9 @@ NASTY = {
     "a long unit": "#### 5 " + "a" * 1_000_000 + "!",
     "many units": "#### 5 " + "km " * 300_000,
     "many magnitudes": "#### 5 " + "million " * 120_000,
+    "tags": "<answer>" * 120_000,
+    "closing tags": "</answer>" * 120_000,
+    "fences": "```python\n" * 100_000,
     "texts": r"\boxed{5" + r"\text{" * 150_000 + "}" * 150_001,
     "blanks after a number": r"\boxed{5" + " " * 1_000_000 + "!}",
     "answers": "answer :" * 120_000,
@@ -163,7 +166,9 @@ NASTY = {
 
 
 @pytest.mark.parametrize("name", NASTY)
-@pytest.mark.parametrize("rule", [only_answer, strict_number, last_number, final_answer, math_answer])
+@pytest.mark.parametrize(
+    "rule", [only_answer, strict_number, last_number, final_answer, math_answer, program, tagged_answer]
+)
 def test_a_text_of_a_million_characters_takes_no_time(rule, name):
     started = time.process_time()
     rule(NASTY[name])
