@@ -5,7 +5,7 @@ import itertools
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -68,8 +68,10 @@ class HFServer(TakesWeights):
         self.engine = Engine(self.reader, torch.device(device), self.tokenizer.decode, config.max_num_seqs)
         self.futures: dict[Draft, asyncio.Future] = {}
         self.tickets: dict[int, asyncio.Future] = {}
+        self.named: dict[int, asyncio.Future] = {}
+        """What is not answered yet, by the name that its client gave it."""
         self.issued = itertools.count()
-        self.model_lock, self.interrupted = asyncio.Lock(), False
+        self.model_lock, self.interrupted, self.left = asyncio.Lock(), False, False
         self.loop_task: asyncio.Task | None = None
         self.stats = {"requests": 0, "tokens": 0}
         self.busy = Stopwatch()
@@ -97,8 +99,17 @@ class HFServer(TakesWeights):
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
         """Cancel every request, half answered or not."""
-        for future in self.futures.values():
-            future.cancel()
+        self._give_up(self.futures.values())
+
+    def cancel(self, names: Iterable[int]) -> None:
+        """Give up requests that nobody waits for any more; names of others are passed over. No coroutine: it is called within
+        one process too, where nobody awaits it."""
+        self._give_up(self.named[name] for name in names if name in self.named)
+
+    def _give_up(self, futures: Iterable[asyncio.Future]) -> None:
+        """They leave after the next token."""
+        for future in futures:
+            self.left |= future.cancel()
 
     async def resume_generation(self) -> None: ...
 
@@ -116,11 +127,11 @@ class HFServer(TakesWeights):
         return to_token_output(await self._submit(prompt_ids, sampling_params))
 
     async def generate_many(
-        self, requests: list[tuple[list[int], dict[str, Any]]]
+        self, requests: Sequence[tuple[list[int], dict[str, Any]] | tuple[list[int], dict[str, Any], int]]
     ) -> list[tuple | BaseException | Pending]:
-        """The same for many requests in one call: of each (token ids, log-probs, stop reason, version), its error, or a
-        ticket. Returns as soon as one has ended."""
-        futures = [self._submit(prompt_ids, sampling_params) for prompt_ids, sampling_params in requests]
+        """The same for many requests in one call, each with a name for :meth:`cancel` or without: of each (token ids,
+        log-probs, stop reason, version), its error, or a ticket. Returns as soon as one has ended."""
+        futures = [self._submit(*request) for request in requests]
         if futures:
             await self._any(futures)
         return [outcome(future) if future.done() else self._ticket(future) for future in futures]
@@ -142,12 +153,17 @@ class HFServer(TakesWeights):
         self.tickets[pending.ticket] = future
         return pending
 
-    def _submit(self, prompt_ids: list[int], sampling_params: dict[str, Any]) -> asyncio.Future:
+    def _submit(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], name: int | None = None
+    ) -> asyncio.Future:
         future = asyncio.get_running_loop().create_future()
         try:
             self.futures[self.engine.add(self._request(prompt_ids, sampling_params))] = future
         except (ValueError, TypeError) as error:
             future.set_exception(error)
+        if name is not None and not future.done():
+            self.named[name] = future
+            future.add_done_callback(lambda _: self.named.pop(name))
         if self.loop_task is None or self.loop_task.done():
             self.loop_task = asyncio.get_running_loop().create_task(self._serve())
         return future
@@ -189,6 +205,8 @@ class HFServer(TakesWeights):
         while self.engine.busy:
             async with self.model_lock:
                 self._remove_cancelled()
+                if not self.engine.busy:
+                    continue
                 started = time.monotonic()
                 try:
                     self._answer(await self._decode())
@@ -202,6 +220,7 @@ class HFServer(TakesWeights):
         collect_garbage()
 
     def _remove_cancelled(self) -> None:
+        self.left = False
         gone = [draft for draft, future in self.futures.items() if future.done()]
         if gone:
             self.engine.remove(gone)
@@ -214,7 +233,7 @@ class HFServer(TakesWeights):
 
     def _run(self) -> list[Draft]:
         ended: list[Draft] = []
-        while self.engine.busy and not ended and not self.interrupted:
+        while self.engine.busy and not ended and not (self.interrupted or self.left):
             ended = self.engine.step()
         return ended
 

@@ -1,7 +1,12 @@
 """The servers of one policy, through verl's manager and client."""
 
 import asyncio
+import itertools
+import uuid
 import zlib
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -11,6 +16,9 @@ from verl.workers.rollout.replica import TokenOutput
 
 from marl.rollout.hf_server import Pending, to_token_output
 from marl.rollout.vllm_sglang import offset_replica_class, replica_offset
+
+NAMES = itertools.count(uuid.uuid4().int)
+"""Names of requests. Each process counts its own: copies of a client in several episode workers give no name twice."""
 
 
 class PolicyServers(LLMServerManager):
@@ -83,7 +91,8 @@ class DirectClient(NamingClient):
 class CoalescingClient(LLMServerClient):
     """All requests that episodes make in one tick of the event loop travel in one Ray call per ``hf`` server.
 
-    A Ray call costs more than an answer of a small model. Turns of one conversation stay on one server.
+    A Ray call costs more than an answer of a small model. Turns of one conversation stay on one server. Requests whose
+    callers have gone are given up there.
     """
 
     def __init__(
@@ -98,7 +107,9 @@ class CoalescingClient(LLMServerClient):
         self.servers = servers
         self.named = {} if adapter is None else {"adapter": adapter}
         self.limit = config.actor_rollout_ref.rollout.max_num_seqs
-        self.waiting: dict[int, list[tuple[list[int], dict[str, Any], asyncio.Future]]] = {}
+        self.waiting: dict[int, list[tuple[list[int], dict[str, Any], int, asyncio.Future]]] = {}
+        self.left: dict[int, list[int]] = {}
+        """Names of those whose callers have gone, by server; the servers have yet to hear of it."""
         self.sending: set[asyncio.Task] = set()
 
     async def generate(
@@ -111,26 +122,46 @@ class CoalescingClient(LLMServerClient):
         server = server_of(request_id, len(self.servers))
         if type(prompt_ids) is not list or set(map(type, prompt_ids)) != {int}:
             prompt_ids = normalize_token_ids(prompt_ids)  # which takes ten times as long to find nothing
-        request = (prompt_ids, sampling_params | self.named if self.named else sampling_params, future)
+        name = next(NAMES)
+        request = (prompt_ids, sampling_params | self.named if self.named else sampling_params, name, future)
         self.waiting.setdefault(server, []).append(request)
-        return to_token_output(await future)
+        try:
+            return to_token_output(await future)
+        except asyncio.CancelledError:
+            if future.cancelled():  # by the caller, and not the server
+                self._leave(server, name)
+            raise
+
+    def _leave(self, server: int, name: int) -> None:
+        if not self.left:
+            asyncio.get_running_loop().call_soon(self._tell)
+        self.left.setdefault(server, []).append(name)
+
+    def _tell(self) -> None:
+        left, self.left = self.left, {}
+        for server, names in left.items():
+            give_up(self.servers[server], names)
 
     def _flush(self) -> None:
         waiting, self.waiting = self.waiting, {}
-        for server, requests in waiting.items():
+        for server, asked in waiting.items():
+            requests = [request for request in asked if not request[-1].done()]
             for start in range(0, len(requests), self.limit):
-                task = asyncio.create_task(self._send(self.servers[server], requests[start : start + self.limit]))
+                task = asyncio.create_task(self._send(server, requests[start : start + self.limit]))
                 self.sending.add(task)
                 task.add_done_callback(self.sending.discard)
 
-    async def _send(self, server: ray.actor.ActorHandle, requests: list[tuple]) -> None:
+    async def _send(self, index: int, requests: list[tuple]) -> None:
         """Answers are handed out as they come."""
+        server = self.servers[index]
         try:
-            answers = await server.generate_many.remote([(prompt, params) for prompt, params, _ in requests])
+            answers = await server.generate_many.remote([request[:-1] for request in requests])
             pending = {}
-            for (*_, future), answer in zip(requests, answers, strict=True):
+            for (*_, name, future), answer in zip(requests, answers, strict=True):
                 if isinstance(answer, Pending):
                     pending[answer.ticket] = future
+                    if future.done():  # a call may overtake another: the server heard of it before the request came
+                        self._leave(index, name)
                 else:
                     settle(future, answer)
             while pending:
@@ -141,6 +172,16 @@ class CoalescingClient(LLMServerClient):
                 settle(future, error)
             if not isinstance(error, Exception):
                 raise
+
+
+def give_up(server: ray.actor.ActorHandle, names: Sequence[int]) -> None:
+    """Tell a server, without waiting for it, which requests nobody waits for. One that has died need not hear of it."""
+    if isinstance(server, ray.actor.ActorHandle) and not ray.is_initialized():
+        return  # the call would start a new Ray after the end of a run
+    with suppress(Exception):
+        told = server.cancel.remote(names)
+        if isinstance(told, ray.ObjectRef):  # Ray logs an error that nobody has looked at
+            told.future().add_done_callback(Future.exception)
 
 
 def settle(future: asyncio.Future, answer: tuple | BaseException) -> None:

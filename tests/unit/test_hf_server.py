@@ -1,7 +1,9 @@
 """The hf server without Ray: requests come and go between tokens, weights and sleep come in between."""
 
 import asyncio
+import pickle
 import shutil
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +20,7 @@ from transformers import (
     Qwen2Config,
 )
 
+from marl.cluster.local import LocalServer
 from marl.config.errors import ConfigError
 from marl.preflight.checks import check_decodable
 from marl.preflight.prepare import prepare
@@ -35,7 +38,7 @@ def server(tmp_path, bpe_tokenizer):
     return served(tmp_path, bpe_tokenizer, {})
 
 
-def served(tmp_path, bpe_tokenizer, custom):
+def served(tmp_path, bpe_tokenizer, custom, kind=HFServer):
     make_model().save_pretrained(tmp_path / "model")
     bpe_tokenizer.save_pretrained(tmp_path / "words")
     rollout = SimpleNamespace(
@@ -50,7 +53,7 @@ def served(tmp_path, bpe_tokenizer, custom):
         "path": str(tmp_path / "model"), "tokenizer_path": str(tmp_path / "words"), "trust_remote_code": False,
         "override_config": {},
     }  # fmt: skip
-    made = HFServer(rollout, model, "cpu")
+    made = kind(rollout, model, "cpu")
     made.eos_ids, made.reader.pad_id = frozenset(), 0
     made.model.load_state_dict(make_model().state_dict())
     made.model.tie_weights()
@@ -73,13 +76,21 @@ class Handle:
         self.calls = []
         for name in ("generate_many", "collect"):
             setattr(self, name, SimpleNamespace(remote=self.counted(name, getattr(server, name))))
+        self.cancel = SimpleNamespace(remote=self.cancelling(server))
 
     def counted(self, name, method):
         async def call(*args):
             self.calls.append(name)
-            return await method(*args)
+            return pickle.loads(pickle.dumps(await method(*args)))  # as through Ray
 
         return call
+
+    def cancelling(self, server):
+        def cancel(names):
+            self.calls.append("cancel")
+            server.cancel(names)
+
+        return cancel
 
 
 def client_of(server):
@@ -192,6 +203,172 @@ def test_aborted_requests_are_cancelled_and_the_server_goes_on(server):
         assert not server.engine.rows and not server.futures
 
     asyncio.run(run())
+
+
+def asking(client, tokens, seed):
+    sampling = {"max_tokens": tokens, "seed": seed}
+    return asyncio.ensure_future(client.generate("s", prompt_ids=[20, 21, 22], sampling_params=sampling))
+
+
+async def until(condition):
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def slowed(server):
+    """The server, with time to cancel something."""
+    step = server.engine.step
+
+    def slow_step():
+        time.sleep(0.003)
+        return step()
+
+    server.engine.step = slow_step
+    return server
+
+
+def is_empty(server):
+    return not (server.futures or server.named or server.tickets or server.engine.rows or server.engine.waiting)
+
+
+@pytest.mark.parametrize("kind", [HFServer, LocalServer])
+@pytest.mark.parametrize("at_once", [64, 3])
+def test_requests_whose_callers_have_gone_are_given_up(tmp_path, bpe_tokenizer, kind, at_once):
+    """Those that are decoded and those that wait; between two tokens, and not when the next answer ends."""
+    server = slowed(served(tmp_path, bpe_tokenizer, {}, kind))
+    server.engine.limit = at_once
+    client, handle = client_of(server)
+
+    async def run():
+        asked = [asking(client, 190, seed) for seed in range(8)]
+        await until(lambda: server.engine.rows and len(server.engine.rows[0].answer.token_ids) > 2)
+        for one in asked:
+            one.cancel()
+        assert all(isinstance(e, asyncio.CancelledError) for e in await asyncio.gather(*asked, return_exceptions=True))
+        await until(lambda: is_empty(server) and not client.sending)
+        assert server.stats == {"requests": 0, "tokens": 0} and handle.calls.count("cancel") == 1
+        assert (await asking(client, 6, 3)).token_ids == expected(6, 3)[0]
+        await until(lambda: is_empty(server))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("handover", [0.0, 0.01])
+def test_the_others_of_its_call_keep_their_answers(server, handover):
+    server.handover = handover
+    client, handle = client_of(slowed(server))
+
+    async def run():
+        asked = [asking(client, tokens, seed) for seed, tokens in enumerate((190, 190, 100, 2, 190, 30))]
+        await asked[3]  # the others have tickets now
+        asked[0].cancel()
+        await until(lambda: len(server.futures) < 5)
+        asked[4].cancel()
+        left = [await asked[i] for i in (1, 2, 3, 5)]
+        for output, (tokens, seed) in zip(left, ((190, 1), (100, 2), (2, 3), (30, 5)), strict=True):
+            assert (output.token_ids, output.log_probs) == expected(tokens, seed)[:2]
+        await until(lambda: is_empty(server) and not client.sending)
+        assert server.stats == {"requests": 4, "tokens": 322} and set(handle.calls) == {
+            "generate_many",
+            "collect",
+            "cancel",
+        }
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("kind", [HFServer, LocalServer])
+def test_what_is_read_stays_though_all_requests_are_given_up(tmp_path, bpe_tokenizer, kind):
+    """Nothing is decoded after the last one, which would fail and forget."""
+    server = slowed(served(tmp_path, bpe_tokenizer, {}, kind))
+    client, _ = client_of(server)
+
+    async def run():
+        await asking(client, 3, 1)
+        read = server.reader.prefixes.bytes
+        asked = asking(client, 190, 2)
+        await until(lambda: server.engine.rows)
+        asked.cancel()
+        await until(lambda: is_empty(server) and server.loop_task.done())
+        assert server.reader.prefixes.bytes >= read > 0
+
+    asyncio.run(run())
+
+
+def test_a_request_that_is_given_up_before_it_is_sent_is_not_sent(server):
+    client, _ = client_of(server)
+
+    async def run():
+        asked = [asking(client, 4, seed) for seed in range(2)]
+        asyncio.get_running_loop().call_soon(asked[0].cancel)
+        assert (await asked[1]).token_ids == expected(4, 1)[0]
+        assert server.stats["requests"] == 1 and asked[0].cancelled()
+
+    asyncio.run(run())
+
+
+def test_a_client_that_goes_gives_up_its_own_requests_alone(server):
+    """Each episode worker has a copy of the client."""
+    client, handle = client_of(slowed(server))
+    client.servers = []
+    copy = pickle.loads(pickle.dumps(client))
+    client.servers = copy.servers = [handle]
+
+    async def run():
+        asked = [asking(one, 40, seed) for seed in range(2) for one in (client, copy)]
+        await until(lambda: len(server.engine.rows) == 4)
+        asked[0].cancel()
+        asked[2].cancel()
+        left = [(await asked[i]).token_ids for i in (1, 3)]
+        assert left == [expected(40, seed)[0] for seed in range(2)]
+        await until(lambda: is_empty(server))
+        assert server.stats == {"requests": 2, "tokens": 80}
+
+    asyncio.run(run())
+
+
+def test_word_that_overtakes_the_request_is_sent_again(server):
+    """Ray keeps no order among calls."""
+    client, handle = client_of(slowed(server))
+    server.handover = 0.0
+    generate_many = handle.generate_many.remote
+
+    async def late(requests):
+        await until(lambda: "cancel" in handle.calls)
+        return await generate_many(requests)
+
+    handle.generate_many = SimpleNamespace(remote=late)
+
+    async def run():
+        asked = [asking(client, 190, 1), asking(client, 2, 2)]
+        await until(lambda: client.sending)
+        asked[0].cancel()
+        assert (await asked[1]).token_ids == expected(2, 2)[0]
+        await until(lambda: is_empty(server) and not client.sending)
+        assert handle.calls.count("cancel") == 2 and server.stats["requests"] == 1
+
+    asyncio.run(run())
+
+
+def test_a_server_that_is_dead_need_not_hear_of_it(server, caplog):
+    client, handle = client_of(slowed(server))
+
+    def dead(_):
+        raise ConnectionError("the server has died")
+
+    handle.cancel = SimpleNamespace(remote=dead)
+
+    async def run():
+        asked = [asking(client, 190, 1), asking(client, 20, 2)]
+        await until(lambda: server.engine.rows)
+        asked[0].cancel()
+        assert (await asked[1]).token_ids == expected(20, 2)[0]
+        await until(lambda: not client.sending)
+        assert is_empty(server)
+
+    asyncio.run(run())
+    assert not caplog.records
 
 
 def test_a_model_that_fails_fails_its_requests_and_no_later_one(server, monkeypatch):
