@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from marl.rewards.units import quantity, spaced, split_unit, units_agree
+from marl.rewards.words import words
 
 DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 MINUS = "-\u2212"  # models write the typographic minus too
@@ -179,13 +180,13 @@ def hide_last_number(text: str) -> str:
 
 def plain(answer: str | None) -> str | None:
     """An answer without what surrounds it; a number also without currency sign, thousands separators, counted things, full
-    stop, and with its unit in one spelling."""
+    stop, and with its unit in one spelling; words without their font and full stop."""
     if answer is None:
         return None
     bare = answer.strip().strip("*").strip()
     found = QUANTITY.fullmatch(spaced(bare))
     read = quantity(plain_number(found), found["words"] or "", bool(found["blank"])) if found else None
-    return (bare if read is None else read) or None
+    return (words(bare) or bare if read is None else read) or None
 
 
 def plain_number(number: re.Match[str]) -> str:

@@ -6,10 +6,10 @@ import re
 
 from marl.rewards.answers import plain
 from marl.rewards.units import split_unit, units_agree
+from marl.rewards.words import folded, is_language, words
 
 MATH_TIMEOUT_S = 5.0
 """math-verify's own default. An answer that takes longer, such as a tower of powers, is wrong, and is counted."""
-WORD = re.compile(r"[A-Za-z][A-Za-z '-]{2,}")
 # what changes no value: signs for percent, dollars and degrees
 SIGNS = re.compile(r"\\?[%$]|\^\s*(?:\\circ|\{\s*\\circ\s*\})")
 
@@ -32,8 +32,11 @@ def equal(answer: str, truth: str) -> bool | None:
         return False
     if answer == truth:
         return True
-    if WORD.fullmatch(truth):  # math-verify takes a word for a product of letters: Pairs would be Paris
-        return answer.casefold() == truth.casefold()
+    said = words(truth)
+    if said is not None and is_language(
+        said
+    ):  # math-verify takes a word for a product of letters: Pairs would be Paris
+        return folded(words(answer) or answer) == folded(said)
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)
