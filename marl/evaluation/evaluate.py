@@ -98,9 +98,8 @@ def samples_of(asked: Asked) -> list[str]:
 
 def must_vary(team: Team) -> None:
     """Raise ConfigError where all samples of a task would be the same."""
-    config = team.setup.config
-    greedy = not config.actor_rollout_ref.rollout.val_kwargs.do_sample
-    samples = config.actor_rollout_ref.rollout.val_kwargs.n
+    validation = team.setup.config.actor_rollout_ref.rollout.val_kwargs
+    greedy, samples = not validation.do_sample or not validation.temperature, validation.n
     if greedy and samples > 1:
         raise ConfigError(
             f"n={samples}: the run's validation decodes greedily, and all samples of a task would be the same; add "

@@ -3,6 +3,7 @@
 import math
 import re
 import typing
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 
 import pytest
@@ -139,6 +140,15 @@ def test_a_learner_in_one_file_is_checked_with_its_run(monkeypatch, compose_conf
         check("learner.every=10")
     with pytest.raises(ConfigError, match=r"^learner\.gamma=nan: expected a finite number at least 0 and at most 1$"):
         check("learner.gamma=nan")
+
+
+@pytest.mark.parametrize("value,right", [("0", False), ("-1", False), ("2.5", False), ("1", True), ("8", True)])
+def test_a_validation_plays_each_task_a_whole_number_of_times(compose_config, cold_assets, value, right):
+    key = "actor_rollout_ref.rollout.val_kwargs.n"
+    config = compose_config(f"assets={cold_assets}", f"{key}={value}")
+    OmegaConf.resolve(config)
+    with nullcontext() if right else pytest.raises(ConfigError, match=rf"^{key}={value}: expected a whole number"):
+        check_values(config)
 
 
 @pytest.mark.parametrize(

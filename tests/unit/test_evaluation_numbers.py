@@ -2,10 +2,12 @@
 
 import itertools
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
+from marl.config.errors import ConfigError
 from marl.evaluation import evaluate, numbers
 from marl.evaluation.statistics import bootstrap, compared, ks_up_to, majority_at_k, pass_at_k, sign_flip_p
 from marl.types import Ballot, Episode, Rule, Score, Task, Turn, Vote
@@ -127,3 +129,15 @@ def test_no_vote_is_held_at_tokens_that_an_endpoint_hides(monkeypatch, of_an_end
         assert all("returns no token ids" in told[agent]["reason"] for agent in ("a", "b"))
     else:
         assert told == {"a": {"answers": 3}, "b": {"answers": 3}}
+
+
+@pytest.mark.parametrize(
+    "n,do_sample,temperature,refused",
+    [(4, False, 1.0, True), (4, True, 0, True), (4, True, 0.7, False), (1, True, 0, False), (1, False, 0, False)],
+)
+def test_samples_that_would_all_be_the_same_are_refused(n, do_sample, temperature, refused):
+    given = SimpleNamespace(n=n, do_sample=do_sample, temperature=temperature)
+    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(val_kwargs=given)))
+    team = SimpleNamespace(setup=SimpleNamespace(config=config))
+    with pytest.raises(ConfigError, match=f"n={n}.*decodes greedily") if refused else nullcontext():
+        evaluate.must_vary(team)
