@@ -5,7 +5,7 @@ import logging
 import re
 
 from marl.rewards.answers import plain
-from marl.rewards.units import split_unit, units_agree
+from marl.rewards.units import letter_unit, split_unit, units_agree
 from marl.rewards.words import folded, is_language, words
 
 MATH_TIMEOUT_S = 5.0
@@ -28,6 +28,8 @@ def equal(answer: str, truth: str) -> bool | None:
     """
     answer, truth = SIGNS.sub("", answer).strip(), SIGNS.sub("", plain(truth) or truth).strip()
     (answer, unit), (truth, other) = split_unit(answer), split_unit(truth)
+    if unit or other:
+        unit, other = unit or letter_unit(answer), other or letter_unit(truth)
     if not units_agree(unit, other):  # math-verify drops them
         return False
     if answer == truth:

@@ -38,6 +38,9 @@ TAIL = frozenset({*UNITS, *LINKS, *MARKS, "in"})
 KNOWN = FACTORS | TAIL
 NUMBER_END = re.compile(r"(?:[0-9})]|\\pi)$")
 COMPOUND = {"mph": "mile per hour", "kph": "km per hour", "kmh": "km per hour"}
+LETTERS = {"m": "metre", "g": "gram", "s": "second", "h": "hour", "l": "litre", "L": "litre"}
+"""Variables, unless the other answer has a unit."""
+EXPONENT = re.compile(r"\b([A-Za-z]{2,})\s*\^\s*(?:\{\s*([23])\s*\}|([23]))$")
 DEGREES = {"c": "celsius", "f": "fahrenheit"}
 WRAPPED = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox)\s*\{([^{}]*)\}")
 BLANKS = re.compile(r"\\[,;:! ]|~")
@@ -53,8 +56,13 @@ def unwrapped(text: str) -> str:
 
 
 def spaced(text: str) -> str:
-    """Without commands for fonts and blanks."""
-    return unwrapped(BLANKS.sub(" ", text)).strip()
+    """Without commands for fonts and blanks; ``cm^2`` as ``cm squared``."""
+    return EXPONENT.sub(in_words, unwrapped(BLANKS.sub(" ", text)).strip())
+
+
+def in_words(power: re.Match[str]) -> str:
+    name = "squared" if "2" in (power[2], power[3]) else "cubed"
+    return f"{power[1]} {name}" if power[1].casefold() in UNITS else power[0]
 
 
 def quantity(number: str, words: str, apart: bool) -> str | None:
@@ -112,10 +120,17 @@ def unit_of(names: list[str]) -> str:
 def split_unit(text: str) -> tuple[str, str]:
     """An answer without its unit, and the unit in one spelling."""
     tokens, names = spaced(text).split(), []
-    while tokens and tokens[-1].casefold() in TAIL:
-        names.append(tokens.pop().casefold())
+    while tokens and (name := tokens[-1].casefold().replace(".", "")) in TAIL:
+        names.append(name)
+        tokens.pop()
     unit = unit_of(names[::-1])
     return (" ".join(tokens), unit) if unit and tokens and NUMBER_END.search(tokens[-1]) else (text, "")
+
+
+def letter_unit(text: str) -> str:
+    """The unit that a single letter behind a number stands for; empty without."""
+    tokens = spaced(text).split()[-2:]
+    return LETTERS.get(tokens[-1], "") if len(tokens) == 2 and NUMBER_END.search(tokens[0]) else ""
 
 
 def units_agree(unit: str, other: str) -> bool:
