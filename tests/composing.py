@@ -23,11 +23,11 @@ LOADED: dict[tuple[str, str], bytes] = {}
 READ_PACKAGED = ImportlibResourcesConfigSource.load_config
 
 
-def read_packaged(source: ImportlibResourcesConfigSource, path: str) -> ConfigResult:
+def read_packaged(source: ImportlibResourcesConfigSource, config_path: str) -> ConfigResult:
     """Hydra's, of files that no test changes."""
-    key = source.path, path
+    key = source.path, config_path
     if key not in LOADED:
-        LOADED[key] = pickle.dumps(READ_PACKAGED(source, path))
+        LOADED[key] = pickle.dumps(READ_PACKAGED(source, config_path))
     return pickle.loads(LOADED[key])
 
 
