@@ -5,7 +5,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from marl.rewards.units import quantity, spaced, split_unit, units_agree
+from marl.rewards.units import counted, unwrapped
 from marl.rewards.words import words
 
 DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
@@ -17,14 +17,13 @@ STRICT_TAIL = 300
 # a minus behind a word or a bracket is a difference or a range, not a sign
 IN_TEXT = re.compile(rf"(?P<sign>(?<![\w)\]}}])[{MINUS}])?\$?(?P<digits>{DIGITS})")
 QUANTITY = re.compile(
-    rf"(?:\\?\$)?(?P<sign>[{MINUS}])?(?:\\?\$)?(?P<digits>{DIGITS})(?P<blank>\s*)(?:\\?%|(?P<words>[A-Za-z][A-Za-z .]*))?\.?"
+    rf"(?:\\?\$)?(?P<sign>[{MINUS}])?(?:\\?\$)?(?P<digits>{DIGITS})\s*(?:\\?%|(?<=\s)(?P<words>[A-Za-z]{{2}}[A-Za-z .]*))?\.?"
 )
 BRACES = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
 ANSWER_LINE = re.compile(r"\banswer\s*:\s*([^\s][^\n]*)", re.IGNORECASE)
 ONLY_HASHES = re.compile(r"\s*#### ([0-9]+)\s*")
 
 FENCE, PYTHON = "```", "```python"
-LANGUAGE = re.compile(r"[^\s`]*\n")
 TAGGED, CLOSED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL), "</answer>"
 
 HIDDEN = "[hidden]"
@@ -81,21 +80,21 @@ def final_answer(text: str) -> str | None:
 
 
 def math_answer(text: str) -> str | None:
-    """Content of the last ``\\boxed{…}``, else of the last ``Answer: …`` line, else the text after the last ``####``.
+    """The last ``\\boxed{…}``, else the text after the last ``Answer:``, else after the last ``####``.
 
-    The box comes first, for ``####`` begins a headline in Markdown.
+    That comes last: in a Markdown text it begins a headline.
     """
-    return plain(last_boxed(text) or last_match(ANSWER_LINE, text) or after_hashes(text))
+    return plain(stated_answer(text))
+
+
+def stated_answer(text: str) -> str | None:
+    """The same as it stands, with its unit."""
+    return last_boxed(text) or last_match(ANSWER_LINE, text) or after_hashes(text)
 
 
 def program(text: str) -> str | None:
-    """The program that verl runs: the last block of Python, else the last fenced block, else the whole text."""
-    if PYTHON in text:
-        found = text.split(PYTHON)[-1].split(FENCE)[0]
-    else:
-        *_, found = text.split(FENCE)[1::2] or [text]
-        found = found[language.end() :] if FENCE in text and (language := LANGUAGE.match(found)) else found
-    return found.strip() or None
+    """The program that verl runs: up to the next fence what follows the last that begins Python, or else the whole text."""
+    return text.split(PYTHON)[-1].split(FENCE)[0].strip() or None
 
 
 def tagged_answer(text: str) -> str | None:
@@ -160,10 +159,10 @@ def hide_answer(text: str) -> str:
 
 
 def hide_programs(text: str) -> str:
-    """Without every fenced block; a text without one may be a program itself."""
-    if FENCE not in text:
-        return HIDDEN
-    return "".join(HIDDEN if at % 2 else part for at, part in enumerate(text.split(FENCE)))
+    """Without every fenced block; where fences do not pair, or there are none, without anything."""
+    parts = text.split(FENCE)
+    hidden = "".join(HIDDEN if at % 2 else part for at, part in enumerate(parts))
+    return HIDDEN if len(parts) == 1 or (program(text) or "") in hidden else hidden
 
 
 def hide_tagged(text: str) -> str:
@@ -179,14 +178,15 @@ def hide_last_number(text: str) -> str:
 
 
 def plain(answer: str | None) -> str | None:
-    """An answer without what surrounds it; a number also without currency sign, thousands separators, counted things, full
-    stop, and with its unit in one spelling; words without their font and full stop."""
+    """An answer without what surrounds it. A number also without currency sign, thousands separators, unit and full stop; words
+    without their font and full stop."""
     if answer is None:
         return None
     bare = answer.strip().strip("*").strip()
-    found = QUANTITY.fullmatch(spaced(bare))
-    read = quantity(plain_number(found), found["words"] or "", bool(found["blank"])) if found else None
-    return (words(bare) or bare if read is None else read) or None
+    quantity = QUANTITY.fullmatch(unwrapped(bare))
+    if quantity is None:
+        return words(bare) or bare or None
+    return counted(plain_number(quantity), quantity["words"] or "")
 
 
 def plain_number(number: re.Match[str]) -> str:
@@ -198,10 +198,6 @@ def plain_number(number: re.Match[str]) -> str:
 
 
 def agrees(answer: str | None, ground_truth: object) -> bool:
-    """True if an answer is the ground truth as it stands in the data, or the same number in plain form; one of them may leave
-    the unit out."""
+    """True if an answer is the ground truth as it stands in the data, or the same number in plain form."""
     truth = str(ground_truth)
-    if answer is None or answer in (truth, plain(truth)):
-        return answer is not None
-    (number, unit), (wanted, other) = split_unit(answer), split_unit(plain(truth) or truth)
-    return number == wanted and units_agree(unit, other)
+    return answer is not None and answer in (truth, plain(truth))

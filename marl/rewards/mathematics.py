@@ -5,13 +5,21 @@ import logging
 import re
 
 from marl.rewards.answers import plain
-from marl.rewards.units import letter_unit, split_unit, units_agree
+from marl.rewards.units import unwrapped
 from marl.rewards.words import folded, is_language, words
 
 MATH_TIMEOUT_S = 5.0
 """math-verify's own default. An answer that takes longer, such as a tower of powers, is wrong, and is counted."""
 # what changes no value: signs for percent, dollars and degrees
 SIGNS = re.compile(r"\\?[%$]|\^\s*(?:\\circ|\{\s*\\circ\s*\})")
+
+
+CLOCK = re.compile(r"[0-9]\s*[ap]\.?\s?m\.?$", re.IGNORECASE)
+
+
+def hour(text: str) -> str:
+    """``9 A.M.`` as ``9am``."""
+    return re.sub(r"[.\s]", "", unwrapped(text).casefold())
 
 
 def must_be_installed() -> None:
@@ -27,17 +35,12 @@ def equal(answer: str, truth: str) -> bool | None:
     Its own deadlines are off: they need the main thread, and an alarm does not end a computation in C.
     """
     answer, truth = SIGNS.sub("", answer).strip(), SIGNS.sub("", plain(truth) or truth).strip()
-    (answer, unit), (truth, other) = split_unit(answer), split_unit(truth)
-    if unit or other:
-        unit, other = unit or letter_unit(answer), other or letter_unit(truth)
-    if not units_agree(unit, other):  # math-verify drops them
-        return False
     if answer == truth:
         return True
-    said = words(truth)
-    if said is not None and is_language(
-        said
-    ):  # math-verify takes a word for a product of letters: Pairs would be Paris
+    if any(CLOCK.search(unwrapped(text)) for text in (answer, truth)):  # math-verify drops am and pm
+        return hour(answer) == hour(truth)
+    # math-verify takes a word for a product of letters: Pairs would be Paris
+    if (said := words(truth)) is not None and is_language(said):
         return folded(words(answer) or answer) == folded(said)
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 

@@ -6,6 +6,8 @@ import unicodedata
 DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 SPELT = re.compile(r"[^\W\d_]{3}")
 WRAPPED = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it))\s*\{(.*)\}\s*\.?", re.DOTALL)
+FULL_STOPS = ".\u3002\u0964"
+"""Latin, Chinese and Devanagari."""
 SHORT = frozenset({"no", "on", "ok", "up"})
 """Other pairs of Latin or Greek letters are products: ``AB`` is ``BA``."""
 
@@ -16,7 +18,7 @@ def words(text: str) -> str | None:
     for _ in range(3):  # one in the other
         if found := WRAPPED.fullmatch(bare):
             bare = found[1].strip()
-    bare = bare.removesuffix(".").rstrip()
+    bare = bare.rstrip(FULL_STOPS).rstrip()
     return bare if DATE.fullmatch(bare) or (bare and all(map(in_word, bare))) else None
 
 
@@ -36,4 +38,5 @@ def of_words_alone(letter: str) -> bool:
 
 
 def folded(text: str) -> str:
-    return unicodedata.normalize("NFC", text).casefold()
+    """One spelling of words that differ in case, blanks and apostrophe."""
+    return " ".join(unicodedata.normalize("NFC", text).casefold().replace("\u2019", "'").split())

@@ -100,9 +100,12 @@ def test_the_answers_that_verl_scores_win_a_vote(source):
     "source,text,answer,shown",
     [
         ("apps", "```python\na\n```\nno:\n```python\nb\n```", "b", "[hidden]\nno:\n[hidden]"),
-        ("apps", "```cpp\na\n``` so", "a", "[hidden] so"),
+        ("apps", "a ```python block:\n```python\nb\n```\n", "b", "[hidden]"),
+        ("apps", "The ``` fence\n```python\nb\n```\nend", "b", "[hidden]"),
+        ("apps", "```cpp\na\n``` so", None, "[hidden]"),
         ("taco", " print(1)\n", "print(1)", "[hidden]"),
         ("taco", "so ```python\nprint(1)", "print(1)", "so [hidden]"),
+        ("taco", "print(1)\n```so```", "print(1)", "[hidden]"),
         ("taco", "", None, "[hidden]"),
         ("searchR1_nq", "<answer>a</answer><answer> b\n</answer> <answer>", "b", "[hidden][hidden] <answer>"),
         ("searchR1_nq", "<answer> </answer>", None, "[hidden]"),
