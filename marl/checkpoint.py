@@ -198,7 +198,8 @@ async def resume(trainer: MARLTrainer) -> None:
     trainer.tasks.load_state_dict(data)
     load_learner(trainer, learner)
     set_random_states(chance)
-    if settings.resume_mode == "auto" and not settings.val_only:
+    own = folder.parent.resolve() == trainer.folder.resolve()
+    if own and settings.resume_mode == "auto" and not settings.val_only:
         await asyncio.to_thread(settle, trainer.folder, trainer.step_number, Kept.of(trainer.config))
     logger.warning("resumed from %s", folder)
 

@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 
 from marl.cluster.layout import critic_config
 from marl.config.errors import ConfigError, plain
-from marl.config.kinds import frozen_policies
+from marl.config.kinds import answers_only, frozen_policies
 from marl.config.known_keys import check_known, check_typed
 from marl.config.policies import changes_of, loops_of, own_settings, thinking_of
 from marl.config.sharing import shares_base
@@ -48,14 +48,15 @@ def preflight(setup: Setup) -> CheckedSetup:
     """Raise ConfigError for what a worker, a server or the first episode would fail on."""
     config, sizes, encoders = setup.config, {}, {}
     check_targets(config)
-    check_settings(config.actor_rollout_ref)
+    trains = not (answers_only(config) or config.trainer.val_only)
+    check_settings(config.actor_rollout_ref, trains=trains)
     check_typed(config)
     check_known(plain(config), known_keys(), fields_of)
     check_critic_settings(critic_config(config))
     for name in setup.policies:
         own, key = own_settings(config, name), key_of(config, name)
         if changes_of(config.policies, name):
-            check_settings(own, f"policies.{name}")
+            check_settings(own, f"policies.{name}", trains)
         model = pretrained.load_config(own.model, key)
         sizes[name] = model_checks.size_of(model, f"{key}.path={own.model.path}")
         model_checks.check_weights(own.model, key)

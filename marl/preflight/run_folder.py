@@ -16,7 +16,7 @@ from marl.config.errors import ConfigError
 from marl.config.identity import identity_of, key_of, refused, settings_of
 from marl.config.placement import critic_pool, pool_of, size_of
 from marl.controller import ledger
-from marl.preflight.unfinished import BEGUN, FINISHED, LOCK, RUN, STAMPED, go_on_with, mark_finished
+from marl.preflight.unfinished import BEGUN, FINISHED, LOCK, RUN, STAMPED, go_on_with, identity_in, mark_finished
 from marl.utils import folders
 from marl.utils.manifest import MANIFEST, Damaged, facts_of, replace_text
 from marl.utils.secret_masking import masked_text
@@ -45,9 +45,15 @@ def claimed(config: Any) -> Iterator[Path]:
         new["config"] = settings_of(config)  # its folder may be another now
         origin = origin_of(config.trainer, folder)
         own = own_identity(folder)
-        saved = None if origin is None else own if origin == began_from(folder) else read_identity(origin)
+        saved = (
+            None
+            if origin is None
+            else own
+            if origin == began_from(folder) and has_begun(folder)
+            else read_identity(origin)
+        )
         if origin is not None:
-            must_be_the_same_run(saved, new, origin, tuple(config.trainer.resume_changes))
+            must_be_the_same_run(saved, new, folder if saved is own else origin, tuple(config.trainer.resume_changes))
             must_have_as_many_ranks(config, origin)
         if own is not None and refused(own, plain(new), ()):
             ledger.forget_all(folder)
@@ -80,10 +86,10 @@ def locked(folder: Path) -> Iterator[None]:
 
 def origin_of(settings: Any, folder: Path) -> Path | None:
     """The checkpoint that a run goes on from, or the folder of a run that left none; None for a new run."""
-    results = [path for pattern in RESULTS for path in folder.glob(pattern)]
+    results = has_results(folder)
     if settings.resume_mode == "resume_path":
-        return named_origin(Path(settings.resume_from_path).expanduser().resolve(), folder, bool(results))
-    if not results and not (settings.resume_mode == "auto" and any(folder.glob(BEGUN))):
+        return named_origin(Path(settings.resume_from_path).expanduser().resolve(), folder, results)
+    if not results and not (settings.resume_mode == "auto" and (has_begun(folder) or began_from(folder))):
         return None
     if settings.resume_mode == "disable":
         raise ConfigError(
@@ -92,6 +98,15 @@ def origin_of(settings: Any, folder: Path) -> Path | None:
         )
     found, _ = to_resume(settings, folder)
     return found or folder
+
+
+def has_results(folder: Path) -> bool:
+    return any(path for pattern in RESULTS for path in folder.glob(pattern))
+
+
+def has_begun(folder: Path) -> bool:
+    """True if a run left results there, or turns."""
+    return has_results(folder) or any(folder.glob(BEGUN))
 
 
 def to_resume(settings: Any, folder: Path) -> tuple[Path | None, dict[str, str]]:
@@ -114,7 +129,7 @@ def to_resume(settings: Any, folder: Path) -> tuple[Path | None, dict[str, str]]
     source = began_from(folder) if found is None else None
     if source is not None:
         try:
-            folders.checked(source, family_of(folder))
+            folders.checked(source, family=None)  # run.json names it
         except (Damaged, OSError) as error:
             raise ConfigError(
                 f"trainer.resume_mode=auto: the run in {folder} began from {source} and has no checkpoint of its own yet. {error}. "
@@ -126,7 +141,7 @@ def to_resume(settings: Any, folder: Path) -> tuple[Path | None, dict[str, str]]
 def began_from(folder: Path) -> Path | None:
     """The checkpoint elsewhere from which the folder's run began, as long as it has none of its own."""
     record = own_identity(folder) if not folders.named(folder) else None
-    resumed = record["resumed"] if record else []
+    resumed = record.get("resumed") if record else None
     source = Path(resumed[-1]["from"]) if resumed else folder
     elsewhere = source.is_absolute() and source.parent.resolve() != folder.resolve()  # a named one was noted in full
     return source if elsewhere and folders.STEP.fullmatch(source.name) else None
@@ -174,8 +189,8 @@ def read_identity(origin: Path) -> dict[str, Any] | None:
 
 
 def own_identity(folder: Path) -> dict[str, Any] | None:
-    """``run.json`` of the run that wrote into a folder last."""
-    return read_identity(folder) if (folder / RUN).is_file() else None
+    """``run.json`` of the run that wrote into a folder last; None without one that can be read."""
+    return identity_in(folder)
 
 
 def must_be_the_same_run(

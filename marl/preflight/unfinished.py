@@ -69,23 +69,26 @@ def record_of_interrupted(folder: Path) -> dict[str, Any] | None:
     """``run.json`` of a run that left something to continue from, did not come to its end and is not running; or else None."""
     if not (folder / RUN).is_file() or not (folders.complete(folder) or any(folder.glob(BEGUN))) or is_running(folder):
         return None
-    try:
-        record: dict[str, Any] = json.loads((folder / RUN).read_text())
-        comparable(record)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        logger.warning("%s is not continued: its %s cannot be read (%s: %s)", folder, RUN, type(error).__name__, error)
-        return None
-    return None if FINISHED in record else record
+    record = identity_in(folder, "is not continued")
+    return None if record is None or FINISHED in record else record
 
 
 def record_of_finished(folder: Path) -> dict[str, Any] | None:
     """``run.json`` of a run that came to its end; None where there is none, or a damaged one."""
+    record = identity_in(folder)
+    return record if record and FINISHED in record else None
+
+
+def identity_in(folder: Path, so: str = "") -> dict[str, Any] | None:
+    """``run.json`` of a folder; None for one that cannot be read, with a warning where that has a consequence, ``so``."""
     try:
         record: dict[str, Any] = json.loads((folder / RUN).read_text())
         comparable(record)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if so:
+            logger.warning("%s %s: its %s cannot be read (%s: %s)", folder, so, RUN, type(error).__name__, error)
         return None
-    return record if FINISHED in record else None
+    return record
 
 
 def settings_that_differ(saved: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -33,15 +33,17 @@ OURS = ("_target_", "total_training_steps", "custom")
 """Not the user's to set: what Hydra reads, and what we write before a worker reads it."""
 
 
-def check_settings(actor_rollout_ref: Any, name: str = "actor_rollout_ref") -> None:
-    """Raise ConfigError for a key that verl's dataclasses do not have, a value not of its type, or one that they refuse."""
+def check_settings(actor_rollout_ref: Any, name: str = "actor_rollout_ref", trains: bool = True) -> None:
+    """Raise ConfigError for a key that verl's dataclasses do not have, a value not of its type, or one that they refuse; where a
+    policy ``trains``, for a loss that depends on how the batch is cut."""
     for group in (*BUILT, "model"):
         for key, value, expected in wrong_values(actor_rollout_ref[group], f"{name}.{group}"):
             raise ConfigError(f"{key}={value}: {expected}")
     must_be_known(f"{name}.rollout.name", actor_rollout_ref.rollout.name, {backend for backend, _ in _ROLLOUT_REGISTRY})
     loss = actor_rollout_ref.actor.policy_loss.loss_mode
     must_be_known(f"{name}.actor.policy_loss.loss_mode", loss, set(POLICY_LOSS_REGISTRY))
-    must_be_scaled(f"{name}.actor", actor_rollout_ref.actor)
+    if trains:
+        must_be_scaled(f"{name}.actor", actor_rollout_ref.actor)
     check_precision(f"{name}.actor.fsdp_config", actor_rollout_ref.actor.fsdp_config)
     for group in BUILT:
         must_be_buildable(f"{name}.{group}", actor_rollout_ref[group])

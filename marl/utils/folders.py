@@ -140,7 +140,6 @@ def prune(root: Path, keep_last: int | None, best: Collection[int] = (), whole: 
     newest = root / f"global_step_{whole}" if whole is not None else newest_valid(root, None)[0]
     for step, folder in found[:-keep_last]:
         if step not in best and folder != newest:
-            os.replace(folder, gone := root / f"{GONE}{folder.name}")  # a kill leaves no half of it under its name
-            shutil.rmtree(
-                gone, ignore_errors=True
-            )  # on NFS, a folder with an open file stays, for the next start to remove
+            # renamed first: a kill leaves no half of it under its name. On NFS, one with an open file stays for the next start
+            os.replace(folder, gone := root / f"{GONE}{folder.name}")
+            shutil.rmtree(gone, ignore_errors=True)

@@ -418,6 +418,13 @@ def test_incompatible_keys_are_errors(base, overrides):
     assert all(part in text for part in BETWEEN_KEYS[overrides]), text
 
 
+def test_a_loss_that_is_not_computed_needs_no_scale(base):
+    words = ("critic.loss_agg_mode=token-mean", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm")
+    path = "actor_rollout_ref.model.path=nobody/nothing"
+    assert "loss_scale_factor=null" in refusal(base, *words, path)
+    assert path in refusal(base, *words, path, "trainer.val_only=true")
+
+
 COMMAND_LINES = {
     "learner=ppo2": ["learner=ppo2"],
     "runner=": ["runner="],

@@ -532,6 +532,26 @@ def test_a_run_that_was_killed_before_its_own_first_checkpoint_goes_on_from_wher
         pass
 
 
+def test_a_run_that_was_killed_before_it_began_goes_on_from_there_too(config, tmp_path):
+    """It may have been killed while its models were loaded; its settings count from its first turns on."""
+    source = save(changed(config, trainer__default_local_dir=str(tmp_path / "before")), 10) / "global_step_10"
+    begun = from_path(config, source, learner__lam=0.5, trainer__resume_changes=["learner.lam"])
+    auto = changed(config, trainer__resume_mode="auto")
+    for again in (begun, from_path(config, source), auto, auto):
+        with pytest.raises(KeyboardInterrupt), claimed(again) as folder:
+            assert to_resume(again.trainer, folder) == (source, {})
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("record", ["{", "{}", '{"started": "x"}'])
+def test_a_record_that_cannot_be_read_hinders_no_start_from_a_named_checkpoint(config, tmp_path, record):
+    source = save(changed(config, trainer__default_local_dir=str(tmp_path / "before")), 10) / "global_step_10"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / RUN).write_text(record)
+    with claimed(from_path(config, source)) as folder:
+        assert json.loads((folder / RUN).read_text())["resumed"][-1]["from"] == str(source)
+
+
 def test_a_run_whose_beginning_is_damaged_does_not_start_from_scratch(config, tmp_path):
     begun, source = begun_elsewhere(config, tmp_path)
     (source / "trainer.json").unlink()
@@ -545,7 +565,10 @@ def test_a_run_that_began_elsewhere_with_other_settings_is_continued_with_them(c
     auto = changed(begun, trainer__resume_mode="auto", trainer__resume_from_path=None, trainer__resume_changes=[])
     with claimed(auto) as folder:
         assert to_resume(auto.trainer, folder) == (source, {}) and ledgers(folder) == ["step_11"]
-    with pytest.raises(ConfigError, match=r"learner.lam: saved 0.5, now 0.9"), claimed(changed(auto, learner__lam=0.9)):
+    with (
+        pytest.raises(ConfigError, match=rf"{folder} was saved.*learner.lam: saved 0.5, now 0.9"),
+        claimed(changed(auto, learner__lam=0.9)),
+    ):
         pass
 
 
