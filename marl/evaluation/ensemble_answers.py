@@ -59,7 +59,17 @@ class Ensemble:
         self.impossible = self._impossible(asked is not None)
         self.tasks = validation_tasks(config, self.policy_of[0].tokenizer)[: config.ensemble.tasks]
         self.samples = config.ensemble.samples or config.actor_rollout_ref.rollout.val_kwargs.n
+        self._must_vary()
         self.plays = [self._play(task, sample) for task in self.tasks for sample in range(self.samples)]
+
+    def _must_vary(self) -> None:
+        """Raise ConfigError where all samples of a task would be the same."""
+        if self.samples > 1 and not any(one["temperature"] for one in (*self.sampling, self.sampling_together)):
+            raise ConfigError(
+                f"ensemble.samples={self.samples}: the run's validation decodes greedily, and all samples of a task would be the "
+                "same; add actor_rollout_ref.rollout.val_kwargs.do_sample=true "
+                "actor_rollout_ref.rollout.val_kwargs.temperature=1, or use ensemble.samples=1"
+            )
 
     def _impossible(self, asked: bool) -> dict[str, str]:
         """Ways that these models do not allow, and why. Raises ConfigError instead where they were asked for by name."""

@@ -211,6 +211,10 @@ def test_attention_that_ours_does_not_compute_is_refused(composed, cold_assets, 
     [
         (["ensemble.checkpoint=/nowhere/global_step_3"], ["ensemble.checkpoint=/nowhere/global_step_3", "expected …/global_step_N"]),
         (["ensemble.samples=0"], ["ensemble.samples=0: expected a whole number at least 1"]),
+        (
+            ["ensemble.samples=2", "actor_rollout_ref.rollout.val_kwargs.do_sample=false"],
+            ["ensemble.samples=2", "greedily", "do_sample=true", "ensemble.samples=1"],
+        ),
         (["ensemble.tasks=-1"], ["ensemble.tasks=-1: expected a whole number at least 1"]),
         (["ensemble.modes=[]"], ["ensemble.modes=[]", "vote, distribution, hidden"]),
         (["ensemble.weights=[1]"], ["ensemble.weights=[1.0]", "one number for each of alice, carol"]),
