@@ -30,6 +30,8 @@ NODES_S = 20.0
 """Deadline for the other machines."""
 FOLDER = "stacks"
 LONGEST = 1 << 18
+TITLES = ("ray::", "VLLM::", "sglang::")
+"""Names that Python's processes take: Ray's actors, and what the engines start."""
 
 
 def listen() -> None:
@@ -91,7 +93,7 @@ class Asked:
             words = process.cmdline()
             self.name = re.sub(r"\W+", "_", " ".join(words[:1])).strip("_")[-60:]
             self.state = process.status()
-            self.is_python = words[:1] != [] and (words[0].startswith("ray::") or "python" in Path(words[0]).name)
+            self.is_python = words[:1] != [] and (words[0].startswith(TITLES) or "python" in Path(words[0]).name)
             self.listens = catches(process.pid, SIGNAL)
             self.log = Path(os.readlink(f"/proc/{process.pid}/fd/2"))
             self.size = self.start = self.log.stat().st_size
