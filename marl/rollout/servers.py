@@ -60,7 +60,7 @@ def server_of(session: str, servers: int) -> int:
 
 
 class NamingClient(LLMServerClient):
-    """verl's client, whose requests name the adapter that they are for."""
+    """verl's client, whose requests name the adapter that they are for, and are given up where their callers have gone."""
 
     def __init__(self, config: Any, load_balancer_handle: Any, adapter: str | None = None, **_: Any) -> None:
         super().__init__(config, load_balancer_handle)
@@ -69,6 +69,13 @@ class NamingClient(LLMServerClient):
     async def generate(self, request_id: str, *, sampling_params: dict[str, Any], **settings: Any) -> TokenOutput:
         named = sampling_params | self.named if self.named else sampling_params
         return await super().generate(request_id, sampling_params=named, **settings)
+
+    async def _acquire_server(self, request_id: str, **settings: Any) -> tuple[str, Any]:
+        name, server = await self._chosen_server(request_id, **settings)
+        return name, GivingUp(server)
+
+    async def _chosen_server(self, request_id: str, **settings: Any) -> tuple[str, ray.actor.ActorHandle]:
+        return await super()._acquire_server(request_id, **settings)  # type: ignore[no-any-return]
 
 
 class DirectClient(NamingClient):
@@ -80,12 +87,29 @@ class DirectClient(NamingClient):
         super().__init__(config, load_balancer_handle, **kwargs)
         self.servers = servers
 
-    async def _acquire_server(self, request_id: str, **_: Any) -> tuple[str, ray.actor.ActorHandle]:
+    async def _chosen_server(self, request_id: str, **_: Any) -> tuple[str, ray.actor.ActorHandle]:
         index = server_of(request_id, len(self.servers))
         return str(index), self.servers[index]
 
     def _release_server(self, server_id: str, request_id: str | None = None) -> None:
         """Nothing was acquired. verl's asks an actor, which would start a new Ray after the end of a run."""
+
+
+class GivingUp:
+    """A server's actor as verl's client calls it: ``generate`` alone. A request whose caller has gone is cancelled there, which
+    vLLM takes for a client that has hung up."""
+
+    def __init__(self, server: ray.actor.ActorHandle) -> None:
+        self.server, self.generate = server, self
+
+    async def remote(self, **request: Any) -> TokenOutput:
+        answer = self.server.generate.remote(**request)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if isinstance(answer, ray.ObjectRef) and ray.is_initialized():
+                ray.cancel(answer)  # nothing, once it has ended
+            raise
 
 
 class CoalescingClient(LLMServerClient):

@@ -8,6 +8,7 @@ replica and the manager must agree on it: they are one unit.
 verl's engine classes are subclassed in functions, so that importing this module imports neither vLLM nor SGLang.
 """
 
+import asyncio
 import os
 import time
 from collections.abc import Sequence
@@ -118,7 +119,7 @@ def with_adapters(server: type) -> type:
 
 
 def sglang_server_class(_: Any) -> type:
-    """verl's SGLang server, placed on the GPUs of its own workers.
+    """verl's SGLang server, placed on the GPUs of its own workers, which gives up cancelled requests as vLLM does by itself.
 
     Where Ray leaves all GPUs visible, verl derives the first GPU from the replica's rank, which is right for a pool that
     starts at GPU 0 and for no other.
@@ -129,6 +130,15 @@ def sglang_server_class(_: Any) -> type:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             own = ray.get([worker.__ray_call__.remote(gpu_of) for worker in kwargs["workers"]])
             super().__init__(*args, **kwargs | {"base_gpu_id": first_gpu(kwargs["cuda_visible_devices"], own)})
+
+        async def generate(
+            self, prompt_ids: Any, sampling_params: dict[str, Any], request_id: str, *rest: Any, **settings: Any
+        ) -> Any:
+            try:
+                return await super().generate(prompt_ids, sampling_params, request_id, *rest, **settings)
+            except asyncio.CancelledError:
+                self.tokenizer_manager.abort_request(request_id)
+                raise
 
     return PlacedServer
 

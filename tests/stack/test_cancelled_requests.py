@@ -5,9 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import ray
+from verl.workers.rollout.replica import TokenOutput
 
 from marl.rollout.hf_server import HFServer
-from marl.rollout.servers import CoalescingClient
+from marl.rollout.servers import CoalescingClient, DirectClient
 from tests.tiny_model import make_model
 
 LONG, ANSWER = 1900, 150
@@ -74,3 +75,48 @@ def test_a_server_gives_up_requests_and_keeps_the_others_of_their_call(server):
         assert all(one.cancelled() for one in asked)
 
     asyncio.run(run())
+
+
+class Engine:
+    """Stands for an engine's server: answers the prompt of one token, and any other never."""
+
+    def __init__(self):
+        self.asked, self.given_up = 0, []
+
+    async def generate(self, request_id, prompt_ids, **_):
+        self.asked += 1
+        try:
+            await asyncio.sleep(0 if len(prompt_ids) == 1 else 600)
+        except asyncio.CancelledError:
+            self.given_up.append(prompt_ids)
+            raise
+        return TokenOutput(token_ids=prompt_ids, log_probs=[0.0], extra_fields={})
+
+    async def state(self):
+        return self.asked, sorted(self.given_up)
+
+
+def test_an_engine_hears_which_callers_have_gone(cluster):
+    engine = ray.remote(Engine).options(num_cpus=0).remote()
+    rollout = SimpleNamespace(name="vllm", full_determinism=False)
+    client = DirectClient(SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout)), None, [engine])
+
+    def asking(*prompt):
+        return asyncio.ensure_future(client.generate("s", prompt_ids=list(prompt), sampling_params={}))
+
+    async def until(expected):
+        async with asyncio.timeout(60):
+            while await engine.state.remote() != expected:
+                await asyncio.sleep(0.01)
+
+    async def run():
+        one, two, kept = asking(1, 2), asking(3, 4), asking(5, 6)
+        await until((3, []))
+        one.cancel(), two.cancel()
+        await until((3, [[1, 2], [3, 4]]))
+        assert (await asking(7)).token_ids == [7] and not kept.done()
+        kept.cancel()
+        await until((4, [[1, 2], [3, 4], [5, 6]]))
+
+    asyncio.run(run())
+    ray.kill(engine)

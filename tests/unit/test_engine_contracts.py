@@ -12,6 +12,7 @@ from marl.cluster.weight_arrival import check_of
 from marl.config.schema import WeightCheck
 from marl.rollout import vllm_sglang
 from marl.rollout.servers import PolicyServers
+from marl.utils.spans import Stopwatch
 from tests.engines import engines_importable
 
 
@@ -228,6 +229,31 @@ def test_a_server_says_when_it_answered_even_where_it_failed(server, monkeypatch
     (spans, now), (none, _) = asyncio.run(ask())
     assert len(spans) == 2 and none == []
     assert spans[0][1] - spans[0][0] >= 0.04 and spans[-1][1] <= now
+
+
+def test_a_cancelled_request_is_given_up_by_sglang(engines, monkeypatch):
+    """By the name that verl's server gives it; its own task says nothing to the engine."""
+    from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
+
+    async def generate(self, prompt_ids, sampling_params, request_id, image_data=None):
+        await asyncio.sleep(0 if request_id == "short" else 60)
+        return request_id
+
+    assert '"rid": request_id' in inspect.getsource(SGLangHttpServer.generate)
+    monkeypatch.setattr(SGLangHttpServer, "generate", generate)
+    ours, given_up = vllm_sglang.sglang_server_class(rollout_config()), []
+    server = ours.__new__(ours)
+    server.watch, server.tokenizer_manager = Stopwatch(), SimpleNamespace(abort_request=given_up.append)
+
+    async def ask():
+        long = asyncio.ensure_future(server.generate([1], {}, "long"))
+        assert await server.generate(prompt_ids=[1], sampling_params={}, request_id="short", image_data=None) == "short"
+        assert given_up == []
+        long.cancel()
+        await asyncio.wait([long])
+        return long.cancelled()
+
+    assert asyncio.run(ask()) and given_up == ["long"]
 
 
 @pytest.mark.parametrize(

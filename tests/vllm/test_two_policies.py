@@ -1,5 +1,6 @@
 """Two policies on vLLM's servers: each server has its own policy's weights after every sync, and answers as it is asked."""
 
+import asyncio
 import time
 
 import pytest
@@ -10,6 +11,7 @@ from tests.vllm.builders import (
     CLOSE,
     POLICIES,
     abandoned,
+    answer,
     answers_follow_a_policys_own_weights,
     ask,
     ask_together,
@@ -134,6 +136,38 @@ def test_a_refused_request_leaves_the_server_alive(live):
 
 
 @pytest.mark.parametrize("agent", ["alice", "carol"])
+def unfinished(server):
+    return len(server.engine.output_processor.request_states)
+
+
+def test_requests_whose_callers_have_gone_are_given_up(live):
+    (server,) = live.trainer.policies["alice"].servers.server_handles
+    long = {"max_tokens": 180, "ignore_eos": True}
+
+    async def until(condition):
+        async with asyncio.timeout(60):
+            while not condition(await server.__ray_call__.remote(unfinished)):
+                await asyncio.sleep(0.01)
+
+    async def asked_and_left():
+        asked = [asyncio.ensure_future(answer(live, "alice", seed=seed, **long)) for seed in range(64)]
+        await until(lambda count: count == 64)
+        left = time.monotonic()
+        for one in asked[1:]:
+            one.cancel()
+        await until(lambda count: count <= 1)
+        seconds, kept = time.monotonic() - left, await asked[0]
+        await until(lambda count: count == 0)
+        return seconds, kept
+
+    alone, began = ask(live, seed=0, **long), time.monotonic()
+    ask_together(live, [{"seed": seed} | long for seed in range(64)])
+    whole = time.monotonic() - began
+    seconds, kept = live.wait(asked_and_left())
+    assert seconds < whole / 2, (seconds, whole)
+    assert kept.token_ids == alone.token_ids and len(kept.token_ids) == 180
+
+
 def test_a_conversations_prefix_is_cached_until_the_next_sync(live, agent):
     prompt = list(range(5, 69))
     first = ask(live, agent, prompt=prompt, temperature=0.0)
