@@ -1,11 +1,13 @@
-"""The interface at which ranks on CPUs meet: the node's, or the user's. tests/multinode has hosts that need it."""
+"""The interface at which ranks meet: the node's, or the user's. tests/multinode has hosts that need it."""
 
 import os
 
 import pytest
 import ray
+import torch
+from verl.workers.engine_workers import ActorRolloutRefWorker
 
-from marl.cluster.workers import interface
+from marl.cluster.workers import interface, policy_worker
 from marl.config.errors import ConfigError
 
 
@@ -46,3 +48,17 @@ def test_ranks_that_do_not_meet_at_another_interface_are_told_which_to_use(node,
     monkeypatch.setenv(interface.VARIABLE, "eth7")
     with pytest.raises(ConfigError, match=r"GLOO_SOCKET_IFNAME=eth7 on .*such as lo.*Unset it.*refused\)$"):
         meet(2, gloo)
+
+
+def test_ranks_on_gpus_meet_there_too_and_before_the_first_model(node, monkeypatch):
+    """verl makes their group with the first model, after the generators were seeded by rank; its part on gloo meets as on CPUs."""
+    met = []
+    monkeypatch.setattr(policy_worker, "get_device_name", lambda: "cuda")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: bool(met))
+    verls = "initialize_global_process_group_ray"
+    monkeypatch.setattr(policy_worker, verls, lambda: met.append(os.environ.get(interface.VARIABLE)))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(ActorRolloutRefWorker, "__init__", lambda *_, **__: None)
+    policy_worker.PolicyWorker(None, "actor")
+    policy_worker.ensure_process_group()
+    assert met == ["lo"]

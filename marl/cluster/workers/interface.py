@@ -1,4 +1,4 @@
-"""The network interface at which the ranks of a process group on CPUs meet."""
+"""The network interface at which gloo's ranks meet: all ranks on CPUs; on GPUs, those of the group beside NCCL's."""
 
 import os
 import socket

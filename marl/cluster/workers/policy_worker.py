@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
+from verl.utils.distributed import initialize_global_process_group_ray
 from verl.utils.fsdp_utils import fsdp_version
 from verl.utils.model import convert_weight_keys
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
@@ -41,12 +42,17 @@ PG_TIMEOUT_SECONDS = "MARL_PROCESS_GROUP_TIMEOUT"
 
 
 def ensure_process_group() -> None:
-    """gloo for a CPU: verl would ask for ``cpu:gloo,cpu:gloo``, which torch refuses; it skips what is there already."""
-    if get_device_name() != "cpu" or torch.distributed.is_initialized():
+    """Make the group of all ranks, if there is none. On a CPU of gloo alone: verl would ask for ``cpu:gloo,cpu:gloo``, which
+    torch refuses. On GPUs verl's, which has gloo beside NCCL, and which verl itself makes only with the first model."""
+    if torch.distributed.is_initialized():
+        return
+    ranks = int(os.environ["WORLD_SIZE"])
+    if get_device_name() != "cpu":
+        with at_the_nodes_interface(ranks):
+            initialize_global_process_group_ray()
         return
     keep_freed_memory()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    ranks = int(os.environ["WORLD_SIZE"])
     with at_the_nodes_interface(ranks):
         torch.distributed.init_process_group(
             process_group_backend(),
