@@ -22,6 +22,12 @@ class PoolSize:
         return self.gpus * self.nodes
 
 
+def holds_servers(size: PoolSize, ranks: int) -> bool:
+    """True if a pool's ranks divide into servers of so many, each on as few machines as it can be: verl takes consecutive ranks, and
+    starts a server that fits into one machine on that of its first rank, where the others' GPUs would not be."""
+    return size.ranks % ranks == 0 and (size.gpus % ranks == 0 or ranks % size.gpus == 0)
+
+
 def colocated(config: Any) -> bool:
     """True if policies and critics that name no pool share one."""
     return config.resources.placement is Placement.colocated

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, open_dict
 
 from marl.config.engines import engine_settings
 from marl.config.errors import ConfigError
-from marl.config.placement import SHARED, PoolSize, Unplaceable, machines_of
+from marl.config.placement import SHARED, PoolSize, Unplaceable, holds_servers, machines_of
 from marl.config.policies import own_settings, ranks_per_server
 from marl.config.rules import check
 from marl.config.schema import Placement, PoolConfig
@@ -90,9 +90,10 @@ class Group(tuple[Member, ...]):
         most = min(cluster.machines * cluster.gpus, max(member.most_ranks for member in self))
         for ranks in range(1, most + 1):
             nodes = -(-ranks // cluster.gpus)
-            divides = ranks % nodes == 0 and not any(ranks % member.per_server for member in self)
-            if divides and self.peak(ranks) <= cluster.card:
-                yield PoolSize(ranks // nodes, nodes)
+            size = PoolSize(ranks // nodes, nodes)
+            whole = size.ranks == ranks and all(holds_servers(size, member.per_server) for member in self)
+            if whole and self.peak(ranks) <= cluster.card:
+                yield size
 
 
 def place(setup: CheckedSetup, cluster: Cluster | None = None) -> CheckedSetup:

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from marl.config.errors import ConfigError
 from marl.config.kinds import adapter_policies
-from marl.config.placement import PoolSize, Unplaceable, machines_of
+from marl.config.placement import PoolSize, Unplaceable, holds_servers, machines_of
 from marl.config.policies import own_settings, ranks_per_server
 from marl.config.schema import PoolConfig
 from marl.preflight import memory_plan, save_copies, shared_gpus
@@ -132,8 +132,9 @@ def larger(setup: CheckedSetup, cluster: Cluster, pool: str) -> Iterator[PoolSiz
     ]
     for ranks in range(now + 1, min(WIDEST, cluster.machines * cluster.gpus) + 1):
         nodes = -(-ranks // cluster.gpus)
-        if ranks % nodes == 0 and not any(ranks % each for each in servers):
-            yield PoolSize(ranks // nodes, nodes)
+        size = PoolSize(ranks // nodes, nodes)
+        if size.ranks == ranks and all(holds_servers(size, each) for each in servers):
+            yield size
 
 
 def resized(setup: CheckedSetup, pool: str, size: PoolSize) -> CheckedSetup:

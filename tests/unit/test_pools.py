@@ -88,6 +88,12 @@ REFUSED = {
     "resources.pools={p:{gpus:3,policies:[alice,carol]}} +policies.carol.rollout.tensor_model_parallel_size=2": [
         "policies.carol", "3 ranks (resources.pools.p.gpus x resources.pools.p.nodes)", "3 % 2 = 1"
     ],
+    "resources.pools={p:{gpus:6,nodes:2,policies:[alice,carol]}} actor_rollout_ref.rollout.tensor_model_parallel_size=4": [
+        "servers of 4 ranks", "across machines of 6 ranks each", "resources.pools.p.gpus x resources.pools.p.nodes", "servers of 2"
+    ],
+    "resources.pools={p:{gpus:8,nodes:3,policies:[alice,carol]}} actor_rollout_ref.rollout.tensor_model_parallel_size=12": [
+        "servers of 12 ranks", "fill whole machines"
+    ],
     "resources.pools={p:{gpus:0,policies:[alice]}}": ["resources.pools.p.gpus=0", "at least 1"],
     "resources.pools={p:{gpus:65,policies:[alice]}}": ["resources.pools.p.gpus=65", "at most 64"],
     "resources.pools={p:{gpus:2,policies:[alice]}} resources.one_process=true": ["one rank", "resources.pools.p.gpus=2"],

@@ -1,13 +1,14 @@
 """Rules about ranks, servers and processes."""
 
 from collections.abc import Mapping, Sequence
+from math import gcd
 from typing import Any
 
 from marl.config.deadlines import Phase, deadline_of
 from marl.config.endpoints import has_endpoint, hosted_policies
 from marl.config.engines import engine_settings
 from marl.config.errors import ConfigError
-from marl.config.placement import PoolSize, pool_of, size_of
+from marl.config.placement import PoolSize, holds_servers, pool_of, size_of
 from marl.config.policies import own_settings, ranks_per_server, trained_policies, within
 from marl.config.schema import Placement, WeightCheck
 from marl.config.sharing import shares_base
@@ -25,6 +26,13 @@ def ranks_divide_among_servers(config: Any) -> None:
                 f"{within(config, name)}a policy's {size.ranks} ranks ({sizes_of(config, pool)}) do not divide into servers of "
                 f"{servers} (rollout.tensor_model_parallel_size x data_parallel_size x pipeline_model_parallel_size): "
                 f"{size.ranks} % {servers} = {size.ranks % servers}. Use a multiple"
+            )
+        if not holds_servers(size, servers):
+            raise ConfigError(
+                f"{within(config, name)}a policy's servers of {servers} ranks (rollout.tensor_model_parallel_size x "
+                f"data_parallel_size x pipeline_model_parallel_size) would lie across machines of {size.gpus} ranks each "
+                f"({sizes_of(config, pool)}): expected servers that divide a machine's ranks, or that fill whole machines. Use "
+                f"another number of ranks a machine, or servers of {gcd(servers, size.gpus)}"
             )
 
 
