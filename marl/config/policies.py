@@ -45,12 +45,23 @@ def own_settings(config: Any, name: str) -> Any:
     """``actor_rollout_ref`` as one policy has it, to be read: its keys are checked, and it may add to open dicts
     (``override_config``). A policy without changes has the configuration's own node: a copy takes 50 ms."""
     precision = settings_of((config.policies.get(name) or {}).get("precision"))
-    changes = [part for part in (precision, changes_of(config.policies, name)) if part]
+    own = changes_of(config.policies, name)
+    changes = [part for part in (precision, following(config.actor_rollout_ref, own), own) if part]
     if not changes:
         return config.actor_rollout_ref
     shared = OmegaConf.create(config.actor_rollout_ref)
     OmegaConf.set_struct(shared, False)
     return OmegaConf.merge(shared, *changes)
+
+
+def following(common: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Token budgets of the passes without gradients, which follow a policy's own ``ppo_max_token_len_per_gpu`` where they follow the
+    common one: by an interpolation of verl's, that reads the common one alone."""
+    key, budget = "log_prob_max_token_len_per_gpu", (changes.get("actor") or {}).get("ppo_max_token_len_per_gpu")
+    if budget is None:
+        return {}
+    follow = [part for part in ("rollout", "ref") if common[part][key] == common.actor.ppo_max_token_len_per_gpu]
+    return {part: {key: budget} for part in follow}
 
 
 def loops_of(config: Any, policy: str) -> dict[str, str]:

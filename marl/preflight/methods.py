@@ -178,6 +178,16 @@ def check_hybrid(setup: Setup) -> None:
         )
     if config.trainer.total_training_steps is not None:
         leaves_steps_to_play(options.sft_steps, config.trainer.total_training_steps)
+    if config.trainer.critic_warmup:
+        raise ConfigError(
+            f"trainer.critic_warmup={config.trainer.critic_warmup} with method={options.name}: steps of imitation would use it up, and "
+            "train no critic; set it to 0, or imitate in a run of method=sft and begin another from its weights"
+        )
+    if setup.learner.exchange_every:
+        raise ConfigError(
+            f"learner={config.learner.name} with method={options.name}: its agents exchange policies, which imitation does not; "
+            "imitate in a run of method=sft and begin another from its weights, or set learner.exchange_every=0"
+        )
     if not options.files:
         raise ConfigError(f"method.files=[]: method={options.name} imitates them first; name parquet or jsonl files")
     for file in options.files:

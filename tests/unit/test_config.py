@@ -509,6 +509,38 @@ def test_a_row_may_be_as_long_as_all_ranks_of_a_sequence_hold(quickstart):
     check(quickstart(few, "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"))
 
 
+def test_a_row_fits_the_passes_without_gradients_too(quickstart):
+    """verl's engines on GPUs refuse it in the step that brings it; the reference splits sequences as the policy does."""
+    sequence, reference = (
+        "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+    )
+    few = "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=24"
+    with pytest.raises(
+        ConfigError, match=r"actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=24.*43 tokens; .*least 43"
+    ):
+        check(quickstart(few))
+    check(quickstart(few, sequence))
+    few = "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=24"
+    with pytest.raises(ConfigError, match=r"actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=24.*43 tokens"):
+        check(quickstart(few, reference))
+    check(quickstart(few))
+    check(quickstart(few, reference, sequence))
+
+
+def test_passes_without_gradients_follow_a_policys_own_token_budget(quickstart):
+    own, key = "+policies.carol.actor.ppo_max_token_len_per_gpu=4096", "log_prob_max_token_len_per_gpu"
+    config = quickstart(own)
+    alice, carol = (
+        policy_config(config, name, i, "run", 9).actor_rollout_ref for i, name in enumerate(("alice", "carol"))
+    )
+    assert carol.actor.ppo_max_token_len_per_gpu == carol.rollout[key] == carol.ref[key] == 4096
+    assert alice.actor.ppo_max_token_len_per_gpu == alice.rollout[key] == alice.ref[key] != 4096
+    config = quickstart(own, f"+policies.carol.ref.{key}=2048", f"actor_rollout_ref.rollout.{key}=512")
+    carol = policy_config(config, "carol", 1, "run", 9).actor_rollout_ref
+    assert (carol.rollout[key], carol.ref[key]) == (512, 2048), "what was set stays"
+
+
 def test_a_critic_reads_as_much_as_all_ranks_of_a_sequence_hold(quickstart):
     config = quickstart("critic.ppo_max_token_len_per_gpu=24", "critic.fsdp.ulysses_sequence_parallel_size=2")
     group = CriticGroup("central", config, None, "pool", same_for_all(1.0))
@@ -585,6 +617,16 @@ BAD |= {
     "method=dpo method.loss=ipo method.label_smoothing=0.1": ["label_smoothing=0.1", "method.loss=sigmoid"],
     "method=sft": ["no column 'messages' or 'answer'", "method.*_key"],
     "method=hybrid": ["method.files=[]", "parquet or jsonl"],
+    "method=hybrid method.files=[${data.train_files}] learner=mappo trainer.critic_warmup=2": [
+        "trainer.critic_warmup=2",
+        "train no critic",
+        "method=sft",
+    ],
+    "method=hybrid method.files=[${data.train_files}] learner=cory runner=pioneer_observer credit=auto": [
+        "learner=cory",
+        "exchange policies",
+        "learner.exchange_every=0",
+    ],
 }
 
 BAD_METHODS = {

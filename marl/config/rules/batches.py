@@ -1,10 +1,11 @@
 """Rules about mini-batches, micro-batches and packed turns."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from marl.config.errors import ConfigError
 from marl.config.packing import obstacle
-from marl.config.policies import longest_row, sequence_parallel
+from marl.config.policies import holds_reference, longest_row, sequence_parallel
 from marl.config.schema import LogProbSource, PackTurns
 from marl.utils.registry import did_you_mean
 
@@ -27,14 +28,28 @@ def micro_batches_are_by_tokens(config: Any) -> None:
             "divide into micro-batches of a fixed size. Leave it true, and set the size in tokens by "
             "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
         )
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    longest, ranks = longest_row(rollout), sequence_parallel(actor)
-    if actor.ppo_max_token_len_per_gpu * ranks < longest:
-        raise ConfigError(
-            f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu} cannot hold one row of "
-            f"data.max_prompt_length + data.max_response_length = {rollout.prompt_length} + {rollout.response_length} = "
-            f"{longest} tokens{f' on {ranks} ranks' if ranks > 1 else ''}; raise it to at least {-(-longest // ranks)}"
-        )
+    own, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
+    longest = longest_row(rollout)
+    for key, budget, ranks in token_budgets(own, holds_reference(config, own)):
+        if budget * ranks < longest:
+            raise ConfigError(
+                f"actor_rollout_ref.{key}={budget} cannot hold one row of "
+                f"data.max_prompt_length + data.max_response_length = {rollout.prompt_length} + {rollout.response_length} = "
+                f"{longest} tokens{f' on {ranks} ranks' if ranks > 1 else ''}; raise it to at least {-(-longest // ranks)}"
+            )
+
+
+def token_budgets(own: Any, has_reference: bool) -> Iterator[tuple[str, int, int]]:
+    """Keys of a policy's micro-batches, the tokens of each a rank, and the ranks that split a sequence. verl's engines on GPUs
+    refuse a longer row in the step that brings it."""
+    yield "actor.ppo_max_token_len_per_gpu", own.actor.ppo_max_token_len_per_gpu, sequence_parallel(own.actor)
+    yield (
+        "rollout.log_prob_max_token_len_per_gpu",
+        own.rollout.log_prob_max_token_len_per_gpu,
+        sequence_parallel(own.actor),
+    )
+    if has_reference:
+        yield "ref.log_prob_max_token_len_per_gpu", own.ref.log_prob_max_token_len_per_gpu, sequence_parallel(own.ref)
 
 
 def critic_batches_divide(config: Any) -> None:
