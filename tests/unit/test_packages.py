@@ -56,3 +56,24 @@ def test_a_cluster_has_packages_of_its_own(with_packages, monkeypatch):
 
 def test_an_ensemble_starts_no_server_and_needs_no_package_of_one(with_packages):
     with_packages([], "+ensemble={}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["precision=fp32"],
+            r"actor.fsdp_config.mixed_precision.param_dtype=fp32, which .*half precision alone; set [+]actor_rollout",
+        ),
+        (["+policies.carol.precision=fp32"], "policies.carol"),
+        (
+            ["learner=mappo", "critic.fsdp.mixed_precision.param_dtype=fp32"],
+            "critic.fsdp.mixed_precision.param_dtype=fp32",
+        ),
+    ],
+)
+def test_flash_attention_has_no_full_precision_on_any_machine(with_packages, monkeypatch, overrides, said):
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    with pytest.raises(ConfigError, match=said):
+        with_packages(["vllm", "flash_attn"], *overrides)
+    with_packages(["vllm", "flash_attn"], SDPA, SDPA.replace("actor_rollout_ref", "critic"), *overrides)
