@@ -91,12 +91,12 @@ def text_marks(setting: Any) -> tuple[Marks, ...]:
 
 
 def split_thought(text: str, marks: Sequence[Marks]) -> tuple[str | None, str]:
-    """The thought that a text begins with, and the answer after it, empty for a thought that was never closed. A template may
-    have opened the thought in the prompt."""
+    """The thought that a text begins with, and the answer after it, empty where a thought was never closed, the first or a later
+    one. A template may have opened the thought in the prompt."""
     for mark in marks:
         before, closed, answer = text.rpartition(mark.end)
+        if mark.start in answer:
+            return text.strip().removeprefix(mark.start).strip(), ""
         if closed:
             return before.strip().removeprefix(mark.start).strip(), answer.lstrip()
-        if text.lstrip().startswith(mark.start):
-            return text.strip().removeprefix(mark.start).strip(), ""
     return None, text

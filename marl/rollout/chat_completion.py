@@ -103,7 +103,7 @@ def content_of(message: Mapping[str, Any], empty_is_fine: bool) -> str:
         return ""
     if not isinstance(content, str):
         raise NonsenseAnswer(f"choices[0].message.content={shown(content)}; expected text")
-    return content
+    return writable(content)
 
 
 def thought_of(message: Mapping[str, Any]) -> str | None:
@@ -111,7 +111,12 @@ def thought_of(message: Mapping[str, Any]) -> str | None:
     found = [message[key] for key in ("reasoning_content", "reasoning") if message.get(key)]
     if found and not isinstance(found[0], str):
         raise NonsenseAnswer(f"choices[0].message.reasoning_content={shown(found[0])}; expected text")
-    return found[0].strip() if found else None
+    return writable(found[0]).strip() if found else None
+
+
+def writable(text: str) -> str:
+    """A text without half characters, which JSON can hold and UTF-8 cannot: a server that counts in UTF-16 cuts an emoji in two."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def ids_of(node: Mapping[str, Any], key: str) -> list[int]:
