@@ -19,7 +19,7 @@ class Decide(Enum):
     unanimous = "unanimous"
     """The answer that all give; none where they differ or somebody abstains."""
     last = "last"
-    """The answer of the last turn."""
+    """The answer of the last turn; of the last of several in one round."""
 
 
 RULES = {
@@ -36,6 +36,8 @@ async def decide(
 ) -> str | None:
     """The team's answer, of one turn an agent or more. Abstentions do not count, nor what is not ``among`` the candidates;
     the episode's seed breaks ties. What was decided on is recorded (``Episode.ballot``)."""
+    if rule is Decide.last:
+        turns = sorted(turns, key=lambda turn: turn.round)
     answers = [episode.answer(turn) for turn in turns]
     if among is not None:
         answers = [answer if answer in among else None for answer in answers]

@@ -450,6 +450,14 @@ def test_a_team_decides(rule, answers, expected):
     assert record.answer == expected
 
 
+def test_the_last_turn_decides_and_not_the_last_seat():
+    """b leaves in its second turn; a still speaks in the third."""
+    runner = build("debate", order=Order.sequential, num_rounds=3, leave_word="LEAVE", decide=Decide.last)
+    record = play(runner, says(a=["3", "3", "4"], b=["5", "5 LEAVE"]), agents=("a", "b"))
+    assert max(turn.round for turn in record.turns if turn.agent == "b") < record.turns[-1].round
+    assert record.answer == "4" and [vote.agent for vote in record.ballot.votes] == ["b", "a"]
+
+
 def test_policies_of_rounds():
     agents = {
         "a": AgentConfig(policy_by_round=["first", "later"]),
