@@ -124,7 +124,7 @@ def gain(episodes: Sequence[Episode]) -> float:
 
 
 def swayed(episodes: Sequence[Episode]) -> Metrics:
-    """Share of initially correct agents that adopted a peer's different answer, among those who saw one."""
+    """Share of initially correct agents that adopted another answer, of those whose peers gave one in the same round."""
     outcomes = []
     for episode, first, last in first_and_last(episodes):
         peers = {
@@ -166,7 +166,7 @@ def team_metrics(episodes: Sequence[Episode]) -> Metrics:
     """Accuracy and mean score of the team's answer, how many episodes failed, accuracy by round and of the last answers, gain
     of the last answers over the first, and what changed in between."""
     metrics: Metrics = {
-        "vote": mean([episode.scored.value >= 1.0 for episode in episodes]),
+        "vote": mean([episode.failure is None and episode.scored.value >= 1.0 for episode in episodes]),
         "score": mean([episode.scored.value for episode in episodes]),
         "failed": float(len(failures(episodes))),
     }

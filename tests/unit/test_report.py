@@ -74,6 +74,13 @@ def test_a_failed_episode_is_wrong_in_every_accuracy():
     assert conversation.team_metrics([lost()])["vote"] == 0.0, "nobody answered at all"
 
 
+def test_a_failed_episode_is_wrong_whatever_it_was_paid():
+    """A game pays a team for the rounds it played before its context overflowed."""
+    ended = debate(["1"], ["1"], vote="1")
+    ended.failure, ended.score = "overflow", Score(2.0, None)
+    assert conversation.team_metrics([ended, debate(["1"], ["1"], vote="1")])["vote"] == 0.5
+
+
 def test_alternatives_of_which_none_was_kept_count_as_no_turns():
     ended = debate(["1"], ["0"])
     ended.failure, ended.score = "overflow", Score(0.0, None)
