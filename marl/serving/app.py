@@ -115,7 +115,9 @@ async def body_of(request: Request) -> Any:
                 413, f"the body has more than {LARGEST_BODY} bytes; expected a shorter conversation", "too_large"
             )
     try:
-        return json.loads(bytes(read).decode())
+        body = json.loads(bytes(read).decode())
+        json.dumps(body, ensure_ascii=False).encode()  # JSON can hold half characters, which no answer could repeat
+        return body
     except (ValueError, RecursionError) as error:
         raise Refused(
             400, f"the body is not JSON: {error}; expected a chat completion's request", "invalid_body"

@@ -105,7 +105,7 @@ def message_of(message: Any, where: str) -> Message:
     if not isinstance(message, Mapping):
         raise wrong(where, message, "an object with role and content")
     role, content = message.get("role"), message.get("content")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise wrong(f"{where}.role", role, f"one of {', '.join(ROLES)}")
     if isinstance(content, list):
         content = "".join(text_of(part, f"{where}.content") for part in content)

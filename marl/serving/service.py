@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from jinja2 import TemplateError
+
 from marl.cluster.failures import GroupFailed
 from marl.serving import chat_reply
 from marl.serving.chat_reply import Head
@@ -127,6 +129,10 @@ class Service:
         if isinstance(error, GroupFailed):
             self.failed = f"the team's servers have failed, start marl serve again: {said}"
             return Refused(503, self.failed, "team_failed")
+        if isinstance(error, TemplateError):
+            return Refused(
+                400, f"messages: the chat template of an agent refuses them: {error}", "invalid_value", "messages"
+            )
         logger.error("a request failed: %s", said)
         return Refused(500, f"the episode failed: {said}", "episode_failed")
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import uvicorn
+from jinja2 import TemplateError
 
 from marl.cluster.failures import GroupFailed
 from marl.commands.serve import answerable, listening, parsed
@@ -363,12 +364,20 @@ def test_scores_that_nobody_can_give_are_refused_by_name(compose_config):
         ({"messages": [{"role": "user", "content": " "}]}, 400, "messages[-1].content=' ': expected a question"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "the agents read text"),
         ({"messages": [{"role": "user", "content": 5}]}, 400, "messages[0].content=5"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, 400, "messages[0].role=['user']"),
     ],
 )
 def test_a_field_is_honoured_or_refused_by_name(fields, status, said):
     with pytest.raises(Refused, match=re.escape(said).replace("\\ Did", "\\ +Did")) as refused:
         read_request({"model": "team", "messages": ASK} | fields, {"team": 6})
     assert refused.value.status == status and refused.value.body()["error"]["message"] == str(refused.value)
+
+
+def test_messages_that_a_chat_template_refuses_are_the_clients_fault():
+    """Templates of Llama 2, Mistral and Gemma want user and assistant to alternate."""
+    refused = Service.refusal(SimpleNamespace(), TemplateError("Conversation roles must alternate user/assistant"))
+    assert (refused.status, refused.code, refused.body()["error"]["param"]) == (400, "invalid_value", "messages")
+    assert "roles must alternate" in str(refused)
 
 
 def test_fields_that_ask_for_nothing_pass():
@@ -391,6 +400,8 @@ def test_a_body_that_is_none_is_an_error_in_their_format(compose_config):
             (b"[]", 400),
             (b"\xff\xfe", 400),
             (b"[" * 200_000, 400),
+            (b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', 400),
+            (b'{"\\ud83d": 1}', 400),
             (b" " * ((8 << 20) + 1), 413),
         ):
             refused = HTTP.post(f"{url}/v1/chat/completions", content=body)
