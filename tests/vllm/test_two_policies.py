@@ -135,7 +135,6 @@ def test_a_refused_request_leaves_the_server_alive(live):
     assert ask(live).token_ids
 
 
-@pytest.mark.parametrize("agent", ["alice", "carol"])
 def unfinished(server):
     return len(server.engine.output_processor.request_states)
 
@@ -168,6 +167,7 @@ def test_requests_whose_callers_have_gone_are_given_up(live):
     assert kept.token_ids == alone.token_ids and len(kept.token_ids) == 180
 
 
+@pytest.mark.parametrize("agent", ["alice", "carol"])
 def test_a_conversations_prefix_is_cached_until_the_next_sync(live, agent):
     prompt = list(range(5, 69))
     first = ask(live, agent, prompt=prompt, temperature=0.0)
