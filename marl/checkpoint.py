@@ -101,8 +101,8 @@ def finish(
 
 
 def settle(root: Path, step: int, kept: Kept) -> None:
-    """Finish a killed save, which was too late to name its checkpoint, that of ``step``, as the newest, or to drop what is kept
-    no longer: the next save may need the room."""
+    """Complete a save that was killed after writing ``step``: record it as the newest and prune old checkpoints, since the next
+    save may need the room."""
     folders.track(root, step)
     kept.prune(root, whole=step)
 

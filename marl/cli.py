@@ -15,7 +15,7 @@ COMMANDS = {
             "marl train --config-name quickstart learner=mappo trainer.default_local_dir=outputs/mappo",
             "marl train data.train_files=mine.csv data.val_files=null 'data.columns={prompt: question, answer: a}' "
             "data.train_batch_size=32 actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct",
-            "marl train -m --config-name quickstart seed=0,1,2        # a sweep; again: what is left of it",
+            "marl train -m --config-name quickstart seed=0,1,2        # a sweep; rerun it to continue",
         ),
     ),
     "quickstart": Command(
@@ -47,7 +47,7 @@ COMMANDS = {
     ),
     "report": Command(
         "marl.commands.report",
-        "write what a run, or a sweep, has shown: Markdown, JSON, curves",
+        "write a report of a run or a sweep: Markdown, JSON, curves",
         LOOK,
         ("marl report outputs/quickstart/latest", "marl report outputs/quickstart        # all runs in it"),
         options=True,
@@ -139,8 +139,8 @@ COMMANDS = {
         ("marl serve outputs/quickstart/latest --port 8000",),
     ),
 }
-"""In the order of the help. A line more makes a command: its module's ``main`` takes the words after it, as Hydra's do, or it
-has options of its own (``options=True``)."""
+"""In the order of the help. One more entry makes a command: its module's ``main`` gets the remaining arguments, as Hydra's do, or it
+declares options of its own (``options=True``)."""
 
 
 def main(words: list[str] | None = None) -> int:

@@ -113,7 +113,7 @@ def composed_job(whole: DictConfig) -> DictConfig:
 
 @contextmanager
 def masked_output(wanted: Any) -> Iterator[None]:
-    """Print without secrets, at the end, what is printed meanwhile; where it is not wanted, print as ever."""
+    """Buffer the output and print it masked at the end; if not ``wanted``, print as usual."""
     if not wanted:
         yield
         return

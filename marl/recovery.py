@@ -1,4 +1,4 @@
-"""Goes on after a fault: the run is built anew from its newest whole checkpoint, in the same process, as a new one would."""
+"""Recovery from faults: rebuilds the run in the same process from its newest whole checkpoint."""
 
 import logging
 from collections.abc import Callable
@@ -50,8 +50,8 @@ class Recovery:
         """True between a fault and the end of the next step."""
 
     def run(self, attempt: Attempt[T]) -> T:
-        """Attempt the run until it comes to its end. Raises the error of a fault that cannot be mended, or that is one too
-        many; both say what continues the run."""
+        """Attempt the run until it comes to its end. Raises the error of an unrecoverable fault, or of one too
+        many; its notes say how to continue the run."""
         setup, again = self.setup, False
         while True:
             try:

@@ -197,7 +197,7 @@ class Episode:
     accuracy: dict[AgentId, float] = field(default_factory=dict)
     """Each agent's share of right answers in training before this episode, of which runners may make weights."""
     counts: Counter[str] = field(default_factory=Counter)
-    """Event counts by name, such as dropped rounds or choices of nobody."""
+    """Event counts by name, such as ``dropped_rounds`` or ``picked_at_random``."""
     ballot: Ballot | None = None
     """Ballot that decided ``answer``; None where no rule decided."""
     runner_score: Score | None = None

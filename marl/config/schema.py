@@ -106,7 +106,7 @@ class ResourcesConfig:
     """Deadline of a collective between ranks on a CPU (gloo); it notices a hung or unreachable rank. Below ``timeout_s``."""
     max_restarts: int = bounded(3, count(0))
     """Number of times that a run is built anew after a fault (a process that died or hangs, a lost node, a phase beyond its
-    deadline, weights that did not arrive) before it ends with that error. A step that no attempt had reached refills it."""
+    deadline, weights that did not arrive) before it ends with that error. Reaching a new step resets the count."""
 
 
 class CriticLevel(Enum):

@@ -33,7 +33,7 @@ class Learner(ABC):
     reads_joint: ClassVar[bool] = False
     """Wants ``JointBatch.critic_data.joint_ids``."""
     joint_actions: ClassVar[bool] = False
-    """Works on what agents do together, of which the alternatives of a single agent are no part."""
+    """Works on joint actions, which exclude the alternatives to a single agent's turn."""
     needs_exact_log_probs: ClassVar[bool] = False
     """Compares log-probs that it asks for with ``old_log_probs``, which therefore must be of the same forward pass."""
     default_credit: ClassVar[str] = "own"

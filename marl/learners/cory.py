@@ -12,8 +12,8 @@ from marl.utils.numbers import bounded, count
 
 @register_learner("cory")
 class CORY(IPPO):
-    """Made for ``runner=pioneer_observer``. Each policy learns both roles; its weights, moments, critic and divergence
-    coefficient are its own, and go along when it changes hands."""
+    """Made for ``runner=pioneer_observer``. Each policy learns both roles; its weights, moments, critic and KL
+    coefficient are its own, and move with it when it changes hands."""
 
     default_credit = "joint"
     credits = ("joint",)

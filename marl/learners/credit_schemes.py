@@ -286,7 +286,7 @@ class ZeroSum(OutcomeCredit):
 
 @register_credit("influence")
 class Influence(Credit):
-    """The influence-aware reward of MAPoRL (arXiv:2502.18439); see :func:`marl.learners.credit.influence`."""
+    """A turn's own score averaged with the team's in later rounds: MAPoRL's influence-aware reward (arXiv:2502.18439)."""
 
     kind = "return"
 

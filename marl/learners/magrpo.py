@@ -31,7 +31,7 @@ class MAGRPO(GRPO):
         mask_ERA = batch.mask_ERA
         team_ER1 = self.credit.of_team(batch)[..., None]
         later_ERA = credit.returns_to_go(team_ER1, mask_ERA.any(-1, keepdim=True), self.config.gamma) * mask_ERA
-        own_ERA = super().returns(batch, torch.zeros_like(credit_ERA))  # what each turn's divergence takes off
+        own_ERA = super().returns(batch, torch.zeros_like(credit_ERA))  # minus each turn's KL penalty
         return batch.apart(later_ERA, credit_ERA) + own_ERA
 
     def weights(self, batch: JointBatch) -> Tensor:

@@ -1,4 +1,4 @@
-"""QMIX: VDN with a mixer that is monotone in every utility, and otherwise whatever the state makes of it (arXiv:1803.11485).
+"""QMIX: VDN with a mixer that is monotone in every utility, and conditioned on the state (arXiv:1803.11485).
 
 The state is the joint observation: the task, every agent's private observation, the turns of earlier rounds.
 """
@@ -23,7 +23,7 @@ class QMIX(VDN):
         state_dim: int = bounded(32, count(1, 2**20))
         """Width of the state that is made of the joint observation."""
         state_buckets: int = bounded(4096, count(1, 2**20))
-        """Into how many embeddings its tokens are hashed, and as many for pairs of them."""
+        """Number of hash buckets for its tokens, and as many for token pairs."""
 
     config: Config
 

@@ -31,7 +31,7 @@ class RAE(Learner):
     @dataclass
     class Config(Learner.Config):
         decay: float = bounded(0.95, Number(0, 0.9999))
-        """Weight of the mean beside one more episode."""
+        """Decay of the moving mean, per episode."""
         gamma: float = bounded(II("algorithm.gamma"), SHARE)
         """Discount of an agent's later rounds, for credit of kind ``reward``."""
 

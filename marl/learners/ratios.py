@@ -21,7 +21,7 @@ class Ratio(Enum):
     """Definition of pi_new / pi_old for a turn; d is the difference of a token's log-probs."""
 
     sequence = "sequence"
-    """exp(sum d): exact, and beyond all bounds for long answers."""
+    """exp(sum d): exact, but unbounded for long answers."""
     geometric = "geometric"
     """exp(mean d): the geometric mean of the tokens' ratios."""
     token = "token"

@@ -22,7 +22,7 @@ class Runner(ABC):
     """Override :meth:`run`. Facts about a runner are class attributes, so that nothing branches on its name."""
 
     append_only: ClassVar[bool] = True
-    """Every observation of an agent begins with its last one and its answer to it, so that servers reuse what they read."""
+    """Each observation extends the agent's previous one and its answer, so that servers reuse their prefix cache."""
     num_agents: ClassVar[tuple[int, int | None]] = (1, None)
     """At least and at most so many agents; None for no limit."""
     seats: ClassVar[tuple[str, ...]] = ()

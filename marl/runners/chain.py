@@ -21,7 +21,7 @@ class Chain(ConversationRunner):
         all_answer: bool = False
         """Every turn is an answer to the task; else the last one is, and a hand-over gets the team's score."""
         instruction: str = "Go on from here."
-        """Ends what is handed over."""
+        """Appended to what is handed over."""
 
     config: Config
 

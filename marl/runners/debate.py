@@ -38,7 +38,7 @@ class Debate(ConversationRunner):
         num_rounds: int = bounded(2, count(1, 10_000))
         """Number of rounds, in each of which every agent speaks; the first answers included."""
         instruction: str = "Consider the other answers, then give your updated answer."
-        """Ends what is shown of the peers; empty for none."""
+        """Appended to the peers' turns; empty for none."""
         sees: Sees = Sees.all
         num_peers: int = bounded(1, count(1, 10_000))
         """Number of others that an agent reads, with ``sees`` of ring and random."""

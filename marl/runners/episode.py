@@ -92,7 +92,7 @@ class LiveEpisode:
         if self.limits is not None and turns > self.limits.get(agent, 0):
             raise TooManyTurns(
                 f"{self.runner}: agent {agent!r} speaks {turns} times, and its most_turns says {self.limits.get(agent, 0)}, by "
-                "which batches and memory are planned; fix most_turns, or run"
+                "which batches and memory are planned; fix most_turns() or run()"
             )
 
     def must_be_foreseen(self, agent: AgentId, round: int) -> None:
@@ -100,7 +100,7 @@ class LiveEpisode:
         if self.last_round is not None and round > self.last_round:
             raise TooManyTurns(
                 f"{self.runner}: agent {agent!r} speaks in round {round}, and its last_round says {self.last_round}, by which "
-                "settings of rounds are checked; fix last_round, or run"
+                "settings of rounds are checked; fix last_round() or run()"
             )
 
     @property

@@ -1,8 +1,7 @@
 """Graph: who speaks when as nodes and edges, from YAML and without code.
 
 A node is one or more agents that speak at the same time; an edge leads from a node to others once it has spoken, if its
-condition holds and it has not been gone through too often. The first edge that can be gone through is; without one the
-episode ends.
+condition holds and its limit is not reached. The first such edge is followed; without one the episode ends.
 """
 
 from collections import Counter
