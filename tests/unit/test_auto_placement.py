@@ -53,8 +53,8 @@ A, B = member("a", 10), member("b", 10)
         ([member("a", 10, per_server=2)], (1, 3, 16), {"a": (["a"], 2, 1)}),
         # a node's ranks are on one machine: 3 ranks do not divide over two machines
         ([member("a", 40)], (2, 2, 16), {"a": (["a"], 2, 2)}),
-        # a server of four ranks would lie across machines of three
-        ([member("a", 40, per_server=2, most_ranks=6), B], (2, 3, 16), {"a": (["a"], 2, 2), "b": (["b"], 1, 1)}),
+        # with six ranks, the second server would lie across the machines
+        ([member("a", 40, per_server=2)], (2, 3, 16), {"a": (["a"], 2, 2)}),
         # a third rank would have no row
         ([member("a", 10, most_ranks=2)], (1, 8, 16), {"a": (["a"], 2, 1)}),
     ],
