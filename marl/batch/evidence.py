@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from marl.batch.joint import JointBatch
-from marl.types import Ballot, Episode, Turn, Vote
+from marl.types import Ballot, Episode, Rule, Turn, Vote
 
 
 def ballots_of(episode: Episode, no_answer: float = 0.0) -> list[Ballot]:
@@ -26,7 +26,7 @@ def ballots_of(episode: Episode, no_answer: float = 0.0) -> list[Ballot]:
 
 
 def earlier(decided: Ballot, weights: dict[str, float], answers: list[Turn], round: int, episode: Episode) -> Ballot:
-    """The ballot as it would have stood after this round."""
+    """The ballot as it would have stood after this round; where the last vote decides, in the order of turns."""
     standing = {turn.agent: turn for turn in sorted(answers, key=lambda turn: turn.round) if turn.round <= round}
     votes = [
         Vote(
@@ -39,6 +39,8 @@ def earlier(decided: Ballot, weights: dict[str, float], answers: list[Turn], rou
         for agent, weight in weights.items()
         if (turn := standing.get(agent)) is not None
     ]
+    if decided.rule is Rule.last:
+        votes.sort(key=lambda vote: (vote.round, episode.agents.index(vote.agent)))
     return replace(decided, votes=tuple(votes))
 
 

@@ -19,7 +19,7 @@ class Decide(Enum):
     unanimous = "unanimous"
     """The answer that all give; none where they differ or somebody abstains."""
     last = "last"
-    """The answer of the last turn; of the last of several in one round."""
+    """The answer of the last turn; if several agents speak in that round, of the last seat."""
 
 
 RULES = {
@@ -37,7 +37,7 @@ async def decide(
     """The team's answer, of one turn an agent or more. Abstentions do not count, nor what is not ``among`` the candidates;
     the episode's seed breaks ties. What was decided on is recorded (``Episode.ballot``)."""
     if rule is Decide.last:
-        turns = sorted(turns, key=lambda turn: turn.round)
+        turns = sorted(turns, key=lambda turn: (turn.answers, turn.round))  # who has only passed has no say
     answers = [episode.answer(turn) for turn in turns]
     if among is not None:
         answers = [answer if answer in among else None for answer in answers]

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from marl.batch.evidence import ballots_of
 from marl.config.policies import policies_by_agent
 from marl.config.schema import AgentConfig
 from marl.controller.policy_map import PolicyMap
@@ -12,6 +13,7 @@ from marl.runners.debate import Order, Sees
 from marl.runners.graph import Edge, Node, When
 from marl.runners.multi_turn import Stop
 from marl.runners.tree import Keep, Train
+from marl.types import Score
 from tests.builders import BUILT_IN, build_runner as build, play
 
 SHORT = {"peer_template": "{agent}:{text}", "separator": " "}
@@ -456,6 +458,34 @@ def test_the_last_turn_decides_and_not_the_last_seat():
     record = play(runner, says(a=["3", "3", "4"], b=["5", "5 LEAVE"]), agents=("a", "b"))
     assert max(turn.round for turn in record.turns if turn.agent == "b") < record.turns[-1].round
     assert record.answer == "4" and [vote.agent for vote in record.ballot.votes] == ["b", "a"]
+
+
+def test_who_only_passes_does_not_decide_last():
+    runner = build("debate", num_rounds=2, pass_word="PASS", decide=Decide.last)
+    assert play(runner, says(a=["PASS"], b=["5", "PASS"]), agents=("a", "b")).answer == "5"
+    assert play(runner, says(a=["3", "4"], b=["PASS"]), agents=("a", "b")).answer == "4"
+
+
+def test_earlier_ballots_of_the_last_turn_are_those_of_shorter_debates():
+    """After one round b decided; in the second a spoke last, for b passed."""
+    whole, short = (
+        play(
+            build("debate", num_rounds=rounds, pass_word="PASS", decide=Decide.last),
+            says(a=["3", "4"], b=["5", "PASS"]),
+            agents=("a", "b"),
+        )
+        for rounds in (2, 1)
+    )
+    for record in (whole, short):
+        for turn in record.turns:
+            turn.score = Score(float(turn.text == "5"), turn.text)
+    first, decided = ballots_of(whole)
+    assert (
+        [(vote.agent, vote.round) for vote in first.votes]
+        == [(vote.agent, vote.round) for vote in short.ballot.votes]
+        == [("a", 1), ("b", 1)]
+    )
+    assert [vote.agent for vote in decided.votes] == ["b", "a"] and whole.answer == "4"
 
 
 def test_policies_of_rounds():
