@@ -54,7 +54,9 @@ class EndpointClient:
         return self.turn_of(reply, agent, observation, round, seed)
 
     def turn_of(self, reply: Reply, agent: AgentId, observation: list[Message], round: int, seed: int) -> Turn:
-        thought, text = (reply.thought, reply.text) if reply.thought else split_thought(reply.text, self.marks)
+        thought, text = (
+            (reply.thought, reply.text) if reply.thought else split_thought(reply.text, self.marks, reply.truncated)
+        )
         return Turn(
             agent=agent,
             round=round,
@@ -90,13 +92,15 @@ def text_marks(setting: Any) -> tuple[Marks, ...]:
     return () if setting == "none" else (Marks(setting["start"], setting["end"]),)
 
 
-def split_thought(text: str, marks: Sequence[Marks]) -> tuple[str | None, str]:
-    """The thought that a text begins with, and the answer after it, empty where a thought was never closed, the first or a later
-    one. A template may have opened the thought in the prompt."""
+def split_thought(text: str, marks: Sequence[Marks], truncated: bool) -> tuple[str | None, str]:
+    """The thought that a text begins with, and the answer after it, empty where a thought was never closed. A template may have
+    opened the thought in the prompt. In a ``truncated`` text a start mark later on opens a thought too; in one that ended it is
+    a mention."""
     for mark in marks:
         before, closed, answer = text.rpartition(mark.end)
-        if mark.start in answer:
-            return text.strip().removeprefix(mark.start).strip(), ""
-        if closed:
+        if closed and not (truncated and mark.start in answer):
             return before.strip().removeprefix(mark.start).strip(), answer.lstrip()
+    for mark in marks:
+        if text.lstrip().startswith(mark.start) or (truncated and mark.start in text.rpartition(mark.end)[2]):
+            return text.strip().removeprefix(mark.start).strip(), ""
     return None, text

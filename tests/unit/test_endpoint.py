@@ -82,6 +82,9 @@ def test_ids_and_log_probs_are_kept_where_the_server_gives_them():
             "length",
         ),
         (completion("It is #### 5 <think>or #### 7", "length"), "It is #### 5 <think>or #### 7", "", "length"),
+        (completion("<think>so</think>The tag is <think>. #### 5"), "so", "The tag is <think>. #### 5", "completed"),
+        (completion("Put it in <think> tags. #### 5"), None, "Put it in <think> tags. #### 5", "completed"),
+        (completion("[THINK]Use <think>?[/THINK]It is #### 5", "length"), "Use <think>?", "It is #### 5", "length"),
         (completion("well \ud83d #### 4", "length"), None, "well \ufffd #### 4", "length"),
         (completion("ok", message={"reasoning_content": "so \ud83d"}), "so \ufffd", "ok", "completed"),
         (completion(None, "length"), None, "", "length"),
@@ -290,8 +293,8 @@ def test_log_probs_are_finite_and_at_most_zero(wrong):
 
 
 def test_marks_of_thoughts_follow_the_setting():
-    assert split_thought("<think>a</think>b", text_marks("none")) == (None, "<think>a</think>b")
-    assert split_thought("{a}b", text_marks({"start": "{", "end": "}"})) == ("a", "b")
+    assert split_thought("<think>a</think>b", text_marks("none"), True) == (None, "<think>a</think>b")
+    assert split_thought("{a}b", text_marks({"start": "{", "end": "}"}), True) == ("a", "b")
 
 
 def test_endpoints_are_checked_before_a_run(monkeypatch, caplog):
