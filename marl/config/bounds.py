@@ -79,6 +79,7 @@ NUMBERS: dict[str, Number] = {
     f"{ROLLOUT}.max_num_batched_tokens": count(1, 2**28),
     f"{ROLLOUT}.max_model_len": count(1, 2**26, null=True),
     f"{ROLLOUT}.log_prob_max_token_len_per_gpu": count(1, 2**28),
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": count(1, 2**28),
     f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": count(1, 2**20),
     f"{ROLLOUT}.val_kwargs.n": count(1, 2**16),
     f"{ROLLOUT}.val_kwargs.temperature": TEMPERATURE,

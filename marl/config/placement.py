@@ -23,8 +23,8 @@ class PoolSize:
 
 
 def holds_servers(size: PoolSize, ranks: int) -> bool:
-    """True if a pool's ranks divide into servers of so many, each on as few machines as it can be: verl takes consecutive ranks, and
-    starts a server that fits into one machine on that of its first rank, where the others' GPUs would not be."""
+    """True if a pool's ranks divide into servers of so many, each on as few machines as it can be: verl gives a server consecutive
+    ranks, and starts one that fits on one machine on its first rank's machine, so its other ranks' GPUs must be there too."""
     return size.ranks % ranks == 0 and (size.gpus % ranks == 0 or ranks % size.gpus == 0)
 
 

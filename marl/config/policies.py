@@ -54,14 +54,31 @@ def own_settings(config: Any, name: str) -> Any:
     return OmegaConf.merge(shared, *changes)
 
 
-def following(common: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Token budgets of the passes without gradients, which follow a policy's own ``ppo_max_token_len_per_gpu`` where they follow the
-    common one: by an interpolation of verl's, that reads the common one alone."""
-    key, budget = "log_prob_max_token_len_per_gpu", (changes.get("actor") or {}).get("ppo_max_token_len_per_gpu")
-    if budget is None:
-        return {}
-    follow = [part for part in ("rollout", "ref") if common[part][key] == common.actor.ppo_max_token_len_per_gpu]
-    return {part: {key: budget} for part in follow}
+FOLLOWERS = {
+    "actor.ppo_max_token_len_per_gpu": ("rollout.log_prob_max_token_len_per_gpu", "ref.log_prob_max_token_len_per_gpu"),
+    "actor.ulysses_sequence_parallel_size": ("ref.ulysses_sequence_parallel_size",),
+    "actor.fsdp_config.ulysses_sequence_parallel_size": ("ref.fsdp_config.ulysses_sequence_parallel_size",),
+}
+"""Keys of the passes without gradients, by the keys of the update that they follow unless they are set."""
+
+
+def following(common: Any, changes: Mapping[str, Any]) -> Any:
+    """The followers of what a policy changes, where the common ones are equal: these follow by an interpolation, which reads the
+    common keys alone."""
+    own = OmegaConf.create({})
+    for key, followers in FOLLOWERS.items():
+        value = nested(changes, key)
+        for follower in followers if value is not None else ():
+            if nested(common, follower) == nested(common, key):
+                OmegaConf.update(own, follower, value)
+    return own
+
+
+def nested(tree: Any, key: str) -> Any:
+    """A value by its dotted key; None where a group is missing."""
+    for part in key.split("."):
+        tree = tree.get(part) if hasattr(tree, "get") else None
+    return tree
 
 
 def loops_of(config: Any, policy: str) -> dict[str, str]:

@@ -21,6 +21,7 @@ from marl.config.dataset_rows import check_files, check_row
 from marl.config.errors import ConfigError, explain
 from marl.config.external import VARIABLE, check_modules, find_own_modules, naming_modules, naming_own
 from marl.config.overrides import find_verl, new_agents
+from marl.config.policies import sequence_parallel
 from marl.config.rules import RULES, check
 from marl.config.rules.resources import collectives_end_before_calls
 from marl.main import ConfigError as MainConfigError
@@ -526,6 +527,19 @@ def test_a_row_fits_the_passes_without_gradients_too(quickstart):
         check(quickstart(few, reference))
     check(quickstart(few))
     check(quickstart(few, reference, sequence))
+
+
+def test_a_reference_splits_sequences_as_its_policy_does(quickstart):
+    for key in ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size"):
+        config = quickstart(
+            f"+policies.carol.actor.{key}=2",
+            "+policies.carol.actor.ppo_max_token_len_per_gpu=24",
+            "actor_rollout_ref.actor.use_kl_loss=true",
+        )
+        alice, carol = (
+            policy_config(config, name, i, "run", 9).actor_rollout_ref for i, name in enumerate(("alice", "carol"))
+        )
+        assert [sequence_parallel(own[part]) for own in (alice, carol) for part in ("actor", "ref")] == [1, 1, 2, 2]
 
 
 def test_passes_without_gradients_follow_a_policys_own_token_budget(quickstart):
