@@ -48,13 +48,13 @@ def check_packages(config: DictConfig, policies: Iterable[str], has_critics: boo
 
 
 def check_flash_dtypes(config: DictConfig, has_critics: bool) -> None:
-    """Raise ConfigError where an engine would compute in full precision with flash attention, which has half precision alone."""
+    """Raise ConfigError where an engine would compute in full precision with flash attention, which supports only fp16 and bf16."""
     for whose, key, model, engine_key, engine in engines_of(config, has_critics):
         if attention_of(model) == FLASH and compute_dtype(engine) == "float32":
             raise ConfigError(
-                f"{whose}{engine_key}.mixed_precision.param_dtype={engine.mixed_precision.param_dtype}, which precision=fp32 sets too: "
-                f"{key}.override_config.attn_implementation={FLASH} (verl's default) computes in half precision alone; set "
-                f"+{key}.override_config.attn_implementation=sdpa with {key}.use_remove_padding=false, or precision=bf16"
+                f"{whose}{engine_key}.mixed_precision.param_dtype={engine.mixed_precision.param_dtype} (precision=fp32 sets it) with "
+                f"{key}.override_config.attn_implementation={FLASH} (verl's default), which supports only fp16 and bf16: set "
+                f"+{key}.override_config.attn_implementation=sdpa, or precision=bf16"
             )
 
 
@@ -70,7 +70,7 @@ def engines_of(config: DictConfig, has_critics: bool) -> Iterator[tuple[str, str
 
 
 def attention_of(model: Any) -> str:
-    return str(model.override_config.get("attn_implementation", FLASH))  # as verl's workers do
+    return str((model.override_config or {}).get("attn_implementation", FLASH))  # as verl's workers do
 
 
 def check_attention(model: Any, key: str) -> None:

@@ -130,6 +130,7 @@ class Service:
             self.failed = f"the team's servers have failed, start marl serve again: {said}"
             return Refused(503, self.failed, "team_failed")
         if isinstance(error, TemplateError):
+            logger.warning("a chat template refused a request's messages: %s", said)
             return Refused(
                 400, f"messages: the chat template of an agent refuses them: {error}", "invalid_value", "messages"
             )

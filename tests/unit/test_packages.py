@@ -63,7 +63,7 @@ def test_an_ensemble_starts_no_server_and_needs_no_package_of_one(with_packages)
     [
         (
             ["precision=fp32"],
-            r"actor.fsdp_config.mixed_precision.param_dtype=fp32, which .*half precision alone; set [+]actor_rollout",
+            r"actor.fsdp_config.mixed_precision.param_dtype=fp32 .*only fp16 and bf16: set [+]actor_rollout",
         ),
         (["+policies.carol.precision=fp32"], "policies.carol"),
         (

@@ -1,4 +1,4 @@
-"""The network interface at which gloo's ranks meet: all ranks on CPUs; on GPUs, those of the group beside NCCL's."""
+"""The network interface at which ranks meet through gloo, which GPUs use beside NCCL."""
 
 import os
 import socket
