@@ -16,7 +16,7 @@ from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
 from marl.config.policies import ranks_per_server
 from marl.rollout.hf_server import HFServer
-from marl.rollout.vllm_sglang import offset_rank
+from marl.rollout.vllm_sglang import gpu_of, offset_rank
 from marl.rollout.weights import Weights
 
 LOCAL_SERVERS: dict[str, Any] = {}
@@ -56,8 +56,10 @@ class HFReplica(RolloutReplica):
         self.servers, self._server_handle, self._server_address = [server], server, name
 
 
-def _placement(_: Any) -> tuple[str, str]:
-    return ray.get_runtime_context().get_node_id(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
+def _placement(worker: Any) -> tuple[str, str]:
+    """A worker's node, and the GPU that Ray gave it: it may see them all."""
+    gpu = "" if get_device_name() == "cpu" else gpu_of(worker)
+    return ray.get_runtime_context().get_node_id(), gpu
 
 
 class HFServerAdapter(BaseRollout):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoTokenizer
+from verl.utils.device import get_torch_device
 from verl.workers.rollout.replica import TokenOutput
 
 from marl.config.errors import ConfigError
@@ -84,6 +85,7 @@ class HFServer(TakesWeights):
         async with self._between_tokens():
             self.engine.forget()
             self.model.to("cpu")
+            get_torch_device().empty_cache()  # a trainer on the same GPU is another process
 
     async def wake_up(self) -> None:
         async with self._between_tokens():

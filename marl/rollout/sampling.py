@@ -39,7 +39,7 @@ class Sampling:
         rank_V = torch.arange(sorted_BV.shape[-1], device=sorted_BV.device)
         in_k_BV = rank_V < self.top_k
         probs_BV = sorted_BV.masked_fill(~in_k_BV, -torch.inf).softmax(-1)
-        before_BV = probs_BV.cumsum(-1) - probs_BV
+        before_BV = cumulative(probs_BV) - probs_BV
         kept_BV = in_k_BV & ((before_BV < self.top_p) | (rank_V == 0))
         truncated_BV = torch.full_like(log_probs_BV, -torch.inf)
         truncated_BV.scatter_(1, order_BV, sorted_BV.masked_fill(~kept_BV, -torch.inf))
@@ -50,6 +50,13 @@ class Sampling:
 
 def draw(log_probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     """Tokens [B, 1] by the inverse CDF, which is summed in double precision."""
-    cdf_BV = log_probs_BV.exp().cumsum(-1, dtype=torch.float64)
+    cdf_BV = cumulative(log_probs_BV.exp().double())
     drawn_B1 = torch.searchsorted(cdf_BV, uniforms_B[:, None] * cdf_BV[:, -1:], right=True)
     return drawn_B1.clamp(max=log_probs_BV.shape[-1] - 1)
+
+
+def cumulative(x_BV: Tensor) -> Tensor:
+    """Cumulative sums; on the host where an accelerator's would have to be deterministic, which torch has none of."""
+    if x_BV.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled():
+        return x_BV.cumsum(-1)
+    return x_BV.cpu().cumsum(-1).to(x_BV.device)

@@ -10,6 +10,7 @@ import torch
 from marl.rollout.decoding import Engine, Request, SingleReader, bucket, decode
 from marl.rollout.prefixes import Prefixes
 from marl.rollout.reader import padded
+from marl.rollout.sampling import cumulative
 from tests.tiny_model import EOS, answers, make_model, shapes_read, text_of
 
 
@@ -179,3 +180,23 @@ def test_a_request_that_another_thread_takes_at_once_is_its_callers_own(model):
         engine.step()
     got = [(d.answer.token_ids, d.answer.log_probs, d.answer.stop_reason) for d in drafts]
     assert got == answers(model, wanted)
+
+
+class Elsewhere(torch.Tensor):
+    """Numbers of a device whose cumulative sums are not deterministic, as a GPU's."""
+
+    device = torch.device("meta")
+
+    def cumsum(self, *arguments, **settings):
+        raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation")
+
+    def cpu(self):
+        return self.as_subclass(torch.Tensor)
+
+
+def test_strict_draws_add_up_on_the_host(monkeypatch):
+    numbers = torch.rand(2, 5).as_subclass(Elsewhere)
+    with pytest.raises(RuntimeError, match="deterministic"):
+        cumulative(numbers)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert cumulative(numbers).device.type == "meta", "back where they came from"

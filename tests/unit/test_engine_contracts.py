@@ -10,7 +10,7 @@ import torch
 
 from marl.cluster.weight_arrival import check_of
 from marl.config.schema import WeightCheck
-from marl.rollout import vllm_sglang
+from marl.rollout import hf, vllm_sglang
 from marl.rollout.servers import PolicyServers
 from marl.utils.spans import Stopwatch
 from tests.engines import engines_importable
@@ -277,3 +277,14 @@ def test_an_engine_on_a_cpu_says_why_it_refused_weights(engines, monkeypatch):
     monkeypatch.setattr(PlainLinearExtension.__mro__[1], "update_weights_from_ipc", refuse)
     with pytest.raises(KeyError, match="model.embed"):
         PlainLinearExtension.update_weights_from_ipc(object.__new__(PlainLinearExtension))
+
+
+def test_an_hf_server_is_on_the_gpu_that_ray_gave_its_worker(monkeypatch):
+    """Where Ray leaves all GPUs visible, the worker's environment names none or all."""
+    context = SimpleNamespace(get_node_id=lambda: "node", get_accelerator_ids=lambda: {"GPU": ["5"]})
+    monkeypatch.setattr(hf.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr("verl.utils.device.get_resource_name", lambda: "GPU")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5")
+    assert hf._placement(None) == ("node", ""), "on a CPU none"
+    monkeypatch.setattr(hf, "get_device_name", lambda: "cuda")
+    assert hf._placement(None) == ("node", "5")

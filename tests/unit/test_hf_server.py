@@ -24,6 +24,7 @@ from marl.cluster.local import LocalServer
 from marl.config.errors import ConfigError
 from marl.preflight.checks import check_decodable
 from marl.preflight.prepare import prepare
+from marl.rollout import hf_server
 from marl.rollout.attention import NEAR_ATTENTION
 from marl.rollout.hf_model import check_attention
 from marl.rollout.hf_server import HFServer, Pending
@@ -398,6 +399,22 @@ def test_a_request_cancelled_while_the_model_fails_does_not_stop_the_server(serv
         assert (await server.generate_many([ask(3, 4)])) == [expected(3, 4)]
 
     asyncio.run(run())
+
+
+def test_a_server_asleep_gives_its_gpu_memory_to_the_trainer_beside_it(server, monkeypatch):
+    """The trainer is another process: what this one's allocator keeps is no use to it."""
+    emptied = []
+    memory = SimpleNamespace(
+        empty_cache=lambda: emptied.append((server.model.device.type, server.reader.prefixes.bytes))
+    )
+    monkeypatch.setattr(hf_server, "get_torch_device", lambda: memory)
+
+    async def run():
+        await server.generate_many([ask(3, 4)])
+        await server.sleep()
+
+    asyncio.run(run())
+    assert emptied == [("cpu", 0)], "after the model and what it read have gone"
 
 
 def test_sleep_forgets_and_waking_goes_on(server):
