@@ -67,14 +67,14 @@ def following(common: Any, changes: Mapping[str, Any]) -> Any:
     common keys alone."""
     own = OmegaConf.create({})
     for key, followers in FOLLOWERS.items():
-        value = nested(changes, key)
+        value = value_at(changes, key)
         for follower in followers if value is not None else ():
-            if nested(common, follower) == nested(common, key):
+            if value_at(common, follower) == value_at(common, key):
                 OmegaConf.update(own, follower, value)
     return own
 
 
-def nested(tree: Any, key: str) -> Any:
+def value_at(tree: Any, key: str) -> Any:
     """A value by its dotted key; None where a group is missing."""
     for part in key.split("."):
         tree = tree.get(part) if hasattr(tree, "get") else None

@@ -7,11 +7,12 @@ from typing import Any
 from marl.config.errors import ConfigError
 from marl.config.external import naming_modules
 from marl.evaluation.evaluate import played
-from marl.evaluation.numbers import columns_of, is_right, mean
+from marl.evaluation.numbers import columns_of, mean
 from marl.evaluation.source import Source
 from marl.evaluation.team import config_of, opened
 from marl.methods.choice import best_episodes, question
 from marl.report import dump
+from marl.report.conversation import is_right
 from marl.types import Episode
 
 SAMPLES = "actor_rollout_ref.rollout.n"

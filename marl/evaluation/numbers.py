@@ -10,13 +10,9 @@ from typing import Any
 
 from marl.evaluation.statistics import bootstrap, ks_up_to, majority_at_k, pass_at_k
 from marl.report import conversation
-from marl.report.conversation import answering_turn
+from marl.report.conversation import answering_turn, is_right
 from marl.types import AgentId, Episode, Turn
 from marl.utils import votes
-
-
-def is_right(episode: Episode) -> bool:
-    return episode.failure is None and episode.scored.value >= 1.0
 
 
 def by_task(episodes: Sequence[Episode]) -> list[list[Episode]]:

@@ -21,6 +21,11 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
+def is_right(episode: Episode) -> bool:
+    """True if the team's answer is right and the episode came to its end, whatever it was paid until then."""
+    return episode.failure is None and episode.scored.value >= 1.0
+
+
 def answers_of(episode: Episode) -> list[Turn]:
     """The turns of the path that are meant to answer the task."""
     return [turn for turn in episode.path if turn.answers]
@@ -166,7 +171,7 @@ def team_metrics(episodes: Sequence[Episode]) -> Metrics:
     """Accuracy and mean score of the team's answer, how many episodes failed, accuracy by round and of the last answers, gain
     of the last answers over the first, and what changed in between."""
     metrics: Metrics = {
-        "vote": mean([episode.failure is None and episode.scored.value >= 1.0 for episode in episodes]),
+        "vote": mean([is_right(episode) for episode in episodes]),
         "score": mean([episode.scored.value for episode in episodes]),
         "failed": float(len(failures(episodes))),
     }
