@@ -33,9 +33,12 @@ class FrozenPolicyGroup(RayPolicyGroup):
             await self._each_replica("putting its servers to sleep", "sleep")
 
     async def sync_weights(self, step: int) -> None:
-        """Wake servers that sleep while others train; their weights stay the first ones."""
+        """Wake servers that sleep while others train; their weights stay the first ones. Trainers in the pool may not have synced
+        yet, and hold memory that they no longer use."""
         if self.rollout.free_cache_engine:
             async with self.in_turn:
+                emptied = asyncio.gather(*self.workers.empty_cache())
+                await self._wait("emptying the cache of its pool's trainers", emptied, Phase.sync)
                 await self._each_replica("waking its servers", "wake_up")
         self.version = step
 

@@ -82,23 +82,32 @@ def test_servers_of_a_policy_that_nobody_trains_load_from_its_path(compose_confi
 
 
 class FakeReplica:
-    def __init__(self):
-        self.heard = []
+    """Stands for two ranks' workers too. ``heard`` is one list for all, in order."""
+
+    def __init__(self, heard):
+        self.heard = heard
+
+    def empty_cache(self):
+        return [self.hear("empty_cache"), self.hear("empty_cache")]
+
+    async def hear(self, what):
+        await asyncio.sleep(0)
+        self.heard.append(what)
 
     async def sleep(self):
-        self.heard.append("sleep")
+        await self.hear("sleep")
 
     async def wake_up(self):
-        self.heard.append("wake_up")
+        await self.hear("wake_up")
 
 
 def frozen_group(free_cache_engine):
     rollout = SimpleNamespace(free_cache_engine=free_cache_engine)
     config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
-    group = FrozenPolicyGroup("judge", config, None, "shared", same_for_all(5.0), asyncio.Lock())
-    replicas = [FakeReplica(), FakeReplica()]
-    group.servers = SimpleNamespace(get_replicas=lambda: replicas)
-    return group, replicas
+    heard = []
+    group = FrozenPolicyGroup("judge", config, FakeReplica(heard), "shared", same_for_all(5.0), asyncio.Lock())
+    group.servers = SimpleNamespace(get_replicas=lambda: [FakeReplica(heard), FakeReplica(heard)])
+    return group, heard
 
 
 def test_servers_that_nobody_trains_sleep_while_others_train_and_are_sent_nothing():
@@ -107,10 +116,13 @@ def test_servers_that_nobody_trains_sleep_while_others_train_and_are_sent_nothin
         await group.free_servers()
         await group.sync_weights(3)
 
-    for shared, heard in ((True, ["sleep", "wake_up"]), (False, [])):
-        group, replicas = frozen_group(shared)
+    for shared in (True, False):
+        group, heard = frozen_group(shared)
         asyncio.run(a_step(group))
-        assert [replica.heard for replica in replicas] == [heard, heard] and group.version == 3
+        assert (
+            heard == [call for call in ("sleep", "empty_cache", "wake_up") for _ in range(2 * shared)]
+            and group.version == 3
+        )
 
 
 class FakeServer:
