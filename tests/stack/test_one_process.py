@@ -148,6 +148,22 @@ def test_how_a_batch_is_cut_and_laid_out_changes_no_gradient(alone, override):
     assert float(expected.norm()) > 0.01 and float((got - expected).abs().max()) <= 2e-6
 
 
+@pytest.mark.parametrize(
+    "mode",
+    slow_but(sorted(set(POLICY_LOSS_REGISTRY) - {"bypass_mode", "clip_cov", "kl_cov"}), "geo_mean", "gspo"),
+)
+def test_the_number_of_micro_batches_changes_no_losss_gradient(alone, mode):
+    """``clip_cov`` and ``kl_cov`` choose tokens within a micro-batch, as docs/configuration.md says."""
+    loss = "actor_rollout_ref.actor.policy_loss"
+    words = [f"{loss}.loss_mode={mode}", *([f"+{loss}.dro_beta=0.1"] if mode == "dro" else [])]
+    plain = alone(*words)
+    rows = prepared(plain)
+    expected, _ = gradient(plain, rows)
+    got, _ = gradient(alone(*words, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64"), rows)
+    assert float(expected.norm()) > 0.01
+    assert float((got - expected).abs().max()) <= 1e-5 * max(1.0, float(expected.abs().max()))
+
+
 @pytest.mark.parametrize("server,low,high", [("bfloat16", 0.0, 0.05), ("float32", 1e-4, 0.5)])
 def test_in_bfloat16_servers_and_trainer_stay_near(alone, server, low, high):
     """A trainer in half precision and a server in full precision differ; both in half, hardly."""

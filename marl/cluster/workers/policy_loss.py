@@ -1,4 +1,4 @@
-"""Losses of a policy: verl's, or a linear loss with given gradients."""
+"""Losses of a policy: verl's, of which one is mended, or a linear loss with given gradients."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from verl.trainer.ppo.core_algos import compute_policy_loss_geo_mean, register_policy_loss
 from verl.utils.metric import Metric
 
 from marl.utils.ragged import of_responses
@@ -21,6 +22,15 @@ def policy_loss(
         return linear_loss(model_output, data)
     loss = zero_loss(own) if is_padding(data) else own
     return loss(model_output=model_output, data=data, dp_group=dp_group)
+
+
+@register_policy_loss("geo_mean")
+def geo_mean(*, response_mask: Tensor, config: Any, **given: Any) -> tuple[Tensor, dict[str, Any]]:
+    """verl's GMPO (arXiv:2507.20673), as these rows' share of the mean over the whole mini-batch. verl's own is the mean over a
+    micro-batch's rows, and the gradient would grow with the number of micro-batches."""
+    loss, metrics = compute_policy_loss_geo_mean(response_mask=response_mask, config=config, **given)
+    batch = config.global_batch_info
+    return loss * (len(response_mask) * batch["dp_size"] / batch["global_batch_size"]), metrics
 
 
 def is_padding(rows: TensorDict) -> bool:
