@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-from verl.trainer.ppo.core_algos import get_kl_controller, kl_penalty
+from verl.trainer.ppo.core_algos import AdaptiveKLController, get_kl_controller, kl_penalty
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 
 from marl.types import Metrics
@@ -36,7 +36,9 @@ class KLInReward:
         return {"coefficient": float(self.controller.value)}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.controller.value = state["coefficient"]
+        """An adaptive coefficient goes on from where it was; a fixed one is the configuration's, which may have changed."""
+        if isinstance(self.controller, AdaptiveKLController):
+            self.controller.value = state["coefficient"]
 
 
 def turn_means(x_T: Tensor, rows: TensorDict) -> Tensor:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from marl.batch.kl import KLInReward, correct
 from tests.stack.builders import parameters
@@ -122,6 +123,17 @@ def test_kl_is_subtracted_from_the_reward_and_its_coefficient_adapts(alone):
     assert metrics["reward_kl_penalty"] == pytest.approx(sum(means) / len(means), abs=1e-7)
     error = 0.2 if metrics["reward_kl_penalty"] > 1e-6 else -0.2
     assert kl.controller.value == pytest.approx(0.5 * (1 + error * len(means) / 100)) and len(means) == 32
+
+
+@pytest.mark.parametrize("kind,expected", [("adaptive", 0.7), ("fixed", 0.1)])
+def test_a_resumed_run_keeps_an_adapted_coefficient_and_takes_a_new_fixed_one(kind, expected):
+    def kl(coefficient):
+        control = {"type": kind, "kl_coef": coefficient, "target_kl": 0.1, "horizon": 100}
+        return KLInReward(OmegaConf.create({"kl_ctrl": control, "kl_penalty": "kl"}))
+
+    resumed = kl(0.1)
+    resumed.load_state_dict(kl(0.7).state_dict())
+    assert resumed.controller.value == expected
 
 
 def test_a_server_that_lags_is_corrected_for(alone):
