@@ -89,7 +89,10 @@ class MixerFit:
         self.mixing.load_state_dict(state["mixing"])
         self.target.load_state_dict(state["target"])
         if self.optimizer is not None:
+            rates = [group["lr"] for group in self.optimizer.param_groups]
             self.optimizer.load_state_dict(state["optimizer"])
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate  # the configuration's, which a resumed run may change
 
 
 async def read(batch: JointBatch, critics: Critics, target: bool = False) -> tuple[Tensor, Tensor]:

@@ -137,6 +137,18 @@ def test_its_state_goes_on_where_it_stopped(tmp_path):
     fresh.load_state_dict({})
 
 
+def test_a_resumed_mixer_learns_at_the_rate_that_the_configuration_has_now():
+    batch, records = two_rounds()
+    batch, critics = read(batch, records)
+    learner, resumed = build("qmix", "team", mixer_lr=0.1), build("qmix", "team", mixer_lr=0.01)
+    fit(learner, batch, critics)
+    resumed.load_state_dict(learner.state_dict())
+    optimizer = resumed.fit(2).optimizer
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01] and optimizer.state, (
+        "its moments are the saved ones"
+    )
+
+
 def test_first_weights_are_drawn_from_the_seed_alone():
     def weights(seed):
         return build("qmix", "team", seed=seed).fit(2).mixing.state_dict()["mixer.weights_in.weight"]
