@@ -8,6 +8,7 @@ from torch import Tensor
 from marl.batch.joint import JointBatch
 from marl.learners import credit
 from marl.learners.base import register_learner
+from marl.learners.estimators import UNGROUPED
 from marl.learners.groups import GroupKey
 from marl.learners.grpo import GRPO
 
@@ -33,6 +34,11 @@ class MAGRPO(GRPO):
         later_ERA = credit.returns_to_go(team_ER1, mask_ERA.any(-1, keepdim=True), self.config.gamma) * mask_ERA
         own_ERA = super().returns(batch, torch.zeros_like(credit_ERA))  # minus each turn's KL penalty
         return batch.apart(later_ERA, credit_ERA) + own_ERA
+
+    @classmethod
+    def estimators(cls) -> list[str]:
+        """verl's that compare samples would take the turns of a sample's agents, whose returns are equal, for so many samples."""
+        return sorted({"grpo", *UNGROUPED})
 
     def weights(self, batch: JointBatch) -> Tensor:
         """Each sample counts once in a round, however many agents spoke."""
