@@ -121,6 +121,22 @@ def test_values_far_from_the_old_ones_are_clipped(alone):
     assert fits["alice"]["vf_clipfrac"] > 0.2
 
 
+def test_figures_of_a_fit_do_not_depend_on_its_micro_batches(alone):
+    found = []
+    for tokens in (4096, 256):
+        live = alone("learner=ippo", "critic.cliprange_value=1e-4", f"critic.ppo_max_token_len_per_gpu={tokens}")
+        episodes = live.episodes()
+        batch = valued(live, episodes)
+        live.trainer.learner.assign_credit(batch)
+        with torch.no_grad():
+            for parameter in live.trainer.critics.groups["alice"].workers.worker.engine.module.parameters():
+                parameter.add_(0.01)
+        found.append(live.wait(live.trainer.learner.update_critics(batch, live.trainer.critics.groups))["alice"])
+    for name in ("vf_loss", "vf_clipfrac", "vpred_mean"):
+        assert found[1][name] == pytest.approx(found[0][name], rel=1e-4), name
+    assert 0 < found[0]["vf_clipfrac"] < 1
+
+
 def test_the_critic_warms_up_alone(alone):
     live = alone("learner=mappo", "trainer.critic_warmup=3", "actor_rollout_ref.actor.optim.lr_warmup_steps=0")
     actor = live.trainer.policies["alice"].workers.worker.actor.engine.module

@@ -58,9 +58,10 @@ def value_loss(config: Any, model_output: dict[str, torch.Tensor], data: TensorD
         global_batch_size=data["global_batch_size"],
         loss_scale_factor=config.loss_scale_factor,
     )
-    metrics = {
-        "vf_loss": Metric(value=loss, aggregation=AggregationType.SUM),
-        "vf_clipfrac": clipped_share.detach().item(),
-        "vpred_mean": masked_mean(predicted, mask).detach().item(),
+    share = mask.sum() * data["dp_size"] / data["batch_num_tokens"]  # verl takes the mean over ranks
+    parts = {
+        "vf_loss": loss,
+        "vf_clipfrac": clipped_share.detach() * share,
+        "vpred_mean": masked_mean(predicted, mask).detach() * share,
     }
-    return loss, metrics
+    return loss, {name: Metric(value=part, aggregation=AggregationType.SUM) for name, part in parts.items()}
