@@ -188,7 +188,8 @@ class TeamOf(Enum):
 
 @register_credit("team")
 class Team(OutcomeCredit):
-    """All agents get the same reward, of every round or of the whole episode."""
+    """All agents that answer in a round get the same reward for it, or all agents one for the whole episode. Of agents who never
+    answer in the same round, each gets its own answers' scores by ``round``."""
 
     @dataclass
     class Config(OutcomeCredit.Config):
