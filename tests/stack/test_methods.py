@@ -14,7 +14,7 @@ from marl.methods.examples import encoded, policy_rows
 from marl.report import dump
 from marl.rollout.hf import LOCAL_SERVERS
 from tests.builders import slow_but
-from tests.stack.builders import ADAPTED, SAME, parameters
+from tests.stack.builders import ADAPTED, ADAPTERS, SAME, parameters
 
 BATCH = 4
 LONG = ("data.max_response_length=6", "data.max_prompt_length=60")
@@ -181,6 +181,16 @@ def test_dpo_descends_the_loss_of_its_pairs_wherever_micro_batches_cut(alone, ro
     assert float(h.detach().abs().min()) > 1e-4
     assert metrics["loss"] == pytest.approx(float(exact), rel=1e-5)
     assert_same(ours, plain_gradient(actor, exact), share=1e-4)
+
+
+@pytest.mark.parametrize("options", [ADAPTERS, ADAPTED], ids=["lora", "shared base"])
+def test_adapters_in_bf16_are_trained_though_their_reference_comes_first(alone, rows, options):
+    """The first forward pass of all is one in which nothing can be trained, and FSDP2 settles its dtypes in the first."""
+    live = offline(alone, rows("pairs", pairs(8)), "method=dpo", "precision=bf16", *options)
+    first, second = live.step(), live.step()
+    for agent in ("alice", "carol"):
+        assert first[f"agent/{agent}/loss"] == pytest.approx(math.log(2), abs=1e-3)
+        assert first[f"agent/{agent}/grad_norm"] > 0 and second[f"agent/{agent}/preference_margin"] != 0, "it moved"
 
 
 @pytest.mark.slow
