@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from torch.distributed.tensor import DTensor
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_name
+from verl.utils.device import get_device_name, get_torch_device
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.utils.fsdp_utils import fsdp_version
 from verl.utils.model import convert_weight_keys
@@ -242,6 +242,7 @@ def shards(worker: TrainingWorker) -> Iterator[tuple[str, torch.Tensor]]:
     """
     module = worker.engine.module
     reshard(module)
+    get_torch_device().synchronize()  # verl moves weights to the host without waiting for the copies
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         shard = tensor.detach()
         yield name, shard.to_local() if isinstance(shard, DTensor) else shard
