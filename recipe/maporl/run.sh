@@ -15,6 +15,7 @@ bash "$ROOT/marl/marl.sh" \
   agents.agent_0.role="Reason step by step." \
   agents.agent_1.role="Reason step by step." \
   actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.model.lora_alpha=16 \
+  actor_rollout_ref.rollout.load_format=safetensors \
   actor_rollout_ref.actor.optim.lr=1e-5 actor_rollout_ref.actor.ppo_epochs=4 actor_rollout_ref.actor.clip_ratio=0.2 \
   critic.optim.lr=1e-5 critic.ppo_mini_batch_size=64 trainer.critic_warmup=10 \
   algorithm.use_kl_in_reward=true algorithm.kl_ctrl.kl_coef=0.002 \

@@ -15,6 +15,7 @@ bash "$ROOT/marl/marl.sh" \
   agents.agent_0.role="You are the reasoner: plan the solution and do not state the answer." \
   agents.agent_1.role="You are the actor: carry the plan out." \
   actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.model.lora_alpha=16 \
+  actor_rollout_ref.rollout.load_format=safetensors \
   actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.ppo_epochs=2 \
   critic.optim.lr=1e-5 critic.ppo_mini_batch_size=64 trainer.critic_warmup=10 \
   actor_rollout_ref.rollout.n=4 \

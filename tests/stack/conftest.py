@@ -95,6 +95,7 @@ def tiny_model(tmp_path_factory, bpe_tokenizer):
             vocab_size=len(bpe_tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
             num_key_value_heads=2, intermediate_size=64, max_position_embeddings=1024,
             eos_token_id=bpe_tokenizer.eos_token_id, pad_token_id=bpe_tokenizer.pad_token_id, bos_token_id=None,
+            tie_word_embeddings=True,  # as small real models do
         )
     ).save_pretrained(folder)  # fmt: skip
     bpe_tokenizer.save_pretrained(folder)
