@@ -1,6 +1,7 @@
 """Every recipe: its files, its script down to the workers' settings, and two steps on a CPU."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -82,9 +83,15 @@ def test_rewards_of_the_instruction_variants():
     assert scored["score"] == 2.5 and scored["exact"] == 1 and scored["format"] == 1
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Where the quick start makes its model, once for all recipes."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_command_of_its_curve_is_one_that_runs(name, cold_assets, tmp_path):
+def test_the_command_of_its_curve_is_one_that_runs(name, cache, tmp_path):
     """The README's command for the tiny task, cut to two steps."""
     readme = (Path(ROOT) / "recipe" / name / "README.md").read_text()
     (arguments,) = re.findall(r'^make quickstart ARGS="(.*)"$', readme, re.MULTILINE)
@@ -92,7 +99,7 @@ def test_the_command_of_its_curve_is_one_that_runs(name, cold_assets, tmp_path):
         f"trainer.default_local_dir={tmp_path}", "trainer.total_training_steps=2", "resources.one_process=true",
         "data.train_batch_size=4", "trainer.save_freq=-1",
     ]  # fmt: skip
-    here += [] if "--config-name" in arguments else [f"assets={cold_assets}"]
     command = [sys.executable, "-m", "marl.quickstart", *arguments.split(), *here]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    environment = os.environ | {"MARL_CACHE": str(cache)}
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
