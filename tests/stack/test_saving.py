@@ -283,7 +283,8 @@ def test_tied_weights_of_a_shard_are_both_parts(shard_file, tmp_path):
     saved = read(tmp_path / "model_world_size_1_rank_0.pt")
     tied = [saved[name] for name in ("lm_head.weight", "model.embed_tokens.weight")]
     assert all(isinstance(weight, DTensor) for weight in tied)
-    assert torch.equal(*(weight.to_local() for weight in tied))
+    one, other = (weight.to_local() for weight in tied)
+    assert torch.equal(one, other) and one.data_ptr() == other.data_ptr(), "written once"
 
 
 def test_every_checkpoint_has_the_same_files_beside_its_weights(shard_file, tmp_path):

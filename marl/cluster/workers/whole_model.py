@@ -14,7 +14,7 @@ from verl.utils.transformers_compat import drop_tied_target_keys
 
 Weights = dict[str, torch.Tensor]
 Place = tuple[str, int]
-Copies = dict[tuple[Any, ...], torch.Tensor]
+Copies = dict[tuple[Any, ...], DTensor]
 
 
 def writer(config: Any, weights: Weights, folder: Path, trust_remote_code: bool) -> Callable[[], Any]:
@@ -56,15 +56,15 @@ def place(tensor: torch.Tensor) -> Place:
 
 
 def copy_of(tensor: torch.Tensor, copies: Copies) -> torch.Tensor:
-    """A copy in the host's memory that no later update changes. The copy of a DTensor's part is kept in ``copies``, and given for
-    a plain tensor of the same memory: the gathered weight of a rank that is alone."""
+    """A copy in the host's memory that no later update changes. The copy of a DTensor is kept in ``copies``, and given for others
+    of the same memory: tied weights, and the gathered weight of a rank that is alone, a plain tensor."""
     own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    shown = own.device.type, own.data_ptr(), own.shape, own.stride(), own.dtype
-    if own is tensor and shown in copies:
-        return copies[shown]
+    shown = own.device.type, own.data_ptr(), tensor.shape, own.shape, own.stride(), own.dtype
+    if shown in copies:
+        return copies[shown].to_local() if own is tensor else copies[shown]
     copy = tensor.detach().to("cpu", copy=True)
     if isinstance(copy, DTensor):
-        copies[shown] = copy.to_local()
+        copies[shown] = copy
     return copy
 
 
