@@ -308,7 +308,7 @@ BAD = {
     "+policies.alice.thinking={start:a}": ["policies.alice.thinking={'start': 'a'}", "two different texts"],
     "controller.no_answer_score=inf": ["controller.no_answer_score=inf", "finite"],
     "algorithm.adv_estimator=gae": ["adv_estimator=gae", "learner=grpo", "ippo"],
-    "learner=magrpo algorithm.adv_estimator=rloo": ["adv_estimator=rloo", "learner=magrpo", "grpo"],
+    "learner=magrpo credit=team algorithm.adv_estimator=rloo": ["adv_estimator=rloo", "learner=magrpo", "grpo"],
     "algorithm.adv_estimator=rlo": ["adv_estimator=rlo", "Did you mean 'rloo'"],
     "controller.pack_turns=true actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum": [
         "seq-mean-token-sum",

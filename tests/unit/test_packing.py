@@ -104,7 +104,9 @@ def test_each_policy_packs_by_its_own_settings(compose_config):
 
 
 def test_every_loss_of_verl_is_known_to_treat_tokens_apart_or_not():
-    ours = {name for name in POLICY_LOSS_REGISTRY if POLICY_LOSS_REGISTRY[name].__module__.startswith("verl.")}
+    ours = {
+        name for name in POLICY_LOSS_REGISTRY if POLICY_LOSS_REGISTRY[name].__module__.startswith(("verl.", "marl."))
+    }
     assert ours == {*TOKEN_LOSSES, *SEQUENCE_LOSSES, "clip_cov", "kl_cov", "bypass_mode"}
 
 
