@@ -21,6 +21,7 @@ class KLInReward:
 
     def __init__(self, algorithm: Any) -> None:
         self.estimator, self.controller = algorithm.kl_penalty, get_kl_controller(algorithm.kl_ctrl)
+        self.is_adaptive = isinstance(self.controller, AdaptiveKLController)
 
     def penalise(self, rows: TensorDict) -> Metrics:
         """Write ``kl_penalty`` [B, T], ragged like ``responses``, and adapt the coefficient."""
@@ -33,11 +34,11 @@ class KLInReward:
         return {"reward_kl_penalty": current, "reward_kl_penalty_coeff": float(coefficient)}
 
     def state_dict(self) -> dict[str, float]:
-        return {"coefficient": float(self.controller.value)}
+        return {"coefficient": float(self.controller.value)} if self.is_adaptive else {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """An adaptive coefficient goes on from where it was; a fixed one is the configuration's, which may have changed."""
-        if isinstance(self.controller, AdaptiveKLController):
+        """Restore an adapted coefficient. A fixed one comes from the configuration, which may have changed."""
+        if self.is_adaptive and "coefficient" in state:
             self.controller.value = state["coefficient"]
 
 

@@ -125,14 +125,16 @@ def test_kl_is_subtracted_from_the_reward_and_its_coefficient_adapts(alone):
     assert kl.controller.value == pytest.approx(0.5 * (1 + error * len(means) / 100)) and len(means) == 32
 
 
-@pytest.mark.parametrize("kind,expected", [("adaptive", 0.7), ("fixed", 0.1)])
-def test_a_resumed_run_keeps_an_adapted_coefficient_and_takes_a_new_fixed_one(kind, expected):
-    def kl(coefficient):
+@pytest.mark.parametrize("saved,kind,expected", [
+    ("adaptive", "adaptive", 0.7), ("fixed", "fixed", 0.1), ("fixed", "adaptive", 0.1), ("adaptive", "fixed", 0.1),
+])  # fmt: skip
+def test_a_resumed_run_keeps_an_adapted_coefficient_and_takes_a_new_fixed_one(saved, kind, expected):
+    def kl(kind, coefficient):
         control = {"type": kind, "kl_coef": coefficient, "target_kl": 0.1, "horizon": 100}
         return KLInReward(OmegaConf.create({"kl_ctrl": control, "kl_penalty": "kl"}))
 
-    resumed = kl(0.1)
-    resumed.load_state_dict(kl(0.7).state_dict())
+    resumed = kl(kind, 0.1)
+    resumed.load_state_dict(kl(saved, 0.7).state_dict())
     assert resumed.controller.value == expected
 
 
