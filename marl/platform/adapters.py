@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig, TaskType, get_peft_model
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
-from verl.utils.device import get_device_id
+from verl.utils.device import get_device_id, get_torch_device
 from verl.workers.config.optimizer import build_optimizer
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -151,6 +151,7 @@ class AdapterEngine(FSDPEngineWithLMHead):
     def adapter_state(self, name: str) -> dict[str, Any]:
         """This rank's shards of an adapter, and the state of its update."""
         reshard(self.module)
+        get_torch_device().synchronize()  # verl moves weights and moments to the host without waiting for the copies
         update = self.updates[name]
         return {
             "weights": {key: shard(parameter).clone() for key, parameter in of_adapters(self.module, name)},

@@ -197,6 +197,7 @@ class PolicyWorker(FolderWorker, ActorRolloutRefWorker):
     def weight_digest(self, seed: int, *read_as: Any) -> tuple[Digest, float, float]:
         """This rank's share of the digest, its seconds, and when it was done."""
         started = time.perf_counter()
+        get_torch_device().synchronize()  # as in shards()
         digest = self._digest(seed, *read_as)
         return digest, time.perf_counter() - started, time.time()
 
