@@ -58,7 +58,7 @@ def value_loss(config: Any, model_output: dict[str, torch.Tensor], data: TensorD
         global_batch_size=data["global_batch_size"],
         loss_scale_factor=config.loss_scale_factor,
     )
-    share = mask.sum() * data["dp_size"] / data["batch_num_tokens"]  # verl takes the mean over ranks
+    share = mask.sum() * data["dp_size"] / max(data["batch_num_tokens"], 1)  # verl takes the mean over ranks
     parts = {
         "vf_loss": loss,
         "vf_clipfrac": clipped_share.detach() * share,
