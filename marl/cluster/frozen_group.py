@@ -33,8 +33,8 @@ class FrozenPolicyGroup(RayPolicyGroup):
             await self._each_replica("putting its servers to sleep", "sleep")
 
     async def sync_weights(self, step: int) -> None:
-        """Wake servers that sleep while others train; their weights stay the first ones. Trainers in the pool may not have synced
-        yet, and hold memory that they no longer use."""
+        """Wake servers that sleep while others train; their weights never change. First empty the cache of the pool's trainers,
+        which may not have synced yet."""
         if self.rollout.free_cache_engine:
             async with self.in_turn:
                 emptied = asyncio.gather(*self.workers.empty_cache())

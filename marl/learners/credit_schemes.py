@@ -188,8 +188,8 @@ class TeamOf(Enum):
 
 @register_credit("team")
 class Team(OutcomeCredit):
-    """All agents that answer in a round get the same reward for it, or all agents one for the whole episode. Of agents who never
-    answer in the same round, each gets its own answers' scores by ``round``."""
+    """All agents that answer in a round get the same reward for it, or all agents one for the whole episode. With
+    ``round``, agents that never answer in the same round each get the scores of their own answers alone."""
 
     @dataclass
     class Config(OutcomeCredit.Config):

@@ -37,7 +37,8 @@ class MAGRPO(GRPO):
 
     @classmethod
     def estimators(cls) -> list[str]:
-        """verl's that compare samples would take the turns of a sample's agents, whose returns are equal, for so many samples."""
+        """Those that compare no samples: the others would count the turns of one sample's agents, whose returns are equal, as
+        separate samples."""
         return sorted({"grpo", *UNGROUPED})
 
     def weights(self, batch: JointBatch) -> Tensor:

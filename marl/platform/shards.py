@@ -1,4 +1,4 @@
-"""What FSDP leaves to a forward pass: parameters that it gathered, and dtypes that the first one settles."""
+"""Work on FSDP modules outside a forward pass: freeing gathered parameters, settling the dtypes of gradients."""
 
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -14,7 +14,7 @@ def reshard(module: torch.nn.Module) -> None:
 
 
 def settle_dtypes(module: torch.nn.Module) -> None:
-    """Let FSDP2 choose the dtype of each group's gradients now. Otherwise it asks which parameters can be trained in the first
-    forward pass; where that is the reference's, with the adapters off, none can, and the first update fails."""
+    """Run FSDP2's lazy initialisation now, while adapters are trainable. It settles the dtype of each group's gradients; in a
+    first forward pass with the adapters off, a reference's, it would find nothing to train, and the first update would fail."""
     if isinstance(module, FSDPModule):
         module._get_fsdp_state()._lazy_init()

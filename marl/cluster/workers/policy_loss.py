@@ -1,4 +1,4 @@
-"""Losses of a policy: verl's, of which one is mended, or a linear loss with given gradients."""
+"""Policy losses: verl's, with ``geo_mean`` corrected, or a linear loss with given gradients."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,8 +26,8 @@ def policy_loss(
 
 @register_policy_loss("geo_mean")
 def geo_mean(*, response_mask: Tensor, config: Any, **given: Any) -> tuple[Tensor, dict[str, Any]]:
-    """verl's GMPO (arXiv:2507.20673), as these rows' share of the mean over the whole mini-batch. verl's own is the mean over a
-    micro-batch's rows, and the gradient would grow with the number of micro-batches."""
+    """GMPO (arXiv:2507.20673), normalised over the whole mini-batch. verl averages over the rows of each micro-batch, so that its
+    gradient grows with the number of micro-batches."""
     loss, metrics = compute_policy_loss_geo_mean(response_mask=response_mask, config=config, **given)
     batch = config.global_batch_info
     return loss * (len(response_mask) * batch["dp_size"] / batch["global_batch_size"]), metrics
