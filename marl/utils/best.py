@@ -1,6 +1,7 @@
 """The best checkpoints by a metric of their steps."""
 
 import logging
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from difflib import get_close_matches
@@ -13,16 +14,23 @@ from marl.utils.manifest import Damaged, facts_of, write
 logger = logging.getLogger(__name__)
 NAMES = 8
 """Metrics that a warning lists."""
+LESS_IS_BETTER = re.compile(r"(.*/)?(\w*loss|perplexity)(/.*)?")
 warned: set[Path] = set()
 
 
+def less_is_better(metric: str) -> bool:
+    """True for losses and perplexities."""
+    return LESS_IS_BETTER.fullmatch(metric) is not None
+
+
 def best_steps(root: Path, metric: str, count: int, last: int) -> list[int]:
-    """Steps of the checkpoints with the largest values, of equal ones the later. Those without the metric do not count; where
+    """Steps of the checkpoints with the best values, the largest or a loss's smallest, of equal ones the later. Those without the metric do not count; where
     none has it, and more than the ``last`` ones would have stayed, a warning says so once."""
     if not count:
         return []
     measured = metrics_of(root)
-    known = sorted((metrics[metric], step) for step, metrics in measured.items() if metric in metrics)
+    sign = -1 if less_is_better(metric) else 1
+    known = sorted((sign * metrics[metric], step) for step, metrics in measured.items() if metric in metrics)
     if not known and len(measured) > last and root not in warned:
         warned.add(root)
         _warn(metric, count, last, measured)

@@ -212,6 +212,16 @@ def test_a_metric_that_no_checkpoint_has_is_said_once_with_what_there_is(tmp_pat
     assert "trainer.keep_best=2" in caplog.text and "are: val/team/vote, loss" in caplog.text
 
 
+@pytest.mark.parametrize("metric,kept", [
+    ("val/agent/alice/loss", [20, 30]), ("val/agent/alice/perplexity", [20, 30]), ("val/peers_loss/a/b", [20, 30]), ("val/team/vote", [30]),
+])  # fmt: skip
+def test_the_best_of_losses_is_the_smallest(tmp_path, metric, kept):
+    for step, value in ((10, 1.7), (20, 0.4), (30, 3.9)):
+        save(tmp_path, step, metrics={metric: value})
+        Kept(last=1, best=1, metric=metric).prune(tmp_path)
+    assert steps(tmp_path) == kept
+
+
 def test_a_checkpoint_is_not_read_again_when_it_was_just_sealed(tmp_path, monkeypatch):
     save(tmp_path, 0, metrics={})
     read = []
