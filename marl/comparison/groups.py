@@ -9,10 +9,12 @@ from typing import Any
 from marl.comparison.runs import Run
 from marl.config.identity import leaves, may_differ
 from marl.report.progress import tokens_per_second
+from marl.utils.best import less_is_better
 
 SEED = re.compile(r"seed-?\d+")
 SCORES = ("val/team/vote", "val/team/accuracy/final", "val/team/score", "team/vote", "team/score")
 """Metrics of a comparison's table, where runs have them."""
+FITS = ("/loss", "/preference_accuracy")
 HIDDEN = re.compile(r"trainer\.(default_local_dir|.*_data_dir|experiment_name)|(.*\.)?seed|assets")
 """Keys that follow from others."""
 MEASURED = re.compile(r".*total_training_steps|trainer\.total_epochs|data\.val_.*|.*val_kwargs\..*")
@@ -35,19 +37,17 @@ class Group:
 
 
 def metrics_of(runs: Sequence[Run]) -> list[str]:
-    """The metrics that runs are compared by: scores, and the losses of runs that have none, as those of method=sft and dpo,
-    which play nothing."""
+    """The metrics that runs are compared by: scores, and what runs without them, such as method=sft and dpo, which play nothing,
+    measure of their losses."""
     scores = [key for key in SCORES if any(run.last(key) is not None for run in runs)]
-    return scores + losses([run for run in runs if all(run.last(key) is None for key in SCORES)])
+    return scores + fits([run for run in runs if all(run.last(key) is None for key in SCORES)])
 
 
-def losses(runs: Sequence[Run]) -> list[str]:
-    return sorted({key for run in runs for numbers in run.steps.values() for key in numbers if is_loss(key)})
-
-
-def is_loss(key: str) -> bool:
-    """True for a metric of which less is better."""
-    return key.endswith("/loss")
+def fits(runs: Sequence[Run]) -> list[str]:
+    """Metrics of losses: those of held-out data first, and of these the preferences that hold, which losses of another form or
+    beta have on the same scale."""
+    known = {key for run in runs for numbers in run.steps.values() for key in numbers if key.endswith(FITS)}
+    return sorted(known, key=lambda key: (not key.startswith("val/"), key.endswith("/loss"), key))
 
 
 def best_first(found: Sequence[Group]) -> list[Group]:
@@ -57,7 +57,7 @@ def best_first(found: Sequence[Group]) -> list[Group]:
     def place(group: Group) -> tuple[int, float]:
         for index, key in enumerate(keys):
             if finals := group.finals(key):
-                return index, statistics.median(finals) * (1 if is_loss(key) else -1)
+                return index, statistics.median(finals) * (1 if less_is_better(key) else -1)
         return len(keys), 0.0
 
     return sorted(found, key=place)

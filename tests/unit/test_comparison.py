@@ -194,6 +194,18 @@ def test_runs_that_play_nothing_are_compared_by_their_losses(make_run):
     assert list(group["last"]) == ["agent/a/loss"] and group["last"]["agent/a/loss"]["median"] == 0.5
 
 
+@pytest.mark.parametrize("worse,better", [
+    ({"agent/a/loss": 0.01, "val/agent/a/loss": 3.9}, {"agent/a/loss": 0.6, "val/agent/a/loss": 0.65}),
+    ({"val/agent/a/loss": 1.0, "val/agent/a/preference_accuracy": 0.5}, {"val/agent/a/loss": 4.0, "val/agent/a/preference_accuracy": 0.9}),
+], ids=["overfitted", "another beta"])  # fmt: skip
+def test_runs_without_scores_are_ranked_by_what_they_measure_on_held_out_data(make_run, worse, better):
+    for learner, data in (("grpo", worse), ("mappo", better)):
+        folder = make_run(learner, {}, 0, learner)
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "data": data}) + "\n")
+    found = comparison(runs.load_all([str(folder.parent)]))["groups"]
+    assert [group["name"] for group in found] == ["learner=mappo", "learner=grpo"]
+
+
 def test_a_run_without_numbers_says_why(make_run, capsys):
     folder = make_run("one", {})
     assert cli.main(["report", str(folder)]) == 0 and "`file` is not in `trainer.logger`" in capsys.readouterr().out
