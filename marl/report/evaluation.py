@@ -125,10 +125,11 @@ def plot(result: Result, path: Path) -> None:
         low, high = team["interval"] or (team["accuracy"],) * 2
         errors = [[max(0.0, team["accuracy"] - low)], [max(0.0, high - team["accuracy"])]]
         axes[0].bar([at], [team["accuracy"]], yerr=errors, capsize=4)
-        axes[1].plot(list(team["by_round"]), list(team["by_round"].values()), marker="o", label=team["label"])
+        axes[1].plot(list(map(int, team["by_round"])), list(team["by_round"].values()), marker="o", label=team["label"])
     axes[0].set_xticks(range(len(teams)), [team["label"] for team in teams], rotation=15)
     axes[0].set(title="accuracy of the team, 95 % over tasks", ylim=(0, 1))
     axes[1].set(title="accuracy of the agents' answers", xlabel="round", ylim=(0, 1))
+    axes[1].xaxis.get_major_locator().set_params(integer=True)
     axes[1].legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
