@@ -55,6 +55,11 @@ class Method:
         return self.config.source is not Source.play
 
     @property
+    def reads_turn_scores(self) -> bool:
+        """True if it compares single turns by their own scores, of which the penalty of a long answer is a part."""
+        return False
+
+    @property
     def reads_reference(self) -> bool:
         return bool(getattr(self.config, "reference", False))
 

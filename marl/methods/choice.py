@@ -1,6 +1,6 @@
 """Choice of a team's episodes to imitate, and of pairs of turns to compare. Pure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 
 from marl.methods.examples import Example, Side, Speakers
@@ -22,15 +22,19 @@ def best_episodes(episodes: Sequence[Episode], min_score: float | None, best_of:
     """The episodes whose team answer scores at least ``min_score``, and of these each task's ``best_of`` best, the earlier sample
     first; None for all. Episodes that ended early are left out."""
     tasks: dict[tuple, list[Episode]] = {}
-    for episode in episodes:
-        enough = min_score is None or episode.scored.value >= min_score
-        if episode.failure is None and enough:
+    for episode in whole(episodes):
+        if min_score is None or episode.scored.value >= min_score:
             tasks.setdefault(question(episode), []).append(episode)
     return [
         episode
         for own in tasks.values()
         for episode in sorted(own, key=lambda episode: -episode.scored.value)[:best_of]
     ]
+
+
+def whole(episodes: Sequence[Episode]) -> Iterator[Episode]:
+    """Those that were played to their end."""
+    return (episode for episode in episodes if episode.failure is None)
 
 
 def question(episode: Episode) -> tuple[str, str]:
@@ -70,14 +74,16 @@ def contrasts(
     episodes: Sequence[Episode], speakers: Speakers, compare_by: CompareBy, same_prompt: bool
 ) -> tuple[list[Example], int]:
     """Pairs of turns of the same task and place (agent and round) with different scores: the best with the worst, the next best
-    with the next worst, while they differ; each turn is in one pair at most. Also the number of places without a pair."""
+    with the next worst, while they differ; each turn is in one pair at most. A turn's own score is the one that it would be trained
+    with, less the penalty of a long answer. By the team's score, episodes that ended early are left out: the score is not one of
+    what they said. Also the number of places without a pair."""
     places: dict[tuple, list[Scored]] = {}
     score: Callable[[Episode, Turn], float] = (
-        (lambda episode, turn: turn.scored.value)
+        (lambda episode, turn: turn.scored.value - turn.scored.penalty)
         if compare_by is CompareBy.own
         else (lambda episode, turn: episode.scored.value)
     )
-    for episode in episodes:
+    for episode in episodes if compare_by is CompareBy.own else whole(episodes):
         for turn in imitated(episode, speakers):
             prompt = repr(turn.observation) if same_prompt else ""
             place = (question(episode), turn.agent, turn.round, prompt)
@@ -95,10 +101,10 @@ def joint_contrasts(
     episodes: Sequence[Episode], speakers: Speakers, same_prompt: bool, most: int | None
 ) -> tuple[list[Example], int]:
     """Pairs of what the whole team said in two episodes of a task whose answers score differently: each episode in one pair at most,
-    or the ``most`` of the widest difference. Also the number of tasks without a pair. A team of which a turn cannot be trained
-    (truncated) is left out: its joint probability is not known."""
+    or the ``most`` of the widest difference. Also the number of tasks without a pair. Episodes that ended early are left out, and
+    a team of which a turn cannot be trained (truncated): its joint probability is not known."""
     tasks: dict[tuple, list[Scored]] = {}
-    for episode in episodes:
+    for episode in whole(episodes):
         parts = [turn for turn in episode.path if turn.agent in speakers and (turn.trained or turn.truncated)]
         if parts and all(is_usable(turn, speakers) for turn in parts):
             side = imitated(episode, speakers)

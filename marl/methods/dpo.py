@@ -49,6 +49,10 @@ class DPO(Method):
     config: Config
 
     @property
+    def reads_turn_scores(self) -> bool:
+        return self.config.compare_by is CompareBy.own
+
+    @property
     def columns(self) -> list[tuple[str, ...]]:
         return [(self.config.prompt_key,), (self.config.chosen_key,), (self.config.rejected_key,)]
 

@@ -28,6 +28,7 @@ class SPIN(DPO):
         """Column with the data's answer, in ``extra_info`` or ``reward_model``: text, or a text for each agent by its name."""
 
     config: Config
+    reads_turn_scores = False
 
     def answer_of(self, row: Mapping[str, Any], agent: AgentId) -> str:
         return text_of(row, self.config.answer_key, agent)

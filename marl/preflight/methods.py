@@ -59,6 +59,12 @@ def problems_without_learner(setup: Setup) -> Iterator[str]:
         yield (
             f"actor_rollout_ref.actor.ppo_epochs={actor.ppo_epochs} with method={name}; set method.epochs={actor.ppo_epochs} instead"
         )
+    buffer = config.controller.overlong_buffer
+    if buffer and not setup.method.reads_turn_scores:
+        yield (
+            f"controller.overlong_buffer={buffer} with method={name}, which does not read the score of a single turn: the penalty "
+            "would have no effect; set it to 0"
+        )
     if config.baseline:
         yield f"baseline={config.baseline} with method={name}: baselines are trained by the learner; set baseline=[], or method=rl"
     if setup.learner.exchange_every:

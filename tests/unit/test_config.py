@@ -647,6 +647,8 @@ BAD |= {
 BAD_METHODS = {
     "method=sft actor_rollout_ref.actor.use_kl_loss=true": ["with method=sft", "no KL penalty"],
     "method=sft actor_rollout_ref.actor.ppo_mini_batch_size=16": ["ppo_mini_batch_size=16", "data.train_batch_size"],
+    "method=rft controller.overlong_buffer=2": ["controller.overlong_buffer=2", "method=rft", "set it to 0"],
+    "method=dpo method.compare_by=team controller.overlong_buffer=2": ["controller.overlong_buffer=2", "method=dpo"],
     "method=rft actor_rollout_ref.actor.ppo_epochs=2": ["ppo_epochs=2", "method.epochs=2"],
     "method=rft baseline=[solo]": ["baseline=['solo'] with method=rft", "method=rl"],
     "method=rft learner=cory": ["learner=cory with method=rft", "leave learner=grpo"],

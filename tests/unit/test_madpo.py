@@ -162,6 +162,12 @@ def test_the_pairs_of_the_widest_difference_may_repeat_an_episode():
     assert len(joint_contrasts(written(0.0, 1.0, 0.5), SPEAKERS, False, 9)[0]) == 3
 
 
+def test_a_team_that_did_not_play_to_its_end_is_no_pair():
+    records = written(0.0, -1.0)
+    records[0].failure = "overflow"
+    assert joint_contrasts(records, SPEAKERS, False, None) == ([], 1)
+
+
 def test_teams_without_contrast_are_no_pair():
     cut, same, other = written(1.0, 0.0), written(1.0, 0.0), written(1.0, 0.0)
     cut[1].turns[0].stop_reason, cut[1].turns[0].trained = "length", False  # as a run marks it

@@ -122,6 +122,22 @@ def test_pairs_are_of_one_task_and_place_with_different_scores():
     assert {side[0].agent for pair in team for side in pair.sides} == {"a", "b"}, "b shares the team's score"
 
 
+def test_a_turns_own_score_is_less_the_penalty_of_its_length():
+    """A long right answer that trains with -.5 is rejected beside a short wrong one."""
+    long, short = written([[1], [0]], [[0], [0]])
+    turn = long.turns[0]
+    turn.score = turn.score.for_training(-0.5)
+    (pair,), _ = contrasts([long, short], {"a": ["a"]}, CompareBy.own, False)
+    assert texts([pair]) == [[[("a", 1, "a1 of 1")], [("a", 1, "a1 of 0")]]]
+
+
+def test_by_the_teams_score_what_was_not_played_to_its_end_is_no_contrast():
+    broken, wrong = written([[0], [0]], [[-1], [0]])
+    assert len(contrasts([broken, wrong], {"a": ["a"]}, CompareBy.team, False)[0]) == 1
+    broken.failure = "overflow"
+    assert contrasts([broken, wrong], {"a": ["a"]}, CompareBy.team, False)[0] == []
+
+
 def test_other_tasks_rounds_and_agents_are_no_contrast():
     records = written([[1], [0]]) + written([[0], [1]], task="u")
     assert contrasts(records, SPEAKERS, CompareBy.own, False) == ([], 4)
