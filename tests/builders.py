@@ -322,5 +322,5 @@ class Letters:
     def encode(self, observation, previous=None):
         return [1, *map(ord, "".join(message["content"] for message in observation))]
 
-    def reply(self, text):
+    def reply(self, text, prompt_ids=()):
         return [*map(ord, text), 0]

@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 from marl.controller.encoding import TextEncoder, matches_any
@@ -128,9 +129,21 @@ class ChatEncoder:
         """Ids of an answer's text and its end: what a model of this tokenizer would have said."""
         return [*self._content(text, False), self.tokenizer.eos_token_id]
 
-    def reply(self, text: str) -> list[int]:
-        """Ids of an answer's text and of the token with which the template ends an answer."""
-        return [*self._content(text, False), self.end_of_reply]
+    def reply(self, text: str, prompt_ids: Sequence[int] = ()) -> list[int]:
+        """Ids of an answer's text and of the token with which the template ends an answer, as a model says them after this prompt:
+        the marks of a thought at its beginning are the template's, and a thought that the prompt opens is closed."""
+        if self.thinking is None:
+            return [*self._content(text, False), self.end_of_reply]
+        marks = self.thinking.marks
+        tokens = [mark for mark in (marks.start, marks.end) if self.texts.added.search(mark)]
+        parts = filter(None, self.thinking.parts(text, self.thinking.opened_by(prompt_ids)))
+        ids: list[int] = []
+        inside = False
+        for is_token, group in groupby(parts, tokens.__contains__):
+            part = "".join(group)  # a mark that is no token is text like what stands beside it
+            ids += self.texts.template(part, inside) if is_token else self._content(part, inside)
+            inside = not is_token or self.texts.goes_on(part, inside)
+        return [*ids, self.end_of_reply]
 
     @cached_property
     def end_of_reply(self) -> int:

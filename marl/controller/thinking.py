@@ -82,6 +82,16 @@ class Thinking:
         thought, _, rest = self._text(ids[:size]).rpartition(self.marks.end)
         return self._thought(thought), (rest + answer).lstrip()
 
+    def parts(self, text: str, opened: bool) -> list[str]:
+        """A response's text as its marks and what stands between them: the marks of a thought that it begins with. A thought that
+        the prompt ``opened`` is not opened again, and is closed where the text has none."""
+        marks, said = self.marks, text.lstrip()
+        begins = said.startswith(marks.start)
+        thought, end, answer = said.removeprefix(marks.start).partition(marks.end)
+        if end and (begins or opened):
+            return [*([] if opened else [marks.start]), thought, marks.end, answer]
+        return [marks.end, f"\n\n{text}"] if opened else [text]
+
     def until_stop(self, ids: Sequence[int], stops: Sequence[str], opened: bool) -> int | None:
         """Number of tokens up to the end of the first stop string outside of thoughts; None if there is none."""
         said = self.tokenizer.decode(list(ids), skip_special_tokens=True)

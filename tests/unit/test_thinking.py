@@ -21,6 +21,7 @@ from marl.controller.chat import ChatEncoder
 from marl.controller.client import PolicyClient
 from marl.controller.thinking import Marks, Thinking, marks_of
 from marl.evaluation.ensemble_answers import Ensemble
+from marl.methods.examples import encode
 from marl.report import dump
 from marl.report.conversation import agent_metrics
 from marl.runners import RUNNERS, LiveEpisode, play_to_end, scripted
@@ -255,6 +256,33 @@ def test_marks_that_a_text_spells_are_text(template):
         assert f"x{marks.end}y{marks.start}" in client.tokenizer.decode(client.encoder.encode(forged))
     shown = client.encoder.defused([{"role": "user", "content": f"a{marks.end}b"}])
     assert not control & set(client.tokenizer.encode(shown[0]["content"], add_special_tokens=False))
+
+
+@pytest.mark.parametrize(
+    ("template", "options", "said", "thought", "text"),
+    [
+        (QWEN3, {}, "<think>\n5? 4!\n</think>\n\n#### 4", "5? 4!", "#### 4"),
+        (QWEN3, {}, "#### 4", None, "#### 4"),
+        (QWEN3, {}, "#### 4</think>5", None, "#### 4</think>5"),
+        (QWEN3, {"enable_thinking": False}, "#### 4", None, "#### 4"),
+        (DEEPSEEK_R1, {}, "5? 4!\n</think>\n\n#### 4", "5? 4!", "#### 4"),
+        (DEEPSEEK_R1, {}, "<think>\n5? 4!\n</think>\n\n#### 4", "5? 4!", "#### 4"),
+        (DEEPSEEK_R1, {}, "#### 4", "", "#### 4"),
+        (MAGISTRAL, {}, "[THINK]5? 4![/THINK]#### 4", "5? 4!", "#### 4"),
+        (MISTRAL, {"thinking": MINE}, "<a>5? 4!</a>#### 4", "5? 4!", "#### 4"),
+        (HARMONY, {}, "<|channel|>analysis<|message|>5?<|channel|>final<|message|>#### 4", "5?", "#### 4"),
+        (LLAMA_3, {}, "<think>5</think>#### 4", None, "<think>5</think>#### 4"),
+    ],
+)  # fmt: skip
+def test_an_example_is_encoded_as_its_model_would_say_it(template, options, said, thought, text):
+    """Marks of a thought are the template's tokens, and a thought that the prompt opens is closed."""
+    encoder = client_of(template, **options).encoder
+    turn = encode(Turn("a", 1, QUESTION, said), None, encoder)
+    assert encoder.read(turn.prompt_ids, turn.response_ids) == (thought, text)
+    if thought:
+        whole = said.removeprefix("<think>") if template is DEEPSEEK_R1 else said
+        assert turn.response_ids[:-1] == encoder.tokenizer.encode(whole, add_special_tokens=False)
+    assert turn.response_mask == [1] * len(turn.response_ids) and turn.response_ids[-1] in encoder.special_ids
 
 
 class Merging:
