@@ -77,7 +77,7 @@ CASES = {
     "dead-raylet": ("raylet/raylet", KILL, ONE, (), "GroupLost: Ray's own process of this machine (raylet"),
     "dead-rank": ("PolicyWorker", KILL, PAIR, (), "GroupLost"),
     "dead-rank-of-two": ("PolicyWorker", KILL, TWO, (), "GroupLost"),
-    "stopped-rank": ("PolicyWorker", STOP, ONE, IMPATIENT, "8 s; if it only needs longer"),
+    "stopped-rank": ("PolicyWorker", STOP, ONE, IMPATIENT, "; if it only needs longer, raise resources."),
     "stopped-rank-of-two": ("PolicyWorker", STOP, TWO, ("resources.process_group_timeout_s=6",), "GroupHung"),
     "stopped-server": ("HFServer", STOP, ONE, IMPATIENT, "8 s"),
     "stopped-episode-worker": ("EpisodeWorker", STOP, ONE, (*WORKER, *IMPATIENT), "no sign of life"),
