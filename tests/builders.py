@@ -322,5 +322,8 @@ class Letters:
     def encode(self, observation, previous=None):
         return [1, *map(ord, "".join(message["content"] for message in observation))]
 
+    def said(self, turn):
+        return turn.text if turn.thought is None else f"{turn.thought}: {turn.text}"
+
     def reply(self, text, prompt_ids=()):
         return [*map(ord, text), 0]

@@ -279,21 +279,12 @@ def command_of(flags: argparse.Namespace, options: Options, teams: Sequence[str]
 
 
 def said(counts: Mapping[str, Any], out: Path, beside: Path) -> str:
+    words = f"to imitate them: method=sft method.source=episodes data.train_files=[{out}] data.val_files=null"
     return (
         f"kept {counts['episodes kept']} of {counts['episodes played']} episodes ({counts['tasks kept']} of {counts['tasks played']} "
         f"tasks); accuracy {counts['accuracy of all']:.3f} of all, {counts['accuracy of the kept']:.3f} of the kept\n"
-        f"episodes: {out}   their origin: {beside}\n{imitation(counts, out)}\n"
+        f"episodes: {out}   their origin: {beside}\n{words}\n"
     )
-
-
-def imitation(counts: Mapping[str, Any], out: Path) -> str:
-    """The words that imitate the episodes, and how much of these is left out: dumps hold no ids of thoughts."""
-    turns, thoughts = counts["turns kept"], counts["turns kept with a thought"]
-    left_out = f"{thoughts} of {turns} turns have a thought, and methods leave them out (docs/methods.md)"
-    if turns and thoughts == turns:
-        return f"nothing to imitate: {left_out}"
-    words = f"to imitate them: method=sft method.source=episodes data.train_files=[{out}] data.val_files=null"
-    return f"{words}; {left_out}" if thoughts else words
 
 
 if __name__ == "__main__":

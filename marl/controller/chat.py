@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import Any
 
 from marl.controller.encoding import TextEncoder, matches_any
-from marl.controller.thinking import KNOWN, Thinking, marks_of, until_stop
+from marl.controller.thinking import KNOWN, Thinking, in_full, marks_of, until_stop
 from marl.types import Message, Turn
 from marl.utils.cache import cached_by_bytes
 
@@ -129,14 +129,19 @@ class ChatEncoder:
         """Ids of an answer's text and its end: what a model of this tokenizer would have said."""
         return [*self._content(text, False), self.tokenizer.eos_token_id]
 
+    def said(self, turn: Turn) -> str:
+        """All that a turn says, its thought included, as a model with this template writes it; a template without thoughts leaves
+        them out."""
+        return in_full(turn.thought, turn.text, self.thinking.marks if self.thinking else None)
+
     def reply(self, text: str, prompt_ids: Sequence[int] = ()) -> list[int]:
         """Ids of an answer's text and of the token with which the template ends an answer, as a model says them after this prompt:
         the marks of a thought at its beginning are the template's, and a thought that the prompt opens is closed."""
         if self.thinking is None:
             return [*self._content(text, False), self.end_of_reply]
-        marks = self.thinking.marks
-        tokens = [mark for mark in (marks.start, marks.end) if self.texts.added.search(mark)]
-        parts = filter(None, self.thinking.parts(text, self.thinking.opened_by(prompt_ids)))
+        marks = self.thinking.marks.start, self.thinking.closing
+        tokens = [mark for mark in marks if self.texts.added.search(mark)]
+        parts = filter(None, self.thinking.parts(text, prompt_ids))
         ids: list[int] = []
         inside = False
         for is_token, group in groupby(parts, tokens.__contains__):

@@ -14,16 +14,20 @@ PROMPT_END = 16
 
 @dataclass(frozen=True)
 class Marks:
-    """Start and end marks of a thought."""
+    """Start and end marks of a thought, and how models write them."""
 
     start: str
     end: str
+    lines: bool = False
+    """Each mark has a line of its own, and an empty line follows the end mark."""
+    before_end: str = ""
+    """Template tokens between the thought and the end mark."""
 
 
 KNOWN = (
-    Marks("<think>", "</think>"),
+    Marks("<think>", "</think>", lines=True),
     Marks("[THINK]", "[/THINK]"),
-    Marks("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
+    Marks("<|channel|>analysis<|message|>", "<|channel|>final<|message|>", before_end="<|end|><|start|>assistant"),
     Marks("<seed:think>", "</seed:think>"),
     Marks("◁think▷", "◁/think▷"),
     Marks("<|START_THINKING|>", "<|END_THINKING|>"),
@@ -34,7 +38,19 @@ def marks_of(setting: Any, template: str) -> Marks | None:
     """The marks of ``controller.thinking``: for ``auto`` the first known ones whose end the chat template mentions."""
     if setting == "auto":
         return next((marks for marks in KNOWN if marks.end in template), None)
-    return None if setting == "none" else Marks(setting["start"], setting["end"])
+    return None if setting == "none" else marks_between(setting["start"], setting["end"])
+
+
+def marks_between(start: str, end: str) -> Marks:
+    return next((marks for marks in KNOWN if (marks.start, marks.end) == (start, end)), Marks(start, end))
+
+
+def in_full(thought: str | None, text: str, marks: Marks | None) -> str:
+    """A response as a model of these marks writes it; without marks, its answer alone."""
+    if thought is None or marks is None:
+        return text
+    line = "\n" if marks.lines else ""
+    return f"{marks.start}{line}{thought}{line}{marks.end}{2 * line}{text}"
 
 
 def until_stop(
@@ -55,6 +71,7 @@ class Thinking:
 
     def __init__(self, tokenizer: Any, marks: Marks) -> None:
         self.tokenizer, self.marks = tokenizer, marks
+        self.closing = marks.before_end + marks.end
         self.added = tokenizer.get_added_vocab()
         self.special = matches_any(tokenizer.all_special_tokens)
 
@@ -67,7 +84,15 @@ class Thinking:
         return self._ends_with(prompt_ids, self.marks.end)
 
     def _ends_with(self, prompt_ids: Sequence[int], mark: str) -> bool:
-        return self.tokenizer.decode(list(prompt_ids[-PROMPT_END:])).rstrip().endswith(mark)
+        return self._end_of(prompt_ids).rstrip().endswith(mark)
+
+    def _space_after(self, prompt_ids: Sequence[int]) -> str:
+        """The white space at the prompt's end, which a thought does not repeat."""
+        end = self._end_of(prompt_ids)
+        return end[len(end.rstrip()) :]
+
+    def _end_of(self, prompt_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(prompt_ids[-PROMPT_END:]))
 
     def read(self, ids: Sequence[int], opened: bool) -> tuple[str | None, str]:
         """The thought, None where there is none, and the answer, empty where the thought was never closed."""
@@ -80,17 +105,23 @@ class Thinking:
             return None, answer
         # where the end mark is several tokens, the last of them may go on after it
         thought, _, rest = self._text(ids[:size]).rpartition(self.marks.end)
-        return self._thought(thought), (rest + answer).lstrip()
+        return self._thought(thought.removesuffix(self.marks.before_end)), (rest + answer).lstrip()
 
-    def parts(self, text: str, opened: bool) -> list[str]:
+    def parts(self, text: str, prompt_ids: Sequence[int] = ()) -> list[str]:
         """A response's text as its marks and what stands between them: the marks of a thought that it begins with. A thought that
-        the prompt ``opened`` is not opened again, and is closed where the text has none."""
-        marks, said = self.marks, text.lstrip()
+        the prompt opens is not opened again, and is closed where the text has none; one that the prompt closes is left out."""
+        marks, said, opened = self.marks, text.lstrip(), self.opened_by(prompt_ids)
         begins = said.startswith(marks.start)
         thought, end, answer = said.removeprefix(marks.start).partition(marks.end)
-        if end and (begins or opened):
-            return [*([] if opened else [marks.start]), thought, marks.end, answer]
-        return [marks.end, f"\n\n{text}"] if opened else [text]
+        closing = self.closing
+        if not end or not (begins or opened):
+            return [closing, f"\n\n{text}"] if opened else [text]
+        thought = thought.removesuffix(marks.before_end)
+        if self.closed_by(prompt_ids):
+            return [answer.lstrip()]
+        if opened:
+            return [thought.removeprefix(self._space_after(prompt_ids)), closing, answer]
+        return [marks.start, thought, closing, answer]
 
     def until_stop(self, ids: Sequence[int], stops: Sequence[str], opened: bool) -> int | None:
         """Number of tokens up to the end of the first stop string outside of thoughts; None if there is none."""

@@ -53,13 +53,8 @@ def is_usable(turn: Turn, speakers: Speakers) -> bool:
 
 
 def is_whole(turn: Turn) -> bool:
-    """Dumps hold no ids: there, the answer of a turn with a thought is not what its policy said."""
-    return (not turn.truncated and bool(turn.response_ids)) or is_said(turn)
-
-
-def is_said(turn: Turn) -> bool:
-    """True if its text is all that its policy said."""
-    return not turn.truncated and turn.thought is None and bool(turn.text)
+    """True if the turn ends where its policy ended it. Without ids, as in dumps, it must have an answer."""
+    return not turn.truncated and bool(turn.response_ids or turn.text)
 
 
 def with_policy(turn: Turn, speakers: Speakers) -> Turn:

@@ -5,7 +5,7 @@ from copy import copy
 from enum import Enum
 from typing import Any
 
-from marl.methods.choice import is_said, is_whole, with_policy
+from marl.methods.choice import is_whole, with_policy
 from marl.methods.examples import Side, Speakers
 from marl.types import AgentId, Episode, PolicyName, Turn
 from marl.utils.near import did_you_mean
@@ -60,7 +60,7 @@ def taught(episode: Episode, speakers: Speakers, teachers: Mapping[AgentId, Agen
 
 
 def as_said_by(turn: Turn, student: AgentId, speakers: Speakers) -> Turn:
-    """The turn itself, or a copy of its text alone, as another policy may have another tokenizer."""
+    """The turn itself, or a copy without ids, as another policy may have another tokenizer."""
     if turn.agent == student:
         return with_policy(turn, speakers)
     own = copy(turn)
@@ -69,13 +69,14 @@ def as_said_by(turn: Turn, student: AgentId, speakers: Speakers) -> Turn:
 
 
 def team_answer(episode: Episode, speakers: Speakers) -> Side:
-    """The text that gave the team's answer, said by every trained agent at once after the task; the last of several. Empty where the
-    team has no answer, or no turn gives it."""
-    gave = [turn for turn in episode.path if turn.scored.answer == episode.answer and is_said(turn)]
+    """The text that gave the team's answer, with the thought before it, said by every trained agent at once after the task; the last of
+    several. Empty where the team has no answer, or no turn gives it."""
+    gave = [turn for turn in episode.path if turn.scored.answer == episode.answer and turn.text and is_whole(turn)]
     if episode.answer is None or not gave:
         return []
     found: dict[tuple[PolicyName, str], Turn] = {}
     for agent, policies in speakers.items():
-        own = Turn(agent, 1, episode.task.observation(agent), gave[-1].text, policy=policies[0])
+        asked, gives = episode.task.observation(agent), gave[-1]
+        own = Turn(agent, 1, asked, gives.text, policy=policies[0], thought=gives.thought)
         found.setdefault((own.policy, repr(own.observation)), own)
     return list(found.values())

@@ -58,9 +58,10 @@ def check_answer(setup: Setup, row: Mapping[str, Any], where: str, agent: str, w
             f"{where}: {error} for agent {agent!r}, the data's answer; method.answer_key names its column: extra_info.…, or "
             "reward_model.ground_truth, where data.columns puts it"
         ) from None
-    if len(text.encode()) < limit:  # no token is shorter than a byte; one more ends it
+    asked = encoder.encode([{"role": "user", "content": ""}])
+    if len(text.encode()) + len(encoder.reply("", asked)) <= limit:  # no token is shorter than a byte
         return
-    length = len(encoder.reply(text))
+    length = len(encoder.reply(text, asked))
     if length > limit:
         raise ConfigError(
             f"{where}: the answer of agent {agent!r} has {length} tokens, data.max_response_length allows {limit}; raise it, or leave "

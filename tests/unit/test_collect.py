@@ -265,21 +265,12 @@ def test_an_untrained_team_plays_as_many_tasks_as_it_would_train_on(here, monkey
     assert collect.split_limit(collect.Options(), teams, []) == ["data.val_max_samples=2"]
 
 
-@pytest.mark.parametrize(
-    ("thoughts", "said"),
-    [
-        (0, "to imitate them: method=sft method.source=episodes data.train_files=[a.jsonl] data.val_files=null\n"),
-        (1, "data.val_files=null; 1 of 4 turns have a thought, and methods leave them out"),
-        (4, "\nnothing to imitate: 4 of 4 turns have a thought"),
-    ],
-)
-def test_turns_with_thoughts_are_told(thoughts, said):
+def test_the_words_that_imitate_what_is_kept_are_told():
     found = of_teams()
     found.kept = found.episodes[:2]
-    for turn in [turn for record in found.kept for turn in record.turns][:thoughts]:
-        turn.thought = "hm"
     text = collect.said(found.counts(), Path("a.jsonl"), Path("a.README.md"))
-    assert text.startswith("kept 2 of 8 episodes (1 of 2 tasks); accuracy") and said in text
+    assert text.startswith("kept 2 of 8 episodes (1 of 2 tasks); accuracy")
+    assert text.endswith("method=sft method.source=episodes data.train_files=[a.jsonl] data.val_files=null\n")
 
 
 def test_a_team_plays_as_often_as_in_its_training(monkeypatch):

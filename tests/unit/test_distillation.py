@@ -59,6 +59,17 @@ def test_a_team_is_distilled_into_the_policy_that_all_share(learned):
     ]
 
 
+def test_a_thought_is_taught_from_a_dump(tmp_path):
+    record = debate()
+    record.turns[1].thought = "hm"
+    path = dump.write([record], 1, tmp_path)
+    items = read_items(
+        method("sft", source=Source.episodes), Source.episodes, [str(path)], {"b": ["b"]}, "data.train_files"
+    )
+    (side,) = [side for item in items for example in item for side in encoded(example, {"b": Letters()}).sides]
+    assert [turn.response_ids for turn in side] == [[*map(ord, text), 0] for text in ("hm: four", "still four")]
+
+
 def test_the_teams_answer_is_what_one_agent_says_at_once(learned):
     """The last turn that gave it, after the task as it was set; the student need not have played."""
     assert learned({"solo": ["solo"]}, debate(), target=Target.team_answer) == [
@@ -70,7 +81,8 @@ def test_the_teams_answer_is_what_one_agent_says_at_once(learned):
     thoughtful = debate()
     thoughtful.turns[3].thought, thoughtful.turns[3].response_ids = "hm", [6]
     (example,) = method("sft", target=Target.team_answer).of_episodes([thoughtful], {"solo": ["solo"]}).examples
-    assert [turn.text for turn in example.sides[0]] == ["so four"], "as in dumps, which hold no ids"
+    (own,) = example.sides[0]
+    assert (own.thought, own.text, own.response_ids) == ("hm", "still four", []), "encoded anew, as from a dump"
     silent.answer = None
     assert len(learned({"solo": ["solo"]}, debate(), silent, target=Target.team_answer)) == 1
 
@@ -119,7 +131,8 @@ def test_a_turn_that_was_played_is_encoded_anew_for_another_policy():
     assert [turn.agent for turn in record.turns] == ["a", "b", "a", "b"], "the episode itself stays as it was"
     record.turns[0].thought = "hm"
     (example,) = sft.of_episodes([record], {"b": ["b"]}).examples
-    assert [turn.text for turn in example.sides[0]] == ["so four"], "what was thought is not known as text"
+    side = encoded(example, {"b": Letters()}).sides[0]
+    assert [turn.response_ids for turn in side] == [[*map(ord, text), 0] for text in ("hm: five", "so four")]
 
 
 def test_a_shared_policy_learns_the_ids_that_its_teacher_sampled():

@@ -22,6 +22,7 @@ from marl.controller.client import PolicyClient
 from marl.controller.thinking import Marks, Thinking, marks_of
 from marl.evaluation.ensemble_answers import Ensemble
 from marl.methods.examples import encode
+from marl.preflight.method_files import check_answer
 from marl.report import dump
 from marl.report.conversation import agent_metrics
 from marl.runners import RUNNERS, LiveEpisode, play_to_end, scripted
@@ -265,6 +266,7 @@ def test_marks_that_a_text_spells_are_text(template):
         (QWEN3, {}, "#### 4", None, "#### 4"),
         (QWEN3, {}, "#### 4</think>5", None, "#### 4</think>5"),
         (QWEN3, {"enable_thinking": False}, "#### 4", None, "#### 4"),
+        (QWEN3, {"enable_thinking": False}, "<think>\n5?\n</think>\n\n#### 4", None, "#### 4"),
         (DEEPSEEK_R1, {}, "5? 4!\n</think>\n\n#### 4", "5? 4!", "#### 4"),
         (DEEPSEEK_R1, {}, "<think>\n5? 4!\n</think>\n\n#### 4", "5? 4!", "#### 4"),
         (DEEPSEEK_R1, {}, "#### 4", "", "#### 4"),
@@ -280,7 +282,8 @@ def test_an_example_is_encoded_as_its_model_would_say_it(template, options, said
     turn = encode(Turn("a", 1, QUESTION, said), None, encoder)
     assert encoder.read(turn.prompt_ids, turn.response_ids) == (thought, text)
     if thought:
-        whole = said.removeprefix("<think>") if template is DEEPSEEK_R1 else said
+        whole = said.removeprefix("<think>\n") if template is DEEPSEEK_R1 else said
+        whole = whole.replace("5?<|channel|>", "5?<|end|><|start|>assistant<|channel|>")
         assert turn.response_ids[:-1] == encoder.tokenizer.encode(whole, add_special_tokens=False)
     assert turn.response_mask == [1] * len(turn.response_ids) and turn.response_ids[-1] in encoder.special_ids
 
@@ -503,3 +506,47 @@ def test_a_setting_that_names_no_marks_is_refused(value):
     with pytest.raises(ConfigError, match="controller.thinking=.*: expected auto, none, or the marks around a thought"):
         thoughts_have_marks(config)
     thoughts_have_marks(OmegaConf.create({"controller": {"thinking": MINE}, "policies": {"a": None}}))
+
+
+NATIVE = {
+    "qwen3": (QWEN3, "<think>\nhm\n</think>\n\n4<|im_end|>"),
+    "r1": (DEEPSEEK_R1, "hm\n</think>\n\n4<|im_end|>"),
+    "magistral": (MAGISTRAL, "[THINK]hm[/THINK]4<|im_end|>"),
+    "harmony": (HARMONY, "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>4<|end|>"),
+    "llama3": (LLAMA_3, "4<|im_end|>"),
+}  # fmt: skip
+"""Templates, and an answer as each one's models write it."""
+
+
+@pytest.mark.parametrize("student", NATIVE)
+@pytest.mark.parametrize("teacher", [name for name in NATIVE if name != "llama3"])
+def test_a_thought_is_taught_as_the_students_model_writes_it(teacher, student):
+    """From the text of a turn, as another model's, or read from a dump; a model without thoughts learns the answer alone."""
+    taught = act(client_of(*NATIVE[teacher]))
+    assert (taught.thought, taught.text) == ("hm", "4")
+    template, native = NATIVE[student]
+    own = client_of(template)
+    turn = encode(Turn("a", 1, QUESTION, taught.text, thought=taught.thought), None, own.encoder)
+    assert turn.response_ids == own.tokenizer.encode(native, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("text", ["<think>hm</think>4", "<think>\nhm</think>4", "hm</think>4"])
+def test_the_line_after_an_opening_mark_is_not_written_twice(text):
+    own = client_of(DEEPSEEK_R1)
+    prompt = own.encoder.encode(QUESTION)
+    assert own.tokenizer.decode(own.encoder.reply(text, prompt)) == "hm</think>4<|im_end|>"
+    assert own.tokenizer.decode(prompt).endswith("<think>\n")
+
+
+def test_marks_that_are_named_are_written_as_the_known_ones():
+    assert marks_of({"start": "<think>", "end": "</think>"}, "") == marks_of("auto", QWEN3)
+
+
+def test_an_answer_is_measured_with_the_mark_that_closes_its_thought():
+    own = client_of(DEEPSEEK_R1)
+    length = len(own.encoder.reply("4", own.encoder.encode(QUESTION)))
+    assert length > len(own.encoder.reply("4"))
+    setup: Any = SimpleNamespace(method=SimpleNamespace(answer_of=lambda row, agent: "4"))
+    check_answer(setup, {}, "file, row 0", "a", (own.encoder, length))
+    with pytest.raises(ConfigError, match=f"the answer of agent 'a' has {length} tokens"):
+        check_answer(setup, {}, "file, row 0", "a", (own.encoder, length - 1))
