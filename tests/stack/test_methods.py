@@ -183,7 +183,15 @@ def test_dpo_descends_the_loss_of_its_pairs_wherever_micro_batches_cut(alone, ro
     assert_same(ours, plain_gradient(actor, exact), share=1e-4)
 
 
-@pytest.mark.parametrize("options", [ADAPTERS, ADAPTED], ids=["lora", "shared base"])
+IN_OTHER_LAYERS = (
+    "+policies.alice.model.target_modules=[layers.0.self_attn.q_proj]",
+    "+policies.carol.model.target_modules=[layers.1.self_attn.q_proj]",
+)
+
+
+@pytest.mark.parametrize(
+    "options", [ADAPTERS, ADAPTED, (*ADAPTED, *IN_OTHER_LAYERS)], ids=["lora", "shared base", "in other layers"]
+)
 def test_adapters_in_bf16_are_trained_though_their_reference_comes_first(alone, rows, options):
     """The first forward pass of all is one in which nothing can be trained, and FSDP2 settles its dtypes in the first."""
     live = offline(alone, rows("pairs", pairs(8)), "method=dpo", "precision=bf16", *options)

@@ -30,6 +30,7 @@ from marl.cluster.workers.dispatch import rows_by_rank
 from marl.cluster.workers.interface import at_the_nodes_interface
 from marl.cluster.workers.policy_loss import policy_loss
 from marl.cluster.workers.shard_files import FolderWorker, ShardFiles, raise_lost, write
+from marl.platform.adapters import of_adapters
 from marl.platform.determinism import seed_generators
 from marl.platform.shards import reshard, settle_dtypes
 from marl.utils.allocator import keep_freed_memory
@@ -76,7 +77,7 @@ class EngineWorker(FolderWorker, TrainingWorker):
         super().reset()
         self.engine.checkpoint_manager = ShardFiles(self.engine.checkpoint_manager)
         if lora.has_adapters(self.engine):
-            settle_dtypes(self.engine.module)
+            settle_dtypes(self.engine.module, (adapted for _, adapted in of_adapters(self.engine.module)))
 
     def train_batch(self, data: TensorDict) -> TensorDict | None:
         """verl's; where a step has several passes, the learning rate moves on after the last."""
