@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from marl.cluster.shared_folder import check_shared
 from marl.config.deadlines import Deadline, Phase, deadline_of
+from marl.config.errors import ConfigError
 from marl.config.identity import code_fingerprint, fingerprints
 from marl.config.policies import policies_by_agent
 from marl.controller import ledger
@@ -233,7 +234,10 @@ def check_state(trainer: MARLTrainer, folder: Path, state: Mapping[str, Any]) ->
         )
     for kind, groups in {"policies": trainer.policies, "critics": trainer.critics.groups}.items():
         if state[kind] != sorted(groups):
-            raise ValueError(f"{folder} holds the {kind} {state[kind]}, this run has {sorted(groups)}")
+            raise ConfigError(
+                f"{folder} holds the {kind} {state[kind]}, and this run has {sorted(groups)}; expected the same: resume with the "
+                "settings that it was saved with, or begin a new run from its weights (model.path=…/<policy>/actor/huggingface)"
+            )
     unsaved = [
         name
         for name, group in trainer.policies.items()

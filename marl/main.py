@@ -30,6 +30,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError
 
 import marl.config.schema  # noqa: F401 - registers our groups
 from marl.cluster.head_watch import head_watched
@@ -70,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
         with display_of(show) as display:
             trainer = run(config, display)
         if show is not Show.quiet:
-            run_summary.show(trainer.history, trainer.report_folder)
+            run_summary.show(trainer.history, trainer.report_folder, trainer.folder)
 
     return run_composed(hydra_overrides(words), train)
 
@@ -131,7 +132,7 @@ def exit_code(work: Callable[[], Any]) -> int:
     try:
         work()
         print(end="", flush=True)  # stdout may be closed
-    except (ConfigError, HydraException, OmegaConfBaseException) as error:
+    except (ConfigError, HydraException, OmegaConfBaseException, MarkedYAMLError) as error:
         print(masked_text(f"configuration error: {explain(error)}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt as ended:

@@ -123,6 +123,11 @@ def check_messages(messages: Any, where: str) -> None:
             or not isinstance(message.get("content"), str)
         ):
             raise ConfigError(f"{where} holds {shown(message)}; {expected}")
+    if messages[-1]["role"] == "assistant":
+        raise ConfigError(
+            f"{where} ends in a message of the assistant, {shown(messages[-1])}; expected one to answer at the end: leave the solution "
+            "out, which belongs into reward_model.ground_truth"
+        )
     if not messages[-1]["content"].strip():
         raise ConfigError(f"{where} ends in an empty message, {shown(messages[-1])}; {expected}")
 

@@ -9,6 +9,7 @@ from typing import Any
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from yaml import MarkedYAMLError
 
 from marl.utils.registry import did_you_mean
 
@@ -31,6 +32,8 @@ def explain(error: Exception) -> str:
     """Message for an error from Hydra or OmegaConf: the key, the value, what was expected, the nearest known name."""
     if isinstance(error, MissingConfigException):
         return missing_option(error)
+    if isinstance(error, MarkedYAMLError):
+        return not_yaml(error)
     if isinstance(error, OverrideParseException):
         said = str(error).splitlines()[0]
         return f"{error.override}: cannot be read: {said}; expected key=value; {quote_it(error.override)}"
@@ -49,6 +52,13 @@ def explain(error: Exception) -> str:
             text = "it cannot be None"
         return f"wrong value for '{cause.full_key}': {text}; expected a value like the default's, see --cfg job"
     return str(error)
+
+
+def not_yaml(error: MarkedYAMLError) -> str:
+    """A sentence on a file's syntax, with the line."""
+    mark = error.problem_mark or error.context_mark
+    where = f"{mark.name.strip()}, line {mark.line + 1}" if mark else "a configuration file"
+    return f"{where}: not YAML: {error.problem or error.context}; quote texts that hold colons, braces or ${{…}}, and indent by spaces"
 
 
 SEVERAL_VALUES = re.compile(r"Ambiguous value for argument '(.*)'")

@@ -93,7 +93,8 @@ def collection_of(plays: Sequence[Play], results: Sequence[Episode | Exception],
     episodes = [result for result in results if isinstance(result, Episode)]
     if episodes and not any(episode.turns for episode in episodes):
         raise EpisodesFailed(
-            f"in step {step} no episode has a single turn: {episodes[0].failure_message or 'no agent has acted'}"
+            f"in step {step} no episode has a single turn, task {episodes[0].task.id}: "
+            f"{episodes[0].failure_message or 'no agent has acted'}"
         )
     return Collection(episodes, [error for _, error in lost], [play for play, _ in lost], retried)
 

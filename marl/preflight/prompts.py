@@ -1,7 +1,8 @@
 """Checks of prompt lengths, at the start and as they grow over rounds."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from heapq import nlargest
 from itertools import islice
 from typing import Any
 
@@ -23,24 +24,19 @@ from marl.types import Episode, Task
 logger = logging.getLogger(__name__)
 
 PROMPTS_READ = 100
-"""Rows read of every file; encoding all of a large one takes minutes."""
+"""Rows read of every file, the first and the longest others; encoding all of a large one takes minutes."""
+ROWS_NAMED = 5
 
 
 def check_prompts(config: DictConfig, encoders: Mapping[str, ChatEncoder]) -> list[list[Task]]:
     """Raise ConfigError where agents, but those of endpoints, are shown more than ``data.max_prompt_length`` before anybody has spoken. Returns the
     tasks of every file that were read, the longest first."""
-    limit, policies, tasks = config.data.max_prompt_length, policies_by_agent(config.agents), []
+    limit, tasks = config.data.max_prompt_length, []
     for key in ("train_files", "val_files"):
         for file in file_list(config.data[key]):
-            rows = list(islice(rows_of(file, config.data.prompt_key), PROMPTS_READ))
-            lengths = [
-                max(
-                    len(encoders[own[0]].encode(shown_to(row, agent, config)))
-                    for agent, own in policies.items()
-                    if own[0] in encoders
-                )
-                for row in rows
-            ]
+            every = rows_of(file, config.data.prompt_key)
+            rows = list(islice(every, PROMPTS_READ))
+            lengths = [longest_shown(row, config, encoders) for row in rows]
             order = sorted(range(len(rows)), key=lambda i: -lengths[i])
             tasks.append([task_of(rows[i], f"{file}, row {i}", config.data.prompt_key) for i in order])
             long = [length for length in lengths if length > limit]
@@ -49,7 +45,43 @@ def check_prompts(config: DictConfig, encoders: Mapping[str, ChatEncoder]) -> li
                     f"data.max_prompt_length={limit}: {len(long)} of the first {len(lengths)} prompts of {file} are longer, "
                     f"up to {max(long)} tokens before anybody has answered; set it to at least that"
                 )
+            if not config.data.filter_overlong_prompts:
+                others = {i: longest_shown(row, config, encoders) for i, row in longest_texts(every, len(rows), config)}
+                warn_of_long_rows(file, dict(enumerate(lengths)) | others, limit)
     return tasks
+
+
+def longest_shown(row: Mapping[str, Any], config: DictConfig, encoders: Mapping[str, ChatEncoder]) -> int:
+    """Tokens of the longest first prompt that a row gives to an agent, but to those of endpoints."""
+    policies = policies_by_agent(config.agents)
+    return max(
+        len(encoders[own[0]].encode(shown_to(row, agent, config)))
+        for agent, own in policies.items()
+        if own[0] in encoders
+    )
+
+
+def longest_texts(
+    rows: Iterable[Mapping[str, Any]], start: int, config: DictConfig
+) -> list[tuple[int, Mapping[str, Any]]]:
+    """The rows of the most characters, with their numbers, of which the first is ``start``."""
+
+    def size(numbered: tuple[int, Mapping[str, Any]]) -> int:
+        return max(sum(len(m["content"]) for m in shown_to(numbered[1], agent, config)) for agent in config.agents)
+
+    return nlargest(PROMPTS_READ, enumerate(rows, start), key=size)
+
+
+def warn_of_long_rows(file: str, lengths: Mapping[int, int], limit: int) -> None:
+    """``lengths``: tokens of some rows' prompts, by the rows' numbers."""
+    long = {row: length for row, length in sorted(lengths.items()) if length > limit}
+    if long:
+        named = ", ".join(f"row {row} ({length} tokens)" for row, length in islice(long.items(), ROWS_NAMED))
+        logger.warning(
+            "%s: at least %d rows are longer than data.max_prompt_length=%d before anybody speaks, and teach nothing: %s%s; raise it, "
+            "or leave them out by data.filter_overlong_prompts=true. A step in which all rows are such ends the run",
+            file, len(long), limit, named, ", …" if len(long) > ROWS_NAMED else "",
+        )  # fmt: skip
 
 
 def task_of(row: Mapping[str, Any], id: str, prompt_key: str) -> Task:

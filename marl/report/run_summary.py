@@ -77,12 +77,12 @@ def table(history: History) -> Table:
     return result
 
 
-def show(history: History, folder: Path) -> None:
+def show(history: History, folder: Path, run: Path) -> None:
     """The last lines of a run on a terminal: the accuracies before and after training, and where the results are."""
     console = Console(highlight=False)
     if history and "vote" in history[min(history)]:
         console.print(table(history))
-    console.print(Text(f"results: {folder}   full report: marl report {folder}"), soft_wrap=True)
+    console.print(Text(f"results: {folder}   full report: marl report {run}"), soft_wrap=True)
 
 
 def read_json(folder: Path) -> dict[str, Any]:

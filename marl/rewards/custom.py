@@ -14,6 +14,9 @@ from typing import Any
 from marl.config.errors import ConfigError
 from marl.utils.registry import did_you_mean
 
+PASSED = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""Names of the arguments that a reward function is called with."""
+
 
 @functools.cache
 def module_of(path: str) -> ModuleType:
@@ -80,6 +83,23 @@ def checked_function(config: Any) -> None:
             f"reward.custom_reward_function.path={custom.path}: {type(error).__name__}: {error}; expected a Python file with "
             f"a function {custom.name}(data_source, solution_str, ground_truth, extra_info)"
         ) from error
+    check_parameters(custom)
+
+
+def check_parameters(custom: Custom) -> None:
+    """Raise ConfigError where the function cannot take what it is called with."""
+    try:
+        expected = inspect.signature(custom.load())
+    except ValueError:  # written in C
+        return
+    try:
+        expected.bind(**{**dict.fromkeys(PASSED), **custom.kwargs})
+    except TypeError as error:
+        own = f" and its reward_kwargs ({', '.join(custom.kwargs)})" if custom.kwargs else ""
+        raise ConfigError(
+            f"reward.custom_reward_function.name={custom.name}: it is called by name with {', '.join(PASSED)}{own}, and {custom.path} "
+            f"defines {custom.name}{expected}: {error}; give it these parameters, or **kwargs"
+        ) from None
 
 
 def custom_function(config: Any) -> Custom | None:

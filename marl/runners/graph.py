@@ -158,6 +158,11 @@ class Graph(ConversationRunner):
                     f"runner.edges[{i}]={edge}: expected at least one node in to, and a word if and only if when=says"
                 )
         self.check_nodes(named)
+        for agent in [agent for agent, turns in self.most_turns(agents).items() if not turns]:
+            raise ValueError(
+                f"agents.{agent}: no node of runner.nodes lets it speak; expected its name in the agents of a node, or no such "
+                f"agent (~agents.{agent})"
+            )
 
     def check_nodes(self, named: Mapping[str, Sequence[str]]) -> None:
         """Every node that a key names is there, and every node is reached."""

@@ -165,6 +165,15 @@ def test_another_broken_pipe_is_a_failure(monkeypatch, capfd):
     assert "Traceback" in (said := capfd.readouterr().err) and "BrokenPipeError: a worker has gone" in said
 
 
+@pytest.mark.parametrize(
+    "text, line", [("a: {b: c/${d}}", 1), ("a: 1\n\tb: 2", 2), ("a: 1\n- 2", 2)], ids=["braces", "tab", "list"]
+)
+def test_a_file_that_is_not_yaml_is_named_with_its_line(refused, tmp_path, text, line):
+    (tmp_path / "mine.yaml").write_text(text)
+    said = refused("train", "--config-dir", str(tmp_path), "--config-name", "mine")
+    assert f"{tmp_path / 'mine.yaml'}, line {line}: not YAML: " in said and "quote texts" in said
+
+
 def test_an_unknown_option_of_run_one_is_no_word_of_hydras(refused):
     said = refused("run-one", "--bogus", "runner=debate")
     assert said == (

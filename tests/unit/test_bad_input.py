@@ -533,6 +533,8 @@ BAD_REWARDS = {
     "raises": "raise RuntimeError('at import')",
     "nameless": "def another(): ...",
     "missing import": "import not_a_module_anywhere",
+    "one parameter": "def compute_score(solution_str): ...",
+    "positions": "def compute_score(a, b, c, d): ...",
 }
 
 
@@ -573,6 +575,7 @@ NO_MESSAGES = st.one_of(
     ),
     st.just([[{"role": "user", "content": "nested"}]]),
     st.just([{"role": "", "content": "x"}]),
+    st.just([{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]),
     st.just([{"role": "user", "content": [{"type": "text", "text": "parts"}]}]),
 )
 NOT_TEXT = st.one_of(

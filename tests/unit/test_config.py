@@ -394,6 +394,8 @@ BAD = {
     "controller.reward_timeout_s=0": ["controller.reward_timeout_s=0", "above 0"],
     "controller.reward_timeout_s=nan": ["controller.reward_timeout_s=nan", "above 0"],
     "runner=debate_graph runner.edges.0.limit=0": ["runner.edges[0].limit=0", "at least 1"],
+    "reward.custom_reward_function.name=mine": ["reward.custom_reward_function.name=mine", "path is null"],
+    "actor_rollout_ref.rollout.name=foo": ["rollout.name=foo is no engine that runs on a CPU", "use hf"],
     "reward.custom_reward_function.path=/nowhere/r.py": ["reward.custom_reward_function.path=/nowhere/r.py", "no such"],
     "custom_reward_function.path=/nowhere/r.py": ["custom_reward_function.path=/nowhere/r.py", "compute_score("],
     "+policies.alice.actor=5": ["policies.alice.actor=5", "group"],

@@ -232,7 +232,7 @@ def test_attempts_end_and_the_first_one_decides_whether_the_run_goes_on():
 
 
 def test_a_step_without_any_turn_ends_the_run_with_the_reason():
-    with pytest.raises(EpisodesFailed, match="no episode has a single turn: it was shown 99 tokens"):
+    with pytest.raises(EpisodesFailed, match="no episode has a single turn, task val/0: it was shown 99 tokens"):
         collected(controller(overflows(at=1, who="ab"), max_error_rate=1.0), tasks=2)
     one = controller(overflows(at=1, on=lambda task: task.id == "val/0"), "single_turn")
     assert [len(e.turns) for e in collected(one, tasks=2).episodes] == [1, 2], "b spoke"

@@ -1,9 +1,11 @@
 """Lengths of prompts and of a central critic's observation, against lengths counted by hand."""
 
 import asyncio
+import copy
 import logging
 import time
 
+import pyarrow.parquet
 import pytest
 
 from marl.config.errors import ConfigError
@@ -181,6 +183,24 @@ def test_prompts_that_cannot_fit_are_refused_before_the_start(quickstart):
         and "set data.max_prompt_length to at least" in text
     )
     prepare(quickstart("runner.num_rounds=9", "runner.overflow=drop_oldest"))
+
+
+@pytest.mark.parametrize("place", [2, 150], ids=["among the first", "later"])
+def test_a_row_that_is_too_long_is_named_at_the_start(quickstart, tmp_path, caplog, place):
+    plain = quickstart()
+    rows = pyarrow.parquet.read_table(plain.data.train_files).slice(0, 1).to_pylist() * 200
+    long = copy.deepcopy(rows[0])
+    long["prompt"][-1]["content"] = " ".join([long["prompt"][-1]["content"]] * 9)
+    rows[place] = {**long, "extra_info": None}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    prepare(quickstart(f"data.train_files={tmp_path / 'rows.parquet'}"))
+    assert (
+        "rows.parquet: at least 1 rows are longer than data.max_prompt_length=40 before anybody speaks" in caplog.text
+    )
+    assert f"teach nothing: row {place} (" in caplog.text and "data.filter_overlong_prompts=true" in caplog.text
+    caplog.clear()
+    prepare(quickstart(f"data.train_files={tmp_path / 'rows.parquet'}", "data.filter_overlong_prompts=true"))
+    assert "longer than" not in caplog.text
 
 
 def test_the_plan_shows_how_prompts_grow_and_warns_of_answers_that_are_too_long(quickstart):

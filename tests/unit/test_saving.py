@@ -157,7 +157,7 @@ def test_the_answers_of_an_episode_are_those_of_the_whole_run():
     [
         ({}, None),
         ({"running_means": None}, "lacks running_means: another version of marl saved it"),
-        ({"policies": ["bob"]}, r"holds the policies \['bob'\], this run has \['alice'\]"),
+        ({"policies": ["bob"]}, r"holds the policies \['bob'\], and this run has \['alice'\]; expected the same"),
         ({"frozen": True}, r"holds no weights of alice, which nobody trained then; set agents.<name>.trainable=false"),
     ],
 )

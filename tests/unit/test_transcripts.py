@@ -391,6 +391,7 @@ def test_graph_speaks_at_several_nodes_at_once():
         ("graph", {"start": "x", "nodes": {"answer": Node()}}, ("a",), "runner.start: there is no node 'x'; expected one of answer"),
         ("graph", {"nodes": {"answer": Node(agents=["bo"])}}, ("a",), r"runner.nodes.answer.agents=bo: no such agent"),
         ("graph", {"nodes": {"answer": Node(), "x": Node()}}, ("a",), "runner.nodes.x: no way leads there"),
+        ("graph", {"nodes": {"answer": Node(agents=["a"])}}, ("a", "b"), "agents.b: no node of runner.nodes lets it speak"),
         ("graph", {"edges": [Edge("answer", ["y"])]}, ("a",), r"runner.edges\[0\]: there is no node 'y'"),
         ("graph", {"edges": [Edge("answer", ["answer"], When.says)]}, ("a",), "a word if and only if when=says"),
     ],

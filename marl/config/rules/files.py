@@ -49,6 +49,11 @@ def reward_functions_exist(config: Any) -> None:
     """verl's key, and its older one at the top."""
     older = config.get("custom_reward_function") or {}
     nodes = {"reward.custom_reward_function": config.reward.custom_reward_function, "custom_reward_function": older}
+    for key, node in nodes.items():
+        if node and not node.path and node.name not in (None, "compute_score"):
+            raise ConfigError(
+                f"{key}.name={node.name}, and {key}.path is null: expected the Python file that defines it, in {key}.path"
+            )
     given = {key: node.path for key, node in nodes.items() if node and node.path}
     if len(set(given.values())) > 1:
         named = " and ".join(f"{key}.path={path}" for key, path in given.items())

@@ -125,9 +125,8 @@ def a_cpu_has_its_engines(config: Any) -> None:
             f"actor_rollout_ref.actor.strategy={actor.strategy} does not run on a CPU; use fsdp2 (hardware=cpu sets it)"
         )
     if rollout.name not in ("hf", "vllm"):
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.name={rollout.name} needs an accelerator; use hf (hardware=cpu sets it)"
-        )
+        what = "needs an accelerator" if rollout.name == "sglang" else "is no engine that runs on a CPU"
+        raise ConfigError(f"actor_rollout_ref.rollout.name={rollout.name} {what}; use hf (hardware=cpu sets it)")
     if rollout.name == "vllm" and not engine_settings(rollout).get("worker_extension_cls"):
         raise ConfigError(
             "actor_rollout_ref.rollout.name=vllm needs an accelerator, or settings for a CPU, which hardware=cpu_vllm makes; "
