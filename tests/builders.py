@@ -322,8 +322,5 @@ class Letters:
     def encode(self, observation, previous=None):
         return [1, *map(ord, "".join(message["content"] for message in observation))]
 
-    def said(self, turn):
-        return turn.text if turn.thought is None else f"{turn.thought}: {turn.text}"
-
-    def reply(self, text, prompt_ids=()):
-        return [*map(ord, text), 0]
+    def reply(self, text, prompt_ids=(), thought=None):
+        return [*map(ord, text if thought is None else f"{thought}: {text}"), 0]

@@ -16,12 +16,14 @@ from itertools import groupby
 from typing import Any
 
 from marl.controller.encoding import TextEncoder, matches_any
-from marl.controller.thinking import KNOWN, Thinking, in_full, marks_of, until_stop
+from marl.controller.thinking import KNOWN, Thinking, layout_of, marks_of, until_stop
 from marl.types import Message, Turn
 from marl.utils.cache import cached_by_bytes
 
 MARK = "MARL{index}CONTENT"
 MARKS = re.compile(r"MARL(\d+)CONTENT")
+THOUGHT, ANSWER = "MARLTHOUGHT", "MARLANSWER"
+WHY: list[Message] = [{"role": "user", "content": "why"}]
 PAD = "\v"
 """Whitespace that no template produces."""
 
@@ -65,7 +67,9 @@ class ChatEncoder:
         self.template_kwargs = dict(template_kwargs or {})
         template = str(tokenizer.chat_template)
         marks = marks_of(thinking, template)
-        self.thinking = Thinking(tokenizer, marks) if marks else None
+        self.thinking = (
+            Thinking(tokenizer, marks, layout_of(marks, *self._shown(THOUGHT), THOUGHT, ANSWER)) if marks else None
+        )
         spelt = [mark for known in (*KNOWN, marks) if known for mark in (known.start, known.end)]
         control = control_tokens(tokenizer, "".join([template, *spelt]))
         self.special = special_tokens(tokenizer, control)
@@ -113,10 +117,9 @@ class ChatEncoder:
         """True if the template keeps the thought of an earlier answer."""
         if self.thinking is None:
             return True
-        marks, thought = self.thinking.marks, "MARLTHOUGHT"
-        said = {"role": "assistant", "content": f"{marks.start}{thought}{marks.end}so"}
-        asked = {"role": "user", "content": "why"}
-        return thought in self._render([asked, said, asked])
+        marks = self.thinking.marks
+        said = {"role": "assistant", "content": f"{marks.start}{THOUGHT}{marks.end}so"}
+        return THOUGHT in self._render([*WHY, said, *WHY])
 
     def _goes_on(self, frame: Frame, previous: Turn) -> bool:
         """True if the template renders the previous turn as its ids have it: same text around it, the thought kept."""
@@ -129,22 +132,21 @@ class ChatEncoder:
         """Ids of an answer's text and its end: what a model of this tokenizer would have said."""
         return [*self._content(text, False), self.tokenizer.eos_token_id]
 
-    def said(self, turn: Turn) -> str:
-        """All that a turn says, its thought included, as a model with this template writes it; a template without thoughts leaves
-        them out."""
-        return in_full(turn.thought, turn.text, self.thinking.marks if self.thinking else None)
-
-    def reply(self, text: str, prompt_ids: Sequence[int] = ()) -> list[int]:
+    def reply(self, text: str, prompt_ids: Sequence[int] = (), thought: str | None = None) -> list[int]:
         """Ids of an answer's text and of the token with which the template ends an answer, as a model says them after this prompt:
-        the marks of a thought at its beginning are the template's, and a thought that the prompt opens is closed."""
+        the marks of a thought at its beginning are the template's, and a thought that the prompt opens is closed. ``thought``: one
+        that is apart from the text; a template without thoughts leaves it out."""
         if self.thinking is None:
-            return [*self._content(text, False), self.end_of_reply]
-        marks = self.thinking.marks.start, self.thinking.closing
+            return [*self._plain(text), self.end_of_reply]
+        marks = self.thinking.marks.start, self.thinking.layout.closing
         tokens = [mark for mark in marks if self.texts.added.search(mark)]
-        parts = filter(None, self.thinking.parts(text, prompt_ids))
+        own = self.thinking
+        parts = own.parts(text, prompt_ids) if thought is None else own.parts_of(thought, text, prompt_ids)
+        if parts == [text]:
+            return [*self._plain(text), self.end_of_reply]
         ids: list[int] = []
         inside = False
-        for is_token, group in groupby(parts, tokens.__contains__):
+        for is_token, group in groupby(filter(None, parts), tokens.__contains__):
             part = "".join(group)  # a mark that is no token is text like what stands beside it
             ids += self.texts.template(part, inside) if is_token else self._content(part, inside)
             inside = not is_token or self.texts.goes_on(part, inside)
@@ -152,9 +154,36 @@ class ChatEncoder:
 
     @cached_property
     def end_of_reply(self) -> int:
-        """The first special token after an answer that a message follows; the end-of-text token where there is none."""
-        after = self._frame(("user", "assistant", "user")).pieces[2]
-        return next((token for token in after if token in self.special_ids), self.tokenizer.eos_token_id)
+        """The first special token after a last answer, or where there is none after one that a message follows; the end-of-text token
+        where there is none either."""
+        last = self.texts.template(self._shown()[0].rpartition(ANSWER)[2], True)
+        followed = self._frame(("user", "assistant", "user")).pieces[2]
+        return next((token for token in (*last, *followed) if token in self.special_ids), self.tokenizer.eos_token_id)
+
+    @cached_property
+    def _heading(self) -> str:
+        """The template's tokens that an answer without a thought begins with, as ``<|channel|>final<|message|>``."""
+        shown, prompt = self._shown()
+        before = shown.rpartition(ANSWER)[0]
+        heading = before.removeprefix(prompt)
+        thinks = any(marks.start in heading for marks in KNOWN)
+        return heading if before.startswith(prompt) and self.texts.added.match(heading) and not thinks else ""
+
+    def _plain(self, text: str) -> list[int]:
+        """Ids of an answer without a thought."""
+        heading = self._heading
+        inside = bool(heading) and self.texts.goes_on(heading, False)
+        return [*(self.texts.template(heading, False) if heading else ()), *self._content(text, inside)]
+
+    def _shown(self, thought: str | None = None) -> tuple[str, str]:
+        """An answer as the template renders the last message, with its thought if the template takes one, and its prompt; nothing
+        where the template takes no such messages."""
+        said: Message = {"role": "assistant", "content": ANSWER}
+        said |= dict.fromkeys(("reasoning_content", "thinking"), thought) if thought else {}
+        try:
+            return self._render([*WHY, said], add_generation_prompt=False), self._render(WHY)
+        except Exception:  # a template's own error: it takes other messages
+            return "", ""
 
     def defused(self, observation: Sequence[Message]) -> list[Message]:
         """A copy, with a space in every special token that a text spells: others encode texts with special tokens enabled,
@@ -200,9 +229,9 @@ class ChatEncoder:
         rendered = self._render(padded)
         return [(f"{PAD}{mark}" not in rendered, f"{mark}{PAD}" not in rendered) for mark in marks]
 
-    def _render(self, messages: Sequence[Message]) -> str:
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
         return self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **self.template_kwargs
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self.template_kwargs
         )
 
 

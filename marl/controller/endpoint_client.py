@@ -8,7 +8,7 @@ from marl.cluster.failures import GroupFailed
 from marl.config.endpoints import endpoint_of
 from marl.config.policies import own_settings, thinking_of
 from marl.controller.chat import broken, content_of
-from marl.controller.thinking import KNOWN, Marks
+from marl.controller.thinking import KNOWN, Marks, glue_of
 from marl.rollout.chat_completion import Reply, request_body
 from marl.rollout.endpoint import EndpointFailed, EndpointServer, PromptTooLong
 from marl.types import AgentId, ContextOverflow, Message, PolicyName, Task, Turn
@@ -55,7 +55,9 @@ class EndpointClient:
 
     def turn_of(self, reply: Reply, agent: AgentId, observation: list[Message], round: int, seed: int) -> Turn:
         thought, text = (
-            (reply.thought, reply.text) if reply.thought else split_thought(reply.text, self.marks, reply.truncated)
+            (reply.thought, reply.text.lstrip())
+            if reply.thought
+            else split_thought(reply.text, self.marks, reply.truncated)
         )
         return Turn(
             agent=agent,
@@ -99,7 +101,8 @@ def split_thought(text: str, marks: Sequence[Marks], truncated: bool) -> tuple[s
     for mark in marks:
         before, closed, answer = text.rpartition(mark.end)
         if closed and not (truncated and mark.start in answer):
-            return before.strip().removeprefix(mark.start).strip(), answer.lstrip()
+            thought = before.strip().removeprefix(mark.start).removesuffix(glue_of(mark))
+            return thought.strip(), answer.lstrip()
     for mark in marks:
         if text.lstrip().startswith(mark.start) or (truncated and mark.start in text.rpartition(mark.end)[2]):
             return text.strip().removeprefix(mark.start).strip(), ""

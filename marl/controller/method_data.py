@@ -162,6 +162,7 @@ def is_long_prediction(turn: Turn, limit: int, key: str) -> bool:
 
 def may_exceed(turn: Turn, encoder: Any, limit: int) -> bool:
     """False if a turn cannot be longer than that: no token of a text is shorter than a byte, but for a space before it."""
-    contents = [encoder.said(turn), *(str(message["content"]) for message in turn.observation)]
+    contents = [turn.text, turn.thought or "", *(str(message["content"]) for message in turn.observation)]
     num_bytes = sum(len(text.encode(errors="replace")) + 1 for text in contents)
-    return num_bytes + len(encoder.encode([{**message, "content": ""} for message in turn.observation])) > limit
+    asked = encoder.encode([{**message, "content": ""} for message in turn.observation])
+    return num_bytes + len(asked) + len(encoder.reply("", asked, turn.thought and "")) > limit

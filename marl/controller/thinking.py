@@ -1,5 +1,6 @@
 """Separation of a reasoning model's thought from the answer that follows it."""
 
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,20 +15,32 @@ PROMPT_END = 16
 
 @dataclass(frozen=True)
 class Marks:
-    """Start and end marks of a thought, and how models write them."""
+    """Start and end marks of a thought."""
 
     start: str
     end: str
-    lines: bool = False
-    """Each mark has a line of its own, and an empty line follows the end mark."""
-    before_end: str = ""
-    """Template tokens between the thought and the end mark."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a template's models write a thought and the answer after it."""
+
+    closing: str
+    """The end mark, with the template's tokens around it."""
+    lead: str = ""
+    """White space before the start mark."""
+    before: str = ""
+    """White space between the start mark and the thought."""
+    after: str = ""
+    """White space between the thought and ``closing``."""
+    answer: str = ""
+    """White space between ``closing`` and the answer."""
 
 
 KNOWN = (
-    Marks("<think>", "</think>", lines=True),
+    Marks("<think>", "</think>"),
     Marks("[THINK]", "[/THINK]"),
-    Marks("<|channel|>analysis<|message|>", "<|channel|>final<|message|>", before_end="<|end|><|start|>assistant"),
+    Marks("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
     Marks("<seed:think>", "</seed:think>"),
     Marks("◁think▷", "◁/think▷"),
     Marks("<|START_THINKING|>", "<|END_THINKING|>"),
@@ -38,19 +51,26 @@ def marks_of(setting: Any, template: str) -> Marks | None:
     """The marks of ``controller.thinking``: for ``auto`` the first known ones whose end the chat template mentions."""
     if setting == "auto":
         return next((marks for marks in KNOWN if marks.end in template), None)
-    return None if setting == "none" else marks_between(setting["start"], setting["end"])
+    return None if setting == "none" else Marks(setting["start"], setting["end"])
 
 
-def marks_between(start: str, end: str) -> Marks:
-    return next((marks for marks in KNOWN if (marks.start, marks.end) == (start, end)), Marks(start, end))
+def layout_of(marks: Marks, rendered: str, prompt: str, thought: str, answer: str) -> Layout:
+    """The layout in a template's rendering of this thought and this answer after this prompt; where it does not show them, what most
+    models of these marks write."""
+    response = rendered.removeprefix(prompt)
+    begins = rendered.startswith(prompt) and response.lstrip().startswith(marks.start)
+    lead = response[: len(response) - len(response.lstrip())] if begins else ""
+    found = re.search(rf"{re.escape(marks.start)}(\s*){thought}(\s*)(\S(?:.*\S)?)(\s*){answer}", rendered, re.DOTALL)
+    if found and marks.end in found[3]:
+        before, after, closing, gap = found.groups()
+        return Layout(closing, lead, before, after, gap)
+    closing = glue_of(marks) + marks.end
+    return Layout(closing, "", "\n", "\n", "\n\n") if marks.end == "</think>" else Layout(closing)
 
 
-def in_full(thought: str | None, text: str, marks: Marks | None) -> str:
-    """A response as a model of these marks writes it; without marks, its answer alone."""
-    if thought is None or marks is None:
-        return text
-    line = "\n" if marks.lines else ""
-    return f"{marks.start}{line}{thought}{line}{marks.end}{2 * line}{text}"
+def glue_of(marks: Marks) -> str:
+    """What a template writes between a thought and the end mark."""
+    return "<|end|><|start|>assistant" if marks.end == "<|channel|>final<|message|>" else ""
 
 
 def until_stop(
@@ -69,9 +89,9 @@ def until_stop(
 class Thinking:
     """Reads the responses of one tokenizer's models."""
 
-    def __init__(self, tokenizer: Any, marks: Marks) -> None:
+    def __init__(self, tokenizer: Any, marks: Marks, layout: Layout | None = None) -> None:
         self.tokenizer, self.marks = tokenizer, marks
-        self.closing = marks.before_end + marks.end
+        self.layout = layout or layout_of(marks, "", "", "", "")
         self.added = tokenizer.get_added_vocab()
         self.special = matches_any(tokenizer.all_special_tokens)
 
@@ -105,23 +125,34 @@ class Thinking:
             return None, answer
         # where the end mark is several tokens, the last of them may go on after it
         thought, _, rest = self._text(ids[:size]).rpartition(self.marks.end)
-        return self._thought(thought.removesuffix(self.marks.before_end)), (rest + answer).lstrip()
+        return self._thought(self._without_glue(thought)), (rest + answer).lstrip()
+
+    def _without_glue(self, thought: str) -> str:
+        """Without what the template writes between a thought and the end mark."""
+        return thought.removesuffix(self.layout.closing.partition(self.marks.end)[0])
 
     def parts(self, text: str, prompt_ids: Sequence[int] = ()) -> list[str]:
-        """A response's text as its marks and what stands between them: the marks of a thought that it begins with. A thought that
-        the prompt opens is not opened again, and is closed where the text has none; one that the prompt closes is left out."""
-        marks, said, opened = self.marks, text.lstrip(), self.opened_by(prompt_ids)
-        begins = said.startswith(marks.start)
-        thought, end, answer = said.removeprefix(marks.start).partition(marks.end)
-        closing = self.closing
-        if not end or not (begins or opened):
-            return [closing, f"\n\n{text}"] if opened else [text]
-        thought = thought.removesuffix(marks.before_end)
+        """A response's text as the template's marks and what stands between them: the marks of a thought that it begins with. A
+        thought that the prompt opens is closed where the text has none."""
+        said, opened = text.lstrip(), self.opened_by(prompt_ids)
+        begins = said.startswith(self.marks.start)
+        thought, end, answer = said.removeprefix(self.marks.start).partition(self.marks.end)
+        if end and (begins or opened):
+            return self._parts(self._without_glue(thought), answer, prompt_ids)
+        return [self.layout.closing, f"{self.layout.answer}{text}"] if opened else [text]
+
+    def parts_of(self, thought: str, text: str, prompt_ids: Sequence[int] = ()) -> list[str]:
+        """The same of a thought and the answer after it, laid out as the template's models do."""
+        own = self.layout
+        return self._parts(f"{own.before}{thought}{own.after}", f"{own.answer}{text}", prompt_ids)
+
+    def _parts(self, thought: str, answer: str, prompt_ids: Sequence[int]) -> list[str]:
+        """A thought that the prompt opens is not opened again; of one that it closes, the answer is left."""
         if self.closed_by(prompt_ids):
-            return [answer.lstrip()]
-        if opened:
-            return [thought.removeprefix(self._space_after(prompt_ids)), closing, answer]
-        return [marks.start, thought, closing, answer]
+            return [answer.lstrip() if self._space_after(prompt_ids) else answer]
+        if self.opened_by(prompt_ids):
+            return [thought.removeprefix(self._space_after(prompt_ids)), self.layout.closing, answer]
+        return [self.layout.lead, self.marks.start, thought, self.layout.closing, answer]
 
     def until_stop(self, ids: Sequence[int], stops: Sequence[str], opened: bool) -> int | None:
         """Number of tokens up to the end of the first stop string outside of thoughts; None if there is none."""
@@ -173,7 +204,9 @@ class Thinking:
         return bisect_left(range(len(ids)), count, key=lambda size: self._text(ids[:size]).count(mark))
 
     def _thought(self, text: str) -> str:
-        """A thought's text without its marks."""
+        """A thought's text without its marks; one in several parts has a line for each."""
+        glue = self.layout.closing.partition(self.marks.end)[0]
+        text = text.replace(f"{glue}{self.marks.start}", "\n") if glue else text
         for mark in (self.marks.start, self.marks.end):
             text = text.replace(mark, "")
         return self.special.sub("", text).strip()

@@ -61,7 +61,7 @@ def encode(turn: Turn, previous: Turn | None, encoder: Any) -> Turn:
     if not turn.prompt_ids:
         turn.prompt_ids = encoder.encode(turn.observation, previous)
     if not turn.response_ids:
-        turn.response_ids = encoder.reply(encoder.said(turn), turn.prompt_ids)
+        turn.response_ids = encoder.reply(turn.text, turn.prompt_ids, turn.thought)
         turn.response_mask, turn.log_probs = [1] * len(turn.response_ids), [0.0] * len(turn.response_ids)
     return turn
 

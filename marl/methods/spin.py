@@ -46,7 +46,7 @@ class SPIN(DPO):
                     same += 1
                     continue
                 chosen = copy(turn)
-                chosen.text, chosen.response_ids, chosen.stop_reason = answer, [], None
+                chosen.text, chosen.thought, chosen.response_ids, chosen.stop_reason = answer, None, [], None
                 pairs.append(Example(([chosen], [turn])))
         return Selection(pairs, {"method/pairs": float(len(pairs)), "method/places_without_contrast": float(same)})
 

@@ -64,8 +64,13 @@ def as_said_by(turn: Turn, student: AgentId, speakers: Speakers) -> Turn:
     if turn.agent == student:
         return with_policy(turn, speakers)
     own = copy(turn)
-    own.agent, own.prompt_ids, own.response_ids = student, [], []
+    own.agent, own.prompt_ids, own.response_ids, own.thought = student, [], [], thought_of(turn)
     return with_policy(own, speakers)
+
+
+def thought_of(turn: Turn) -> str | None:
+    """The thought, but of a turn in which a tool answered: the student does not call it."""
+    return None if 0 in turn.response_mask else turn.thought
 
 
 def team_answer(episode: Episode, speakers: Speakers) -> Side:
@@ -77,6 +82,6 @@ def team_answer(episode: Episode, speakers: Speakers) -> Side:
     found: dict[tuple[PolicyName, str], Turn] = {}
     for agent, policies in speakers.items():
         asked, gives = episode.task.observation(agent), gave[-1]
-        own = Turn(agent, 1, asked, gives.text, policy=policies[0], thought=gives.thought)
+        own = Turn(agent, 1, asked, gives.text, policy=policies[0], thought=thought_of(gives))
         found.setdefault((own.policy, repr(own.observation)), own)
     return list(found.values())

@@ -130,6 +130,7 @@ def test_a_turn_that_was_played_is_encoded_anew_for_another_policy():
     ]
     assert [turn.agent for turn in record.turns] == ["a", "b", "a", "b"], "the episode itself stays as it was"
     record.turns[0].thought = "hm"
+    record.turns[2].thought, record.turns[2].response_mask = "the tool says 4", [1, 0, 1]
     (example,) = sft.of_episodes([record], {"b": ["b"]}).examples
     side = encoded(example, {"b": Letters()}).sides[0]
     assert [turn.response_ids for turn in side] == [[*map(ord, text), 0] for text in ("hm: five", "so four")]

@@ -72,7 +72,14 @@ def test_ids_and_log_probs_are_kept_where_the_server_gives_them():
     ("said", "thought", "text", "reason"),
     [
         (completion("ok", message={"reasoning_content": " so "}), "so", "ok", "completed"),
+        (completion("\n\nok", message={"reasoning_content": "so"}), "so", "ok", "completed"),
         (completion("<think>so</think>\n\nok"), "so", "ok", "completed"),
+        (
+            completion("<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>final<|message|>ok"),
+            "so",
+            "ok",
+            "completed",
+        ),
         (completion("so</think>ok"), "so", "ok", "completed"),
         (completion("<think>so", "length"), "so", "", "length"),
         (

@@ -211,5 +211,5 @@ class Bytes(Letters):
     def encode(self, observation, previous=None):
         return [1, *b"".join(message["content"].encode() for message in observation)]
 
-    def reply(self, text, prompt_ids=()):
+    def reply(self, text, prompt_ids=(), thought=None):
         return [*text.encode(), 0]

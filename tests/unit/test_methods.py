@@ -169,9 +169,11 @@ def test_what_says_the_same_is_no_pair():
 def test_an_opponent_is_rejected_beside_the_datas_answer():
     records = [episode("t", 0, [[1], [0]])]
     object.__setattr__(records[0].task, "extra", {"answer": {"a": "1", "b": "yes"}})
+    records[0].turns[1].thought = "no?"
     found = method("spin").of_episodes(records, SPEAKERS)
     assert texts(found.examples) == [[[("b", 1, "yes")], [("b", 1, "0")]]], "a said 1 itself"
     chosen, rejected = (side[0] for side in found.examples[0].sides)
+    assert (chosen.thought, rejected.thought) == (None, "no?"), "the opponent's thought is no part of the data's answer"
     assert (
         chosen.prompt_ids == rejected.prompt_ids == [1, 2] and rejected.response_ids == [3] and not chosen.response_ids
     )

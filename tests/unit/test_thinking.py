@@ -62,7 +62,31 @@ HARMONY = (
     "{% else %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}{# <|channel|>analysis<|message|> #}"
 )
-SPECIAL = ("<|im_start|>", "<|begin|>", "<|User|>", "<|Assistant|>", "<|header|>", "[INST]", "[/INST]", "[THINK]", "[/THINK]",
+OF_THE_LAST = "{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}{% else %}"
+GLM = (
+    OF_THE_LAST
+    + "<|Assistant|>\n<think>{{ m.reasoning_content or '' }}</think>\n{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|Assistant|>{% if enable_thinking is defined and not enable_thinking %}<think></think>"
+    "{% endif %}{% endif %}"
+)
+KIMI = (
+    OF_THE_LAST
+    + "<|Assistant|><think>{{ m.reasoning_content or '' }}</think>{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|Assistant|>{% endif %}"
+)
+SEED = (
+    OF_THE_LAST
+    + "<|Assistant|>{% if m.reasoning_content %}<seed:think>{{ m.reasoning_content }}</seed:think>\n{% endif %}"
+    "{{ m.content }}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|Assistant|>{% endif %}"
+)
+GPT_OSS = (
+    OF_THE_LAST
+    + "{% if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
+    "{% if loop.last and not add_generation_prompt %}<|return|>{% else %}<|end|>{% endif %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+SPECIAL = ("<|return|>", "<|im_start|>", "<|begin|>", "<|User|>", "<|Assistant|>", "<|header|>", "[INST]", "[/INST]", "[THINK]", "[/THINK]",
            "<|start|>", "<|end|>", "<|message|>", "<|channel|>")  # fmt: skip
 QUESTION = [{"role": "user", "content": "2+2?"}]
 TASK = Task("t", QUESTION, "4", "x", lambda text: text.partition("#### ")[2] or None)
@@ -513,6 +537,10 @@ NATIVE = {
     "r1": (DEEPSEEK_R1, "hm\n</think>\n\n4<|im_end|>"),
     "magistral": (MAGISTRAL, "[THINK]hm[/THINK]4<|im_end|>"),
     "harmony": (HARMONY, "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>4<|end|>"),
+    "glm": (GLM, "\n<think>hm</think>\n4<|User|>"),
+    "kimi": (KIMI, "<think>hm</think>4<|im_end|>"),
+    "seed": (SEED, "<seed:think>hm</seed:think>\n4<|im_end|>"),
+    "gpt-oss": (GPT_OSS, "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>"),
     "llama3": (LLAMA_3, "4<|im_end|>"),
 }  # fmt: skip
 """Templates, and an answer as each one's models write it."""
@@ -530,16 +558,45 @@ def test_a_thought_is_taught_as_the_students_model_writes_it(teacher, student):
     assert turn.response_ids == own.tokenizer.encode(native, add_special_tokens=False)
 
 
+@pytest.mark.parametrize(
+    ("template", "options", "native"),
+    [
+        (GPT_OSS, {}, "<|channel|>final<|message|>4<|return|>"),
+        (HARMONY, {}, "<|channel|>final<|message|>4<|end|>"),
+        (QWEN3, {"enable_thinking": False}, "4<|im_end|>"),
+        (GLM, {"enable_thinking": False}, "\n4<|User|>"),
+    ],
+)
+def test_a_thought_that_has_no_place_is_left_out(template, options, native):
+    own = client_of(template, **options)
+    thought = "hm" if options else None
+    turn = encode(Turn("a", 1, QUESTION, "4", thought=thought), None, own.encoder)
+    assert turn.response_ids == own.tokenizer.encode(native, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("student", ["qwen3", "r1", "gpt-oss"])
+def test_a_thought_that_quotes_the_students_mark_is_one_thought(student):
+    own = client_of(NATIVE[student][0])
+    marks = own.encoder.thinking.marks
+    turn = encode(Turn("a", 1, QUESTION, "4", thought=f"{marks.end} ends it"), None, own.encoder)
+    assert own.encoder.read(turn.prompt_ids, turn.response_ids)[1] == "4"
+    closing = own.tokenizer.encode(marks.end, add_special_tokens=False)[-1]
+    assert turn.response_ids.count(closing) == own.tokenizer.encode(NATIVE[student][1]).count(closing)
+
+
+def test_a_thought_in_several_parts_is_read_without_the_roles_between():
+    begins, ends = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
+    said = f"{begins}one{ends}{begins}two{ends}<|channel|>final<|message|>4<|return|>"
+    turn = act(client_of(GPT_OSS, said))
+    assert (turn.thought, turn.text) == ("one\ntwo", "4")
+
+
 @pytest.mark.parametrize("text", ["<think>hm</think>4", "<think>\nhm</think>4", "hm</think>4"])
 def test_the_line_after_an_opening_mark_is_not_written_twice(text):
     own = client_of(DEEPSEEK_R1)
     prompt = own.encoder.encode(QUESTION)
     assert own.tokenizer.decode(own.encoder.reply(text, prompt)) == "hm</think>4<|im_end|>"
     assert own.tokenizer.decode(prompt).endswith("<think>\n")
-
-
-def test_marks_that_are_named_are_written_as_the_known_ones():
-    assert marks_of({"start": "<think>", "end": "</think>"}, "") == marks_of("auto", QWEN3)
 
 
 def test_an_answer_is_measured_with_the_mark_that_closes_its_thought():
