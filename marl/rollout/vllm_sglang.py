@@ -11,7 +11,7 @@ verl's engine classes are subclassed in functions, so that importing this module
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import ray
@@ -25,6 +25,8 @@ from marl.utils.spans import Span, Stopwatch
 
 OFFSET = 1024
 """Ranks between policies: above any policy's replica count."""
+ENGINE_POLL_S = 0.5
+"""Seconds between two looks at an engine that was asked for something."""
 SHUTDOWN_S = 20.0
 """Time that an engine's processes have to end by themselves; vLLM kills them after 5 s, too few on a busy machine."""
 
@@ -90,6 +92,39 @@ class NotesSegments:
         segments.note_mapped()
 
 
+class EndsWithEngine:
+    """Mixin for verl's vLLM server: a call to the engine ends when the engine dies. vLLM then fails the requests alone; whatever else
+    it was asked, sleep or new weights, would be waited for until its deadline."""
+
+    engine: Any = None
+
+    async def sleep(self, *args: Any, **kwargs: Any) -> Any:
+        return await self._unless_dead(super().sleep(*args, **kwargs))  # type: ignore[misc]
+
+    async def wake_up(self, *args: Any, **kwargs: Any) -> Any:
+        return await self._unless_dead(super().wake_up(*args, **kwargs))  # type: ignore[misc]
+
+    async def clear_kv_cache(self, *args: Any, **kwargs: Any) -> Any:
+        return await self._unless_dead(super().clear_kv_cache(*args, **kwargs))  # type: ignore[misc]
+
+    async def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
+        return await self._unless_dead(super().collective_rpc(*args, **kwargs))  # type: ignore[misc]
+
+    async def wait_for_requests_to_drain(self, *args: Any, **kwargs: Any) -> Any:
+        return await self._unless_dead(super().wait_for_requests_to_drain(*args, **kwargs))  # type: ignore[misc]
+
+    async def _unless_dead(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Raises vLLM's EngineDeadError."""
+        call = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait({call}, timeout=ENGINE_POLL_S))[0]:
+                if self.engine is not None and self.engine.errored:
+                    raise self.engine.dead_error
+            return call.result()
+        finally:
+            call.cancel()
+
+
 def vllm_server_class(config: Any) -> type:
     """verl's vLLM server, whose weight-sync socket carries the run, and which can end its engine.
 
@@ -98,7 +133,7 @@ def vllm_server_class(config: Any) -> type:
     """
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
-    class RunServer(TimesRequests, NotesSegments, vLLMHttpServer):
+    class RunServer(TimesRequests, NotesSegments, EndsWithEngine, vLLMHttpServer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             os.environ["VERL_RAY_JOB_ID"] += f"-{run_id(self.config)}"  # inherited by the engine's worker processes

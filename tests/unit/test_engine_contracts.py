@@ -67,10 +67,14 @@ def test_a_weight_sync_takes_what_verls_takes(engines):
     assert [p.default for p in defaults[0].values()] == [p.default for p in defaults[1].values()]
 
 
+def verls_server(ours):
+    return next(kind for kind in ours.__mro__ if kind.__name__ in ("vLLMHttpServer", "SGLangHttpServer"))
+
+
 @pytest.mark.parametrize("make_server", [vllm_sglang.vllm_server_class, vllm_sglang.sglang_server_class])
 def test_a_probe_asks_as_verls_clients_do(engines, make_server):
     """``ask_servers`` gives the prompt, the sampling and a name, in this order."""
-    verls = make_server(rollout_config()).__mro__[3].generate
+    verls = verls_server(make_server(rollout_config())).generate
     assert [name for name, _ in names_of(verls)][:4] == ["self", "prompt_ids", "sampling_params", "request_id"]
     assert check_of(WeightCheck.auto, "vllm") is check_of(WeightCheck.auto, "sglang") is WeightCheck.probe
 
@@ -181,6 +185,40 @@ def server(engines, monkeypatch):
     return vllm_sglang.vllm_server_class(rollout_config())(rollout_config())
 
 
+ASKED = ("sleep", "wake_up", "clear_kv_cache", "collective_rpc", "wait_for_requests_to_drain")
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_an_engine_was_asked_ends_when_it_dies(server, monkeypatch, name):
+    """vLLM fails the requests alone; a sleep or new weights would be waited for for ever."""
+    monkeypatch.setattr(vllm_sglang, "ENGINE_POLL_S", 0.01)
+    given_up = []
+
+    async def asked(self, *arguments):
+        try:
+            await asyncio.sleep(arguments[0])
+        except asyncio.CancelledError:
+            given_up.append(name)
+            raise
+        return "done"
+
+    monkeypatch.setattr(verls_server(type(server)), name, asked)
+    server.engine = SimpleNamespace(errored=False, dead_error=RuntimeError("the engine has died"))
+    assert asyncio.run(getattr(server, name)(0.05)) == "done"
+    server.engine.errored = True
+    assert asyncio.run(getattr(server, name)(0)) == "done", "it answered before"
+    with pytest.raises(RuntimeError, match="the engine has died"):
+        asyncio.run(asyncio.wait_for(getattr(server, name)(60), 5))
+    assert given_up == [name]
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_is_watched_is_verls(engines, name):
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+    assert inspect.iscoroutinefunction(getattr(vLLMHttpServer, name))
+
+
 def test_an_engine_inherits_the_runs_name_for_its_socket(server):
     assert os.environ["VERL_RAY_JOB_ID"] == "01000000-r1"
 
@@ -203,7 +241,7 @@ def test_a_launched_engines_segments_are_noted(engines, monkeypatch, make_server
     async def launch(self, master_address=None, master_port=None):
         done.append(("launched", master_port))
 
-    monkeypatch.setattr(ours.__mro__[3], "launch_server", launch)
+    monkeypatch.setattr(verls_server(ours), "launch_server", launch)
     monkeypatch.setattr(vllm_sglang.segments, "note_mapped", lambda: done.append("noted"))
     asyncio.run(ours.launch_server(ours.__new__(ours), master_port=7))
     assert done == [("launched", 7), "noted"]
