@@ -26,7 +26,8 @@ FAULTS = (
 RUN = (
     "agents.alice.policy=team", "agents.carol.policy=team", "trainer.save_freq=1",
     "trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.logger=[file]", f"data.train_batch_size={TASKS}",
-    f"actor_rollout_ref.rollout.n={SAMPLES}", "resources.request_timeout_s=20", "controller.episode_timeout_s=40",
+    f"actor_rollout_ref.rollout.n={SAMPLES}", "resources.request_timeout_s=20", "resources.sync_timeout_s=20",
+    "controller.episode_timeout_s=40",
 )  # fmt: skip
 
 
