@@ -86,12 +86,13 @@ def warm_up(
 
 def encode(tokenizer: PreTrainedTokenizerFast, example: WarmExample) -> tuple[list[int], list[int]]:
     """Prompt and answer ids of a warm example, as the chat encoder would build them."""
-    user, assistant = (tokenizer.convert_tokens_to_ids(role) for role in ROLES)
+    user, assistant = tokenizer.convert_tokens_to_ids(list(ROLES))
+    end = tokenizer.convert_tokens_to_ids(SPECIAL["eos_token"])
     ids: list[int] = []
     for i, text in enumerate(example.messages):
-        content = tokenizer.encode(text, add_special_tokens=False)
-        ids += [user, *content, assistant] if i % 2 == 0 else [*content, tokenizer.eos_token_id]
-    answer = len(tokenizer.encode(example.messages[-1], add_special_tokens=False)) + 1
+        content = tokenizer.convert_tokens_to_ids(text.split())  # a word is a token: far faster than encode()
+        ids += [user, *content, assistant] if i % 2 == 0 else [*content, end]
+    answer = len(content) + 1
     return ids[:-answer], ids[-answer:]
 
 
