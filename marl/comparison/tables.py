@@ -1,5 +1,6 @@
 """A comparison as data and as Markdown. Pure."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -58,6 +59,7 @@ def markdown(result: Mapping[str, Any], title: str) -> str:
     parts = [
         f"# {title}",
         *unfinished(result),
+        *repeated(result),
         scores_table(result),
         *curve_tables(result),
         settings_table(result),
@@ -70,6 +72,16 @@ def markdown(result: Mapping[str, Any], title: str) -> str:
 
 def unfinished(result: Mapping[str, Any]) -> list[str]:
     return [f"`{run['folder']}`: {run['state']}." for run in result["runs"] if run["state"] != "finished"]
+
+
+def repeated(result: Mapping[str, Any]) -> list[str]:
+    """A sentence for each seed of which a group has several runs: it weighs that much more than the others."""
+    return [
+        f"`{group['name']}` has {times} runs of seed {seed}, which weighs that much more in its medians; leave out all but one."
+        for group in result["groups"]
+        for seed, times in Counter(group["seeds"]).items()
+        if times > 1
+    ]
 
 
 def scores_table(result: Mapping[str, Any]) -> str:

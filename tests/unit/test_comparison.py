@@ -44,6 +44,14 @@ def test_runs_of_one_setting_are_one_group_with_median_and_spread(make_run):
     )
 
 
+def test_a_seed_that_counts_twice_is_named(make_run):
+    folders = [make_run(f"grpo{index}", {0: 0.1, 4: 0.5}, seed) for index, seed in enumerate((0, 1, 0))]
+    text = markdown(comparison([runs.load(folder) for folder in folders]), "Comparison")
+    assert text.count("runs of seed") == 1 and "has 2 runs of seed 0" in text
+    text = markdown(comparison([runs.load(folder) for folder in folders[:2]]), "Comparison")
+    assert "runs of seed" not in text
+
+
 def test_costs_are_sums_over_the_steps_until_there_is_a_summary(make_run):
     folder = make_run("one", {0: 0.1, 1: 0.2, 2: 0.3})
     found = groups.costs(runs.load(folder))
