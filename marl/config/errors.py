@@ -35,6 +35,8 @@ def explain(error: Exception) -> str:
     if isinstance(error, MarkedYAMLError):
         return not_yaml(error)
     if isinstance(error, OverrideParseException):
+        if "=" not in error.override:
+            return f"{error.override}: expected key=value"
         said = str(error).splitlines()[0]
         return f"{error.override}: cannot be read: {said}; expected key=value; {quote_it(error.override)}"
     if several := SEVERAL_VALUES.match(str(error)):
