@@ -1,7 +1,7 @@
-"""Several pytest processes share the tests: each runs the files, and the single slow tests, that it was the first to claim
-in a common folder.
+"""Several pytest processes share the tests: each runs the test functions that it was the first to claim in a common folder.
 
-``make test`` starts two of them, one from each end of the list, so that both end at about the same time.
+``make test`` starts two of them, one from each end of the list of files: they meet in one file, share its functions, and end at
+about the same time.
 """
 
 from pathlib import Path
@@ -40,8 +40,10 @@ def is_mine(item):
 
 
 def shared_part(item):
-    """The file of a test; of a slow one, the test itself: a file of proofs takes an hour."""
-    return item.nodeid if item.get_closest_marker("slow") else item.nodeid.partition("::")[0]
+    """The function of a test, with all its parameters; of a slow one, the test itself; of a file that counts what it ran, the file."""
+    if item.get_closest_marker("slow"):
+        return item.nodeid
+    return item.nodeid.partition("::" if item.get_closest_marker("whole_file") else "[")[0]
 
 
 def claim(folder, part):

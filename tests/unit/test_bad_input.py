@@ -44,6 +44,7 @@ from marl.runners import RUNNERS
 from marl.types import Episode, Task, Turn
 from marl.utils.numbers import Number, bounds_of
 
+pytestmark = pytest.mark.whole_file  # it counts its cases
 WANTED = 300
 CASES: dict[str, set[str]] = {"configuration": set(), "row": set(), "output": set()}
 REMEDY = re.compile(

@@ -50,11 +50,18 @@ def suite(pytester):
     return run
 
 
-def test_a_file_is_run_by_the_process_that_claims_it_first(suite, tmp_path):
+def claim_all(folder, *names):
+    """Claim the two tests of each file."""
+    for name in names:
+        for i in (1, 2):
+            assert claim(folder, f"{name}::test_{Path(name).stem[-1]}{i}")
+
+
+def test_a_test_is_run_by_the_process_that_claims_it_first(suite, tmp_path):
     everything = ["in one", "a1", "a2", "b1", "b2", "out one", "in two", "c1", "c2", "out two"]
     assert suite() == everything
-    claim(tmp_path, "one/test_b.py")
-    assert suite(f"--share={tmp_path}") == [step for step in everything if step not in ("b1", "b2")]
+    claim(tmp_path, "one/test_b.py::test_b1")
+    assert suite(f"--share={tmp_path}") == [step for step in everything if step != "b1"]
     assert suite(f"--share={tmp_path}") == [], "everything has been claimed"
 
 
@@ -63,13 +70,29 @@ def test_from_the_other_end_the_tests_of_a_file_keep_their_order(suite):
     assert found == ["in two", "c1", "c2", "out two", "in one", "b1", "b2", "a1", "a2", "out one"]
 
 
-def test_the_last_file_of_a_folder_may_be_anothers(suite, tmp_path):
-    claim(tmp_path, "one/test_b.py")
-    claim(tmp_path, "two/test_c.py")
+def test_the_last_tests_of_a_folder_may_be_anothers(suite, tmp_path):
+    claim_all(tmp_path, "one/test_b.py", "two/test_c.py")
     assert suite(f"--share={tmp_path}", "--reverse") == ["in one", "a1", "a2", "out one"]
-    (tmp_path / quote("one/test_a.py", safe="")).unlink()
-    (tmp_path / quote("two/test_c.py", safe="")).unlink()
+    for path in tmp_path.glob("*test_[ac]?"):
+        path.unlink()
     assert suite(f"--share={tmp_path}") == ["in one", "a1", "a2", "out one", "in two", "c1", "c2", "out two"]
+
+
+def test_the_parameters_of_a_function_stay_together(suite, pytester, tmp_path):
+    case = "import pytest\n@pytest.mark.parametrize('i', [1, 2])\ndef test_d(i):\n    print(f'> d{i}')\n"
+    (pytester.path / "two" / "test_c.py").write_text(case)
+    claim_all(tmp_path, "one/test_a.py", "one/test_b.py")
+    assert suite(f"--share={tmp_path}") == ["d1", "d2"]
+    assert [path.name for path in tmp_path.glob("*test_d*")] == [quote("two/test_c.py::test_d", safe="")]
+
+
+def test_one_process_runs_the_whole_of_a_file_that_asks_for_it(suite, pytester, tmp_path):
+    pytester.makeini("[pytest]\nmarkers = whole_file")
+    path = pytester.path / "two" / "test_c.py"
+    path.write_text(f"import pytest\npytestmark = pytest.mark.whole_file\n{path.read_text()}")
+    claim_all(tmp_path, "one/test_a.py", "one/test_b.py", "two/test_c.py")
+    assert suite(f"--share={tmp_path}") == ["in two", "c1", "c2", "out two"]
+    assert suite(f"--share={tmp_path}") == []
 
 
 def test_a_slow_test_is_claimed_by_itself(suite, pytester, tmp_path):
@@ -77,8 +100,7 @@ def test_a_slow_test_is_claimed_by_itself(suite, pytester, tmp_path):
     pytester.makeini("[pytest]\nmarkers = slow")
     slow = "import pytest\n@pytest.mark.slow\n@pytest.mark.parametrize('i', [1, 2])\ndef test_d(i):\n    print(f'> d{i}')\n"
     (pytester.path / "two" / "test_c.py").write_text(f"{slow}\ndef test_quick():\n    print('> quick')\n")
-    claim(tmp_path, "one/test_a.py")
-    claim(tmp_path, "one/test_b.py")
+    claim_all(tmp_path, "one/test_a.py", "one/test_b.py")
     claim(tmp_path, "two/test_c.py::test_d[1]")
     assert suite(f"--share={tmp_path}") == ["d2", "quick"]
 
