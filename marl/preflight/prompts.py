@@ -1,7 +1,8 @@
 """Checks of prompt lengths, at the start and as they grow over rounds."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import nlargest
 from itertools import islice
 from typing import Any
@@ -31,12 +32,12 @@ ROWS_NAMED = 5
 def check_prompts(config: DictConfig, encoders: Mapping[str, ChatEncoder]) -> list[list[Task]]:
     """Raise ConfigError where agents, but those of endpoints, are shown more than ``data.max_prompt_length`` before anybody has spoken. Returns the
     tasks of every file that were read, the longest first."""
-    limit, tasks = config.data.max_prompt_length, []
+    limit, tasks, first = config.data.max_prompt_length, [], FirstPrompts.of(config, encoders)
     for key in ("train_files", "val_files"):
         for file in file_list(config.data[key]):
             every = rows_of(file, config.data.prompt_key)
             rows = list(islice(every, PROMPTS_READ))
-            lengths = [longest_shown(row, config, encoders) for row in rows]
+            lengths = [first.tokens(row) for row in rows]
             order = sorted(range(len(rows)), key=lambda i: -lengths[i])
             tasks.append([task_of(rows[i], f"{file}, row {i}", config.data.prompt_key) for i in order])
             long = [length for length in lengths if length > limit]
@@ -46,30 +47,44 @@ def check_prompts(config: DictConfig, encoders: Mapping[str, ChatEncoder]) -> li
                     f"up to {max(long)} tokens before anybody has answered; set it to at least that"
                 )
             if not config.data.filter_overlong_prompts:
-                others = {i: longest_shown(row, config, encoders) for i, row in longest_texts(every, len(rows), config)}
+                longest = nlargest(
+                    PROMPTS_READ, enumerate(every, len(rows)), key=lambda numbered: first.characters(numbered[1])
+                )
+                others = {i: first.tokens(row) for i, row in longest}
                 warn_of_long_rows(file, dict(enumerate(lengths)) | others, limit)
     return tasks
 
 
-def longest_shown(row: Mapping[str, Any], config: DictConfig, encoders: Mapping[str, ChatEncoder]) -> int:
-    """Tokens of the longest first prompt that a row gives to an agent, but to those of endpoints."""
-    policies = policies_by_agent(config.agents)
-    return max(
-        len(encoders[own[0]].encode(shown_to(row, agent, config)))
-        for agent, own in policies.items()
-        if own[0] in encoders
-    )
+@dataclass(frozen=True)
+class FirstPrompts:
+    """What a row shows to each agent before anybody has spoken, but to those of endpoints. Plain values: a configuration's take
+    a hundred times as long to read, and data sets have millions of rows."""
 
+    prompt_key: str
+    seats: Sequence[tuple[str, str, ChatEncoder]]
+    """Agents, their roles and the encoders of their first policies."""
 
-def longest_texts(
-    rows: Iterable[Mapping[str, Any]], start: int, config: DictConfig
-) -> list[tuple[int, Mapping[str, Any]]]:
-    """The rows of the most characters, with their numbers, of which the first is ``start``."""
+    @classmethod
+    def of(cls, config: DictConfig, encoders: Mapping[str, ChatEncoder]) -> "FirstPrompts":
+        policies = policies_by_agent(config.agents)
+        seats = [
+            (agent, config.agents[agent].role, encoders[own[0]])
+            for agent, own in policies.items()
+            if own[0] in encoders
+        ]
+        return cls(config.data.prompt_key, seats)
 
-    def size(numbered: tuple[int, Mapping[str, Any]]) -> int:
-        return max(sum(len(m["content"]) for m in shown_to(numbered[1], agent, config)) for agent in config.agents)
+    def shown_to(self, row: Mapping[str, Any], agent: str, role: str) -> list[dict[str, Any]]:
+        private = ((row.get("extra_info") or {}).get("agent_prompts") or {}).get(agent)
+        return followed_by(list(private or row[self.prompt_key]), role)
 
-    return nlargest(PROMPTS_READ, enumerate(rows, start), key=size)
+    def tokens(self, row: Mapping[str, Any]) -> int:
+        """Of the longest prompt."""
+        return max(len(encoder.encode(self.shown_to(row, agent, role))) for agent, role, encoder in self.seats)
+
+    def characters(self, row: Mapping[str, Any]) -> int:
+        """Of the longest prompt."""
+        return max(sum(len(m["content"]) for m in self.shown_to(row, agent, role)) for agent, role, _ in self.seats)
 
 
 def warn_of_long_rows(file: str, lengths: Mapping[int, int], limit: int) -> None:
@@ -179,9 +194,3 @@ ROUNDS_SHOWN = 8
 def remedy(config: DictConfig, growth: Growth) -> str:
     shorter = "" if config.runner.overflow != Overflow.refuse else ", set runner.overflow=drop_oldest or summarise"
     return f"set data.max_prompt_length to at least {growth.prompt}, lower the number of rounds{shorter}, or use shorter roles"
-
-
-def shown_to(row: Mapping[str, Any], agent: str, config: DictConfig) -> list[dict[str, Any]]:
-    """An agent's first observation of a row."""
-    private = ((row.get("extra_info") or {}).get("agent_prompts") or {}).get(agent)
-    return followed_by(list(private or row[config.data.prompt_key]), config.agents[agent].role)

@@ -14,6 +14,7 @@ from marl.preflight import prompt_growth
 from marl.preflight.plan_report import growth_text, plan_text
 from marl.preflight.prepare import prepare
 from marl.preflight.prompt_growth import Seat, length_of, measure, spoken
+from marl.preflight.prompts import FirstPrompts
 from marl.quickstart.model import build_tokenizer
 from marl.runners import RUNNERS, Runner, TooManyTurns
 from marl.runners.graph import Edge, Node, When
@@ -242,3 +243,15 @@ def test_a_conversation_that_agents_are_shown_in_part_is_no_shorter_for_a_critic
         prepare(quickstart(*dropping, "critic.ppo_max_token_len_per_gpu=20"))
     needed = int(str(caught.value).split("set it to at least ")[1].split(",")[0])
     assert needed > 12 * 2 * 6, "all rounds, and not the longest prompts and answers of two agents alone, 2 * (40 + 3)"
+
+
+def test_the_first_prompts_of_many_rows_are_measured_at_once(compose_config, cold_assets, encoder):
+    """A configuration's values take milliseconds a row to read, and a data set has a million rows."""
+    roles = ("agents.alice.role='Add it up .'", "agents.carol.role='Be brief .'")
+    first = FirstPrompts.of(compose_config(f"assets={cold_assets}", *roles), {"alice": encoder})
+    row = {"prompt": TASK.messages, "extra_info": {"agent_prompts": {"carol": TASK.messages * 9}}}
+    assert first.tokens(row) == 7 + 4 and first.characters(row) == len(f"{QUESTION}\n\nAdd it up .")
+    began = time.process_time()
+    for _ in range(20_000):
+        first.characters(row)
+    assert time.process_time() - began < 1.5
