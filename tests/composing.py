@@ -77,10 +77,14 @@ def nodes(group: Mapping[str, Any]) -> Iterator[Any]:
             yield entry
 
 
+PLAIN = ("seed", "sharing", "precision", "determinism", "task", "assets", "verbose")
+"""Keys of the first level that are no groups."""
+
+
 def is_setting(word: str) -> bool:
     """True for ``group.key=value``, which chooses no file: Hydra sets it after it has read all of them."""
     key = word.partition("=")[0]
-    return "." in key and not set("@/:") & set(key) and not key.lstrip("+~").startswith("hydra.")
+    return key in PLAIN or ("." in key and not set("@/:") & set(key) and not key.lstrip("+~").startswith("hydra."))
 
 
 def is_mixed(words: list[str]) -> bool:
