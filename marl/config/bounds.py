@@ -172,17 +172,29 @@ GROUPS = (
     "controller",
     "ray_kwargs.ray_init",
     "reward.custom_reward_function",
+    "reward.reward_manager",
     "data.apply_chat_template_kwargs",
+    "data.custom_cls",
+    "actor_rollout_ref.actor.policy_loss",
     "actor_rollout_ref.model.override_config",
+    "actor_rollout_ref.ref.model",
+    "actor_rollout_ref.rollout.agent",
+    "actor_rollout_ref.rollout.disaggregation",
+    "actor_rollout_ref.rollout.multi_turn",
     "algorithm.rollout_correction",
 )
 """Keys that hold further keys, beside those that the tables above go through."""
+
+GROUPS_OR_NULL = ("custom_reward_function", "ray_kwargs.ray_init.runtime_env")
 
 
 def check_values(config: Any) -> None:
     """Raise ConfigError for the first key that holds what it cannot."""
     for key in GROUPS:
         must_be_a_group(key, look_up(config, key, ()))
+    for key in GROUPS_OR_NULL:
+        if (value := look_up(config, key, ())) is not None:
+            must_be_a_group(key, value)
     for key in NUMBERS:
         check_number(config, key)
     for key in SWITCHES:

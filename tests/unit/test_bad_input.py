@@ -9,6 +9,7 @@ import copy
 import io
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from marl.config.bounds import GROUPS, NUMBERS, SWITCHES, TEXTS, WORDS
 from marl.config.dataset_rows import check_files, check_row
 from marl.config.errors import ConfigError
 from marl.config.overrides import OPTIONS
+from marl.config.rules import check
 from marl.config.schema import AgentConfig, ControllerConfig, ResourcesConfig
 from marl.controller.chat import ChatEncoder
 from marl.controller.client import BadAnswer, PolicyClient
@@ -52,8 +54,10 @@ REMEDY = re.compile(
     r"|shorten|name at least|leave it|has to|missing",
     re.IGNORECASE,
 )
+TIMES = int(os.environ.get("MARL_EXAMPLES", "1"))
+"""So many times as many examples, other ones each time; as 40, over which new cases are found."""
 FLAGS: dict[str, Any] = {
-    "derandomize": True,
+    "derandomize": TIMES == 1,
     "deadline": 20_000,
     "database": None,
     "suppress_health_check": list(HealthCheck),
@@ -63,7 +67,7 @@ FLAGS: dict[str, Any] = {
 
 def examples(count: int) -> settings:
     """As many examples, the same ones every time."""
-    return settings(max_examples=count, **FLAGS)
+    return settings(max_examples=count * TIMES, **FLAGS)
 
 
 # ---- configurations
@@ -190,6 +194,22 @@ def test_a_policys_number_out_of_its_range(plain, data, key):
     assert "policies.carol" in text and key.split(".", 1)[1] in text and value_of(override) in text
 
 
+OWN_NUMBERS = [
+    ("", "rollout.tensor_model_parallel_size"),
+    ("", "rollout.data_parallel_size"),
+    ("", "rollout.pipeline_model_parallel_size"),
+    ("sharing=lora", "model.lora_rank"),
+]
+
+
+@pytest.mark.parametrize("value", ["abc", "-1", "null", "[1]", "{a: 1}"])
+@pytest.mark.parametrize("mode,key", OWN_NUMBERS)
+def test_a_policys_number_with_which_a_rule_calculates(compose_config, base, mode, key, value):
+    config = compose_config(f"assets={base.assets}", *filter(None, [mode]))
+    text = refusal(config, f"+policies.carol.{key}={value}")
+    assert "policies.carol: " in text and f"{key}={value_of(f'x={value}')}: expected a whole number" in text
+
+
 JUNK = st.sampled_from(["5", "[]", "[a, b]", "-1", "2.5", "nonsense", "null"])
 
 
@@ -227,6 +247,42 @@ def test_a_text_that_is_empty_or_none(plain, key, value):
 def test_invalid_groups_are_errors(plain, key, value):
     assume(not (key in OPTIONS and value == "[1]"))  # Hydra takes these for options: see the command line below
     assert key.split(".")[-1] in refusal(plain, f"{key}={value}")
+
+
+def nested_groups(node: Any, prefix: str = "") -> Iterator[str]:
+    for key in node:
+        inner = node._get_node(key)
+        if OmegaConf.is_dict(inner) and inner and not (inner._is_none() or inner._is_missing()):
+            yield f"{prefix}{key}"
+            yield from nested_groups(inner, f"{prefix}{key}.")
+
+
+def test_a_group_deep_within_that_is_none(plain):
+    """Rules read keys of groups whose parents alone are in a table: none ends in a traceback."""
+    tried = 0
+    for key in nested_groups(plain.actor_rollout_ref, "actor_rollout_ref."):
+        for own in (key, key.replace("actor_rollout_ref", "policies.carol")):
+            overrides = OverridesParser.create().parse_overrides([f"++{own}=true"])
+            with unchanged(plain, {own.split(".")[0]}):
+                ConfigLoaderImpl._apply_overrides_to_config(overrides, plain)
+                try:
+                    check(plain)
+                except ConfigError as error:
+                    said = str(error)
+                    assert key.rpartition(".")[2] in said and REMEDY.search(said), said
+                else:
+                    assert own == key, f"{own}=true is taken for a group"
+            tried += 1
+    assert tried > 100
+    CASES["configuration"].update(f"deep {number}" for number in range(tried))
+
+
+@pytest.mark.parametrize("value", ["true", "5"])
+@pytest.mark.parametrize(
+    "key", ["data.custom_cls", "reward.reward_manager", "custom_reward_function", "ray_kwargs.ray_init.runtime_env"]
+)
+def test_a_group_that_rules_read_is_none(plain, key, value):
+    assert f"{key}={value_of(f'x={value}')}: expected a group" in refusal(plain, f"{key}={value}")
 
 
 def dotted(node: Any, prefix: str = "") -> Iterator[str]:

@@ -3,7 +3,7 @@
 They run before anything starts and import neither torch nor ray.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -29,8 +29,17 @@ from marl.config.rules import (
     targets,
 )
 
+
+def own_values_are_allowed(config: Any) -> None:
+    """The values of each policy's own keys, before rules between keys calculate with them."""
+    policies.policies_change_groups(config)
+    for name in config.policies:
+        of_policy(config, name, (check_values,))
+
+
 RULES: tuple[Callable[[Any], None], ...] = (
     check_values,
+    own_values_are_allowed,
     *targets.RULES,
     *sharing.RULES,
     *policies.RULES,
@@ -47,6 +56,8 @@ RULES: tuple[Callable[[Any], None], ...] = (
     *run.RULES,
 )
 OF_ALL_POLICIES = (
+    check_values,
+    own_values_are_allowed,
     *targets.OF_ALL_POLICIES,
     *sharing.OF_ALL_POLICIES,
     *policies.OF_ALL_POLICIES,
@@ -66,11 +77,16 @@ def check(config: Any) -> None:
     for rule in RULES:
         rule(config)
     for name in config.policies:
-        own = OmegaConf.create(config)
-        own.actor_rollout_ref = own_settings(config, name)
-        own.precision = precision_of(config, name)
-        try:
-            for rule in RULES_PER_POLICY:
-                rule(own)
-        except ConfigError as error:
-            raise ConfigError(f"policies.{name}: {error}") from None
+        of_policy(config, name, RULES_PER_POLICY)
+
+
+def of_policy(config: Any, name: str, rules: Iterable[Callable[[Any], None]]) -> None:
+    """Check rules on a policy's own settings. Raises ConfigError that names it."""
+    own = OmegaConf.create(config)
+    own.actor_rollout_ref = own_settings(config, name)
+    own.precision = precision_of(config, name)
+    try:
+        for rule in rules:
+            rule(own)
+    except ConfigError as error:
+        raise ConfigError(f"policies.{name}: {error}") from None

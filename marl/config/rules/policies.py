@@ -2,6 +2,9 @@
 
 from typing import Any
 
+from omegaconf import OmegaConf
+
+from marl.config.bounds import must_be_a_group
 from marl.config.errors import ConfigError
 from marl.config.policies import OURS, all_policies, changes_of, leaves, own_settings, policies_by_agent
 from marl.utils.registry import did_you_mean
@@ -10,8 +13,14 @@ from marl.utils.registry import did_you_mean
 def policies_change_groups(config: Any) -> None:
     for name, changes in config.policies.items():
         for key, value in ({f"policies.{name}": changes} | nested(f"policies.{name}", changes)).items():
-            if value is not None and not hasattr(value, "items"):
-                raise ConfigError(f"{key}={value}: expected a group of keys, as in {key}.<key>=<value>")
+            if value is not None:
+                must_be_a_group(key, value)
+        for path in leaves(changes_of(config.policies, name)):
+            known, own = ".".join(path), changes
+            for key in path:
+                own = own[key]
+            if own is not None and hasattr(OmegaConf.select(config.actor_rollout_ref, known), "keys"):
+                must_be_a_group(f"policies.{name}.{known}", own)
 
 
 def nested(name: str, changes: Any) -> dict[str, Any]:
