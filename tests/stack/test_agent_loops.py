@@ -465,7 +465,8 @@ class FromAModule(SingleTurnAgentLoop):
 """
 
 
-@pytest.mark.parametrize("way", ["file", *(pytest.param(way, marks=pytest.mark.slow) for way in ("module", "nowhere"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["file", "module", "nowhere"])
 def test_a_loop_of_ones_own_is_found_by_name(tmp_path, cold_assets, way):
     (tmp_path / "my_loops.py").write_text(FROM_ELSEWHERE)
     (tmp_path / "loops.yaml").write_text("- {name: from_a_file, _target_: my_loops.FromAModule, greeting: hello}")

@@ -93,7 +93,7 @@ def test_the_central_critic_reads_an_episode_once_and_each_speaker_where_the_rou
 
 @pytest.mark.parametrize(
     "pair",
-    slow_but(PAIRS, ("ippo", "token"), ("mappo", "turn")),
+    slow_but(PAIRS, ("mappo", "turn")),
     ids="-".join,
 )
 def test_a_critic_fits_its_targets(alone, pair):

@@ -44,9 +44,8 @@ def test_a_script_is_composed_down_to_the_settings_of_its_workers(script, enviro
             assert part.arguments["role"] == "actor_rollout_ref", "each of these scripts has references"
 
 
-@pytest.mark.parametrize(
-    "script", [pytest.param(name, marks=[pytest.mark.slow] * ("mappo" not in name)) for name in SCRIPTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_runs_two_steps_on_a_cpu(script, environment, tmp_path):
     through_ray = script == "gsm8k_grpo_debate.sh"
     where = "ray_kwargs.ray_init.num_cpus=4" if through_ray else "resources.one_process=true"

@@ -75,7 +75,7 @@ PROOFS = {
 
 
 @pytest.mark.parametrize("seed", slow_but([0, 1, 2], 0))
-@pytest.mark.parametrize("name", slow_but(list(PROOFS), "sft"))
+@pytest.mark.parametrize("name", slow_but(list(PROOFS)))
 def test_a_method_learns(learn, name, seed):
     words, has_learned = PROOFS[name]
     before, after = learn(*words, seed=seed)

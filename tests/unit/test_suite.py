@@ -137,6 +137,7 @@ def test_every_option_is_read_by_more_than_its_checks():
     assert sorted(option for option in options() if option[1] not in known) == []
 
 
+@pytest.mark.slow
 def test_the_smoke_test_fails_where_there_is_no_gpu():
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests/gpu"]
