@@ -11,7 +11,6 @@ import yaml
 from marl.config.errors import ConfigError
 from marl.config.sweeps import is_swept
 from marl.preflight.unfinished import FINISHED, RUN, is_running
-from marl.report import run_summary
 from marl.types import Metrics
 from marl.utils.folders import METRICS
 from marl.utils.near import did_you_mean
@@ -102,7 +101,7 @@ def load(folder: Path) -> Run:
     if not isinstance(config, dict) or not isinstance(config.get("trainer"), dict):
         raise ConfigError(f"{folder / RUN}: no settings in it; expected the file that a run of this version writes")
     steps = read_metrics(folder / METRICS)
-    return Run(folder, record, steps, run_summary.read_json(folder), state_of(folder, record, steps))
+    return Run(folder, record, steps, read_summary(folder / "summary.json"), state_of(folder, record, steps))
 
 
 def state_of(folder: Path, record: dict[str, Any], steps: dict[int, Metrics]) -> str:
@@ -117,6 +116,16 @@ def read_json(path: Path) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}); expected the file that a run writes") from None
+    return found
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """A run's summary; nothing where it has not ended. Raises ConfigError."""
+    found = read_json(path) if path.is_file() else {}
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"{path}: expected the object that a run writes; remove it, and costs are summed over the steps"
+        )
     return found
 
 

@@ -156,6 +156,15 @@ def test_a_dump_that_is_something_else_is_named(make_run, content):
         turns.evidence(runs.load(folder))
 
 
+@pytest.mark.parametrize("content", ["", "[1]", "null", '{"seconds": ', "\x00"])
+def test_a_summary_that_is_something_else_is_named(make_run, capsys, content):
+    folder = make_run("one", {0: 0.1})
+    (folder / "summary.json").write_text(content)
+    assert cli.main(["compare", str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert "summary.json: " in said and "expected" in said and "Traceback" not in said
+
+
 def test_of_a_dump_no_text_is_kept_in_memory(make_run):
     """A run's dumps may be larger than the memory."""
     folder = make_run("one", {0: 0.5})
