@@ -268,7 +268,11 @@ def test_the_users_search_path_is_kept():
     assert find_verl(["--cfg", "job"]) == [verl, "--cfg", "job"]
 
 
+DRO = "actor_rollout_ref.actor.policy_loss.loss_mode=dro"
 BAD = {
+    DRO: [f"{DRO} with", "dro_beta=None", "set it, as in +actor_rollout_ref"],
+    f"{DRO} +actor_rollout_ref.actor.policy_loss.dro_beta=0": ["dro_beta=0", "above 0"],
+    "+policies.alice.actor.policy_loss.loss_mode=dro": ["policies.alice: ", "dro_beta=None"],
     "actor_rollout_ref.actor.ppo_mini_batch_size=5": ["train_batch_size=32", "32 % 5 = 2", "Choose a divisor"],
     "actor_rollout_ref.actor.ppo_mini_batch_size=0": ["ppo_mini_batch_size=0"],
     "actor_rollout_ref.actor.use_dynamic_bsz=false": ["use_dynamic_bsz", "ppo_max_token_len_per_gpu"],

@@ -7,6 +7,7 @@ from marl.config.errors import ConfigError
 from marl.config.packing import obstacle
 from marl.config.policies import holds_reference, longest_row, sequence_parallel
 from marl.config.schema import LogProbSource, PackTurns
+from marl.utils.numbers import POSITIVE
 from marl.utils.registry import did_you_mean
 
 
@@ -79,6 +80,14 @@ def corrections_are_whole(config: Any) -> None:
         )
 
 
+def dro_has_its_coefficient(config: Any) -> None:
+    key, loss = "actor_rollout_ref.actor.policy_loss", config.actor_rollout_ref.actor.policy_loss
+    if loss.loss_mode == "dro" and not POSITIVE.takes(beta := loss.get("dro_beta")):
+        raise ConfigError(
+            f"{key}.loss_mode=dro with {key}.dro_beta={beta}: {POSITIVE}; set it, as in +{key}.dro_beta=0.1"
+        )
+
+
 def bypassing_replaces_no_loss(config: Any) -> None:
     bypass, loss = config.algorithm.rollout_correction.bypass_mode, config.actor_rollout_ref.actor.policy_loss.loss_mode
     if bypass and loss not in ("vanilla", "bypass_mode"):
@@ -146,6 +155,7 @@ RULES = (
     micro_batches_are_by_tokens,
     critic_batches_divide,
     corrections_are_whole,
+    dro_has_its_coefficient,
     bypassing_replaces_no_loss,
     log_probs_have_one_source,
     packing_is_known,
