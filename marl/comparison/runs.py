@@ -10,7 +10,7 @@ import yaml
 
 from marl.config.errors import ConfigError
 from marl.config.sweeps import is_swept
-from marl.preflight.unfinished import FINISHED, RUN, is_running
+from marl.preflight.unfinished import FINISHED, RUN, is_running, read_record
 from marl.types import Metrics
 from marl.utils.folders import METRICS
 from marl.utils.near import did_you_mean
@@ -96,10 +96,11 @@ def below(folder: Path, depth: int) -> Iterator[Path]:
 
 def load(folder: Path) -> Run:
     """Raises ConfigError for a file that cannot be read."""
-    record = read_json(folder / RUN)
-    config = record.get("config") if isinstance(record, dict) else None
-    if not isinstance(config, dict) or not isinstance(config.get("trainer"), dict):
-        raise ConfigError(f"{folder / RUN}: no settings in it; expected the file that a run of this version writes")
+    record = read_record(folder / RUN)
+    if not isinstance(record["config"].get("trainer"), dict):
+        raise ConfigError(
+            f"{folder / RUN}: no settings of a trainer; expected the file that a run of this version writes"
+        )
     steps = read_metrics(folder / METRICS)
     return Run(folder, record, steps, read_summary(folder / "summary.json"), state_of(folder, record, steps))
 

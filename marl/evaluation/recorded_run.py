@@ -16,6 +16,7 @@ from marl.config.overrides import hydra_overrides
 from marl.config.schema import AgentConfig
 from marl.controller.recorded_ledger import has_step
 from marl.preflight.run_folder import RUN, family_of
+from marl.preflight.unfinished import read_record
 from marl.utils import folders, manifest
 from marl.utils.manifest import Damaged
 from marl.utils.pickles import read
@@ -37,11 +38,11 @@ class RecordedRun:
 
     @classmethod
     def at(cls, folder: Path) -> "RecordedRun":
-        """Raises ConfigError for a folder without a run, and for one of another method than ``rl``: its servers played its
+        """Raises ConfigError for a folder without a run, for one whose record cannot be read, and for one of another method than ``rl``: its servers played its
         references, or it has no turns."""
         if not (folder / RUN).is_file():
             raise ConfigError(f"{folder} holds no {RUN}: expected the folder of a run, as in outputs/quickstart/latest")
-        run = cls(folder, json.loads((folder / RUN).read_text()))
+        run = cls(folder, read_record(folder / RUN))
         method = run.settings["method"]["name"] if "method" in run.settings else "rl"  # which older runs do not name
         if method != "rl":
             raise ConfigError(

@@ -16,7 +16,17 @@ from marl.config.errors import ConfigError
 from marl.config.identity import identity_of, key_of, refused, settings_of
 from marl.config.placement import critic_pool, pool_of, size_of
 from marl.controller import ledger
-from marl.preflight.unfinished import BEGUN, FINISHED, LOCK, RUN, STAMPED, go_on_with, identity_in, mark_finished
+from marl.preflight.unfinished import (
+    BEGUN,
+    FINISHED,
+    LOCK,
+    RUN,
+    STAMPED,
+    go_on_with,
+    identity_in,
+    mark_finished,
+    read_record,
+)
 from marl.utils import folders
 from marl.utils.manifest import MANIFEST, Damaged, facts_of, replace_text
 from marl.utils.secret_masking import masked_text
@@ -181,11 +191,8 @@ def named_origin(source: Path, folder: Path, results: bool) -> Path:
 
 
 def read_identity(origin: Path) -> dict[str, Any] | None:
-    """``run.json`` of a checkpoint, or else of the run that it lies in."""
-    for path in (origin / RUN, origin.parent / RUN):
-        if path.is_file():
-            return json.loads(path.read_text())
-    return None
+    """``run.json`` of a checkpoint, or else of the run that it lies in. Raises ConfigError for one that cannot be read."""
+    return next((read_record(path) for path in (origin / RUN, origin.parent / RUN) if path.is_file()), None)
 
 
 def own_identity(folder: Path) -> dict[str, Any] | None:

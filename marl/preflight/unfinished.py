@@ -12,6 +12,7 @@ from typing import Any
 
 from omegaconf import open_dict
 
+from marl.config.errors import ConfigError
 from marl.config.identity import comparable, refused
 from marl.utils import folders
 from marl.utils.manifest import replace_text
@@ -88,6 +89,19 @@ def identity_in(folder: Path, so: str = "") -> dict[str, Any] | None:
         if so:
             logger.warning("%s %s: its %s cannot be read (%s: %s)", folder, so, RUN, type(error).__name__, error)
         return None
+    return record
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """A ``run.json``. Raises ConfigError for one that cannot be read."""
+    try:
+        record: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error}); expected the file that a run writes: restore it"
+        ) from None
+    if not isinstance(record, dict) or not isinstance(record.get("config"), dict):
+        raise ConfigError(f"{path}: no settings in it; expected the file that a run of this version writes")
     return record
 
 

@@ -12,6 +12,7 @@ from marl.comparison import groups, runs, turns
 from marl.comparison.tables import comparison, markdown
 from marl.config.errors import ConfigError
 from marl.report import run_readme
+from marl.utils.manifest import seal
 from tests.run_folders import write_run
 
 
@@ -154,6 +155,18 @@ def test_a_dump_that_is_something_else_is_named(make_run, content):
     (folder / "validation" / "4.jsonl").write_bytes(content)
     with pytest.raises(ConfigError, match=r"4\.jsonl, line 1: .*expected a turn"):
         turns.evidence(runs.load(folder))
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "null", '{"config": ', '{"config": 5}'])
+@pytest.mark.parametrize("command", [["chat"], ["eval"], ["replay", "step=1"], ["report"]], ids=lambda words: words[0])
+def test_a_record_that_is_something_else_is_named(make_run, capsys, command, content):
+    folder = make_run("one", {0: 0.1})
+    (folder / "run.json").write_text(content)
+    (folder / "global_step_1").mkdir()
+    seal(folder / "global_step_1", {"step": 1})
+    assert cli.main([command[0], str(folder), *command[1:]]) == 2
+    said = capsys.readouterr().err
+    assert "run.json: " in said and "expected" in said and "Traceback" not in said
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "null", '{"seconds": ', "\x00"])
