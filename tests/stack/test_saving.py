@@ -24,6 +24,7 @@ from marl import checkpoint
 from marl.cluster.local import one_process
 from marl.cluster.workers import shard_files, whole_model
 from marl.cluster.workers.shard_files import ShardFiles
+from marl.config.identity import identity_of
 from marl.marl_trainer import MARLTrainer
 from marl.utils import folders, manifest
 from marl.utils.pickles import read
@@ -40,12 +41,13 @@ def test_a_run_is_kept_resumed_and_measured_on_other_data(alone, cold_assets, tm
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "foreign.jsonl"))
     resumed = ("trainer.resume_mode=auto", "trainer.logger=[file]")
 
-    (tmp_path / "run.json").write_text("{}")  # as `marl.main.run` leaves it
     first = alone("trainer.total_training_steps=1", "trainer.save_freq=-1", "trainer.logger=[file]")
+    record = json.dumps(identity_of(first.trainer.config), default=str)
+    (tmp_path / "run.json").write_text(record)  # as `marl.main.run` leaves it
     first.wait(first.trainer.fit())
     assert [folder.name for folder in folders.complete(tmp_path)] == ["global_step_1"]
     assert (tmp_path / "global_step_1" / "alice" / "actor" / "huggingface" / "model.safetensors").is_file()
-    assert (tmp_path / "global_step_1" / "run.json").read_text() == "{}", "a checkpoint knows whose it is"
+    assert (tmp_path / "global_step_1" / "run.json").read_text() == record, "a checkpoint knows whose it is"
     assert logged(tmp_path) == [0, 1] and not (tmp_path / "foreign.jsonl").exists()
 
     again = alone(*resumed, "trainer.total_training_steps=1")
