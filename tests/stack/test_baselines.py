@@ -41,7 +41,8 @@ def test_baselines_stand_beside_the_team(small, tmp_path):
     assert (tmp_path / "baseline_solo" / "summary.json").is_file()
 
 
-@pytest.mark.parametrize(("schedule", "steps"), [("constant", 2), pytest.param("cosine", 1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "steps"), [("constant", 2), ("cosine", 1)])
 def test_the_single_agent_has_the_teams_schedule_and_twice_its_steps(small, monkeypatch, schedule, steps):
     """A learning rate that decays over twice the steps would be another recipe, and a cosine rises again after its end."""
     built, original = [], MARLTrainer.fit

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from tests.builders import slow_but
 from tests.stack.builders import parameters
 
 NO_WARM_UP = "actor_rollout_ref.actor.optim.lr_warmup_steps=0"
@@ -145,7 +146,7 @@ def test_orders_are_fresh_and_a_resumed_run_goes_on_with_them(alone):
     assert positions(second, 3) == drawn[2:]
 
 
-@pytest.mark.parametrize("level", ["turn", "token"])
+@pytest.mark.parametrize("level", slow_but(["turn", "token"], "token"))
 def test_a_chain_through_the_real_critic(alone, level):
     live = alone("learner=happo", "learner.chain=true", f"critic.level={level}", *FAST)
     metrics = live.step()

@@ -46,7 +46,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("case", slow_but(SETTINGS, "plain", "packed"))
+@pytest.mark.parametrize("case", slow_but(SETTINGS, "packed"))
 def test_a_learning_step_is_that_of_the_trainers_own_pass(alone, case):
     words = (NO_WARM_UP, *SETTINGS[case]) if case != "adapters" else SETTINGS[case]
     runs = []

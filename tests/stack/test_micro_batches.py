@@ -43,7 +43,7 @@ def as_verl_cuts(monkeypatch, engine):
     monkeypatch.setattr(engine, "forward_backward_batch", partial(FSDPEngine.forward_backward_batch, engine))
 
 
-@pytest.fixture(params=["false", "true"], ids=["padded", "packed"])
+@pytest.fixture(params=[pytest.param("false", marks=pytest.mark.slow), "true"], ids=["padded", "packed"])
 def live(request, alone):
     padding = f"model.use_remove_padding={request.param}"
     return alone(BUDGET, f"actor_rollout_ref.{padding}", "learner=ippo")
@@ -124,7 +124,9 @@ def test_critics_read_and_learn_as_with_verls_cutting(live, monkeypatch):
         torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("verls", [False, True], ids=["sorted", "verl's, as on a GPU"])
+@pytest.mark.parametrize(
+    "verls", [pytest.param(False, marks=pytest.mark.slow, id="sorted"), pytest.param(True, id="verl's, as on a GPU")]
+)
 def test_micro_batches_of_padding_alone_train_nothing(alone, monkeypatch, verls):
     """Five rows in two mini-batches are padded to six, and each is a micro-batch: verl's loss in bypass mode refuses the sixth,
     where other losses take it for 0."""

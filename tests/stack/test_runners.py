@@ -17,7 +17,7 @@ def started(alone, name, *overrides):
     return alone(*runner_options(name), *long, "trainer.total_training_steps=1", *overrides)
 
 
-OFTEN = ("debate", "summary", "graph", "game")
+OFTEN = ("debate", "graph")
 
 
 @pytest.mark.parametrize("name", slow_but(BUILT_IN, *OFTEN))
