@@ -35,7 +35,10 @@ def spawn(tmp_path):
         command = ["sh", "-c", '"$@" & echo $!; wait $!' if not orphan else '"$@" & echo $!', "sh", *command]
         shell = subprocess.Popen(command, env=os.environ | {MARK: mark}, stdout=subprocess.PIPE, stderr=log, text=True)
         process = psutil.Process(int(shell.stdout.readline()))
-        assert shell.stdout.readline() == "1\n"
+        said = shell.stdout.readline()
+        assert said == "1\n" or not owner_lives(mark), (
+            "one of a dead driver may be ended by a run of the tests beside these"
+        )
         started.extend([process, shell])
         return process
 
