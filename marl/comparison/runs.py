@@ -10,7 +10,7 @@ import yaml
 
 from marl.config.errors import ConfigError
 from marl.config.sweeps import is_swept
-from marl.preflight.unfinished import FINISHED, RUN, is_running, read_record
+from marl.preflight.unfinished import FINISHED, RUN, is_running, read_json, read_record
 from marl.types import Metrics
 from marl.utils.folders import METRICS
 from marl.utils.near import did_you_mean
@@ -110,14 +110,6 @@ def state_of(folder: Path, record: dict[str, Any], steps: dict[int, Metrics]) ->
     if is_running(folder):
         return f"still being written, at {at}: its numbers will change"
     return "finished" if FINISHED in record else f"ended before its last step, at {at}"
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); expected the file that a run writes") from None
-    return found
 
 
 def read_summary(path: Path) -> dict[str, Any]:

@@ -186,6 +186,7 @@ GROUPS = (
 """Keys that hold further keys, beside those that the tables above go through."""
 
 GROUPS_OR_NULL = ("custom_reward_function", "ray_kwargs.ray_init.runtime_env")
+"""Further ones, which null leaves out."""
 
 
 def check_values(config: Any) -> None:

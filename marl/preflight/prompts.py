@@ -57,8 +57,8 @@ def check_prompts(config: DictConfig, encoders: Mapping[str, ChatEncoder]) -> li
 
 @dataclass(frozen=True)
 class FirstPrompts:
-    """What a row shows to each agent before anybody has spoken, but to those of endpoints. Plain values: a configuration's take
-    a hundred times as long to read, and data sets have millions of rows."""
+    """First prompts of a row: those that agents, but those of endpoints, are shown before anybody has spoken. It holds plain values:
+    a configuration's take far longer to read, and data sets have millions of rows."""
 
     prompt_key: str
     seats: Sequence[tuple[str, str, ChatEncoder]]
@@ -79,11 +79,11 @@ class FirstPrompts:
         return followed_by(list(private or row[self.prompt_key]), role)
 
     def tokens(self, row: Mapping[str, Any]) -> int:
-        """Of the longest prompt."""
+        """Tokens of a row's longest prompt."""
         return max(len(encoder.encode(self.shown_to(row, agent, role))) for agent, role, encoder in self.seats)
 
     def characters(self, row: Mapping[str, Any]) -> int:
-        """Of the longest prompt."""
+        """Characters of a row's longest prompt."""
         return max(sum(len(m["content"]) for m in self.shown_to(row, agent, role)) for agent, role, _ in self.seats)
 
 

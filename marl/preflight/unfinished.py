@@ -94,15 +94,20 @@ def identity_in(folder: Path, so: str = "") -> dict[str, Any] | None:
 
 def read_record(path: Path) -> dict[str, Any]:
     """A ``run.json``. Raises ConfigError for one that cannot be read."""
+    record = read_json(path)
+    if not isinstance(record, dict) or not isinstance(record.get("config"), dict):
+        raise ConfigError(f"{path}: no settings in it; expected the file that a run of this version writes")
+    return record
+
+
+def read_json(path: Path) -> Any:
+    """The content of a file that a run wrote. Raises ConfigError where it is not JSON."""
     try:
-        record: Any = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path}: cannot be read ({error}); expected the file that a run writes: restore it"
         ) from None
-    if not isinstance(record, dict) or not isinstance(record.get("config"), dict):
-        raise ConfigError(f"{path}: no settings in it; expected the file that a run of this version writes")
-    return record
 
 
 def settings_that_differ(saved: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -87,7 +87,7 @@ def warm_up(
 def encode(tokenizer: PreTrainedTokenizerFast, example: WarmExample) -> tuple[list[int], list[int]]:
     """Prompt and answer ids of a warm example, as the chat encoder would build them."""
     user, assistant = tokenizer.convert_tokens_to_ids(list(ROLES))
-    end = tokenizer.convert_tokens_to_ids(SPECIAL["eos_token"])
+    end = tokenizer.eos_token_id
     ids: list[int] = []
     for i, text in enumerate(example.messages):
         content = tokenizer.convert_tokens_to_ids(text.split())  # a word is a token: far faster than encode()

@@ -55,7 +55,7 @@ REMEDY = re.compile(
     re.IGNORECASE,
 )
 TIMES = int(os.environ.get("MARL_EXAMPLES", "1"))
-"""So many times as many examples, other ones each time; as 40, over which new cases are found."""
+"""Factor on the number of examples; above 1, each run draws other ones."""
 FLAGS: dict[str, Any] = {
     "derandomize": TIMES == 1,
     "deadline": 20_000,
@@ -274,7 +274,18 @@ def test_a_group_deep_within_that_is_none(plain):
                     assert own == key, f"{own}=true is taken for a group"
             tried += 1
     assert tried > 100
-    CASES["configuration"].update(f"deep {number}" for number in range(tried))
+
+
+def test_a_policy_may_leave_a_group_out(plain):
+    overrides = OverridesParser.create().parse_overrides(["++policies.carol.actor.fsdp_config.mixed_precision=null"])
+    with unchanged(plain, {"policies"}):
+        ConfigLoaderImpl._apply_overrides_to_config(overrides, plain)
+        check(plain)
+
+
+def test_a_key_below_a_policys_value_is_refused(plain):
+    text = refusal(plain, "++policies.carol.actor.optim.lr.x=5")
+    assert "policies.carol: actor_rollout_ref.actor.optim.lr={'x': 5}: expected a finite number" in text
 
 
 @pytest.mark.parametrize("value", ["true", "5"])

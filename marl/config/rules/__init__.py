@@ -31,14 +31,14 @@ from marl.config.rules import (
 
 
 def own_values_are_allowed(config: Any) -> None:
-    """The values of each policy's own keys, before rules between keys calculate with them."""
-    policies.policies_change_groups(config)
+    """Each policy's own values, which rules between keys calculate with."""
     for name in config.policies:
         of_policy(config, name, (check_values,))
 
 
 RULES: tuple[Callable[[Any], None], ...] = (
     check_values,
+    policies.policies_change_groups,
     own_values_are_allowed,
     *targets.RULES,
     *sharing.RULES,
@@ -57,6 +57,7 @@ RULES: tuple[Callable[[Any], None], ...] = (
 )
 OF_ALL_POLICIES = (
     check_values,
+    policies.policies_change_groups,
     own_values_are_allowed,
     *targets.OF_ALL_POLICIES,
     *sharing.OF_ALL_POLICIES,

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from marl.config.bounds import must_be_a_group
 from marl.config.errors import ConfigError
 from marl.config.policies import OURS, all_policies, changes_of, leaves, own_settings, policies_by_agent
@@ -16,11 +14,11 @@ def policies_change_groups(config: Any) -> None:
             if value is not None:
                 must_be_a_group(key, value)
         for path in leaves(changes_of(config.policies, name)):
-            known, own = ".".join(path), changes
+            known, own = config.actor_rollout_ref, changes
             for key in path:
-                own = own[key]
-            if own is not None and hasattr(OmegaConf.select(config.actor_rollout_ref, known), "keys"):
-                must_be_a_group(f"policies.{name}.{known}", own)
+                known, own = known.get(key) if hasattr(known, "keys") else None, own[key]
+            if own is not None and hasattr(known, "keys"):
+                must_be_a_group(f"policies.{name}.{'.'.join(path)}", own)
 
 
 def nested(name: str, changes: Any) -> dict[str, Any]:
@@ -99,7 +97,6 @@ OF_ALL_POLICIES = (policies_of_rounds_take_turns,)
 """Rules that iterate over the policies themselves."""
 
 RULES = (
-    policies_change_groups,
     rollout_n_is_global,
     policies_are_acted_with,
     policies_of_rounds_take_turns,
