@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import OmegaConf
-
 from marl.config.packing import packs_by_default
 from marl.config.policies import own_settings, trained_policies
 from marl.config.schema import PackTurns
@@ -26,14 +24,7 @@ def packed_policies(config: Any, critics: CriticSpec | None) -> frozenset[Policy
         return frozenset(names)
     if wanted is PackTurns.false or (critics and critics.packing_obstacle(config)):
         return frozenset()
-    return frozenset(name for name in names if packs_by_default(settings_of(config, name)))
-
-
-def settings_of(config: Any, policy: PolicyName) -> Any:
-    """The configuration as one policy has it."""
-    own = OmegaConf.create({"algorithm": config.algorithm})
-    own.actor_rollout_ref = own_settings(config, policy)
-    return own
+    return frozenset(name for name in names if packs_by_default(config.algorithm, own_settings(config, name)))
 
 
 def chains_of(trained: Sequence[Chain], pack_turns: bool | Collection[PolicyName]) -> dict[PolicyName, list[Chain]]:

@@ -32,7 +32,8 @@ def policy_config(config: DictConfig, name: str, index: int, run_id: str, total_
         "timeout_key": sync.key,
     }
     with open_dict(own):
-        own.actor_rollout_ref = own_settings(own, name)
+        if (settings := own_settings(own, name)) is not own.actor_rollout_ref:
+            own.actor_rollout_ref = settings
         own.trainer.n_gpus_per_node = own.actor_rollout_ref.rollout.n_gpus_per_node = size.gpus
         own.trainer.nnodes = size.nodes
         own.actor_rollout_ref.rollout.custom = dict(own.actor_rollout_ref.rollout.get("custom") or {}) | custom

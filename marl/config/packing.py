@@ -15,10 +15,10 @@ SEQUENCE_LOSSES = {
 }
 
 
-def obstacle(config: Any) -> str | None:
-    """The first setting under which packed turns would get another gradient, with the remedy; None without one. ``config``
-    has the settings of one policy in its ``actor_rollout_ref``."""
-    correction, actor = config.algorithm.rollout_correction, config.actor_rollout_ref.actor
+def obstacle(algorithm: Any, own: Any) -> str | None:
+    """The first setting under which packed turns would get another gradient, with the remedy; None without one. ``own``:
+    ``actor_rollout_ref`` as one policy has it."""
+    correction, actor = algorithm.rollout_correction, own.actor
     sequences = [f"{key}={value}" for key in ("rollout_is", "rollout_rs") if "seq" in str(value := correction[key])]
     if sequences:
         return (
@@ -44,7 +44,7 @@ def obstacle(config: Any) -> str | None:
     return None
 
 
-def packs_by_default(config: Any) -> bool:
+def packs_by_default(algorithm: Any, own: Any) -> bool:
     """True if ``pack_turns=auto`` packs the turns of a policy with these settings. A loss that is not known to treat tokens by
     themselves (clip_cov and kl_cov select tokens by micro-batch; a user's own) gets its turns apart."""
-    return obstacle(config) is None and config.actor_rollout_ref.actor.policy_loss.loss_mode in TOKEN_LOSSES
+    return obstacle(algorithm, own) is None and own.actor.policy_loss.loss_mode in TOKEN_LOSSES

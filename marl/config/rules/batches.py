@@ -124,7 +124,7 @@ def packing_is_known(config: Any) -> None:
 
 
 def packed_turns_are_weighed_by_token(config: Any) -> None:
-    found = obstacle(config)
+    found = obstacle(config.algorithm, config.actor_rollout_ref)
     if found and PackTurns.of(config) is PackTurns.true:
         raise ConfigError(f"controller.pack_turns=true with {found}")
 
