@@ -13,6 +13,7 @@ import ray
 import torch
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
+from marl import checkpoint
 from marl.cluster.workers.policy_worker import PolicyWorker
 from marl.learners.grpo import GRPO
 from marl.main import run
@@ -24,7 +25,27 @@ from tests.stack.builders import gradient, numbers, prepared
 from tests.stack.conftest import SMALL
 
 
-@pytest.mark.parametrize("placement", ["colocated", pytest.param("separate", marks=pytest.mark.slow)])
+def test_a_step_is_that_of_a_run_through_ray(live, alone):
+    """From a checkpoint of that run: each number, and the weights that the step leaves."""
+    there = live.trainer
+    live.step()
+    live.wait(there.save())
+    saved = there.folder / f"global_step_{there.step_number}"
+    here = alone("trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}")
+    here.wait(checkpoint.resume(here.trainer))
+    here.wait(here.trainer.sync_weights())
+    assert here.trainer.step_number == there.step_number
+    batch, results, digests = next(iter(there.loader)), [], []
+    for one in (live, here):
+        one.trainer.step_number += 1
+        results.append(numbers([one.wait(one.trainer.step(batch))])[0])
+        digests.append([one.wait(group.weight_digest(seed=0)) for group in one.trainer.policies.values()])
+    assert len(results[0]) > 10 and results[0] == results[1], "to the last bit"
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["colocated", "separate"])
 def test_its_results_are_those_of_a_run_through_ray(cluster, compose_config, cold_assets, tmp_path, placement):
     results = []
     for number, where in enumerate(("resources.one_process=true", f"resources.placement={placement}")):
