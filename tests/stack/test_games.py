@@ -10,6 +10,7 @@ from marl.envs import TABLES
 from marl.main import run
 from marl.quickstart import __main__ as quickstart
 from marl.quickstart.assets import RECIPES, Recipe, ensure
+from tests.builders import slow_but
 
 PRISONERS = [[[3, 3], [0, 4]], [[4, 0], [1, 1]]]
 FOUR = ("+agents.tom={}", "+agents.ann={}")
@@ -71,7 +72,7 @@ def test_agents_act_in_one_token_and_get_the_joint_payoff(started, game, table):
     assert metrics["team/score"] == pytest.approx(share)
 
 
-@pytest.mark.parametrize("learner", ["grpo", "mappo"])
+@pytest.mark.parametrize("learner", slow_but(["grpo", "mappo"], "mappo"))
 def test_the_first_agent_picks_the_second_table(started, learner):
     live = started("{name: two_step, scale: 8}", f"learner={learner}")
     episodes = live.episodes(samples=8)
@@ -101,7 +102,7 @@ def test_a_repeated_game_shows_each_agent_what_the_others_did(started):
         assert episode.scored.value == sum(won)
 
 
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("shared", slow_but([True, False], True))
 def test_four_agents_of_one_policy_or_of_four(started, shared):
     one = [f"agents.{name}.policy=alice" for name in ("carol", "tom", "ann")] if shared else []
     live = started("{name: halves}", *FOUR, *one)

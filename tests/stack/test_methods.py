@@ -190,7 +190,9 @@ IN_OTHER_LAYERS = (
 
 
 @pytest.mark.parametrize(
-    "options", [ADAPTERS, ADAPTED, (*ADAPTED, *IN_OTHER_LAYERS)], ids=["lora", "shared base", "in other layers"]
+    "options",
+    slow_but([ADAPTERS, ADAPTED, (*ADAPTED, *IN_OTHER_LAYERS)], (*ADAPTED, *IN_OTHER_LAYERS)),
+    ids=["lora", "shared base", "in other layers"],
 )
 def test_adapters_in_bf16_are_trained_though_their_reference_comes_first(alone, rows, options):
     """The first forward pass of all is one in which nothing can be trained, and FSDP2 settles its dtypes in the first."""

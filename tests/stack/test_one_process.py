@@ -156,7 +156,9 @@ def test_packed_turns_have_the_gradient_of_unpacked_ones(alone, padding):
 @pytest.mark.parametrize(
     "override",
     [
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64",  # many micro-batches, one gradient
+        pytest.param(
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64", marks=pytest.mark.slow
+        ),  # many micro-batches
         "actor_rollout_ref.model.use_remove_padding=true",
         pytest.param("actor_rollout_ref.model.enable_gradient_checkpointing=true", marks=pytest.mark.slow),
     ],

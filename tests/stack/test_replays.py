@@ -12,6 +12,7 @@ from marl.controller.alternative_rollouts import AlternativeRollouts
 from marl.learners.replay_credit import ReplayCredit, ReturnOf
 from marl.report import dump
 from marl.rewards import extractor, hider
+from tests.builders import slow_but
 from tests.stack.builders import num_turns, plays_again
 
 THREE = (
@@ -271,7 +272,7 @@ def test_what_fails_is_left_out_and_counted(played, caplog):
     assert all(torch.isfinite(rows["advantages"].values()).all() for rows in batch.rows.values())
 
 
-@pytest.mark.parametrize("credit", ["shapley", "counterfactual", "mixed", "joint"])
+@pytest.mark.parametrize("credit", slow_but(["shapley", "counterfactual", "mixed", "joint"], "shapley"))
 def test_a_step_with_every_other_credit(judged, credit):
     live = judged("runner=debate", *THREE[1:6], f"credit={credit}")
     metrics = live.step()

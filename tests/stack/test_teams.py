@@ -12,6 +12,7 @@ from marl.cluster.failures import WeightsNotArrived
 from marl.cluster.frozen_group import LocalFrozenPolicyGroup
 from marl.cluster.workers.seat_worker import SeatWorker
 from marl.config.policies import own_settings
+from tests.builders import slow_but
 from tests.judge import Judge, serving
 from tests.stack.builders import ADAPTED
 
@@ -61,7 +62,7 @@ FAULTS = {
 """The policy whose sync the error names, and the cause it gives, by fault."""
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("fault", slow_but(FAULTS, swap, change_the_base), ids=lambda fault: fault.__name__)
 def test_an_adapter_that_did_not_arrive_stops_the_run(alone, fault):
     live = alone(*ADAPTED)
     live.step()

@@ -127,7 +127,9 @@ def stopped(live, fault):
     return text
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize(
+    "fault", slow_but(FAULTS, skip, lose_a_part_of_a_tensor, swap, send_to_another), ids=lambda fault: fault.__name__
+)
 def test_a_digest_stops_the_run_in_the_step_of_the_fault(alone, fault):
     text = stopped(alone(NO_WARM_UP), fault)
     told = re.sub(r"(\d+) of \1 tensors differ \(.*?\)", "all tensors", text)

@@ -65,6 +65,7 @@ with initialize_config_module("marl.configs", version_base="1.3"):
 """
 
 
+@pytest.mark.slow
 def test_the_help_names_every_option_that_hydra_knows():
     """Asked of a process of its own, because tests register further options."""
     done = subprocess.run([sys.executable, "-c", GROUPS], capture_output=True, text=True, timeout=120, check=True)
