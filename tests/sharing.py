@@ -1,15 +1,19 @@
 """Several pytest processes share the tests: each runs the test functions that it was the first to claim in a common folder.
 
 ``make test`` starts two of them, one from each end of the list of files: they meet in one file, share its functions, and end at
-about the same time.
+about the same time. A file that one process must run as a whole comes first in the list, far from where they meet.
 """
 
+from collections import Counter
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
 
 CLAIMED = pytest.StashKey[dict]()
+PART = pytest.StashKey[str]()
+TOGETHER = 16
+"""Parameters of a function that one process runs at most, before the other may take over."""
 
 
 def pytest_addoption(parser):
@@ -18,9 +22,17 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
+    items.sort(
+        key=lambda item: item.get_closest_marker("whole_file") is None
+    )  # stable: the tests of a file keep their order
+    seen = Counter()
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        item.stash[PART] = shared_part(item, function, seen[function])
+        seen[function] += 1
     if config.getoption("reverse"):
         numbers = {path: number for number, path in enumerate(dict.fromkeys(item.path for item in items))}
-        items.sort(key=lambda item: -numbers[item.path])  # stable: the tests of a file keep their order
+        items.sort(key=lambda item: -numbers[item.path])
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -33,17 +45,20 @@ def pytest_runtest_protocol(item, nextitem):
 
 
 def is_mine(item):
-    folder, claimed, part = item.config.getoption("share"), item.config.stash.setdefault(CLAIMED, {}), shared_part(item)
+    folder, claimed, part = item.config.getoption("share"), item.config.stash.setdefault(CLAIMED, {}), item.stash[PART]
     if folder is not None and part not in claimed:
         claimed[part] = claim(Path(folder), part)
     return folder is None or claimed[part]
 
 
-def shared_part(item):
-    """The function of a test, with all its parameters; of a slow one, the test itself; of a file that counts what it ran, the file."""
+def shared_part(item, function, number):
+    """What one process runs of a function with ``number`` parameters before this test's: a slow test by itself, of others as many
+    as stay together; of a file that counts what it ran, the file."""
     if item.get_closest_marker("slow"):
         return item.nodeid
-    return item.nodeid.partition("::" if item.get_closest_marker("whole_file") else "[")[0]
+    if item.get_closest_marker("whole_file"):
+        return function.partition("::")[0]
+    return f"{function}#{number // TOGETHER}" if number >= TOGETHER else function
 
 
 def claim(folder, part):

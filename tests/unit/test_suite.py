@@ -86,6 +86,15 @@ def test_the_parameters_of_a_function_stay_together(suite, pytester, tmp_path):
     assert [path.name for path in tmp_path.glob("*test_d*")] == [quote("two/test_c.py::test_d", safe="")]
 
 
+def test_many_parameters_of_a_function_are_shared_by_sixteen(suite, pytester, tmp_path):
+    case = "import pytest\n@pytest.mark.parametrize('i', range(40))\ndef test_d(i):\n    print(f'> d{i}')\n"
+    (pytester.path / "two" / "test_c.py").write_text(case)
+    claim_all(tmp_path, "one/test_a.py", "one/test_b.py")
+    claim(tmp_path, "two/test_c.py::test_d#1")
+    assert suite(f"--share={tmp_path}") == [f"d{i}" for i in range(40) if not 16 <= i < 32]
+    assert suite(f"--share={tmp_path}") == []
+
+
 def test_one_process_runs_the_whole_of_a_file_that_asks_for_it(suite, pytester, tmp_path):
     pytester.makeini("[pytest]\nmarkers = whole_file")
     path = pytester.path / "two" / "test_c.py"
@@ -93,6 +102,8 @@ def test_one_process_runs_the_whole_of_a_file_that_asks_for_it(suite, pytester, 
     claim_all(tmp_path, "one/test_a.py", "one/test_b.py", "two/test_c.py")
     assert suite(f"--share={tmp_path}") == ["in two", "c1", "c2", "out two"]
     assert suite(f"--share={tmp_path}") == []
+    first, last = suite(), suite("--reverse")
+    assert [first.index("c1"), last.index("c1")] == [1, 7], "far from where two processes meet"
 
 
 def test_a_slow_test_is_claimed_by_itself(suite, pytester, tmp_path):
