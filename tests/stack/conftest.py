@@ -1,6 +1,7 @@
 """One Ray session for all, and one small run that tests can hold in their hands."""
 
 import asyncio
+import gc
 import json
 import os
 import subprocess
@@ -56,6 +57,9 @@ def alone(compose_config, cold_assets, tmp_path):
     with ExitStack() as cleanup:
 
         def start(*overrides: str, **options: Any) -> Live:
+            # verl collects garbage several times a run, and would walk all that the tests before this one have imported
+            gc.collect()
+            gc.freeze()
             small = (f"assets={cold_assets}", f"trainer.default_local_dir={tmp_path}", *SMALL)
             setup = prepare(compose_config(*small, "resources.one_process=true", *overrides, **options))
             cleanup.enter_context(session(setup))
