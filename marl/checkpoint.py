@@ -21,7 +21,8 @@ from marl.config.identity import code_fingerprint, fingerprints
 from marl.config.policies import policies_by_agent
 from marl.controller import ledger
 from marl.platform.determinism import random_states, set_random_states
-from marl.preflight.run_folder import RUN, check_ranks, family_of, read_identity, restarts_of, to_resume
+from marl.preflight.resumed_parts import check_ranks
+from marl.preflight.run_folder import RUN, family_of, read_identity, restarts_of, to_resume
 from marl.report import run_summary
 from marl.types import Metrics, Task
 from marl.utils import folders, manifest

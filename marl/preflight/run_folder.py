@@ -14,8 +14,8 @@ from typing import Any
 
 from marl.config.errors import ConfigError
 from marl.config.identity import identity_of, key_of, refused, settings_of
-from marl.config.placement import critic_pool, pool_of, size_of
 from marl.controller import ledger
+from marl.preflight.resumed_parts import must_have_as_many_ranks
 from marl.preflight.unfinished import (
     BEGUN,
     FINISHED,
@@ -28,7 +28,7 @@ from marl.preflight.unfinished import (
     read_record,
 )
 from marl.utils import folders
-from marl.utils.manifest import MANIFEST, Damaged, facts_of, replace_text
+from marl.utils.manifest import Damaged, replace_text
 from marl.utils.secret_masking import masked_text
 
 logger = logging.getLogger(__name__)
@@ -223,24 +223,6 @@ def plain(identity: Mapping[str, Any]) -> dict[str, Any]:
     """An identity as it is read back from its file."""
     read: dict[str, Any] = json.loads(json.dumps(identity, default=str))
     return read
-
-
-def must_have_as_many_ranks(config: Any, origin: Path) -> None:
-    """Raise ConfigError for a checkpoint whose shards are of another number of ranks than the run's; before models are loaded."""
-    saved = facts_of(origin).get("world_size", {}) if (origin / MANIFEST).is_file() else {}
-    for part, ranks in saved.items():
-        name, kind = part.rsplit("/", 1)
-        pool = critic_pool(config, name) if kind == "critic" else pool_of(config, name)
-        check_ranks(origin, part, ranks, size_of(config, pool).ranks)
-
-
-def check_ranks(origin: Path, part: str, saved: int | None, ranks: int) -> None:
-    """Raise ConfigError where a part of a checkpoint was saved by another number of ranks; None is known of none."""
-    if saved not in (None, ranks):
-        raise ConfigError(
-            f"{origin}: {part} was saved by {saved} ranks, and this run has {ranks}; resume with as many (trainer.nnodes, "
-            "trainer.n_gpus_per_node, resources.pools), or begin a new run from its weights (model.path=…/huggingface)"
-        )
 
 
 def write_identity(
