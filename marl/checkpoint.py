@@ -21,7 +21,7 @@ from marl.config.identity import code_fingerprint, fingerprints
 from marl.config.policies import policies_by_agent
 from marl.controller import ledger
 from marl.platform.determinism import random_states, set_random_states
-from marl.preflight.resumed_parts import check_ranks
+from marl.preflight.resumed_parts import check_ranks, must_hold_all_states
 from marl.preflight.run_folder import RUN, family_of, read_identity, restarts_of, to_resume
 from marl.report import run_summary
 from marl.types import Metrics, Task
@@ -189,6 +189,7 @@ async def resume(trainer: MARLTrainer) -> None:
     state = folders.read_state(folder)
     check_state(trainer, folder, state)
     check_source(trainer, folder, manifest.facts_of(folder))
+    must_hold_all_states(trainer.config, folder)
     await asyncio.gather(
         *(group.load(folder / name / "actor") for name, group in trainer.policies.items()),
         *(group.load(folder / name / "critic") for name, group in trainer.critics.groups.items()),

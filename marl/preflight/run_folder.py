@@ -15,7 +15,7 @@ from typing import Any
 from marl.config.errors import ConfigError
 from marl.config.identity import identity_of, key_of, refused, settings_of
 from marl.controller import ledger
-from marl.preflight.resumed_parts import must_have_as_many_ranks
+from marl.preflight.resumed_parts import must_have_as_many_ranks, must_hold_all_states
 from marl.preflight.unfinished import (
     BEGUN,
     FINISHED,
@@ -65,6 +65,7 @@ def claimed(config: Any) -> Iterator[Path]:
         if origin is not None:
             must_be_the_same_run(saved, new, folder if saved is own else origin, tuple(config.trainer.resume_changes))
             must_have_as_many_ranks(config, origin)
+            must_hold_all_states(config, origin)
         if own is not None and refused(own, plain(new), ()):
             ledger.forget_all(folder)
         write_identity(folder, new, origin, saved, own, bool(config.trainer.get("val_only")))

@@ -24,12 +24,15 @@ from marl import checkpoint
 from marl.cluster.local import one_process
 from marl.cluster.workers import shard_files, whole_model
 from marl.cluster.workers.shard_files import ShardFiles
+from marl.config.errors import ConfigError
 from marl.config.identity import identity_of
+from marl.main import run
 from marl.marl_trainer import MARLTrainer
 from marl.utils import folders, manifest
 from marl.utils.pickles import read
 from marl.utils.trees import copied
 from tests.stack.builders import ADAPTED, ADAPTERS
+from tests.stack.conftest import SMALL
 
 
 def logged(folder):
@@ -332,3 +335,28 @@ def test_the_error_of_a_save_ends_the_run_at_the_next_one(alone, tmp_path, monke
     with pytest.raises(OSError, match="alice.*No space left on device"):
         live.wait(live.trainer.fit())
     assert live.trainer.step_number == 2 and not folders.named(tmp_path) and not list(tmp_path.glob(".tmp_*"))
+
+
+SAVED, READ = (f"actor_rollout_ref.actor.checkpoint.{name}_contents" for name in ("save", "load"))
+
+
+@pytest.mark.parametrize(
+    "contents,said",
+    [
+        ((f"{SAVED}=[model,extra]",), r"load_contents=\['model', 'extra'\]: alice/actor of .*global_step_1.* without its optimizer"),
+        ((f"{SAVED}=[extra,optimizer,hf_model]",), r"alice/actor of .*global_step_1 would go on without its model"),
+        ((f"{SAVED}=[model,extra]", f"{READ}=[model,optimizer,extra]"), r"global_step_1 holds no optimizer of alice/actor.*model.path"),
+    ],
+)  # fmt: skip
+def test_a_run_does_not_go_on_without_its_optimizer_or_its_weights(
+    compose_config, cold_assets, tmp_path, contents, said
+):
+    """It would go on with those that it began with. Another run is not refused, and a validation needs the weights alone."""
+    keys = [f"assets={cold_assets}", f"trainer.default_local_dir={tmp_path}", "resources.one_process=true", *SMALL[:3]]
+    keys += ["trainer.save_freq=1", "trainer.test_freq=-1", "trainer.val_before_train=false", "learner=grpo"]
+    run(compose_config(*keys, *contents, "trainer.total_training_steps=1"))
+    with pytest.raises(ConfigError, match=said):
+        run(compose_config(*keys, *contents, "trainer.total_training_steps=2"))
+    if contents[0] == f"{SAVED}=[model,extra]":
+        weights = (f"{READ}=[model]", f"trainer.resume_changes=[{READ}]")
+        run(compose_config(*keys, contents[0], *weights, "trainer.val_only=true"))

@@ -269,6 +269,7 @@ def test_the_users_search_path_is_kept():
 
 
 DRO = "actor_rollout_ref.actor.policy_loss.loss_mode=dro"
+SAVED = "actor_rollout_ref.actor.checkpoint.save_contents"
 BAD = {
     DRO: [f"{DRO} with", "dro_beta=None", "set it, as in +actor_rollout_ref"],
     f"{DRO} +actor_rollout_ref.actor.policy_loss.dro_beta=0": ["dro_beta=0", "above 0"],
@@ -336,6 +337,17 @@ BAD = {
     ],
     "controller.pack_turns=atuo": ["controller.pack_turns=atuo", "Did you mean 'auto'"],
     "baseline=sole": ["baseline=sole", "Did you mean 'solo'"],
+    "baseline=null": ["baseline=None", "solo, vote, untrained", "[] for none"],
+    "baseline=5": ["baseline=5", "expected a list"],
+    f"{SAVED}=[modle,optimizer,extra]": [f"{SAVED}=['modle', 'optimizer', 'extra']", "Did you mean 'model'"],
+    f"{SAVED}=all": [f"{SAVED}=all", "expected a list of model, optimizer, extra, hf_model"],
+    f"{SAVED}=[optimizer,extra]": [f"{SAVED}=['optimizer', 'extra']", "no weights", "trainer.save_final=false"],
+    f"+policies.carol{SAVED.removeprefix('actor_rollout_ref')}=[extra]": ["policies.carol: ", "no weights"],
+    "actor_rollout_ref.actor.checkpoint.load_contents=[weights]": [
+        "load_contents=['weights']",
+        "weights is nothing to save",
+    ],
+    "critic.checkpoint.save_contents=[hf_model]": ["critic.checkpoint.save_contents=['hf_model']", "no weights"],
     "trainer.ref_update_freq=5": ["ref_update_freq=5", "use_kl_loss=true"],
     "actor_rollout_ref.model.lora_rank=4": ["lora_rank=4", "lora.merge=true"],
     "trainer.ref_update_freq=-1": ["ref_update_freq=-1"],
@@ -722,6 +734,20 @@ def test_rules_between_keys_name_the_remedy(bad, override):
     with pytest.raises(ConfigError) as caught:
         prepare(bad(override))
     assert all(part in str(caught.value) for part in BAD[override]), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "key,value",
+    [
+        ("agents.alice.stop", "[[x]]"),
+        ("agents.alice.policy_by_round", "[{a:1}]"),
+        ("learner.train_rounds", "[[x]]"),
+        ("learner.group_by", "[[x]]"),
+    ],
+)
+def test_a_list_of_plain_values_holds_no_list_and_no_group(bad, key, value):
+    with pytest.raises(ConfigError, match=rf"{key}=\[.*: expected a list of plain values, as in {key}=\[a,b\]"):
+        prepare(bad(f"{key}={value}"))
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from marl.config.errors import ConfigError
@@ -464,8 +465,10 @@ def test_checkpoints_of_another_run_are_not_continued(config, tmp_path):
 def test_another_number_of_ranks_is_refused_before_models_are_loaded(config, part):
     """In a folder that is named; a search for an unfinished run passes it by."""
     pools = {"placement": Placement.separate, "pools": {}, "critic_pool": None}
+    read = {"checkpoint": {"load_contents": ["model"]}}
+    parts = {"actor_rollout_ref": {"actor": read}, "critic": read, "policies": {}, "sharing": None}
     config = OmegaConf.merge(
-        config, {"trainer": {"nnodes": 1, "n_gpus_per_node": 1}, "resources": pools, "policies": {}, "sharing": None}
+        config, {"trainer": {"nnodes": 1, "n_gpus_per_node": 1, "val_only": True}, "resources": pools, **parts}
     )
     with (
         claimed(config) as folder,
@@ -473,6 +476,8 @@ def test_another_number_of_ranks_is_refused_before_models_are_loaded(config, par
     ):
         (inside / RUN).write_text((folder / RUN).read_text())
         folders.write_state(inside, {"step": 1})
+        (inside / part).mkdir(parents=True)
+        torch.save({}, inside / part / "model_world_size_2_rank_0.pt")
     said = rf"global_step_1: {part} was saved by 2 ranks, and this run has 1; resume"
     with pytest.raises(ConfigError, match=said), claimed(config):
         pass

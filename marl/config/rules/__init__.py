@@ -15,6 +15,7 @@ from marl.config.precision import precision_of
 from marl.config.rules import (
     agents,
     batches,
+    checkpoints,
     determinism,
     endpoints,
     engines,
@@ -54,6 +55,7 @@ RULES: tuple[Callable[[Any], None], ...] = (
     *references.RULES,
     *files.RULES,
     *run.RULES,
+    *checkpoints.RULES,
 )
 OF_ALL_POLICIES = (
     check_values,
