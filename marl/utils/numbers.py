@@ -3,7 +3,9 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any
+from enum import Enum
+from functools import cache
+from typing import Any, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
 
@@ -81,19 +83,35 @@ def bounds_of(config: type) -> dict[str, Number]:
     }
 
 
+@cache
+def plain_lists(config: type) -> frozenset[str]:
+    """Names of a dataclass' fields that are lists of words, numbers or choices."""
+    lists = (
+        (name, get_args(option))
+        for name, hint in get_type_hints(config).items()
+        for option in (hint, *get_args(hint))  # one that may be null is a union
+        if get_origin(option) is list
+    )
+    return frozenset(
+        name for name, (item,) in lists if isinstance(item, type) and issubclass(item, (str, int, float, Enum))
+    )
+
+
 def out_of_bounds(node: Any, key: str) -> Iterator[str]:
-    """A message for each field of a typed OmegaConf node, or of one inside it, that is out of bounds; ``key`` is the
-    node's path in the configuration."""
+    """A message for each field of a typed OmegaConf node, or of one inside it, that is out of bounds, and for each list of plain
+    values that holds a list or a group, which OmegaConf takes; ``key`` is the node's path in the configuration."""
     if OmegaConf.is_list(node):
         for index, inner in enumerate(node):
             yield from out_of_bounds(inner, f"{key}[{index}]")
     if not OmegaConf.is_dict(node):
         return
     kind = OmegaConf.get_type(node)
-    numbers = bounds_of(kind) if is_dataclass(kind) else {}
+    numbers, plain = (bounds_of(kind), plain_lists(kind)) if is_dataclass(kind) else ({}, frozenset())
     for name, value in node.items():
         if name in numbers and not numbers[name].takes(value):
             yield f"{key}.{name}={value}: {numbers[name]}"
+        if name in plain and OmegaConf.is_list(value) and any(OmegaConf.is_config(item) for item in value):
+            yield f"{key}.{name}={value}: expected a list of plain values, as in {key}.{name}=[a,b]"
         yield from out_of_bounds(value, f"{key}.{name}")
 
 

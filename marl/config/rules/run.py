@@ -58,7 +58,10 @@ BASELINES = ("solo", "vote", "untrained")
 
 
 def baselines_are_known(config: Any) -> None:
-    for name in [config.baseline] if isinstance(config.baseline, str) else config.baseline:
+    names = [config.baseline] if isinstance(config.baseline, str) else config.baseline
+    if not hasattr(names, "__iter__"):
+        raise ConfigError(f"baseline={names}: expected a list of {', '.join(BASELINES)}; [] for none")
+    for name in names:
         if name not in BASELINES:
             raise ConfigError(
                 f"baseline={name}: no such baseline; known: {', '.join(BASELINES)}.{did_you_mean(str(name), BASELINES)}"
