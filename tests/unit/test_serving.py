@@ -268,13 +268,13 @@ def test_more_than_plays_and_waits_is_429_and_too_slow_is_504(compose_config):
             asked = [client.post(f"{url}/v1/chat/completions", json=body) for _ in range(3)]
             return await asyncio.gather(*asked)
 
-    limits = Limits(concurrent=1, queue=1, timeout_s=0.45)
-    with served(slow_to(0.15), compose_config, limits=limits) as (url, client, service):
+    with served(slow_to(0.15), compose_config, limits=Limits(concurrent=1, queue=1)) as (url, client, service):
         answers = asyncio.run(three(url))
         assert sorted(answer.status_code for answer in answers) == [200, 200, 429]
         (full,) = [answer for answer in answers if answer.status_code == 429]
         assert full.json()["error"]["code"] == "queue_full" and full.headers["retry-after"] == "1"
         assert post(url, n=3).status_code == 400, "it could never be played"
+    limits = Limits(concurrent=1, queue=1, timeout_s=0.45)
     with served(slow_to(30), compose_config, limits=limits) as (url, client, service):
         late = post(url)
         assert late.status_code == 504 and "0.45 s" in late.json()["error"]["message"]
