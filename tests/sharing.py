@@ -22,9 +22,8 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    items.sort(
-        key=lambda item: item.get_closest_marker("whole_file") is None
-    )  # stable: the tests of a file keep their order
+    # both sorts are stable: the tests of a file keep their order
+    items.sort(key=lambda item: item.get_closest_marker("whole_file") is None)
     seen = Counter()
     for item in items:
         function = item.nodeid.partition("[")[0]
@@ -52,8 +51,8 @@ def is_mine(item):
 
 
 def shared_part(item, function, number):
-    """What one process runs of a function with ``number`` parameters before this test's: a slow test by itself, of others as many
-    as stay together; of a file that counts what it ran, the file."""
+    """Name of the part that one process runs with this test, which has ``number`` parameters of its function before it: a slow test
+    alone, sixteen parameters of another function, the whole of a file that counts its cases."""
     if item.get_closest_marker("slow"):
         return item.nodeid
     if item.get_closest_marker("whole_file"):

@@ -38,8 +38,8 @@ class RecordedRun:
 
     @classmethod
     def at(cls, folder: Path) -> "RecordedRun":
-        """Raises ConfigError for a folder without a run, for one whose record cannot be read, and for one of another method than ``rl``: its servers played its
-        references, or it has no turns."""
+        """Raises ConfigError for a folder without a run, for one whose record cannot be read, and for one of another method than
+        ``rl``: its servers played its references, or it has no turns."""
         if not (folder / RUN).is_file():
             raise ConfigError(f"{folder} holds no {RUN}: expected the folder of a run, as in outputs/quickstart/latest")
         run = cls(folder, read_record(folder / RUN))
