@@ -360,3 +360,12 @@ def test_a_run_does_not_go_on_without_its_optimizer_or_its_weights(
     if contents[0] == f"{SAVED}=[model,extra]":
         weights = (f"{READ}=[model]", f"trainer.resume_changes=[{READ}]")
         run(compose_config(*keys, contents[0], *weights, "trainer.val_only=true"))
+
+
+def test_a_rebuilt_run_does_not_go_on_without_its_optimizer(alone):
+    """After a fault, from a checkpoint that it has saved itself."""
+    live = alone(f"{SAVED}=[model,extra]", "trainer.resume_mode=auto")
+    live.step()
+    live.wait(live.trainer.save())
+    with pytest.raises(ConfigError, match=r"global_step_1 would go on without its optimizer"):
+        live.wait(checkpoint.resume(live.trainer))
