@@ -41,7 +41,7 @@ COMMANDS = {
         (
             """marl run-one runner=debate question="What is 2+2?" answers="['#### 4','#### 5','#### 4']\"""",
             "marl run-one model=tiny runner=debate",
-            "marl run-one dump=outputs/quickstart/latest/validation/120.jsonl episode=3 --config-name quickstart",
+            "marl run-one dump=outputs/quickstart/latest/validation/105.jsonl episode=3 --config-name quickstart",
         ),
         "takes the keys of marl train, and model= question= truth= answers= row= dump= episode= instead= (docs/debugging.md)",
     ),
@@ -65,7 +65,7 @@ COMMANDS = {
         LOOK,
         (
             "marl export outputs/quickstart/latest",
-            "marl export outputs/quickstart/latest --step 120 --to models --merged",
+            "marl export outputs/quickstart/latest --step 105 --to models --merged",
         ),
         options=True,
     ),
@@ -73,7 +73,7 @@ COMMANDS = {
         "marl.commands.ensemble",
         "compare the agents' vote and joint answers with each agent alone",
         LOOK,
-        ("marl ensemble --config-name quickstart ensemble.checkpoint=outputs/quickstart/latest/global_step_120",),
+        ("marl ensemble --config-name quickstart ensemble.checkpoint=outputs/quickstart/latest/global_step_105",),
         "takes the keys of marl train, and ensemble.* (docs/ensembles.md)",
     ),
     "init": Command(

@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -14,6 +15,8 @@ from marl.quickstart.tasks import TinyTask, WarmExample, words
 SPECIAL = {"pad_token": "<|pad|>", "eos_token": "<|end|>"}
 ROLES = ("<|user|>", "<|assistant|>")
 UNKNOWN = "<unk>"
+Half = Sequence[tuple[list[int], list[int]]]
+"""Examples of one forward pass: prompt and answer ids of each."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
     "{% if message.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
@@ -66,22 +69,33 @@ def warm_up(
     lr: float,
     seed: int,
 ) -> Iterator[float]:
-    """Supervised steps on the last answer of warm examples; yields the loss of each."""
+    """Supervised steps on the last answer of warm examples; yields the loss of each.
+
+    A step's two halves have their gradients calculated in two threads: the operations of torch release the lock, and the
+    sum of two gradients does not depend on which thread is first.
+    """
     rng = random.Random(f"warm-{seed}")
-    optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.01)
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = lr * min(1, (step + 1) / 30) * (1 - 0.9 * step / steps)
-        examples = sorted(
-            (encode(tokenizer, task.warm_example(rng)) for _ in range(batch)), key=lambda example: len(example[0])
-        )
-        halves = examples[: batch // 2], examples[batch // 2 :]  # of like length: less padding
-        loss = torch.stack([imitate(model, half, tokenizer.pad_token_id) for half in halves]).mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        yield loss.item()
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr, betas=(0.9, 0.95), weight_decay=0.01)
+
+    def loss_and_gradients(examples: Half) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        loss = imitate(model, examples, tokenizer.pad_token_id)
+        return loss.detach(), torch.autograd.grad(loss, parameters)
+
+    with ThreadPoolExecutor(max_workers=2) as threads:
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = lr * min(1, (step + 1) / 30) * (1 - 0.9 * step / steps)
+            examples = sorted(
+                (encode(tokenizer, task.warm_example(rng)) for _ in range(batch)), key=lambda example: len(example[0])
+            )
+            halves = examples[: batch // 2], examples[batch // 2 :]  # of like length: less padding
+            losses, gradients = zip(*threads.map(loss_and_gradients, halves), strict=True)
+            for parameter, *of_halves in zip(parameters, *gradients, strict=True):
+                parameter.grad = torch.stack(of_halves).mean(0)
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            yield torch.stack(losses).mean().item()
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, example: WarmExample) -> tuple[list[int], list[int]]:
@@ -96,7 +110,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, example: WarmExample) -> tuple[li
     return ids[:-answer], ids[-answer:]
 
 
-def imitate(model: LlamaForCausalLM, examples: Sequence[tuple[list[int], list[int]]], pad: int) -> torch.Tensor:
+def imitate(model: LlamaForCausalLM, examples: Half, pad: int) -> torch.Tensor:
     """Mean cross entropy of the answers, all of one length, of left-padded conversations."""
     sequences = [prompt + answer for prompt, answer in examples]
     width, length = max(map(len, sequences)), len(examples[0][1])
