@@ -184,10 +184,10 @@ def test_sigterm_ends_a_wait_that_holds_the_event_loop(interruptible):
     before, reached = signal.getsignal(signal.SIGINT), []
 
     async def run():
-        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
         handler = signal.getsignal(signal.SIGINT)
         try:
             with interrupted_at_once():
+                threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
                 time.sleep(2)
                 reached.append("the end of the wait")
         finally:
