@@ -12,7 +12,7 @@ from marl.config.errors import ConfigError
 from marl.config.sweeps import is_swept
 from marl.preflight.unfinished import FINISHED, RUN, is_running, read_json, read_record
 from marl.types import Metrics
-from marl.utils.folders import METRICS
+from marl.utils.folders import METRICS, STATE
 from marl.utils.near import did_you_mean
 
 SWEEP = "multirun.yaml"
@@ -85,8 +85,9 @@ def swept_keys(path: str) -> list[str]:
 
 
 def below(folder: Path, depth: int) -> Iterator[Path]:
+    """Folders of runs; a checkpoint, which has a copy of its run's record, is none."""
     for entry in folder.iterdir():
-        if entry.is_symlink() or not entry.is_dir():  # ``latest`` is a run that is there by its own name
+        if entry.is_symlink() or not entry.is_dir() or (entry / STATE).is_file():  # ``latest`` links to one of them
             continue
         if (entry / RUN).is_file():
             yield entry

@@ -203,6 +203,21 @@ def test_an_unknown_folder_is_answered_with_the_nearest(make_run, tmp_path, caps
     assert cli.main(["compare", str(tmp_path / "empty")]) == 2 and "no run below it" in capsys.readouterr().err
 
 
+def test_a_checkpoints_copy_of_the_record_is_no_run(make_run, tmp_path):
+    """A run whose own record is lost is not the sum of its checkpoints."""
+    make_run("one", {0: 0.5})
+    run = tmp_path / "sweep" / "one"
+    for step in (10, 20):
+        (run / f"global_step_{step}").mkdir()
+        (run / f"global_step_{step}" / "trainer.json").write_text("{}")
+        (run / f"global_step_{step}" / "run.json").write_text((run / "run.json").read_text())
+    assert runs.find(tmp_path) == [run]
+    (run / "run.json").unlink()
+    for path in (run, tmp_path):
+        with pytest.raises(ConfigError, match="no run below it"):
+            runs.find(path)
+
+
 def test_a_report_is_written_beside_its_runs(make_run, tmp_path, monkeypatch):
     sweep = make_run("one", {0: 0.5, 2: 0.75}).parent
     assert cli.main(["report", str(sweep)]) == 0
