@@ -177,7 +177,10 @@ def _run(config: DictConfig, progress: Any) -> Any:
     print(plan_text(setup), flush=True)
     check_endpoints(setup)
     with claimed(setup.config) as folder:
-        run_readme.write(folder, setup.method.learns)
+        if not (
+            setup.config.trainer.val_only and (folder / run_readme.NAME).is_file()
+        ):  # the run's, and how to continue it
+            run_readme.write(folder, setup.method.learns)
         print(f"results: {folder}", flush=True)
         if isinstance(progress, Display):
             progress.begin(setup.config)

@@ -12,7 +12,7 @@ from marl.config.errors import ConfigError
 from marl.config.sweeps import is_swept
 from marl.preflight.unfinished import FINISHED, RUN, is_running, read_json, read_record
 from marl.types import Metrics
-from marl.utils.folders import METRICS, STATE
+from marl.utils.folders import METRICS, STATE, whole_lines
 from marl.utils.near import did_you_mean
 
 SWEEP = "multirun.yaml"
@@ -136,13 +136,6 @@ def read_metrics(path: Path) -> dict[int, Metrics]:
                 f"{path}, line {number}: {error}; expected {{'step': …, 'data': {{…}}}}: remove the line, or restore the file"
             ) from None
     return steps
-
-
-def whole_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file, one at a time, however large it is; one that is still written is left out."""
-    if path.is_file():
-        with open(path, "rb") as file:
-            yield from (line for line in file if line.endswith(b"\n"))
 
 
 def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

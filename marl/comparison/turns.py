@@ -8,8 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from marl.comparison.runs import Run, whole_lines
+from marl.comparison.runs import Run
 from marl.config.errors import ConfigError
+from marl.utils.folders import whole_lines
 
 Line = Mapping[str, Any]
 CHANGES = ("wrong → wrong", "wrong → right", "right → wrong", "right → right")

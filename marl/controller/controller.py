@@ -20,6 +20,7 @@ from marl.controller.collection import (
 )
 from marl.controller.endpoint_client import EndpointClient
 from marl.controller.ledger import Ledger
+from marl.controller.lost_plays import add_unscored, content_of, unscored_before
 from marl.controller.policy_map import PolicyMap
 from marl.controller.sampling import sampling_of, with_asked
 from marl.controller.scores import Accuracy, priced, score_failure, team_score
@@ -91,7 +92,7 @@ class Controller:
         self.judged.clear()
         self.ledger.open(step)
         plays = [(task, sample) for task in tasks for sample in range(samples)]
-        of = self.ledger.digest([(task.id, sample) for task, sample in plays], validate)
+        of = self.ledger.digest([content_of(task) for task in tasks], validate, samples)
         known = self.ledger.find("lost", step, of)
         if known is not None:
             return await self._as_before(plays, known, step, validate)
@@ -148,9 +149,10 @@ class Controller:
 
     async def _score(self, episode: Episode) -> Episode:
         """Score the episode and keep the outcome for :meth:`score`, so that a reward error is not counted as a failed episode."""
-        error: Exception | None = None
+        error: Exception | None = unscored_before(self.ledger, episode)
         try:
-            await self.scored(episode)
+            if error is None:
+                await self.scored(episode)
         except (GroupFailed, TooManyTurns):
             raise
         except Exception as failed:
@@ -167,6 +169,7 @@ class Controller:
         for episode in episodes:
             self.judged.pop(id(episode), None)
         self.failures_of(results, "the reward function", step)
+        add_unscored(self.ledger, episodes, results)
         scored = [result for result in results if isinstance(result, Episode)]
         check_texts(scored, step, self.max_error_rate)
         return scored

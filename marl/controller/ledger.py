@@ -118,8 +118,15 @@ class Ledger:
         return digests
 
     def begin(self, step: int, digests: Mapping[str, Any]) -> None:
-        """Open a step, and record the weights with which it generates."""
+        """Open a step, and record the weights with which it generates. Warns where the turns that are known of it are of others."""
         self.open(step)
+        before = self.weights(step)
+        if digests and before is not None and before != json.loads(encoded(dict(digests))):
+            logger.warning(
+                "step %d: the turns that it had recorded before the run ended are of other weights than it has now, and are used: "
+                "the steps that were repeated gave other weights, as on a device whose operations are not exact",
+                step,
+            )
         if digests:
             self.add("weights", step, "", dict(digests))
 

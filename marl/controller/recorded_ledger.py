@@ -38,6 +38,8 @@ class RecordedLedger(Ledger):
                 self.texts[name] = content["text"]
         elif kind == "score":
             self.scored[name] = content
+        elif "known_by" in content:
+            self.known[kind, name, self.digest(*content["known_by"])] = content
         else:
             self.known[kind, name, of] = content
 

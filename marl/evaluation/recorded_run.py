@@ -18,15 +18,15 @@ from marl.controller.recorded_ledger import has_step
 from marl.preflight.run_folder import RUN, family_of
 from marl.preflight.unfinished import read_record
 from marl.utils import folders, manifest
+from marl.utils.folders import METRICS, whole_lines
 from marl.utils.manifest import Damaged
 from marl.utils.pickles import read
-from marl.utils.tracking import METRICS
 from marl.utils.trees import load_tree
 
 OPTIONS = ("runner", "learner", "credit")
 MEASURED = ("timing", "perf/", "endpoint/", "reward/")
 """Beginnings of metrics that tell of machines and requests, not of what was computed."""
-VALIDATED = ("val/", "validation_")
+VALIDATED = ("val/", "validation_", "baseline/")
 SHOWN = 5
 """Differences that are named, of each kind."""
 
@@ -95,11 +95,12 @@ class RecordedRun:
             )
 
     def metrics(self, step: int) -> dict[str, Any] | None:
-        """The numbers logged for a step that a replay computes too; None without ``metrics.jsonl``."""
-        path = self.folder / METRICS
-        lines = path.read_bytes().splitlines() if path.is_file() else []
-        found = [line["data"] for line in map(orjson.loads, lines) if line["step"] == step]
-        return comparable(found[-1]) if found else None
+        """The numbers logged for a step that a replay computes too, on however many lines; None where there are none."""
+        found: dict[str, Any] = {}
+        for line in map(orjson.loads, whole_lines(self.folder / METRICS)):
+            if line["step"] == step:
+                found |= line["data"]
+        return comparable(found) or None
 
     def dump(self, step: int) -> Path | None:
         """The dump of a step, where the run wrote it or, if its folder was moved, where it lies now."""
@@ -114,7 +115,7 @@ class RecordedRun:
 
 
 def comparable(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics as ``metrics.jsonl`` holds them, without those of the clock, of requests and of validation."""
+    """Metrics as ``metrics.jsonl`` holds them, without those of the clock, of requests, of validation and of baselines."""
     plain: dict[str, Any] = orjson.loads(orjson.dumps(dict(metrics), option=orjson.OPT_SERIALIZE_NUMPY))
     return {key: value for key, value in plain.items() if not is_measured(key) and not key.startswith(VALIDATED)}
 

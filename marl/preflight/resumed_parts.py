@@ -34,7 +34,7 @@ def must_hold_all_states(config: Any, origin: Path) -> None:
     them: it would go on with those it began with. A validation needs the weights alone."""
     needed = STATES[:1] if config.trainer.get("val_only") else STATES
     for name, kind in (part.rsplit("/", 1) for part in saved_ranks(origin)):
-        if name in adapter_policies(config):  # whose checkpoints always hold all
+        if kind != "critic" and name in adapter_policies(config):  # whose checkpoints always hold all
             continue
         settings = config.critic if kind == "critic" else own_settings(config, name).actor
         group = "critic.checkpoint" if kind == "critic" else "actor_rollout_ref.actor.checkpoint"

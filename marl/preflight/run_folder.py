@@ -38,6 +38,8 @@ RESULTS = ("global_step_*", "metrics.jsonl", "summary.json", "rollouts/*", "vali
 """Files that show that a run reached its first step or validation."""
 SHOWN = 10
 RESTARTED = "restarted"
+OTHER_SETTINGS = "validated_with_other_settings"
+"""True where turns and scores of the folder's ledger may be of a validation with other settings than the run's."""
 
 
 @contextmanager
@@ -66,7 +68,7 @@ def claimed(config: Any) -> Iterator[Path]:
             must_be_the_same_run(saved, new, folder if saved is own else origin, tuple(config.trainer.resume_changes))
             must_have_as_many_ranks(config, origin)
             must_hold_all_states(config, origin)
-        if own is not None and refused(own, plain(new), ()):
+        if own is not None and (own.get(OTHER_SETTINGS) or refused(own, plain(new), ())):
             ledger.forget_all(folder)
         write_identity(folder, new, origin, saved, own, bool(config.trainer.get("val_only")))
         point_latest_at(folder)
@@ -234,15 +236,23 @@ def write_identity(
     own: Mapping[str, Any] | None,
     only_validates: bool,
 ) -> None:
-    """Write ``run.json``. ``saved``: that of ``origin``; ``own``: the folder's, which of the same run knows what came later."""
+    """Write ``run.json``. ``saved``: that of ``origin``; ``own``: the folder's, which of the same run knows what came later.
+
+    A validation of a run leaves the run's settings there: the command that began it still continues it.
+    """
     now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    history = own if own and saved and own.get("family") == saved.get("family") else saved or {}
+    same_run = bool(own and saved and own.get("family") == saved.get("family"))
+    history = (own if same_run else saved) or {}
     kept = ("started", "resumed", "family", RESTARTED, *([FINISHED] if only_validates else []))
     earlier = {key: history[key] for key in kept if key in history}
     record = {"started": now, "resumed": [], "family": uuid.uuid4().hex} | earlier
     if origin is not None:
         record["resumed"] = [*record["resumed"], {"at": now, "from": str(origin)}]
-    replace_text(folder / RUN, json.dumps(record | new, indent=1, default=str) + "\n")
+    settings: Mapping[str, Any] = new
+    if same_run and only_validates:
+        settings = own or {}
+        record[OTHER_SETTINGS] = bool(settings.get(OTHER_SETTINGS) or refused(settings, plain(new), ()))
+    replace_text(folder / RUN, json.dumps({**record, **settings, **record}, indent=1, default=str) + "\n")
 
 
 def note_restart(folder: Path, error: str, origin: str) -> None:

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +143,10 @@ def prune(root: Path, keep_last: int | None, best: Collection[int] = (), whole: 
             # renamed first: a kill leaves no half of it under its name. On NFS, one with an open file stays for the next start
             os.replace(folder, gone := root / f"{GONE}{folder.name}")
             shutil.rmtree(gone, ignore_errors=True)
+
+
+def whole_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, one at a time, however large it is; one that is still written is left out."""
+    if path.is_file():
+        with open(path, "rb") as file:
+            yield from (line for line in file if line.endswith(b"\n"))

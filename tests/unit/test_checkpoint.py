@@ -222,6 +222,15 @@ def test_the_best_of_losses_is_the_smallest(tmp_path, metric, kept):
     assert steps(tmp_path) == kept
 
 
+@pytest.mark.parametrize("metric", ["val/agent/alice/loss", "val/team/vote"])
+def test_nan_is_never_the_best(tmp_path, metric):
+    """The weights of a run that diverges may be measured once more before it ends."""
+    for step, value in ((10, 0.5), (20, 0.5), (30, float("nan"))):
+        save(tmp_path, step, metrics={metric: value})
+        Kept(last=1, best=1, metric=metric).prune(tmp_path)
+    assert steps(tmp_path) == [20, 30]
+
+
 def test_a_checkpoint_is_not_read_again_when_it_was_just_sealed(tmp_path, monkeypatch):
     save(tmp_path, 0, metrics={})
     read = []

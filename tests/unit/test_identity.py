@@ -424,6 +424,26 @@ def test_a_validation_alone_does_not_finish_a_run(config):
     assert "finished" not in json.loads((folder / RUN).read_text())
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"trainer__total_training_steps": None}, {"learner__lam": 0.5, "trainer__resume_changes": ["learner.lam"]}],
+)
+def test_the_same_command_continues_a_run_that_was_validated_meanwhile(config, tmp_path, changes):
+    """Whatever the validation was told, which needs neither the run's length nor its learner."""
+    first = killed(stamped(tmp_path, config, FIRST), 1, 2)
+    began = json.loads((first / RUN).read_text())
+    recorded(first, 3)
+    with claimed(changed(config, trainer__default_local_dir=str(first), trainer__val_only=True, **changes)) as folder:
+        recorded(first, 2)
+    left = json.loads((first / RUN).read_text())
+    assert folder == first and left["config"] == began["config"] and len(left["resumed"]) == 1
+    with claimed(stamped(tmp_path, config, SECOND)) as folder:
+        assert folder == first
+        others = "learner__lam" in changes
+        assert ledgers(first) == ([] if others else ["step_2", "step_3"]), "a score of another reward is not the run's"
+        assert not json.loads((first / RUN).read_text()).get("validated_with_other_settings")
+
+
 def test_a_run_that_left_turns_alone_is_continued(config, tmp_path):
     first = killed(stamped(tmp_path, config, FIRST))
     (first / "ledger" / "step_1").mkdir(parents=True)

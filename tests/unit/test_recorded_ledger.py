@@ -10,7 +10,7 @@ from marl.config.errors import ConfigError
 from marl.controller import ledger
 from marl.controller.ledger import Ledger
 from marl.controller.recorded_ledger import RecordedLedger
-from marl.evaluation.recorded_run import different_lines
+from marl.evaluation.recorded_run import RecordedRun, comparable, different_lines, different_metrics
 from marl.evaluation.replay import LiveFrom, Wanted, ledger_of
 from marl.types import Score, Turn
 from marl.utils.seeding import derive_seed
@@ -75,6 +75,25 @@ def test_the_plays_that_training_lost_are_lost_again(run):
 
 def test_the_weights_of_a_step_are_known(run):
     assert opened(run).weights(1) == {"p": {"weight": [[2], 2, 5]}} and opened(run).weights(2) is None
+
+
+def test_the_numbers_of_a_step_may_be_on_several_lines(tmp_path):
+    """A validation that was repeated, or baselines at the end; the last line of a run whose disk was full is cut off."""
+    step = {"team/score": 0.5, "agent/a/loss": float("nan")}
+    lines = [
+        (2, {"team/score": 0.1}),
+        (3, step),
+        (3, {"val/team/vote": 0.4}),
+        (3, {"baseline/solo/accuracy": 0.4}),
+        (4, {"val/team/vote": 0.4}),
+    ]
+    text = "".join(json.dumps({"step": number, "data": data}).replace("NaN", "null") + "\n" for number, data in lines)
+    (tmp_path / "metrics.jsonl").write_text(text + '{"step":5,"da')
+    recorded = RecordedRun(tmp_path, {"config": {}})
+    assert recorded.metrics(3) == {"team/score": 0.5, "agent/a/loss": None}
+    assert not different_metrics(recorded.metrics(3), comparable(step))
+    assert different_metrics(recorded.metrics(2), comparable(step))
+    assert recorded.metrics(4) is None and recorded.metrics(5) is None
 
 
 def test_nothing_is_written(run):
