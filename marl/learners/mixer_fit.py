@@ -54,10 +54,12 @@ class MixerFit:
         v_BA, q_BA = joint.from_grid(batch.critic_data.values_ERA), joint.from_grid(batch.critic_data.utilities_ERA)
         q_tot_B, dq_BA = self._descend(joint, q_BA, targets_B)
         v_loss, dv_BA = baseline_loss(v_BA, q_BA, joint.mask_BA)
+        q_tot_loss = float((q_tot_B - targets_B).square().mean())
         fitted = {
-            "q_tot_loss": float((q_tot_B - targets_B).square().mean()),
+            "q_tot_loss": q_tot_loss,
             "q_tot_explained_variance": explained_variance(q_tot_B, targets_B),
             "v_loss": float(v_loss),
+            "loss": q_tot_loss + float(v_loss),  # in place of the critic's own, a sum of gradients times values
         }
         names, dv_ERA, dq_ERA = list(batch.critic_data.value_rows), joint.to_grid(dv_BA), joint.to_grid(dq_BA)
         rows = [gradient_rows(batch.critic_data.value_rows[name], dv_ERA, dq_ERA) for name in names]

@@ -222,12 +222,11 @@ def agent_metrics(episodes: Sequence[Episode], agent: AgentId) -> Metrics:
     answers = [turn for turn in turns if turn.answers]
     if answers:
         metrics["no_answer"] = mean([turn.scored.answer is None for turn in answers])
-    extended = [turn.extends(last) for e in episodes for last, turn in pairwise(e.trajectory(agent))]
+    pairs = [pair for e in episodes for pair in pairwise(e.trajectory(agent)) if all(turn.prompt_ids for turn in pair)]
+    extended = [turn.extends(last) for last, turn in pairs]
     if extended:
         metrics["extended_prompts"] = mean(extended)
-    continued = [
-        turn.extends(last) for e in episodes for last, turn in pairwise(e.trajectory(agent)) if turn.goes_on(last)
-    ]
+    continued = [turn.extends(last) for last, turn in pairs if turn.goes_on(last)]
     if continued:
         metrics["unpacked_turns"] = 1 - mean(continued)
     by_round = {f"accuracy/round_{r}": round_accuracy(episodes, r, agent) for r in rounds_of(episodes)}

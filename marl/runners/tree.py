@@ -47,6 +47,14 @@ class Tree(ConversationRunner):
     def in_turn(self) -> bool:
         return True
 
+    def check(self, agents: Sequence[AgentId]) -> None:
+        super().check(agents)
+        if self.config.train is Train.siblings and self.config.num_branches < 2:
+            raise ValueError(
+                f"runner.num_branches={self.config.num_branches}: an answer without siblings has an advantage of 0; expected at "
+                "least 2, or runner.train=path, which compares the samples of a task"
+            )
+
     async def run(self, episode: LiveEpisode) -> str | None:
         best: Turn | None = None
         for level in range(1, self.config.num_levels + 1):

@@ -171,6 +171,9 @@ def test_prompts_that_extend_the_last_turn_are_counted():
     second.prompt_ids, second.response_ids = [1, 2, 3, 4], [5]
     third.prompt_ids = [1, 2, 9, 4, 5]
     assert conversation.agent_metrics([record], "agent_0")["extended_prompts"] == 0.5
+    for turn in record.turns:  # as from an endpoint that gives text alone
+        turn.prompt_ids, turn.response_ids = [], []
+    assert "extended_prompts" not in conversation.agent_metrics([record], "agent_0")
     record.counts["picked"] = 3
     assert conversation.count_metrics([record, debate(["1"])]) == {"picked": 1.5}
 

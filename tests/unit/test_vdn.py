@@ -218,6 +218,7 @@ def test_the_fit_descends_on_the_teams_error_and_v_follows_q():
     assert critics["a"].gradients.tolist() == [-3.0, 2.0] and critics["b"].gradients.tolist() == [2.0, 2.0]
     assert critics["a"].calls == ["renew", "last", "values"], "one round has nothing to bootstrap from"
     assert metrics["a"]["q_tot_loss"] == 1.0 and metrics["b"]["grad_norm"] == 1.0
+    assert metrics["a"]["loss"] == metrics["a"]["q_tot_loss"] + metrics["a"]["v_loss"]
     assert batch.critic_data.utilities_ERA[0, 0].tolist() == [2.0, -2.0], "credit is given by what was fitted"
 
 

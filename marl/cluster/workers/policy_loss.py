@@ -1,17 +1,18 @@
 """Policy losses: verl's, with ``geo_mean`` corrected, or a linear loss with given gradients."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 from verl.trainer.ppo.core_algos import compute_policy_loss_geo_mean, register_policy_loss
-from verl.utils.metric import Metric
+from verl.utils.metric import AggregationType, Metric
 
 from marl.utils.ragged import of_responses
 
 Loss = Callable[..., tuple[Tensor, dict[str, Any]]]
+TOKEN_MEANS = ("actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower")
 
 
 def policy_loss(
@@ -21,7 +22,19 @@ def policy_loss(
     if "gradients" in data:
         return linear_loss(model_output, data)
     loss = zero_loss(own) if is_padding(data) else own
-    return loss(model_output=model_output, data=data, dp_group=dp_group)
+    value, metrics = loss(model_output=model_output, data=data, dp_group=dp_group)
+    return value, metrics | parts_of_means(metrics, data)
+
+
+def parts_of_means(metrics: Mapping[str, Any], data: TensorDict) -> dict[str, Metric]:
+    """verl's means over a micro-batch's tokens as parts of the mini-batch's mean. By itself verl takes the mean over
+    micro-batches, however many tokens each of them has."""
+    found = {key: metrics[key].aggregate() for key in TOKEN_MEANS if key in metrics}
+    if not found:
+        return {}
+    tokens = mask_of(data).sum().item() * data["dp_size"]  # verl takes the mean over ranks
+    share = tokens / max(data["batch_num_tokens"], 1)
+    return {key: Metric(value=mean * share, aggregation=AggregationType.SUM) for key, mean in found.items()}
 
 
 @register_policy_loss("geo_mean")
@@ -35,8 +48,12 @@ def geo_mean(*, response_mask: Tensor, config: Any, **given: Any) -> tuple[Tenso
 
 def is_padding(rows: TensorDict) -> bool:
     """True for rows of a policy without a token to train."""
-    mask = rows.get("response_mask")
-    return mask is not None and not bool((mask.values() if mask.is_nested else mask).any())
+    return "response_mask" in rows and not bool(mask_of(rows).any())
+
+
+def mask_of(rows: TensorDict) -> Tensor:
+    mask = rows["response_mask"]
+    return mask.values() if mask.is_nested else mask
 
 
 def zero_loss(loss_function: Callable[..., Any]) -> Callable[..., Any]:
