@@ -46,6 +46,15 @@ def policy_keys(batch: JointBatch) -> Tensor:
     return keys_ERA
 
 
+def group_means(x_ERA: Tensor, counted_ERA: Tensor, keys_ERA: Tensor) -> Tensor:
+    """The mean [E, R, A] of every turn's group over its counted turns; 0 where it has none."""
+    index_N, count_G = credit.group_index(keys_ERA.flatten())
+    counts_G, sums_G = torch.zeros(2, len(count_G), dtype=x_ERA.dtype)
+    counts_G.index_add_(0, index_N, counted_ERA.flatten().to(x_ERA.dtype))
+    sums_G.index_add_(0, index_N, (x_ERA * counted_ERA).flatten())
+    return (sums_G / counts_G.clamp(min=1))[index_N].view(x_ERA.shape)
+
+
 def clear_turns(batch: JointBatch, turns_ERA: Tensor) -> None:
     """Set the advantages of these turns to exactly 0."""
     for rows in batch.rows.values():

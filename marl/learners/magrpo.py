@@ -9,7 +9,7 @@ from marl.batch.joint import JointBatch
 from marl.learners import credit
 from marl.learners.base import register_learner
 from marl.learners.estimators import UNGROUPED
-from marl.learners.groups import GroupKey
+from marl.learners.groups import GroupKey, group_keys, group_means
 from marl.learners.grpo import GRPO
 
 
@@ -28,12 +28,15 @@ class MAGRPO(GRPO):
     config: Config
 
     def returns(self, batch: JointBatch, credit_ERA: Tensor) -> Tensor:
-        """The team's rewards from a round on [E, R, A], in which an agent's silence costs it nothing."""
+        """The team's rewards from a round on [E, R, A], in which an agent's silence costs it nothing. Of an agent's KL penalty, what
+        differs from its samples' mean: agents that are further from their references are not compared with the others.
+        """
         mask_ERA = batch.mask_ERA
         team_ER1 = self.credit.of_team(batch)[..., None]
         later_ERA = credit.returns_to_go(team_ER1, mask_ERA.any(-1, keepdim=True), self.config.gamma) * mask_ERA
         own_ERA = super().returns(batch, torch.zeros_like(credit_ERA))  # minus each turn's KL penalty
-        return batch.apart(later_ERA, credit_ERA) + own_ERA
+        level_ERA = group_means(own_ERA, batch.spoken_ERA, group_keys(batch, [*GroupKey]))
+        return batch.apart(later_ERA, credit_ERA) + own_ERA - level_ERA
 
     @classmethod
     def estimators(cls) -> list[str]:

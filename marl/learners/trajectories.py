@@ -18,6 +18,7 @@ from marl.batch.joint import JointBatch
 from marl.learners.base import broadcast_to_tokens
 from marl.learners.credit import returns_to_go
 from marl.learners.credit_schemes import CreditKind
+from marl.learners.groups import GroupKey, group_keys, group_means
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -137,13 +138,22 @@ def whitened(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def penalties(batch: JointBatch) -> Tensor:
-    """KL penalty of each turn [E, R, A], summed over its tokens except rejected ones."""
+    """KL penalty of each turn [E, R, A], summed over its tokens except rejected ones.
+
+    A turn without one, as it is not trained or was rejected, has the mean of those that it is compared with, or its group would
+    take it for one that costs nothing.
+    """
     penalties_ERA = torch.zeros(batch.spoken_ERA.shape)
+    measured_ERA = torch.zeros(batch.spoken_ERA.shape, dtype=torch.bool)
     for rows in batch.rows.values():
         if "kl_penalty" in rows:
             index_T, kept_T = rows["turn_index"].values(), kept_tokens(rows)
             penalties_ERA.view(-1).index_add_(0, index_T[kept_T], rows["kl_penalty"].values()[kept_T])
-    return penalties_ERA
+            measured_ERA.view(-1)[index_T[kept_T]] = True
+    missing_ERA = batch.spoken_ERA.bool() & ~measured_ERA
+    if not measured_ERA.any() or not missing_ERA.any():
+        return penalties_ERA
+    return penalties_ERA + missing_ERA * group_means(penalties_ERA, measured_ERA, group_keys(batch, [*GroupKey]))
 
 
 def returns(batch: JointBatch, credit_ERA: Tensor, kind: CreditKind, gamma: float) -> Tensor:

@@ -187,3 +187,23 @@ def test_dapo_drops_turns_to_which_the_credit_gives_no_advantage():
         "agent/a/degenerate_groups": 0.0,
         "agent/b/degenerate_groups": 1.0,
     }
+
+
+@pytest.mark.parametrize("without", ["untrained", "rejected"])
+def test_a_turn_without_a_kl_penalty_costs_what_those_cost_that_it_is_compared_with(without):
+    """As where it was cut off (controller.train_truncated=false), or a rollout correction rejected all of it."""
+    records = [episode("t", i, [[0.0], [0.0]]) for i in range(4)] + [episode("u", i, [[i], [i]]) for i in range(2)]
+    if without == "untrained":
+        next(turn for turn in records[0].turns if turn.agent == "a").trained = False
+    batch = batch_of(*records)
+    for rows in batch.rows.values():
+        rows["kl_penalty"] = torch.full_like(rows["rollout_log_probs"], 0.1)
+    if without == "rejected":
+        rows = batch.rows["a"]
+        mask, start = rows["response_mask"].clone(), rows["responses"].offsets()
+        mask.values()[: start[1]] = 0
+        rows["response_mask"] = mask
+    metrics = build("grpo", std=True).assign_credit(batch)
+    assert metrics["agent/a/degenerate_groups"] == pytest.approx(3 / 5 if without == "untrained" else 4 / 6)
+    advantages = [row.tolist() for row in batch.rows["a"]["advantages"].unbind()]
+    assert not any(x for row in advantages[:-2] for x in row) and all(x for row in advantages[-2:] for x in row)

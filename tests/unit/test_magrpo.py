@@ -57,7 +57,17 @@ def test_only_an_agents_own_kl_is_subtracted():
     batch = batch_of(*(episode("t", i, [[1], [1]]) for i in range(2)))
     batch.rows["a"]["kl_penalty"] = jagged([[0.5], [0.0]], torch.float32)
     got = assigned(batch)
-    assert [row[0] for row in got["a"]] == [-0.375, 0.125] and [row[0] for row in got["b"]] == [0.125, 0.125]
+    assert [row[0] for row in got["a"]] == [-0.25, 0.25] and [row[0] for row in got["b"]] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("std", [False, True])
+def test_agents_are_not_compared_by_how_far_they_are_from_their_references(std):
+    """All samples are as good, and an agent's answers as far from its reference: nothing is to be learned."""
+    for samples in (1, 2):
+        batch = batch_of(*(episode("t", i, [[1], [1]]) for i in range(samples)))
+        for name, level in (("a", 0.125), ("b", 0.5)):
+            batch.rows[name]["kl_penalty"] = jagged([[level]] * samples, torch.float32)
+        assert all(row == [0.0] for rows in assigned(batch, std=std).values() for row in rows)
 
 
 def test_supported_credit_schemes(compose_config, cold_assets):
