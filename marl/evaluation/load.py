@@ -15,7 +15,7 @@ from marl.config.kinds import frozen_policies
 from marl.config.policies import own_settings, thinking_of
 from marl.controller.chat import ChatEncoder
 from marl.modules.pretrained import WEIGHTS, line
-from marl.rollout.hf_model import decodable_config
+from marl.rollout.hf_model import check_positions, decodable_config, longest_of
 from marl.utils import folders
 
 
@@ -41,6 +41,7 @@ def load_policy(config: DictConfig, name: str) -> Policy:
     path = weights_of(config, name)
     try:
         hf_config = decodable_config(own.model, path)
+        check_positions(hf_config, path, longest := longest_of(own.rollout, hf_config))
     except ValueError as error:
         raise ConfigError(
             f"policy {name!r} cannot answer in an ensemble: {line(error)}; expected full attention or sliding windows"
@@ -63,7 +64,7 @@ def load_policy(config: DictConfig, name: str) -> Policy:
         model.to(device_of(config)).eval(),
         tokenizer,
         ChatEncoder(tokenizer, config.data.apply_chat_template_kwargs, thinking_of(config, name)),
-        own.rollout.max_model_len or hf_config.get_text_config().max_position_embeddings,
+        longest,
     )
 
 

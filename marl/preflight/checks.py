@@ -29,7 +29,7 @@ from marl.preflight.verl_settings import (
     fields_of,
     known_keys,
 )
-from marl.rollout.hf_model import check_attention
+from marl.rollout.hf_model import check_attention, check_positions, longest_of
 from marl.run_setup import Setup
 from marl.types import PolicyName, Task
 
@@ -61,7 +61,7 @@ def preflight(setup: Setup) -> CheckedSetup:
         sizes[name] = model_checks.size_of(model, f"{key}.path={own.model.path}")
         model_checks.check_weights(own.model, key)
         if own.rollout.name == "hf" and "ensemble" not in config:  # which names its models otherwise
-            check_decodable(model, str(own.model.path), key)
+            check_decodable(model, str(own.model.path), key, longest_of(own.rollout, model))
         if own.model.lora_rank and name not in frozen_policies(config):  # which are served without
             check_adapter(model, own.model, key, linear_only=shares_base(config))
             if shares_base(config):  # whose base servers load themselves
@@ -85,10 +85,12 @@ def preflight(setup: Setup) -> CheckedSetup:
     return CheckedSetup(**vars(setup), sizes=sizes, encoders=encoders, tasks=tasks)
 
 
-def check_decodable(model: Any, path: str, key: str) -> None:
-    """Raise ConfigError for a model with attention that the ``hf`` server does not compute."""
+def check_decodable(model: Any, path: str, key: str, longest: int) -> None:
+    """Raise ConfigError for a model with attention, or with positions of conversations so long, that the ``hf`` server does not
+    compute."""
     try:
         check_attention(model, path)
+        check_positions(model, path, longest)
     except ValueError as error:
         raise ConfigError(f"{key}.path={path}: {error}") from None
 

@@ -1,6 +1,7 @@
 """The model of an ``hf`` server: the trainer's module with an attention that decodes."""
 
 import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -8,6 +9,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from marl.rollout.attention import ATTENTION
 from marl.rollout.masks import kinds_of, other_attention, window_of
+from marl.rollout.plain_forward import LENGTH_DEPENDENT
+
+ORIGINAL = "original_max_position_embeddings"
 
 
 def build_model(model_config: Any, dtype: torch.dtype, device: str, attention: str = ATTENTION) -> PreTrainedModel:
@@ -47,7 +51,7 @@ def check_attention(config: Any, path: str) -> None:
     """Raise ValueError for a model whose attention is not transformers' sdpa, which ours repeats."""
     kind = AutoModelForCausalLM._model_mapping.get(type(config), None)  # None: the model's own code
     other = other_attention(config)
-    if other is None and kind is not None and not kind._supports_sdpa:
+    if other is None and kind is not None and not (kind._supports_sdpa and takes_any_attention(kind)):
         other = f"an attention of its own (model_type={config.model_type})"
     if other is not None:
         raise ValueError(
@@ -58,6 +62,39 @@ def check_attention(config: Any, path: str) -> None:
             f"{path} has sliding_window={window_of(config)}, and its model is not known to apply it: rollout.name=hf would hide "
             "tokens that the trainer reads; set model.override_config.sliding_window=null, or use vllm or sglang"
         )
+
+
+def check_positions(config: Any, path: str, longest: int) -> None:
+    """Raise ValueError for a model whose rotary angles depend on the longest conversation of a batch, where one may be so long:
+    the kept keys of the others would be those of other angles."""
+    text = config.get_text_config()
+    for kind, limit in length_dependent(text):
+        if longest > limit:
+            raise ValueError(
+                f"{path} has rope_type={kind}, whose angles change beyond {limit} tokens, and conversations of {longest}: "
+                f"rollout.name=hf keeps the keys of earlier tokens; set rollout.max_model_len={limit}, or use vllm or sglang"
+            )
+
+
+def length_dependent(text: Any) -> Iterator[tuple[str, int]]:
+    """The rotary kinds of a model whose angles depend on the length, each with the length from which on they do."""
+    given = getattr(text, "rope_parameters", None) or {}
+    for rope in given.values() if all(isinstance(value, Mapping) for value in given.values()) else [given]:
+        if rope.get("rope_type") in LENGTH_DEPENDENT:
+            original = rope.get(ORIGINAL) or getattr(text, ORIGINAL, None)
+            yield rope["rope_type"], original or text.max_position_embeddings
+
+
+def longest_of(rollout: Any, config: Any) -> int:
+    """The most tokens of a conversation, with its answer."""
+    longest: int = rollout.max_model_len or config.get_text_config().max_position_embeddings
+    return longest
+
+
+def takes_any_attention(kind: type) -> bool:
+    """False for a model that has a class of its own for every kind of attention, as Falcon."""
+    own = [value for name, value in vars(sys.modules[kind.__module__]).items() if name.endswith("ATTENTION_CLASSES")]
+    return all(ATTENTION in classes for classes in own)
 
 
 def reads_window(kind: type | None) -> bool:

@@ -19,7 +19,7 @@ from marl.modules.pretrained import load_generation_config
 from marl.rollout.adapters import AdapterBank
 from marl.rollout.attention import ATTENTION, NEAR_ATTENTION
 from marl.rollout.decoding import Engine, SingleReader, end_ids, padding_token
-from marl.rollout.hf_model import build_model, load_model
+from marl.rollout.hf_model import build_model, check_positions, load_model, longest_of
 from marl.rollout.hf_weights import TakesWeights
 from marl.rollout.prefixes import Prefixes
 from marl.rollout.requests import Draft, Request
@@ -57,11 +57,12 @@ class HFServer(TakesWeights):
         attention = ATTENTION if exact else NEAR_ATTENTION
         make = load_model if is_frozen(config) else build_model
         self.model = make(model_config, getattr(torch, config.dtype), device, attention)
+        check_positions(self.model.config, model_config["path"], longest_of(config, self.model.config))
         self.tokenizer = AutoTokenizer.from_pretrained(
             model_config["tokenizer_path"] or model_config["path"], trust_remote_code=model_config["trust_remote_code"]
         )
         generation = load_generation_config(model_config["path"])
-        self.eos_ids = end_ids(self.tokenizer, self.model.config, generation)
+        self.eos_ids = end_ids(self.tokenizer, self.model.config.get_text_config(), generation)
         self.pad_id = padding_token(self.tokenizer)
         prefixes = Prefixes(PREFIX_BYTES * config.enable_prefix_caching)
         self.adapters = AdapterBank(self.model)
@@ -186,7 +187,7 @@ class HFServer(TakesWeights):
             )
         if params.pop("repetition_penalty", 1.0) != 1.0 or params:
             raise ValueError(f"the hf rollout has no sampling parameter {sorted(params) or ['repetition_penalty']}")
-        longest = self.config.max_model_len or self.model.config.max_position_embeddings
+        longest = longest_of(self.config, self.model.config)
         if len(prompt_ids) + int(limit) > longest:
             raise ValueError(
                 f"prompt of {len(prompt_ids)} tokens + max_tokens {limit} exceeds the model's {longest}; "
@@ -206,12 +207,11 @@ class HFServer(TakesWeights):
         await asyncio.sleep(GATHER_SECONDS)
         while self.engine.busy:
             async with self.model_lock:
-                self._remove_cancelled()
-                if not self.engine.busy:
-                    continue
                 started = time.monotonic()
                 try:
-                    self._answer(await self._decode())
+                    self._remove_cancelled()
+                    if self.engine.busy:
+                        self._answer(await self._decode())
                 except Exception as error:
                     for draft in self.engine.fail():
                         future = self.futures.pop(draft)

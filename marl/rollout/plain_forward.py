@@ -134,16 +134,17 @@ def norm_of(module: Any) -> Norm:
     return Norm(module, module.weight, module.variance_epsilon)
 
 
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""Rotary kinds whose angles depend on the longest position of a batch."""
+
+
 class Rotary:
     """Angles of positions, computed once for all that fit into a cache."""
-
-    LENGTH_DEPENDENT = ("dynamic", "longrope")
-    """Kinds whose angles depend on the longest position of a batch."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
         self.table_ND: Angles | None = None
-        self.is_fixed = module.rope_type not in self.LENGTH_DEPENDENT
+        self.is_fixed = module.rope_type not in LENGTH_DEPENDENT
 
     def __call__(self, x_BNH: Tensor, positions_BN: Tensor, capacity: int) -> Angles:
         if not self.is_fixed:

@@ -2,6 +2,7 @@
 read once. A tree is of one model with one set of weights, an adapter's included: whoever changes them clears it."""
 
 from collections.abc import Callable, Iterator, Sequence
+from heapq import heapify, heappop, heappush
 from itertools import chain, count, takewhile
 
 import torch
@@ -85,19 +86,26 @@ class Prefixes:
 
     def trim(self) -> None:
         """Forget the conversations used longest ago until the rest fits."""
-        while self.bytes > self.limit:
-            for leaf in sorted((n for n in self._nodes() if not n.children), key=lambda n: n.used):
-                if self.bytes > self.limit:
-                    del leaf.parent.children[leaf.tokens[0]]
-                    self.bytes -= leaf.nbytes()
+        if self.bytes <= self.limit:
+            return
+        leaves = [(node.used, -node.start, id(node), node) for node in self._nodes() if not node.children]
+        heapify(leaves)
+        while self.bytes > self.limit and leaves:
+            *_, leaf = heappop(leaves)
+            parent = leaf.parent
+            del parent.children[leaf.tokens[0]]
+            self.bytes -= leaf.nbytes()
+            if not parent.children and parent.parent is not parent:
+                heappush(leaves, (parent.used, -parent.start, id(parent), parent))
 
     def _descend(self, context: tuple[int, ...], adapter: str | None) -> tuple[Node, int]:
-        """The deepest node that this context goes through, and how many of its tokens are known."""
+        """The node that ends with the known tokens of this context, and how many these are."""
         node, known, now = self.roots.setdefault(adapter, Node(None, 0, (), adapter)), 0, next(self.clock)
+        node.used = now
         while known < len(context) and (child := node.children.get(context[known])) is not None:
             same = common(child.tokens, context[known : known + len(child.tokens)])
             known += same
-            if same < len(child.tokens) and known < len(context):
+            if same < len(child.tokens):
                 child = self._split(child, same)
             node, child.used = child, now
         return node, known

@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+MARGIN = 8
+"""Tokens by which a stop string's tail is longer than the string has bytes: a token has at least one, but for those of a character."""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -40,10 +43,14 @@ class Draft:
     request: Request
     answer: Answer = field(default_factory=lambda: Answer([], [], "length"))
     uniforms: list[float] = field(init=False)
+    tail: int = field(init=False)
+    """Number of last tokens in which a stop string ends that was not there before: to read all after every token would take time
+    that grows with its square."""
 
     def __post_init__(self) -> None:
         generator = np.random.Generator(np.random.Philox(self.request.seed))
         self.uniforms = generator.random(self.request.max_tokens).tolist()
+        self.tail = max((len(stop.encode()) for stop in self.request.stop), default=0) + MARGIN
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -61,8 +68,10 @@ class Draft:
         answer.log_probs.append(log_prob)
         stopped = token in request.stop_token_ids
         if not stopped and request.stop:
-            text = to_text(answer.token_ids)
-            stopped = any(stop in text for stop in request.stop)
+            text = to_text(answer.token_ids[-self.tail :])
+            if any(stop in text for stop in request.stop):  # a tail may begin in the middle of a character
+                whole = to_text(answer.token_ids)
+                stopped = any(stop in whole for stop in request.stop)
         if stopped:
             answer.stop_reason = "completed"
         return stopped or len(answer.token_ids) >= request.max_tokens

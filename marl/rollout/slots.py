@@ -74,6 +74,10 @@ class SlotLayer(DynamicLayer):
         self.slots = slots
         self.stored: tuple[Tensor, ...] = ()
 
+    def get_seq_length(self) -> int:
+        """Nothing that a model may derive positions from: they are always given."""
+        return 0
+
     def allocate(self, keys: Tensor, values: Tensor) -> None:
         """Room as of the slots, shaped like these; takes over what was stored."""
         shape = self.slots.rows, self.slots.capacity

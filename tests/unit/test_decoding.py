@@ -7,7 +7,7 @@ from threading import Thread
 import pytest
 import torch
 
-from marl.rollout.decoding import Engine, Request, SingleReader, bucket, decode
+from marl.rollout.decoding import Draft, Engine, Request, SingleReader, bucket, decode
 from marl.rollout.prefixes import Prefixes
 from marl.rollout.reader import padded
 from marl.rollout.sampling import cumulative
@@ -129,6 +129,22 @@ def test_answers_end_at_a_stop_token_a_stop_string_or_the_limit(model):
     stopped = decode(model, [Request(batch[0].prompt_ids, 20, 3, stop=(wanted,))], 0, text_of)[0]
     assert stopped.stop_reason == "completed" and wanted in text_of(stopped.token_ids)
     assert stopped.token_ids == free[: len(stopped.token_ids)] and len(stopped.token_ids) <= 6
+
+
+@pytest.mark.parametrize("stop", ["x", "ab", "\n\nUser:", "\u00e9\u4f60"])
+def test_a_stop_string_is_looked_for_in_the_last_tokens_alone(stop):
+    """Bytes as tokens, which part characters; the text is read whole only where its end matches."""
+    read = []
+
+    def to_text(ids):
+        read.append(len(ids))
+        return bytes(ids).decode(errors="replace")
+
+    said = ("caf\u00e9 \u4f60\u597d " * 40 + stop).encode()
+    draft = Draft(0, Request((1,), len(said) + 9, seed=0, stop=("never seen", stop)))
+    ended = [draft.append(token, -0.1, to_text) for token in said]
+    assert ended == [False] * (len(said) - 1) + [True] and draft.answer.stop_reason == "completed"
+    assert max(read[:-1]) <= 10 + 8 and read[-1] == len(said)
 
 
 def test_equal_prompts_are_prefilled_once(model):

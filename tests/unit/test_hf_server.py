@@ -206,6 +206,33 @@ def test_aborted_requests_are_cancelled_and_the_server_goes_on(server):
     asyncio.run(run())
 
 
+def test_an_error_while_cancelled_requests_leave_is_told_to_the_others(server, monkeypatch):
+    """What they read is kept, which takes memory; the server's loop outlives that it does not get it."""
+
+    async def run():
+        insert, failed = server.reader.prefixes.insert, []
+
+        def fails_once(*arguments):
+            if not failed:
+                failed.append(True)
+                raise torch.OutOfMemoryError("no memory left")
+            return insert(*arguments)
+
+        gone = asyncio.ensure_future(server.generate_many([(*ask(150, 1), 77)]))
+        other = asyncio.ensure_future(server.generate_many([(*ask(150, 2), 78)]))
+        await asyncio.sleep(0.02)
+        monkeypatch.setattr(server.reader.prefixes, "insert", fails_once)
+        server.cancel([77])
+        async with asyncio.timeout(30):
+            (answer,) = await other
+        assert isinstance(answer, torch.OutOfMemoryError) and failed
+        assert (await server.generate_many([ask(3, 4)])) == [expected(3, 4)]
+        assert not server.engine.rows and not server.futures
+        gone.cancel()
+
+    asyncio.run(run())
+
+
 def asking(client, tokens, seed):
     sampling = {"max_tokens": tokens, "seed": seed}
     return asyncio.ensure_future(client.generate("s", prompt_ids=[20, 21, 22], sampling_params=sampling))
@@ -463,7 +490,7 @@ def test_attention_that_ours_does_not_compute_is_refused(config, said):
     ):
         check_attention(config, "/some/where")
     with pytest.raises(ConfigError, match=rf"^policies.a.model.path=/some/where: rollout.name=hf .* has {said}"):
-        check_decodable(config, "/some/where", "policies.a.model")
+        check_decodable(config, "/some/where", "policies.a.model", 64)
 
 
 @pytest.mark.slow
