@@ -75,8 +75,8 @@ class SlotLayer(DynamicLayer):
         self.stored: tuple[Tensor, ...] = ()
 
     def get_seq_length(self) -> int:
-        """Nothing that a model may derive positions from: they are always given."""
-        return 0
+        """0 before the first update, though what was read before is there already."""
+        return 0 if self.keys is None else super().get_seq_length()
 
     def allocate(self, keys: Tensor, values: Tensor) -> None:
         """Room as of the slots, shaped like these; takes over what was stored."""
