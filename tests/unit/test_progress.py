@@ -196,9 +196,11 @@ def test_the_flag_of_a_sweep_may_stand_anywhere(monkeypatch):
     assert asked[0][0] == "-m" and asked[0][2:4] == ["learner=grpo", "seed=0,1"]
 
 
-def test_a_display_begins_with_the_runs_configuration(monkeypatch, tmp_path):
-    """Once, before the first attempt; every attempt's steps are shown on it."""
-    seen, config = [], OmegaConf.create({"resources": {"max_restarts": 0}})
+@pytest.mark.parametrize("validates", [False, True])
+def test_a_display_begins_with_the_runs_configuration(monkeypatch, tmp_path, validates):
+    """Once, before the first attempt; every attempt's steps are shown on it. A validation leaves the run's own README."""
+    seen, written = [], []
+    config = OmegaConf.create({"resources": {"max_restarts": 0}, "trainer": {"val_only": validates}})
 
     def attempt(setup, note_step, again):
         note_step(1, 2, {})
@@ -210,12 +212,15 @@ def test_a_display_begins_with_the_runs_configuration(monkeypatch, tmp_path):
     monkeypatch.setattr(marl_main, "claimed", lambda config: nullcontext(tmp_path))
     monkeypatch.setattr("marl.preflight.plan_report.plan_text", lambda setup: "")
     monkeypatch.setattr("marl.preflight.endpoints.check_endpoints", lambda setup: None)
-    monkeypatch.setattr(marl_main.run_readme, "write", lambda folder, learns: None)
+    monkeypatch.setattr(marl_main.run_readme, "write", lambda folder, learns: written.append(folder))
     monkeypatch.setattr(marl_main, "_attempt", attempt)
     monkeypatch.setattr(Display, "begin", lambda self, config: seen.append(config))
     monkeypatch.setattr(Display, "__call__", lambda self, *step: seen.append(step))
     marl_main._run(config, Display())
-    assert seen == [config, (1, 2, {})]
+    assert seen == [config, (1, 2, {})] and written == [tmp_path], "a folder without one gets one"
+    (tmp_path / "README.md").write_text("of the run")
+    marl_main._run(config, Display())
+    assert len(written) == 2 - validates
 
 
 @pytest.mark.parametrize("show", list(Show))
