@@ -177,9 +177,8 @@ def _run(config: DictConfig, progress: Any) -> Any:
     print(plan_text(setup), flush=True)
     check_endpoints(setup)
     with claimed(setup.config) as folder:
-        if not (
-            setup.config.trainer.val_only and (folder / run_readme.NAME).is_file()
-        ):  # the run's, and how to continue it
+        keeps_readme = setup.config.trainer.val_only and (folder / run_readme.NAME).is_file()
+        if not keeps_readme:  # a validation leaves the run's own, which says how to continue it
             run_readme.write(folder, setup.method.learns)
         print(f"results: {folder}", flush=True)
         if isinstance(progress, Display):

@@ -85,7 +85,7 @@ def swept_keys(path: str) -> list[str]:
 
 
 def below(folder: Path, depth: int) -> Iterator[Path]:
-    """Folders of runs; a checkpoint, which has a copy of its run's record, is none."""
+    """Run folders below this one. A checkpoint holds a copy of its run's record but is not a run."""
     for entry in folder.iterdir():
         if entry.is_symlink() or not entry.is_dir() or (entry / STATE).is_file():  # ``latest`` links to one of them
             continue

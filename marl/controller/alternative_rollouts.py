@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from marl.controller.collection import outcomes
 from marl.controller.controller import Controller
-from marl.controller.lost_plays import Untried
+from marl.controller.lost_plays import LostAlternatives
 from marl.learners.extra_rollouts import Tried, Tries
 from marl.runners import together
 from marl.types import Episode, Turn
@@ -24,7 +24,7 @@ class AlternativeRollouts:
     async def try_answers(self, places: Sequence[tuple[Episode, Turn]], alternatives: int, finishes: int) -> Tries:
         works = [(*place, number) for place in places for number in range(alternatives)]
         tried_at = [(episode.task.id, episode.sample, *at.place, number) for episode, at, number in works]
-        lost = Untried(self.controller.ledger, self.step, tried_at, [alternatives, finishes])
+        lost = LostAlternatives(self.controller.ledger, self.step, tried_at, [alternatives, finishes])
         results = await outcomes(
             [self._attempt(*work, finishes, lost.errors.get(index)) for index, work in enumerate(works)]
         )

@@ -169,9 +169,9 @@ class Controller:
         for episode in episodes:
             self.judged.pop(id(episode), None)
         self.failures_of(results, "the reward function", step)
-        add_unscored(self.ledger, episodes, results)
         scored = [result for result in results if isinstance(result, Episode)]
         check_texts(scored, step, self.max_error_rate)
+        add_unscored(self.ledger, episodes, results)
         return scored
 
     def failures_of(self, results: Sequence[Any], what: str, step: int) -> list[Exception]:

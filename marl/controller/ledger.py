@@ -118,13 +118,14 @@ class Ledger:
         return digests
 
     def begin(self, step: int, digests: Mapping[str, Any]) -> None:
-        """Open a step, and record the weights with which it generates. Warns where the turns that are known of it are of others."""
+        """Open a step, and record the weights it generates with. Warns if the turns already recorded for it came from other weights."""
         self.open(step)
         before = self.weights(step)
         if digests and before is not None and before != json.loads(encoded(dict(digests))):
             logger.warning(
-                "step %d: the turns that it had recorded before the run ended are of other weights than it has now, and are used: "
-                "the steps that were repeated gave other weights, as on a device whose operations are not exact",
+                "step %d: the turns recorded before the run was interrupted came from other weights than the present ones, and are "
+                "used nevertheless: repeating the earlier steps did not reproduce the weights, as on a device with non-deterministic "
+                "operations",
                 step,
             )
         if digests:

@@ -1,4 +1,4 @@
-"""What a step lost after its episodes were played, as the ledger keeps it: a resumed run loses the same again."""
+"""Ledger records of what a step lost after its episodes were played, so that a resumed run loses the same."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,12 +9,12 @@ from marl.types import Episode, Task
 
 UNSCORED = "unscored"
 """Kind of the record of an episode that could not be scored."""
-UNTRIED = "untried"
-"""Kind of the record of the alternatives of a step that were lost."""
+LOST_ALTERNATIVES = "lost_alternatives"
+"""Kind of the record of alternatives that a step lost."""
 
 
 def content_of(task: Task) -> list[Any]:
-    """What a task asks: rows of two files may have one id."""
+    """Content of a task. Its id alone is ambiguous: rows of two files may share one."""
     return [task.id, task.messages, task.ground_truth, dict(task.extra)]
 
 
@@ -36,19 +36,19 @@ def add_unscored(ledger: Ledger, episodes: Sequence[Episode], results: Sequence[
             ledger.add(UNSCORED, episode.seed, ledger.digest(*names), {"known_by": names, "error": described(result)})
 
 
-def _names(episode: Episode) -> tuple[str, list[int]]:
-    """What tells an episode from its alternatives: the seeds of its turns."""
-    return episode.task.id, [turn.seed for turn in episode.turns]
+def _names(episode: Episode) -> tuple[str, list[Any]]:
+    """Identifies an episode by its task's content and by the seeds and texts of its turns."""
+    return Ledger.digest_of(content_of(episode.task)), [[turn.seed, turn.text] for turn in episode.turns]
 
 
-class Untried:
+class LostAlternatives:
     """The alternatives that a step loses, among those that it tries."""
 
     def __init__(self, ledger: Ledger, step: int, tried: Sequence[Any], settings: Sequence[int]) -> None:
-        """``tried`` and ``settings``: what JSON holds; they tell this call from others of the step."""
+        """``tried`` and ``settings`` are JSON values; together they identify this call within the step."""
         self.ledger, self.step, self.known_by = ledger, step, (list(tried), list(settings))
         self.of = ledger.digest(*self.known_by)
-        self.record: Mapping[str, Any] | None = ledger.find(UNTRIED, step, self.of)
+        self.record: Mapping[str, Any] | None = ledger.find(LOST_ALTERNATIVES, step, self.of)
         errors = self.record["errors"] if self.record else {}
         self.errors = {int(at): EpisodeLost(error) for at, error in errors.items()}
         """Errors of those that were lost before the run was killed, by their place in ``tried``."""
@@ -58,4 +58,4 @@ class Untried:
         errors = {at: described(result) for at, result in enumerate(results) if isinstance(result, Exception)}
         if errors and self.record is None:
             content = {"known_by": self.known_by, "errors": errors, "spent": dict(spent)}
-            self.ledger.add(UNTRIED, self.step, self.of, content)
+            self.ledger.add(LOST_ALTERNATIVES, self.step, self.of, content)

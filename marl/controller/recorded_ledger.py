@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from marl.controller.ledger import FOLDER, Key, Ledger, folder_of, read_step
+from marl.controller.lost_plays import UNSCORED
 from marl.types import Score, Turn
 
 Kept = Callable[[int, int, Mapping[str, Any]], bool]
@@ -38,6 +39,8 @@ class RecordedLedger(Ledger):
                 self.texts[name] = content["text"]
         elif kind == "score":
             self.scored[name] = content
+        elif kind == UNSCORED and not self.scores:  # the reward is asked again
+            return
         elif "known_by" in content:
             self.known[kind, name, self.digest(*content["known_by"])] = content
         else:

@@ -125,7 +125,7 @@ class Ensemble:
             "stop": () if any(self.policy_of[k].encoder.thinking for k in seats) else self._stops(seats),
             "stop_token_ids": frozenset().union(
                 *(
-                    end_ids(policy.tokenizer, policy.model.config, policy.model.generation_config)
+                    end_ids(policy.tokenizer, policy.model.config.get_text_config(), policy.model.generation_config)
                     for policy in (self.policy_of[k] for k in seats)
                 )
             ),

@@ -43,9 +43,7 @@ def load_policy(config: DictConfig, name: str) -> Policy:
         hf_config = decodable_config(own.model, path)
         check_positions(hf_config, path, longest := longest_of(own.rollout, hf_config))
     except ValueError as error:
-        raise ConfigError(
-            f"policy {name!r} cannot answer in an ensemble: {line(error)}; expected full attention or sliding windows"
-        ) from None
+        raise ConfigError(f"policy {name!r} cannot answer in an ensemble: {line(error)}") from None
     model, loaded = AutoModelForCausalLM.from_pretrained(
         path,
         config=hf_config,

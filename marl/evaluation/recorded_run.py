@@ -95,7 +95,7 @@ class RecordedRun:
             )
 
     def metrics(self, step: int) -> dict[str, Any] | None:
-        """The numbers logged for a step that a replay computes too, on however many lines; None where there are none."""
+        """Numbers logged for a step that a replay computes too, merged from all its lines; None if there are none."""
         found: dict[str, Any] = {}
         for line in map(orjson.loads, whole_lines(self.folder / METRICS)):
             if line["step"] == step:

@@ -28,8 +28,8 @@ class MAGRPO(GRPO):
     config: Config
 
     def returns(self, batch: JointBatch, credit_ERA: Tensor) -> Tensor:
-        """The team's rewards from a round on [E, R, A], in which an agent's silence costs it nothing. Of an agent's KL penalty, what
-        differs from its samples' mean: agents that are further from their references are not compared with the others.
+        """The team's rewards from a round on [E, R, A], in which an agent's silence costs it nothing. Each agent's KL penalty
+        counts relative to its mean over the task's samples: an agent far from its reference is not at a disadvantage to the others.
         """
         mask_ERA = batch.mask_ERA
         team_ER1 = self.credit.of_team(batch)[..., None]

@@ -140,8 +140,8 @@ def whitened(x: Tensor, mask: Tensor) -> Tensor:
 def penalties(batch: JointBatch) -> Tensor:
     """KL penalty of each turn [E, R, A], summed over its tokens except rejected ones.
 
-    A turn without one, as it is not trained or was rejected, has the mean of those that it is compared with, or its group would
-    take it for one that costs nothing.
+    A turn without one, untrained or rejected whole, gets the mean of its agent's turns in the same round of the task's samples, or
+    of its alternatives. With 0 its group would take it for a turn that costs nothing.
     """
     penalties_ERA = torch.zeros(batch.spoken_ERA.shape)
     measured_ERA = torch.zeros(batch.spoken_ERA.shape, dtype=torch.bool)

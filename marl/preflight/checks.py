@@ -61,7 +61,7 @@ def preflight(setup: Setup) -> CheckedSetup:
         sizes[name] = model_checks.size_of(model, f"{key}.path={own.model.path}")
         model_checks.check_weights(own.model, key)
         if own.rollout.name == "hf" and "ensemble" not in config:  # which names its models otherwise
-            check_decodable(model, str(own.model.path), key, longest_of(own.rollout, model))
+            check_decodable(model, str(own.model.path), key, own.rollout)
         if own.model.lora_rank and name not in frozen_policies(config):  # which are served without
             check_adapter(model, own.model, key, linear_only=shares_base(config))
             if shares_base(config):  # whose base servers load themselves
@@ -85,12 +85,12 @@ def preflight(setup: Setup) -> CheckedSetup:
     return CheckedSetup(**vars(setup), sizes=sizes, encoders=encoders, tasks=tasks)
 
 
-def check_decodable(model: Any, path: str, key: str, longest: int) -> None:
-    """Raise ConfigError for a model with attention, or with positions of conversations so long, that the ``hf`` server does not
-    compute."""
+def check_decodable(model: Any, path: str, key: str, rollout: Any) -> None:
+    """Raise ConfigError for a model whose attention the ``hf`` server does not compute, or whose rotary angles change within the
+    longest conversation."""
     try:
         check_attention(model, path)
-        check_positions(model, path, longest)
+        check_positions(model, path, longest_of(rollout, model))
     except ValueError as error:
         raise ConfigError(f"{key}.path={path}: {error}") from None
 

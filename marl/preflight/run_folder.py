@@ -39,7 +39,7 @@ RESULTS = ("global_step_*", "metrics.jsonl", "summary.json", "rollouts/*", "vali
 SHOWN = 10
 RESTARTED = "restarted"
 OTHER_SETTINGS = "validated_with_other_settings"
-"""True where turns and scores of the folder's ledger may be of a validation with other settings than the run's."""
+"""True if the folder's ledger may hold turns and scores of a validation with other settings than the run's."""
 
 
 @contextmanager
@@ -238,7 +238,7 @@ def write_identity(
 ) -> None:
     """Write ``run.json``. ``saved``: that of ``origin``; ``own``: the folder's, which of the same run knows what came later.
 
-    A validation of a run leaves the run's settings there: the command that began it still continues it.
+    A validation keeps the run's own settings here, so that the command that started the run still continues it.
     """
     now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     same_run = bool(own and saved and own.get("family") == saved.get("family"))
@@ -252,7 +252,8 @@ def write_identity(
     if same_run and only_validates:
         settings = own or {}
         record[OTHER_SETTINGS] = bool(settings.get(OTHER_SETTINGS) or refused(settings, plain(new), ()))
-    replace_text(folder / RUN, json.dumps({**record, **settings, **record}, indent=1, default=str) + "\n")
+    record |= {key: value for key, value in settings.items() if key not in record}
+    replace_text(folder / RUN, json.dumps(record, indent=1, default=str) + "\n")
 
 
 def note_restart(folder: Path, error: str, origin: str) -> None:

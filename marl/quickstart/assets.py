@@ -118,7 +118,7 @@ def make(folder: Path, recipe: Recipe, seed: int, on_step: Callable[[int, int], 
     task, tokenizer = TASKS[recipe.task](), build_tokenizer()
     model = build_model(tokenizer, seed, recipe.heads)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # of each operation: two are slower on a model this small
+    torch.set_num_threads(1)  # threads per operation; two are slower on a model this small
     for step, _ in enumerate(warm_up(model, tokenizer, task, recipe.steps, recipe.batch, recipe.lr, seed), start=1):
         on_step(step, recipe.steps)
     torch.set_num_threads(threads)

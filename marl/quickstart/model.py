@@ -71,8 +71,8 @@ def warm_up(
 ) -> Iterator[float]:
     """Supervised steps on the last answer of warm examples; yields the loss of each.
 
-    A step's two halves have their gradients calculated in two threads: the operations of torch release the lock, and the
-    sum of two gradients does not depend on which thread is first.
+    The gradients of a step's two halves are computed in two threads: torch releases the GIL, and a sum of two does not depend on
+    their order.
     """
     rng = random.Random(f"warm-{seed}")
     parameters = list(model.parameters())

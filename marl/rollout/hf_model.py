@@ -65,34 +65,35 @@ def check_attention(config: Any, path: str) -> None:
 
 
 def check_positions(config: Any, path: str, longest: int) -> None:
-    """Raise ValueError for a model whose rotary angles depend on the longest conversation of a batch, where one may be so long:
-    the kept keys of the others would be those of other angles."""
+    """Raise ValueError if a conversation may grow beyond the length at which the model's rotary angles change: cached keys would no
+    longer match."""
     text = config.get_text_config()
     for kind, limit in length_dependent(text):
         if longest > limit:
             raise ValueError(
-                f"{path} has rope_type={kind}, whose angles change beyond {limit} tokens, and conversations of {longest}: "
-                f"rollout.name=hf keeps the keys of earlier tokens; set rollout.max_model_len={limit}, or use vllm or sglang"
+                f"{path} has rope_type={kind}, whose angles change beyond {limit} tokens, and conversations may grow to "
+                f"{longest}: rollout.name=hf reuses the keys of earlier tokens; set rollout.max_model_len={limit}, or use vllm or sglang"
             )
 
 
 def length_dependent(text: Any) -> Iterator[tuple[str, int]]:
-    """The rotary kinds of a model whose angles depend on the length, each with the length from which on they do."""
+    """Rotary kinds of a model whose angles depend on the length, each with the length up to which they stay the same."""
     given = getattr(text, "rope_parameters", None) or {}
     for rope in given.values() if all(isinstance(value, Mapping) for value in given.values()) else [given]:
-        if rope.get("rope_type") in LENGTH_DEPENDENT:
-            original = rope.get(ORIGINAL) or getattr(text, ORIGINAL, None)
-            yield rope["rope_type"], original or text.max_position_embeddings
+        kind = rope.get("rope_type")
+        if kind in LENGTH_DEPENDENT:
+            original = (rope.get(ORIGINAL) or getattr(text, ORIGINAL, None)) if kind == "longrope" else None
+            yield kind, original or text.max_position_embeddings
 
 
 def longest_of(rollout: Any, config: Any) -> int:
-    """The most tokens of a conversation, with its answer."""
+    """The most tokens a conversation may have, answer included."""
     longest: int = rollout.max_model_len or config.get_text_config().max_position_embeddings
     return longest
 
 
 def takes_any_attention(kind: type) -> bool:
-    """False for a model that has a class of its own for every kind of attention, as Falcon."""
+    """False for models such as Falcon, whose code has one class per known attention and none for ours."""
     own = [value for name, value in vars(sys.modules[kind.__module__]).items() if name.endswith("ATTENTION_CLASSES")]
     return all(ATTENTION in classes for classes in own)
 

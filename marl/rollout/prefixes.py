@@ -99,7 +99,7 @@ class Prefixes:
                 heappush(leaves, (parent.used, -parent.start, id(parent), parent))
 
     def _descend(self, context: tuple[int, ...], adapter: str | None) -> tuple[Node, int]:
-        """The node that ends with the known tokens of this context, and how many these are."""
+        """The node at which the known part of this context ends, and that part's length. Splits a node where it ends inside one."""
         node, known, now = self.roots.setdefault(adapter, Node(None, 0, (), adapter)), 0, next(self.clock)
         node.used = now
         while known < len(context) and (child := node.children.get(context[known])) is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 MARGIN = 8
-"""Tokens by which a stop string's tail is longer than the string has bytes: a token has at least one, but for those of a character."""
+"""Tokens added to a stop string's bytes: the first tokens of a tail may be parts of a character and decode to something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class Draft:
     answer: Answer = field(default_factory=lambda: Answer([], [], "length"))
     uniforms: list[float] = field(init=False)
     tail: int = field(init=False)
-    """Number of last tokens in which a stop string ends that was not there before: to read all after every token would take time
-    that grows with its square."""
+    """Number of last tokens in which a newly completed stop string is looked for; a token has at least one byte. Decoding the whole
+    answer after every token would take quadratic time."""
 
     def __post_init__(self) -> None:
         generator = np.random.Generator(np.random.Philox(self.request.seed))
@@ -69,7 +69,7 @@ class Draft:
         stopped = token in request.stop_token_ids
         if not stopped and request.stop:
             text = to_text(answer.token_ids[-self.tail :])
-            if any(stop in text for stop in request.stop):  # a tail may begin in the middle of a character
+            if any(stop in text for stop in request.stop):  # the beginning of the tail may decode differently
                 whole = to_text(answer.token_ids)
                 stopped = any(stop in whole for stop in request.stop)
         if stopped:

@@ -75,7 +75,7 @@ class SlotLayer(DynamicLayer):
         self.stored: tuple[Tensor, ...] = ()
 
     def get_seq_length(self) -> int:
-        """0 before the first update, though what was read before is there already."""
+        """0 before the first update, even where stored prefixes are already in place."""
         return 0 if self.keys is None else super().get_seq_length()
 
     def allocate(self, keys: Tensor, values: Tensor) -> None:

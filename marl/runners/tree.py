@@ -51,8 +51,8 @@ class Tree(ConversationRunner):
         super().check(agents)
         if self.config.train is Train.siblings and self.config.num_branches < 2:
             raise ValueError(
-                f"runner.num_branches={self.config.num_branches}: an answer without siblings has an advantage of 0; expected at "
-                "least 2, or runner.train=path, which compares the samples of a task"
+                f"runner.num_branches={self.config.num_branches}: runner.train=siblings compares an answer with its siblings, and one "
+                "without siblings learns nothing; expected at least 2, or runner.train=path, which compares the samples of a task"
             )
 
     async def run(self, episode: LiveEpisode) -> str | None:

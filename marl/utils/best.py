@@ -25,13 +25,13 @@ def less_is_better(metric: str) -> bool:
 
 
 def best_steps(root: Path, metric: str, count: int, last: int) -> list[int]:
-    """Steps of the checkpoints with the best values, the largest or a loss's smallest, of equal ones the later. Those without the metric, or with NaN, do not count; where
-    none has it, and more than the ``last`` ones would have stayed, a warning says so once."""
+    """Steps of the checkpoints with the best values: the largest, or the smallest of a loss; among equals the later. Steps without
+    the metric, or with NaN, are left out; where none has it, and more than the ``last`` ones would have stayed, a warning says so once."""
     if not count:
         return []
     measured = metrics_of(root)
     sign = -1 if less_is_better(metric) else 1
-    values = {step: metrics.get(metric, math.nan) for step, metrics in measured.items()}
+    values = {step: metrics[metric] for step, metrics in measured.items() if metric in metrics}
     known = sorted((sign * value, step) for step, value in values.items() if not math.isnan(value))
     if not known and len(measured) > last and root not in warned:
         warned.add(root)

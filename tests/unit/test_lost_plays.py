@@ -57,16 +57,32 @@ def test_too_many_that_could_not_be_scored_end_the_run_which_scores_them_when_it
     assert len(scored(controller(folder=tmp_path, **LIMITS))) == 3
 
 
-def test_a_replay_drops_them_too(tmp_path):
+@pytest.mark.parametrize("scores", [True, False])
+def test_a_replay_drops_them_too_unless_it_asks_the_reward_again(tmp_path, scores):
     scored(without_scorer(controller(folder=tmp_path, **LIMITS), "val/1"))
     replay = controller(**LIMITS)
-    replay.ledger = RecordedLedger(tmp_path)
+    replay.ledger = RecordedLedger(tmp_path, scores=scores)
 
     async def play():
         collection = await replay.collect([task(i) for i in range(3)], 1, 1)
         return await replay.score(collection.episodes, 1)
 
-    assert [episode.task.id for episode in asyncio.run(play())] == ["val/0", "val/2"]
+    assert [episode.task.id for episode in asyncio.run(play())] == ["val/0", *([] if scores else ["val/1"]), "val/2"]
+
+
+def other_tasks(count):
+    """Rows of another file, with the same ids."""
+    return [Task(f"val/{i}", [{"role": "user", "content": f"other {i}"}], "4", "y", str) for i in range(count)]
+
+
+def test_an_unscored_episode_is_that_of_the_task_that_was_asked(tmp_path):
+    first = without_scorer(controller(folder=tmp_path, **LIMITS), "val/1")
+    assert [e.failure for e in asyncio.run(first.measure([task(i) for i in range(3)], 1, 0))] == [None, "error", None]
+    first.ledger.close()
+    for tasks, failures in (([task(i) for i in range(3)], [None, "error", None]), (other_tasks(3), [None] * 3)):
+        team = controller(folder=tmp_path, **LIMITS)
+        assert [episode.failure for episode in asyncio.run(team.measure(tasks, 1, 0))] == failures
+        team.ledger.close()
 
 
 def test_lost_plays_are_those_of_the_tasks_that_were_asked(tmp_path):
@@ -82,7 +98,7 @@ def test_lost_plays_are_those_of_the_tasks_that_were_asked(tmp_path):
     first.ledger.close()
     for tasks, failures in (
         ([task(i) for i in range(3)], [None, "error", None]),
-        ([Task(f"val/{i}", [{"role": "user", "content": f"other {i}"}], "4", "y", str) for i in range(3)], [None] * 3),
+        (other_tasks(3), [None] * 3),
     ):
         team = controller(folder=tmp_path, **LIMITS)
         assert [episode.failure for episode in asyncio.run(team.measure(tasks, 1, 0))] == failures
@@ -122,13 +138,13 @@ def test_an_alternative_that_was_lost_is_lost_again(tmp_path):
     assert tried(controller(folder=None, **LIMITS))[1] == 0
 
 
-def test_other_weights_than_the_recorded_turns_have_are_told(tmp_path, caplog):
+def test_recorded_turns_of_other_weights_give_a_warning(tmp_path, caplog):
     for weights, told in ((7, 0), (7, 0), (8, 1)):
         team = controller(folder=tmp_path)
         team.ledger.begin(1, {"a": {"w": ((1,), 1, weights)}})
         team.ledger.close()
         assert (
-            caplog.text.count("step 1: the turns that it had recorded before the run ended are of other weights")
+            caplog.text.count("step 1: the turns recorded before the run was interrupted came from other weights")
             == told
         )
 

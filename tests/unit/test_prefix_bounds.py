@@ -57,7 +57,7 @@ def test_a_full_cache_keeps_the_conversations_of_now(model, tokens):
         assert engine.reader.prefixes.bytes <= engine.reader.prefixes.limit
 
 
-def test_what_was_used_last_stays_though_it_hangs_on_what_was_not(model, tokens):
+def test_what_was_used_last_stays_though_its_parent_is_older(model, tokens):
     prefixes = Prefixes(TOKEN_BYTES * 150)
     take = lambda start, end: [tuple(torch.zeros(2, end - start, 8) for _ in range(2)) for _ in range(2)]  # noqa: E731
     old, new = [tokens(60) for _ in range(3)], tokens(100)
@@ -78,7 +78,7 @@ def test_what_was_used_last_stays_though_it_hangs_on_what_was_not(model, tokens)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 1, 0)])
-def test_a_context_may_end_inside_another_that_is_parted_behind_it(model, tokens, order):
+def test_a_context_may_end_inside_another_that_is_split_after_it(model, tokens, order):
     """All are read at once: a prompt, one that goes on from it, and one that leaves that."""
     whole = tokens(100)
     contexts = [whole, whole[:10], (*whole[:50], (whole[50] + 1) % 300)]

@@ -1,9 +1,12 @@
 """Models that the hf server takes, with what each has of its own, and those that it refuses by name before a run starts."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
     FalconConfig,
     Gemma3Config,
     LlamaConfig,
@@ -17,7 +20,7 @@ from marl.config.errors import ConfigError
 from marl.preflight.checks import check_decodable
 from marl.rollout.attention import ATTENTION
 from marl.rollout.decoding import decode
-from marl.rollout.hf_model import check_attention, check_positions, longest_of
+from marl.rollout.hf_model import check_attention, check_positions, length_dependent, longest_of
 from marl.rollout.requests import Request
 
 SIZES = {
@@ -46,16 +49,35 @@ def dynamic(**more):
 @pytest.mark.parametrize("make", [phi, dynamic])
 def test_angles_that_depend_on_the_longest_conversation_are_refused_where_one_may_be_so_long(make):
     """Keys that were kept under the angles of short ones, beside those of long ones, would be neither's."""
-    rollout = type("Rollout", (), {"max_model_len": None})
-    rollout.max_model_len = 65
-    said = rf"rope_type={make().rope_parameters['rope_type']}, whose angles change beyond 64 tokens.*of 65: .*max_model_len=64"
+    rollout = SimpleNamespace(max_model_len=65)
+    said = rf"rope_type={make().rope_parameters['rope_type']}, whose angles change beyond 64 tokens.*grow to 65: .*max_model_len=64"
     with pytest.raises(ValueError, match=said):
         check_positions(make(), "/some/where", longest_of(rollout, make()))
     with pytest.raises(ConfigError, match=r"^policies.a.model.path=/some/where: /some/where has rope_type="):
-        check_decodable(make(), "/some/where", "policies.a.model", 65)
-    check_decodable(make(), "/some/where", "policies.a.model", 64)
-    rollout.max_model_len = None
-    assert longest_of(rollout, make()) == make().max_position_embeddings
+        check_decodable(make(), "/some/where", "policies.a.model", rollout)
+    check_decodable(make(), "/some/where", "policies.a.model", SimpleNamespace(max_model_len=64))
+    assert longest_of(SimpleNamespace(max_model_len=None), make()) == make().max_position_embeddings
+
+
+@pytest.mark.parametrize(
+    ("rope", "found"),
+    [
+        (None, []),
+        ({}, []),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, []),
+        ({"full_attention": LONG, "sliding_attention": {"rope_type": "default"}}, [("longrope", 64)]),
+        (DYNAMIC | {"original_max_position_embeddings": 8}, [("dynamic", 128)]),
+    ],
+    ids=str,
+)
+def test_the_length_from_which_angles_change_is_that_of_each_kind_of_layer(rope, found):
+    assert [*length_dependent(SimpleNamespace(rope_parameters=rope, max_position_embeddings=128))] == found
+
+
+def test_a_model_without_a_largest_position_is_refused_for_its_attention():
+    """Nothing is asked of its length before."""
+    with pytest.raises(ConfigError, match=r"attention of its own \(model_type=bloom\): use vllm or sglang"):
+        check_decodable(BloomConfig(), "/some/where", "policies.a.model", SimpleNamespace(max_model_len=None))
 
 
 @pytest.mark.parametrize("make", [phi, dynamic])
@@ -107,5 +129,7 @@ def test_models_that_ask_the_cache_for_its_length_answer(config):
 
 
 def test_the_longest_conversation_of_a_model_with_images_is_its_texts():
-    rollout = type("Rollout", (), {"max_model_len": None})
-    assert longest_of(rollout, Gemma3Config()) == Gemma3Config().get_text_config().max_position_embeddings
+    assert (
+        longest_of(SimpleNamespace(max_model_len=None), Gemma3Config())
+        == Gemma3Config().get_text_config().max_position_embeddings
+    )

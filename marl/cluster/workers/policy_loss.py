@@ -27,8 +27,8 @@ def policy_loss(
 
 
 def parts_of_means(metrics: Mapping[str, Any], data: TensorDict) -> dict[str, Metric]:
-    """verl's means over a micro-batch's tokens as parts of the mini-batch's mean. By itself verl takes the mean over
-    micro-batches, however many tokens each of them has."""
+    """verl's token means of a micro-batch, rescaled so that their sum is the mini-batch's token mean. verl itself averages over
+    micro-batches, however many tokens each has."""
     found = {key: metrics[key].aggregate() for key in TOKEN_MEANS if key in metrics}
     if not found:
         return {}
