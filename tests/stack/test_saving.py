@@ -12,7 +12,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from accelerate import init_empty_weights
 from omegaconf import OmegaConf
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -369,3 +371,14 @@ def test_a_rebuilt_run_does_not_go_on_without_its_optimizer(alone):
     live.wait(live.trainer.save())
     with pytest.raises(ConfigError, match=r"global_step_1 would go on without its optimizer"):
         live.wait(checkpoint.resume(live.trainer))
+
+
+def test_a_merged_model_is_written_once_while_another_is_built(alone, tmp_path):
+    """Building a model's shell changes, for the whole process, how modules take their weights: nothing is tied beside it."""
+    worker = alone("sharing=lora").trainer.policies["alice"].workers.worker
+    jobs = worker._exports_of_whole_model("alice", tmp_path / "huggingface")
+    with init_empty_weights():
+        for job in jobs:
+            job()
+    names = set(load_file(tmp_path / "huggingface" / "model.safetensors"))
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names

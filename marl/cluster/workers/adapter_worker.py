@@ -24,7 +24,7 @@ from marl.cluster.workers.lora import collected, save_adapter, unwrapped
 from marl.cluster.workers.policy_loss import policy_loss
 from marl.cluster.workers.policy_worker import EngineWorker, PolicyWorker, log_probs_of, timed
 from marl.cluster.workers.shard_files import raise_lost, write
-from marl.cluster.workers.whole_model import shell_of, write_into
+from marl.cluster.workers.whole_model import drop_tied, shell_of, write_into
 from marl.modules.adapters import first_weights, lora_arguments
 from marl.platform.adapters import ADAPTED, AdapterEngine, AdapterSpec, merged, of_adapters, unnamed, whole
 from marl.utils.garbage import collect_garbage, freeze_gc
@@ -156,9 +156,11 @@ class AdapterWorker(PolicyWorker):
         if self.rank > 0:
             return []
         shell = shell_of(unwrapped(engine).config, folder, settings.trust_remote_code)
+        written = dict(base)
+        drop_tied(shell, written)
 
         def write_merged() -> None:
-            write_into(shell, folder, dict(merged(base.items(), added, scaling)))
+            write_into(shell, folder, dict(merged(written.items(), added, scaling)))
 
         return [write_merged, partial(settings.get_processor().save_pretrained, folder)]
 

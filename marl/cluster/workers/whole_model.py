@@ -24,8 +24,10 @@ def writer(config: Any, weights: Weights, folder: Path, trust_remote_code: bool)
     return partial(write_into, shell, folder, weights)
 
 
-def drop_tied(shell: Any, weights: Weights) -> None:
-    """Remove the names under which a weight would be there a second time."""
+def drop_tied(shell: Any, weights: dict[str, Any]) -> None:
+    """Remove the names under which a weight would be there a second time. For the caller's thread: it ties the shell's weights, which
+    another thread's :func:`shell_of` would part.
+    """
     drop_tied_target_keys(weights, shell, shell.config)
 
 
@@ -45,7 +47,6 @@ def shell_of(config: Any, folder: Path, trust_remote_code: bool, dtype: torch.dt
 
 
 def write_into(shell: Any, folder: Path, weights: Weights) -> None:
-    drop_tied(shell, weights)
     shell.save_pretrained(folder, state_dict=weights)
 
 
