@@ -103,7 +103,7 @@ def train(tmp_path, monkeypatch, capfd):
         os.makedirs(folder)
         with open(f"{folder}/run.json", "w") as file:
             json.dump(identity_of(config) | ({"finished": "now"} if config.seed == 0 else {}), file, default=str)
-        return SimpleNamespace(history={}, report_folder=folder)
+        return SimpleNamespace(history={}, report_folder=folder, folder=folder)
 
     monkeypatch.setattr(marl_main, "run", run)
     monkeypatch.setattr(assets, "prepared", lambda config, _: SimpleNamespace(config=config))  # there is no model
