@@ -26,6 +26,11 @@ class EpisodeLost(RuntimeError):
     """Stands for the error of an episode that the same collection lost before the run was killed."""
 
 
+def described(error: Exception) -> str:
+    """The text of an error in the ledger, the same however often it is lost again."""
+    return str(error) if isinstance(error, EpisodeLost) else f"{type(error).__name__}: {error}"
+
+
 @dataclass(slots=True)
 class Collection:
     """Episodes that ended, and why the others were lost."""
@@ -101,7 +106,7 @@ def collection_of(plays: Sequence[Play], results: Sequence[Episode | Exception],
 
 def lost_content(collection: Collection) -> dict[str, Any]:
     """The ledger's record of a collection's lost plays."""
-    errors = [f"{type(error).__name__}: {error}" for error in collection.failures]
+    errors = [described(error) for error in collection.failures]
     plays = [(task.id, sample, error) for (task, sample), error in zip(collection.lost, errors, strict=True)]
     return {"plays": plays, "retried": collection.retried}
 

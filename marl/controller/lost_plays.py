@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from marl.controller.collection import EpisodeLost
+from marl.controller.collection import EpisodeLost, described
 from marl.controller.ledger import Ledger
 from marl.types import Episode, Task
 
@@ -16,10 +16,6 @@ LOST_ALTERNATIVES = "lost_alternatives"
 def content_of(task: Task) -> list[Any]:
     """Content of a task. Its id alone is ambiguous: rows of two files may share one."""
     return [task.id, task.messages, task.ground_truth, dict(task.extra)]
-
-
-def described(error: Exception) -> str:
-    return str(error) if isinstance(error, EpisodeLost) else f"{type(error).__name__}: {error}"
 
 
 def unscored_before(ledger: Ledger, episode: Episode) -> EpisodeLost | None:

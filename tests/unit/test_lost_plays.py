@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from marl.controller.alternative_rollouts import AlternativeRollouts
-from marl.controller.collection import EpisodeLost
+from marl.controller.collection import EpisodeLost, described
 from marl.controller.recorded_ledger import RecordedLedger
 from marl.rewards import RewardUnavailable
 from marl.types import Task
@@ -150,6 +150,4 @@ def test_recorded_turns_of_other_weights_give_a_warning(tmp_path, caplog):
 
 
 def test_an_error_keeps_its_text_however_often_it_is_lost():
-    from marl.controller.lost_plays import described
-
     assert described(EpisodeLost(described(RuntimeError("late")))) == "RuntimeError: late"

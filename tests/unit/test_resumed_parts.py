@@ -1,4 +1,4 @@
-"""What a checkpoint must hold, and a run must read of it, to go on from there."""
+"""States that a checkpoint must hold, and a run must read of it, to go on from there."""
 
 import pytest
 

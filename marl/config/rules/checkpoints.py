@@ -7,7 +7,7 @@ from marl.config.policies import value_at
 from marl.utils.registry import did_you_mean
 
 STATES = ("model", "optimizer", "extra")
-"""What a policy or a critic goes on from, in verl's words: weights, optimizer, and schedule with random states."""
+"""States that a policy or a critic goes on from, in verl's words: weights, optimizer, and schedule with random states."""
 WHOLE_MODEL = "hf_model"
 CONTENTS = (*STATES, WHOLE_MODEL)
 GROUPS = ("actor_rollout_ref.actor.checkpoint", "critic.checkpoint")
