@@ -24,6 +24,8 @@ PEER_GONE = re.compile(r"gloo/|ProcessGroup\w*|Dist(Backend|Network|Store)Error|
 """Errors of a collective whose other side died or hangs."""
 PORT_TAKEN = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
 """Between the choice of a free port and its use another process took it: made anew, a group chooses another."""
+ENGINE_FAILED = re.compile(r"EngineDeadError|Engine core initialization failed")
+"""vLLM's errors of an engine that died, or did not start; the cause is in the engine's own output."""
 TIMED_OUT = re.compile(r"[Tt]imed ?out|[Tt]imeout")
 DEATHS = (RayActorError, NodeDiedError, WorkerCrashedError, ObjectLostError, OutOfMemoryError, LocalRayletDiedError)
 """Ray's errors of a process, or a node, that is gone; the machine's memory may have been short."""
@@ -107,7 +109,7 @@ def engine_is_dead(error: BaseException | None) -> bool:
 
 def engine_errors(text: str) -> str:
     """Error lines of an engine's processes, which write into the log of the server that failed with this traceback."""
-    if "EngineDeadError" not in text or f"ip={ray.util.get_node_ip_address()}" not in text:
+    if not ENGINE_FAILED.search(text) or f"ip={ray.util.get_node_ip_address()}" not in text:
         return ""
     lines = (line for pid in dict.fromkeys(PID.findall(text)) for line in log_lines(int(pid)))
     found = dict.fromkeys(line.split("] ", 1)[-1].strip()[:300] for line in lines if ERROR.search(line))

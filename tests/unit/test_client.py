@@ -9,7 +9,7 @@ from ray.exceptions import RayTaskError
 from transformers import GenerationConfig, LlamaConfig
 from verl.experimental.agent_loop import AgentLoopOutput
 
-from marl.cluster.failures import GroupFailed
+from marl.cluster.failures import GroupFailed, GroupLost, group_failed
 from marl.controller.agent_loop import LoopClient
 from marl.controller.chat import ChatEncoder
 from marl.controller.client import PolicyClient
@@ -209,6 +209,17 @@ def test_a_dead_engine_ends_the_run_and_says_what_it_said(bpe_tokenizer, engine_
     with pytest.raises(GroupFailed, match="policy 'p' failed while generating: EngineDeadError") as failed:
         request(bpe_tokenizer, EngineDeadError("See stack trace (above)"))
     assert str(failed.value).splitlines()[1:] == ["    RuntimeError: out of KV blocks"]
+
+
+def test_an_engine_that_does_not_start_says_why(engine_log):
+    """vLLM's own message is 'See root cause above', with none above."""
+    cause = RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
+    error = RayTaskError(
+        "launch_server", f"ray::RunServer.launch_server() (pid=7, ip={HERE})\nRuntimeError: {cause}", cause
+    )
+    failed = group_failed("policy 'p'", "starting its servers", error)
+    assert not isinstance(failed, GroupLost), "the next engine would fail for the same reason"
+    assert str(failed).splitlines()[1:] == ["    RuntimeError: out of KV blocks"]
 
 
 def test_a_request_that_a_server_refuses_fails_alone(bpe_tokenizer, engine_log):
