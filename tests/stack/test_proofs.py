@@ -35,13 +35,13 @@ SPLIT = {
     "ippo": [INFLUENCE],
     "mappo": [INFLUENCE],
     "happo": [INFLUENCE],
-    # who is paid for both hears little of its own answer: critics first, and three times as long
+    # who is paid for both hears little of its own answer: critics first, and five times as long
     "cory": [
         "credit=joint",
         "runner=brief_pioneer_observer",
         "trainer.critic_warmup=5",
         "actor_rollout_ref.actor.optim.lr=1e-3",
-        "trainer.total_training_steps=90",
+        "trainer.total_training_steps=150",
     ],
 }
 GAMES = {
