@@ -36,16 +36,19 @@ class _CPUEngine(SortedMicroBatches, FSDPEngine):
             self.engine_config.forward_only = forward_only
 
 
-@EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device=["cpu"])
-class CPUEngineWithLMHead(_CPUEngine, FSDPEngineWithLMHead):
+class SelectiveEngine(FSDPEngineWithLMHead):
+    """A language model whose head and softmax are computed where a mask reads them alone."""
+
+    min_width = 0
+    """Padded rows are at least so wide."""
+
     @cached_property
     def head(self) -> SelectiveHead:
         return SelectiveHead(self.module)
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
-        """As verl's; padded rows are at least ``MIN_WIDTH`` wide, as the hf server's are."""
         inputs, output_args = super().prepare_model_inputs(micro_batch)
-        missing = MIN_WIDTH - inputs["input_ids"].shape[-1]
+        missing = self.min_width - inputs["input_ids"].shape[-1]
         if missing > 0 and not tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True):
             for key in ("input_ids", "attention_mask", "position_ids"):
                 inputs[key] = torch.nn.functional.pad(inputs[key], (0, missing))
@@ -57,11 +60,17 @@ class CPUEngineWithLMHead(_CPUEngine, FSDPEngineWithLMHead):
     def prepare_model_outputs(
         self, output: Any, output_args: dict[str, Any], micro_batch: TensorDict, logits_processor_func: Any
     ) -> dict[str, torch.Tensor]:
-        """As verl's, but head and softmax are taken where a mask reads them alone: the rest is zero, and unread."""
+        """As verl's; what is not read is zero."""
         reading = output_args.pop("reading", None)
         if reading is None:
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
         return reading.outputs(output.logits)
+
+
+@EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device=["cpu"])
+class CPUEngineWithLMHead(_CPUEngine, SelectiveEngine):
+    min_width = MIN_WIDTH
+    """As the hf server's rows are."""
 
 
 @EngineRegistry.register(model_type="value_model", backend=["fsdp", "fsdp2"], device=["cuda"], vendor=["nvidia"])
