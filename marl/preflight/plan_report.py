@@ -22,6 +22,7 @@ from marl.config.policies import (
 from marl.config.schema import LogProbSource, WeightCheck
 from marl.config.sharing import shares_base
 from marl.modules import pretrained
+from marl.platform.sliced_head import WHOLE_BYTES, may_slice
 from marl.preflight import batch_plan, memory_plan, model_checks, save_copies, shared_gpus, step_estimate
 from marl.preflight.batch_plan import Batch, PolicyBatch
 from marl.preflight.checks import CheckedSetup
@@ -95,6 +96,9 @@ def member_memory(setup: CheckedSetup, own: DictConfig, batch: PolicyBatch, card
     size, has_reference = setup.sizes[batch.policy], has_reference_here(setup.config, batch.policy, own)
     adapter_bytes = memory_plan.ADAPTER_BYTES if shares_base(setup.config) else None
     memory = memory_plan.policy_memory(own, batch, size, card, has_reference, adapter_bytes)
+    if setup.config.trainer.device == "cpu" and may_slice(size.vocabulary):
+        kept_whole = min(1.0, WHOLE_BYTES / (4 * batch.tokens * size.vocabulary))
+        memory = replace(memory, logits=memory.logits * kept_whole)
     if batch.policy in frozen_policies(setup.config):
         return Memory() if setup.method.offline else Memory(server=memory.server, engine=memory.engine)
     if setup.method.offline:

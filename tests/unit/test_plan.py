@@ -226,6 +226,19 @@ def test_a_critic_has_no_logits_and_a_reference_is_one_more_copy(compose_config,
     assert "central critic" in text and "reference" in text
 
 
+@pytest.mark.parametrize(
+    "device,logits", [("cpu", 64 * 2**20 * (2 * 4 + 8) / 4), ("cuda", 8192 * 150_000 * (2 * 4 + 8))]
+)
+def test_a_cpu_keeps_no_more_logits_of_a_large_vocabulary_than_it_slices(compose_config, cold_assets, device, logits):
+    """A GPU's may be verl's, which are whole."""
+    setup = prepare(compose_config(f"assets={cold_assets}"))
+    setup.config.trainer.device = device
+    own = own_settings(setup.config, "alice")
+    (alice, _) = batch_plan.batch_of(setup.config, dict.fromkeys(setup.config.agents, 2)).policies
+    setup.sizes["alice"] = replace(setup.sizes["alice"], vocabulary=150_000)
+    assert plan_report.member_memory(setup, own, alice, None).logits == pytest.approx(logits)
+
+
 def test_untrained_policies_hold_no_reference_and_a_pool_sleeps_only_if_all_its_servers_do(
     compose_config, cold_assets, monkeypatch
 ):
