@@ -8,7 +8,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.torch_functional import entropy_from_logits
 
 from marl.cluster.workers.policy_worker import of_responses
-from marl.platform.engine import CPUEngineWithLMHead
+from marl.platform.engine import CPUEngineWithLMHead, SelectiveEngine
 from marl.utils.ragged import jagged
 
 SIZES = {
@@ -17,9 +17,9 @@ SIZES = {
 }  # fmt: skip
 
 
-def engine_of(model):
+def engine_of(model, cls=CPUEngineWithLMHead):
     """Enough of an engine for one forward pass outside a process group."""
-    engine = CPUEngineWithLMHead.__new__(CPUEngineWithLMHead)
+    engine = cls.__new__(cls)
     engine.module, engine.use_ulysses_sp, engine.pad_to_length = model, False, None
     engine.engine_config = SimpleNamespace(entropy_checkpointing=False, entropy_from_logits_with_chunking=False)
     engine.compute_entropy_from_logits = entropy_from_logits
@@ -27,7 +27,7 @@ def engine_of(model):
 
 
 def forward(cls, model, batch):
-    engine = engine_of(model)
+    engine = engine_of(model, cls if issubclass(cls, SelectiveEngine) else CPUEngineWithLMHead)
     inputs, args = cls.prepare_model_inputs(engine, batch)
     output = model(**inputs, use_cache=False)
     return cls.prepare_model_outputs(engine, output, args, batch, None)

@@ -18,7 +18,7 @@ from verl.workers.config.optimizer import build_optimizer
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from marl.platform.engine import CPUEngineWithLMHead
+from marl.platform.engine import CPUEngineWithLMHead, GPUEngineWithLMHead
 from marl.platform.shards import reshard
 
 ADAPTED = "adapted_language_model"
@@ -282,5 +282,5 @@ class CPUAdapterEngine(AdapterEngine, CPUEngineWithLMHead):
 
 
 @EngineRegistry.register(model_type=ADAPTED, backend=["fsdp2"], device=["cuda"], vendor=["nvidia"])
-class GPUAdapterEngine(AdapterEngine):
+class GPUAdapterEngine(AdapterEngine, GPUEngineWithLMHead):
     pass

@@ -1,14 +1,16 @@
 """verl's FSDP2 engines, registered for the CPU. Each override names the line of verl that needs an accelerator.
 
-The value head's is registered for GPUs as well: verl's own asks for flash attention whatever the configuration says.
+Two are registered for GPUs as well: verl's value head asks for flash attention whatever the configuration says, and its
+language model's log-probs are taken token by token where flash attention's cross-entropy is missing.
 """
 
+import os
 from functools import cached_property
 from typing import Any
 
 import torch
 from tensordict import TensorDict
-from verl.utils import tensordict_utils as tu
+from verl.utils import tensordict_utils as tu, torch_functional
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
@@ -16,6 +18,9 @@ import marl.platform.cpu  # noqa: F401 - registers the platform before verl reso
 from marl.platform.head import SelectiveHead, reading_of
 from marl.platform.micro_batches import SortedMicroBatches
 from marl.platform.shapes import MIN_WIDTH
+
+DISABLED = "VERL_DISABLE_FLASH_ATTN_CE"
+"""verl's variable: "1" where it does not use flash attention's cross-entropy."""
 
 
 class _CPUEngine(SortedMicroBatches, FSDPEngine):
@@ -39,6 +44,7 @@ class _CPUEngine(SortedMicroBatches, FSDPEngine):
 class SelectiveEngine(FSDPEngineWithLMHead):
     """A language model whose head and softmax are computed where a mask reads them alone."""
 
+    reads_selectively = True
     min_width = 0
     """Padded rows are at least so wide."""
 
@@ -52,9 +58,10 @@ class SelectiveEngine(FSDPEngineWithLMHead):
         if missing > 0 and not tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True):
             for key in ("input_ids", "attention_mask", "position_ids"):
                 inputs[key] = torch.nn.functional.pad(inputs[key], (0, missing))
-        if not self.use_ulysses_sp:
-            output_args["reading"] = reading_of(micro_batch, output_args, inputs["input_ids"].shape[-1])
-            self.head.expect(output_args["reading"])
+        if self.reads_selectively and not self.use_ulysses_sp:
+            reading = output_args["reading"] = reading_of(micro_batch, output_args, inputs["input_ids"].shape[-1])
+            if reading is not None or "head" in vars(self):  # fused kernels give no logits to measure
+                self.head.expect(reading)
         return inputs, output_args
 
     def prepare_model_outputs(
@@ -71,6 +78,19 @@ class SelectiveEngine(FSDPEngineWithLMHead):
 class CPUEngineWithLMHead(_CPUEngine, SelectiveEngine):
     min_width = MIN_WIDTH
     """As the hf server's rows are."""
+
+
+@EngineRegistry.register(model_type="language_model", backend=["fsdp2"], device=["cuda"], vendor=["nvidia"])
+class GPUEngineWithLMHead(SelectiveEngine):
+    @property
+    def reads_selectively(self) -> bool:  # type: ignore[override]
+        """Without flash attention's kernel verl takes the log-softmax of packed rows token by token: 16,384 calls a micro-batch."""
+        return not has_fast_cross_entropy()
+
+
+def has_fast_cross_entropy() -> bool:
+    """True where verl takes log-probs by flash attention's kernel, which is not deterministic (``determinism=strict``)."""
+    return torch_functional.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE and os.environ.get(DISABLED, "0") != "1"
 
 
 @EngineRegistry.register(model_type="value_model", backend=["fsdp", "fsdp2"], device=["cuda"], vendor=["nvidia"])

@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id, get_device_name
 
 from marl.platform.last_layer import SelectiveMLP, last_mlp
 from marl.platform.shapes import MIN_ROWS
@@ -61,7 +62,7 @@ def reading_of(micro_batch: TensorDict, output_args: dict[str, Any], width: int)
     packed = tu.get_non_tensor_data(micro_batch, "use_remove_padding", True)
     offsets, lengths = ids.offsets(), responses.offsets().diff()
     token = mask_of(micro_batch).nonzero()[:, 0]
-    row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[token]
+    row = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)[token]
     # output t predicts token t + 1
     flat = token + (offsets[1:] - 1 - responses.offsets()[1:])[row]
     index = flat if packed else flat - offsets[row] + row * width
@@ -136,7 +137,7 @@ class SelectiveHead:
             return None
         hidden = inputs[0].flatten(0, 1).index_select(0, reading.index)  # its gradient is cheaper than an index's
         reading.selected = True
-        if self.tail is None or not must_slice(len(hidden), self.head.out_features):
+        if self.tail is None or not must_slice(len(hidden), self.head.out_features, hidden.device):
             return (hidden[None],)
         self._hidden = hidden
         return (hidden[None, :1].detach(),)
@@ -165,16 +166,16 @@ def is_linear(head: nn.Module) -> bool:
 
 def measured_tail(root: nn.Module, head: nn.Linear) -> Tail | None:
     """Scaling and soft-capping of a model's logits, measured: chosen numbers take the place of the head's output."""
-    points = Tail.probe(head.out_features)
+    points, device = Tail.probe(head.out_features), torch.device(get_device_name())
     handles = [
         head.register_forward_pre_hook(lambda _, inputs: (inputs[0][:, :1],)),
-        head.register_forward_hook(lambda *_: points[None, None]),
+        head.register_forward_hook(lambda _, inputs, __: points.to(inputs[0].device)[None, None]),
     ]
-    ids = torch.zeros(1, MIN_ROWS, dtype=torch.long)
+    ids = torch.zeros(1, MIN_ROWS, dtype=torch.long, device=device)
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), torch.random.fork_rng(devices=[] if device.type == "cpu" else [get_device_id()]):
             logits = root(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
     finally:
         for handle in handles:
             handle.remove()
-    return Tail.from_values(points, logits.flatten())
+    return Tail.from_values(points, logits.flatten().cpu())

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 SLICE_BYTES = 16 * 2**20
-"""Size of one slice of logits in full precision."""
+"""Size of one slice of logits in full precision, on a CPU."""
 WHOLE_BYTES = 64 * 2**20
-"""Size of logits that are kept whole: they need no second product with the head in the backward pass."""
+"""Size of logits that are kept whole, on a CPU: they need no second product with the head in the backward pass."""
+ON_A_GPU = 16
+"""How many times larger both are on a GPU, where a slice costs the start of a dozen kernels."""
 SLICED_VOCABULARY = 4096
 """Vocabularies above this size are sliced where the logits would be larger than WHOLE_BYTES."""
 MIN_SLICE = 256
@@ -44,7 +46,8 @@ class Tail:
     @staticmethod
     def probe(size: int) -> Tensor:
         """Logits that tell one tail from another: two where a cap saturates, a small one, 1, and a range."""
-        return torch.cat([torch.tensor([1e6, 2e6, 1e-3, 1.0]), torch.linspace(-100, 100, size - 4)])
+        few = torch.tensor([1e6, 2e6, 1e-3, 1.0], device="cpu")
+        return torch.cat([few, torch.linspace(-100, 100, size - 4, device="cpu")])
 
     @classmethod
     def from_values(cls, points: Tensor, values: Tensor) -> "Tail | None":
@@ -61,8 +64,12 @@ def may_slice(vocabulary: int) -> bool:
     return vocabulary > SLICED_VOCABULARY
 
 
-def must_slice(tokens: int, vocabulary: int) -> bool:
-    return may_slice(vocabulary) and 4 * tokens * vocabulary > WHOLE_BYTES
+def must_slice(tokens: int, vocabulary: int, device: torch.device) -> bool:
+    return may_slice(vocabulary) and 4 * tokens * vocabulary > WHOLE_BYTES * size_on(device)
+
+
+def size_on(device: torch.device) -> int:
+    return 1 if device.type == "cpu" else ON_A_GPU
 
 
 def sliced_log_probs(
@@ -86,7 +93,7 @@ class _Slices:
     tail: Tail
 
     def ranges(self) -> list[slice]:
-        width = max(MIN_SLICE, SLICE_BYTES // (4 * len(self.hidden)))
+        width = max(MIN_SLICE, SLICE_BYTES * size_on(self.hidden.device) // (4 * len(self.hidden)))
         return [slice(start, start + width) for start in range(0, len(self.weight), width)]
 
     def scores(self, part: slice) -> Tensor:

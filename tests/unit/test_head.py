@@ -16,15 +16,18 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+from verl.utils import tensordict_utils as tu, torch_functional
 from verl.utils.experimental.torch_functional import FusedLinearForPPO
+from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from marl.cluster.workers.policy_worker import of_responses
 from marl.platform import sliced_head
-from marl.platform.engine import CPUEngineWithLMHead
+from marl.platform.adapters import ADAPTED, GPUAdapterEngine
+from marl.platform.engine import CPUEngineWithLMHead, GPUEngineWithLMHead
 from marl.platform.head import SelectiveHead, log_probs_and_entropy
 from marl.platform.sliced_head import Tail, sliced_log_probs
-from tests.head_engine import SIZES, a_step, forward, micro_batch
+from tests.head_engine import SIZES, a_step, engine_of, forward, micro_batch
 
 CONFIGS = {
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
@@ -58,10 +61,62 @@ def test_a_step_is_that_of_logits_at_all_positions(monkeypatch, name, packed, sl
     expected = a_step(FSDPEngineWithLMHead, make(name), micro_batch(packed))
     if sliced:
         slice_everything(monkeypatch)
-    got = a_step(CPUEngineWithLMHead, make(name), micro_batch(packed))
+    cls = GPUEngineWithLMHead if name == "qwen2" else CPUEngineWithLMHead  # the same but for the width of short rows
+    got = a_step(cls, make(name), micro_batch(packed))
     assert float(expected[2].norm()) > 0.01
     for mine, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(mine, theirs, atol=3e-6, rtol=1e-6)  # sums in another order
+
+
+@pytest.mark.parametrize("sliced", [False, True], ids=["whole", "sliced"])
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_a_step_on_a_gpu_makes_every_tensor_where_its_inputs_are(monkeypatch, packed, sliced):
+    """Without a GPU: what names no device lands on ``meta``, where nothing of a step can be computed with it."""
+    expected, batch = a_step(FSDPEngineWithLMHead, make("gemma2"), micro_batch(packed)), micro_batch(packed)
+    if sliced:
+        slice_everything(monkeypatch)
+    model, mask = make("gemma2"), batch["loss_mask"].values().bool()
+    weights, positions = torch.linspace(-1, 1, 6), torch.arange(len(mask))[mask]
+    with torch.device("meta"):
+        outputs = forward(GPUEngineWithLMHead, model, batch)
+        log_probs, entropy = (of_responses(outputs[key], batch).values()[positions] for key in ("log_probs", "entropy"))
+        ((weights * log_probs).mean() - 0.1 * entropy.mean()).backward()
+    gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    for mine, theirs in zip((log_probs, entropy, gradients), expected, strict=False):
+        torch.testing.assert_close(mine, theirs, atol=3e-6, rtol=1e-6)  # sums in another order
+
+
+def test_on_a_gpu_verls_head_stays_where_its_cross_entropy_is_fast(monkeypatch):
+    """Without flash attention's kernel, and where ``determinism=strict`` forbids it, verl loops over the tokens of packed rows."""
+
+    def selects():
+        _, args = engine_of(make("qwen2"), GPUEngineWithLMHead).prepare_model_inputs(micro_batch(True))
+        return args.get("reading") is not None
+
+    monkeypatch.setattr(torch_functional, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", True)
+    monkeypatch.delenv("VERL_DISABLE_FLASH_ATTN_CE", raising=False)
+    assert not selects()
+    monkeypatch.setenv("VERL_DISABLE_FLASH_ATTN_CE", "1")
+    assert selects()
+    monkeypatch.delenv("VERL_DISABLE_FLASH_ATTN_CE")
+    monkeypatch.setattr(torch_functional, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", False)
+    assert selects()
+
+
+def test_gpus_have_engines_of_their_own(monkeypatch):
+    monkeypatch.setenv("VERL_ENGINE_DEVICE", "cuda")
+    monkeypatch.setenv("VERL_ENGINE_VENDOR", "nvidia")
+    assert EngineRegistry.get_engine_cls("language_model", "fsdp2") is GPUEngineWithLMHead
+    assert EngineRegistry.get_engine_cls(ADAPTED, "fsdp2") is GPUAdapterEngine
+    assert issubclass(GPUAdapterEngine, GPUEngineWithLMHead)
+
+
+def test_a_head_whose_logits_verl_reads_is_left_alone():
+    """Fused kernels, for one, give no logits to measure."""
+    batch, engine = micro_batch(True), engine_of(make("qwen2"))
+    tu.assign_non_tensor(batch, calculate_sum_pi_squared=True)
+    _, args = engine.prepare_model_inputs(batch)
+    assert args["reading"] is None and "head" not in vars(engine)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
