@@ -103,6 +103,21 @@ def test_on_a_gpu_verls_head_stays_where_its_cross_entropy_is_fast(monkeypatch):
     assert selects()
 
 
+def operations(cls, answer):
+    """Operations of a forward and a backward pass over packed rows, one of which has an answer of so many tokens."""
+    model, batch = make("qwen2"), micro_batch(True, mask=((1,) * answer, (1, 1, 1), (0, 0)))
+    forward(cls, model, batch)  # the first one measures the head
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        forward(cls, model, batch)["log_probs"].values().sum().backward()
+    return sum(event.name.startswith("aten::") for event in profile.events())
+
+
+def test_a_gpu_starts_no_kernels_for_each_token():
+    """A kernel costs a GPU some microseconds, whatever it computes; verl's pass over packed rows starts several for every token."""
+    assert operations(GPUEngineWithLMHead, 10) == operations(GPUEngineWithLMHead, 100)
+    assert operations(FSDPEngineWithLMHead, 100) - operations(FSDPEngineWithLMHead, 10) > 5 * 90
+
+
 def test_gpus_have_engines_of_their_own(monkeypatch):
     monkeypatch.setenv("VERL_ENGINE_DEVICE", "cuda")
     monkeypatch.setenv("VERL_ENGINE_VENDOR", "nvidia")
