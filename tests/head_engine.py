@@ -22,6 +22,7 @@ def engine_of(model, cls=CPUEngineWithLMHead):
     engine = cls.__new__(cls)
     engine.module, engine.use_ulysses_sp, engine.pad_to_length = model, False, None
     engine.engine_config = SimpleNamespace(entropy_checkpointing=False, entropy_from_logits_with_chunking=False)
+    engine.model_config = SimpleNamespace(enable_activation_offload=False)
     engine.compute_entropy_from_logits = entropy_from_logits
     return engine
 

@@ -84,8 +84,11 @@ class CPUEngineWithLMHead(_CPUEngine, SelectiveEngine):
 class GPUEngineWithLMHead(SelectiveEngine):
     @property
     def reads_selectively(self) -> bool:  # type: ignore[override]
-        """Without flash attention's kernel verl takes the log-softmax of packed rows token by token: 16,384 calls a micro-batch."""
-        return not has_fast_cross_entropy()
+        """Without flash attention's kernel verl takes the log-softmax of packed rows token by token: 16,384 calls a micro-batch.
+
+        verl's offloading of activations counts the forward and backward passes of a head, which does not see all of them here.
+        """
+        return not has_fast_cross_entropy() and not self.model_config.enable_activation_offload
 
 
 def has_fast_cross_entropy() -> bool:

@@ -137,10 +137,16 @@ class SelectiveHead:
             return None
         hidden = inputs[0].flatten(0, 1).index_select(0, reading.index)  # its gradient is cheaper than an index's
         reading.selected = True
-        if self.tail is None or not must_slice(len(hidden), self.head.out_features, hidden.device):
+        if self.tail is None or not self._slices(hidden, self.tail):
             return (hidden[None],)
         self._hidden = hidden
         return (hidden[None, :1].detach(),)
+
+    def _slices(self, hidden: Tensor, tail: Tail) -> bool:
+        """True for logits that would be too large, and for those that a model caps or scales in half precision: slices are capped
+        in full precision, and the log-probs of one pass must not differ from another's by the number of its tokens."""
+        rounds = tail != Tail() and hidden.dtype != torch.float32
+        return rounds or must_slice(len(hidden), self.head.out_features, hidden.device)
 
     def _slice(self, head: nn.Linear, inputs: Any, logits: Tensor) -> Tensor | None:
         reading, hidden, self._hidden = self.reading, self._hidden, None
