@@ -12,13 +12,15 @@ import torch
 from marl.config.determinism import is_strict
 
 VARIABLE = "MARL_DETERMINISM"
+NO_FLASH_CROSS_ENTROPY = "VERL_DISABLE_FLASH_ATTN_CE"
+"""verl's variable: "1" where it does not use flash attention's cross-entropy."""
 ENVIRONMENT = {
     VARIABLE: "strict",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "FLASH_ATTENTION_DETERMINISTIC": "1",
     "NCCL_ALGO": "Ring",
     "NCCL_PROTO": "Simple",
-    "VERL_DISABLE_FLASH_ATTN_CE": "1",
+    NO_FLASH_CROSS_ENTROPY: "1",
     "PYTHONHASHSEED": "0",
 }
 """Read by libraries when a process starts, and by ``follow_environment``."""

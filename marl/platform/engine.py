@@ -15,12 +15,10 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 import marl.platform.cpu  # noqa: F401 - registers the platform before verl resolves it
+from marl.platform.determinism import NO_FLASH_CROSS_ENTROPY
 from marl.platform.head import SelectiveHead, reading_of
 from marl.platform.micro_batches import SortedMicroBatches
 from marl.platform.shapes import MIN_WIDTH
-
-DISABLED = "VERL_DISABLE_FLASH_ATTN_CE"
-"""verl's variable: "1" where it does not use flash attention's cross-entropy."""
 
 
 class _CPUEngine(SortedMicroBatches, FSDPEngine):
@@ -84,7 +82,7 @@ class CPUEngineWithLMHead(_CPUEngine, SelectiveEngine):
 class GPUEngineWithLMHead(SelectiveEngine):
     @property
     def reads_selectively(self) -> bool:  # type: ignore[override]
-        """Without flash attention's kernel verl takes the log-softmax of packed rows token by token: 16,384 calls a micro-batch.
+        """True without flash attention's kernel: verl then takes the log-softmax of packed rows token by token.
 
         verl's offloading of activations counts the forward and backward passes of a head, which does not see all of them here.
         """
@@ -93,7 +91,9 @@ class GPUEngineWithLMHead(SelectiveEngine):
 
 def has_fast_cross_entropy() -> bool:
     """True where verl takes log-probs by flash attention's kernel, which is not deterministic (``determinism=strict``)."""
-    return torch_functional.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE and os.environ.get(DISABLED, "0") != "1"
+    return (
+        torch_functional.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE and os.environ.get(NO_FLASH_CROSS_ENTROPY, "0") != "1"
+    )
 
 
 @EngineRegistry.register(model_type="value_model", backend=["fsdp", "fsdp2"], device=["cuda"], vendor=["nvidia"])

@@ -17,7 +17,7 @@ SLICE_BYTES = 16 * 2**20
 WHOLE_BYTES = 64 * 2**20
 """Size of logits that are kept whole, on a CPU: they need no second product with the head in the backward pass."""
 ON_A_GPU = 16
-"""How many times larger both are on a GPU, where a slice costs the start of a dozen kernels."""
+"""Factor by which both are larger on a GPU, where a slice costs the start of a dozen kernels."""
 SLICED_VOCABULARY = 4096
 """Vocabularies above this size are sliced where the logits would be larger than WHOLE_BYTES."""
 MIN_SLICE = 256
