@@ -50,10 +50,15 @@ class Builder:
         return done.stdout.strip()
 
 
-def pip_settings(folder: Path) -> list[str]:
-    """Words that lend this machine's settings of pip, and the files that they name, to the build alone: mounted, not copied."""
+def pip_settings() -> dict[str, list[str]]:
+    """The words of each of this machine's settings of pip."""
     listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
-    settings = {key: ast.literal_eval(value).split() for key, value in SETTING.findall(listed.stdout)}
+    return {key: ast.literal_eval(value).split() for key, value in SETTING.findall(listed.stdout)}
+
+
+def lent_settings(folder: Path) -> list[str]:
+    """Words that lend this machine's settings of pip, and the files that they name, to the build alone: mounted, not copied."""
+    settings = pip_settings()
     written = folder / "pip.conf"
     written.write_text("[global]\n" + "".join(f"{key} = {' '.join(words)}\n" for key, words in settings.items()))
     paths = {Path(word.removeprefix("file://")) for words in settings.values() for word in words}
@@ -77,7 +82,7 @@ def image():
     buildah("add", bare, str(base), "/")
     buildah("commit", "--rm", bare, STAND_IN)
     build = ["--isolation", "chroot", "--pull-never", "--format", "docker", "--build-arg", f"BASE={STAND_IN}"]
-    buildah("bud", *build, *pip_settings(store), "-f", "docker/Dockerfile.cpu", "-t", IMAGE, ".", timeout=2400)
+    buildah("bud", *build, *lent_settings(store), "-f", "docker/Dockerfile.cpu", "-t", IMAGE, ".", timeout=2400)
     container = buildah("from", "--pull-never", IMAGE)
     yield buildah, container
     buildah("rm", container)
