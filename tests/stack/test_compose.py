@@ -206,6 +206,11 @@ def test_three_nodes_are_in_the_cluster_and_none_is_root(containers):
         assert said("docker", "exec", container, "id", "-u") == "10001"
 
 
+def test_a_container_without_its_part_of_the_cluster_is_not_healthy(containers):
+    alone = ["docker", "run", "--rm", "-e", "RAY_HEAD=head:6379", IMAGE, "marl-health"]
+    assert subprocess.run(alone, capture_output=True, timeout=60).returncode == 1
+
+
 def test_who_has_no_token_is_refused(containers):
     address = f"http://127.0.0.1:{containers.port}/api/jobs/"
     with pytest.raises(urllib.error.HTTPError) as refused:
