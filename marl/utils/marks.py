@@ -1,6 +1,7 @@
 """Marks that ranks leave in a folder when their part of it is written: they write in the background, maybe on another host."""
 
 import json
+import logging
 import os
 import socket
 import time
@@ -9,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from marl.utils.deadlines import DeadlinePassed
+
+logger = logging.getLogger(__name__)
 
 POLL_S = 0.02
 STILL_S = 60.0
@@ -45,20 +48,27 @@ def wait_for(
     run_is_ending: Callable[[], bool] = lambda: False,
     rank_is_gone: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Wait for all marks and remove them. Raises OSError for a rank that failed, TimeoutError for one that left no mark, in
-    time or, where the run is ending by an error, before all ranks stood still, or at once where a rank's process has ended."""
-    ends, growth, waiting = time.monotonic() + seconds, Growth({mark.parent for mark in marks}), list(marks)
+    """Wait for all marks and remove them. Raises OSError for a rank that failed, and TimeoutError for one that left no mark: where
+    the time is over or the run is ending by an error, as soon as nothing has grown for a while (a disk that is only slow is waited
+    for), or at once where a rank's process has ended."""
+    ends, waiting, warned = time.monotonic() + seconds, list(marks), False
+    growth = Growth({mark.parent for mark in marks}, still := min(STILL_S, seconds))
     while waiting := [mark for mark in waiting if not _is_left(mark)]:
         late = f"{waiting[0].parent}: rank {waiting[0].name.rsplit('_', 1)[1]} has not written its part"
+        still_for = growth.still_seconds()
         if time.monotonic() > ends:
-            raise DeadlinePassed(
-                f"{late} within {seconds:g} s; if it only needs longer, raise {key}; on a host with another file system, set "
-                "trainer.default_local_dir to a shared folder"
-            )
+            if still_for > still:
+                raise DeadlinePassed(
+                    f"{late} within {seconds:g} s, and nothing was written for {still_for:.0f} s; if it only needs longer, raise "
+                    f"{key}; on a host with another file system, set trainer.default_local_dir to a shared folder"
+                )
+            if not warned:
+                warned = True
+                logger.warning("%s within %g s (%s); its files still grow, and are waited for", late, seconds, key)
         if rank_is_gone():
             raise TimeoutError(f"{late}, and the process of a rank has ended")
-        if run_is_ending() and growth.still_seconds() > STILL_S:
-            raise TimeoutError(f"{late}, and nothing was written for {STILL_S:g} s while the run was ending")
+        if run_is_ending() and still_for > still:
+            raise TimeoutError(f"{late}, and nothing was written for {still:g} s while the run was ending")
         time.sleep(POLL_S)
     for mark in marks:
         mark.unlink()
@@ -77,15 +87,16 @@ def _is_left(mark: Path) -> bool:
 class Growth:
     """Looks at folders, now and then, for whether their files grow."""
 
-    def __init__(self, folders: Collection[Path]) -> None:
-        self.folders = folders
+    def __init__(self, folders: Collection[Path], still: float) -> None:
+        """``still``: the seconds without growth that matter; looks are a sixtieth of that apart."""
+        self.folders, self.interval = folders, still / 60
         self.sizes: dict[Path, int] | None = None
         self.grown = self.looked = 0.0
 
     def still_seconds(self) -> float:
         """Time since they were last seen to change; the first look counts as a change."""
         now = time.monotonic()
-        if now - self.looked > STILL_S / 60:
+        if now - self.looked > self.interval:
             self.looked, sizes = now, self._sizes()
             if sizes != self.sizes:
                 self.sizes, self.grown = sizes, now

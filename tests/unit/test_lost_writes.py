@@ -181,6 +181,36 @@ def test_ranks_that_still_write_are_waited_for_though_the_run_ends(tmp_path, mon
     assert (tmp_path / "global_step_1" / "model_rank_1.pt").stat().st_size == 12
 
 
+def grow(path, seconds):
+    with open(path, "wb", buffering=0) as file:
+        for _ in range(int(seconds / 0.05)):
+            time.sleep(0.05)
+            file.write(b"x")
+
+
+def test_a_disk_that_is_only_slow_is_waited_for_beyond_the_deadline(tmp_path, caplog):
+    folder = folders.begin(tmp_path, 1)
+    shard_files.write(folder, 0, [partial(grow, folder / "model_rank_0.pt", 1.5)])
+    marks.wait_for(marks.marks_of(folder, 1), 0.4, "resources.save_timeout_s")
+    assert (folder / "model_rank_0.pt").stat().st_size == 30
+    assert caplog.text.count("its files still grow, and are waited for") == 1
+
+
+def test_a_disk_that_stands_still_is_given_up_soon_after_the_deadline(tmp_path):
+    folder, ends = folders.begin(tmp_path, 1), threading.Event()
+    shard_files.write(folder, 0, [partial(grow, folder / "model_rank_0.pt", 0.6), ends.wait])
+    began = time.monotonic()
+    try:
+        with pytest.raises(
+            TimeoutError, match=r"within 0.4 s, and nothing was written for \d s; .* raise resources.save_time"
+        ):
+            marks.wait_for(marks.marks_of(folder, 1), 0.4, "resources.save_timeout_s")
+    finally:
+        ends.set()
+        shard_files.THREAD.submit(int).result()
+    assert 0.9 < time.monotonic() - began < 5
+
+
 def test_a_folder_is_removed_though_another_rank_still_writes_into_it(tmp_path):
     """One has failed, and the others find out by and by."""
     folder, begun, ends = tmp_path / "half", threading.Event(), time.monotonic() + 10
