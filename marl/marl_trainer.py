@@ -146,8 +146,8 @@ class MARLTrainer:
         return self.config.trainer.val_before_train and not self.history
 
     async def keep(self, metrics: Metrics, last: bool) -> None:
-        """Validate, log and save where this step is one for it: the weights even where their validation fails, and after the
-        log, so that a run killed between the two repeats the step."""
+        """Validate, log and save where this step is one for it: the weights even where their validation or a tracker fails, and
+        after the log, so that a run killed between the two repeats the step."""
         trainer = self.config.trainer
         self.unsettled = self.controller.spent() if self.controller.ledger.root else None
         try:
@@ -155,12 +155,16 @@ class MARLTrainer:
                 metrics |= await self.validate()
             self.unsettled = None
         finally:
-            self.tracking.log(metrics, self.step_number)
             self.last_metrics = metrics
-            if is_due(trainer.save_freq, self.step_number) or (last and trainer.save_final):
-                await self.save(wait=last or not trainer.save_in_background)
-            elif last:
-                logger.warning("the weights of step %d, the last, are lost: trainer.save_final=false", self.step_number)
+            try:
+                self.tracking.log(metrics, self.step_number)
+            finally:
+                if is_due(trainer.save_freq, self.step_number) or (last and trainer.save_final):
+                    await self.save(wait=last or not trainer.save_in_background)
+                elif last:
+                    logger.warning(
+                        "the weights of step %d, the last, are lost: trainer.save_final=false", self.step_number
+                    )
 
     def is_over(self, token_budget: int | None) -> bool:
         """True if the last step is done, or the budget is spent."""

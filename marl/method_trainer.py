@@ -162,6 +162,8 @@ class HybridTrainer(MethodTrainer):
 
     async def step(self, tasks: Sequence[Any]) -> Metrics:
         imitates = not self.tasks.is_second
+        if imitates:  # without turns, but not missing between the ledgers of steps that were played
+            self.controller.ledger.begin(self.step_number, self.weights.proven)
         metrics = await (self.imitate(tasks) if imitates else MARLTrainer.step(self, tasks))
         if self.step_number >= self.method.config.sft_steps:
             self.tasks.is_second = True

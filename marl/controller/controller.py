@@ -99,7 +99,7 @@ class Controller:
         results, retried = await self._with_retries(plays, step, validate)
         collection = collection_of(plays, results, retried, step)
         if collection.lost or retried:
-            self.ledger.add("lost", step, of, lost_content(collection) | {"spent": self.spent()})
+            self.ledger.add("lost", step, of, lost_content(collection, validate) | {"spent": self.spent()})
         return collection
 
     async def _as_before(self, plays: Sequence[Play], lost: Mapping[str, Any], step: int, validate: bool) -> Collection:

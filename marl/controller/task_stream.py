@@ -54,8 +54,7 @@ class TaskStream:
         return self.loader.state_dict() if self.ahead is None else self.before
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the last batch of :meth:`state_dict`. The loader's iterator, which draws from the global generator as
-        it is made, is made here: its maker restores the generators afterwards."""
+        """Continue after the last batch of :meth:`state_dict`."""
         self.loader.load_state_dict(state)
         self._restart()
         self.begun = True

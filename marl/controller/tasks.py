@@ -3,12 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from verl.trainer.ppo.utils import create_rl_dataset, create_rl_sampler
 
 from marl.rewards import AnswerRules, answer_rules
 from marl.types import Task
+from marl.utils.seeding import derive_seed
 
 
 class TaskDataset(Dataset):
@@ -44,7 +46,8 @@ def train_loader(config: Any, tokenizer: Any) -> StatefulDataLoader:
 
 
 def loader_of(config: Any, dataset: Any) -> StatefulDataLoader:
-    """Batches of ``data.train_batch_size`` items in an order that ``data.seed`` fixes; its state can be saved."""
+    """Batches of ``data.train_batch_size`` items in an order that ``data.seed`` fixes; its state can be saved. Each of its iterators
+    draws a number as it is made: from a generator of their own, since a resumed run makes others at other moments."""
     data = config.data
     return StatefulDataLoader(
         dataset=dataset,
@@ -53,6 +56,7 @@ def loader_of(config: Any, dataset: Any) -> StatefulDataLoader:
         num_workers=data.dataloader_num_workers,
         drop_last=True,
         collate_fn=list,
+        generator=torch.Generator().manual_seed(derive_seed(config.seed, "workers of the data loader")),
     )
 
 

@@ -4,22 +4,29 @@
 and puts them beside it in ``summary.json`` and in the trackers.
 """
 
+import json
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from marl.config.policies import all_policies, own_settings
+from marl.controller.ledger import forget_all
 from marl.learners import CREDITS
 from marl.marl_trainer import MARLTrainer
 from marl.report import run_summary
 from marl.run_setup import Setup
 from marl.runners import RUNNERS, majority
 from marl.types import Episode, Metrics
+from marl.utils.manifest import replace_text
 from marl.utils.metrics import prefixed
 from marl.utils.seeding import derive_seed
 
+BESIDE = "team.json"
+"""Of the team that a baseline is measured beside: its steps, its tokens, and the samples of a task that follow."""
 Build = Callable[[Setup, ExitStack], Awaitable[MARLTrainer]]
 
 
@@ -31,7 +38,9 @@ async def run_baselines(config: DictConfig, team: MARLTrainer, build: Build) -> 
         found["untrained"] = await untrained(config, team, build)
     if "solo" in wanted or "vote" in wanted:
         with ExitStack() as cleanup:
-            solo = await build(Setup.of(solo_config(config, answers_per_episode(team))), cleanup)
+            settings = solo_config(config, answers_per_episode(team))
+            keep_turns(settings, team)
+            solo = await build(Setup.of(settings), cleanup)
             if schedules(solo) == {"constant"}:  # a cosine would rise again after the team's steps
                 solo.total_steps *= 2  # the token budget ends it, for its answers may be shorter
             await solo.fit(token_budget=team.sampled_tokens)
@@ -72,6 +81,28 @@ def solo_config(config: DictConfig, answers: int) -> DictConfig:
             if config.trainer[key]:
                 solo.trainer[key] = f"{solo.trainer.default_local_dir}/{key.removesuffix('_data_dir')}"
     return solo
+
+
+def keep_turns(solo: DictConfig, team: MARLTrainer) -> None:
+    """Let the baseline go on from its own turns where it was interrupted beside the same team: its steps are played again from
+    its ledger. Otherwise it begins anew."""
+    folder = Path(solo.trainer.default_local_dir)
+    beside = {"steps": team.step_number, "sampled_tokens": team.sampled_tokens, "n": solo.actor_rollout_ref.rollout.n}
+    settings = team.config.trainer
+    if settings.resume_mode == "auto" and not settings.resume_changes and read_beside(folder) == beside:
+        solo.trainer.resume_mode = "auto"
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    forget_all(folder)
+    replace_text(folder / BESIDE, json.dumps(beside))
+
+
+def read_beside(folder: Path) -> Any:
+    """What an interrupted baseline was measured beside; None where nothing says so."""
+    try:
+        return json.loads((folder / BESIDE).read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def of_history(trainer: MARLTrainer) -> Metrics:

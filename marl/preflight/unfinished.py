@@ -62,16 +62,20 @@ def unfinished(folder: Path, identity: Mapping[str, Any]) -> Path | None:
             return path
     for path, different in [*others.items()][:1]:
         shown = "; ".join(f"{key}: {before} then, {now} now" for key, (before, now) in [*different.items()][:5])
-        logger.warning("%s did not finish, and is not continued: it has other settings (%s)", path, shown)
+        logger.warning(
+            "%s did not finish, and is not continued: it has other settings (%s); to continue it with them, set "
+            "trainer.default_local_dir=%s and name in trainer.resume_changes those that may change",
+            *(path, shown, path),
+        )
     return None
 
 
 def record_of_interrupted(folder: Path) -> dict[str, Any] | None:
     """``run.json`` of a run that left something to continue from, did not come to its end and is not running; or else None."""
-    if not (folder / RUN).is_file() or not (folders.complete(folder) or any(folder.glob(BEGUN))) or is_running(folder):
+    if not (folder / RUN).is_file() or not (folders.complete(folder) or any(folder.glob(BEGUN))):
         return None
     record = identity_in(folder, "is not continued")
-    return None if record is None or FINISHED in record else record
+    return None if record is None or FINISHED in record or is_running(folder) else record
 
 
 def record_of_finished(folder: Path) -> dict[str, Any] | None:
@@ -133,7 +137,7 @@ def differing(
 
 
 def is_running(folder: Path) -> bool:
-    """True if another process holds the folder, or if that cannot be known, as on a file system without locks."""
+    """True if another process holds the folder, or, with a warning, if that cannot be known, as on a file system without locks."""
     try:
         with open(folder / LOCK) as file:
             fcntl.flock(
@@ -141,7 +145,14 @@ def is_running(folder: Path) -> bool:
             )  # which a file that is open for reading may take on NFS, too
     except FileNotFoundError:
         return False
-    except OSError:
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        logger.warning(
+            "%s did not finish, and is not continued: whether it is still running cannot be known here (%s); to continue it, set "
+            "trainer.default_local_dir=%s",
+            *(folder, error, folder),
+        )
         return True
     return False
 

@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 NAMES = 8
 """Metrics that a warning lists."""
 LESS_IS_BETTER = re.compile(r"(.*/)?(\w*loss|perplexity)(/.*)?")
+OTHER_DATA = re.compile(r"validation_[0-9a-f]+/")
+"""Begins the names of numbers of a validation on other data, or with other settings, than the run's first."""
 warned: set[Path] = set()
 
 
@@ -36,7 +38,21 @@ def best_steps(root: Path, metric: str, count: int, last: int) -> list[int]:
     if not known and len(measured) > last and root not in warned:
         warned.add(root)
         _warn(metric, count, last, measured)
+    elif known and root not in warned and (other := on_other_data(metric, measured[max(measured)])):
+        warned.add(root)
+        logger.warning(
+            "trainer.keep_best=%d compares trainer.keep_best_metric=%s, which the newest checkpoint lacks: it was validated on other "
+            "data or with other settings, as %s; name that to keep the best of these (said once)",
+            *(count, metric, other),
+        )
     return [step for _, step in known[::-1][:count]]
+
+
+def on_other_data(metric: str, metrics: Mapping[str, float]) -> str | None:
+    """The name under which these metrics have a validation's number that they lack under its own name."""
+    _, _, number = metric.partition("val/")
+    found = [name for name in metrics if OTHER_DATA.match(name) and name.endswith(f"/{number}")]
+    return found[0] if number and metric.startswith("val/") and metric not in metrics and found else None
 
 
 def metrics_of(root: Path) -> dict[int, Mapping[str, float]]:

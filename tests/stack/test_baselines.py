@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from marl.cluster.failures import GroupLost
+from marl.controller.client import PolicyClient
 from marl.controller.controller import Controller
 from marl.evaluation.baselines import majority_is_right, solo_config
 from marl.main import run
@@ -39,6 +41,32 @@ def test_baselines_stand_beside_the_team(small, tmp_path):
     logged = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert {"baseline/solo/accuracy", "baseline/vote/accuracy"} <= set(logged[-1]["data"])
     assert (tmp_path / "baseline_solo" / "summary.json").is_file()
+
+
+@pytest.mark.slow
+def test_an_interrupted_baseline_goes_on_from_its_own_turns(small, tmp_path, monkeypatch):
+    """After a fault, and after a kill and the same command again."""
+    asked, act, limits = [], PolicyClient.act, []
+
+    async def counted(self, *args, seed, **options):
+        turn = await act(self, *args, seed=seed, **options)
+        if limits and len(asked) == limits[0][0]:
+            raise limits.pop(0)[1]
+        asked.append(seed)
+        return turn
+
+    monkeypatch.setattr(PolicyClient, "act", counted)
+    words = ("baseline=[solo]", "trainer.logger=[file]", "controller.ledger=true", "trainer.resume_mode=auto")
+    run(small(*words, f"trainer.default_local_dir={tmp_path}/whole"))
+    whole, cut = len(asked), f"trainer.default_local_dir={tmp_path}/cut"
+    limits[:] = [(whole - 10, GroupLost("a server died")), (whole - 5, KeyboardInterrupt())]
+    asked.clear()
+    with pytest.raises(KeyboardInterrupt):
+        run(small(*words, cut))
+    run(small(*words, cut))
+    solo = [run_summary.read_json(tmp_path / name)["baselines"]["solo"] for name in ("whole", "cut")]
+    assert solo[0] == solo[1]
+    assert len(asked) - whole <= 16, "the turns in the hands of two faults are generated twice, and hardly more"
 
 
 @pytest.mark.slow

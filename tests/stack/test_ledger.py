@@ -49,6 +49,26 @@ def dumped(folder):
     return [{key: value for key, value in line.items() if not key.startswith("perf")} for line in lines]
 
 
+def test_a_hybrid_run_that_is_killed_while_it_plays_goes_on_from_its_turns(alone, asked, tmp_path):
+    """Its first steps imitate, and leave no turns."""
+    rows = [{"prompt": f"what is {i % 9} plus {i % 5} ?", "answer": f"#### {i % 9 + i % 5}"} for i in range(16)]
+    (tmp_path / "imitated.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("method=hybrid", f"method.files=[{tmp_path}/imitated.jsonl]", "method.sft_steps=2", *RESUMED)
+    words = (
+        *words,
+        "trainer.total_training_steps=4",
+        "trainer.save_freq=-1",
+        f"trainer.default_local_dir={tmp_path}/run",
+    )
+    asked.limit = 60
+    with pytest.raises(GroupFailed, match="a server died"):
+        train(alone(*words))
+    before, asked.limit = list(asked), None
+    asked.clear()
+    train(alone(*words))
+    assert len(before) == 60 and not set(before) & set(asked), "none is generated twice"
+
+
 @pytest.mark.slow
 def test_a_killed_run_goes_on_from_the_interrupted_turns(alone, asked, tmp_path):
     """Killed before there is a checkpoint, in the middle of a later step, and in the last validation."""

@@ -212,6 +212,22 @@ def test_a_metric_that_no_checkpoint_has_is_said_once_with_what_there_is(tmp_pat
     assert "trainer.keep_best=2" in caplog.text and "are: val/team/vote, loss" in caplog.text
 
 
+def test_validations_on_other_data_are_named_where_the_best_is_that_of_the_former(tmp_path, caplog):
+    kept = Kept(last=1, best=1, metric="val/team/vote")
+    for step, metric, vote in (
+        (1, "val", 0.6),
+        (2, "validation_0123456789ab", 0.7),
+        (3, "validation_0123456789ab", 0.5),
+    ):
+        save(tmp_path, step, metrics={f"{metric}/team/vote": vote})
+        kept.prune(tmp_path)
+    assert steps(tmp_path) == [1, 3] and caplog.text.count("validation_0123456789ab/team/vote") == 1
+    other = Kept(last=1, best=1, metric="validation_0123456789ab/team/vote")
+    save(tmp_path, 4, metrics={"validation_0123456789ab/team/vote": 0.4})
+    other.prune(tmp_path)
+    assert steps(tmp_path) == [3, 4], "the name that the warning gives"
+
+
 @pytest.mark.parametrize("metric,kept", [
     ("val/agent/alice/loss", [20, 30]), ("val/agent/alice/perplexity", [20, 30]), ("val/peers_loss/a/b", [20, 30]), ("val/team/vote", [30]),
 ])  # fmt: skip

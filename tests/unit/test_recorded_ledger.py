@@ -1,6 +1,8 @@
 """A run's ledger, read for a replay: by what was asked, whatever the settings and source files are now."""
 
+import asyncio
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +16,7 @@ from marl.evaluation.recorded_run import RecordedRun, comparable, different_line
 from marl.evaluation.replay import LiveFrom, Wanted, ledger_of
 from marl.types import Score, Turn
 from marl.utils.seeding import derive_seed
+from tests.builders import controller, task
 
 ASKED = [{"role": "user", "content": "2 + 2"}]
 TURN = Turn("a", 1, ASKED, "4", "p", [1], [2], [1], [-0.5], seed=7)
@@ -38,6 +41,27 @@ def opened(run, **options):
     kept = RecordedLedger(run, **options)
     kept.open(1)
     return kept
+
+
+def test_what_a_validation_retried_is_not_the_replayed_steps(tmp_path):
+    """It lost nothing in the end: no play names its tasks."""
+    lost = []
+
+    def does(agent, round, task, **_):
+        if task.id == "val/1" and not lost:
+            lost.append(task)
+            raise RuntimeError("once")
+        return "4"
+
+    settings = {"max_error_rate": 1.0, "min_sample_share": 1.0, "max_attempts": 2}
+    team = controller(does, folder=tmp_path, **settings)
+    trained, validated = ([replace(task(), id=f"{kind}/{index}") for index in range(2)] for kind in ("train", "val"))
+    assert asyncio.run(team.collect(trained, 1, step=1)).retried == 0
+    assert asyncio.run(team.collect(validated, 1, step=1, validate=True)).retried == 1
+    team.ledger.close()
+    again = controller(does, folder=None, **settings)
+    again.ledger = RecordedLedger(tmp_path)
+    assert asyncio.run(again.collect(trained, 1, step=1)).retried == 0
 
 
 def test_a_turn_is_found_by_what_was_asked(run):

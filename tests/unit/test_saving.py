@@ -29,7 +29,9 @@ class Stub(SimpleNamespace):
         self.done.append("save and wait" if wait else "save")
 
 
-def kept(step, total, save_freq=-1, save_final=True, test_freq=-1, spent=False, fails=False, beside=True):
+def kept(
+    step, total, save_freq=-1, save_final=True, test_freq=-1, spent=False, fails=False, beside=True, unreachable=False
+):
     settings = SimpleNamespace(
         save_freq=save_freq, save_final=save_final, test_freq=test_freq, save_in_background=beside
     )
@@ -44,7 +46,13 @@ def kept(step, total, save_freq=-1, save_final=True, test_freq=-1, spent=False, 
         fails=fails,
         done=[],
     )
-    stub.tracking = SimpleNamespace(log=lambda metrics, step: stub.done.append(f"log {len(metrics)}"))
+
+    def log(metrics, step):
+        stub.done.append(f"log {len(metrics)}")
+        if unreachable:
+            raise RuntimeError("the tracker is gone")
+
+    stub.tracking = SimpleNamespace(log=log)
     try:
         asyncio.run(MARLTrainer.keep(stub, {"loss": 1.0}, last=MARLTrainer.is_over(stub, token_budget=10)))
     except RuntimeError as error:
@@ -75,6 +83,11 @@ def test_weights_are_kept_where_their_validation_fails():
     assert kept(4, 4, fails=True) == ["validate", "log 1", "save and wait", "the judge is gone"]
     assert kept(4, 4, fails=True, save_final=False) == ["validate", "log 1", "the judge is gone"]
     assert kept(2, 4, fails=True, test_freq=2) == ["validate", "log 1", "the judge is gone"]
+
+
+def test_weights_are_kept_where_a_tracker_fails():
+    assert kept(4, 4, unreachable=True) == ["validate", "log 2", "save and wait", "the tracker is gone"]
+    assert kept(2, 4, unreachable=True, save_freq=2) == ["log 1", "save", "the tracker is gone"]
 
 
 def test_discarded_weights_raise_a_warning(caplog):

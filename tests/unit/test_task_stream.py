@@ -11,6 +11,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
 from marl.controller.task_stream import TaskStream
+from marl.controller.tasks import loader_of
 
 
 class Numbers(Dataset):
@@ -59,6 +60,14 @@ def test_a_run_resumed_after_any_step_reads_what_the_whole_run_reads(shuffle):
             resumed = stream(shuffle=shuffle)
             resumed.load_state_dict(saved)
             assert asyncio.run(steps(resumed, 8 - done)) == whole[done:], done
+
+
+def test_an_iterator_of_the_loader_draws_nothing_from_the_global_generator(compose_config):
+    """It would draw at other moments in a resumed run: ahead of a checkpoint here, and after it there."""
+    loader = loader_of(compose_config("data.train_batch_size=2"), Numbers())
+    before = torch.get_rng_state()
+    assert len(list(loader)) == len(list(loader)) == 3
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_loading_forgets_what_was_read_ahead():
