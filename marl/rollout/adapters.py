@@ -56,6 +56,8 @@ class AdapterBank:
         self.names: set[str] = set()
         self.shares: dict[str, Share] = {}
         """Rows of the batch that is computed, by adapter."""
+        self.shape = (0, 0)
+        """Rows and tokens of the pass that is computed, its padding included."""
 
     def put(self, name: str, weights: Mapping[str, Tensor], scaling: float) -> None:
         """Copy a whole adapter, new or in place of its former weights. Raises KeyError for a layer or half of a pair that is
@@ -97,10 +99,23 @@ class AdapterBank:
         return add
 
     def _added(self, layer: str, x: Tensor, output: Tensor) -> Tensor:
+        flat = x.dim() == 2
+        if flat:
+            x, output = self._in_rows(layer, x), self._in_rows(layer, output)
         for name, (rows, padded) in self.shares.items():
             if (pair := self.pairs[layer].get(name)) is not None:
                 output[rows] = output[rows] + pair(x[padded])[: len(rows)]
-        return output
+        return output.flatten(0, 1) if flat else output
+
+    def _in_rows(self, layer: str, x: Tensor) -> Tensor:
+        """Tokens that the model has put one after another, by rows of the pass again. Raises ValueError for some of them alone, as an
+        expert sees them."""
+        if len(x) != self.shape[0] * self.shape[1]:
+            raise ValueError(
+                f"the adapters' layer {layer} sees {len(x)} of {self.shape[0]} x {self.shape[1]} tokens: the hf rollout cannot tell "
+                "whose they are; leave it out of target_modules, or use vllm"
+            )
+        return x.unflatten(0, self.shape)
 
     @contextmanager
     def routed(self, adapters: Sequence[str | None]) -> Iterator[None]:

@@ -22,7 +22,7 @@ from marl.rollout.decoding import Engine, SingleReader, end_ids, padding_token
 from marl.rollout.hf_model import build_model, check_positions, load_model, longest_of
 from marl.rollout.hf_weights import TakesWeights
 from marl.rollout.prefixes import Prefixes
-from marl.rollout.requests import Draft, Request
+from marl.rollout.requests import Draft, Request, check_numbers
 from marl.rollout.vllm_sglang import is_frozen
 from marl.utils.allocator import keep_freed_memory
 from marl.utils.garbage import collect_garbage, freeze_gc
@@ -174,7 +174,8 @@ class HFServer(TakesWeights):
     def _request(self, prompt_ids: list[int], params: dict[str, Any]) -> Request:
         params = dict(params)
         params.pop("logprobs", None)
-        limit = params.pop("max_tokens", None) or params.pop("max_new_tokens", None) or self.config.response_length
+        limits = params.pop("max_tokens", None), params.pop("max_new_tokens", None), self.config.response_length
+        limit = next(limit for limit in limits if limit is not None)
         stop = params.pop("stop", None) or ()
         seed = params.pop("seed", None)
         stop_ids = frozenset(params.pop("stop_token_ids", None) or ())
@@ -187,6 +188,7 @@ class HFServer(TakesWeights):
             )
         if params.pop("repetition_penalty", 1.0) != 1.0 or params:
             raise ValueError(f"the hf rollout has no sampling parameter {sorted(params) or ['repetition_penalty']}")
+        check_numbers(prompt_ids, limit, known, len(self.model.get_input_embeddings().weight))
         longest = longest_of(self.config, self.model.config)
         if len(prompt_ids) + int(limit) > longest:
             raise ValueError(

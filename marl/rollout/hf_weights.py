@@ -47,10 +47,10 @@ class TakesWeights:
         """End a weight sync. Raises KeyError if a parameter was left out."""
         tied = self.model.config.tie_word_embeddings
         shared = set(getattr(self.model, "_tied_weights_keys", None) or ()) if tied else set()
-        missing = sorted(set(dict(self.model.named_parameters())) - self.received - shared)
+        received, self.received = self.received, set()  # those of a sync that failed do not count for the next
+        missing = sorted(set(dict(self.model.named_parameters())) - received - shared)
         if missing:
             raise KeyError(f"weight sync: the trainer sent no {missing[:3]}")
-        self.received.clear()
         async with self._between_tokens():
             self.engine.forget()
             self.global_steps = global_steps

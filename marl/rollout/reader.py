@@ -120,7 +120,9 @@ class ModelReader:
         cache.aim(positions_BN, width)
         mask = self.masks(positions_BN, width)
         # adapters act on calls of modules, and a plain forward pass has none
-        forward = self.with_adapters if self.adapters and self.adapters.shares else self.forward
+        forward = self.forward
+        if self.adapters and self.adapters.shares:
+            self.adapters.shape, forward = (len(ids_BN), ids_BN.shape[1]), self.with_adapters
         return forward(ids_BN, mask, positions_BN.clamp(max=end - 1), cache, last)
 
 

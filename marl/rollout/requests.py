@@ -1,12 +1,33 @@
 """Requests of a rollout server, and their answers while they grow."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
 
 import numpy as np
 
 MARGIN = 8
 """Tokens added to a stop string's bytes: the first tokens of a tail may be parts of a character and decode to something else."""
+BOUNDS: Mapping[str, Callable[[Any], bool]] = {
+    "temperature": lambda value: isinstance(value, Real) and value >= 0,
+    "top_p": lambda value: isinstance(value, Real) and value > 0,
+    "top_k": lambda value: isinstance(value, Integral) and value >= -1,
+}
+
+
+def check_numbers(prompt_ids: Sequence[int], limit: Any, sampling: Mapping[str, Any], vocabulary: int) -> None:
+    """Raise ValueError for a request that would fail in the engine, and there with all requests beside it."""
+    if not prompt_ids or not 0 <= min(prompt_ids) <= max(prompt_ids) < vocabulary:
+        found = f"{min(prompt_ids)} to {max(prompt_ids)}" if prompt_ids else "none"
+        raise ValueError(f"prompt_ids: token ids {found}; expected at least one, from 0 to {vocabulary - 1}")
+    if not isinstance(limit, Integral) or limit < 1:
+        raise ValueError(f"max_tokens={limit!r}; expected a whole number of at least 1")
+    wrong = {key: value for key, value in sampling.items() if not BOUNDS[key](value)}
+    if wrong:
+        raise ValueError(
+            f"sampling parameters {wrong}: expected temperature >= 0, top_p > 0, and top_k >= -1 (0, -1: all tokens)"
+        )
 
 
 @dataclass(frozen=True, slots=True)

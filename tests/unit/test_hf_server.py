@@ -147,6 +147,41 @@ def test_a_bad_request_fails_alone(server):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("prompt, parameters, said", [
+    ([5, 120], {}, "token ids 5 to 120; expected at least one, from 0 to 119"),
+    ([-1, 5], {}, "token ids -1 to 5"),
+    ([], {}, "token ids none"),
+    ([5], {"temperature": -1.0}, r"\{'temperature': -1.0\}: expected temperature >= 0"),
+    ([5], {"temperature": "1"}, "temperature"),
+    ([5], {"top_p": None}, "top_p"),
+    ([5], {"top_k": 1.5}, "top_k"),
+    ([5], {"max_tokens": 0}, "max_tokens=0; expected a whole number of at least 1"),
+])  # fmt: skip
+def test_what_the_engine_cannot_compute_fails_alone(server, prompt, parameters, said):
+    async def run():
+        beside = asyncio.ensure_future(server.generate([2, 3], {"max_tokens": 30, "seed": 1}, "a"))
+        await asyncio.sleep(0.01)
+        with pytest.raises(ValueError, match=said):
+            await server.generate(prompt, {"max_tokens": 3, **parameters}, "b")
+        assert len((await beside).token_ids) == 30
+
+    asyncio.run(run())
+
+
+def test_what_a_broken_weight_sync_brought_does_not_count_for_the_next(server):
+    async def run():
+        weights = {name: tensor.detach() for name, tensor in make_model().named_parameters()}
+        names = list(weights)
+        await server.load_weights({name: weights[name] for name in names[:5]})
+        with pytest.raises(KeyError, match="the trainer sent no"):
+            await server.finish_weights(8)
+        await server.load_weights({name: weights[name] for name in names[5:]})
+        with pytest.raises(KeyError, match="the trainer sent no"):
+            await server.finish_weights(9)
+
+    asyncio.run(run())
+
+
 def test_weights_that_come_between_tokens_are_never_mixed_with_what_was_read_under_others(server):
     async def run():
         request = asyncio.ensure_future(server.generate_many([ask(2, 5, (30, 31, 32, 33))]))

@@ -1,14 +1,17 @@
 """Adapters in the hf server: a batch of several gives what each gives alone, and none answers with another's cache."""
 
 import copy
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, OPTConfig, Qwen2MoeConfig
 
 from marl.platform.shapes import MIN_ROWS
 from marl.rollout.adapters import AdapterBank, Pair
+from marl.rollout.attention import ATTENTION
 from marl.rollout.decoding import Engine, SingleReader
 from marl.rollout.prefixes import Prefixes
 from marl.rollout.requests import Request
@@ -163,3 +166,58 @@ def test_a_bank_keeps_no_memory_of_the_sender():
     weights = weights_of(bank.model, 2, 4)
     bank.put("red", weights, 1.0)
     assert {kept.data_ptr() for _, kept in bank.weights("red")}.isdisjoint(sent.data_ptr() for sent in weights.values())
+
+
+SMALL = {
+    "vocab_size": 120,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+MIXED = {
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+
+
+@pytest.mark.parametrize("config", [
+    OPTConfig(**SMALL, ffn_dim=64, word_embed_proj_dim=32),
+    Qwen2MoeConfig(**SMALL, **MIXED, shared_expert_intermediate_size=32),
+], ids=["opt", "qwen2_moe"])  # fmt: skip
+def test_layers_that_see_tokens_one_after_another_add_to_the_right_rows(config):
+    """Log-probs of the answers are those of PEFT's model, whatever prompts are beside one another."""
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).eval()
+    other = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    other.load_state_dict(model.state_dict())
+    oracle = get_peft_model(other, LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear"))
+    weights = {}
+    for name, weight in oracle.named_parameters():
+        if ".lora_" in name:
+            weight.data = torch.randn(weight.shape) * 0.3
+            weights[name.removeprefix("base_model.model.").replace(".default.weight", ".weight")] = weight.data
+    flat = {key.split(".")[-3] for key in weights} & {"fc1", "shared_expert_gate"}
+    assert flat, "an adapted layer that sees flattened tokens"
+    bank = AdapterBank(model)
+    bank.put("red", weights, 2.0)
+    engine = Engine(SingleReader(model, Prefixes(1 << 30), 0, adapters=bank), model.device, text_of, 100)
+    prompts = [tuple(torch.randint(5, 110, (size,)).tolist()) for size in (1, 3, 9, 40, 11)]
+    wanted = [Request(prompt, 9, i, adapter=name) for i, prompt in enumerate(prompts) for name in ("red", None)]
+    for request, (token_ids, log_probs) in zip(wanted, finish(engine, wanted), strict=True):
+        ids = torch.tensor([[*request.prompt_ids, *token_ids]])
+        with torch.inference_mode(), nullcontext() if request.adapter else oracle.disable_adapter():
+            scores = oracle(input_ids=ids).logits.log_softmax(-1)[0, len(request.prompt_ids) - 1 : -1]
+        expected = scores.gather(1, torch.tensor(token_ids)[:, None])[:, 0]
+        assert torch.allclose(expected, torch.tensor(log_probs), atol=2e-5)
+
+
+def test_a_layer_that_sees_some_of_the_tokens_is_named():
+    """Nobody can tell whose they are."""
+    _, bank = adapted()
+    bank.shape = (2, 3)
+    with pytest.raises(ValueError, match="layer experts.0.up_proj sees 4 of 2 x 3 tokens.*target_modules"):
+        bank._in_rows("experts.0.up_proj", torch.zeros(4, 8))
