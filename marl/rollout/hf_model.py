@@ -1,5 +1,6 @@
 """The model of an ``hf`` server: the trainer's module with an attention that decodes."""
 
+import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,6 +13,8 @@ from marl.rollout.masks import kinds_of, other_attention, window_of
 from marl.rollout.plain_forward import LENGTH_DEPENDENT
 
 ORIGINAL = "original_max_position_embeddings"
+VECTOR = 32
+"""Numbers that torch computes an activation function of at once; the rest of a tensor it computes one by one, with other last bits."""
 
 
 def build_model(model_config: Any, dtype: torch.dtype, device: str, attention: str = ATTENTION) -> PreTrainedModel:
@@ -53,6 +56,8 @@ def check_attention(config: Any, path: str) -> None:
     other = other_attention(config)
     if other is None and kind is not None and not (kind._supports_sdpa and takes_any_attention(kind)):
         other = f"an attention of its own (model_type={config.model_type})"
+    if other is None and kind is not None and "position_ids" not in inspect.signature(kind.forward).parameters:
+        other = f"positions of its own (model_type={config.model_type})"
     if other is not None:
         raise ValueError(
             f"rollout.name=hf computes full attention and sliding windows; {path} has {other}: use vllm or sglang"
@@ -90,6 +95,19 @@ def longest_of(rollout: Any, config: Any) -> int:
     """The most tokens a conversation may have, answer included."""
     longest: int = rollout.max_model_len or config.get_text_config().max_position_embeddings
     return longest
+
+
+def inexact_on_cpu(config: Any, threads: int) -> list[str]:
+    """Why the last bits of an answer may depend on the rows beside it."""
+    width = getattr(config.get_text_config(), "intermediate_size", None)
+    found = []
+    if threads > 1:
+        found.append(f"OMP_NUM_THREADS={threads}: products of some numbers of rows are computed otherwise; expected 1")
+    if isinstance(width, int) and width % VECTOR:
+        found.append(
+            f"intermediate_size={width}: the last of its activations are computed otherwise; expected a multiple of {VECTOR}"
+        )
+    return found
 
 
 def takes_any_attention(kind: type) -> bool:

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import logging
 import os
 import secrets
 import time
@@ -19,7 +20,7 @@ from marl.modules.pretrained import load_generation_config
 from marl.rollout.adapters import AdapterBank
 from marl.rollout.attention import ATTENTION, NEAR_ATTENTION
 from marl.rollout.decoding import Engine, SingleReader, end_ids, padding_token
-from marl.rollout.hf_model import build_model, check_positions, load_model, longest_of
+from marl.rollout.hf_model import build_model, check_positions, inexact_on_cpu, load_model, longest_of
 from marl.rollout.hf_weights import TakesWeights
 from marl.rollout.prefixes import Prefixes
 from marl.rollout.requests import Draft, Request, check_numbers
@@ -28,6 +29,7 @@ from marl.utils.allocator import keep_freed_memory
 from marl.utils.garbage import collect_garbage, freeze_gc
 from marl.utils.spans import Span, Stopwatch
 
+logger = logging.getLogger(__name__)
 GATHER_SECONDS = 0.002
 """Time that an idle server waits for more requests to begin with."""
 HANDOVER_SECONDS = 0.01
@@ -57,6 +59,8 @@ class HFServer(TakesWeights):
         attention = ATTENTION if exact else NEAR_ATTENTION
         make = load_model if is_frozen(config) else build_model
         self.model = make(model_config, getattr(torch, config.dtype), device, attention)
+        for why in inexact_on_cpu(self.model.config, torch.get_num_threads()) if exact and device == "cpu" else []:
+            logger.warning("answers may depend on others in their last bits, in spite of rollout.custom.exact: %s", why)
         check_positions(self.model.config, model_config["path"], longest_of(config, self.model.config))
         self.tokenizer = AutoTokenizer.from_pretrained(
             model_config["tokenizer_path"] or model_config["path"], trust_remote_code=model_config["trust_remote_code"]
@@ -161,7 +165,8 @@ class HFServer(TakesWeights):
     ) -> asyncio.Future:
         future = asyncio.get_running_loop().create_future()
         try:
-            self.futures[self.engine.add(self._request(prompt_ids, sampling_params))] = future
+            draft = self.engine.add(self._request(prompt_ids, sampling_params))
+            draft.version, self.futures[draft] = self._version(draft.request.adapter), future
         except (ValueError, TypeError) as error:
             future.set_exception(error)
         if name is not None and not future.done():
@@ -180,7 +185,7 @@ class HFServer(TakesWeights):
         seed = params.pop("seed", None)
         stop_ids = frozenset(params.pop("stop_token_ids", None) or ())
         ignore_eos = params.pop("ignore_eos", False)
-        known = {key: params.pop(key) for key in ("temperature", "top_p", "top_k") if key in params}
+        known: dict[str, Any] = {key: params.pop(key) for key in ("temperature", "top_p", "top_k") if key in params}
         adapter = params.pop("adapter", None)
         if adapter is not None and adapter not in self.adapters.names:
             raise ValueError(
@@ -255,7 +260,8 @@ class HFServer(TakesWeights):
             self.stats["tokens"] += len(answer.token_ids)
             future = self.futures.pop(draft)
             if not future.done():
-                version = self._version(draft.request.adapter)
+                now = self._version(draft.request.adapter)
+                version = None if now is None or draft.version is None else min(draft.version, now)
                 future.set_result((answer.token_ids, answer.log_probs, answer.stop_reason, version))
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -10,9 +9,9 @@ import numpy as np
 MARGIN = 8
 """Tokens added to a stop string's bytes: the first tokens of a tail may be parts of a character and decode to something else."""
 BOUNDS: Mapping[str, Callable[[Any], bool]] = {
-    "temperature": lambda value: isinstance(value, Real) and value >= 0,
-    "top_p": lambda value: isinstance(value, Real) and value > 0,
-    "top_k": lambda value: isinstance(value, Integral) and value >= -1,
+    "temperature": lambda value: isinstance(value, int | float) and value >= 0,
+    "top_p": lambda value: isinstance(value, int | float) and value > 0,
+    "top_k": lambda value: isinstance(value, int) and value >= -1,
 }
 
 
@@ -21,7 +20,7 @@ def check_numbers(prompt_ids: Sequence[int], limit: Any, sampling: Mapping[str, 
     if not prompt_ids or not 0 <= min(prompt_ids) <= max(prompt_ids) < vocabulary:
         found = f"{min(prompt_ids)} to {max(prompt_ids)}" if prompt_ids else "none"
         raise ValueError(f"prompt_ids: token ids {found}; expected at least one, from 0 to {vocabulary - 1}")
-    if not isinstance(limit, Integral) or limit < 1:
+    if not isinstance(limit, int) or limit < 1:
         raise ValueError(f"max_tokens={limit!r}; expected a whole number of at least 1")
     wrong = {key: value for key, value in sampling.items() if not BOUNDS[key](value)}
     if wrong:
@@ -63,6 +62,8 @@ class Draft:
     """Place among the requests of its engine."""
     request: Request
     answer: Answer = field(default_factory=lambda: Answer([], [], "length"))
+    version: int | None = None
+    """Step of the weights with which it began."""
     uniforms: list[float] = field(init=False)
     tail: int = field(init=False)
     """Number of last tokens in which a newly completed stop string is looked for; a token has at least one byte. Decoding the whole

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import (
+    BartConfig,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3nTextConfig,
@@ -26,7 +27,7 @@ from marl.preflight.checks import check_decodable
 from marl.preflight.prepare import prepare
 from marl.rollout import hf_server
 from marl.rollout.attention import NEAR_ATTENTION
-from marl.rollout.hf_model import check_attention
+from marl.rollout.hf_model import check_attention, inexact_on_cpu
 from marl.rollout.hf_server import HFServer, Pending
 from marl.rollout.masks import window_of
 from marl.rollout.requests import Request
@@ -166,6 +167,35 @@ def test_what_the_engine_cannot_compute_fails_alone(server, prompt, parameters, 
         assert len((await beside).token_ids) == 30
 
     asyncio.run(run())
+
+
+def test_an_answer_that_began_with_older_weights_is_of_their_step(server):
+    async def run():
+        server.global_steps = 1
+        began = asyncio.ensure_future(server.generate([2, 3], {"max_tokens": 150, "seed": 1}, "a"))
+        await asyncio.sleep(0.02)
+        await server.load_weights({name: tensor.detach() for name, tensor in make_model().named_parameters()})
+        await server.finish_weights(2)
+        later = await server.generate([2, 3], {"max_tokens": 5, "seed": 1}, "b")
+        assert (await began).extra_fields["min_global_steps"] == 1 and later.extra_fields["min_global_steps"] == 2
+
+    asyncio.run(run())
+
+
+def test_why_answers_may_depend_on_others_is_said(tmp_path, bpe_tokenizer, monkeypatch, caplog):
+    served(tmp_path, bpe_tokenizer, {})
+    assert "last bits" not in caplog.text
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    try:
+        served(tmp_path, bpe_tokenizer, {"exact": False})
+        assert "last bits" not in caplog.text, "nobody asked"
+        served(tmp_path, bpe_tokenizer, {})
+    finally:
+        torch.set_num_threads(1)
+    assert "OMP_NUM_THREADS=2" in caplog.text and "intermediate_size" not in caplog.text
+    assert [why.split(":")[0] for why in inexact_on_cpu(LlamaConfig(intermediate_size=100), 1)] == [
+        "intermediate_size=100"
+    ]
 
 
 def test_what_a_broken_weight_sync_brought_does_not_count_for_the_next(server):
@@ -516,6 +546,7 @@ def test_the_exact_form_is_on_or_off(tmp_path, bpe_tokenizer):
         (Gemma2Config(), "attn_logit_softcapping=50"),
         (Gemma3nTextConfig(), "layers that share keys and values"),
         (GptOssConfig(), r"an attention of its own \(model_type=gpt_oss\)"),
+        (BartConfig(), r"positions of its own \(model_type=bart\)"),
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )
