@@ -101,7 +101,7 @@ class ResourcesConfig:
     update_timeout_s: float | None = bounded(None, SECONDS.or_null())
     """an update, or a forward pass"""
     save_timeout_s: float | None = bounded(None, SECONDS.or_null())
-    """saving and loading a checkpoint"""
+    """saving and loading a checkpoint; files that are written beside a step and still grow are waited for longer"""
     process_group_timeout_s: float = bounded(120.0, SECONDS)
     """Deadline of a collective between ranks on a CPU (gloo); it notices a hung or unreachable rank. Below ``timeout_s``."""
     max_restarts: int = bounded(3, count(0))
