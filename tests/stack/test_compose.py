@@ -24,7 +24,7 @@ import pytest
 import yaml
 
 from tests.chaos.outcome import differing, timeless
-from tests.stack.test_image_build import PACKAGES, pip_settings
+from tests.stack.image_base import PACKAGES, pip_settings
 
 ROOT = Path(__file__).parents[2]
 FOLDER = os.environ.get("MARL_IMAGE_ROOT")

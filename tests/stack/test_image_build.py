@@ -5,23 +5,21 @@ MARL_IMAGE_ROOT with overlay layers. MARL_TORCH_INDEX: an index of torch's build
 reach. The stand-in has Debian's Python 3.11 where the image has Docker's: a registry may be out of reach.
 """
 
-import ast
 import json
 import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.stack.image_base import PACKAGES, pip_settings
+
 ROOT = Path(__file__).parents[2]
 STAND_IN, IMAGE = "localhost/python-stand-in", "localhost/marl:cpu"
-PACKAGES = "python3,python3-venv,ca-certificates"
 DRIVER = "overlay" if "overlay" in Path("/proc/filesystems").read_text().split() else "vfs"
 """vfs stores every layer whole: three times as much."""
-SETTING = re.compile(r"(?:global|install|:env:)\.(?!config-file)([\w-]+)=('.*')$", re.MULTILINE)
 
 WANTED = os.environ.get("MARL_IMAGE_ROOT")
 MISSING = [name for name in ("buildah", "mmdebstrap") if not shutil.which(name)]
@@ -48,12 +46,6 @@ class Builder:
         )
         assert done.returncode == 0, f"buildah {command}: {done.stdout[-2000:]}\n{done.stderr[-4000:]}"
         return done.stdout.strip()
-
-
-def pip_settings() -> dict[str, list[str]]:
-    """The words of each of this machine's settings of pip."""
-    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
-    return {key: ast.literal_eval(value).split() for key, value in SETTING.findall(listed.stdout)}
 
 
 def lent_settings(folder: Path) -> list[str]:

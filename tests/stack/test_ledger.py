@@ -49,6 +49,7 @@ def dumped(folder):
     return [{key: value for key, value in line.items() if not key.startswith("perf")} for line in lines]
 
 
+@pytest.mark.slow
 def test_a_hybrid_run_that_is_killed_while_it_plays_goes_on_from_its_turns(alone, asked, tmp_path):
     """Its first steps imitate, and leave no turns."""
     rows = [{"prompt": f"what is {i % 9} plus {i % 5} ?", "answer": f"#### {i % 9 + i % 5}"} for i in range(16)]

@@ -153,4 +153,5 @@ def test_the_smoke_test_fails_where_there_is_no_gpu():
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests/gpu"]
     ran = subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True, timeout=200)
-    assert ran.returncode == 1 and "run make gpu-smoke on a machine with one" in ran.stdout and "3 errors" in ran.stdout
+    assert ran.returncode == 1 and "run make gpu-smoke on a machine with one" in ran.stdout
+    assert re.search(r"1 failed, \d errors in", ran.stdout), "nothing passes, and nothing is skipped"
