@@ -67,9 +67,7 @@ class RecordedLedger(Ledger):
 
 
 def of_training(lost: Mapping[str, Any]) -> bool:
-    return (
-        not lost["validate"] if "validate" in lost else not any(task.startswith("val/") for task, *_ in lost["plays"])
-    )
+    return not lost.get("validate", any(task.startswith("val/") for task, *_ in lost["plays"]))
 
 
 def has_step(run: Path, step: int) -> bool:

@@ -26,7 +26,7 @@ from marl.utils.metrics import prefixed
 from marl.utils.seeding import derive_seed
 
 BESIDE = "team.json"
-"""Of the team that a baseline is measured beside: its steps, its tokens, and the samples of a task that follow."""
+"""Record of the team that a baseline is compared with: its steps, its tokens, and the samples of a task that follow from them."""
 Build = Callable[[Setup, ExitStack], Awaitable[MARLTrainer]]
 
 
@@ -98,7 +98,7 @@ def keep_turns(solo: DictConfig, team: MARLTrainer) -> None:
 
 
 def read_beside(folder: Path) -> Any:
-    """What an interrupted baseline was measured beside; None where nothing says so."""
+    """The record that an interrupted baseline left; None where there is none that can be read."""
     try:
         return json.loads((folder / BESIDE).read_text())
     except (OSError, ValueError):

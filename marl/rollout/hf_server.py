@@ -195,14 +195,14 @@ class HFServer(TakesWeights):
             raise ValueError(f"the hf rollout has no sampling parameter {sorted(params) or ['repetition_penalty']}")
         check_numbers(prompt_ids, limit, known, len(self.model.get_input_embeddings().weight))
         longest = longest_of(self.config, self.model.config)
-        if len(prompt_ids) + int(limit) > longest:
+        if len(prompt_ids) + limit > longest:
             raise ValueError(
                 f"prompt of {len(prompt_ids)} tokens + max_tokens {limit} exceeds the model's {longest}; "
                 "shorten the conversation, or raise rollout.max_model_len if the model allows it"
             )
         return Request(
             prompt_ids=tuple(prompt_ids),
-            max_tokens=int(limit),
+            max_tokens=limit,
             seed=secrets.randbits(63) if seed is None else int(seed),
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             stop_token_ids=stop_ids if ignore_eos else stop_ids | self.eos_ids,

@@ -17,7 +17,7 @@ NAMES = 8
 """Metrics that a warning lists."""
 LESS_IS_BETTER = re.compile(r"(.*/)?(\w*loss|perplexity)(/.*)?")
 OTHER_DATA = re.compile(r"validation_[0-9a-f]+/")
-"""Begins the names of numbers of a validation on other data, or with other settings, than the run's first."""
+"""Prefix of the metrics of a validation on other data, or with other settings, than the run's first."""
 warned: set[Path] = set()
 
 
@@ -50,9 +50,10 @@ def best_steps(root: Path, metric: str, count: int, last: int) -> list[int]:
 
 def on_other_data(metric: str, metrics: Mapping[str, float]) -> str | None:
     """The name under which these metrics have a validation's number that they lack under its own name."""
-    _, _, number = metric.partition("val/")
-    found = [name for name in metrics if OTHER_DATA.match(name) and name.endswith(f"/{number}")]
-    return found[0] if number and metric.startswith("val/") and metric not in metrics and found else None
+    if not metric.startswith("val/") or metric in metrics:
+        return None
+    number = metric.removeprefix("val")
+    return next((name for name in metrics if OTHER_DATA.match(name) and name.endswith(number)), None)
 
 
 def metrics_of(root: Path) -> dict[int, Mapping[str, float]]:

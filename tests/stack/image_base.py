@@ -1,4 +1,4 @@
-"""What a stand-in for an image's base holds, and this machine's settings of pip, which are lent to a build."""
+"""Packages of a stand-in for an image's base, and this machine's settings of pip, which are lent to a build."""
 
 import ast
 import re

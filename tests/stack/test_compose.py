@@ -1,6 +1,6 @@
 """The small cluster of docker/compose.yaml: built, started, trained on, robbed of a node and taken down by Docker itself.
 
-`make test-docker` on a machine with Docker (25 or later) and its compose plugin; twelve minutes on two busy cores and 4 GB of
+`make test-docker` on a machine with Docker and its compose plugin (26.1 and 2.26 were tried); twelve minutes on two busy cores and 4 GB of
 images. Where the registry of the CPU image's base is out of reach, MARL_IMAGE_ROOT names a folder in which mmdebstrap makes
 a stand-in (test_image_build.py).
 """
@@ -42,7 +42,7 @@ RUN = "python -m marl.main --config-name quickstart trainer.test_freq=-1 trainer
 
 
 def said(*command: str, timeout: float = 120, **keywords) -> str:
-    """What a command prints; where it fails, an error with its last lines."""
+    """Output of a command; where it fails, an error with its last lines."""
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, **keywords)
     assert done.returncode == 0, f"{' '.join(command)[:300]}: {done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout.strip()
@@ -149,7 +149,7 @@ class Cluster:
         return json.loads(said("docker", "inspect", container))[0]["State"]
 
     def ranks(self, container: str) -> int:
-        """How many workers of policies a container has."""
+        """Number of policy workers in a container."""
         return said("docker", "top", container, "-eo", "pid,args").count("ray::PolicyWorker")
 
 
@@ -243,7 +243,7 @@ def test_policies_train_over_containers(containers, unbroken):
 
 
 def killed_at_step_7(containers, folder, container):
-    """What a run prints that loses a container after its seventh step of twelve."""
+    """Output of a run that loses a container after its seventh step of twelve."""
     line = f"{RUN} trainer.total_training_steps=12 trainer.default_local_dir={folder}"
     words = containers.command("exec", "-T", "-e", "RAY_ADDRESS=head:6379", "head", "sh", "-c", line)
     printed = []

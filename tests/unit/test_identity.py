@@ -451,8 +451,8 @@ def test_a_run_that_left_turns_alone_is_continued(config, tmp_path):
         assert folder == first
 
 
-def test_a_run_may_be_alive_where_there_are_no_locks(config, tmp_path, monkeypatch):
-    killed(stamped(tmp_path, config, FIRST), 1)
+def test_a_run_may_be_alive_where_there_are_no_locks(config, tmp_path, monkeypatch, caplog):
+    first = killed(stamped(tmp_path, config, FIRST), 1)
 
     def unsupported(*_):
         raise OSError(95, "Operation not supported")
@@ -460,6 +460,7 @@ def test_a_run_may_be_alive_where_there_are_no_locks(config, tmp_path, monkeypat
     monkeypatch.setattr(fcntl, "flock", unsupported)
     with claimed(stamped(tmp_path, config, SECOND)) as folder:
         assert folder.name == SECOND
+    assert f"to continue it, set trainer.default_local_dir={first}" in caplog.text
 
 
 def test_what_a_killed_save_left_is_cleaned_before_the_next_run(config):
