@@ -249,11 +249,12 @@ def shard_file(tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize("beside", [True, False])
-def test_states_are_copied_only_for_a_write_beside_the_next_step(shard_file, tmp_path, beside):
+def test_a_write_beside_the_next_step_has_what_was_there_before(shard_file, tmp_path, beside):
     files, model = shard_file
     files.beside, weight = beside, model.get_output_embeddings().weight.to_local()
     before = weight.detach().clone()
     files.save_checkpoint(str(tmp_path))
+    files.release()
     with torch.no_grad():
         weight += 1.0
     for job in files.taken():
@@ -263,22 +264,51 @@ def test_states_are_copied_only_for_a_write_beside_the_next_step(shard_file, tmp
     assert torch.equal(saved, before if beside else before + 1) and torch.equal(whole, saved)
 
 
+def test_an_optimizers_step_and_everybody_who_writes_shards_release_them_first(alone, tmp_path):
+    """Two mini-batches, references and targets that are exchanged, a checkpoint that is loaded."""
+    live = alone("trainer.ref_update_freq=1", "actor_rollout_ref.actor.use_kl_loss=true", "learner=mappo")
+    live.step()
+    group = live.trainer.policies["alice"]
+    worker, critic = group.workers.worker, next(iter(live.trainer.critics.groups.values())).workers.worker
+    files = worker.actor.engine.checkpoint_manager
+    live.wait(group.save(tmp_path / "saved", False))
+
+    def held_until(change, files=files):
+        files.beside = True
+        files.save_checkpoint(str(tmp_path / "other"))
+        states = list(files.live)
+        assert states and all(state.is_live for state in states)
+        change()
+        files.taken()
+        return not files.live and not any(state.is_live for state in states)
+
+    optimizer = worker.actor.engine.optimizer
+    assert held_until(optimizer.step)
+    assert held_until(worker.exchange_reference)
+    assert held_until(lambda: worker.load_checkpoint(str(tmp_path / "saved")))
+    assert held_until(critic.renew_target, critic.engine.checkpoint_manager)
+    assert held_until(critic._exchange_target, critic.engine.checkpoint_manager)
+    assert held_until(critic.engine.optimizer.step, critic.engine.checkpoint_manager)
+
+
 def test_gathered_weights_that_are_copies_are_not_copied_again(shard_file, tmp_path, monkeypatch):
     """As on several ranks, and from a GPU."""
     files, model = shard_file
     gathered = {name: weight.clone() for name, weight in get_fsdp_full_state_dict(model).items()}
     monkeypatch.setattr(shard_files, "get_fsdp_full_state_dict", lambda *_, **__: dict(gathered))
     files.save_checkpoint(str(tmp_path))
-    *_, written = files.taken()[-1].args
-    assert written and all(weight is gathered[name] for name, weight in written.items())
+    files.release()
+    *_, written, live = files.taken()[-1].args
+    assert written and all(weight is gathered[name] for name, weight in written.items()) and live.state == {}
 
 
 def test_a_weight_of_a_rank_that_is_alone_is_copied_once(shard_file, tmp_path):
     files, _ = shard_file
     files.save_checkpoint(str(tmp_path))
-    shard, whole = (job.args for job in files.taken())
-    copies = {name: weight.to_local().data_ptr() for name, weight in shard[0].items()}
-    assert {name: weight.data_ptr() for name, weight in whole[-1].items()}.items() <= copies.items()
+    shard, whole = files.live
+    files.release()
+    copies = {name: weight.to_local().data_ptr() for name, weight in shard.state.items()}
+    assert whole.state and {name: weight.data_ptr() for name, weight in whole.state.items()}.items() <= copies.items()
 
 
 def test_tied_weights_of_a_shard_are_both_parts(shard_file, tmp_path):

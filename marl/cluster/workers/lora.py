@@ -38,6 +38,7 @@ def merged_parameters(engine: Any, dtype: torch.dtype | None = None) -> Iterator
     As verl's ``FSDPEngine._merged_lora_per_tensor_param``, which rounds every weight to bfloat16: here they are of ``dtype``,
     the server's, or of the trainer's where that is None. Gathering is a collective: every rank iterates.
     """
+    engine.checkpoint_manager.release()
     with on_device(engine), merged_lora_context(engine.module, backup_adapters=True):
         weights = normalize_peft_param_name(engine.module.state_dict())
         for name, weight in convert_weight_keys(weights, unwrapped(engine)).items():

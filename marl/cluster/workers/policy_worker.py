@@ -75,7 +75,9 @@ class EngineWorker(FolderWorker, TrainingWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def reset(self) -> None:
         super().reset()
-        self.engine.checkpoint_manager = ShardFiles(self.engine.checkpoint_manager)
+        self.engine.checkpoint_manager = files = ShardFiles(self.engine.checkpoint_manager)
+        if self.engine.optimizer is not None:
+            self.engine.optimizer.register_step_pre_hook(lambda *_: files.release())
         if lora.has_adapters(self.engine):
             settle_dtypes(self.engine.module, (adapted for _, adapted in of_adapters(self.engine.module)))
 
@@ -243,6 +245,7 @@ def shards(worker: TrainingWorker) -> Iterator[tuple[str, torch.Tensor]]:
     ``state_dict()`` is not an option: under FSDP1 it returns copies.
     """
     module = worker.engine.module
+    worker.engine.checkpoint_manager.release()
     reshard(module)
     get_torch_device().synchronize()  # verl moves weights to the host without waiting for the copies
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):

@@ -1,4 +1,4 @@
-"""A rank's part of a checkpoint: copied at once, written in a thread beside the next step, and read without executing pickles."""
+"""A rank's part of a checkpoint: written in a thread beside the next step, and read without executing pickles."""
 
 import logging
 import re
@@ -18,9 +18,10 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.fsdp_utils import fsdp_version, get_fsdp_full_state_dict
 
 from marl.cluster.workers import whole_model
+from marl.cluster.workers.live_state import LiveState
 from marl.utils.marks import leave, reserve
 from marl.utils.pickles import read
-from marl.utils.trees import mapped, on_host
+from marl.utils.trees import on_host
 
 logger = logging.getLogger(__name__)
 Job = Callable[[], Any]
@@ -86,6 +87,11 @@ def save_live(state: Any, file: str) -> None:
     torch.save(on_host(state), file)
 
 
+def write_whole(shell: Any, folder: Path, gathered: whole_model.Weights, own: LiveState) -> None:
+    """Write a whole model from weights that were gathered for it, and from live ones."""
+    whole_model.write_into(shell, folder, gathered | own.copied())
+
+
 def described_in(folder: Path) -> dict[str, bytes]:
     """Contents of the files that belong to no rank, by path within the folder. Other ranks may already be writing theirs."""
     files = chain(folder.glob("*.json"), (folder / "huggingface").rglob("*"))
@@ -117,7 +123,9 @@ class ShardFiles(FSDPCheckpointManager):
         self.__dict__.update(vars(verls))
         self.jobs: list[Job] = []
         self.beside = True
-        """True if the next save is written beside the next step, which changes the live states: they are copied for it."""
+        """True if the next save is written beside the next step, which calls :meth:`release` before it changes the live states."""
+        self.live: list[LiveState] = []
+        """What the last save may still be reading."""
         self.described: dict[str, bytes] | None = None
         """Files beside the weights (the model's configuration, tokenizer), which are the same in every checkpoint."""
         self.shell: Any = None
@@ -150,19 +158,30 @@ class ShardFiles(FSDPCheckpointManager):
     def _job(self, state: Any, file: str, copies: whole_model.Copies) -> Job:
         if not self.beside:
             return partial(save_live, state, file)
-        return partial(torch.save, mapped(state, partial(whole_model.copy_of, copies=copies)), file)
+        return partial(self._live(state, copies).write, file)
+
+    def _live(self, state: Any, copies: whole_model.Copies) -> LiveState:
+        live = LiveState(state, partial(whole_model.copy_of, copies=copies))
+        self.live.append(live)
+        return live
+
+    def release(self) -> None:
+        """To be called before weights or moments change: the last save may still be reading them."""
+        while self.live:
+            self.live.pop(0).release()
 
     def _job_of_whole_model(self, weights: whole_model.Weights, folder: Path, copies: whole_model.Copies) -> Job:
         if self.shell is None:
             self.shell = whole_model.shell_of(self.model.config, folder, self.trust_remote_code, torch.bfloat16)
         whole_model.drop_tied(self.shell, weights)
-        if self.beside:
-            live = {whole_model.place(tensor) for tensor in chain(self.model.parameters(), self.model.buffers())}
-            for name in [name for name, weight in weights.items() if whole_model.place(weight) in live]:
-                weights[name] = whole_model.copy_of(weights[name], copies)
-        return partial(whole_model.write_into, self.shell, folder, weights)
+        if not self.beside:
+            return partial(whole_model.write_into, self.shell, folder, weights)
+        places = {whole_model.place(tensor) for tensor in chain(self.model.parameters(), self.model.buffers())}
+        own = {name: weights.pop(name) for name in [*weights] if whole_model.place(weights[name]) in places}
+        return partial(write_whole, self.shell, folder, weights, self._live(own, copies))
 
     def load_checkpoint(self, local_path: str, *arguments: Any, **settings: Any) -> None:
+        self.release()
         if fsdp_version(self.model) == 1:
             return super().load_checkpoint(local_path, *arguments, **settings)
         if self.should_load_model:
