@@ -20,6 +20,7 @@ RUN = (
     "actor_rollout_ref.rollout.n=2",
     "trainer.test_freq=-1",
     "controller.ledger=true",
+    "trainer.max_actor_ckpt_to_keep=2",
 )
 
 

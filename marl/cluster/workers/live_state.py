@@ -29,17 +29,17 @@ class LiveState:
         self.hurried = threading.Event()
         self.is_live, self.bytes_read = True, 0
         self.tensors: list[torch.Tensor] = []
-        self.state = mapped(state, self._left)
+        with torch.no_grad():  # under which a DTensor gives its part without a node of a graph
+            self.state = mapped(state, self._left)
         self.versions = self._versions()
 
     def _left(self, tensor: torch.Tensor) -> torch.Tensor:
         own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if (
-            own.device.type != "cpu" or own.untyped_storage().nbytes() > own.nbytes
-        ):  # torch.save writes the whole storage
+        is_a_view = own.untyped_storage().nbytes() > own.nbytes  # of which torch.save writes the whole storage
+        if own.device.type != "cpu" or is_a_view:
             return self.copy(tensor)
         self.tensors.append(own)
-        return tensor.detach()
+        return tensor
 
     def _versions(self) -> list[int]:
         return [tensor._version for tensor in self.tensors if not tensor.is_inference()]
