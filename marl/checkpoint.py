@@ -60,7 +60,7 @@ def fingerprint(tasks: Sequence[Task], sampling: Any = None) -> str:
 
 
 async def save(trainer: MARLTrainer) -> None:
-    """Write the run's state as ``global_step_N``, in the background from a copy unless ``trainer.save_in_background`` is off,
+    """Write the run's state as ``global_step_N``, in the background unless ``trainer.save_in_background`` is off,
     whole or not at all; then drop what is kept no longer. Waits for the former save, and raises its error."""
     await trainer.saving.flush()
     folder = folders.begin(trainer.folder, trainer.step_number)

@@ -60,8 +60,7 @@ class WorkerGroup:
         await self._all("loading its model", self.workers.init_model, phase=Phase.start)
 
     async def save(self, folder: Path, beside: bool = True) -> list[Path]:
-        """Let every rank copy its state and write it ``beside`` the next step, or write it at once. Returns the marks that they
-        leave when they have."""
+        """Let every rank write its state ``beside`` the next step, or at once. Returns the marks that they leave when they have."""
         await self._all(f"saving to {folder}", self.workers.save_checkpoint, str(folder), beside, phase=Phase.save)
         return marks_of(folder, self.workers.world_size)
 

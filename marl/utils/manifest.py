@@ -48,7 +48,7 @@ def _synced(path: Path) -> dict[str, Any]:
 
 
 def _sha256(file: FileIO) -> str:
-    """As ``hashlib.file_digest``, whose pieces of 256 KiB take the interpreter's lock so often that the step beside it is slower."""
+    """As ``hashlib.file_digest``, whose pieces of 256 KiB acquire the GIL so often that a step in another thread slows down."""
     digest, piece = hashlib.sha256(), bytearray(PIECE)
     while size := file.readinto(piece):
         digest.update(memoryview(piece)[:size])

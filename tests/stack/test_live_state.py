@@ -59,6 +59,7 @@ def holds_what_was_there(path):
 def test_a_state_is_written_without_a_copy_as_torch_writes_it(state, tensors, tmp_path, monkeypatch):
     monkeypatch.setattr(state, "copy", None)
     state.write(str(tmp_path / "ours"))
+    assert not state.is_live and state.state is None
     state.release()
     torch.save(tensors, torchs := io.BytesIO())
     assert (tmp_path / "ours").read_bytes() == torchs.getvalue() and holds_what_was_there(tmp_path / "ours")
@@ -95,7 +96,7 @@ def test_a_disk_that_takes_nothing_ends_the_wait(state, tmp_path, disk, monkeypa
     writer = threading.Thread(target=state.write, args=[str(tmp_path / "file")])
     writer.start()
     assert begun.wait(20)
-    with pytest.raises(TimeoutError, match="took nothing for 0 s.*save_in_background=false"):
+    with pytest.raises(TimeoutError, match="accepted nothing for 0 s.*save_in_background=false"):
         state.release()
     for event in (gate, later):
         event.set()
@@ -107,7 +108,7 @@ def test_a_disk_that_takes_nothing_ends_the_wait(state, tmp_path, disk, monkeypa
 )
 def test_a_change_without_a_release_is_an_error_of_the_save(state, tensors, tmp_path, begin):
     change(tensors)
-    with pytest.raises(RuntimeError, match="were changed while a checkpoint read them"):
+    with pytest.raises(RuntimeError, match="changed while a checkpoint was reading them"):
         begin(state, str(tmp_path / "file"))
 
 
@@ -129,4 +130,29 @@ def test_a_part_of_a_larger_storage_is_written_alone(tmp_path):
 def test_a_full_disk_is_said_and_nobody_waits_for_it(state, monkeypatch):
     with pytest.raises(OSError, match="No space left on device"):
         state.write("/dev/full")
+    assert not state.is_live and state.state is None
+
+
+def test_a_state_that_is_all_copied_is_neither_copied_again_nor_waited_for(tmp_path, disk):
+    """As on an accelerator: weights and moments are copied at once, and step counts are small."""
+    gate, _, begun = disk
+    kept = {}
+    state = LiveState({"weights": torch.ones(SIZE)[:-1], "step": torch.tensor(3.0)}, partial(copy_of, copies=kept))
+    before = [tensor.data_ptr() for tensor in state.state.values()]
     state.release()
+    assert [tensor.data_ptr() for tensor in state.state.values()] == before and not state.release_waits.is_set()
+    writer = threading.Thread(target=state.write, args=[str(tmp_path / "file")])
+    writer.start()
+    assert begun.wait(20)
+    state.release()  # at once, though the disk is taking a piece
+    gate.set()
+    writer.join(20)
+    assert torch.load(tmp_path / "file", weights_only=True)["step"] == 3
+
+
+def test_a_copied_state_goes_to_the_disk_and_not_through_memory(state, tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr(live_state, "_write_whole", lambda _, content: written.append(type(content)) or len(content))
+    state.release()
+    state.write(str(tmp_path / "file"))
+    assert set(written) == {memoryview}

@@ -276,10 +276,9 @@ def test_an_optimizers_step_and_everybody_who_writes_shards_release_them_first(a
     def held_until(change, files=files):
         files.beside = True
         files.save_checkpoint(str(tmp_path / "other"))
-        states = list(files.live)
-        assert states and all(state.is_live for state in states)
+        jobs, states = files.taken(), [state() for state in files.live]
+        assert jobs and any(state.is_live for state in states)
         change()
-        files.taken()
         return not files.live and not any(state.is_live for state in states)
 
     optimizer = worker.actor.engine.optimizer
@@ -305,10 +304,36 @@ def test_gathered_weights_that_are_copies_are_not_copied_again(shard_file, tmp_p
 def test_a_weight_of_a_rank_that_is_alone_is_copied_once(shard_file, tmp_path):
     files, _ = shard_file
     files.save_checkpoint(str(tmp_path))
-    shard, whole = files.live
+    shard, whole = (state() for state in files.live)
     files.release()
     copies = {name: weight.to_local().data_ptr() for name, weight in shard.state.items()}
     assert whole.state and {name: weight.data_ptr() for name, weight in whole.state.items()}.items() <= copies.items()
+
+
+def test_a_shard_that_changes_without_a_release_is_an_error_of_the_save(shard_file, tmp_path):
+    files, model = shard_file
+    files.optimizer = torch.optim.AdamW(model.parameters())
+    files.save_checkpoint(str(tmp_path))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    files.optimizer.step()
+    with pytest.raises(RuntimeError, match="changed while a checkpoint was reading them"):
+        files.taken()[0]()
+
+
+def test_states_live_as_long_as_the_jobs_that_write_them(shard_file, tmp_path):
+    files, _ = shard_file
+    for number in range(3):
+        files.save_checkpoint(str(tmp_path / str(number)))
+        assert len(files.live) == 2 and all(state() for state in files.live)
+        shard_files._write(tmp_path / str(number), 0, files.taken())
+        assert not any(state() for state in files.live)
+    files.save_checkpoint(str(tmp_path / "full"))
+    jobs = files.taken()
+    shard_files.write(tmp_path / "full", 0, [lambda: (tmp_path / "absent" / "file").read_bytes(), *jobs])
+    del jobs
+    shard_files.THREAD.submit(int).result()
+    assert not any(state() for state in files.live), "a save that failed holds nothing"
 
 
 def test_tied_weights_of_a_shard_are_both_parts(shard_file, tmp_path):

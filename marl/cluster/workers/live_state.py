@@ -1,8 +1,9 @@
-"""A live state on its way into a file, read where it lies: it is copied only if it is to change before it was read."""
+"""State written to a file directly from live tensors; they are copied only if they must change before they have been read."""
 
-import logging
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,99 +12,122 @@ from torch.distributed.tensor import DTensor
 from marl.utils.trees import mapped
 
 PIECE = 16 << 20
-"""Bytes of one write, the most that a change may have to wait for the disk."""
+"""Bytes of one write: a release waits for the disk until the write that it meets has ended, and no longer."""
+SMALL = 1 << 10
+"""Bytes up to which a tensor is copied at once, an optimizer's step counts among them."""
 STUCK_S = 60.0
-"""Seconds without a byte read after which a disk counts as stuck."""
-logger = logging.getLogger(__name__)
+"""Seconds without progress after which the disk counts as stuck."""
+SAMPLE = 8
 Copy = Callable[[torch.Tensor], torch.Tensor]
 
 
 class LiveState:
-    """Nested tensors that a thread writes, or copies, while their owner goes on; the owner calls :meth:`release` before it changes
-    them. Tensors on an accelerator are copied to the host at once.
+    """Nested tensors that a thread writes or copies while training continues; :meth:`release` must be called before they change.
+
+    Tensors on an accelerator, and those that do not fill their storage (``torch.save`` would write all of it), are copied to
+    host memory at once.
     """
 
     def __init__(self, state: Any, copy: Copy) -> None:
         self.copy = copy
         self.lock = threading.Lock()
-        self.hurried = threading.Event()
-        self.is_live, self.bytes_read = True, 0
-        self.tensors: list[torch.Tensor] = []
-        with torch.no_grad():  # under which a DTensor gives its part without a node of a graph
-            self.state = mapped(state, self._left)
-        self.versions = self._versions()
+        self.release_waits = threading.Event()
+        self.progress = 0
+        self.live: dict[int, torch.Tensor] = {}
+        """This rank's parts of the tensors that are not copied, by the tensor's id."""
+        with torch.no_grad():  # so that to_local() records no autograd node
+            self.state = mapped(state, self._live_or_copied)
+        self.samples = self._samples()
 
-    def _left(self, tensor: torch.Tensor) -> torch.Tensor:
+    @property
+    def is_live(self) -> bool:
+        return bool(self.live)
+
+    def _live_or_copied(self, tensor: torch.Tensor) -> torch.Tensor:
         own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        is_a_view = own.untyped_storage().nbytes() > own.nbytes  # of which torch.save writes the whole storage
-        if own.device.type != "cpu" or is_a_view:
+        if own.device.type != "cpu" or own.nbytes <= SMALL or own.untyped_storage().nbytes() > own.nbytes:
             return self.copy(tensor)
-        self.tensors.append(own)
+        self.live[id(tensor)] = own
         return tensor
 
-    def _versions(self) -> list[int]:
-        return [tensor._version for tensor in self.tensors if not tensor.is_inference()]
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.progress += 1
+        return self.copy(tensor) if id(tensor) in self.live else tensor
+
+    def _samples(self) -> list[bytes]:
+        """A few bytes of every live tensor. (Version counters do not see what changes a DTensor's part.)"""
+        flat = (own.detach().reshape(-1) for own in self.live.values())
+        middles = (numbers[len(numbers) // 2 :][:SAMPLE] for numbers in flat)
+        return [numbers.view(torch.uint8).numpy().tobytes() for numbers in middles]
+
+    @contextmanager
+    def _read(self) -> Iterator[Any]:
+        """The state, for one reader, which may not fail halfway: it is dropped in any case. Raises RuntimeError if a sample shows
+        that it was changed meanwhile."""
+        with self.lock:
+            try:
+                yield self.state
+                if self._samples() != self.samples:
+                    raise RuntimeError(
+                        "weights or moments changed while a checkpoint was reading them: no release before"
+                    )
+            finally:
+                self.state = None
+                self.live.clear()
+                self.samples.clear()
 
     def write(self, path: str) -> None:
-        """Write the state by ``torch.save``. Raises RuntimeError if it was changed meanwhile."""
+        """Write the state by ``torch.save``."""
         with open(path, "wb", buffering=0) as file:
             target: Any = _Target(file.write, self)
-            with self.lock:
-                torch.save(self.state, target)
-                self._give_up()
-            for piece in target.rest:
-                _write_whole(file.write, piece)
+            with self._read() as state:
+                torch.save(state, target)
+            while target.rest:
+                _write_whole(file.write, target.rest.popleft())
 
     def copied(self) -> Any:
-        """A copy of the state, for a writer of another form. Raises RuntimeError if it was changed meanwhile."""
-        with self.lock:
-            state = mapped(self.state, self.copy) if self.is_live else self.state
-            self._give_up()
-        return state
-
-    def _give_up(self) -> None:
-        if self._versions() != self.versions:
-            raise RuntimeError("weights or moments were changed while a checkpoint read them, and not released before")
-        self.is_live, self.state = False, None
-        self.tensors.clear()
-        self.versions.clear()
+        """The state as a copy, for a writer of another form."""
+        with self._read() as state:
+            return mapped(state, self._copied)
 
     def release(self) -> None:
-        """Return as soon as the live tensors are read no more: the rest of a state that is being written goes into memory, not at
-        the disk's speed, and one that is not begun is copied. Raises TimeoutError if the disk takes nothing for a minute."""
-        self.hurried.set()
-        before = -1
+        """Return once no live tensor is being read. A write in progress finishes into memory instead of waiting for the disk; a
+        state whose write has not started is copied. Raises TimeoutError if nothing moves for ``STUCK_S``."""
+        if not self.is_live:
+            return
+        self.release_waits.set()
+        before = self.progress
         while not self.lock.acquire(timeout=STUCK_S):
-            if self.bytes_read == before:
+            if self.progress == before:
                 raise TimeoutError(
-                    f"a checkpoint's disk took nothing for {STUCK_S:.0f} s, and what is being written there is about to change: look at "
-                    "the disk, or set trainer.save_in_background=false"
+                    f"a checkpoint's disk accepted nothing for {STUCK_S:.0f} s, and the weights that are being written are about to change: "
+                    "look at the disk, or set trainer.save_in_background=false"
                 )
-            before = self.bytes_read
+            before = self.progress
         try:
             if self.is_live:
-                state = mapped(self.state, self.copy)
-                self._give_up()
-                self.state = state
+                self.state = mapped(self.state, self._copied)
+                self.live.clear()
+                self.samples.clear()
         finally:
             self.lock.release()
 
 
 class _Target:
-    """What ``torch.save`` writes into: a file, and memory from the moment somebody waits."""
+    """A file for ``torch.save``; once a release waits for a live state, the rest is collected in memory."""
 
     def __init__(self, write: Callable[[Any], int | None], state: LiveState) -> None:
         self.to_file, self.state = write, state
-        self.rest: list[bytes] = []
+        self.rest: deque[bytes] = deque()
 
     def write(self, content: memoryview) -> int:
         left = content.cast("B")
-        while left and not self.state.hurried.is_set():
+        while left and not (self.state.is_live and self.state.release_waits.is_set()):
             left = left[_write_whole(self.to_file, left[:PIECE]) :]
-            self.state.bytes_read += 1
+            self.state.progress += 1
         if left:
             self.rest.append(bytes(left))
-            self.state.bytes_read += 1
+            self.state.progress += 1
         return len(content)
 
     def flush(self) -> None:

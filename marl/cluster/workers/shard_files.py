@@ -11,10 +11,12 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+from verl.utils.device import get_torch_device
 from verl.utils.fsdp_utils import fsdp_version, get_fsdp_full_state_dict
 
 from marl.cluster.workers import whole_model
@@ -58,6 +60,7 @@ def _write(folder: Path, rank: int, jobs: list[Job]) -> None:
     except Exception as failed:
         error = f"{free_space(folder)}{type(failed).__name__}: {failed}"
         logger.error("writing a checkpoint to %s: %s", folder, error)
+        jobs.clear()
         remove_parts(folder, rank)
     try:
         leave(folder, rank, error)
@@ -124,8 +127,8 @@ class ShardFiles(FSDPCheckpointManager):
         self.jobs: list[Job] = []
         self.beside = True
         """True if the next save is written beside the next step, which calls :meth:`release` before it changes the live states."""
-        self.live: list[LiveState] = []
-        """What the last save may still be reading."""
+        self.live: list[ref[LiveState]] = []
+        """States that a background write may still be reading; its jobs hold them, and drop them when they are done or have failed."""
         self.described: dict[str, bytes] | None = None
         """Files beside the weights (the model's configuration, tokenizer), which are the same in every checkpoint."""
         self.shell: Any = None
@@ -140,8 +143,13 @@ class ShardFiles(FSDPCheckpointManager):
         if fsdp_version(self.model) == 1:
             return super().save_checkpoint(local_path, *arguments, **settings)
         self._describe(Path(local_path), *arguments, **settings)
-        copies: whole_model.Copies = {}
-        self.jobs += [self._job(state, self._file(local_path, name), copies) for name, state in self._states()]
+        get_torch_device().synchronize()  # verl moves moments to the host without waiting for the copies
+        self.live = [state for state in self.live if state() is not None]
+        copies: whole_model.Copies = {}  # of the weights; those of the moments need not live as long
+        self.jobs += [
+            self._job(state, self._file(local_path, name), copies if name == "model" else {})
+            for name, state in self._states()
+        ]
         if self.should_save_hf_model:
             weights = get_fsdp_full_state_dict(self.model, offload_to_cpu=True, rank0_only=True)
             if self.rank == 0:
@@ -162,13 +170,14 @@ class ShardFiles(FSDPCheckpointManager):
 
     def _live(self, state: Any, copies: whole_model.Copies) -> LiveState:
         live = LiveState(state, partial(whole_model.copy_of, copies=copies))
-        self.live.append(live)
+        self.live.append(ref(live))
         return live
 
     def release(self) -> None:
-        """To be called before weights or moments change: the last save may still be reading them."""
-        while self.live:
-            self.live.pop(0).release()
+        """Let weights or moments change: to be called before, since a background write may still be reading them."""
+        for state in filter(None, (state() for state in self.live)):
+            state.release()
+        self.live.clear()
 
     def _job_of_whole_model(self, weights: whole_model.Weights, folder: Path, copies: whole_model.Copies) -> Job:
         if self.shell is None:
