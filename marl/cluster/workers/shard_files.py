@@ -60,7 +60,6 @@ def _write(folder: Path, rank: int, jobs: list[Job]) -> None:
     except Exception as failed:
         error = f"{free_space(folder)}{type(failed).__name__}: {failed}"
         logger.error("writing a checkpoint to %s: %s", folder, error)
-        jobs.clear()
         remove_parts(folder, rank)
     try:
         leave(folder, rank, error)
