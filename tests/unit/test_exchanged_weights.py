@@ -10,7 +10,9 @@ from marl.cluster.workers.policy_worker import PolicyWorker
 
 def worker(reference, policy):
     """Stand-in for a policy's worker: two models, each of one rank."""
-    parts = (SimpleNamespace(engine=SimpleNamespace(module=module)) for module in (reference, policy))
+    files = SimpleNamespace(release=lambda: None)
+    engines = (SimpleNamespace(module=module, checkpoint_manager=files) for module in (reference, policy))
+    parts = (SimpleNamespace(engine=engine) for engine in engines)
     return SimpleNamespace(**dict(zip(("ref", "actor"), parts, strict=True)))
 
 

@@ -37,7 +37,10 @@ def workers(request):
         for seed in (0, 1):
             torch.manual_seed(seed)
             layers = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
-            parts.append(SimpleNamespace(engine=SimpleNamespace(module=request.param(layers))))
+            files = SimpleNamespace(release=lambda: None)
+            parts.append(
+                SimpleNamespace(engine=SimpleNamespace(module=request.param(layers), checkpoint_manager=files))
+            )
         yield parts
 
 
