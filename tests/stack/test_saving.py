@@ -265,7 +265,7 @@ def test_a_write_beside_the_next_step_has_what_was_there_before(shard_file, tmp_
 
 
 def test_an_optimizers_step_and_everybody_who_writes_shards_release_them_first(alone, tmp_path):
-    """Two mini-batches, references and targets that are exchanged, a checkpoint that is loaded."""
+    """A policy's and a critic's step, a reference and a target that are exchanged, a checkpoint that is loaded."""
     live = alone("trainer.ref_update_freq=1", "actor_rollout_ref.actor.use_kl_loss=true", "learner=mappo")
     live.step()
     group = live.trainer.policies["alice"]

@@ -14,10 +14,11 @@ from marl.utils.trees import mapped
 PIECE = 16 << 20
 """Bytes of one write: a release waits for the disk until the write that it meets has ended, and no longer."""
 SMALL = 1 << 10
-"""Bytes up to which a tensor is copied at once, an optimizer's step counts among them."""
+"""Bytes up to which a tensor is copied at once: an optimizer's step count, for one."""
 STUCK_S = 60.0
 """Seconds without progress after which the disk counts as stuck."""
 SAMPLE = 8
+"""Numbers of each live tensor that are compared before and after it is read."""
 Copy = Callable[[torch.Tensor], torch.Tensor]
 
 
