@@ -24,7 +24,7 @@ from verl.utils.fsdp_utils import get_fsdp_full_state_dict
 
 from marl import checkpoint
 from marl.cluster.local import one_process
-from marl.cluster.workers import shard_files, whole_model
+from marl.cluster.workers import lora, shard_files, whole_model
 from marl.cluster.workers.shard_files import ShardFiles
 from marl.config.errors import ConfigError
 from marl.config.identity import identity_of
@@ -288,6 +288,18 @@ def test_an_optimizers_step_and_everybody_who_writes_shards_release_them_first(a
     assert held_until(critic.renew_target, critic.engine.checkpoint_manager)
     assert held_until(critic._exchange_target, critic.engine.checkpoint_manager)
     assert held_until(critic.engine.optimizer.step, critic.engine.checkpoint_manager)
+
+
+@pytest.mark.slow
+def test_merged_adapters_release_the_weights_first(alone, tmp_path):
+    """Merging changes them in place, and is undone before anybody could see it."""
+    live = alone("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora.merge=true")
+    engine = next(iter(live.trainer.policies.values())).workers.worker.actor.engine
+    engine.checkpoint_manager.save_checkpoint(str(tmp_path / "other"))
+    jobs, states = engine.checkpoint_manager.taken(), [state() for state in engine.checkpoint_manager.live]
+    assert jobs and any(state.is_live for state in states)
+    assert list(lora.merged_parameters(engine))
+    assert not any(state.is_live for state in states)
 
 
 def test_gathered_weights_that_are_copies_are_not_copied_again(shard_file, tmp_path, monkeypatch):
