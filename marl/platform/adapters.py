@@ -20,6 +20,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from marl.platform.engine import CPUEngineWithLMHead, GPUEngineWithLMHead
 from marl.platform.shards import reshard
+from marl.utils import dtensors
 
 ADAPTED = "adapted_language_model"
 """verl's ``model_type`` of these engines."""
@@ -239,8 +240,7 @@ def unnamed(key: str, adapter: str) -> str:
 
 def shard(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part; writing to it changes the model."""
-    kept = tensor.detach()
-    return kept.to_local() if isinstance(kept, DTensor) else kept
+    return dtensors.local(tensor.detach())
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from marl.utils.dtensors import local
+
 SAMPLES = 256
 """Numbers of a tensor that are read; all of a smaller one."""
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -63,10 +65,6 @@ def sums_of(products: Tensor, counts: Sequence[int]) -> list[int]:
     ends = torch.tensor([0, *counts], device=products.device).cumsum(0)
     totals: list[int] = running[ends].diff().tolist()
     return totals
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Sample:

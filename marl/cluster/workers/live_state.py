@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
+from marl.utils.dtensors import local
 from marl.utils.trees import mapped
 
 PIECE = 16 << 20
@@ -45,7 +45,7 @@ class LiveState:
         return bool(self.live)
 
     def _live_or_copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        own = local(tensor)
         if own.device.type != "cpu" or own.nbytes <= SMALL or own.untyped_storage().nbytes() > own.nbytes:
             return self.copy(tensor)
         self.live[id(tensor)] = own

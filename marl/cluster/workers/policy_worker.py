@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 from tensordict import TensorDict
-from torch.distributed.tensor import DTensor
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name, get_torch_device
@@ -34,6 +33,7 @@ from marl.platform.adapters import of_adapters
 from marl.platform.determinism import seed_generators
 from marl.platform.shards import reshard, settle_dtypes
 from marl.utils.allocator import keep_freed_memory
+from marl.utils.dtensors import local
 from marl.utils.garbage import collect_garbage, freeze_gc
 from marl.utils.ragged import of_responses
 from marl.utils.trees import copied, load_tree, save_tree
@@ -249,8 +249,7 @@ def shards(worker: TrainingWorker) -> Iterator[tuple[str, torch.Tensor]]:
     reshard(module)
     get_torch_device().synchronize()  # verl moves weights to the host without waiting for the copies
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
-        shard = tensor.detach()
-        yield name, shard.to_local() if isinstance(shard, DTensor) else shard
+        yield name, local(tensor.detach())
 
 
 def same_shards(reference: TrainingWorker, policy: TrainingWorker) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig
 from verl.utils.transformers_compat import drop_tied_target_keys
 
+from marl.utils.dtensors import local
+
 Weights = dict[str, torch.Tensor]
 Place = tuple[str, int]
 Copies = dict[tuple[Any, ...], DTensor]
@@ -52,14 +54,14 @@ def write_into(shell: Any, folder: Path, weights: Weights) -> None:
 
 def place(tensor: torch.Tensor) -> Place:
     """The memory that a tensor shows, or this rank's part of it."""
-    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    own = local(tensor)
     return own.device.type, own.untyped_storage().data_ptr()
 
 
 def copy_of(tensor: torch.Tensor, copies: Copies) -> torch.Tensor:
     """A copy in the host's memory that no later update changes. The copy of a DTensor is kept in ``copies``, and given for others
     of the same memory: tied weights, and the gathered weight of a rank that is alone, a plain tensor."""
-    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    own = local(tensor)
     shown = own.device.type, own.data_ptr(), tensor.shape, own.shape, own.stride(), own.dtype
     if shown in copies:
         return copies[shown].to_local() if own is tensor else copies[shown]
