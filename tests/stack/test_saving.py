@@ -306,11 +306,18 @@ def test_gathered_weights_that_are_copies_are_not_copied_again(shard_file, tmp_p
     """As on several ranks, and from a GPU."""
     files, model = shard_file
     gathered = {name: weight.clone() for name, weight in get_fsdp_full_state_dict(model).items()}
-    monkeypatch.setattr(shard_files, "get_fsdp_full_state_dict", lambda *_, **__: dict(gathered))
+    monkeypatch.setattr(files, "_whole_model", lambda: dict(gathered))
     files.save_checkpoint(str(tmp_path))
     files.release()
     *_, written, live = files.taken()[-1].args
     assert written and all(weight is gathered[name] for name, weight in written.items()) and live.state == {}
+
+
+def test_a_rank_that_is_alone_has_the_weights_that_several_gather(shard_file):
+    files, model = shard_file
+    own, gathered = files._whole_model(), get_fsdp_full_state_dict(model)
+    assert gathered and own.keys() == gathered.keys()
+    assert all(type(own[name]) is type(weight) and torch.equal(own[name], weight) for name, weight in gathered.items())
 
 
 def test_a_weight_of_a_rank_that_is_alone_is_copied_once(shard_file, tmp_path):

@@ -21,6 +21,7 @@ from verl.utils.fsdp_utils import fsdp_version, get_fsdp_full_state_dict
 
 from marl.cluster.workers import whole_model
 from marl.cluster.workers.live_state import LiveState
+from marl.utils.dtensors import local
 from marl.utils.marks import leave, reserve
 from marl.utils.pickles import read
 from marl.utils.trees import on_host
@@ -150,9 +151,9 @@ class ShardFiles(FSDPCheckpointManager):
             for name, state in self._states()
         ]
         if self.should_save_hf_model:
-            weights = get_fsdp_full_state_dict(self.model, offload_to_cpu=True, rank0_only=True)
+            weights = self._whole_model()
             if self.rank == 0:
-                self.jobs.append(self._job_of_whole_model(dict(weights), Path(local_path) / "huggingface", copies))
+                self.jobs.append(self._job_of_whole_model(weights, Path(local_path) / "huggingface", copies))
 
     def _describe(self, folder: Path, *arguments: Any, **settings: Any) -> None:
         """The first time verl writes its files beside the weights, at once; afterwards they are rewritten unchanged."""
@@ -177,6 +178,12 @@ class ShardFiles(FSDPCheckpointManager):
         for state in filter(None, (state() for state in self.live)):
             state.release()
         self.live.clear()
+
+    def _whole_model(self) -> whole_model.Weights:
+        """The whole model's weights: of a rank that is alone the live ones, of several those that the first rank gathers."""
+        if self.world_size == 1:
+            return {name: local(weight) for name, weight in self.model.state_dict().items()}
+        return dict(get_fsdp_full_state_dict(self.model, offload_to_cpu=True, rank0_only=True))
 
     def _job_of_whole_model(self, weights: whole_model.Weights, folder: Path, copies: whole_model.Copies) -> Job:
         if self.shell is None:
