@@ -2,6 +2,8 @@
 
 import os
 import statistics
+import subprocess
+import sys
 import time
 from collections import defaultdict
 
@@ -9,10 +11,11 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from marl import checkpoint
+from marl.rollout import hf_server
 from marl.utils import folders
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(1200)]
-PAIRS, WALL, CPU = 10, 0, 1
+PAIRS, WALL, CPU = int(os.environ.get("MARL_PAIRS", "10")), 0, 1
 WIDE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 128}  # fmt: skip
 RUN = (
     "sharing=shared",
@@ -22,11 +25,29 @@ RUN = (
     "controller.ledger=true",
     "trainer.max_actor_ckpt_to_keep=2",
 )
+WRITER = """
+import hashlib, os, sys
+content = memoryview(os.urandom(1 << 20) * int(sys.argv[1]))
+print(flush=True)
+for number, _ in enumerate(sys.stdin):
+    with open(f"{sys.argv[2]}/{number}", "w+b", buffering=0) as file:
+        left = content
+        while left:
+            left = left[file.write(left[: 16 << 20]) :]
+        os.fsync(file.fileno())
+        file.seek(0)
+        hashlib.file_digest(file, "sha256")
+    if number > 1:
+        os.unlink(f"{sys.argv[2]}/{number - 2}")
+    print(flush=True)
+"""
+"""For each line that it reads: writes as many MiB as a checkpoint has, syncs and hashes them, keeps two files and says so."""
 
 
 @pytest.fixture
-def live(alone, cold_assets, tmp_path):
-    """A run whose checkpoints take about as long as its steps."""
+def live(alone, cold_assets, tmp_path, monkeypatch):
+    """A run whose checkpoints take about as long as its steps, which are all of the same work: no answer ends before its limit."""
+    monkeypatch.setattr(hf_server, "end_ids", lambda *_: frozenset())
     source = next(cold_assets.rglob("config.json")).parent
     folder = tmp_path / "wide"
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, **WIDE)).save_pretrained(folder)
@@ -65,30 +86,58 @@ def by_turns(clock, pairs, **works):
             works[name]()
 
 
-def test_a_step_beside_a_save_is_hardly_longer(live, monkeypatch):
-    """Without a save, beside one, and waiting for one; a checkpoint takes about as long as a step."""
+@pytest.fixture
+def write_elsewhere(tmp_path):
+    """Start a process that writes a number of MiB for each call, and return the call that starts it and the one that waits."""
+    started = []
+
+    def start(mib):
+        folder = tmp_path / "elsewhere"
+        folder.mkdir()
+        command = [sys.executable, "-c", WRITER, str(mib), str(folder)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        started.append(process)
+        process.stdout.readline()
+        return lambda: process.stdin.write("\n"), process.stdout.readline
+
+    yield start
+    for process in started:
+        process.stdin.close()
+        process.wait(60)
+
+
+def test_a_step_beside_a_save_is_hardly_longer(live, write_elsewhere, monkeypatch):
+    """Steps alone, beside a save, and beside a process that writes as much, which is the machine's own share."""
     clock = Clock()
     live.trainer.controller.ledger.root = None
     monkeypatch.setattr(folders, "seal", clock.timed("seal", folders.seal))
     monkeypatch.setattr(checkpoint, "finish", clock.timed("write", checkpoint.finish))
 
-    def beside():
-        live.wait(checkpoint.save(live.trainer))
+    def save_and_step():
+        clock.time("call", lambda: live.wait(checkpoint.save(live.trainer)))
         live.step()
 
-    def alone():
-        clock.time("step", live.step)
-
     def with_save():
-        clock.time("step and save", beside)
+        clock.time("step and save", save_and_step)
         clock.time("rest", lambda: live.wait(live.trainer.saving.flush()))
 
+    def with_writer():
+        begin()
+        clock.time("step and writer", live.step)
+        end()
+
     live.step()
-    by_turns(clock, PAIRS, alone=alone, with_save=with_save)
-    wall, cpu = clock.more("step and save", "step"), clock.more("step and save", "step", CPU)
+    with_save()
+    newest = max(live.trainer.folder.glob("global_step_*"), key=lambda path: path.stat().st_mtime)
+    begin, end = write_elsewhere(sum(path.stat().st_size for path in newest.rglob("*") if path.is_file()) >> 20)
+    clock.seen.clear()
+    by_turns(clock, PAIRS, alone=lambda: clock.time("step", live.step), with_save=with_save, with_writer=with_writer)
+    wall, writers = clock.more("step and save", "step"), clock.more("step and writer", "step")
     print(  # noqa: T201 - the figures
         f"\nstep {clock.median('step'):.2f} s, writing {clock.median('write'):.2f} s (sealing {clock.median('seal'):.2f} s), of which after "
-        f"the step {clock.median('rest'):.2f} s; a step with a save: {wall:+.1%} wall, {cpu:+.1%} CPU; load {os.getloadavg()[0]:.1f}"
+        f"the step {clock.median('rest'):.2f} s; a step with a save: {wall:+.1%} wall, {clock.more('step and save', 'step', CPU):+.1%} CPU, of "
+        f"which its call {clock.median('call') / clock.median('step'):.1%}; beside a process that writes as much {writers:+.1%} wall; "
+        f"load {os.getloadavg()[0]:.1f}"
     )
     assert wall * clock.median("step") < 0.7 * clock.median("write"), "the step waited for the write"
 
