@@ -50,7 +50,7 @@ def check_weights(model: Any, key: str) -> None:
 
 
 def size_of(config: Any, key: str) -> ModelSize:
-    """Count a model's parameters without making them. Raises ConfigError for a configuration that makes no model."""
+    """Count a model's parameters without making them. Raises ConfigError for a configuration that makes no causal model."""
     text = config.get_text_config()
     try:
         with torch.device("meta"):
@@ -60,6 +60,7 @@ def size_of(config: Any, key: str) -> ModelSize:
             f"{key}: its config.json makes no causal language model: {line(error)}; expected one that "
             "transformers can build"
         ) from None
+    check_causal(model, text, key)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     largest = max((sum(p.numel() for p in block.parameters()) for block in blocks(model)), default=parameters)
     heads = text.num_attention_heads
@@ -80,6 +81,19 @@ def size_of(config: Any, key: str) -> ModelSize:
         query_width=heads * head_dim,
         last_mlp=multiplied(mlp) if mlp is not None else 0,
     )
+
+
+def check_causal(model: torch.nn.Module, text: Any, key: str) -> None:
+    """Raise ConfigError for a model whose tokens attend to later ones, as those of BERT and of Gemma's embedding models do."""
+    flags = {part.is_causal for part in model.modules() if hasattr(part, "is_causal")}
+    for setting, causal in {"use_bidirectional_attention": False, "is_decoder": True}.items():
+        given = getattr(text, setting, None)
+        if flags == {False} and given is not None and bool(given) is not causal:
+            raise ConfigError(
+                f"{key}: its {setting}={given} lets tokens attend to later ones, and log-probs and values would depend on what is not "
+                f"sampled yet; expected a causal model, or model.override_config.{setting}={str(causal).lower()} for one that was "
+                "trained as such"
+            )
 
 
 def multiplied(module: torch.nn.Module) -> int:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
-from transformers import LlamaConfig, Qwen2Config
+from transformers import BertConfig, Gemma3TextConfig, LlamaConfig, Qwen2Config
 
 from marl.config.errors import ConfigError
 from marl.config.policies import own_settings
@@ -44,6 +44,25 @@ def test_a_tiny_llama_is_counted_without_being_made():
     assert (size.parameters, size.largest_block, size.embedding) == (2 * block + 100 * 64 + 64, block, 6400)
     assert (size.layers, size.hidden, size.kv_width, size.vocabulary) == (2, 64, 64, 100)
     assert size.linear_width == 2 * (4 * (64 + 64) + 3 * (64 + 160))
+
+
+@pytest.mark.parametrize(
+    ("make", "setting", "causal"),
+    [(Gemma3TextConfig, "use_bidirectional_attention", False), (BertConfig, "is_decoder", True)],
+)
+def test_a_model_whose_tokens_attend_to_later_ones_is_refused(make, setting, causal):
+    size = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 160,
+        "vocab_size": 100,
+    }
+    with pytest.raises(
+        ConfigError, match=rf"model: its {setting}={not causal} .*override_config.{setting}={str(causal).lower()}"
+    ):
+        size_of(make(**size, **{setting: not causal}), "model")
+    assert size_of(make(**size, **{setting: causal}), "model").layers == 2
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
