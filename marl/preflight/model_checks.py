@@ -86,12 +86,14 @@ def size_of(config: Any, key: str) -> ModelSize:
 def check_causal(model: torch.nn.Module, text: Any, key: str) -> None:
     """Raise ConfigError for a model whose tokens attend to later ones, as those of BERT and of Gemma's embedding models do."""
     flags = {part.is_causal for part in model.modules() if hasattr(part, "is_causal")}
-    for setting, causal in {"use_bidirectional_attention": False, "is_decoder": True}.items():
+    if flags != {False}:  # a causal model's attention over images, or to an encoder, is not causal either
+        return
+    for setting, causal in {"use_bidirectional_attention": None, "is_decoder": True}.items():
         given = getattr(text, setting, None)
-        if flags == {False} and given is not None and bool(given) is not causal:
+        if given is not None and bool(given) is not bool(causal):
             raise ConfigError(
                 f"{key}: its {setting}={given} lets tokens attend to later ones, and log-probs and values would depend on what is not "
-                f"sampled yet; expected a causal model, or model.override_config.{setting}={str(causal).lower()} for one that was "
+                f"sampled yet; expected a causal model, or model.override_config.{setting}={json.dumps(causal)} for one that was "
                 "trained as such"
             )
 

@@ -1,12 +1,21 @@
 """The memory plan and the batch arithmetic, against numbers that were computed by hand."""
 
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
-from transformers import BertConfig, Gemma3TextConfig, LlamaConfig, Qwen2Config
+from transformers import (
+    BertConfig,
+    Gemma3TextConfig,
+    Gemma4TextConfig,
+    GPTNeoXJapaneseConfig,
+    LlamaConfig,
+    PegasusConfig,
+    Qwen2Config,
+)
 
 from marl.config.errors import ConfigError
 from marl.config.policies import own_settings
@@ -37,6 +46,8 @@ HALF_BILLION = Qwen2Config(
     tie_word_embeddings=True,
 )
 
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 160, "vocab_size": 100}  # fmt: skip
+
 
 def test_a_tiny_llama_is_counted_without_being_made():
     size = size_of(TINY, "model")
@@ -47,22 +58,38 @@ def test_a_tiny_llama_is_counted_without_being_made():
 
 
 @pytest.mark.parametrize(
-    ("make", "setting", "causal"),
-    [(Gemma3TextConfig, "use_bidirectional_attention", False), (BertConfig, "is_decoder", True)],
+    ("make", "setting", "given", "remedy"),
+    [
+        (Gemma3TextConfig, "use_bidirectional_attention", True, None),
+        (Gemma4TextConfig, "use_bidirectional_attention", "all", None),
+        (BertConfig, "is_decoder", False, True),
+    ],
 )
-def test_a_model_whose_tokens_attend_to_later_ones_is_refused(make, setting, causal):
-    size = {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 160,
-        "vocab_size": 100,
-    }
-    with pytest.raises(
-        ConfigError, match=rf"model: its {setting}={not causal} .*override_config.{setting}={str(causal).lower()}"
-    ):
-        size_of(make(**size, **{setting: not causal}), "model")
-    assert size_of(make(**size, **{setting: causal}), "model").layers == 2
+def test_a_model_whose_tokens_attend_to_later_ones_is_refused(make, setting, given, remedy):
+    said = rf"model: its {setting}={given} .*override_config.{setting}={json.dumps(remedy)}"
+    with pytest.raises(ConfigError, match=said):
+        size_of(make(**SMALL, **{setting: given}), "model")
+    assert size_of(make(**SMALL, **{setting: remedy}), "model").layers == 2
+
+
+def test_a_critic_whose_tokens_attend_to_later_ones_is_refused(compose_config, cold_assets, tmp_path):
+    Gemma3TextConfig(**SMALL, use_bidirectional_attention=True).save_pretrained(tmp_path)
+    options = ("learner=mappo", f"critic.model.path={tmp_path}", "critic.model.tokenizer_path=null")
+    setup = prepare(compose_config(f"assets={cold_assets}", *options))
+    with pytest.raises(ConfigError, match=r"critic.model.path: its use_bidirectional_attention=True "):
+        plan_text(setup)  # by the plan, which every run prints before it starts
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Gemma4TextConfig(**SMALL, use_bidirectional_attention="vision"),
+        GPTNeoXJapaneseConfig(**SMALL, is_decoder=False),
+        PegasusConfig(d_model=64, decoder_layers=2, decoder_attention_heads=4, vocab_size=100, is_decoder=False),
+    ],
+)
+def test_a_causal_model_is_taken_whatever_these_settings_are(config):
+    assert size_of(config, "model").parameters
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
