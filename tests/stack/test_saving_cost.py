@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from marl import checkpoint
 from marl.rollout import hf_server
-from marl.utils import folders
+from marl.utils import folders, manifest
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(1200)]
 PAIRS, WALL, CPU = int(os.environ.get("MARL_PAIRS", "10")), 0, 1
@@ -41,7 +41,7 @@ for number, _ in enumerate(sys.stdin):
         os.unlink(f"{sys.argv[2]}/{number - 2}")
     print(flush=True)
 """
-"""For each line that it reads: writes as many MiB as a checkpoint has, syncs and hashes them, keeps two files and says so."""
+"""For each line that it reads, writes, syncs and hashes a file of so many MiB, keeps the last two files, and answers with a line."""
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ class Clock:
 
 
 def by_turns(clock, pairs, **works):
-    """The works one after another, each time in another order: what slows the machine slows all of them."""
+    """The works one after another, forwards and backwards by turns: what slows the machine slows all of them."""
     for number in range(pairs):
         for name in list(works) if number % 2 else reversed(works):
             works[name]()
@@ -88,7 +88,7 @@ def by_turns(clock, pairs, **works):
 
 @pytest.fixture
 def write_elsewhere(tmp_path):
-    """Start a process that writes a number of MiB for each call, and return the call that starts it and the one that waits."""
+    """Start a process that writes files of so many MiB. Returns two functions: one begins a file, one waits until it is written."""
     started = []
 
     def start(mib):
@@ -128,8 +128,8 @@ def test_a_step_beside_a_save_is_hardly_longer(live, write_elsewhere, monkeypatc
 
     live.step()
     with_save()
-    newest = max(live.trainer.folder.glob("global_step_*"), key=lambda path: path.stat().st_mtime)
-    begin, end = write_elsewhere(sum(path.stat().st_size for path in newest.rglob("*") if path.is_file()) >> 20)
+    (saved,) = live.trainer.folder.glob("global_step_*")
+    begin, end = write_elsewhere(sum(path.stat().st_size for path in manifest.files_in(saved)) >> 20)
     clock.seen.clear()
     by_turns(clock, PAIRS, alone=lambda: clock.time("step", live.step), with_save=with_save, with_writer=with_writer)
     wall, writers = clock.more("step and save", "step"), clock.more("step and writer", "step")
