@@ -29,11 +29,10 @@ from marl.cluster.workers.dispatch import rows_by_rank
 from marl.cluster.workers.interface import at_the_nodes_interface
 from marl.cluster.workers.policy_loss import policy_loss
 from marl.cluster.workers.shard_files import FolderWorker, ShardFiles, raise_lost, write
-from marl.platform.adapters import of_adapters
+from marl.platform.adapters import of_adapters, shard
 from marl.platform.determinism import seed_generators
 from marl.platform.shards import reshard, settle_dtypes
 from marl.utils.allocator import keep_freed_memory
-from marl.utils.dtensors import local
 from marl.utils.garbage import collect_garbage, freeze_gc
 from marl.utils.ragged import of_responses
 from marl.utils.trees import copied, load_tree, save_tree
@@ -249,7 +248,7 @@ def shards(worker: TrainingWorker) -> Iterator[tuple[str, torch.Tensor]]:
     reshard(module)
     get_torch_device().synchronize()  # verl moves weights to the host without waiting for the copies
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
-        yield name, local(tensor.detach())
+        yield name, shard(tensor)
 
 
 def same_shards(reference: TrainingWorker, policy: TrainingWorker) -> list[tuple[torch.Tensor, torch.Tensor]]:
