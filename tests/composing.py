@@ -8,10 +8,11 @@ from typing import Any
 import hydra
 import omegaconf.base
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.plugins.config_source import ConfigResult
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf
 
 import marl.main  # noqa: F401 - registers every option
@@ -20,10 +21,12 @@ from marl.config.overrides import hydra_overrides
 # every configuration reads the same files and interpolations, each time anew: a quarter of the time of tests that compose
 omegaconf.base.parse = functools.cache(omegaconf.base.parse)
 LOADED: dict[tuple[str, str], bytes] = {}
-READ_PACKAGED = ImportlibResourcesConfigSource.load_config
+Plugins.instance()  # registers the classes that read files: Hydra imports their modules a second time, by path
+Packaged = SourcesRegistry.instance().resolve("pkg")
+READ_PACKAGED = Packaged.load_config
 
 
-def read_packaged(source: ImportlibResourcesConfigSource, config_path: str) -> ConfigResult:
+def read_packaged(source: ConfigSource, config_path: str) -> ConfigResult:
     """Hydra's, of files that no test changes."""
     key = source.path, config_path
     if key not in LOADED:
@@ -31,7 +34,7 @@ def read_packaged(source: ImportlibResourcesConfigSource, config_path: str) -> C
     return pickle.loads(LOADED[key])
 
 
-ImportlibResourcesConfigSource.load_config = read_packaged
+Packaged.load_config = read_packaged
 
 BASES: dict[tuple, tuple[bytes, list]] = {}
 """Pickled configurations, by name and chosen options, with the options registered then: a test may register another one."""
