@@ -21,7 +21,7 @@ from marl.batch.utility_inputs import JointStates
 from marl.build_method import Data, method_options, offline_data, trainer_class
 from marl.cluster.critics import Critics
 from marl.cluster.launch import make_groups, start_groups, wait_for_cluster
-from marl.cluster.layout import model_config, policy_config
+from marl.cluster.layout import model_config, policy_configs
 from marl.config.deadlines import Phase, deadline_of
 from marl.config.endpoints import endpoint_policies
 from marl.config.engines import seeds_requests
@@ -231,7 +231,7 @@ async def build(
     seed_generators(derive_seed(config.seed, "generators of the driver"))
     tokenizers = {name: tokenizer_of(model_config(config, name)) for name in names}
     data = load_data(setup, tokenizers)
-    configs = {name: policy_config(config, name, index, run_id, data.steps) for index, name in enumerate(names)}
+    configs = policy_configs(config, names, run_id, data.steps)
     if config.controller.ledger and ledger_is_foreign(config, again):
         forget_all(Path(config.trainer.default_local_dir))
     with interrupted_at_once(), interrupted_after(*start_deadline(config, len(setup.pools))):

@@ -1,10 +1,12 @@
 """Layout of a run: a worker group for every policy and critic, with its pool and its settings."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from marl.config.copies import copied
 from marl.config.deadlines import Phase, deadline_of
 from marl.config.kinds import adapter_policies, frozen_policies
 from marl.config.placement import pool_of, size_of
@@ -17,9 +19,18 @@ def model_config(config: DictConfig, policy: str) -> Any:
     return own_settings(config, policy).model
 
 
-def policy_config(config: DictConfig, name: str, index: int, run_id: str, total_steps: int) -> Any:
-    """The whole configuration with one policy's ``actor_rollout_ref``: a copy, since verl's workers change theirs."""
-    own = OmegaConf.create(OmegaConf.to_container(config, resolve=True, enum_to_str=True))
+def policy_configs(config: DictConfig, names: Sequence[str], run_id: str, total_steps: int) -> dict[str, DictConfig]:
+    """The whole configuration with each policy's own ``actor_rollout_ref``: copies, since verl's workers change theirs."""
+    whole = OmegaConf.create(OmegaConf.to_container(config, resolve=True, enum_to_str=True))
+    return {
+        name: policy_config(config, copied(whole), name, index, run_id, total_steps) for index, name in enumerate(names)
+    }
+
+
+def policy_config(
+    config: DictConfig, own: DictConfig, name: str, index: int, run_id: str, total_steps: int
+) -> DictConfig:
+    """``own``, a resolved copy of the configuration, with one policy's settings."""
     from marl.rollout.vllm_sglang import OFFSET
 
     size, sync = size_of(config, pool_of(config, name)), deadline_of(own.resources, Phase.sync)

@@ -51,7 +51,8 @@ def own_settings(config: Any, name: str) -> Any:
         return config.actor_rollout_ref
     shared = OmegaConf.create(config.actor_rollout_ref)
     OmegaConf.set_struct(shared, False)
-    return OmegaConf.merge(shared, *changes)
+    shared.merge_with(*changes)
+    return shared
 
 
 FOLLOWERS = {

@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from marl.build import start_controller, start_deadline, tokenizer_of
 from marl.cluster.launch import check_cluster, make_groups, start_groups
-from marl.cluster.layout import model_config, policy_config
+from marl.cluster.layout import model_config, policy_configs
 from marl.cluster.session import session
 from marl.config.endpoints import hosted_policies
 from marl.config.errors import ConfigError
@@ -86,7 +86,7 @@ async def start(setup: Setup, source: Source, cleanup: ExitStack) -> Controller:
     if not config.resources.one_process:
         check_cluster(setup)
     tokenizers = {name: tokenizer_of(model_config(config, name)) for name in setup.policies}
-    configs = {name: policy_config(config, name, i, run_id, 1) for i, name in enumerate(setup.policies)}
+    configs = policy_configs(config, setup.policies, run_id, 1)
     with interrupted_after(*start_deadline(config, len(setup.pools))):
         groups, _ = make_groups(setup, configs, cleanup)
     await start_groups(groups, {})

@@ -7,6 +7,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from marl.config.copies import copied
 from marl.config.errors import ConfigError
 from marl.config.kinds import adapter_policies
 from marl.config.placement import PoolSize, Unplaceable, holds_servers, machines_of
@@ -139,7 +140,7 @@ def larger(setup: CheckedSetup, cluster: Cluster, pool: str) -> Iterator[PoolSiz
 
 def resized(setup: CheckedSetup, pool: str, size: PoolSize) -> CheckedSetup:
     """The run with another size of one pool."""
-    config = OmegaConf.create(setup.config)
+    config = copied(setup.config)
     OmegaConf.set_struct(config, False)
     config.resources.pools[pool] = PoolConfig(size.gpus, size.nodes, **members_of(setup, pool))
     return CheckedSetup(**(vars(setup) | {"config": config}))

@@ -8,9 +8,10 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
 import marl.config.schema  # noqa: F401 - registers our groups
+from marl.config.copies import copied
 from marl.config.dataset_rows import check_files, file_list
 from marl.config.endpoints import access_keys
 from marl.config.errors import ConfigError, resolve
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 def prepare(config: DictConfig, cluster: Cluster | None = None) -> CheckedSetup:
     """Resolve, make paths absolute (workers have other working directories), and check every rule. Raises ConfigError.
     ``cluster``: machines for ``resources.placement=auto``, if not this run's own."""
-    config = OmegaConf.create(config)
+    config = copied(config)
     resolve(config)
     use_columns(config)
     apply_sharing(config)

@@ -7,7 +7,7 @@ import sys
 import pytest
 from verl.utils.config import omega_conf_to_dataclass
 
-from marl.cluster.layout import parts_of, policy_config
+from marl.cluster.layout import parts_of, policy_configs
 from marl.cluster.workers.critic_worker import critic_settings
 from marl.preflight.prepare import prepare
 from tests.stack.conftest import ROOT, overrides_of
@@ -28,7 +28,7 @@ def test_a_script_is_composed_down_to_the_settings_of_its_workers(script, enviro
     config = setup.config
     assert config.trainer.device == "cuda" and config.actor_rollout_ref.rollout.name == "vllm"
     assert setup.ranks_by_pool == {"shared": 8}
-    configs = {name: policy_config(config, name, i, "run", 10) for i, name in enumerate(("agent_0", "agent_1"))}
+    configs = policy_configs(config, ["agent_0", "agent_1"], "run", 10)
     for own in configs.values():
         actor = omega_conf_to_dataclass(own.actor_rollout_ref.actor)
         rollout = omega_conf_to_dataclass(own.actor_rollout_ref.rollout)

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf, open_dict
 
 from marl.cluster.critic_group import CriticGroup
 from marl.cluster.launch import check_cluster
-from marl.cluster.layout import policy_config
+from marl.cluster.layout import policy_configs
 from marl.cluster.session import use_platform
 from marl.config.dataset_rows import check_files, check_row
 from marl.config.errors import ConfigError, explain
@@ -556,22 +556,18 @@ def test_a_reference_splits_sequences_as_its_policy_does(quickstart):
             "+policies.carol.actor.ppo_max_token_len_per_gpu=24",
             "actor_rollout_ref.actor.use_kl_loss=true",
         )
-        alice, carol = (
-            policy_config(config, name, i, "run", 9).actor_rollout_ref for i, name in enumerate(("alice", "carol"))
-        )
+        alice, carol = (own.actor_rollout_ref for own in policy_configs(config, ["alice", "carol"], "run", 9).values())
         assert [sequence_parallel(own[part]) for own in (alice, carol) for part in ("actor", "ref")] == [1, 1, 2, 2]
 
 
 def test_passes_without_gradients_follow_a_policys_own_token_budget(quickstart):
     own, key = "+policies.carol.actor.ppo_max_token_len_per_gpu=4096", "log_prob_max_token_len_per_gpu"
     config = quickstart(own)
-    alice, carol = (
-        policy_config(config, name, i, "run", 9).actor_rollout_ref for i, name in enumerate(("alice", "carol"))
-    )
+    alice, carol = (own.actor_rollout_ref for own in policy_configs(config, ["alice", "carol"], "run", 9).values())
     assert carol.actor.ppo_max_token_len_per_gpu == carol.rollout[key] == carol.ref[key] == 4096
     assert alice.actor.ppo_max_token_len_per_gpu == alice.rollout[key] == alice.ref[key] != 4096
     config = quickstart(own, f"+policies.carol.ref.{key}=2048", f"actor_rollout_ref.rollout.{key}=512")
-    carol = policy_config(config, "carol", 1, "run", 9).actor_rollout_ref
+    carol = policy_configs(config, ["carol"], "run", 9)["carol"].actor_rollout_ref
     assert (carol.rollout[key], carol.ref[key]) == (512, 2048), "what was set stays"
 
 
@@ -802,7 +798,7 @@ def test_a_right_configuration_passes_and_its_paths_are_absolute(quickstart):
 
 def test_a_policy_differs_from_the_others_where_it_says_so(quickstart):
     config = prepare(quickstart("+policies.carol.actor.optim.lr=5", "+policies.carol.pool=own")).config
-    alice, carol = (policy_config(config, name, i, "run", 9) for i, name in enumerate(("alice", "carol")))
+    alice, carol = policy_configs(config, ["alice", "carol"], "run", 9).values()
     assert (alice.actor_rollout_ref.actor.optim.lr, carol.actor_rollout_ref.actor.optim.lr) == (1e-3, 5)
     custom = carol.actor_rollout_ref.rollout.custom
     assert custom.seed != alice.actor_rollout_ref.rollout.custom.seed

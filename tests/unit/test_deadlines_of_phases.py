@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from marl.build import start_deadline
-from marl.cluster.layout import policy_config
+from marl.cluster.layout import policy_configs
 from marl.cluster.policy_group import RayPolicyGroup
 from marl.config.deadlines import Deadline, Phase, deadlines_of
 from marl.config.errors import ConfigError
@@ -81,9 +81,8 @@ def test_a_call_without_a_phase_names_the_deadline_of_all():
 
 
 def test_servers_hear_the_deadline_of_a_sync(compose_config):
-    custom = policy_config(
-        compose_config("resources.sync_timeout_s=7"), "alice", 0, "r", 1
-    ).actor_rollout_ref.rollout.custom
+    configs = policy_configs(compose_config("resources.sync_timeout_s=7"), ["alice"], "r", 1)
+    custom = configs["alice"].actor_rollout_ref.rollout.custom
     assert (custom["timeout_s"], custom["timeout_key"]) == (7, "resources.sync_timeout_s")
 
 

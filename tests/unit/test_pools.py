@@ -4,7 +4,7 @@ import pytest
 import ray
 
 from marl.cluster.launch import check_cluster
-from marl.cluster.layout import policy_config
+from marl.cluster.layout import policy_configs
 from marl.cluster.session import use_platform
 from marl.config.errors import ConfigError
 from marl.config.placement import PoolSize, Unplaceable, machines_of
@@ -110,7 +110,7 @@ def test_what_cannot_be_placed_is_refused_with_a_remedy(setup, words):
 
 def test_a_policys_workers_servers_and_batches_have_its_pools_size(setup):
     config = setup("learner=mappo", UNEQUAL, "trainer.n_gpus_per_node=2").config
-    alice, carol = (policy_config(config, name, 0, "run", 5) for name in ("alice", "carol"))
+    alice, carol = policy_configs(config, ["alice", "carol"], "run", 5).values()
     assert (alice.trainer.n_gpus_per_node, alice.trainer.nnodes) == (4, 2)
     assert (carol.trainer.n_gpus_per_node, carol.trainer.nnodes) == (1, 1)
     assert alice.actor_rollout_ref.rollout.n_gpus_per_node == 4

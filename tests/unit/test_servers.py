@@ -11,7 +11,7 @@ from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from marl.cluster import policy_group
 from marl.cluster.frozen_group import FrozenPolicyGroup
 from marl.cluster.launch import start_groups
-from marl.cluster.layout import policy_config
+from marl.cluster.layout import policy_configs
 from marl.rollout import vllm_sglang
 from marl.rollout.servers import CoalescingClient, DirectClient, PolicyServers
 from tests.builders import same_for_all
@@ -73,9 +73,8 @@ def test_a_replica_that_nobody_trains_has_weights_of_its_own():
 def test_servers_of_a_policy_that_nobody_trains_load_from_its_path(compose_config):
     adapters = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora.merge=true")
     config = compose_config("agents.carol.trainable=false", *adapters)
-    alice, carol = (
-        policy_config(config, name, i, "r", 1).actor_rollout_ref for i, name in enumerate(("alice", "carol"))
-    )
+    configs = policy_configs(config, ["alice", "carol"], "r", 1)
+    alice, carol = (own.actor_rollout_ref for own in configs.values())
     assert "frozen" not in alice.rollout.custom and carol.rollout.custom.frozen is True
     assert (alice.rollout.load_format, carol.rollout.load_format) == ("dummy", "auto")
     assert (alice.model.lora_rank, carol.model.lora_rank) == (4, 0)
@@ -241,7 +240,8 @@ def test_an_engine_is_ended_before_its_server_is_killed(monkeypatch):
 
 def test_every_policys_servers_know_the_runs_limit(compose_config):
     config = compose_config("resources.timeout_s=77")
-    assert policy_config(config, "alice", 0, "r", 1).actor_rollout_ref.rollout.custom["timeout_s"] == 77
+    own = policy_configs(config, ["alice"], "r", 1)["alice"]
+    assert own.actor_rollout_ref.rollout.custom["timeout_s"] == 77
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from marl.cluster.layout import policy_config
+from marl.cluster.layout import policy_configs
 from marl.rollout import vllm_sglang
 from marl.rollout.adapter_ids import adapter_ids, adapter_ranks
 from marl.rollout.servers import DirectClient
@@ -36,14 +36,12 @@ def test_servers_are_told_of_every_adapter_of_their_pool(compose_config):
         (("+policies.carol.pool=mine",), [{"alice": 12}, {"carol": 4}]),
     ):
         config = compose_config("sharing=lora", *vllm, *pools)
-        rollouts = [
-            policy_config(config, name, i, "r", 1).actor_rollout_ref.rollout
-            for i, name in enumerate(("alice", "carol"))
-        ]
+        configs = policy_configs(config, ["alice", "carol"], "r", 1)
+        rollouts = [own.actor_rollout_ref.rollout for own in configs.values()]
         assert [adapter_ranks(rollout) for rollout in rollouts] == expected
         assert {rollout.load_format for rollout in rollouts} == {"auto"}, "nobody sends the base"
     config.sharing = None
-    alone = policy_config(config, "alice", 0, "r", 1).actor_rollout_ref.rollout
+    alone = policy_configs(config, ["alice"], "r", 1)["alice"].actor_rollout_ref.rollout
     assert adapter_ids(alone) == {} and alone.load_format == "dummy"
     assert adapter_ids(rollouts[0]) == {"alice": 1}
 

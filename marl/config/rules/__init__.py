@@ -6,9 +6,8 @@ They run before anything starts and import neither torch nor ray.
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from marl.config.bounds import check_values
+from marl.config.copies import copied
 from marl.config.errors import ConfigError
 from marl.config.policies import own_settings
 from marl.config.precision import precision_of
@@ -85,7 +84,7 @@ def check(config: Any) -> None:
 
 def of_policy(config: Any, name: str, rules: Iterable[Callable[[Any], None]]) -> None:
     """Check rules on a policy's own settings. Raises ConfigError that names it."""
-    own = OmegaConf.create(config)
+    own = copied(config)
     own.actor_rollout_ref = own_settings(config, name)
     own.precision = precision_of(config, name)
     try:

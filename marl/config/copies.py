@@ -1,0 +1,18 @@
+"""Copies of configurations."""
+
+import pickle
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+
+def copied(config: Any) -> DictConfig:
+    """A deep copy of a whole configuration: ``OmegaConf.create`` gives the same, and takes three times as long."""
+    try:
+        return pickle.loads(pickle.dumps(config, pickle.HIGHEST_PROTOCOL))
+    except (
+        AttributeError,
+        TypeError,
+        pickle.PicklingError,
+    ):  # typed by a class that cannot be imported, or with such a value
+        return OmegaConf.create(config)
