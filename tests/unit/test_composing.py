@@ -32,6 +32,13 @@ def test_what_is_kept_and_set_is_what_hydra_composes(name, words):
         mine.learner.gamma = 0.123  # nobody else's
 
 
+def test_packaged_files_are_read_once(monkeypatch):
+    words = hydra_overrides(["learner=mappo"])
+    theirs = OmegaConf.to_yaml(composing.composed("quickstart", words))
+    monkeypatch.setattr(composing, "READ_PACKAGED", None)
+    assert composing.LOADED and OmegaConf.to_yaml(composing.composed("quickstart", words)) == theirs
+
+
 @pytest.mark.parametrize(
     "word",
     [

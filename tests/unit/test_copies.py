@@ -1,0 +1,69 @@
+"""Copies of configurations."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from omegaconf import OmegaConf
+
+from marl.cluster.layout import policy_configs
+from marl.config.copies import copied
+from marl.learners.happo import HAPPO
+
+
+class Shape(Enum):
+    round = "round"
+
+
+@dataclass
+class Typed:
+    shape: Shape = Shape.round
+    sizes: list[int] = field(default_factory=lambda: [1, 2])
+
+
+def holder(typed):
+    config = OmegaConf.create({"typed": OmegaConf.structured(typed), "size": "${typed.sizes}", "open": {"a": {"b": 1}}})
+    OmegaConf.set_struct(config, True)
+    OmegaConf.set_struct(config.open, False)
+    return config
+
+
+def must_be_alike(copy, config):
+    assert copy == OmegaConf.create(config) and copy is not config
+    assert OmegaConf.to_yaml(copy) == OmegaConf.to_yaml(config)
+    assert OmegaConf.get_type(copy.typed) is OmegaConf.get_type(config.typed) and copy.typed.shape is Shape.round
+    assert OmegaConf.is_struct(copy) and not OmegaConf.is_struct(copy.open)
+    copy.open.a.b, copy.open.new, copy.typed.sizes[0] = 7, 8, 9
+    assert (config.open.a.b, config.typed.sizes[0]) == (1, 1) and "new" not in config.open
+    assert copy["size"] == [9, 2] and config["size"] == [1, 2], "what refers to a key refers to the copy's"
+
+
+def test_a_copy_has_the_types_and_flags_and_is_independent():
+    config = holder(Typed)
+    must_be_alike(copied(config), config)
+
+
+def test_a_type_that_cannot_be_imported_is_copied_too():
+    @dataclass
+    class Local(Typed):
+        more: int = 3
+
+    config = holder(Local)
+    must_be_alike(copied(config), config)
+
+
+def test_a_composed_configuration_is_copied_with_its_types(compose_config):
+    config = compose_config("learner=happo", "+policies.carol.actor.optim.lr=5")
+    folder = config.trainer.default_local_dir  # from here on this run's, with its time in it
+    copy = copied(config)
+    assert copy == config and OmegaConf.get_type(copy.learner) is HAPPO.Config
+    assert copy.trainer.default_local_dir == folder
+
+
+def test_what_a_worker_changes_is_its_policys_alone(compose_config):
+    config = compose_config("+policies.carol.actor.optim.lr=5")
+    before = OmegaConf.to_yaml(config)
+    alice, carol = policy_configs(config, ["alice", "carol"], "run", 9).values()
+    alice.actor_rollout_ref.rollout.n = alice.data.train_batch_size = 77
+    alice.trainer.n_gpus_per_node = 8
+    assert 77 not in (carol.actor_rollout_ref.rollout.n, carol.data.train_batch_size)
+    assert carol.trainer.n_gpus_per_node != 8 and OmegaConf.to_yaml(config) == before
