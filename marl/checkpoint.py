@@ -73,11 +73,13 @@ async def save(trainer: MARLTrainer) -> None:
     if (trainer.folder / RUN).is_file():
         shutil.copy(trainer.folder / RUN, folder)
     folders.write_state(folder, state_of(trainer))
-    trees = {"data": trainer.tasks.state_dict(), "learner": trainer.learner.state_dict(), "random": random_states()}
+    trees = copied({"data": trainer.tasks.state_dict(), "learner": trainer.learner.state_dict()}) | {
+        "random": random_states()
+    }
     marks, deadline = list(chain.from_iterable(groups)), deadline_of(trainer.config.resources, Phase.save)
     facts, kept, saving = facts_of(trainer), Kept.of(trainer.config), trainer.saving
     ends = saving.failing.is_set, saving.hopeless.is_set
-    saving.start(finish, folder, copied(trees), facts, marks, deadline, kept, *ends)
+    saving.start(finish, folder, trees, facts, marks, deadline, kept, *ends)
 
 
 def finish(

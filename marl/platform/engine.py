@@ -34,9 +34,13 @@ class _CPUEngine(SortedMicroBatches, FSDPEngine):
         # a forward-only engine (the reference) is given CPUOffloadPolicy(pin_memory=True), which needs an accelerator
         forward_only, self.engine_config.forward_only = self.engine_config.forward_only, False
         try:
-            return super()._build_fsdp_module(module)
+            built = super()._build_fsdp_module(module)
         finally:
             self.engine_config.forward_only = forward_only
+        self._uses_fsdp2_cpu_offload_policy = (
+            True  # verl's sign not to move the weights to the device before it reads them
+        )
+        return built
 
 
 class SelectiveEngine(FSDPEngineWithLMHead):

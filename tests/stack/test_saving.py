@@ -21,11 +21,12 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.fsdp_utils import get_fsdp_full_state_dict
+from verl.workers.engine.fsdp import transformer_impl
 
 from marl import checkpoint
 from marl.cluster.local import one_process
 from marl.cluster.workers import lora, shard_files, whole_model
-from marl.cluster.workers.shard_files import ShardFiles
+from marl.cluster.workers.shard_files import ShardFiles, described_in
 from marl.config.errors import ConfigError
 from marl.config.identity import identity_of
 from marl.main import run
@@ -264,14 +265,27 @@ def test_a_write_beside_the_next_step_has_what_was_there_before(shard_file, tmp_
     assert torch.equal(saved, before if beside else before + 1) and torch.equal(whole, saved)
 
 
-def test_an_optimizers_step_and_everybody_who_writes_shards_release_them_first(alone, tmp_path):
+def test_a_save_writes_nothing_in_its_call_but_the_first(shard_file, tmp_path):
+    files, _ = shard_file
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        folder.mkdir()
+        files.save_checkpoint(str(folder))
+        written = [*folder.rglob("*")]
+        for job in files.taken():
+            job()
+    assert not written and described_in(tmp_path / "second") == described_in(tmp_path / "first") != {}
+
+
+def test_an_optimizers_step_and_everybody_who_writes_shards_release_them_first(alone, tmp_path, monkeypatch):
     """A policy's and a critic's step, a reference and a target that are exchanged, a checkpoint that is loaded."""
     live = alone("trainer.ref_update_freq=1", "actor_rollout_ref.actor.use_kl_loss=true", "learner=mappo")
     live.step()
     group = live.trainer.policies["alice"]
     worker, critic = group.workers.worker, next(iter(live.trainer.critics.groups.values())).workers.worker
     files = worker.actor.engine.checkpoint_manager
-    live.wait(group.save(tmp_path / "saved", False))
+    with monkeypatch.context() as patch:
+        patch.setattr(transformer_impl, "load_fsdp_model_to_gpu", None)  # a CPU's weights are where they are read
+        live.wait(group.save(tmp_path / "saved", False))
 
     def held_until(change, files=files):
         files.beside = True
@@ -303,10 +317,11 @@ def test_merged_adapters_release_the_weights_first(alone, tmp_path):
 
 
 def test_gathered_weights_that_are_copies_are_not_copied_again(shard_file, tmp_path, monkeypatch):
-    """As on several ranks, and from a GPU."""
+    """As on several ranks."""
     files, model = shard_file
+    monkeypatch.setattr(files, "world_size", 2)
     gathered = {name: weight.clone() for name, weight in get_fsdp_full_state_dict(model).items()}
-    monkeypatch.setattr(files, "_whole_model", lambda: dict(gathered))
+    monkeypatch.setattr(files, "_whole_model", lambda _: dict(gathered))
     files.save_checkpoint(str(tmp_path))
     files.release()
     *_, written, live = files.taken()[-1].args
@@ -315,7 +330,7 @@ def test_gathered_weights_that_are_copies_are_not_copied_again(shard_file, tmp_p
 
 def test_a_rank_that_is_alone_has_the_weights_that_several_gather(shard_file):
     files, model = shard_file
-    own, gathered = files._whole_model(), get_fsdp_full_state_dict(model)
+    own, gathered = files._whole_model(model.state_dict()), get_fsdp_full_state_dict(model)
     assert gathered and own.keys() == gathered.keys()
     assert all(type(own[name]) is type(weight) and torch.equal(own[name], weight) for name, weight in gathered.items())
 

@@ -139,26 +139,28 @@ class ShardFiles(FSDPCheckpointManager):
         jobs, self.jobs = self.jobs, []
         return jobs
 
+    @torch.no_grad()  # so that the parts of DTensors record no autograd node
     def save_checkpoint(self, local_path: str, *arguments: Any, **settings: Any) -> None:
         if fsdp_version(self.model) == 1:
             return super().save_checkpoint(local_path, *arguments, **settings)
         self._describe(Path(local_path), *arguments, **settings)
         get_torch_device().synchronize()  # verl moves moments to the host without waiting for the copies
         self.live = [state for state in self.live if state() is not None]
+        weights = self.model.state_dict() if self.should_save_model or self.should_save_hf_model else {}
         copies: whole_model.Copies = {}  # of the weights; those of the moments need not live as long
         self.jobs += [
             self._job(state, self._file(local_path, name), copies if name == "model" else {})
-            for name, state in self._states()
+            for name, state in self._states(weights)
         ]
         if self.should_save_hf_model:
-            weights = self._whole_model()
+            whole = self._whole_model(weights)
             if self.rank == 0:
-                self.jobs.append(self._job_of_whole_model(weights, Path(local_path) / "huggingface", copies))
+                self.jobs.append(self._job_of_whole_model(whole, Path(local_path) / "huggingface", copies))
 
     def _describe(self, folder: Path, *arguments: Any, **settings: Any) -> None:
-        """The first time verl writes its files beside the weights, at once; afterwards they are rewritten unchanged."""
+        """The first time verl writes its files beside the weights, at once; afterwards they are rewritten unchanged, by a job."""
         if self.described is not None:
-            return write_files(folder, self.described)
+            return self.jobs.append(partial(write_files, folder, self.described))
         with self._contents([]):
             super().save_checkpoint(str(folder), *arguments, **settings)
         self.described = described_in(folder) if self.rank == 0 else {}
@@ -179,10 +181,10 @@ class ShardFiles(FSDPCheckpointManager):
             state.release()
         self.live.clear()
 
-    def _whole_model(self) -> whole_model.Weights:
+    def _whole_model(self, weights: whole_model.Weights) -> whole_model.Weights:
         """The whole model's weights: of a rank that is alone the live ones, of several those that the first rank gathers."""
         if self.world_size == 1:
-            return {name: local(weight) for name, weight in self.model.state_dict().items()}
+            return {name: local(weight) for name, weight in weights.items()}
         return dict(get_fsdp_full_state_dict(self.model, offload_to_cpu=True, rank0_only=True))
 
     def _job_of_whole_model(self, weights: whole_model.Weights, folder: Path, copies: whole_model.Copies) -> Job:
@@ -191,9 +193,14 @@ class ShardFiles(FSDPCheckpointManager):
         whole_model.drop_tied(self.shell, weights)
         if not self.beside:
             return partial(whole_model.write_into, self.shell, folder, weights)
+        own = weights if self.world_size == 1 else self._live_among(weights)
+        gathered = {name: weight for name, weight in weights.items() if name not in own}
+        return partial(write_whole, self.shell, folder, gathered, self._live(own, copies))
+
+    def _live_among(self, weights: whole_model.Weights) -> whole_model.Weights:
+        """Those that lie in the model's own memory: what ranks do not share is gathered without a copy."""
         places = {whole_model.place(tensor) for tensor in chain(self.model.parameters(), self.model.buffers())}
-        own = {name: weights.pop(name) for name in [*weights] if whole_model.place(weights[name]) in places}
-        return partial(write_whole, self.shell, folder, weights, self._live(own, copies))
+        return {name: weight for name, weight in weights.items() if whole_model.place(weight) in places}
 
     def load_checkpoint(self, local_path: str, *arguments: Any, **settings: Any) -> None:
         self.release()
@@ -214,10 +221,9 @@ class ShardFiles(FSDPCheckpointManager):
     def _file(self, folder: str, state: str) -> str:
         return f"{folder}/{state}_world_size_{self.world_size}_rank_{self.rank}.pt"
 
-    def _states(self) -> Iterator[tuple[str, Any]]:
-        """Live states by the names of verl's files."""
+    def _states(self, weights: whole_model.Weights) -> Iterator[tuple[str, Any]]:
+        """Live states by the names of verl's files, of a model with these weights."""
         if self.should_save_model:
-            weights = self.model.state_dict()
             only = self.should_save_lora_only and self._has_lora()
             yield "model", {key: w for key, w in weights.items() if not only or "lora_" in key or ".adapter_" in key}
         if self.should_save_optimizer:
