@@ -51,6 +51,20 @@ def test_a_type_that_cannot_be_imported_is_copied_too():
     must_be_alike(copied(config), config)
 
 
+def test_a_value_that_cannot_be_pickled_is_copied_as_it_says_itself():
+    class Shared:
+        def __reduce_ex__(self, protocol):
+            raise TypeError("not to be pickled")
+
+        def __deepcopy__(self, memo):
+            return self
+
+    config = OmegaConf.create({"shared": Shared(), "own": [1]}, flags={"allow_objects": True})
+    copy = copied(config)
+    copy.own[0] = 2
+    assert copy.shared is config.shared and config.own == [1]
+
+
 def test_a_composed_configuration_is_copied_with_its_types(compose_config):
     config = compose_config("learner=happo", "+policies.carol.actor.optim.lr=5")
     folder = config.trainer.default_local_dir  # from here on this run's, with its time in it
