@@ -25,7 +25,7 @@ from verl.workers.engine.fsdp import transformer_impl
 
 from marl import checkpoint
 from marl.cluster.local import one_process
-from marl.cluster.workers import lora, shard_files, whole_model
+from marl.cluster.workers import live_state, lora, shard_files, whole_model
 from marl.cluster.workers.shard_files import ShardFiles, described_in
 from marl.config.errors import ConfigError
 from marl.config.identity import identity_of
@@ -335,10 +335,14 @@ def test_a_rank_that_is_alone_has_the_weights_that_several_gather(shard_file):
     assert all(type(own[name]) is type(weight) and torch.equal(own[name], weight) for name, weight in gathered.items())
 
 
-def test_a_weight_of_a_rank_that_is_alone_is_copied_once(shard_file, tmp_path):
+@pytest.mark.parametrize("when", ["at the next update", "at once, as on a GPU"])
+def test_a_weight_of_a_rank_that_is_alone_is_copied_once(shard_file, tmp_path, monkeypatch, when):
     files, _ = shard_file
+    if when != "at the next update":
+        monkeypatch.setattr(live_state, "SMALL", 1 << 40)
     files.save_checkpoint(str(tmp_path))
     shard, whole = (state() for state in files.live)
+    assert shard.is_live == whole.is_live == (when == "at the next update")
     files.release()
     copies = {name: weight.to_local().data_ptr() for name, weight in shard.state.items()}
     assert whole.state and {name: weight.data_ptr() for name, weight in whole.state.items()}.items() <= copies.items()

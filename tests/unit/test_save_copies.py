@@ -23,17 +23,17 @@ def planned(compose_config, cold_assets):
     return plan
 
 
-def test_weights_and_two_moments_of_every_trained_parameter_are_copied(planned):
-    setup, members = planned("agents.carol.trainable=false")
+@pytest.mark.parametrize("options", [(), ("hardware=gpu", "trainer.n_gpus_per_node=1")])
+def test_weights_and_two_moments_of_every_trained_parameter_are_copied(planned, options):
+    setup, members = planned("agents.carol.trainable=false", *options)
     assert save_copies.copies_of(setup, members) == 12 * setup.sizes["alice"].parameters, "in full precision"
 
 
-@pytest.mark.parametrize("options", [("trainer.n_gpus_per_node=2",), ("hardware=gpu",)])
-def test_a_whole_model_that_several_ranks_or_a_gpu_gather_is_one_copy_more(planned, options):
-    setup, members = planned("agents.carol.trainable=false", *options)
+def test_a_whole_model_that_several_ranks_gather_is_one_copy_more(planned):
+    options = "agents.carol.trainable=false", "trainer.n_gpus_per_node=2"
+    setup, members = planned(*options)
     assert save_copies.copies_of(setup, members) == 16 * setup.sizes["alice"].parameters
-    contents = "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra]"
-    setup, members = planned("agents.carol.trainable=false", contents, *options)
+    setup, members = planned(*options, "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra]")
     assert save_copies.copies_of(setup, members) == 12 * setup.sizes["alice"].parameters
 
 
@@ -47,7 +47,7 @@ def test_a_critic_is_copied_with_its_target_and_its_whole_model(planned):
         return (save_copies.copies_of(setup, members) - alice) / memory.weights, size_of(setup.config, pool).ranks
 
     whole = "critic.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
-    assert critic_of("learner=mappo") == critic_of("learner=mappo", whole) == (3, 1), "alone on a CPU"
+    assert critic_of("learner=mappo") == critic_of("learner=mappo", whole) == (3, 1), "alone"
     assert critic_of("learner=qmix", "credit=team") == (4, 1), "a target"
 
 
