@@ -37,9 +37,8 @@ class _CPUEngine(SortedMicroBatches, FSDPEngine):
             built = super()._build_fsdp_module(module)
         finally:
             self.engine_config.forward_only = forward_only
-        self._uses_fsdp2_cpu_offload_policy = (
-            True  # verl's sign not to move the weights to the device before it reads them
-        )
+        # verl then does not move the weights to the device before it reads them: they are there
+        self._uses_fsdp2_cpu_offload_policy = True
         return built
 
 
