@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.device import get_device_name
 
 from marl.cluster.policy_group import RayPolicyGroup
 from marl.cluster.workers.policy_worker import process_group_backend
+from marl.config.built import built
 from marl.rollout.hf import LOCAL_SERVERS, server_name
 from marl.rollout.hf_server import HFServer
 from marl.rollout.requests import Draft
@@ -112,9 +112,9 @@ class LocalServers:
     """The one server of a policy, with the surface of :class:`marl.rollout.servers.PolicyServers`."""
 
     def __init__(self, config: Any) -> None:
-        self.config, rollout = config, omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+        self.config, rollout = config, built(config.actor_rollout_ref.rollout)
         self.name = server_name(rollout, replica_offset(rollout))
-        model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
+        model = built(config.actor_rollout_ref.model)
         with torch.random.fork_rng(devices=[]):  # a replay has no servers: one must not advance the trainer's generator
             server = LocalServer(rollout, model, get_device_name())
         self.server_handles = [LocalHandle(server)]

@@ -12,12 +12,12 @@ import ray
 from tensordict import TensorDict
 from verl.checkpoint_engine import CheckpointEngineManager
 from verl.utils import tensordict_utils as tu
-from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from marl.cluster.balance import as_before
 from marl.cluster.worker_group import WorkerGroup, flatten_metrics
+from marl.config.built import built
 from marl.config.deadlines import Phase
 from marl.config.policies import sequence_parallel
 from marl.config.precision import gap_alarm
@@ -69,7 +69,7 @@ class RayPolicyGroup(WorkerGroup):
         self.servers: Any = PolicyServers(self.config, self.workers)
         await self._wait("starting its servers", self._launch(), Phase.start)
         self.weight_sync = CheckpointEngineManager(
-            config=omega_conf_to_dataclass(self.rollout.checkpoint_engine),
+            config=built(self.rollout.checkpoint_engine),
             actor_wg=self.workers,
             replicas=self.servers.get_replicas(),
         )

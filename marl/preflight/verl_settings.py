@@ -9,14 +9,13 @@ from importlib.resources import files
 from typing import Any
 
 import yaml
-from hydra.errors import InstantiationException
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
-from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 
 import marl.rollout.hf  # noqa: F401 - registers our backend
+from marl.config.built import built
 from marl.config.errors import ConfigError, plain
 from marl.config.targets import check_target, targets_in, trusted_modules
 from marl.modules.pretrained import line
@@ -94,10 +93,9 @@ def check_precision(name: str, engine: Any) -> None:
 
 def must_be_buildable(key: str, group: Any) -> None:
     try:
-        omega_conf_to_dataclass(group)
-    except (InstantiationException, ValueError, TypeError, AssertionError, NotImplementedError) as error:
-        cause = error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error
-        raise ConfigError(f"{key}: verl rejects it: {cause}; expected settings that are compatible") from None
+        built(group)
+    except Exception as error:  # of any dataclass, a user's too
+        raise ConfigError(f"{key}: verl rejects it: {error}; expected settings that are compatible") from None
 
 
 def must_be_known(key: str, value: Any, known: set[str]) -> None:

@@ -14,7 +14,6 @@ from omegaconf import DictConfig
 from tensordict import TensorDict
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils import tensordict_utils as tu
-from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.device import get_torch_device
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.utils.losses import ppo_loss
@@ -25,6 +24,7 @@ from marl.cluster.workers.policy_loss import policy_loss
 from marl.cluster.workers.policy_worker import EngineWorker, PolicyWorker, log_probs_of, timed
 from marl.cluster.workers.shard_files import raise_lost, write
 from marl.cluster.workers.whole_model import drop_tied, shell_of, write_into
+from marl.config.built import built
 from marl.modules.adapters import first_weights, lora_arguments
 from marl.platform.adapters import ADAPTED, AdapterEngine, AdapterSpec, merged, of_adapters, unnamed, whole
 from marl.utils.garbage import collect_garbage, freeze_gc
@@ -34,14 +34,12 @@ from marl.utils.weight_digest import Digest, digest_of
 
 def spec_of(own: DictConfig, seed: int) -> AdapterSpec:
     """An adapter as a policy's ``actor_rollout_ref`` describes it."""
-    return AdapterSpec(
-        lora_arguments(own.model), omega_conf_to_dataclass(own.actor).optim, seed, first_weights(own.model)
-    )
+    return AdapterSpec(lora_arguments(own.model), built(own.actor).optim, seed, first_weights(own.model))
 
 
 def loss_of(own: DictConfig) -> Any:
     """A policy's loss, from its ``actor_rollout_ref``."""
-    return partial(policy_loss, partial(ppo_loss, config=omega_conf_to_dataclass(own.actor)))
+    return partial(policy_loss, partial(ppo_loss, config=built(own.actor)))
 
 
 class AdapterEngineWorker(EngineWorker):

@@ -12,13 +12,13 @@ from omegaconf import DictConfig
 from tensordict import TensorDict
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils import tensordict_utils as tu
-from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import TrainingWorkerConfig
 
 from marl.cluster.workers.critic_loss import critic_loss, read_values
 from marl.cluster.workers.dispatch import rows_by_rank
 from marl.cluster.workers.policy_worker import EngineWorker, shards, timed
 from marl.cluster.workers.shard_files import raise_lost, write
+from marl.config.built import built
 from marl.platform.determinism import seed_generators
 from marl.utils.garbage import collect_garbage, freeze_gc
 from marl.utils.trees import copied, load_tree, save_tree
@@ -26,7 +26,7 @@ from marl.utils.trees import copied, load_tree, save_tree
 
 def critic_settings(config: DictConfig) -> Any:
     """verl's critic dataclass, with the engine's micro-batch sizes that verl's own trainer copies by hand."""
-    settings = omega_conf_to_dataclass(config)
+    settings = built(config)
     engine = settings.engine
     engine.use_dynamic_bsz = settings.use_dynamic_bsz
     engine.max_token_len_per_gpu = settings.ppo_max_token_len_per_gpu

@@ -8,6 +8,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from marl.cluster.workers.dispatch import rows_by_rank
 from marl.cluster.workers.interface import at_the_nodes_interface
 from marl.cluster.workers.policy_loss import policy_loss
 from marl.cluster.workers.shard_files import FolderWorker, ShardFiles, raise_lost, write
+from marl.config.built import built
 from marl.platform.adapters import of_adapters, shard
 from marl.platform.determinism import seed_generators
 from marl.platform.shards import reshard, settle_dtypes
@@ -109,7 +111,7 @@ class PolicyWorker(FolderWorker, ActorRolloutRefWorker):
     ref_worker_cls = EngineWorker
 
     def __init__(self, config: Any, role: str, **kwargs: Any) -> None:
-        super().__init__(config, role, **kwargs)
+        super().__init__(sections(config), role, **kwargs)
         ensure_process_group()
 
     def _seed(self) -> None:
@@ -121,9 +123,10 @@ class PolicyWorker(FolderWorker, ActorRolloutRefWorker):
         self._seed()
         role, model = self.role, self.config.model
         if self._is_ref:
-            self.role, self.config.model = "ref", reference_model(self.config)
+            self.role, self.config.model = "ref", built(reference_model(self.config))
             super().init_model()
-            self.role, self.config.model = "actor_rollout", model
+            self.role = "actor_rollout"
+        self.config.model = built(model)
         super().init_model()
         self.role = role
         self.actor.set_loss_fn(partial(policy_loss, self.loss_fn))
@@ -231,7 +234,14 @@ class PolicyWorker(FolderWorker, ActorRolloutRefWorker):
         super().load_checkpoint(*args, **kwargs)
 
 
-def reference_model(config: DictConfig) -> Any:
+def sections(config: DictConfig) -> Any:
+    """A policy's ``actor_rollout_ref`` with the objects of its actor and rollout, which verl takes as they are. Its model's reads
+    files, and is left for later; verl changes ``ref`` before it reads it."""
+    objects = {name: built(config[name]) for name in ("actor", "rollout")}
+    return SimpleNamespace(model=config.model, ref=config.ref, **objects)
+
+
+def reference_model(config: Any) -> Any:
     """The policy's model, with what ``ref.model`` changes in it; verl's own dataclass knows no such key."""
     with open_dict(config.ref):
         changes = {key: value for key, value in (config.ref.pop("model", None) or {}).items() if value is not None}
