@@ -113,7 +113,6 @@ $(VENV)/installed: pyproject.toml constraints-cpu.txt
 	@$(call install,torch)
 	@echo "3/3 verl, Ray and what else it stands on: some 0.5 GB"
 	@$(call install,-e ".[dev]")
-	@$(VENV)/bin/python -m compileall -q marl recipe
 	@touch $@
 
 # all at once, so that torch is the one that vLLM was built with; flash-attn is compiled against it
@@ -130,7 +129,6 @@ $(VENV)/gpu-installed: pyproject.toml
 		echo "flash-attn was not installed: set actor_rollout_ref.model.override_config.attn_implementation=sdpa (docs/clusters.md)"
 	@$(VENV)/bin/python -c "import torch, vllm; assert torch.cuda.is_available(), 'torch finds no GPU'" || \
 		{ echo "vLLM cannot be used: see the error above; hf serves without it (actor_rollout_ref.rollout.name=hf)"; exit 1; }
-	@$(VENV)/bin/python -m compileall -q marl recipe
 	@touch $@ $(VENV)/installed
 
 # third-party builds, pinned by hash; the metadata gives verl vLLM's name and version

@@ -29,6 +29,7 @@ def small(compose_config, cold_assets, tmp_path):
     return compose
 
 
+@pytest.mark.slow
 def test_baselines_stand_beside_the_team(small, tmp_path):
     run(small("baseline=[solo,vote,untrained]", "trainer.logger=[file]", "learner=mappo"))
     found = run_summary.read_json(tmp_path)

@@ -66,6 +66,7 @@ def logged(alone):
         return [(set(live.step()), set(live.wait(live.trainer.validate()))) for live in lives]
 
 
+@pytest.mark.slow
 def test_every_metric_has_one_row_and_every_row_a_metric(logged):
     for steps, validated in logged:
         undocumented = {name: rows_of(name) for name in steps | validated if len(rows_of(name)) != 1}

@@ -22,7 +22,7 @@ class Trained(NamedTuple):
     steps: list
     """The metrics of each."""
     weights: list
-    """alice's and carol's whole models in the end."""
+    """The policies' whole models in the end, in the order of their names."""
     folder: Path
 
 
@@ -42,8 +42,8 @@ def train(cluster, compose_config, cold_assets, tmp_path_factory):
                 *([] if any(key.startswith("learner=") for key in overrides) else ["learner=mappo"]), *overrides,
             )  # fmt: skip
             run(config, lambda step, total, metrics: steps.append(metrics))
-            saved = [f"{policy}/actor/huggingface/model.safetensors" for policy in ("alice", "carol")]
-            weights = [load_file(folder / f"global_step_{STEPS}" / file) for file in saved]
+            saved = sorted((folder / f"global_step_{STEPS}").glob("*/actor/huggingface/model.safetensors"))
+            weights = [load_file(file) for file in saved]
             done[overrides] = Trained(steps, weights, folder)
         return done[overrides]
 
@@ -53,8 +53,8 @@ def train(cluster, compose_config, cold_assets, tmp_path_factory):
 OF_POLICIES = ("agent/alice/grad_norm", "agent/carol/grad_norm")
 
 
-def compare(first, second, of_critics=("critic/central/grad_norm", "critic/central/vf_loss")):
-    for key in (*OF_POLICIES, *of_critics):
+def compare(first, second, of_critics=("critic/central/grad_norm", "critic/central/vf_loss"), of_policies=OF_POLICIES):
+    for key in (*of_policies, *of_critics):
         for mine, theirs in zip(first.steps, second.steps, strict=True):
             assert theirs[key] == pytest.approx(mine[key], rel=1e-5, abs=1e-5), key
     for mine, theirs in zip(first.weights, second.weights, strict=True):
@@ -87,6 +87,17 @@ def proofs(monkeypatch):
     return errors, passed
 
 
+def test_two_ranks_train_a_policy_as_one_does(train):
+    """The least that is a policy over several ranks: three processes, of which one serves both ranks."""
+    shared = ("agents.carol.policy=alice", "learner=reinforce_plus_plus")  # whose baseline is the batch
+    ranks = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
+    one, two = train("resources.one_process=true", *shared), train(*ranks, *shared)
+    compare(one, two, of_critics=(), of_policies=["agent/alice/grad_norm"])
+    assert len(two.weights) == 1 and all(step["agent/alice/grad_norm"] > 0 for step in two.steps)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_pools_of_two_ranks_and_of_one_are_one(train, proofs):
     one = train("resources.one_process=true")
     errors, passed = proofs

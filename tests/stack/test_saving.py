@@ -42,6 +42,7 @@ def logged(folder):
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_run_is_kept_resumed_and_measured_on_other_data(alone, cold_assets, tmp_path, monkeypatch, caplog):
     """One after another: a run without save_freq, the same command again, one more step, and its weights on another file."""
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "foreign.jsonl"))

@@ -35,7 +35,7 @@ A, B = member("a", 10), member("b", 10)
 
 
 @pytest.mark.parametrize(
-    "members,cluster,expected",
+    "members,machines,expected",
     [
         ([A, B], (1, 2, 16), {"a": (["a"], 1, 1), "b": (["b"], 1, 1)}),
         ([A, B], (1, 4, 16), {"a": (["a"], 2, 1), "b": (["b"], 2, 1)}),
@@ -59,8 +59,8 @@ A, B = member("a", 10), member("b", 10)
         ([member("a", 10, most_ranks=2)], (1, 8, 16), {"a": (["a"], 2, 1)}),
     ],
 )  # fmt: skip
-def test_pools_by_hand(members, cluster, expected):
-    assert placed(members, *cluster) == expected
+def test_pools_by_hand(members, machines, expected):
+    assert placed(members, *machines) == expected
 
 
 def test_a_critic_is_a_member_and_alone_named_as_one():
