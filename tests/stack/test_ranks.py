@@ -43,6 +43,7 @@ def train(cluster, compose_config, cold_assets, tmp_path_factory):
             )  # fmt: skip
             run(config, lambda step, total, metrics: steps.append(metrics))
             saved = sorted((folder / f"global_step_{STEPS}").glob("*/actor/huggingface/model.safetensors"))
+            assert saved
             weights = [load_file(file) for file in saved]
             done[overrides] = Trained(steps, weights, folder)
         return done[overrides]

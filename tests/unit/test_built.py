@@ -11,28 +11,41 @@ from tests.composing import compose
 
 
 def described(value):
-    """A value and the types of all that is within: equal dataclasses may hold 1 and 1.0, a list and a tuple."""
+    """A value and the types of all that is within: equal dataclasses may hold 1 and 1.0, a list and a tuple. Of other objects only the
+    type."""
     if is_dataclass(value):
         return type(value), [(field.name, described(getattr(value, field.name))) for field in fields(value)]
     if isinstance(value, dict):
         return dict, [(key, described(item)) for key, item in value.items()]
     if isinstance(value, list | tuple):
         return type(value), [described(item) for item in value]
-    return type(value), value
+    return type(value), value if isinstance(value, str | int | float | None) else ...
 
 
+@pytest.mark.parametrize("words", [(), ("hardware=gpu",)], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("name", ["quickstart", "game", "marl"])
 @pytest.mark.parametrize(
     "section",
     ["actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.rollout.checkpoint_engine", "critic"],
 )
-def test_sections_of_shipped_configurations_are_those_of_verl(name, section):
-    config = compose(name=name)
+def test_sections_of_shipped_configurations_are_those_of_verl(name, words, section):
+    config = compose(*words, name=name)
     OmegaConf.resolve(config)
     node = OmegaConf.select(config, section)
     if section == "critic":  # its model's reads files, its level is ours
         node = OmegaConf.masked_copy(node, [key for key in node if key not in ("model", "level")])
     assert is_dataclass(built(node)) and described(built(node)) == described(omega_conf_to_dataclass(node))
+
+
+@pytest.mark.parametrize("section", ["actor_rollout_ref.model", "critic.model"])
+def test_models_read_the_same_files(section, cold_assets):
+    node = OmegaConf.select(compose(f"assets={cold_assets}"), section)
+    mine, verls = built(node), omega_conf_to_dataclass(node)
+    assert described(mine) == described(verls)
+    assert (
+        mine.hf_config.to_dict() == verls.hf_config.to_dict()
+        and mine.tokenizer.get_vocab() == verls.tokenizer.get_vocab()
+    )
 
 
 def test_objects_within_lists_and_dicts_are_built_and_values_resolved():

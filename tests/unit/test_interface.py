@@ -59,7 +59,6 @@ def test_ranks_on_gpus_meet_there_too_and_before_the_first_model(node, monkeypat
     monkeypatch.setattr(policy_worker, verls, lambda: met.append(os.environ.get(interface.VARIABLE)))
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(ActorRolloutRefWorker, "__init__", lambda *_, **__: None)
-    monkeypatch.setattr(policy_worker, "sections", lambda config: config)
     policy_worker.PolicyWorker(None, "actor")
     policy_worker.ensure_process_group()
     assert met == ["lo"]

@@ -21,7 +21,7 @@ from verl.workers.utils.losses import ppo_loss
 from marl.cluster.workers.dispatch import rows_by_rank
 from marl.cluster.workers.lora import collected, save_adapter, unwrapped
 from marl.cluster.workers.policy_loss import policy_loss
-from marl.cluster.workers.policy_worker import EngineWorker, PolicyWorker, log_probs_of, timed
+from marl.cluster.workers.policy_worker import EngineWorker, PolicyWorker, log_probs_of, sections, timed
 from marl.cluster.workers.shard_files import raise_lost, write
 from marl.cluster.workers.whole_model import drop_tied, shell_of, write_into
 from marl.config.built import built
@@ -73,6 +73,8 @@ class AdapterWorker(PolicyWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> None:
         self._seed()
+        model, self.config = self.config.model, sections(self.config)
+        self.config.model = built(model)
         ActorRolloutRefWorker.init_model(self)
         freeze_gc()
 

@@ -107,11 +107,12 @@ class PolicyWorker(FolderWorker, ActorRolloutRefWorker):
     """Overrides change one thing of verl's methods: they return at once, so that policies work at the same time."""
 
     role: str
+    config: Any
     actor_worker_cls: Any = EngineWorker
     ref_worker_cls = EngineWorker
 
     def __init__(self, config: Any, role: str, **kwargs: Any) -> None:
-        super().__init__(sections(config), role, **kwargs)
+        super().__init__(config, role, **kwargs)
         ensure_process_group()
 
     def _seed(self) -> None:
@@ -121,12 +122,13 @@ class PolicyWorker(FolderWorker, ActorRolloutRefWorker):
     def init_model(self) -> None:
         """verl's, part by part where there is a reference: its model may be another than the policy's."""
         self._seed()
-        role, model = self.role, self.config.model
+        role, config = self.role, self.config
+        self.config = sections(config)
         if self._is_ref:
-            self.role, self.config.model = "ref", built(reference_model(self.config))
+            self.role, self.config.model = "ref", built(reference_model(config))
             super().init_model()
             self.role = "actor_rollout"
-        self.config.model = built(model)
+        self.config.model = built(config.model)
         super().init_model()
         self.role = role
         self.actor.set_loss_fn(partial(policy_loss, self.loss_fn))
@@ -235,13 +237,12 @@ class PolicyWorker(FolderWorker, ActorRolloutRefWorker):
 
 
 def sections(config: DictConfig) -> Any:
-    """A policy's ``actor_rollout_ref`` with the objects of its actor and rollout, which verl takes as they are. Its model's reads
-    files, and is left for later; verl changes ``ref`` before it reads it."""
-    objects = {name: built(config[name]) for name in ("actor", "rollout")}
-    return SimpleNamespace(model=config.model, ref=config.ref, **objects)
+    """A policy's ``actor_rollout_ref``, its actor and rollout as objects, which verl's ``init_model`` takes as they are. ``ref`` stays
+    a section: verl changes its keys before it builds it. The caller builds ``model``."""
+    return SimpleNamespace(actor=built(config.actor), rollout=built(config.rollout), ref=config.ref)
 
 
-def reference_model(config: Any) -> Any:
+def reference_model(config: DictConfig) -> Any:
     """The policy's model, with what ``ref.model`` changes in it; verl's own dataclass knows no such key."""
     with open_dict(config.ref):
         changes = {key: value for key, value in (config.ref.pop("model", None) or {}).items() if value is not None}
