@@ -73,7 +73,8 @@ def preflight(setup: Setup) -> CheckedSetup:
                 check_adapter_base(own, bool(model.get_text_config().tie_word_embeddings), key)
         encoders[name] = encoder_of(config, own, key, thinking_of(config, name))
         check_loops(own.rollout, loops_of(config, name), trusted_modules(config))
-    warn_of_slow_bf16(config, setup.policies, bool(setup.pool_by_critic))
+    if "ensemble" not in config:
+        warn_of_slow_bf16(config, setup.policies, bool(setup.pool_by_critic))
     if setup.method.offline:
         check_examples(setup, encoders)
         return CheckedSetup(**vars(setup), sizes=sizes, encoders=encoders, tasks=[])
