@@ -1,4 +1,4 @@
-"""Classes that a configuration may name: Hydra imports and calls whatever stands at ``_target_``. Pure."""
+"""Classes that a configuration may name: whatever stands at ``_target_`` is imported and called. Pure."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,6 +38,6 @@ def check_target(key: str, target: Any, trusted: Sequence[str]) -> None:
     """Raise ConfigError for a target outside the trusted modules."""
     if not isinstance(target, str) or not is_within(target, trusted):
         raise ConfigError(
-            f"{key}={target}: expected a class of {', '.join(dict.fromkeys(trusted))}; Hydra would import and call it: leave it "
+            f"{key}={target}: expected a class of {', '.join(dict.fromkeys(trusted))}; it would be imported and called: leave it "
             f"as it is, or add its package to trusted_targets, as in trusted_targets=[{str(target).partition('.')[0]}]"
         )

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from hydra.utils import get_class
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 
@@ -94,8 +95,12 @@ def check_precision(name: str, engine: Any) -> None:
 def must_be_buildable(key: str, group: Any) -> None:
     try:
         built(group)
-    except Exception as error:  # of any dataclass, a user's too
-        raise ConfigError(f"{key}: verl rejects it: {error}; expected settings that are compatible") from None
+    except OmegaConfBaseException:  # names its key
+        raise
+    except Exception as error:  # whatever a class raises for what it is given
+        raise ConfigError(
+            f"{key}: {group._target_} rejects it: {line(error)}; expected settings that are compatible"
+        ) from None
 
 
 def must_be_known(key: str, value: Any, known: set[str]) -> None:
