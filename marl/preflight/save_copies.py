@@ -33,7 +33,7 @@ def copies_of_pool(setup: CheckedSetup, members: Sequence[tuple[str, Memory]], r
 
 def of_rank(setup: CheckedSetup, name: str, memory: Memory, ranks: int) -> float:
     """The parts that ``save_contents`` names, a critic's target, and a reference that is renewed. A rank that is alone writes
-    its whole model from the copies of its shard."""
+    its whole model from the copies of its shard, if it writes the shard too."""
     config = setup.config
     if name in setup.pool_by_policy:
         own = own_settings(config, name)
@@ -42,9 +42,10 @@ def of_rank(setup: CheckedSetup, name: str, memory: Memory, ranks: int) -> float
         trainer, model, kept = config.critic, config.critic.model, memory.reference
     if trainer.strategy != "fsdp2":  # FSDP1 writes at once
         return 0.0
-    alone = ranks == 1 and not model.lora_rank
-    sizes = {"model": memory.weights, "optimizer": memory.moments, "hf_model": 0.0 if alone else memory.weights}
-    return kept + sum(sizes.get(kind, 0.0) for kind in trainer.checkpoint.save_contents)
+    contents = trainer.checkpoint.save_contents
+    shared = ranks == 1 and not model.lora_rank and "model" in contents
+    sizes = {"model": memory.weights, "optimizer": memory.moments, "hf_model": 0.0 if shared else memory.weights}
+    return kept + sum(sizes.get(kind, 0.0) for kind in contents)
 
 
 def renews_reference(setup: CheckedSetup, name: str) -> bool:

@@ -76,10 +76,13 @@ def test_a_renewed_reference_is_copied(planned):
     assert save_copies.copies_of(setup, members) == 16 * setup.sizes["alice"].parameters
 
 
-def test_what_is_not_saved_is_not_copied(planned):
-    contents = "actor_rollout_ref.actor.checkpoint.save_contents=[model]"
-    setup, members = planned("agents.carol.trainable=false", contents)
-    assert save_copies.copies_of(setup, members) == 4 * setup.sizes["alice"].parameters
+@pytest.mark.parametrize(
+    ("contents", "each"), [("model", 4), ("hf_model", 4), ("model,hf_model", 4), ("hf_model,optimizer", 12)]
+)
+def test_what_is_not_saved_is_not_copied(planned, contents, each):
+    saved = f"actor_rollout_ref.actor.checkpoint.save_contents=[{contents}]"
+    setup, members = planned("agents.carol.trainable=false", saved)
+    assert save_copies.copies_of(setup, members) == each * setup.sizes["alice"].parameters
 
 
 @pytest.mark.parametrize(
