@@ -1,4 +1,4 @@
-"""What this machine's CPU computes slowly."""
+"""A warning of what this machine's CPU computes slowly."""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -18,12 +18,12 @@ def warn_of_slow_bf16(config: DictConfig, policies: Iterable[str], has_critics: 
     with AVX2 alone, a forward pass of 14 million parameters took 5 times as long as in full precision, a backward pass 27 times."""
     if config.trainer.device != "cpu" or has_fast_bf16():
         return
-    for key in keys_in_bf16(config, policies, has_critics):
+    key = next(keys_in_bf16(config, policies, has_critics), None)
+    if key is not None:
         logger.warning(
             "%s is bf16, for which this machine's CPU has no fast kernels: training can take twenty times as long as in fp32. Use fp32, "
             "which precision=null is with hardware=cpu", key,
         )  # fmt: skip
-        return
 
 
 def has_fast_bf16() -> bool:

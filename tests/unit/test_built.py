@@ -7,6 +7,8 @@ from omegaconf import MissingMandatoryValue, OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
 from marl.config.built import built
+from marl.config.errors import ConfigError
+from marl.preflight.verl_settings import must_be_buildable
 from tests.composing import compose
 
 
@@ -72,3 +74,11 @@ def test_a_missing_value_is_an_error():
     section = OmegaConf.create({"_target_": "verl.workers.config.FSDPOptimizerConfig", "lr": "???"})
     with pytest.raises(MissingMandatoryValue, match="lr"):
         built(section)
+
+
+def test_a_class_that_rejects_its_settings_is_named_and_a_missing_value_stays_one():
+    section = OmegaConf.create({"_target_": "verl.workers.config.FSDPOptimizerConfig", "speed": 1})
+    with pytest.raises(ConfigError, match="actor.optim: verl.*FSDPOptimizerConfig rejects it: TypeError: .*'speed'"):
+        must_be_buildable("actor.optim", section)
+    with pytest.raises(MissingMandatoryValue, match="lr"):
+        must_be_buildable("actor.optim", OmegaConf.create({"_target_": section._target_, "lr": "???"}))
