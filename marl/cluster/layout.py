@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from marl.config.copies import copied
+from marl.config.copies import copied, untyped
 from marl.config.deadlines import Phase, deadline_of
 from marl.config.kinds import adapter_policies, frozen_policies
 from marl.config.placement import pool_of, size_of
@@ -21,7 +21,7 @@ def model_config(config: DictConfig, policy: str) -> Any:
 
 def policy_configs(config: DictConfig, names: Sequence[str], run_id: str, total_steps: int) -> dict[str, DictConfig]:
     """The whole configuration with each policy's own ``actor_rollout_ref``: copies, since verl's workers change theirs."""
-    whole = OmegaConf.create(OmegaConf.to_container(config, resolve=True, enum_to_str=True))
+    whole = untyped(config)
     return {
         name: policy_config(config, copied(whole), name, index, run_id, total_steps) for index, name in enumerate(names)
     }

@@ -1,12 +1,15 @@
 """Copies of configurations."""
 
+import pickle
 from dataclasses import dataclass, field
 from enum import Enum
 
+import pytest
 from omegaconf import OmegaConf
 
 from marl.cluster.layout import policy_configs
-from marl.config.copies import copied
+from marl.config.copies import copied, untyped
+from marl.config.errors import resolve
 from marl.learners.happo import HAPPO
 
 
@@ -71,6 +74,57 @@ def test_a_composed_configuration_is_copied_with_its_types(compose_config):
     copy = copied(config)
     assert copy == config and OmegaConf.get_type(copy.learner) is HAPPO.Config
     assert copy.trainer.default_local_dir == folder
+
+
+def must_be_plain(copy, config):
+    plain = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
+    assert OmegaConf.to_container(pickle.loads(pickle.dumps(copy))) == plain
+    assert [type(value) for value in leaves(copy)] == [type(value) for value in leaves(OmegaConf.create(plain))]
+    copy.new = copy.open_group.new = 1
+
+
+def leaves(node):
+    """The types of groups, and the values."""
+    keys = (
+        ()
+        if not OmegaConf.is_config(node) or node._is_none()
+        else range(len(node))
+        if OmegaConf.is_list(node)
+        else node
+    )
+    yield OmegaConf.get_type(node) if keys else node._value()
+    for key in keys:
+        yield from leaves(node._get_node(key))
+
+
+@pytest.mark.parametrize("where", ["typed", "within.group", "within.list"])
+def test_other_processes_can_read_what_is_of_a_class_of_a_function(where):
+    class Colour(Enum):
+        red = 1
+
+    @dataclass
+    class Local(Typed):
+        colour: Colour = Colour.red
+        missing: str | None = None
+
+    config = OmegaConf.create(
+        {"within": {"list": [1, [None]], "group": None}, "open_group": {"is": "${within}"}, "one": [{"two": None}]}
+    )
+    value = OmegaConf.structured(Local)
+    OmegaConf.update(config, where, [{"a": value}] if where.endswith("list") else value)
+    config.shape = Colour.red
+    OmegaConf.set_struct(config, True)
+    resolve(config)
+    before = OmegaConf.to_yaml(config)
+    must_be_plain(untyped(config), config)
+    assert OmegaConf.to_yaml(config) == before
+
+
+@pytest.mark.parametrize("name", ["quickstart", "marl"])
+def test_a_shipped_configuration_without_types_holds_the_same(compose_config, name):
+    config = compose_config("+open_group={}", "runner=debate", "learner=mappo", name=name)
+    resolve(config)
+    must_be_plain(untyped(config), config)
 
 
 def test_what_a_worker_changes_is_its_policys_alone(compose_config):
