@@ -1,5 +1,6 @@
 """Fixtures of all tests: tiny models, made once a session, and one Ray session."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +38,12 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "cluster" in item.fixturenames or item.path.stem in IN_PROCESSES_OF_THEIR_OWN:
             item.add_marker(pytest.mark.ray)
+
+
+def pytest_collection_finish():
+    """Keep what all imports have made out of garbage collection, which would walk a million objects every few tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ def untyped(config: DictConfig) -> DictConfig:
     user's file, become plain, and enums their names. Keys may be added to it."""
     copy = copied(config)
     OmegaConf.set_struct(copy, None)  # type: ignore[arg-type]
-    typed = OmegaConf.masked_copy(copy, [key for key in copy if holds_types(copy._get_node(key))])
+    typed = OmegaConf.masked_copy(copy, [str(key) for key in copy if holds_types(copy._get_node(key))])
     plain: Any = OmegaConf.to_container(typed, enum_to_str=True)
     for key, value in plain.items():
         copy[key] = value

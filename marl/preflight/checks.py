@@ -6,7 +6,6 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from marl.cluster.layout import critic_config
 from marl.config.errors import ConfigError, plain
 from marl.config.kinds import answers_only, frozen_policies
 from marl.config.known_keys import check_known, check_typed
@@ -53,7 +52,7 @@ def preflight(setup: Setup) -> CheckedSetup:
     check_settings(config.actor_rollout_ref, trains=trains)
     check_typed(config)
     check_known(plain(config), known_keys(), fields_of)
-    check_critic_settings(critic_config(config))
+    check_critic_settings(config.critic)
     for name in setup.policies:
         own, key = own_settings(config, name), key_of(config, name)
         if changes_of(config.policies, name):

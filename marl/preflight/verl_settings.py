@@ -27,7 +27,7 @@ BUILT = ("actor", "rollout")
 PRECISIONS = {"fp32", "bf16", "fp16", "float32", "bfloat16", "float16"}
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """In C where it is built: OmegaConf's takes .3 s for verl's file."""
-UNREAD = ("forward_micro_batch_size", "forward_micro_batch_size_per_gpu")
+UNREAD = ("critic.forward_micro_batch_size", "critic.forward_micro_batch_size_per_gpu")
 """Numbers of verl's critic that its own YAML leaves null; batches sized by tokens do not use them."""
 OURS = ("_target_", "total_training_steps", "custom")
 """Not the user's to set: what Hydra reads, and what we write before a worker reads it."""
@@ -60,12 +60,12 @@ def must_be_scaled(name: str, actor: Any) -> None:
 
 
 def check_critic_settings(critic: Any) -> None:
-    """The same for ``critic``, without the keys that we add to verl's."""
-    given = [key for key in critic if key not in UNREAD or critic[key] is not None]
-    for key, value, expected in wrong_values(OmegaConf.masked_copy(critic, given), "critic"):
-        raise ConfigError(f"{key}={value}: {expected}")
+    """The same for ``critic``, without the key that we add to verl's."""
+    for key, value, expected in wrong_values(critic, "critic"):
+        if key != "critic.level" and not (key in UNREAD and value is None):
+            raise ConfigError(f"{key}={value}: {expected}")
     check_precision("critic.fsdp", critic.fsdp)
-    must_be_buildable("critic", OmegaConf.masked_copy(critic, [key for key in critic if key != "model"]))
+    must_be_buildable("critic", OmegaConf.masked_copy(critic, [key for key in critic if key not in ("level", "model")]))
 
 
 def check_targets(config: Any) -> None:
