@@ -19,6 +19,7 @@ from benchmarks.cases import EXTRA, FIGURES, QUICK_START, RATIOS, SYSTEMS, Figur
 from benchmarks.interleave import ONE_THREAD, WARM_UP, Child, SystemFailed, interleave
 from benchmarks.ratios import Spread, WorkDiffers, seconds
 from benchmarks.work import make_assets
+from marl.preflight.cpu_kernels import has_fast_bf16
 
 PACKAGES = ("torch", "transformers")
 PEERS = ("trl", "comlrl")
@@ -27,6 +28,7 @@ PATIENCE_S = 600.0
 QUICK_START_PATIENCE_S = 3600.0
 BUSY = 1.3
 """Wall over CPU seconds of a system of one thread, above which the machine had other work."""
+NO_BF16 = "this CPU has no fast kernels for bf16, without which a step takes over a minute; name the figure in ONLY to measure it"
 START = "start_over_trl"
 """CPU seconds from the start of the process to the end of its first step, ours / TRL's."""
 
@@ -83,6 +85,9 @@ class Bench:
         system = SYSTEMS[name]
         if system.peer and system.peer not in self.peers:
             self.outcome.missing[name] = f"{system.peer} is not installed in {self.options.peers}"
+            return None
+        if system.load.bf16 and not (self.options.named or self.options.smoke or has_fast_bf16()):
+            self.outcome.missing[name] = NO_BF16
             return None
         child = Child(name, self.command(system), self.folder, PATIENCE_S)
         try:
@@ -252,7 +257,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds}: expected at least 1")
-    options.only = [name for name in options.only.split(",") if name] or [*FIGURES, QUICK_START]
+    named = [name for name in options.only.split(",") if name]
+    options.named, options.only = bool(named), named or [*FIGURES, QUICK_START]
     return options
 
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import check, work
+from benchmarks import check, run, work
 from benchmarks.cases import EXTRA, FIGURES, QUICK_START, RATIOS, SYSTEMS, Selection, ratio
 from benchmarks.gate import SYSTEM, cpu_of_others
 from benchmarks.interleave import Child, SystemFailed, interleave, turns
@@ -185,6 +185,25 @@ def test_without_peers_their_ratios_are_null_and_the_reason_is_told(tmp_path):
     assert result["not_measured"]["trl_tiny"] == f"trl is not installed in {tmp_path / 'none'}"
     assert result["not_measured"]["comlrl_two"] == "not selected" and bench.outcome.errors == []
     assert "trl_tiny                 not measured: trl is not installed" in table(result)
+
+
+@pytest.mark.parametrize(
+    "words,fast,measured", [("", False, False), ("--only trl_bf16_small,floor_small", False, True), ("", True, True)]
+)
+def test_bf16_is_measured_where_it_is_fast_or_asked_for(tmp_path, monkeypatch, words, fast, measured):
+    says_that_it_is_up = """print('{"event": "ready", "cpu": 1.0}', flush=True)"""
+    monkeypatch.setattr(run, "has_fast_bf16", lambda: fast)
+    monkeypatch.setattr(Bench, "command", lambda *_: [sys.executable, "-c", says_that_it_is_up])
+    bench = Bench(parse([*words.split(), "--peers", str(tmp_path / "none"), "--out", str(tmp_path / "bench.json")]))
+    for name in ("floor_small", "ours_small", "floor_tiny"):
+        if child := bench.start(name):
+            child.stop()
+    assert list(bench.outcome.starts) == [*["floor_small", "ours_small"] * measured, "floor_tiny"]
+    bench.outcome.reports = dict.fromkeys(bench.outcome.starts, [REPORT])
+    bench.outcome.missing = dict.fromkeys(SYSTEMS.keys() - bench.outcome.starts, "left out") | bench.outcome.missing
+    bench.derive()
+    assert ("floor_small" in bench.outcome.spreads) == measured
+    assert ("no fast kernels" in bench.outcome.not_measured.get("floor_small", "")) == (not measured)
 
 
 def test_unequal_work_is_an_error_of_the_run_and_no_figure(tmp_path):
