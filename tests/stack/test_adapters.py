@@ -62,6 +62,7 @@ def test_an_adapter_is_updated_as_if_it_were_alone(alone, own):
     assert updated(together, "alice", rows["alice"])["lr"] == (0.02 if own else 0.01)
 
 
+@pytest.mark.slow
 def test_gathered_parameters_do_not_hide_the_switch(alone):
     """``reshard_after_forward=false`` keeps parameters gathered after a forward pass: adapters learn all the same."""
     fsdp = "actor_rollout_ref.actor.fsdp_config.reshard_after_forward"
@@ -94,6 +95,7 @@ def test_an_update_leaves_base_and_other_adapters_alone(alone):
     assert all(same_weights(after[index], state) for index, state in moments["state"].items())
 
 
+@pytest.mark.slow
 def test_the_clip_is_of_the_adapters_own_gradients(alone):
     """A gradient that another adapter left behind does not count."""
     live = alone(*ADAPTED)
@@ -107,6 +109,7 @@ def test_the_clip_is_of_the_adapters_own_gradients(alone):
     assert all(float(p.detach().abs().max()) < 1e2 for _, p in engine.module.named_parameters())
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_base(alone):
     kl = ("actor_rollout_ref.actor.use_kl_loss=true", "+policies.alice.actor.kl_loss_coef=0.5")
     live = alone(*ADAPTED, *kl)
@@ -155,6 +158,7 @@ def test_a_checkpoint_continues_every_adapter_to_the_last_bit(alone, tmp_path):
     assert {tensor.shape[0] for key, tensor in saved.items() if "lora_A" in key} == {2}
 
 
+@pytest.mark.slow
 def test_what_is_saved_is_loaded_by_others(alone, cold_assets, tmp_path):
     """PEFT's folder on the base, and the merged model, give the trainer's logits."""
     live = alone(*ADAPTED)

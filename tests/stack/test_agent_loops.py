@@ -117,6 +117,7 @@ SAME = (
 )
 
 
+@pytest.mark.slow
 def test_verls_single_turn_loop_is_the_agent_itself(alone):
     """The same ids, log-probs and update, to the last bit; in later rounds where texts say all that was generated."""
     played, trained = [], []
@@ -184,6 +185,7 @@ def gradient_by_hand(module: Any, rows: Any) -> torch.Tensor:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -266,6 +268,7 @@ class AsksOften(CallsATool):
 ORDER = {"now": [0, 1, 2, 3]}
 
 
+@pytest.mark.slow
 def test_requests_of_a_turn_have_seeds_of_their_own_that_nothing_else_moves(alone, monkeypatch):
     def asked(overrides: tuple = ()) -> dict:
         live = alone("agents.alice.agent_loop=test_asks_often", *overrides)
@@ -584,6 +587,7 @@ def test_verls_tool_agent_calls_a_tool(alone, tool_user, bpe_tokenizer):
     assert metrics["agent/alice/log_prob_gap_max"] <= 1e-5 and math.isfinite(metrics["agent/alice/grad_norm"])
 
 
+@pytest.mark.slow
 def test_the_dump_holds_what_was_said(alone, tmp_path):
     live = alone("agents.alice.agent_loop=test_calls_a_tool", *ROOM, f"trainer.rollout_data_dir={tmp_path / 'dump'}")
     live.step()

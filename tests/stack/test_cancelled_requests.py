@@ -96,6 +96,7 @@ class Engine:
         return self.asked, sorted(self.given_up)
 
 
+@pytest.mark.slow
 def test_an_engine_hears_which_callers_have_gone(cluster):
     engine = ray.remote(Engine).options(num_cpus=0).remote()
     rollout = SimpleNamespace(name="vllm", full_determinism=False)

@@ -23,6 +23,7 @@ def team_scores(path):
     return {(line["task"], line["sample"]): line["team_score"] for line in lines_in(path)}
 
 
+@pytest.mark.slow
 def test_an_untrained_team_is_collected_from(cold_assets, tmp_path, monkeypatch, capsys):
     """All episodes without a filter, as many as asked for, with what tells where they come from; then nothing is kept."""
     monkeypatch.chdir(tmp_path)

@@ -91,6 +91,7 @@ def test_the_central_critic_reads_an_episode_once_and_each_speaker_where_the_rou
     assert len(words) == len(rows["input_ids"].unbind()[0]), "no word of the tiny tokenizer is unknown"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pair",
     slow_but(PAIRS, ("mappo", "turn")),
@@ -121,6 +122,7 @@ def test_values_far_from_the_old_ones_are_clipped(alone):
     assert fits["alice"]["vf_clipfrac"] > 0.2
 
 
+@pytest.mark.slow
 def test_figures_of_a_fit_do_not_depend_on_its_micro_batches(alone):
     found = []
     for tokens in (4096, 256):

@@ -53,6 +53,7 @@ def test_a_server_that_fails_for_good_ends_the_step_with_its_name(alone):
             live.step()
 
 
+@pytest.mark.slow
 def test_a_budget_lasts_over_a_resume(alone):
     """Tokens that the run had used when it was saved are not given twice, and a larger budget lets it go on."""
     with serving(Judge()) as address:

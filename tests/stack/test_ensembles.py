@@ -109,6 +109,7 @@ def test_a_vote_is_the_single_turns_and_its_ties_are_broken_alike(composed):
     assert (way.tokens, way.seconds) == (7, 3), "it costs what all of them cost"
 
 
+@pytest.mark.slow
 def test_agents_act_with_the_policies_that_they_have_exchanged(trained, composed):
     """As at the validation of the checkpoint's step."""
     _, folder = trained
@@ -120,6 +121,7 @@ def test_agents_act_with_the_policies_that_they_have_exchanged(trained, composed
     assert Ensemble(prepare(composed(*cory))).names == ["alice", "carol"]
 
 
+@pytest.mark.slow
 def test_it_is_the_same_again_and_in_other_batches(composed):
     first = timeless(run(composed()))
     assert timeless(run(composed())) == first
@@ -170,6 +172,7 @@ def other_model(cold_assets, tmp_path):
     return make
 
 
+@pytest.mark.slow
 def test_what_is_impossible_is_a_dash_and_its_reason_unless_it_was_asked_for(composed, other_model, capsys):
     other = other_model(hidden=32)
     result = run(composed(other))
@@ -281,6 +284,7 @@ def test_weights_that_lack_some_are_no_model(trained, composed):
     shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 def test_a_policy_that_nobody_trained_answers_with_its_own_model(alone, composed, tmp_path):
     """Its weights are in no checkpoint; those of a trained policy must be."""
     untrained = ("agents.carol.trainable=false", "credit=own")

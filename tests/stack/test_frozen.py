@@ -32,6 +32,7 @@ def answers(live, agent):
     return [(turn.round, turn.response_ids, turn.log_probs) for turn in turns]
 
 
+@pytest.mark.slow
 def test_it_answers_as_it_would_beside_a_trainer(alone):
     """Bit for bit, in full precision and in half."""
     for precision in ("null", "bf16"):

@@ -45,7 +45,7 @@ def named(episodes):
 @pytest.mark.parametrize(
     "game,table",
     [("{name: matrix, payoffs: happo}", [[[u, u] for u in row] for row in TABLES["happo"]]),
-     (f"{{name: matrix, payoffs: {PRISONERS}}}", PRISONERS)],
+     pytest.param(f"{{name: matrix, payoffs: {PRISONERS}}}", PRISONERS, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_agents_act_in_one_token_and_get_the_joint_payoff(started, game, table):
     live = started(game)

@@ -59,7 +59,7 @@ def by_turn(rows, column):
     return turns
 
 
-@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("pack", slow_but([False, True], True))
 def test_later_policies_are_corrected_by_the_fresh_weights_of_earlier_ones(alone, pack):
     """Ratios anew, by hand, from the weights that the first policy has after its update."""
     live = alone("learner=happo", "learner.clip=null", f"controller.pack_turns={str(pack).lower()}", *FAST)

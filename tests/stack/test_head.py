@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from marl.platform import sliced_head
+from tests.builders import slow_but
 from tests.stack.builders import gradient, parameters, prepared
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", slow_but([False, True], True), ids=["untied", "tied"])
 def test_sliced_logits_have_the_gradient_and_the_step_of_whole_ones(alone, monkeypatch, tied):
     live = alone(
         f"+actor_rollout_ref.model.override_config.tie_word_embeddings={str(tied).lower()}",

@@ -113,6 +113,7 @@ def test_weights_that_were_not_synced_are_noticed(alone):
     assert live.step()["policy/alice/log_probs_from_server"] == 1.0, "a whole pass has found all gaps within the bound"
 
 
+@pytest.mark.slow
 def test_happo_compares_log_probs_of_one_forward_pass(alone):
     live = alone("learner=happo", "controller.pack_turns=false")
     seen = passes(live)

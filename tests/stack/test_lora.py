@@ -53,6 +53,7 @@ def test_adapters_are_served_in_full_precision_and_exported_for_others(alone, co
     assert torch.equal(resumed, trained)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ADAPTERS], ids=["whole", "adapters"])
 def test_verl_merges_the_shards_of_a_checkpoint(alone, tmp_path, options):
     """Into the weights that the checkpoint's own ``huggingface`` folder has, or their base and its adapter."""

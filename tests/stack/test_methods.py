@@ -189,6 +189,7 @@ IN_OTHER_LAYERS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     slow_but([ADAPTERS, ADAPTED, (*ADAPTED, *IN_OTHER_LAYERS)], (*ADAPTED, *IN_OTHER_LAYERS)),

@@ -211,6 +211,7 @@ def test_a_resumed_run_has_the_same_utilities_targets_and_mixer(mixed, tmp_path)
     assert not torch.equal(grids[0][1], grids[0][2]), "the target is a step behind"
 
 
+@pytest.mark.slow
 def test_the_learning_rate_moves_once_a_step(mixed):
     live = mixed("vdn", "learner.mixer_epochs=3")
     scheduler = live.trainer.critics.groups["alice"].workers.worker.engine.lr_scheduler

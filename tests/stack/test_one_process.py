@@ -96,6 +96,7 @@ def parts_of(trainer):
     return [weakref.ref(part) for part in (trainer, *policies, *critics, *models)]
 
 
+@pytest.mark.slow
 def test_what_a_run_leaves_behind_is_collected(compose_config, cold_assets, tmp_path):
     """Runs of one process follow one another without its memory growing."""
     config = compose_config(
@@ -188,7 +189,9 @@ def test_the_number_of_micro_batches_changes_no_losss_gradient(alone, mode):
     assert float((got - expected).abs().max()) <= 1e-5 * max(1.0, float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("server,low,high", [("bfloat16", 0.0, 0.05), ("float32", 1e-4, 0.5)])
+@pytest.mark.parametrize(
+    "server,low,high", [("bfloat16", 0.0, 0.05), pytest.param("float32", 1e-4, 0.5, marks=pytest.mark.slow)]
+)
 def test_in_bfloat16_servers_and_trainer_stay_near(alone, server, low, high):
     """A trainer in half precision and a server in full precision differ; both in half, hardly."""
     half = "{param_dtype:bf16,reduce_dtype:fp32,buffer_dtype:fp32}"
@@ -199,6 +202,7 @@ def test_in_bfloat16_servers_and_trainer_stay_near(alone, server, low, high):
     assert low <= metrics["agent/alice/log_prob_gap_max"] < high and metrics["agent/alice/grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_one_key_puts_trainer_and_server_in_bf16_over_full_weights(alone):
     live = alone("precision=bf16", "+policies.carol.precision=fp32", "learner=mappo")
     live.step()

@@ -49,6 +49,7 @@ def as_trained(live, episodes, pack):
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", slow_but([False, True], False), ids=["own", "shared"])
 def test_rows_of_one_turn_and_of_several_train_side_by_side(alone, shared):
     """With contexts of which only some extend, and with agents that share the policy: the same loss, gradient and parameters."""

@@ -35,6 +35,7 @@ def test_the_reference_is_the_policys_first_weights_and_stays_there(alone):
     assert metrics["agent/alice/kl_loss"] > 0 and metrics["agent/alice/kl_coef"] == pytest.approx(0.001)
 
 
+@pytest.mark.slow
 def test_it_is_renewed_every_so_many_steps(alone):
     live = alone(*KL_LOSS, "trainer.ref_update_freq=2")
     rows = rows_of(live)
@@ -97,6 +98,7 @@ def test_a_policy_may_have_another_models_weights_for_its_reference(alone, tmp_p
     assert torch.equal(ref_log_probs(live, rows, "carol"), log_probs(live, rows, "carol"))
 
 
+@pytest.mark.slow
 def test_only_the_policies_that_ask_for_it_have_a_reference(alone):
     live = alone("+policies.alice.actor.use_kl_loss=true", NO_WARM_UP)
     metrics = live.step()

@@ -65,6 +65,7 @@ def said(turn):
     return turn.agent, turn.text, turn.prompt_ids, turn.response_ids, turn.log_probs, turn.seed, turn.observation
 
 
+@pytest.mark.slow
 def test_what_came_before_is_the_record_and_what_is_tried_is_new(played):
     live, episodes, resumed = played()
     recorded = {id(episode): list(episode.turns) for episode in episodes}
@@ -92,7 +93,7 @@ def test_what_came_before_is_the_record_and_what_is_tried_is_new(played):
     assert sum(len(texts) > 1 for texts in tried.values()) > 48, "alternatives differ by seed"
 
 
-@pytest.mark.parametrize("finishes,of", [(2, ReturnOf.final), (1, ReturnOf.answer)])
+@pytest.mark.parametrize("finishes,of", [(2, ReturnOf.final), pytest.param(1, ReturnOf.answer, marks=pytest.mark.slow)])
 def test_the_credit_is_each_outcome_less_the_mean_of_the_others(played, of, finishes):
     live, episodes, resumed = played()
     turns = {id(episode): list(episode.turns) for episode in episodes}
@@ -131,6 +132,7 @@ def advantages_of(batch):
     return found
 
 
+@pytest.mark.slow
 def test_further_finishes_go_on_from_the_same_answer(played):
     live, episodes, resumed = played()
     replay(live, episodes[:2], alternatives=2, finishes=3)
@@ -145,6 +147,7 @@ def test_further_finishes_go_on_from_the_same_answer(played):
     assert all(len(set(seeds)) == len(seeds) for seeds in later.values()), "each is played on by itself"
 
 
+@pytest.mark.slow
 def test_other_answers_are_trained_beside_what_was_said(played):
     live, episodes, _ = played()
     texts = [[turn.text for turn in episode.path] for episode in episodes]
@@ -195,7 +198,7 @@ def test_a_share_of_the_turns_is_tried_and_trained(played):
     assert sum(num_turns(rows) for rows in live.trainer.batch_of(episodes).rows.values()) == 32
 
 
-@pytest.mark.parametrize("train", ["true", "false"])
+@pytest.mark.parametrize("train", slow_but(["true", "false"], "true"))
 def test_a_step_tries_trains_counts_and_dumps(judged, tmp_path, train):
     live = judged(
         *THREE, "credit.alternatives=3", f"credit.train_alternatives={train}", f"trainer.rollout_data_dir={tmp_path}",

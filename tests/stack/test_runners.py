@@ -17,10 +17,7 @@ def started(alone, name, *overrides):
     return alone(*runner_options(name), *long, "trainer.total_training_steps=1", *overrides)
 
 
-OFTEN = ("debate", "graph")
-
-
-@pytest.mark.parametrize("name", slow_but(BUILT_IN, *OFTEN))
+@pytest.mark.parametrize("name", slow_but(BUILT_IN, "debate"))
 def test_it_plays_trains_and_plays_again(alone, tmp_path, name):
     live = started(alone, name)
     trainer = live.trainer
@@ -198,7 +195,10 @@ def test_policies_of_rounds_are_trained_on_their_rounds_alone(alone):
     assert sorted(live.trainer.critics.groups) == ["alice_first", "carol_first", "talker"]
 
 
-@pytest.mark.parametrize("overflow,count", [("drop_oldest", "dropped_rounds"), ("summarise", "summaries")])
+@pytest.mark.parametrize(
+    "overflow,count",
+    [("drop_oldest", "dropped_rounds"), pytest.param("summarise", "summaries", marks=pytest.mark.slow)],
+)
 def test_long_conversations_are_made_to_fit(alone, monkeypatch, overflow, count):
     monkeypatch.setattr("marl.runners.context.SUMMARISE", "{conversation} ?")
     monkeypatch.setattr("marl.runners.context.SUMMARY", "{summary}")

@@ -440,8 +440,16 @@ SAVED, READ = (f"actor_rollout_ref.actor.checkpoint.{name}_contents" for name in
     "contents,said",
     [
         ((f"{SAVED}=[model,extra]",), r"load_contents=\['model', 'extra'\]: alice/actor of .*global_step_1.* without its optimizer"),
-        ((f"{SAVED}=[extra,optimizer,hf_model]",), r"alice/actor of .*global_step_1 would go on without its model"),
-        ((f"{SAVED}=[model,extra]", f"{READ}=[model,optimizer,extra]"), r"global_step_1 holds no optimizer of alice/actor.*model.path"),
+        pytest.param(
+            (f"{SAVED}=[extra,optimizer,hf_model]",),
+            r"alice/actor of .*global_step_1 would go on without its model",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            (f"{SAVED}=[model,extra]", f"{READ}=[model,optimizer,extra]"),
+            r"global_step_1 holds no optimizer of alice/actor.*model.path",
+            marks=pytest.mark.slow,
+        ),
     ],
 )  # fmt: skip
 def test_a_run_does_not_go_on_without_its_optimizer_or_its_weights(

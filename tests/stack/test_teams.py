@@ -62,7 +62,7 @@ FAULTS = {
 """The policy whose sync the error names, and the cause it gives, by fault."""
 
 
-@pytest.mark.parametrize("fault", slow_but(FAULTS, swap, change_the_base), ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("fault", slow_but(FAULTS, change_the_base), ids=lambda fault: fault.__name__)
 def test_an_adapter_that_did_not_arrive_stops_the_run(alone, fault):
     live = alone(*ADAPTED)
     live.step()
@@ -86,6 +86,7 @@ def test_a_probe_asks_for_the_adapter_it_is_about(alone):
         live.step()
 
 
+@pytest.mark.slow
 def test_an_adapter_that_nobody_trains_stays_the_base(alone):
     """Beside a trained one it costs no server; its weights are proved as the others' are."""
     live = alone(*ADAPTED, *FROZEN)
@@ -119,6 +120,7 @@ def test_servers_that_load_their_own_weights_have_no_sync_to_prove(alone, check)
     assert proof.policies.keys() == {"alice"}
 
 
+@pytest.mark.slow
 def test_adapters_play_with_a_server_elsewhere(alone):
     with serving(Judge()) as address:
         live = alone(*ADAPTED, *FROZEN, f"+policies.carol.endpoint={{base_url: '{address}', model: m-1}}")

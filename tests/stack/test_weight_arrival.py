@@ -128,7 +128,7 @@ def stopped(live, fault):
 
 
 @pytest.mark.parametrize(
-    "fault", slow_but(FAULTS, skip, lose_a_part_of_a_tensor, swap, send_to_another), ids=lambda fault: fault.__name__
+    "fault", slow_but(FAULTS, skip, lose_a_part_of_a_tensor, swap), ids=lambda fault: fault.__name__
 )
 def test_a_digest_stops_the_run_in_the_step_of_the_fault(alone, fault):
     text = stopped(alone(NO_WARM_UP), fault)
@@ -144,6 +144,7 @@ def test_a_probe_stops_the_run_in_the_step_of_the_fault(alone, fault):
     assert "differ from the trainer's by up to" in text or "repeats its answer of step 1 to the last bit" in text
 
 
+@pytest.mark.slow
 def test_a_probe_that_compares_with_a_gap_of_any_size_still_sees_a_server_that_stays(alone):
     """In half precision a step is smaller than the gap of kernels: the server's own last answer gives it away."""
     live = alone(NO_WARM_UP, "resources.weight_check=probe", "controller.log_prob_gap_alarm=5")
@@ -166,7 +167,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("check", ["digest", "probe"])
+@pytest.mark.parametrize("check", slow_but(["digest", "probe"], "digest"))
 @pytest.mark.parametrize("case", slow_but(SETTINGS, "adapters"))
 def test_sound_syncs_pass(alone, case, check):
     live = alone(*(NO_WARM_UP,) * (case != "adapters"), *SETTINGS[case], f"resources.weight_check={check}")

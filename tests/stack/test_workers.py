@@ -147,6 +147,7 @@ def test_workers_go_on_from_each_others_ledgers(live, spread, tmp_path):
         assert contents(again) == contents(first) and sorted(records()) == written
 
 
+@pytest.mark.slow
 def test_episodes_metrics_and_weights_are_the_same_whoever_plays(live, spread):
     """The driver or two workers, to the last bit: training samples, a validation, and a step with its metrics."""
     trainer = live.trainer

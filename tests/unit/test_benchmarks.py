@@ -199,7 +199,7 @@ def test_bf16_is_measured_where_it_is_fast_or_asked_for(tmp_path, monkeypatch, w
         if child := bench.start(name):
             child.stop()
     assert list(bench.outcome.starts) == [*["floor_small", "ours_small"] * measured, "floor_tiny"]
-    bench.outcome.reports = dict.fromkeys(bench.outcome.starts, [REPORT])
+    bench.outcome.reports = {name: [REPORT] for name in bench.outcome.starts}
     bench.outcome.missing = dict.fromkeys(SYSTEMS.keys() - bench.outcome.starts, "left out") | bench.outcome.missing
     bench.derive()
     assert ("floor_small" in bench.outcome.spreads) == measured

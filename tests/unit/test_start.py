@@ -96,6 +96,7 @@ def test_a_refused_configuration_imports_neither_verl_nor_ray(word, said, cold_a
     assert f"configuration error: {said}" in printed and end.split() == ["code", "2", "loaded"]
 
 
+@pytest.mark.slow
 def test_own_modules_still_register_options_before_they_are_read(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(
         "from marl.learners import register_learner\nfrom marl.learners.grpo import GRPO\n"
