@@ -30,22 +30,22 @@ install: $(VENV)/installed
 quickstart: $(VENV)/installed
 	$(RUN) -m marl.quickstart seed=$(SEED) $(ARGS)
 
-# $(call tests,MARKS): three processes. One runs the tests that start Ray, whose processes wait for one another a third of the
-# time; two share the others, from both ends of their list. The output of the first and the second follows that of the third.
-define tests
+# $(call both,MARKS): two processes. One runs the tests that start Ray, then shares the others with the second one, from the
+# other end of their list; the second one's output follows.
+define both
 @share=$$(mktemp -d); \
-	$(RUN) -m pytest -m "$(1) and ray" $(ARGS) > .tests_ray.log 2>&1 & ray=$$!; \
 	$(RUN) -m pytest --share=$$share -m "$(1) and not ray" $(ARGS) > .tests_beside.log 2>&1 & beside=$$!; \
+	$(RUN) -m pytest -m "$(1) and ray" $(ARGS); ray=$$?; \
 	$(RUN) -m pytest --share=$$share --reverse -m "$(1) and not ray" $(ARGS); one=$$?; \
-	wait $$beside; other=$$?; wait $$ray; ray=$$?; cat .tests_beside.log .tests_ray.log; rm -r $$share; \
+	wait $$beside; other=$$?; cat .tests_beside.log; rm -r $$share; \
 	for code in $$ray $$one $$other; do [ $$code = 0 ] || [ $$code = 5 ] || exit $$code; done  # 5: ARGS left no test
 endef
 
 test: $(VENV)/installed
-	$(call tests,not slow and not gpu and not vllm and not multinode)
+	$(call both,not slow and not gpu and not vllm and not multinode)
 
 test-all: $(VENV)/installed
-	$(call tests,not gpu and not vllm and not table and not chaos and not soak and not multinode)
+	$(call both,not gpu and not vllm and not table and not chaos and not soak and not multinode)
 
 # docs/teams.md: every mode of sharing x learner x three seeds
 sharing-table: $(VENV)/installed
