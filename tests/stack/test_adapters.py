@@ -23,6 +23,7 @@ from tests.stack.builders import (
 )
 
 
+@pytest.mark.slow
 def test_servers_play_with_every_adapter_bit_for_bit(alone):
     live = alone(*ADAPTED)
     assert live.trainer.policies["alice"].workers is live.trainer.policies["carol"].workers

@@ -214,6 +214,7 @@ def test_log_probs_of_tool_output_change_nothing_downstream(alone, monkeypatch, 
     assert results[0][1]["agent/alice/grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_in_a_debate_peers_read_what_was_finally_said_and_the_next_turn_goes_on_from_it(alone):
     live = alone("agents.alice.agent_loop=test_calls_a_tool", *ROOM, "runner.num_rounds=3")
     requests, tokenizer = spied(live), live.trainer.controller.clients["alice"].tokenizer
@@ -433,6 +434,7 @@ class LooksAtItsRow(CallsATool):
 ROWS: list[dict[str, Any]] = []
 
 
+@pytest.mark.slow
 def test_a_loop_gets_what_verls_dataset_gives_and_keeps_it_to_itself(alone):
     ROWS.clear()
     live = alone("agents.alice.agent_loop=test_looks_at_its_row", *ROOM)

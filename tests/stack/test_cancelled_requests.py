@@ -54,6 +54,7 @@ async def until(server, condition):
             await asyncio.sleep(0.002)
 
 
+@pytest.mark.slow
 def test_a_server_gives_up_requests_and_keeps_the_others_of_their_call(server):
     rollout = SimpleNamespace(rollout=SimpleNamespace(max_num_seqs=100))
     client = CoalescingClient(SimpleNamespace(actor_rollout_ref=rollout), None, [server])

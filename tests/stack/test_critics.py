@@ -113,6 +113,7 @@ def test_a_critic_fits_its_targets(alone, pair):
     assert losses[-1] < 0.35 * losses[0], losses
 
 
+@pytest.mark.slow
 def test_values_far_from_the_old_ones_are_clipped(alone):
     live = alone("learner=ippo", "critic.cliprange_value=0.001", "critic.optim.lr=0.002", "critic.ppo_epochs=4")
     episodes = live.episodes()
@@ -139,6 +140,7 @@ def test_figures_of_a_fit_do_not_depend_on_its_micro_batches(alone):
     assert 0 < found[0]["vf_clipfrac"] < 1
 
 
+@pytest.mark.slow
 def test_the_critic_warms_up_alone(alone):
     live = alone("learner=mappo", "trainer.critic_warmup=3", "actor_rollout_ref.actor.optim.lr_warmup_steps=0")
     actor = live.trainer.policies["alice"].workers.worker.actor.engine.module

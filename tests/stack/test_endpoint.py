@@ -71,6 +71,7 @@ def test_a_budget_lasts_over_a_resume(alone):
         larger.step()
 
 
+@pytest.mark.slow
 def test_a_baseline_does_not_get_the_budget_again(alone):
     """The team before training is played again after the run where the run did not measure it."""
     with serving(Judge()) as address:

@@ -259,6 +259,7 @@ def test_a_wrong_key_on_the_command_line(monkeypatch, capsys, cold_assets, words
     assert text.startswith("configuration error: ") and all(part in text for part in said), text
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_has_no_weights_or_other_policies_is_named(trained, composed):
     _, folder = trained
     with pytest.raises(ConfigError, match=r"it holds the policies alice, carol, and an agent acts with 'judge'"):
@@ -270,6 +271,7 @@ def test_a_checkpoint_that_has_no_weights_or_other_policies_is_named(trained, co
         run(composed(f"ensemble.checkpoint={folder}"))
 
 
+@pytest.mark.slow
 def test_weights_that_lack_some_are_no_model(trained, composed):
     """As adapters that nobody merged: transformers would fill in random numbers."""
     from safetensors.torch import load_file, save_file

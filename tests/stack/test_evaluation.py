@@ -230,6 +230,7 @@ def test_a_plain_model_is_a_team_of_one(run, cold_assets, tmp_path, monkeypatch)
         evaluate.run([str(cold_assets / "model")])
 
 
+@pytest.mark.slow
 def test_bad_input_of_an_evaluation_says_what_to_do(run, tmp_path):
     bare, bad = tmp_path / "bare.jsonl", tmp_path / "bad"
     bare.write_text(json.dumps({"prompt": [{"role": "user", "content": "2+2?"}], "data_source": "x"}) + "\n")

@@ -61,6 +61,7 @@ def test_it_has_no_trainer_and_its_weights_stay(alone, tmp_path):
     assert group.version == 1 and server_of(live, "carol").received == set()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_no_weights_of_it(alone, tmp_path, caplog):
     live = alone(*FROZEN)
     live.step()

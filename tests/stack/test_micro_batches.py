@@ -90,6 +90,7 @@ def test_every_row_is_trained_once_with_rows_of_like_length(live, monkeypatch):
     assert found == [lengths[start:end] for start, end in pairwise(ends)] and len(found) > 2
 
 
+@pytest.mark.slow
 def test_weights_are_gathered_once_for_a_mini_batch(live, monkeypatch):
     engine, rows, sharded = actor(live), ragged_rows(), []
     rows["old_log_probs"] = jagged([[-1.0] * n for n in ANSWERS], torch.float32)

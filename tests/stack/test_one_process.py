@@ -143,7 +143,7 @@ def test_it_needs_no_ray_and_a_breakpoint_stops_it_anywhere(alone, monkeypatch):
     assert seen == {(name, thread) for name in ("Debate.peers", "GRPO.assign_credit", "PolicyWorker.update_actor")}
 
 
-@pytest.mark.parametrize("padding", ["false", "true"])
+@pytest.mark.parametrize("padding", slow_but(["false", "true"], "true"))
 def test_packed_turns_have_the_gradient_of_unpacked_ones(alone, padding):
     live = alone(f"actor_rollout_ref.model.use_remove_padding={padding}", "actor_rollout_ref.rollout.n=4")
     apart, packed = prepared(live), prepared(live, pack=True)
@@ -232,6 +232,7 @@ def test_every_loss_of_verl_runs_by_its_key_and_for_one_policy_alone(alone, mode
     assert metrics["agent/alice/grad_norm"] > 0 and metrics["agent/carol/grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_sequences_weigh_alike_or_by_their_tokens(alone):
     """One answer of one token and one of three: 1:3 under token-mean, 1:1 under seq-mean-token-mean."""
     norms = {}

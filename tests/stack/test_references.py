@@ -106,6 +106,7 @@ def test_only_the_policies_that_ask_for_it_have_a_reference(alone):
     assert "agent/alice/kl_loss" in metrics and "agent/carol/kl_loss" not in metrics
 
 
+@pytest.mark.slow
 def test_kl_is_subtracted_from_the_reward_and_its_coefficient_adapts(alone):
     """k1 of sampled tokens by hand; the coefficient follows arXiv:1909.08593."""
     live = alone(*KL_LOSS, "algorithm.use_kl_in_reward=true")

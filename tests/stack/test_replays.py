@@ -185,6 +185,7 @@ def test_it_is_the_same_in_every_run_and_another_one_in_every_step(judged):
     assert drawn[0] and not drawn[0] & drawn[2], "a turn that both steps try is answered anew"
 
 
+@pytest.mark.slow
 def test_a_share_of_the_turns_is_tried_and_trained(played):
     live, episodes, resumed = played()
     replay(live, episodes, alternatives=2, share=1 / 3, train_alternatives=False)

@@ -100,6 +100,7 @@ def test_a_colon_in_a_question_is_text(marl):
     assert "user: Sum up: what is 2 + 2?" in out and "right: a: b" in out
 
 
+@pytest.mark.slow
 def test_a_question_is_put_to_a_model(marl, cold_assets, tmp_path):
     here = [f"assets={cold_assets}", f"trainer.default_local_dir={tmp_path}", "--config-name", "quickstart"]
     question = "Ann has 3 apples and finds 4 more . How many ?"

@@ -107,6 +107,7 @@ def test_predictions_are_played_again_and_neither_trained_nor_credited(alone, tm
     plays_again(live.trainer, episodes, tmp_path)
 
 
+@pytest.mark.slow
 def test_shares_of_right_answers_are_counted_and_saved(alone):
     live = started(alone, "debate")
     live.step()
@@ -120,6 +121,7 @@ def test_shares_of_right_answers_are_counted_and_saved(alone):
     assert live.trainer.controller.accuracy.state_dict() == saved
 
 
+@pytest.mark.slow
 def test_alternatives_are_drawn_apart(alone):
     live = started(alone, "tree", "runner.num_branches=4")
     episodes = live.episodes()
@@ -143,6 +145,7 @@ def test_a_peers_answer_lends_its_text_and_never_its_prompt(alone):
     live.trainer.batch_of([scored])
 
 
+@pytest.mark.slow
 def test_a_conversation_goes_on_with_another_answer(alone):
     """Turns before a changed one, and those beside it, stay; those after it are asked of the servers."""
     live = started(alone, "debate", "runner.stop_on_consensus=false")
@@ -165,6 +168,7 @@ def test_a_conversation_goes_on_with_another_answer(alone):
     assert len(scored) == 6 and all(e.score is not None for e in scored)
 
 
+@pytest.mark.slow
 def test_a_replay_with_another_runner_says_where_it_left_the_record(alone):
     live = started(alone, "debate", "runner.stop_on_consensus=false")
     episode = live.episodes()[0]
@@ -238,6 +242,7 @@ def test_long_conversations_are_refused_counted_and_trained(alone):
     assert 0 < found["val/team/failed"] <= 8 and found["val/team/vote"] <= 1 - found["val/team/failed"] / 8
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_learn_says_so(alone, caplog):
     """Every answer is right, so no group teaches anything; the score of one text alone changes that."""
     live = alone(*runner_options("single_turn"), "controller.degenerate_steps=2")

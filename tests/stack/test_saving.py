@@ -466,6 +466,7 @@ def test_a_run_does_not_go_on_without_its_optimizer_or_its_weights(
         run(compose_config(*keys, contents[0], *weights, "trainer.val_only=true"))
 
 
+@pytest.mark.slow
 def test_a_rebuilt_run_does_not_go_on_without_its_optimizer(alone):
     """After a fault, from a checkpoint that it has saved itself."""
     live = alone(f"{SAVED}=[model,extra]", "trainer.resume_mode=auto")

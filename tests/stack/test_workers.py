@@ -189,6 +189,7 @@ class ByAccuracy(RUNNERS.get("debate").Config):
     instruction: str = ""
 
 
+@pytest.mark.slow
 def test_the_running_accuracy_is_the_drivers(live, spread):
     """The agent that was right more often in training decides, whoever plays; the scores of workers change nothing in it."""
     answers = {}
@@ -206,6 +207,7 @@ def test_the_running_accuracy_is_the_drivers(live, spread):
     assert answers["alice", 0] == answers["alice", 2] != answers["carol", 2] == answers["carol", 0]
 
 
+@pytest.mark.slow
 def test_failures_are_counted_over_the_whole_collection(live, spread):
     """Odd samples fail: 8 of 16, which no worker alone may judge; and in the order of the episodes."""
     with spread(2, "controller.max_error_rate=0.5", runner=Moody.Config(name="moody")) as controller:
@@ -224,6 +226,7 @@ def rewards_that(tmp_path, how, bad):
     return path
 
 
+@pytest.mark.slow
 def test_rewards_in_workers_have_their_processes_and_their_failures_are_summed(live, spread, tmp_path):
     """The texts of two of four tasks cannot be judged, one in each worker's half: they score 0, as without workers."""
     tasks = {task.extra["index"]: task for task in live.tasks()}
@@ -296,6 +299,7 @@ def echoed(number, body):
     return completion(f"#### {place % 9}")
 
 
+@pytest.mark.slow
 def test_a_server_elsewhere_is_asked_by_all_workers_and_counted_by_the_driver(live, spread):
     results = []
     for workers in (0, 2):
@@ -312,6 +316,7 @@ def test_a_server_elsewhere_is_asked_by_all_workers_and_counted_by_the_driver(li
     assert results[0] == results[1]
 
 
+@pytest.mark.slow
 def test_workers_share_what_is_left_of_an_endpoints_budget(live, spread):
     """32 turns of 7 tokens: half as much again is too little for two workers and the driver, and a resumed run knows of them."""
     with serving(Judge()) as address:
@@ -329,6 +334,7 @@ def test_workers_share_what_is_left_of_an_endpoints_budget(live, spread):
                 played(live)
 
 
+@pytest.mark.slow
 def test_an_access_key_that_a_worker_does_not_have_is_named(live, spread, monkeypatch):
     monkeypatch.setenv("OF_THE_DRIVER_ALONE", KEY)
     said = "api_key_env=OF_THE_DRIVER_ALONE: this variable is not set"
@@ -341,6 +347,7 @@ def test_an_access_key_that_a_worker_does_not_have_is_named(live, spread, monkey
     assert KEY not in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mood,said",
     [
@@ -378,6 +385,7 @@ def test_a_worker_that_does_not_answer_has_a_deadline(live, spread):
     os.kill(controller.workers.pids[0], signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_an_episode_that_is_stuck_ends_alone(live, spread):
     overrides = ("controller.episode_timeout_s=3",)
     with spread(2, *overrides, runner=Moody.Config(name="moody", mood="sleeps")):
@@ -387,6 +395,7 @@ def test_an_episode_that_is_stuck_ends_alone(live, spread):
     )
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_start_says_why(live, spread):
     with (
         pytest.raises(
@@ -397,6 +406,7 @@ def test_a_worker_that_cannot_start_says_why(live, spread):
         pass
 
 
+@pytest.mark.slow
 def test_what_was_played_by_workers_can_be_resumed_here(live, spread):
     with spread(1) as controller:
         episode = played(live, samples=1)[0][0]

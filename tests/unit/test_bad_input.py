@@ -257,6 +257,7 @@ def nested_groups(node: Any, prefix: str = "") -> Iterator[str]:
             yield from nested_groups(inner, f"{prefix}{key}.")
 
 
+@pytest.mark.slow
 def test_a_group_deep_within_that_is_none(plain):
     """Rules read keys of groups whose parents alone are in a table: none ends in a traceback."""
     tried = 0
@@ -350,6 +351,7 @@ WRONG = {"[1, x]": [1, "x"], "{a: b}": OmegaConf.create({"a": "b"}), "2.5": 2.5,
 TYPED: dict[str, list] = {}
 
 
+@pytest.mark.slow
 @examples(40)
 @given(data=st.data())
 def test_a_value_that_verls_worker_would_not_take(plain, data):

@@ -69,6 +69,7 @@ def value_of(config, key):
     return config
 
 
+@pytest.mark.slow
 def test_code_that_a_checkpoint_names_is_executed_only_if_the_user_names_it(saved, caplog):
     source = saved()
     for key, value in CODE.items():
@@ -89,6 +90,7 @@ def test_an_evaluation_does_not_score_by_other_rules_in_silence(tmp_path):
         evaluate.measure(evaluate.Options(), [source], [])
 
 
+@pytest.mark.slow
 def test_a_run_of_a_users_columns_is_evaluated_on_other_files(saved):
     source = saved()
     source.saved["data"]["columns"] = {"prompt": "question", "answer": "a"}
@@ -97,6 +99,7 @@ def test_a_run_of_a_users_columns_is_evaluated_on_other_files(saved):
     assert config_of(source, words).data.columns.prompt == "q", "a user's own file may be named, too"
 
 
+@pytest.mark.slow
 def test_a_run_that_was_moved_is_opened_without_its_base_and_its_folders(saved, tmp_path):
     source = saved("trainer.resume_mode=disable")
     moved = source.path.parent.rename(tmp_path / "moved") / source.path.name

@@ -143,7 +143,7 @@ def test_turns_that_change_nothing_change_no_return(name, credit, options, own):
     undiscounted = {"gamma": 1.0, "lam": 1.0, "whiten": False}
     known = {key: value for key, value in undiscounted.items() if key in LEARNERS.get(name).Config.__dataclass_fields__}
 
-    @settings(deadline=None, max_examples=3, derandomize=True, database=None)
+    @settings(deadline=None, max_examples=2, derandomize=True, database=None)
     @given(st.lists(st.tuples(padded(), SCORE), min_size=6, max_size=6))
     def check(conversations):
         if CREDITS.get(credit).kind == "advantage":  # whose alternatives are those of the same round

@@ -240,6 +240,7 @@ def test_a_function_that_is_not_there_is_named(built):
         built("by_txt")
 
 
+@pytest.mark.slow
 def test_loading_a_file_is_not_in_the_deadline_of_a_text(built, functions):
     slow = "import multiprocessing, time\nif multiprocessing.parent_process() is not None: time.sleep(2.5)\n"
     functions.write_text(slow + FUNCTIONS)
