@@ -127,6 +127,7 @@ def test_the_reference_is_the_base(alone):
     assert not torch.equal(trained, untrained), "the adapter is back after its reference"
 
 
+@pytest.mark.slow
 def test_a_sync_sends_what_has_stepped_and_no_more(alone, monkeypatch):
     live = alone(*ADAPTED)
     server = live.trainer.policies["alice"].servers.server_handles[0]._target
@@ -241,6 +242,7 @@ def test_an_unknown_adapter_is_an_error_that_names_the_known(alone):
 LEARNERS = (("learner=happo",), ("learner=mappo",), ("learner=qmix", "credit=team"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("learner", slow_but(LEARNERS, ("learner=mappo",)), ids=str)
 def test_learners_see_policies_whatever_they_share(alone, learner):
     live = alone(*ADAPTED, *learner)

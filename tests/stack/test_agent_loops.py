@@ -379,6 +379,7 @@ def super_long(tokenizer: Any, count: int) -> list[int]:
     return tokenizer.encode("apples " * count, add_special_tokens=False)
 
 
+@pytest.mark.slow
 def test_lengths_are_bounded_by_the_data_keys(alone, monkeypatch):
     live = alone("agents.alice.agent_loop=test_talks_on", "data.max_response_length=6", "runner.num_rounds=1")
     requests, controller = spied(live), live.trainer.controller

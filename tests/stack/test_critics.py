@@ -34,6 +34,7 @@ PAIRS = [*product(("ippo", "mappo"), ("turn", "token"))]
 """Learners and levels of their critics."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", slow_but(PAIRS, ("ippo", "turn"), ("mappo", "token")), ids="-".join)
 def test_a_peers_text_changes_the_central_critics_values_and_not_the_local_ones(alone, pair):
     learner, level = pair
@@ -172,6 +173,7 @@ def test_a_critic_with_a_tokenizer_of_its_own_values_turns_and_not_tokens(alone,
         alone("learner=ippo", "critic.level=token", f"critic.model.path={folder}", "critic.model.tokenizer_path=null")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", slow_but(PAIRS, ("mappo", "token")), ids="-".join)
 def test_an_episode_that_is_too_long_for_the_critic_costs_itself_alone(alone, monkeypatch, pair):
     learner, level = pair

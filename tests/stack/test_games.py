@@ -90,6 +90,7 @@ def test_the_first_agent_picks_the_second_table(started, learner):
     assert live.step()["agent/carol/grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_a_repeated_game_shows_each_agent_what_the_others_did(started):
     live = started("{name: halves, rounds: 2}")
     for episode in named(live.episodes()):
@@ -102,6 +103,7 @@ def test_a_repeated_game_shows_each_agent_what_the_others_did(started):
         assert episode.scored.value == sum(won)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", slow_but([True, False], True))
 def test_four_agents_of_one_policy_or_of_four(started, shared):
     one = [f"agents.{name}.policy=alice" for name in ("carol", "tom", "ann")] if shared else []
@@ -119,6 +121,7 @@ def test_four_agents_of_one_policy_or_of_four(started, shared):
     assert live.step()["agent/alice/grad_norm"] >= 0
 
 
+@pytest.mark.slow
 def test_naming_no_action_gets_the_worst_payoff_and_is_counted(alone, cold_assets):
     """A model that never heard of actions."""
     live = alone("+runner.game={invalid: -3}", f"assets={cold_assets}", name="game")

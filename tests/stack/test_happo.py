@@ -123,6 +123,7 @@ def parameters_of_the_critic(live):
     return [p.to_local().detach().clone() for p in engine.module.parameters()]
 
 
+@pytest.mark.slow
 def test_agents_that_share_a_policy_are_updated_once_and_not_corrected(alone):
     live = alone("learner=happo", "agents.alice.policy=shared", "agents.carol.policy=shared", *FAST)
     watch = Watch(live)
@@ -146,6 +147,7 @@ def test_orders_are_fresh_and_a_resumed_run_goes_on_with_them(alone):
     assert positions(second, 3) == drawn[2:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", slow_but(["turn", "token"], "token"))
 def test_a_chain_through_the_real_critic(alone, level):
     live = alone("learner=happo", "learner.chain=true", f"critic.level={level}", *FAST)

@@ -80,6 +80,7 @@ def test_log_probs_gradients_and_losses_are_verls(live, monkeypatch):
     assert metrics["loss"] == pytest.approx(their_metrics["loss"], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_every_row_is_trained_once_with_rows_of_like_length(live, monkeypatch):
     rows, found = ragged_rows(), micro_batches(monkeypatch, actor(live))
     rows["old_log_probs"] = jagged([[-1.0] * n for n in ANSWERS], torch.float32)
@@ -106,6 +107,7 @@ def test_weights_are_gathered_once_for_a_mini_batch(live, monkeypatch):
     assert sharded[1:-1] == [{False}] * (len(sharded) - 2)
 
 
+@pytest.mark.slow
 def test_critics_read_and_learn_as_with_verls_cutting(live, monkeypatch):
     group, rows = live.trainer.critics.groups["alice"], ragged_rows()
     rows["read_at"] = jagged([[0, n - 1] for n in PROMPTS], torch.long)

@@ -49,6 +49,7 @@ def test_a_step_trains_policies_utilities_and_mixer(mixed, learner):
     assert live.trainer.learner.fit(2).steps == 1 and live.trainer.config.credit.name == "team"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", slow_but([(), ("learner.advantage=group",), SHARED], SHARED))
 def test_options_of_a_step(mixed, options):
     live = mixed("qmix", "learner.mixer_epochs=1", *options)
@@ -58,6 +59,7 @@ def test_options_of_a_step(mixed, options):
     assert {key.split("/")[1] for key in metrics if key.endswith("q_tot_loss")} == critics
 
 
+@pytest.mark.slow
 def test_what_is_read_is_what_the_model_says_at_the_two_positions(mixed):
     """v at the last token of what the policy was shown, q at the last of its answer: also where an answer has one token,
     whose only position in verl's response slice is the one before it."""
@@ -76,6 +78,7 @@ def test_what_is_read_is_what_the_model_says_at_the_two_positions(mixed):
                 assert v != q
 
 
+@pytest.mark.slow
 def test_a_peers_text_of_the_same_round_changes_no_utility(mixed):
     live = mixed("qmix")
     episodes = live.episodes()

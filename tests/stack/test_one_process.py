@@ -60,6 +60,7 @@ def test_its_results_are_those_of_a_run_through_ray(cluster, compose_config, col
     assert results[0] == results[1], "to the last bit"
 
 
+@pytest.mark.slow
 def test_a_clock_that_is_set_back_changes_no_length(alone, monkeypatch):
     live, clock = alone(), itertools.count(time.time(), -3600.0)
     monkeypatch.setattr(time, "time", lambda: next(clock))

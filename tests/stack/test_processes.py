@@ -134,9 +134,8 @@ def test_a_process_that_dies_is_named_and_ends_the_run_within_seconds(running, v
     wait_until_gone(family)
 
 
-@pytest.mark.parametrize(
-    "running", [ALONE, *(pytest.param(where, marks=pytest.mark.slow) for where in ((), WORKER))], indirect=True
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("running", [ALONE, (), WORKER], indirect=True)
 def test_ctrl_c_is_a_clean_end(running):
     process, family, output = running
     os.kill(process.pid, signal.SIGINT)

@@ -88,6 +88,7 @@ def proofs(monkeypatch):
     return errors, passed
 
 
+@pytest.mark.slow
 def test_two_ranks_train_a_policy_as_one_does(train):
     """The least that is a policy over several ranks: three processes, of which one serves both ranks."""
     shared = ("agents.carol.policy=alice", "learner=reinforce_plus_plus")  # whose baseline is the batch

@@ -44,7 +44,7 @@ def test_every_recipe_is_complete():
             assert part in readme or (part == "arXiv" and name == "multi_agent_grpo"), (name, part)
 
 
-@pytest.fixture(params=RECIPES)
+@pytest.fixture(params=slow_but(RECIPES, "at_grpo", "qmix"))
 def overrides(request, environment, tmp_path):
     return request.param, overrides_of(ROOT / "recipe" / request.param / "run.sh", environment, tmp_path)
 

@@ -141,6 +141,7 @@ def test_a_resumed_run_keeps_an_adapted_coefficient_and_takes_a_new_fixed_one(sa
     assert resumed.controller.value == expected
 
 
+@pytest.mark.slow
 def test_a_server_that_lags_is_corrected_for(alone):
     """Weights are the ratio of trainer to server, cut at the threshold; tokens whose inverse ratio is out of bounds leave the mask."""
     live = alone()

@@ -276,6 +276,7 @@ def test_what_fails_is_left_out_and_counted(played, caplog):
     assert all(torch.isfinite(rows["advantages"].values()).all() for rows in batch.rows.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("credit", slow_but(["shapley", "counterfactual", "mixed", "joint"], "shapley"))
 def test_a_step_with_every_other_credit(judged, credit):
     live = judged("runner=debate", *THREE[1:6], f"credit={credit}")

@@ -177,6 +177,7 @@ def test_a_replay_with_another_runner_says_where_it_left_the_record(alone):
         replayed(live.trainer, episode)
 
 
+@pytest.mark.slow
 def test_policies_of_rounds_are_trained_on_their_rounds_alone(alone):
     """MAPoRL's collaboration separation: one policy answers, another one discusses."""
     rounds = [f"agents.{name}.policy_by_round=[{name}_first,talker]" for name in ("alice", "carol")]

@@ -48,6 +48,7 @@ def test_servers_and_trainer_agree_at_every_step(live):
         assert max(metrics["agent/alice/log_prob_gap_max"], metrics["agent/carol/log_prob_gap_max"]) <= 1e-5
 
 
+@pytest.mark.slow
 def test_one_skipped_weight_sync_breaks_that_bound_for_its_policy_alone(live):
     live.step()  # the first one of all has a learning rate of 0
     group = live.trainer.policies["alice"]

@@ -75,6 +75,7 @@ def test_an_adapter_that_did_not_arrive_stops_the_run(alone, fault):
     )
 
 
+@pytest.mark.slow
 def test_a_probe_asks_for_the_adapter_it_is_about(alone):
     live = alone(*ADAPTED, "resources.weight_check=probe")
     for _ in range(2):
@@ -99,6 +100,7 @@ def test_an_adapter_that_nobody_trains_stays_the_base(alone):
     assert live.trainer.weights.proofs[0].policies.keys() == {"alice", "carol"}
 
 
+@pytest.mark.slow
 def test_in_a_pool_without_training_it_is_a_server_alone(alone):
     """It has no base to train, may have another model, and there is no sync of it to prove."""
     live = alone(*ADAPTED, *FROZEN, "resources.pools={mine:{policies:[carol]}}")

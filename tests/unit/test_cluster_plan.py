@@ -57,6 +57,7 @@ def test_what_finds_no_machine_is_named_with_what_would(setup):
     assert "fewer ranks a node and more nodes would" in wide
 
 
+@pytest.mark.slow
 def test_a_pool_that_is_too_large_for_its_gpus_gets_a_size_that_fits(setup):
     """The remedy is tried: that size fits, and the next smaller one does not."""
     options = ("actor_rollout_ref.rollout.max_num_seqs=1", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64")

@@ -595,6 +595,7 @@ def test_collectives_of_gpus_do_not_end_by_this_deadline(quickstart):
     collectives_end_before_calls(two_ranks)
 
 
+@pytest.mark.slow
 def test_an_overlong_penalty_that_has_an_effect_is_taken(quickstart):
     for words in (["credit=own"], ["credit=team"], ["credit=mixed", "credit.of=answer"]):
         prepare(quickstart("controller.overlong_buffer=2", *words))

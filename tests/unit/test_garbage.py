@@ -40,6 +40,7 @@ def test_frozen_objects_are_freed_after_their_run():
     assert kept() is None
 
 
+@pytest.mark.slow
 def test_garbage_of_imports_is_frozen_unseen_and_freed_after_the_run():
     walks = []
     with frozen_gc():
@@ -57,6 +58,7 @@ def test_garbage_of_imports_is_frozen_unseen_and_freed_after_the_run():
     assert kept() is None
 
 
+@pytest.mark.slow
 def test_a_run_after_another_one_begins_with_frozen_objects():
     """The first run thaws everything at its end: a collection of the second one would walk all imports again."""
     freeze_gc()

@@ -100,6 +100,7 @@ def test_the_hub_is_asked_by_its_name(preprocess, tmp_path, monkeypatch):
     assert pyarrow.parquet.read_table(tmp_path / "test.parquet").num_rows == 1
 
 
+@pytest.mark.slow
 def test_every_solution_scores_1_and_every_damaged_one_0(prepared, capsys):
     check = runpy.run_path(str(EXAMPLES / "check_gsm8k_rewards.py"))["main"]
     assert check([str(prepared() / "test.parquet"), "--processes", "1"]) == 0

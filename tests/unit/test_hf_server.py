@@ -347,7 +347,7 @@ def test_requests_whose_callers_have_gone_are_given_up(tmp_path, bpe_tokenizer, 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("handover", [0.0, 0.01])
+@pytest.mark.parametrize("handover", [0.0, pytest.param(0.01, marks=pytest.mark.slow)])
 def test_the_others_of_its_call_keep_their_answers(server, handover):
     server.handover = handover
     client, handle = client_of(slowed(server))

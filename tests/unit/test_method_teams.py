@@ -25,6 +25,7 @@ def saved():
     return {name: plain_of(compose(*words)) for name, words in METHODS.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_a_team_answers_whatever_method_trained_it(saved, tmp_path, name):
     config = of_run(Source(tmp_path, 1, saved[name]), [])

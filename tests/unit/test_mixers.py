@@ -88,6 +88,7 @@ def test_qmix_fits_monotone_games_exactly(payoff):
     assert squares(best_of(payoff), payoff) < 1e-3
 
 
+@pytest.mark.slow
 def test_qmix_cannot_fit_what_is_not_monotone():
     """XOR: 2/3 is the best monotone fit, where three joint actions get their mean; below it, monotonicity is broken."""
     xor = [[1.0, 0.0], [0.0, 1.0]]

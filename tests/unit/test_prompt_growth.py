@@ -222,7 +222,7 @@ def test_it_is_measured_where_a_loop_runs_already(quickstart):
     assert "prompts grow to" in asyncio.run(within_a_loop())
 
 
-@pytest.mark.parametrize("level", ["turn", "token"])
+@pytest.mark.parametrize("level", ["turn", pytest.param("token", marks=pytest.mark.slow)])
 def test_a_central_critic_that_could_not_read_the_longest_conversation_is_refused(quickstart, level):
     few = ("learner=mappo", f"critic.level={level}")
     with pytest.raises(ConfigError) as caught:

@@ -111,7 +111,7 @@ def test_a_function_is_loaded_once_in_each_process_and_judges_there(built, funct
     "text,said,kind",
     [
         ("hang", "task train/7: it took longer than controller.reward_timeout_s=2 s", "timeouts"),
-        ("hang in C", "controller.reward_timeout_s=2 s", "timeouts"),
+        pytest.param("hang in C", "controller.reward_timeout_s=2 s", "timeouts", marks=pytest.mark.slow),
         ("die", "task train/7: its process died with exit code 3", "deaths"),
         ("segfault", f"task train/7: its process died with exit code {-signal.SIGSEGV}", "deaths"),
         ("raise", r"task train/7.*: Odd: 1 \(.*functions.py, line 22\)", "errors"),
@@ -274,6 +274,7 @@ DRIVER = """
 """
 
 
+@pytest.mark.slow
 def test_children_do_not_import_the_main_module_and_end_with_a_driver_that_is_killed(tmp_path):
     script = tmp_path / "driver.py"
     script.write_text(textwrap.dedent(DRIVER))

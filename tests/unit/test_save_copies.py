@@ -37,6 +37,7 @@ def test_a_whole_model_that_several_ranks_gather_is_one_copy_more(planned):
     assert save_copies.copies_of(setup, members) == 12 * setup.sizes["alice"].parameters
 
 
+@pytest.mark.slow
 def test_a_critic_is_copied_with_its_target_and_its_whole_model(planned):
     def critic_of(*options):
         setup, members = planned("agents.carol.trainable=false", *options)
