@@ -1,6 +1,6 @@
 """Checks before Ray starts: every policy's settings, model and tokenizer can be used, and the prompts fit."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,34 +44,34 @@ class CheckedSetup(Setup):
     """The tasks read from every file, the longest first."""
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """What a policy's settings name."""
+
+    settings: Any
+    thinking: Any
+    model: Any
+    """The model's configuration."""
+    size: ModelSize
+    encoder: ChatEncoder
+
+
 def preflight(setup: Setup) -> CheckedSetup:
     """Raise ConfigError for what a worker, a server or the first episode would fail on."""
-    config, sizes, encoders = setup.config, {}, {}
+    config = setup.config
     check_targets(config)
     trains = not (answers_only(config) or config.trainer.val_only)
     check_settings(config.actor_rollout_ref, trains=trains)
     check_typed(config)
     check_known(plain(config), known_keys(), fields_of)
     check_critic_settings(config.critic)
+    loaded: dict[PolicyName, Loaded] = {}
     for name in setup.policies:
-        own, key = own_settings(config, name), key_of(config, name)
-        if changes_of(config.policies, name):
-            check_settings(own, f"policies.{name}", trains)
-        model = pretrained.load_config(own.model, key)
-        sizes[name] = model_checks.size_of(model, f"{key}.path={own.model.path}")
-        model_checks.check_weights(own.model, key)
-        if own.rollout.name == "hf" and "ensemble" not in config:  # which names its models otherwise
-            check_decodable(model, str(own.model.path), key, own.rollout)
-        if own.model.lora_rank and name not in frozen_policies(config):  # which are served without
-            check_adapter(model, own.model, key, linear_only=shares_base(config))
-            if shares_base(config):  # whose base servers load themselves
-                check_adapter_name(name)
-                if own.model.lora_adapter_path is not None:
-                    check_start(model, own.model, key)
-            else:
-                check_adapter_base(own, bool(model.get_text_config().tie_word_embeddings), key)
-        encoders[name] = encoder_of(config, own, key, thinking_of(config, name))
-        check_loops(own.rollout, loops_of(config, name), trusted_modules(config))
+        loaded[name] = load(config, name, trains, loaded.values())
+        check_adapters(config, name, loaded[name])
+        check_loops(loaded[name].settings.rollout, loops_of(config, name), trusted_modules(config))
+    sizes = {name: own.size for name, own in loaded.items()}
+    encoders = {name: own.encoder for name, own in loaded.items()}
     if "ensemble" not in config:
         warn_of_slow_bf16(config, setup.policies, bool(setup.pool_by_critic))
     if setup.method.offline:
@@ -85,6 +85,38 @@ def preflight(setup: Setup) -> CheckedSetup:
         check_packages(config, setup.policies, bool(setup.pool_by_critic))
         check_growth(setup, encoders, tasks)
     return CheckedSetup(**vars(setup), sizes=sizes, encoders=encoders, tasks=tasks)
+
+
+def load(config: DictConfig, name: PolicyName, trains: bool, others: Iterable[Loaded]) -> Loaded:
+    """A policy's model and tokenizer, or those of another one with the same settings: a tokenizer with a large vocabulary takes a
+    second to load. Raises ConfigError where they cannot be used."""
+    own, thinking = own_settings(config, name), thinking_of(config, name)
+    for other in others:
+        if other.settings is own and other.thinking == thinking:
+            return other
+    key = key_of(config, name)
+    if changes_of(config.policies, name):
+        check_settings(own, f"policies.{name}", trains)
+    model = pretrained.load_config(own.model, key)
+    size = model_checks.size_of(model, f"{key}.path={own.model.path}")
+    model_checks.check_weights(own.model, key)
+    if own.rollout.name == "hf" and "ensemble" not in config:  # which names its models otherwise
+        check_decodable(model, str(own.model.path), key, own.rollout)
+    return Loaded(own, thinking, model, size, encoder_of(config, own, key, thinking))
+
+
+def check_adapters(config: DictConfig, name: PolicyName, loaded: Loaded) -> None:
+    """Raise ConfigError for an adapter that a policy's model cannot have, or its servers not be sent."""
+    own, key = loaded.settings, key_of(config, name)
+    if not own.model.lora_rank or name in frozen_policies(config):  # which are served without
+        return
+    check_adapter(loaded.model, own.model, key, linear_only=shares_base(config))
+    if not shares_base(config):
+        check_adapter_base(own, bool(loaded.model.get_text_config().tie_word_embeddings), key)
+        return
+    check_adapter_name(name)  # of servers that load the base themselves
+    if own.model.lora_adapter_path is not None:
+        check_start(loaded.model, own.model, key)
 
 
 def check_decodable(model: Any, path: str, key: str, rollout: Any) -> None:
