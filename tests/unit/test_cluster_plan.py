@@ -136,6 +136,7 @@ def test_a_pool_that_no_number_of_ranks_saves_says_so(setup):
     assert len(problems) == 2 and all("more ranks do not help" in problem for problem in problems)
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_plan_and_its_code_says_whether_it_fits(words, capsys):
     assert plan.main(["--cluster", "1x2x80GB", *words]) == 0
     said = capsys.readouterr().out

@@ -41,6 +41,7 @@ def test_training_on_rows_is_warned_of_too(warning, tmp_path):
     assert ACTOR in warning(False, "precision=bf16", *data)
 
 
+@pytest.mark.slow
 def test_full_precision_gpus_and_ensembles_are_not_warned_of(warning):
     assert not warning(False)
     assert not warning(False, "learner=mappo")

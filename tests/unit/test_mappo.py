@@ -28,6 +28,7 @@ def test_facts():
     assert (mappo.critics, mappo.default_credit) == (CentralCritic(), "team")
 
 
+@pytest.mark.slow
 def test_auto_credit_is_the_learners_default(compose_config, cold_assets):
     from marl.preflight.prepare import prepare
 

@@ -75,6 +75,7 @@ def test_a_debate_reads_hardly_more_than_it_must(model):
     assert engine.reader.prefilled < 0.5 * sum(len(request.prompt_ids) for request, _ in said)
 
 
+@pytest.mark.slow
 def test_what_was_read_before_changes_no_answer(model):
     """Token for token and bit for bit, across widths at which a CPU sums keys otherwise."""
     said = debate(engine_of(model), length=40)

@@ -69,6 +69,7 @@ def test_another_answer_is_mixed_in_the_state_of_the_answer_that_it_replaces():
             assert float(got) == pytest.approx(float(expected), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_mixer_the_encoder_and_the_utilities_are_fitted_together():
     records = [episode(f"t{i}", 0, [[i % 2], [i % 2]]) for i in range(4)]
     batch, critics = read(batch_of(*records), records)

@@ -19,8 +19,9 @@ def trusted_targets_are_modules(config: Any) -> None:
 
 
 def targets_are_trusted(config: Any) -> None:
+    trusted = trusted_modules(config)
     for key, target in targets_in(plain(config)):
-        check_target(key, target, trusted_modules(config))
+        check_target(key, target, trusted)
 
 
 def remote_code_is_trusted_or_not(config: Any) -> None:
