@@ -10,12 +10,13 @@ from verl.utils.config import omega_conf_to_dataclass
 from marl.cluster.layout import parts_of, policy_configs
 from marl.cluster.workers.critic_worker import critic_settings
 from marl.preflight.prepare import prepare
+from tests.builders import slow_but
 from tests.stack.conftest import ROOT, overrides_of
 
 SCRIPTS = sorted(path.name for path in (ROOT / "examples").glob("*.sh"))
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", slow_but(SCRIPTS, SCRIPTS[0]))
 def test_a_script_is_composed_down_to_the_settings_of_its_workers(script, environment, compose_config, tmp_path):
     overrides = overrides_of(ROOT / "examples" / script, environment, tmp_path)
     # the tiny data has eight rows; everything else is as for eight GPUs
