@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from marl.cluster.workers import live_state
-from marl.cluster.workers.live_state import LiveState
+from marl.cluster.workers.live_state import SAMPLE, SMALL, LiveState
 from marl.cluster.workers.whole_model import copy_of
 
 SIZE = 300_000
@@ -156,3 +156,25 @@ def test_a_copied_state_goes_to_the_disk_and_not_through_memory(state, tmp_path,
     state.release()
     state.write(str(tmp_path / "file"))
     assert set(written) == {memoryview}
+
+
+def of_sizes(*sizes):
+    tensors = [torch.arange(size, dtype=torch.uint8) for size in sizes]
+    return tensors, LiveState(tensors, torch.clone)
+
+
+@pytest.mark.parametrize("size", [SMALL + 1, SMALL + 2, 5 * SMALL + 3])
+def test_a_sample_is_the_middle_of_a_tensor_and_within_it(size):
+    (tensor,), state = of_sizes(size)
+    (sample,) = state.samples
+    assert list(sample) == tensor[size // 2 : size // 2 + SAMPLE].tolist() and len(sample) == SAMPLE
+
+
+@pytest.mark.parametrize("place", [0, SAMPLE - 1])
+@pytest.mark.parametrize("changed", [0, 1, 2])
+def test_a_change_within_any_sample_is_an_error(place, changed):
+    tensors, state = of_sizes(SMALL + 1, 3 * SMALL, 2 * SMALL)
+    tensors[changed][len(tensors[changed]) // 2 + place] += 1
+    with pytest.raises(RuntimeError, match="no release before"):
+        state.copied()
+    assert not state.is_live, "whoever has failed holds no tensor"
