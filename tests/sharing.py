@@ -51,12 +51,12 @@ def is_mine(item):
 
 
 def shared_part(item, function, number):
-    """Name of the part that one process runs with this test, which has ``number`` parameters of its function before it: a slow test
-    alone, sixteen parameters of another function, the whole of a file that counts its cases."""
-    if item.get_closest_marker("slow"):
-        return item.nodeid
+    """Name of the part that one process runs with this test, which has ``number`` parameters of its function before it: the whole of
+    a file that counts its cases, a slow test alone, sixteen parameters of another function."""
     if item.get_closest_marker("whole_file"):
         return function.partition("::")[0]
+    if item.get_closest_marker("slow"):
+        return item.nodeid
     return f"{function}#{number // TOGETHER}" if number >= TOGETHER else function
 
 

@@ -20,7 +20,8 @@ def model_config(config: DictConfig, policy: str) -> Any:
 
 
 def policy_configs(config: DictConfig, names: Sequence[str], run_id: str, total_steps: int) -> dict[str, DictConfig]:
-    """The whole configuration with each policy's own ``actor_rollout_ref``: copies, since verl's workers change theirs."""
+    """The whole configuration, which must be resolved, with each policy's own ``actor_rollout_ref``: copies, since verl's workers
+    change theirs."""
     whole = untyped(config)
     return {
         name: policy_config(config, copied(whole), name, index, run_id, total_steps) for index, name in enumerate(names)

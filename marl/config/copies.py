@@ -17,10 +17,10 @@ def copied(config: Any) -> DictConfig:
 
 
 def untyped(config: DictConfig) -> DictConfig:
-    """A copy of a resolved configuration that other processes can read: groups that a class describes, which may be one of a
-    user's file, become plain, and enums their names. Keys may be added to it."""
+    """A plain copy of a resolved configuration, for other processes: groups typed by a class, which may be in a user's file, become
+    dicts, and enums become their names. Keys may be added."""
     copy = copied(config)
-    OmegaConf.set_struct(copy, None)  # type: ignore[arg-type]
+    OmegaConf.set_struct(copy, None)
     typed = OmegaConf.masked_copy(copy, [str(key) for key in copy if holds_types(copy._get_node(key))])
     plain: Any = OmegaConf.to_container(typed, enum_to_str=True)
     for key, value in plain.items():
@@ -29,7 +29,7 @@ def untyped(config: DictConfig) -> DictConfig:
 
 
 def holds_types(node: Any) -> bool:
-    """True if a class describes a group, or an enum a value, anywhere in a node."""
+    """True if any group in a node is typed by a class, or any value is an enum."""
     if OmegaConf.is_dict(node):
         return OmegaConf.get_type(node) is not dict or any(holds_types(node._get_node(key)) for key in node)
     if OmegaConf.is_list(node):

@@ -88,8 +88,8 @@ def preflight(setup: Setup) -> CheckedSetup:
 
 
 def load(config: DictConfig, name: PolicyName, trains: bool, others: Iterable[Loaded]) -> Loaded:
-    """A policy's model and tokenizer, or those of another one with the same settings: a tokenizer with a large vocabulary takes a
-    second to load. Raises ConfigError where they cannot be used."""
+    """A policy's model and tokenizer, or those of another policy, where neither has settings of its own: a tokenizer with a large
+    vocabulary takes a second to load. Raises ConfigError where they cannot be used."""
     own, thinking = own_settings(config, name), thinking_of(config, name)
     for other in others:
         if other.settings is own and other.thinking == thinking:
@@ -106,15 +106,15 @@ def load(config: DictConfig, name: PolicyName, trains: bool, others: Iterable[Lo
 
 
 def check_adapters(config: DictConfig, name: PolicyName, loaded: Loaded) -> None:
-    """Raise ConfigError for an adapter that a policy's model cannot have, or its servers not be sent."""
+    """Raise ConfigError for an adapter that a policy's model cannot have, or that cannot be sent to its servers."""
     own, key = loaded.settings, key_of(config, name)
     if not own.model.lora_rank or name in frozen_policies(config):  # which are served without
         return
     check_adapter(loaded.model, own.model, key, linear_only=shares_base(config))
-    if not shares_base(config):
+    if not shares_base(config):  # otherwise servers load the base themselves
         check_adapter_base(own, bool(loaded.model.get_text_config().tie_word_embeddings), key)
         return
-    check_adapter_name(name)  # of servers that load the base themselves
+    check_adapter_name(name)
     if own.model.lora_adapter_path is not None:
         check_start(loaded.model, own.model, key)
 

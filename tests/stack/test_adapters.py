@@ -242,7 +242,6 @@ def test_an_unknown_adapter_is_an_error_that_names_the_known(alone):
 LEARNERS = (("learner=happo",), ("learner=mappo",), ("learner=qmix", "credit=team"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("learner", slow_but(LEARNERS, ("learner=mappo",)), ids=str)
 def test_learners_see_policies_whatever_they_share(alone, learner):
     live = alone(*ADAPTED, *learner)

@@ -189,17 +189,13 @@ def gradient_by_hand(module: Any, rows: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(["algorithm.rollout_correction.rollout_is=token"], marks=pytest.mark.slow),
-        pytest.param(["algorithm.rollout_correction.bypass_mode=true"], marks=pytest.mark.slow),
+        ["algorithm.rollout_correction.rollout_is=token"],
+        ["algorithm.rollout_correction.bypass_mode=true"],
         ["controller.pack_turns=true", "actor_rollout_ref.model.use_remove_padding=true"],
-        pytest.param(["learner=ippo", "critic.level=token"], marks=pytest.mark.slow),
-        pytest.param(
-            ["learner=ippo", "critic.level=turn", "actor_rollout_ref.actor.use_kl_loss=true"], marks=pytest.mark.slow
-        ),
-        pytest.param(
-            ["learner=mappo", "critic.level=token", "algorithm.use_kl_in_reward=true"], marks=pytest.mark.slow
-        ),
-        pytest.param(["learner=mappo", "critic.level=turn"], marks=pytest.mark.slow),
+        ["learner=ippo", "critic.level=token"],
+        ["learner=ippo", "critic.level=turn", "actor_rollout_ref.actor.use_kl_loss=true"],
+        ["learner=mappo", "critic.level=token", "algorithm.use_kl_in_reward=true"],
+        ["learner=mappo", "critic.level=turn"],
     ],
 )
 def test_log_probs_of_tool_output_change_nothing_downstream(alone, monkeypatch, overrides):

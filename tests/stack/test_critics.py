@@ -35,7 +35,7 @@ PAIRS = [*product(("ippo", "mappo"), ("turn", "token"))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", slow_but(PAIRS, ("ippo", "turn"), ("mappo", "token")), ids="-".join)
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_a_peers_text_changes_the_central_critics_values_and_not_the_local_ones(alone, pair):
     learner, level = pair
     live = alone(f"learner={learner}", f"critic.level={level}")
@@ -95,7 +95,7 @@ def test_the_central_critic_reads_an_episode_once_and_each_speaker_where_the_rou
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "pair",
-    slow_but(PAIRS, ("mappo", "turn")),
+    PAIRS,
     ids="-".join,
 )
 def test_a_critic_fits_its_targets(alone, pair):
@@ -173,7 +173,6 @@ def test_a_critic_with_a_tokenizer_of_its_own_values_turns_and_not_tokens(alone,
         alone("learner=ippo", "critic.level=token", f"critic.model.path={folder}", "critic.model.tokenizer_path=null")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("pair", slow_but(PAIRS, ("mappo", "token")), ids="-".join)
 def test_an_episode_that_is_too_long_for_the_critic_costs_itself_alone(alone, monkeypatch, pair):
     learner, level = pair

@@ -54,7 +54,6 @@ def said(path):
     ]
 
 
-@pytest.mark.slow
 def test_a_checkpoint_answers_as_in_its_own_validation(run, capsys):
     """Every text of the dump, and so every number; another step's weights say something else."""
     result = evaluate.run([str(run)])

@@ -16,7 +16,7 @@ from tests.stack.conftest import ROOT, overrides_of
 SCRIPTS = sorted(path.name for path in (ROOT / "examples").glob("*.sh"))
 
 
-@pytest.mark.parametrize("script", slow_but(SCRIPTS, SCRIPTS[0]))
+@pytest.mark.parametrize("script", slow_but(SCRIPTS, "gsm8k_mappo_debate.sh"))
 def test_a_script_is_composed_down_to_the_settings_of_its_workers(script, environment, compose_config, tmp_path):
     overrides = overrides_of(ROOT / "examples" / script, environment, tmp_path)
     # the tiny data has eight rows; everything else is as for eight GPUs

@@ -104,7 +104,7 @@ def test_a_repeated_game_shows_each_agent_what_the_others_did(started):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shared", slow_but([True, False], True))
+@pytest.mark.parametrize("shared", [True, False])
 def test_four_agents_of_one_policy_or_of_four(started, shared):
     one = [f"agents.{name}.policy=alice" for name in ("carol", "tom", "ann")] if shared else []
     live = started("{name: halves}", *FOUR, *one)

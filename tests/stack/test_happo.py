@@ -148,7 +148,7 @@ def test_orders_are_fresh_and_a_resumed_run_goes_on_with_them(alone):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", slow_but(["turn", "token"], "token"))
+@pytest.mark.parametrize("level", ["turn", "token"])
 def test_a_chain_through_the_real_critic(alone, level):
     live = alone("learner=happo", "learner.chain=true", f"critic.level={level}", *FAST)
     metrics = live.step()

@@ -164,7 +164,7 @@ def of_sizes(*sizes):
 
 
 @pytest.mark.parametrize("size", [SMALL + 1, SMALL + 2, 5 * SMALL + 3])
-def test_a_sample_is_the_middle_of_a_tensor_and_within_it(size):
+def test_a_sample_starts_at_the_middle_of_a_tensor(size):
     (tensor,), state = of_sizes(size)
     (sample,) = state.samples
     assert list(sample) == tensor[size // 2 : size // 2 + SAMPLE].tolist() and len(sample) == SAMPLE
@@ -177,4 +177,4 @@ def test_a_change_within_any_sample_is_an_error(place, changed):
     tensors[changed][len(tensors[changed]) // 2 + place] += 1
     with pytest.raises(RuntimeError, match="no release before"):
         state.copied()
-    assert not state.is_live, "whoever has failed holds no tensor"
+    assert not state.is_live, "a state that failed holds no tensor"

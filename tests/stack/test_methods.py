@@ -192,7 +192,7 @@ IN_OTHER_LAYERS = (
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    slow_but([ADAPTERS, ADAPTED, (*ADAPTED, *IN_OTHER_LAYERS)], (*ADAPTED, *IN_OTHER_LAYERS)),
+    [ADAPTERS, ADAPTED, (*ADAPTED, *IN_OTHER_LAYERS)],
     ids=["lora", "shared base", "in other layers"],
 )
 def test_adapters_in_bf16_are_trained_though_their_reference_comes_first(alone, rows, options):

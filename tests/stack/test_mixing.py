@@ -50,7 +50,7 @@ def test_a_step_trains_policies_utilities_and_mixer(mixed, learner):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", slow_but([(), ("learner.advantage=group",), SHARED], SHARED))
+@pytest.mark.parametrize("options", [(), ("learner.advantage=group",), SHARED])
 def test_options_of_a_step(mixed, options):
     live = mixed("qmix", "learner.mixer_epochs=1", *options)
     metrics = live.step()
@@ -166,7 +166,6 @@ def test_the_gradient_is_that_of_one_graph_from_the_mixer_to_the_value_heads(mix
         assert max(float(gradient.abs().max()) for gradient in found[name]) > 1e-2
 
 
-@pytest.mark.slow
 def test_the_target_is_the_critic_of_its_last_renewal_and_leaves_the_present_one_alone(mixed):
     live = mixed("vdn", "learner.mixer_epochs=1", "learner.target_update_every=2")
     episodes, critics = live.episodes(), live.trainer.critics.groups

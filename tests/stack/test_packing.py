@@ -7,7 +7,6 @@ import torch
 
 from marl.batch.build import joint_batch
 from marl.learners import broadcast_to_tokens
-from tests.builders import slow_but
 from tests.stack.builders import gradient, num_turns, numbers, parameters
 
 OFF = "controller.pack_turns=false"
@@ -50,7 +49,7 @@ def as_trained(live, episodes, pack):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shared", slow_but([False, True], False), ids=["own", "shared"])
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 def test_rows_of_one_turn_and_of_several_train_side_by_side(alone, shared):
     """With contexts of which only some extend, and with agents that share the policy: the same loss, gradient and parameters."""
     words = [*PLAIN, *SMOOTH, *(["agents.carol.policy=alice"] if shared else [])]

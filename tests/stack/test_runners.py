@@ -121,7 +121,6 @@ def test_shares_of_right_answers_are_counted_and_saved(alone):
     assert live.trainer.controller.accuracy.state_dict() == saved
 
 
-@pytest.mark.slow
 def test_alternatives_are_drawn_apart(alone):
     live = started(alone, "tree", "runner.num_branches=4")
     episodes = live.episodes()
@@ -177,7 +176,6 @@ def test_a_replay_with_another_runner_says_where_it_left_the_record(alone):
         replayed(live.trainer, episode)
 
 
-@pytest.mark.slow
 def test_policies_of_rounds_are_trained_on_their_rounds_alone(alone):
     """MAPoRL's collaboration separation: one policy answers, another one discusses."""
     rounds = [f"agents.{name}.policy_by_round=[{name}_first,talker]" for name in ("alice", "carol")]

@@ -66,7 +66,6 @@ def test_a_frozen_agent_and_a_learner_from_a_recipe(start):
     assert "agent/carol/score" in steps[0], "it plays all the same"
 
 
-@pytest.mark.slow
 def test_agents_that_share_a_policy_and_one_round(start):
     trainer, steps = start(
         "agents.alice.policy=both",

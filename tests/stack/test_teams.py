@@ -62,7 +62,7 @@ FAULTS = {
 """The policy whose sync the error names, and the cause it gives, by fault."""
 
 
-@pytest.mark.parametrize("fault", slow_but(FAULTS, change_the_base), ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("fault", slow_but(FAULTS, swap), ids=lambda fault: fault.__name__)
 def test_an_adapter_that_did_not_arrive_stops_the_run(alone, fault):
     live = alone(*ADAPTED)
     live.step()

@@ -352,11 +352,7 @@ def test_an_access_key_that_a_worker_does_not_have_is_named(live, spread, monkey
     "mood,said",
     [
         ("policy", "^policy 'alice' died$"),
-        pytest.param(
-            "exit",
-            r"episode worker 1 \(pid \d+\) while playing episodes of step \d+: process episode_worker_.* died",
-            marks=pytest.mark.slow,
-        ),
+        ("exit", r"episode worker 1 \(pid \d+\) while playing episodes of step \d+: process episode_worker_.* died"),
     ],
 )
 def test_a_policy_or_a_worker_that_fails_ends_all_at_once(live, spread, mood, said):

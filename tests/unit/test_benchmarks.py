@@ -188,7 +188,13 @@ def test_without_peers_their_ratios_are_null_and_the_reason_is_told(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words,fast,measured", [("", False, False), ("--only trl_bf16_small,floor_small", False, True), ("", True, True)]
+    "words,fast,measured",
+    [
+        ("", False, False),
+        ("--smoke", False, True),
+        ("--only trl_bf16_small,floor_small", False, True),
+        ("", True, True),
+    ],
 )
 def test_bf16_is_measured_where_it_is_fast_or_asked_for(tmp_path, monkeypatch, words, fast, measured):
     says_that_it_is_up = """print('{"event": "ready", "cpu": 1.0}', flush=True)"""

@@ -79,12 +79,12 @@ def test_a_composed_configuration_is_copied_with_its_types(compose_config):
 def must_be_plain(copy, config):
     plain = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
     assert OmegaConf.to_container(pickle.loads(pickle.dumps(copy))) == plain
-    assert [type(value) for value in leaves(copy)] == [type(value) for value in leaves(OmegaConf.create(plain))]
+    assert list(types_in(copy)) == list(types_in(OmegaConf.create(plain)))
     copy.new = copy.open_group.new = 1
 
 
-def leaves(node):
-    """The types of groups, and the values."""
+def types_in(node):
+    """The types of groups, and those of values."""
     keys = (
         ()
         if not OmegaConf.is_config(node) or node._is_none()
@@ -92,13 +92,13 @@ def leaves(node):
         if OmegaConf.is_list(node)
         else node
     )
-    yield OmegaConf.get_type(node) if keys else node._value()
+    yield OmegaConf.get_type(node) if OmegaConf.is_config(node) else type(node._value())
     for key in keys:
-        yield from leaves(node._get_node(key))
+        yield from types_in(node._get_node(key))
 
 
 @pytest.mark.parametrize("where", ["typed", "within.group", "within.list"])
-def test_other_processes_can_read_what_is_of_a_class_of_a_function(where):
+def test_a_group_typed_by_a_local_class_becomes_plain(where):
     class Colour(Enum):
         red = 1
 
@@ -121,7 +121,7 @@ def test_other_processes_can_read_what_is_of_a_class_of_a_function(where):
 
 
 @pytest.mark.parametrize("name", ["quickstart", "marl"])
-def test_a_shipped_configuration_without_types_holds_the_same(compose_config, name):
+def test_every_value_of_a_shipped_configuration_is_kept(compose_config, name):
     config = compose_config("+open_group={}", "runner=debate", "learner=mappo", name=name)
     resolve(config)
     must_be_plain(untyped(config), config)

@@ -1,4 +1,4 @@
-"""Models and tokenizers of policies before the start: loaded once for all policies with the same settings."""
+"""Models and tokenizers of policies before the start: loaded once for all policies without settings of their own."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ OTHER_THINKING = "+policies.eve.thinking={start: '<a>', end: '</a>'}"
     [((), set()), (("+policies.bob.actor.optim.lr=1e-3", OTHER_THINKING), {"bob", "eve"})],
     ids=["all alike", "two of their own"],
 )
-def test_policies_with_the_same_settings_are_loaded_once(compose_config, cold_assets, monkeypatch, own, apart):
+def test_policies_without_settings_of_their_own_are_loaded_once(compose_config, cold_assets, monkeypatch, own, apart):
     tokenizers, counted = [], []
     load, count = pretrained.load_tokenizer, model_checks.size_of
     monkeypatch.setattr(pretrained, "load_tokenizer", lambda *model: tokenizers.append(model) or load(*model))
@@ -32,15 +32,17 @@ def test_policies_with_the_same_settings_are_loaded_once(compose_config, cold_as
     assert (encoders["eve"].thinking is None) == ("eve" not in apart)
 
 
-def test_a_policy_that_changes_its_model_alone_is_counted_with_its_own(compose_config, cold_assets, tiny_llama):
-    setup = prepare(compose_config(f"assets={cold_assets}", f"+policies.carol.model.path={tiny_llama}", "learner=grpo"))
+def test_a_policy_with_its_own_model_has_its_own_size_and_tokenizer(compose_config, cold_assets, wider_model):
+    setup = prepare(
+        compose_config(f"assets={cold_assets}", f"+policies.carol.model.path={wider_model}", "learner=grpo")
+    )
     assert setup.sizes["carol"].parameters != setup.sizes["alice"].parameters
     assert setup.encoders["carol"].tokenizer is not setup.encoders["alice"].tokenizer
 
 
 @pytest.fixture
-def tiny_llama(cold_assets, tmp_path):
-    """The embedded model with wider layers in between, without weights."""
+def wider_model(cold_assets, tmp_path):
+    """The embedded model with an MLP twice as wide; its old weights are not read."""
     folder = tmp_path / "other"
     shutil.copytree(next(path.parent for path in cold_assets.rglob("config.json")), folder)
     config = json.loads((folder / "config.json").read_text())

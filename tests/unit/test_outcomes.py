@@ -114,8 +114,12 @@ PAIRS = [
 
 
 def is_common(name, credit):
-    """A learner with its own credit scheme, or MAPPO, which takes them all."""
-    return name == "mappo" or credit == LEARNERS.get(name).default_credit
+    """True for a learner with its default credit, for MAPPO, and for GRPO with credit of kind ``advantage``."""
+    return (
+        credit == LEARNERS.get(name).default_credit
+        or name == "mappo"
+        or (name == "grpo" and CREDITS.get(credit).kind == "advantage")
+    )
 
 
 MOST_ARE_SLOW = [

@@ -223,8 +223,9 @@ def test_the_parameters_of_an_adapter_of_any_name_are_found_and_unnamed(name):
     assert unnamed(key, name) == "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
 
-def test_a_name_that_torch_has_taken_is_refused(compose_config, cold_assets):
-    words = ("sharing=lora", "agents.alice.policy=update")
+@pytest.mark.parametrize("agent", ["alice", "carol"])
+def test_a_name_that_torch_has_taken_is_refused(compose_config, cold_assets, agent):
+    words = ("sharing=lora", f"agents.{agent}.policy=update")
     with pytest.raises(ConfigError, match="policy 'update': .*expected another name, such as update_1"):
         prepare(compose_config(f"assets={cold_assets}", *words))
     prepare(compose_config(f"assets={cold_assets}", "agents.alice.policy=update"))

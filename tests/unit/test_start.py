@@ -81,12 +81,13 @@ def test_the_short_help_gives_way_to_further_words_and_own_modules(monkeypatch, 
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        pytest.param("learner.lm=3", "unknown key 'learner.lm'", marks=pytest.mark.slow),
-        pytest.param("trainer.nnodes=-1", "trainer.nnodes=-1: expected", marks=pytest.mark.slow),
-        pytest.param("learner=qmix", "credit=influence: learner=qmix is defined for", marks=pytest.mark.slow),
+        ("learner.lm=3", "unknown key 'learner.lm'"),
+        ("trainer.nnodes=-1", "trainer.nnodes=-1: expected"),
+        ("learner=qmix", "credit=influence: learner=qmix is defined for"),
         ("data.val_files=/nowhere.parquet", "data.val_files=/nowhere.parquet"),
     ],
 )
