@@ -59,7 +59,8 @@ def test_a_recipe_is_composed_for_its_gpus(overrides, compose_config):
     assert {group: config[group].name for group in chosen} == chosen
 
 
-@pytest.mark.parametrize("overrides", slow_but(RECIPES, "maporl"), indirect=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", RECIPES, indirect=True)
 def test_a_recipe_runs_two_steps_on_a_cpu(overrides, compose_config, tmp_path):
     name, given = overrides
     samples = [] if name == "at_grpo" else ["actor_rollout_ref.rollout.n=2"]

@@ -436,20 +436,13 @@ def test_the_error_of_a_save_ends_the_run_at_the_next_one(alone, tmp_path, monke
 SAVED, READ = (f"actor_rollout_ref.actor.checkpoint.{name}_contents" for name in ("save", "load"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "contents,said",
     [
         ((f"{SAVED}=[model,extra]",), r"load_contents=\['model', 'extra'\]: alice/actor of .*global_step_1.* without its optimizer"),
-        pytest.param(
-            (f"{SAVED}=[extra,optimizer,hf_model]",),
-            r"alice/actor of .*global_step_1 would go on without its model",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            (f"{SAVED}=[model,extra]", f"{READ}=[model,optimizer,extra]"),
-            r"global_step_1 holds no optimizer of alice/actor.*model.path",
-            marks=pytest.mark.slow,
-        ),
+        ((f"{SAVED}=[extra,optimizer,hf_model]",), r"alice/actor of .*global_step_1 would go on without its model"),
+        ((f"{SAVED}=[model,extra]", f"{READ}=[model,optimizer,extra]"), r"global_step_1 holds no optimizer of alice/actor.*model.path"),
     ],
 )  # fmt: skip
 def test_a_run_does_not_go_on_without_its_optimizer_or_its_weights(
