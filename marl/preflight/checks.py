@@ -46,7 +46,7 @@ class CheckedSetup(Setup):
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a policy's settings name."""
+    """A policy's settings, with the model and the tokenizer that they name."""
 
     settings: Any
     thinking: Any

@@ -85,16 +85,13 @@ def must_be_plain(copy, config):
 
 def types_in(node):
     """The types of groups, and those of values."""
-    keys = (
-        ()
-        if not OmegaConf.is_config(node) or node._is_none()
-        else range(len(node))
-        if OmegaConf.is_list(node)
-        else node
-    )
-    yield OmegaConf.get_type(node) if OmegaConf.is_config(node) else type(node._value())
-    for key in keys:
-        yield from types_in(node._get_node(key))
+    if not OmegaConf.is_config(node):
+        yield type(node._value())
+        return
+    yield OmegaConf.get_type(node)
+    if not node._is_none():
+        for key in range(len(node)) if OmegaConf.is_list(node) else node:
+            yield from types_in(node._get_node(key))
 
 
 @pytest.mark.parametrize("where", ["typed", "within.group", "within.list"])
