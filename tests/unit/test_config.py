@@ -310,6 +310,7 @@ BAD = {
     "runner=single_turn learner.train_rounds=[2]": ["learner.train_rounds=[2]", "runner=single_turn ends in round 1"],
     "runner=tree runner.num_branches=0": ["runner.num_branches=0", "at least 1"],
     "runner=tree runner.num_branches=1": ["runner.num_branches=1", "without siblings", "runner.train=path"],
+    "critic.forward_micro_batch_size=abc": ["critic.forward_micro_batch_size=abc: expected", "a whole number"],
     "controller.thinking=atuo": ["controller.thinking=atuo", "Did you mean 'auto'"],
     "+policies.alice.thinking={start:a}": ["policies.alice.thinking={'start': 'a'}", "two different texts"],
     "controller.no_answer_score=inf": ["controller.no_answer_score=inf", "finite"],
