@@ -15,12 +15,11 @@ import torch
 from omegaconf import DictConfig
 from transformers.utils import logging as transformers_logging
 
-from marl.config.errors import ConfigError
+from marl.config.errors import ConfigError, line
 from marl.config.overrides import hydra_overrides
 from marl.evaluation.ensemble_answers import MODES, Ensemble, weights_of
 from marl.evaluation.load import device_of
 from marl.main import run_composed
-from marl.modules.pretrained import line
 from marl.preflight.prepare import prepare
 from marl.report import ensemble_table as report
 from marl.rewards import build_reward

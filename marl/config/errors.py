@@ -28,6 +28,12 @@ class ModelMissing(ConfigError):
         self.path = path
 
 
+def line(error: BaseException) -> str:
+    """An error on one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}"
+
+
 def explain(error: Exception) -> str:
     """Message for an error from Hydra or OmegaConf: the key, the value, what was expected, the nearest known name."""
     if isinstance(error, MissingConfigException):

@@ -12,8 +12,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM
 
-from marl.config.errors import ConfigError
-from marl.modules.pretrained import line
+from marl.config.errors import ConfigError, line
 
 logger = logging.getLogger(__name__)
 

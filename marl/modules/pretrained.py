@@ -5,7 +5,7 @@ from typing import Any
 from transformers import AutoConfig, GenerationConfig
 from verl.utils import hf_tokenizer
 
-from marl.config.errors import ConfigError
+from marl.config.errors import ConfigError, line
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 
@@ -51,9 +51,3 @@ def about_its_code(error: BaseException, key: str) -> str:
     if "trust_remote_code" not in str(error):
         return ""
     return f"; its own code is not executed: read it, and set {key}.trust_remote_code=true if you trust it"
-
-
-def line(error: BaseException) -> str:
-    """An error on one line."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}"

@@ -17,9 +17,8 @@ from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 
 import marl.rollout.hf  # noqa: F401 - registers our backend
 from marl.config.built import built
-from marl.config.errors import ConfigError, plain
-from marl.config.targets import check_target, targets_in, trusted_modules
-from marl.modules.pretrained import line
+from marl.config.errors import ConfigError, line, plain
+from marl.config.targets import check_class, targets_in, trusted_modules
 from marl.utils.registry import did_you_mean
 
 BUILT = ("actor", "rollout")
@@ -69,22 +68,11 @@ def check_critic_settings(critic: Any) -> None:
 
 
 def check_targets(config: Any) -> None:
-    """Raise ConfigError for a ``_target_`` that is no class of a trusted module: a module also holds what it has imported,
-    as in ``verl.utils.fs.os.system``."""
+    """Raise ConfigError for a ``_target_`` that is no class of a trusted module."""
     ours, trusted = dict(targets_in(known_keys())), trusted_modules(config)
     for key, target in targets_in(plain(config)):
-        if target == ours.get(key):
-            continue
-        check_target(key, target, trusted)
-        kind = found_class(key, target)
-        check_target(key, f"{kind.__module__}.{kind.__qualname__}", trusted)
-
-
-def found_class(key: str, target: str) -> type:
-    try:
-        return get_class(target)
-    except Exception as error:  # a user's module, imported
-        raise ConfigError(f"{key}={target}: {line(error)}; expected the dotted name of a class") from None
+        if target != ours.get(key):
+            check_class(key, target, trusted)
 
 
 def check_precision(name: str, engine: Any) -> None:
