@@ -1,6 +1,9 @@
 """torch's saved states, which are pickles: what one names is looked at before it is read, and reading one executes nothing."""
 
+import os
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +14,29 @@ from numpy._core import multiarray
 
 NUMPY_STATE: list[Any] = [multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype("uint32"))]
 """All that a saved random state of numpy names, beyond what torch reads by itself."""
-SHARDS_OF_FSDP1 = "torch.distributed._shard."
-"""Classes that FSDP1's shards name: torch reads them by pickle alone."""
+FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+"""torch's own variable: with it, ``torch.load`` executes nothing even where its caller passes ``weights_only=False``."""
 
 
 def read(path: str | Path) -> Any:
     """A saved state. Raises UnpicklingError for one that names anything but tensors and random states."""
     with torch.serialization.safe_globals(NUMPY_STATE):
         return torch.load(path, weights_only=True)
+
+
+@contextmanager
+def read_by_verl() -> Iterator[None]:
+    """While this lasts, verl's own ``torch.load`` reads as :func:`read` does."""
+    before = os.environ.get(FORCED)
+    os.environ[FORCED] = "1"
+    try:
+        with torch.serialization.safe_globals(NUMPY_STATE):
+            yield
+    finally:
+        if before is None:
+            del os.environ[FORCED]
+        else:
+            os.environ[FORCED] = before
 
 
 def foreign_names(path: Path) -> list[str]:
@@ -28,4 +46,4 @@ def foreign_names(path: Path) -> list[str]:
             names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except (pickle.UnpicklingError, RuntimeError, ValueError, AttributeError, IndexError, KeyError, TypeError) as error:
         return [f"what torch never writes ({error})"]
-    return sorted(name for name in names if not name.startswith(SHARDS_OF_FSDP1))
+    return sorted(names)

@@ -23,7 +23,7 @@ from marl.cluster.workers import whole_model
 from marl.cluster.workers.live_state import LiveState
 from marl.utils.dtensors import local
 from marl.utils.marks import leave, reserve
-from marl.utils.pickles import read
+from marl.utils.pickles import read, read_by_verl
 from marl.utils.trees import on_host
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class FolderWorker:
 
 
 class ShardFiles(FSDPCheckpointManager):
-    """verl's, file for file. FSDP1's shards are objects of its own: verl writes and reads them, at once and by pickle."""
+    """verl's, file for file. FSDP1's states need its own hooks: verl writes and reads them, at once."""
 
     checkpoint_save_contents: list[str]
 
@@ -205,7 +205,8 @@ class ShardFiles(FSDPCheckpointManager):
     def load_checkpoint(self, local_path: str, *arguments: Any, **settings: Any) -> None:
         self.release()
         if fsdp_version(self.model) == 1:
-            return super().load_checkpoint(local_path, *arguments, **settings)
+            with read_by_verl():
+                return super().load_checkpoint(local_path, *arguments, **settings)
         if self.should_load_model:
             weights = read(self._file(local_path, "model"))
             self.model.load_state_dict(weights, strict=not self.is_lora_only_state_dict(weights))
