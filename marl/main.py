@@ -36,6 +36,7 @@ import marl.config.schema  # noqa: F401 - registers our groups
 from marl.cluster.head_watch import head_watched
 from marl.config.composing import composed_once
 from marl.config.errors import ConfigError, explain
+from marl.config.hydra_settings import check_hydra_settings
 from marl.config.overrides import hydra_overrides, options_are_words
 from marl.config.sweeps import MULTIRUN, sweep_words
 from marl.preflight.own_rows import split_text
@@ -51,6 +52,7 @@ from marl.utils.pipes import has_no_reader, reader_left
 from marl.utils.process_time import begin_run
 from marl.utils.secret_masking import masked_logs, masked_text
 
+CONFIGS = "pkg://marl.configs"
 SHOWS_CONFIG = re.compile(r"--(cfg?|in?f?o?|hel?p?)(=|$)|-[rmh]*(c(?![pnd])|i|h)")
 """Flags of Hydra's that print the configuration, in all forms that its parser takes: shortened, clustered, or with the value attached."""
 SHOWS_HELP = re.compile(r"--h|-[rm]*h")
@@ -82,7 +84,7 @@ def run_composed(words: list[str], work: Callable[[DictConfig], Any]) -> int:
     words = sweep_words(words)
     sys.argv[1:] = words  # Hydra reads only these
 
-    @hydra.main(config_path="pkg://marl.configs", config_name="marl", version_base="1.3")
+    @hydra.main(config_path=CONFIGS, config_name="marl", version_base="1.3")
     @wraps(work)  # the job is named after its module
     def compose_and_work(config: DictConfig) -> None:
         OmegaConf.clear_cache(config)  # the runs of a sweep would share one stamp, and so one folder
@@ -96,6 +98,7 @@ def run_composed(words: list[str], work: Callable[[DictConfig], Any]) -> int:
             raise ConfigError(f"{flag} {shows}: expected one run to show; leave out {flag}{rest}")
         config = composed_once(words, job_name=Path(inspect.getfile(work)).stem)
         if config is None:
+            check_hydra_settings(words, work, CONFIGS)
             with masked_output(shown_by(words)):
                 compose_and_work()
         else:

@@ -7,6 +7,7 @@ from marl.config.errors import ConfigError, plain
 from marl.config.rules.targets import targets_are_trusted, trusted_targets_are_modules
 from marl.config.targets import targets_in
 from marl.controller.known_loops import check_loops
+from marl.main import main
 from marl.preflight.verl_settings import check_targets
 
 HOSTILE = {
@@ -86,3 +87,32 @@ def test_a_listed_agent_loop_is_of_a_trusted_package(compose_config, tmp_path):
             check_loops(rollout, {"alice": "mine"}, trusted)
     with pytest.raises(ConfigError, match="mine.inner._target_=x.Y"):
         check_loops(rollout, {"alice": "mine"}, ["os"])
+
+
+HYDRAS = {
+    "callbacks": {"mine": {"_target_": "os.system", "command": "touch {}"}},
+    "job_logging": {"handlers": {"mine": {"()": "os.system", "command": "touch {}"}}},
+    "hydra_logging": {"handlers": {"mine": {"class": "logging.os.system", "command": "touch {}"}}},
+}
+
+
+@pytest.mark.parametrize(
+    "group,flags",
+    [
+        ("callbacks", "--config-dir"),
+        ("job_logging", "--config-path"),
+        ("hydra_logging", "-m seed=0,1 --config-dir"),
+    ],
+)
+def test_hydras_own_settings_call_nothing_else(tmp_path, capsys, group, flags):
+    """Hydra builds its callbacks, and logging its handlers, before a configuration reaches us."""
+    victim = tmp_path / "victim"
+    settings = {
+        "hydra": {group: HYDRAS[group]},
+        "defaults": ["_self_"] if flags == "--config-path" else ["marl", "_self_"],
+    }
+    text = OmegaConf.to_yaml(settings).replace("{}", str(victim))
+    (tmp_path / "mine.yaml").write_text(text)
+    assert main([*flags.split(), str(tmp_path), "--config-name", "mine"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"configuration error: hydra.{group}.") and "os.system" in said and not victim.exists()
