@@ -259,7 +259,10 @@ def check_source(trainer: MARLTrainer, folder: Path, facts: Mapping[str, Any]) -
     for part, ranks in world_sizes(trainer).items():
         check_ranks(folder, part, facts["world_size"].get(part), ranks)
     if facts["fingerprints"]["code"] != code_fingerprint():
-        logger.warning("%s was saved with other source files of marl: the run may not go on as it would have", folder)
+        logger.warning(
+            "%s was saved with other source files (of marl, or of your own modules): the run may not go on as it would have",
+            folder,
+        )
 
 
 def load_learner(trainer: MARLTrainer, state: dict[str, Any]) -> None:

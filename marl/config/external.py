@@ -56,6 +56,20 @@ def own_modules() -> dict[str, str]:
     return found
 
 
+def source_roots() -> list[Path]:
+    """The file of each module that the variable names, or the folder of the package that it is in."""
+    roots = (source_root(name) for name in sorted(named()) if is_found(name))
+    return list(dict.fromkeys(root for root in roots if root is not None))
+
+
+def source_root(name: str) -> Path | None:
+    """Of a module that is there. None for one without a file, a built-in or a mere folder."""
+    package, module = (importlib.util.find_spec(part) for part in (name.partition(".")[0], name))
+    if package and package.origin and package.submodule_search_locations:
+        return Path(package.origin).parent
+    return Path(module.origin) if module and module.has_location and module.origin else None
+
+
 @contextmanager
 def naming_modules(modules: Any) -> Iterator[None]:
     """Add to an error about a saved run the modules that it imported and this process did not, as its ``run.json`` has them: they are

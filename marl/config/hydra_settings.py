@@ -21,7 +21,7 @@ from marl.config.targets import TARGET, check_class, targets_in, trusted_modules
 CALLED = (TARGET, "()", "class")
 """Keys of ``instantiate`` and of ``logging.config.dictConfig``."""
 HYDRAS = ("hydra", "hydra_plugins", "logging", "colorlog")
-HARMLESS = ("hydra/sweeper", "hydra/launcher", "hydra.sweep.dir", "hydra.mode")
+HARMLESS = ("hydra/sweeper", "hydra/launcher", "hydra.sweep.dir", "hydra.run.dir", "hydra.mode", "hydra.job.name")
 
 
 def check_hydra_settings(words: Sequence[str], work: Callable[..., Any], configs: str) -> None:

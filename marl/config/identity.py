@@ -19,7 +19,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from marl.config.endpoints import RESUMABLE, access_keys
-from marl.config.external import own_modules
+from marl.config.external import own_modules, source_roots
 from marl.utils.secret_masking import masked
 
 MAY_DIFFER = (
@@ -167,7 +167,7 @@ def digest(content: bytes) -> str:
 
 
 def fingerprints(identity: Mapping[str, Any] | None) -> dict[str, str | None]:
-    """Digests of a run's settings, its data files and marl's source files; of an unknown run, of the last alone."""
+    """Digests of a run's settings, its data files and all source files; of an unknown run, of the last alone."""
     parts = dict.fromkeys(("configuration", "data", "versions"))
     if identity is not None and "config" in identity:
         data = {key: value for key, value in identity["contents"].items() if key.startswith("data.")}
@@ -181,9 +181,14 @@ def fingerprints(identity: Mapping[str, Any] | None) -> dict[str, str | None]:
 
 @cache
 def code_fingerprint() -> str:
-    root = Path(__file__).parents[1]
-    files = sorted(root.rglob("*.py"))
-    return digest("\n".join(f"{path.relative_to(root)} {file_digest(path)}" for path in files).encode())
+    """Digest of marl's source files, and of those of the user's own modules and of the packages that these are in."""
+    roots = [Path(__file__).parents[1], *source_roots()]
+    found = [(path.relative_to(root.parent), path) for root in roots for path in source_files(root)]
+    return digest("\n".join(f"{name} {file_digest(path)}" for name, path in found).encode())
+
+
+def source_files(root: Path) -> list[Path]:
+    return sorted(root.rglob("*.py")) if root.is_dir() else [root]
 
 
 def versions() -> dict[str, str]:

@@ -78,7 +78,7 @@ class Ledger:
             self.file = None
 
     def digest(self, *deciding: Any) -> str:
-        """Digest of all that decides a record, marl's own source files included; it has to be the same when it is read."""
+        """Digest of all that decides a record, all source files included; it has to be the same when it is read."""
         return "" if self.root is None else self.digest_of([code_fingerprint(), *deciding])
 
     @staticmethod

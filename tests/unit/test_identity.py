@@ -13,7 +13,8 @@ import torch
 from omegaconf import OmegaConf
 
 from marl.config.errors import ConfigError
-from marl.config.identity import MAY_DIFFER, identity_of, refused
+from marl.config.external import PLATFORM, VARIABLE
+from marl.config.identity import MAY_DIFFER, code_fingerprint, identity_of, refused
 from marl.config.schema import Placement, new_run
 from marl.preflight.run_folder import RUN, claimed, family_of, note_restart, restarts_of, to_resume
 from marl.utils import folders
@@ -629,3 +630,24 @@ def test_a_finished_run_stays_finished_when_it_is_validated(config):
     with pytest.raises(KeyboardInterrupt), claimed(changed(config, trainer__total_training_steps=9)):
         raise KeyboardInterrupt
     assert "finished" not in json.loads((folder / RUN).read_text()), "it goes on"
+
+
+OWN = {"mine": "mine.py", "team.learner": "team/reward.py", "spaced.learner": "spaced/learner.py"}
+"""A module's own file, another one of its package, and one in a folder that is no package."""
+
+
+@pytest.mark.parametrize("module", OWN)
+def test_the_sources_of_own_modules_are_part_of_the_code(tmp_path, monkeypatch, module):
+    for name in ("mine.py", "team/__init__.py", "team/learner.py", "team/reward.py", "spaced/learner.py", "other.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    without = code_fingerprint.__wrapped__()
+    monkeypatch.setenv(VARIABLE, f"{PLATFORM},{module}")
+    before = code_fingerprint.__wrapped__()
+    (tmp_path / "other.py").write_text("CHANGED = True")
+    assert without != before == code_fingerprint.__wrapped__()
+    (tmp_path / OWN[module]).write_text("CHANGED = True")
+    assert code_fingerprint.__wrapped__() != before
+    for name in ("team", "spaced"):
+        sys.modules.pop(name, None)

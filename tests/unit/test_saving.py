@@ -107,7 +107,7 @@ def test_another_number_of_ranks_is_refused_and_other_source_files_are_said(capl
     resumed_from(2)
     assert not caplog.text
     resumed_from(2, "of another version")
-    assert "global_step_3 was saved with other source files of marl" in caplog.text
+    assert "global_step_3 was saved with other source files (of marl, or of your own modules)" in caplog.text
     with pytest.raises(
         ValueError, match=r"global_step_3: alice/actor was saved by 2 ranks, and this run has 1; resume with"
     ):
