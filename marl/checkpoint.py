@@ -10,6 +10,7 @@ import logging
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from marl.report import run_summary
 from marl.types import Metrics, Task
 from marl.utils import folders, manifest
 from marl.utils.best import best_steps
+from marl.utils.manifest import sync_file
 from marl.utils.marks import wait_for
 from marl.utils.metrics import RunningMean
 from marl.utils.process_time import process_seconds
@@ -79,7 +81,7 @@ async def save(trainer: MARLTrainer) -> None:
     marks, deadline = list(chain.from_iterable(groups)), deadline_of(trainer.config.resources, Phase.save)
     facts, kept, saving = facts_of(trainer), Kept.of(trainer.config), trainer.saving
     ends = saving.failing.is_set, saving.hopeless.is_set
-    saving.start(finish, folder, trees, facts, marks, deadline, kept, *ends)
+    saving.start(partial(finish, moves=saving.move), folder, trees, facts, marks, deadline, kept, *ends)
 
 
 def finish(
@@ -90,13 +92,16 @@ def finish(
     deadline: Deadline,
     kept: Kept,
     *ends: Callable[[], bool],
+    moves: Callable[[], None] = lambda: None,
 ) -> None:
-    """Wait for the ranks' parts, and make the folder a checkpoint; a half that nobody will finish is removed."""
+    """Wait for the ranks' parts, and make the folder a checkpoint; a half that nobody will finish is removed. ``moves`` is called
+    as the work gets on."""
     try:
         for name, tree in trees.items():
             save_tree(tree, folder / f"{name}.safetensors")
-        wait_for(marks, *deadline, *ends)
-        folders.publish(folder.parent, facts["step"], facts)
+        wait_for(marks, *deadline, *ends, moves=moves)
+        sync_file(folder.parent / folders.METRICS)
+        folders.publish(folder.parent, facts["step"], facts, moves)
     except BaseException:
         folders.remove(folder)
         raise

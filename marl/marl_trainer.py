@@ -19,6 +19,7 @@ from marl.cluster.policy_group import RayPolicyGroup
 from marl.cluster.references import References
 from marl.cluster.weight_arrival import WeightSync
 from marl.cluster.worker_group import WorkerGroup, check_alive, throughput
+from marl.config.deadlines import Phase, deadline_of
 from marl.config.identity import settings_of
 from marl.controller.alternative_rollouts import AlternativeRollouts
 from marl.controller.collection import Collection, with_turns
@@ -73,11 +74,12 @@ class MARLTrainer:
             validation, checkpoint.validation_sampling(config, controller.sampling)
         )
         self.progress = progress or (lambda step, total, metrics: None)
-        self.folder, self.dumps = Path(config.trainer.default_local_dir), DumpWriter(config.trainer.rollout_data_dir)
+        self.folder, patience = Path(config.trainer.default_local_dir), deadline_of(config.resources, Phase.save)
+        self.dumps = DumpWriter(config.trainer.rollout_data_dir, *patience)
         self.step_number, self.sampled_tokens, self.log_prob_gap_max, self.earlier_seconds = 0, 0, 0.0, 0.0
         self.answers_per_episode, self.last_metrics = RunningMean(), Metrics()
         self.tracking, self.tables = Tracking(None, None, []), EpisodeTables(config.trainer)
-        self.saving = Background("a checkpoint", lambda: check_alive(self.groups))
+        self.saving = Background("a checkpoint", lambda: check_alive(self.groups), *patience)
         self.degenerate_alarm = DegenerateGroups(config.controller.degenerate_steps)
         self.lazy_agents = LazyAgents(config.controller.lazy_agent_share)
         self.unsettled: dict[PolicyName, int] | None = None

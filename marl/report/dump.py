@@ -4,6 +4,7 @@ The first line of an episode also holds what is needed to play it again (:func:`
 """
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -95,7 +96,10 @@ def write(
     path = Path(folder) / f"{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     written = lines(episodes, step, numbers)
-    path.write_text("".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in written))
+    with open(path, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in written)
+        file.flush()
+        os.fsync(file.fileno())  # as the checkpoint after it, whose run will not write it again
     return path
 
 

@@ -1,5 +1,6 @@
 """Rollout dumps, written in the background."""
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,8 +22,8 @@ class DumpWriter(Background):
     Without a folder nothing is written.
     """
 
-    def __init__(self, folder: str | None) -> None:
-        super().__init__("a rollout dump")
+    def __init__(self, folder: str | None, seconds: float = math.inf, key: str = "") -> None:
+        super().__init__("a rollout dump", None, seconds, key)
         self.folder = folder
 
     async def write(self, episodes: Sequence[Episode], step: int, batch: JointBatch, credit: CreditOf) -> None:

@@ -2,16 +2,20 @@
 
 import asyncio
 import logging
+import math
 import threading
+import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
+
+from marl.utils.deadlines import DeadlinePassed
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""Seconds between two looks at those who do the work."""
+"""Seconds between two looks at the work and at those who do it."""
 Watch = Callable[[], Awaitable[None]]
 """Raises where the work cannot come to its end."""
 
@@ -23,11 +27,12 @@ class Background:
     after it; the work's own is logged.
     """
 
-    def __init__(self, name: str, watch: Watch | None = None) -> None:
-        """``watch`` is asked while somebody waits: with its error the work is given up."""
-        self.name, self.watch = name, watch
-        self.thread = ThreadPoolExecutor(1, name.replace(" ", "_"))
+    def __init__(self, name: str, watch: Watch | None = None, seconds: float = math.inf, key: str = "") -> None:
+        """``watch`` is asked while somebody waits: with its error the work is given up. So is work that does not :meth:`move` for
+        ``seconds``, which ``key`` sets; a thread cannot be ended: one that a dead disk holds stays behind."""
+        self.name, self.watch, self.seconds, self.key = name, watch, seconds, key
         self.pending: asyncio.Future[Any] | None = None
+        self.moved = 0.0
         self.failing = threading.Event()
         """Set when the block has failed: the work need not wait long for others, which may have failed too."""
         self.hopeless = threading.Event()
@@ -35,10 +40,19 @@ class Background:
 
     def start(self, work: Callable[..., Any], *arguments: Any) -> None:
         """Begin some work; what came before must have been waited for by :meth:`flush`."""
-        self.pending = asyncio.wrap_future(self.thread.submit(work, *arguments))
+        done: Future[Any] = Future()
+        self.move()
+        self.pending = asyncio.wrap_future(done)
+        name = self.name.replace(" ", "_")
+        # no pool: at its end the interpreter would wait for a pool's threads, also for one that never returns
+        threading.Thread(target=_do, args=(done, work, *arguments), name=name, daemon=True).start()
+
+    def move(self) -> None:
+        """Called by the work, again and again, as it gets on."""
+        self.moved = time.monotonic()
 
     async def flush(self) -> None:
-        """Wait for the work. Raises its error, or that of ``watch``."""
+        """Wait for the work. Raises its error, that of ``watch``, or DeadlinePassed."""
         if self.pending is None:
             return
         try:
@@ -49,11 +63,14 @@ class Background:
         done.result()
 
     async def _watched(self, pending: asyncio.Future[Any]) -> None:
-        interval = LOOK_S if self.watch else None
-        while not (await asyncio.wait([pending], timeout=interval))[0]:
-            assert self.watch is not None
+        while not (await asyncio.wait([pending], timeout=min(LOOK_S, self.seconds)))[0]:
+            if time.monotonic() - self.moved > self.seconds:
+                raise DeadlinePassed(
+                    f"nothing moved for {self.seconds:g} s while {self.name} was written: look at the disk; if it only needs longer, "
+                    f"raise {self.key}"
+                )
             try:
-                await self.watch()
+                await self.watch() if self.watch else None
             except Exception:
                 self.hopeless.set()
                 await asyncio.wait([pending])
@@ -76,3 +93,10 @@ class Background:
             await self.flush()
         except Exception as failed:
             logger.error("%s was not written: %s: %s", self.name, type(failed).__name__, failed)
+
+
+def _do(done: Future[Any], work: Callable[..., Any], *arguments: Any) -> None:
+    try:
+        done.set_result(work(*arguments))
+    except BaseException as error:
+        done.set_exception(error)

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,10 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def publish(root: Path, step: int, facts: Mapping[str, Any]) -> None:
+def publish(root: Path, step: int, facts: Mapping[str, Any], moves: Callable[[], None] = lambda: None) -> None:
     """Seal the folder that was begun, and make it ``global_step_N`` and the newest; one of that name makes way."""
     temporary, final, old = (root / f"{prefix}global_step_{step}" for prefix in (BEGUN, "", ASIDE))
-    seal(temporary, {"step": step, **facts})
+    seal(temporary, {"step": step, **facts}, moves)
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)
         os.replace(final, old)

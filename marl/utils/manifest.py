@@ -3,7 +3,8 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from io import FileIO
 from pathlib import Path
@@ -19,9 +20,10 @@ class Damaged(ValueError):
     """A folder that is not what was sealed; the message says in which way."""
 
 
-def seal(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Bring every file to the disk, then write the manifest: facts about the folder, and its files."""
-    files = {str(path.relative_to(folder)): _synced(path) for path in files_in(folder)}
+def seal(folder: Path, facts: Mapping[str, Any], moves: Callable[[], None] = lambda: None) -> None:
+    """Bring every file to the disk, then write the manifest: facts about the folder, and its files. ``moves`` is called as the work
+    gets on."""
+    files = {str(path.relative_to(folder)): _synced(path, moves) for path in files_in(folder)}
     content = {"format": FORMAT, **facts, "files": files}
     for inner in sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True):
         sync_folder(inner)
@@ -41,17 +43,18 @@ def files_in(folder: Path) -> list[Path]:
     return sorted(path for path in paths if path != folder / MANIFEST)
 
 
-def _synced(path: Path) -> dict[str, Any]:
+def _synced(path: Path, moves: Callable[[], None]) -> dict[str, Any]:
     with open(path, "rb", buffering=0) as file:
         os.fsync(file.fileno())
-        return {"sha256": _sha256(file), "size": file.tell()}
+        return {"sha256": _sha256(file, moves), "size": file.tell()}
 
 
-def _sha256(file: FileIO) -> str:
+def _sha256(file: FileIO, moves: Callable[[], None] = lambda: None) -> str:
     """As ``hashlib.file_digest``, whose pieces of 256 KiB acquire the GIL so often that a step in another thread slows down."""
     digest, piece = hashlib.sha256(), bytearray(PIECE)
     while size := file.readinto(piece):
         digest.update(memoryview(piece)[:size])
+        moves()
     return digest.hexdigest()
 
 
@@ -112,6 +115,12 @@ def replace_text(path: Path, text: str, half: Path | None = None) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def sync_file(path: Path) -> None:
+    """Bring a file's content to the disk; a folder's, and what is not there, is left."""
+    with suppress(FileNotFoundError, IsADirectoryError), open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

@@ -47,13 +47,16 @@ def wait_for(
     key: str,
     run_is_ending: Callable[[], bool] = lambda: False,
     rank_is_gone: Callable[[], bool] = lambda: False,
+    *,
+    moves: Callable[[], None] = lambda: None,
 ) -> None:
-    """Wait for all marks and remove them. Raises OSError for a rank that failed, and TimeoutError for one that left no mark: where
+    """Wait for all marks and remove them; call ``moves`` with every look. Raises OSError for a rank that failed, and TimeoutError for one that left no mark: where
     the time is over or the run is ending by an error, as soon as nothing has grown for a while (a disk that is only slow is waited
     for), or at once where a rank's process has ended."""
     ends, waiting, warned = time.monotonic() + seconds, list(marks), False
     growth = Growth({mark.parent for mark in marks}, still := min(STILL_S, seconds))
     while waiting := [mark for mark in waiting if not _is_left(mark)]:
+        moves()
         late = f"{waiting[0].parent}: rank {waiting[0].name.rsplit('_', 1)[1]} has not written its part"
         still_for = growth.still_seconds()
         if time.monotonic() > ends:

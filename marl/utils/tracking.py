@@ -13,6 +13,7 @@ import orjson
 from verl.utils.tracking import Tracking
 
 from marl.utils.folders import METRICS
+from marl.utils.manifest import replace_text, sync_folder
 from marl.utils.secret_masking import masked_text
 
 MLFLOW = "mlflow.db"
@@ -45,9 +46,8 @@ def keep_until(path: Path, step: float) -> None:
     if not path.exists():
         return
     kept = [line for line in path.read_bytes().splitlines(keepends=True) if step > 0 and step_of(line) <= step]
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(b"".join(kept))
-    os.replace(temporary, path)
+    replace_text(path, b"".join(kept).decode())
+    sync_folder(path.parent)
 
 
 def step_of(line: bytes) -> float:

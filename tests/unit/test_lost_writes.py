@@ -6,6 +6,8 @@ import errno
 import io
 import logging
 import os
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -24,8 +26,9 @@ from marl.cluster.workers.adapter_worker import AdapterWorker
 from marl.cluster.workers.critic_worker import CriticWorker
 from marl.cluster.workers.policy_worker import PolicyWorker
 from marl.config.deadlines import Deadline
-from marl.utils import background, folders, marks
+from marl.utils import background, folders, manifest, marks
 from marl.utils.background import Background
+from marl.utils.deadlines import DeadlinePassed
 
 PATIENT = Deadline(5.0, "resources.save_timeout_s")
 SPACE = 64 * 1024
@@ -230,3 +233,76 @@ def test_a_folder_is_removed_though_another_rank_still_writes_into_it(tmp_path):
     folders.remove(folder)
     assert not folder.exists()
     rank.join(20)
+
+
+@pytest.fixture
+def synced(monkeypatch):
+    """Paths that were brought to the disk, in order, with whether the rank's mark was there by then."""
+    found, usual = [], os.fsync
+
+    def fsync(descriptor):
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        found.append((path.name, any(path.parent.rglob(".written_rank_?"))))
+        usual(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return found
+
+
+def test_a_rank_brings_its_own_part_to_the_disk_before_it_says_so(tmp_path, synced):
+    (tmp_path / "huggingface").mkdir()
+    names = ("model_rank_0.pt", "model_rank_1.pt", "huggingface/config.json")
+    shard_files.write(tmp_path, 0, [partial((tmp_path / name).write_text, "{}") for name in names], beside=False)
+    assert sorted(synced) == [("config.json", False), ("model_rank_0.pt", False)]
+    assert (tmp_path / ".written_rank_0").exists()
+
+
+def test_the_metrics_up_to_a_step_are_on_the_disk_before_its_checkpoint_counts(tmp_path, synced):
+    folders.begin(tmp_path, 1)
+    (tmp_path / folders.METRICS).write_text("{}\n")
+    checkpoint.finish(tmp_path / ".tmp_global_step_1", {}, {"step": 1}, [], PATIENT, NONE)
+    names = [name for name, _ in synced]
+    assert names.index(folders.METRICS) < names.index(f".{manifest.MANIFEST}.tmp")
+
+
+async def flushed(work, seconds):
+    saving = Background("a checkpoint", None, seconds, "resources.save_timeout_s")
+    saving.start(work, saving)
+    await saving.flush()
+
+
+HANGS = """
+import asyncio, threading
+from marl.utils.background import Background
+
+async def main():
+    saving = Background("a checkpoint", None, 0.2, "resources.save_timeout_s")
+    saving.start(threading.Event().wait)
+    await saving.flush()
+
+asyncio.run(main())
+"""
+
+
+def test_a_seal_that_a_dead_disk_holds_is_given_up_and_one_that_gets_on_is_not():
+    """Also at the end of the interpreter, which does not wait for the thread."""
+    words = "nothing moved for 0.2 s while a checkpoint was written.*raise resources.save_timeout_s"
+    with pytest.raises(DeadlinePassed, match=words):
+        asyncio.run(flushed(lambda _: threading.Event().wait(), 0.2))
+
+    def slow(saving):
+        for _ in range(8):
+            time.sleep(0.05)
+            saving.move()
+
+    asyncio.run(flushed(slow, 0.2))
+    done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "DeadlinePassed: nothing moved" in done.stderr
+
+
+def test_sealing_moves_with_every_piece_that_it_reads(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest, "PIECE", 8)
+    (tmp_path / "model.pt").write_bytes(bytes(80))
+    moved = []
+    manifest.seal(tmp_path, {"step": 1}, lambda: moved.append(1))
+    assert len(moved) == 10
