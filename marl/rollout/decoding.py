@@ -5,6 +5,7 @@ what was answered before; and on a CPU its log-probs are the trainer's own, bit 
 to the same width (``marl.platform.shapes``).
 """
 
+import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from marl.rollout.reader import ModelReader
 from marl.rollout.requests import Answer, Draft, Request
 from marl.rollout.sampling import Sampling
 
+logger = logging.getLogger(__name__)
 PATIENCE = 4
 """Tokens that a request waits for others to be read with, where few would join many."""
 
@@ -76,11 +78,17 @@ def longest(draft: Draft) -> int:
     return len(draft.request.prompt_ids) + draft.request.max_tokens
 
 
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """True for a failed allocation; on a CPU, torch has no class of its own for it."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 class Engine:
-    """Answers requests, up to ``limit`` at once."""
+    """Answers requests, up to ``limit`` at once: fewer after a failed allocation, and with every answer more again."""
 
     def __init__(self, reader: Reader, device: torch.device, to_text: Callable[[list[int]], str], limit: int) -> None:
-        self.reader, self.device, self.to_text, self.limit = reader, device, to_text, limit
+        self.reader, self.device, self.to_text = reader, device, to_text
+        self.limit = self.most = limit
         self.waiting: deque[Draft] = deque()
         self.rows: list[Draft] = []
         self.sampling = Sampling([], device)
@@ -116,9 +124,25 @@ class Engine:
         self.reader.clear()
         return failed
 
-    @torch.inference_mode()
     def step(self) -> list[Draft]:
-        """One token more for every row; returns those that have ended."""
+        """One token more for every row; returns those that have ended. Rows for which memory is lacking are begun again, half as many
+        at once; the error is raised for a request that is alone."""
+        try:
+            finished = self._step()
+        except RuntimeError as error:
+            if not is_out_of_memory(error) or self.limit == 1:
+                raise
+            self.limit = max(1, len(self.rows) // 2)
+            logger.warning(
+                "%s; the server goes on with %d requests at once: lower rollout.max_num_seqs", error, self.limit
+            )
+            self.forget()
+            return []
+        self.limit = min(self.most, self.limit + len(finished))
+        return finished
+
+    @torch.inference_mode()
+    def _step(self) -> list[Draft]:
         scores = [self.reader.step([s.answer.token_ids[-1] for s in self.rows])] if self.rows else []
         if joining := self._joining():
             self.rows += joining
@@ -149,8 +173,13 @@ class Engine:
         for row in reversed(ended):
             rows[row] = rows[-1]
             rows.pop()
-        self.reader.keep(rows)
         self.rows = [self.rows[row] for row in rows]
+        try:
+            self.reader.keep(rows)
+        except RuntimeError as error:  # of those that have ended, what they have read is kept for later
+            if not is_out_of_memory(error):
+                raise
+            self.forget()
         self.sampling = Sampling([s.request for s in self.rows], self.device)
 
 

@@ -131,7 +131,13 @@ class HFServer(TakesWeights):
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **_: Any
     ) -> TokenOutput:
         """verl's contract: one request. ``log_probs`` are of the distribution that was sampled from."""
-        return to_token_output(await self._submit(prompt_ids, sampling_params))
+        future = self._submit(prompt_ids, sampling_params)
+        future.add_done_callback(self._heed)
+        return to_token_output(await future)
+
+    def _heed(self, future: asyncio.Future) -> None:
+        """Let a request leave after the next token if its caller is gone."""
+        self.left |= future.cancelled()
 
     async def generate_many(
         self, requests: Sequence[tuple[list[int], dict[str, Any]] | tuple[list[int], dict[str, Any], int]]

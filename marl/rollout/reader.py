@@ -22,6 +22,8 @@ from marl.rollout.slots import Slots
 
 READ_TOKENS = 4096
 """Tokens that one forward pass over contexts reads, padding included."""
+SEEN_TOKENS = 1 << 16
+"""Tokens whose keys and values it sees, what was read before included: they are copied for it."""
 
 
 class ModelReader:
@@ -152,15 +154,16 @@ def in_batches(leaves: Iterable[Node]) -> Iterator[list[Node]]:
 
 
 def cut(nodes: Sequence[Node]) -> Iterator[list[Node]]:
-    """Nodes sorted by length, in batches of ``READ_TOKENS`` with little padding: more than a quarter, and more than 64 tokens,
-    cost more than another forward pass."""
+    """Nodes sorted by length, in batches of ``READ_TOKENS`` that see ``SEEN_TOKENS``, with little padding: more than a quarter, and
+    more than 64 tokens, cost more than another forward pass."""
     batch: list[Node] = []
-    tokens = 0
+    tokens = longest = 0
     for node in nodes:
-        size = padded(len(node.tokens)) * (len(batch) + 1)
-        if batch and (size > READ_TOKENS or 4 * (size - tokens - len(node.tokens)) > size + 256):
+        size, longest = padded(len(node.tokens)) * (len(batch) + 1), max(longest, node.end)
+        too_large = size > READ_TOKENS or longest * (len(batch) + 1) > SEEN_TOKENS
+        if batch and (too_large or 4 * (size - tokens - len(node.tokens)) > size + 256):
             yield batch
-            batch, tokens = [], 0
+            batch, tokens, longest = [], 0, node.end
         batch.append(node)
         tokens += len(node.tokens)
     if batch:

@@ -7,8 +7,9 @@ from threading import Thread
 import pytest
 import torch
 
+from marl.rollout import reader
 from marl.rollout.decoding import Draft, Engine, Request, SingleReader, bucket, decode
-from marl.rollout.prefixes import Prefixes
+from marl.rollout.prefixes import Node, Prefixes
 from marl.rollout.reader import padded
 from marl.rollout.sampling import cumulative
 from tests.tiny_model import EOS, answers, make_model, shapes_read, text_of
@@ -216,3 +217,65 @@ def test_strict_draws_add_up_on_the_host(monkeypatch):
         cumulative(numbers)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert cumulative(numbers).device.type == "meta", "back where they came from"
+
+
+class Scarce(SingleReader):
+    """Memory for so many tokens at once."""
+
+    def __init__(self, model, tokens):
+        super().__init__(model, Prefixes(1 << 30), 0)
+        self.tokens = tokens
+
+    def _forward(self, cache, ids_BN, *arguments):
+        if sum(map(len, self.read)) > self.tokens or ids_BN.shape[1] > self.tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super()._forward(cache, ids_BN, *arguments)
+
+
+def test_rows_for_which_memory_is_lacking_are_begun_again_fewer_at_once(model, caplog):
+    engine, wanted = Engine(Scarce(model, 150), model.device, text_of, 16), requests(24)
+    drafts, limits = [engine.add(request) for request in wanted], [16]
+    while engine.busy:
+        engine.step()
+        limits.append(engine.limit)
+    got = [(d.answer.token_ids, d.answer.log_probs, d.answer.stop_reason) for d in drafts]
+    assert got == answers(model, wanted), "bit for bit"
+    assert 1 < min(limits) <= 8 < limits[-1] <= 16, "and more again by and by"
+    assert "CUDA out of memory; the server goes on with 8 requests at once: lower rollout.max_num_seqs" in caplog.text
+
+
+def test_a_request_that_lacks_memory_alone_is_the_only_one_to_fail(model):
+    engine, wanted = Engine(Scarce(model, 150), model.device, text_of, 16), requests(6)
+    long = Request(tuple(random.Random(0).choices(range(10, 120), k=200)), 5, 0)
+    drafts = [engine.add(request) for request in [*wanted[:3], long, *wanted[3:]]]
+    failed = []
+    while engine.busy:
+        try:
+            engine.step()
+        except torch.OutOfMemoryError:
+            failed += engine.fail()
+    assert [draft.request for draft in failed] == [long]
+    got = [(d.answer.token_ids, d.answer.log_probs, d.answer.stop_reason) for d in drafts if d.request is not long]
+    assert got == answers(model, wanted)
+
+
+def test_another_error_is_raised_though_more_rows_are_decoded(model):
+    engine = Engine(SingleReader(model, Prefixes(0), 0), model.device, text_of, 16)
+    for request in requests(3):
+        engine.add(request)
+    engine.step()
+    engine.reader.step = lambda tokens: (_ for _ in ()).throw(RuntimeError("device-side assert"))
+    with pytest.raises(RuntimeError, match="device-side"):
+        engine.step()
+    assert len(engine.fail()) == 3
+
+
+def test_what_a_forward_pass_sees_is_bounded(monkeypatch):
+    """A short turn after a long conversation: few tokens are read, and many seen."""
+    monkeypatch.setattr(reader, "SEEN_TOKENS", 1000)
+    root = Node(None, 0, ())
+    nodes = [Node(Node(root, 0, tuple(range(start))), start, tuple(range(8))) for start in (300, 90, 90, 90, 90)]
+    batches = list(reader.cut(nodes))
+    assert [node for batch in batches for node in batch] == nodes
+    assert all(max(node.end for node in batch) * len(batch) <= 1000 for batch in batches)
+    assert [len(batch) for batch in batches] == [3, 2]

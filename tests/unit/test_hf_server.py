@@ -271,8 +271,8 @@ def test_aborted_requests_are_cancelled_and_the_server_goes_on(server):
     asyncio.run(run())
 
 
-def test_an_error_while_cancelled_requests_are_removed_reaches_the_others(server, monkeypatch):
-    """Keeping what they have read takes memory; the server survives a failed allocation."""
+def test_memory_lacking_while_cancelled_requests_are_removed_costs_the_others_nothing(server, monkeypatch):
+    """Keeping what they have read takes memory."""
 
     async def run():
         insert, failed = server.reader.prefixes.insert, []
@@ -290,7 +290,7 @@ def test_an_error_while_cancelled_requests_are_removed_reaches_the_others(server
         server.cancel([77])
         async with asyncio.timeout(30):
             (answer,) = await other
-        assert isinstance(answer, torch.OutOfMemoryError) and failed
+        assert answer == expected(150, 2) and failed
         assert (await server.generate_many([ask(3, 4)])) == [expected(3, 4)]
         assert not server.engine.rows and not server.futures
         gone.cancel()
