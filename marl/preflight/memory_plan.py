@@ -9,6 +9,7 @@ from marl.config.engines import engine_settings
 from marl.config.policies import longest_row
 from marl.config.precision import compute_dtype, dtype_name
 from marl.preflight.batch_plan import PolicyBatch
+from marl.rollout.hf_settings import prefix_bytes
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ADAPTER_BYTES = BYTES["float32"]
@@ -137,8 +138,13 @@ def reference_memory(size: ModelSize, training: Training) -> float:
 
 def hf_server_memory(size: ModelSize, width: int, sequences: int, length: int) -> float:
     """The copy of the ``hf`` server in numbers of ``width`` bytes, the keys and values of its sequences, and their logits."""
-    cache = sequences * length * size.layers * 2 * size.kv_width * width
+    cache = sequences * length * token_bytes(size, width)
     return size.parameters * width + cache + sequences * size.vocabulary * 4 * 4
+
+
+def token_bytes(size: ModelSize, width: int) -> int:
+    """The keys and values of one token, of numbers of ``width`` bytes."""
+    return size.layers * 2 * size.kv_width * width
 
 
 def pool_memory(members: Sequence[Memory], asleep: bool) -> float:
@@ -178,8 +184,10 @@ def policy_memory(
         memory = replace(memory, reference=reference_memory(size, training))
     if rollout.name == "hf":
         length, width = longest_row(rollout), BYTES[dtype_name(rollout.dtype)]
-        server = hf_server_memory(size, width, rollout.max_num_seqs, length) * batch.servers / batch.ranks
-        return replace(memory, server=server)
+        kept = prefix_bytes(rollout.get("custom")) * rollout.enable_prefix_caching
+        kept = min(kept, batch.turns * length * token_bytes(size, width) / batch.servers)  # all that a step can say
+        server = hf_server_memory(size, width, rollout.max_num_seqs, length) + kept
+        return replace(memory, server=server * batch.servers / batch.ranks)
     return with_engine(memory, rollout, size, card)
 
 

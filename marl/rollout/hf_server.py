@@ -15,12 +15,12 @@ from transformers import AutoTokenizer
 from verl.utils.device import get_torch_device
 from verl.workers.rollout.replica import TokenOutput
 
-from marl.config.errors import ConfigError
 from marl.modules.pretrained import load_generation_config
 from marl.rollout.adapters import AdapterBank
 from marl.rollout.attention import ATTENTION, NEAR_ATTENTION
 from marl.rollout.decoding import Engine, SingleReader, end_ids, padding_token
 from marl.rollout.hf_model import build_model, check_positions, inexact_on_cpu, load_model, longest_of
+from marl.rollout.hf_settings import is_exact, prefix_bytes
 from marl.rollout.hf_weights import TakesWeights
 from marl.rollout.prefixes import Prefixes
 from marl.rollout.requests import Draft, Request, check_numbers
@@ -34,8 +34,6 @@ GATHER_SECONDS = 0.002
 """Time that an idle server waits for more requests to begin with."""
 HANDOVER_SECONDS = 0.01
 """Time that an answer waits for others to travel with."""
-PREFIX_BYTES = 1 << 30
-"""Keys and values of earlier conversations that a server keeps, unless ``rollout.enable_prefix_caching`` is off."""
 
 
 class Pending(NamedTuple):
@@ -68,7 +66,7 @@ class HFServer(TakesWeights):
         generation = load_generation_config(model_config["path"])
         self.eos_ids = end_ids(self.tokenizer, self.model.config.get_text_config(), generation)
         self.pad_id = padding_token(self.tokenizer)
-        prefixes = Prefixes(PREFIX_BYTES * config.enable_prefix_caching)
+        prefixes = Prefixes(prefix_bytes(config.custom) * config.enable_prefix_caching)
         self.adapters = AdapterBank(self.model)
         self.reader = SingleReader(self.model, prefixes, self.pad_id, exact, self.adapters)
         self.engine = Engine(self.reader, torch.device(device), self.tokenizer.decode, config.max_num_seqs)
@@ -276,17 +274,6 @@ def outcome(future: asyncio.Future) -> tuple | BaseException:
     if future.cancelled():
         return asyncio.CancelledError()
     return future.exception() or future.result()
-
-
-def is_exact(config: Any) -> bool:
-    """``rollout.custom.exact``, on by default: an answer depends on seed and prompt alone, bit for bit, so that a run can be
-    repeated. Off, what was read before moves log-probs by 1e-7, and a token in some ten million."""
-    exact = config.custom.get("exact", True)
-    if not isinstance(exact, bool):
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.custom.exact={exact!r}; expected true or false; leave it out for true"
-        )
-    return exact
 
 
 def to_token_output(answer: tuple) -> TokenOutput:

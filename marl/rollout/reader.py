@@ -26,6 +26,10 @@ SEEN_TOKENS = 1 << 16
 """Tokens whose keys and values it sees, what was read before included: they are copied for it."""
 
 
+Row = tuple[tuple[int, ...], str | None]
+"""A context, and the adapter that reads it."""
+
+
 class ModelReader:
     def __init__(
         self,
@@ -59,16 +63,18 @@ class ModelReader:
     ) -> Tensor:
         """Append a row per context; scores [B, V] of what follows. ``room``: the most tokens a row may have."""
         rows = list(zip(contexts, adapters or [None] * len(contexts), strict=True))
-        leaves = {row: self.prefixes.extend(*row) for row in dict.fromkeys(rows)}
-        for nodes in in_batches(leaves.values()):
-            self._read(nodes)
-        first = len(self.read)
-        self.slots.reserve(max(first + len(contexts), MIN_ROWS), self.key_width(room))
-        fill(self.slots, [leaves[row] for row in rows], first)
+        self.slots.reserve(max(len(self.read) + len(contexts), MIN_ROWS), self.key_width(room))
+        scores: list[Tensor] = []
+        for part in in_parts(rows):
+            leaves = {row: self.prefixes.extend(*row) for row in dict.fromkeys(part)}
+            for nodes in in_batches(leaves.values()):
+                self._read(nodes)
+            fill(self.slots, [leaves[row] for row in part], len(self.read) + len(scores))
+            scores += [leaves[row].scores for row in part]
+            self.prefixes.trim()
         self.read += map(list, contexts)
         self.readers += [adapter for _, adapter in rows]
-        self.prefixes.trim()
-        return torch.stack([leaves[row].scores for row in rows])
+        return torch.stack(scores)
 
     def step(self, tokens: Sequence[int]) -> Tensor:
         """Scores [B, V] of the token after these."""
@@ -140,6 +146,20 @@ def fill(slots: Slots, ends: Sequence[Node], first: int) -> None:
             rows_of.setdefault(id(node), (node, []))[1].append(row)
     for node, rows in rows_of.values():
         slots.fill(rows, node.start, node.segment)
+
+
+def in_parts(rows: Sequence[Row]) -> Iterator[list[Row]]:
+    """Rows whose contexts have ``SEEN_TOKENS`` together, equal ones counted once: what a part has read may be forgotten after it."""
+    part: dict[Row, int] = {}
+    tokens = begun = 0
+    for number, row in enumerate(rows):
+        new = 0 if row in part else len(row[0])
+        if part and tokens + new > SEEN_TOKENS:
+            yield list(rows[begun:number])
+            part, tokens, begun, new = {}, 0, number, len(row[0])
+        part[row] = new
+        tokens += new
+    yield list(rows[begun:])
 
 
 def in_batches(leaves: Iterable[Node]) -> Iterator[list[Node]]:

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from marl.config.errors import ConfigError
-from marl.config.policies import own_settings
+from marl.config.policies import longest_row, own_settings
 from marl.methods.sft import SFT
 from marl.preflight import batch_plan, memory_plan, plan_report
 from marl.preflight.checks import check_adapter_base
@@ -150,6 +150,26 @@ def test_one_more_adapter_has_no_engine_of_its_own():
 def test_an_hf_server_holds_a_copy_and_the_cache_of_its_sequences():
     size = ModelSize(1000, 200, 4, 10, 20, 5, 50, 150)
     assert memory_plan.hf_server_memory(size, 2, sequences=3, length=11) == 2000 + 3 * 11 * 4 * 2 * 5 * 2 + 3 * 50 * 16
+
+
+def test_an_hf_server_keeps_conversations_up_to_its_own_bound_or_all_that_a_step_can_say(compose_config, cold_assets):
+    setup = prepare(compose_config(f"assets={cold_assets}"))
+    size, own = ModelSize(1000, 200, 4, 10, 20, 5, 50, 150), own_settings(setup.config, "alice")
+    alice = batch_plan.batch_of(setup.config, dict.fromkeys(setup.config.agents, 2)).policies[0]
+
+    def kept(**custom):
+        OmegaConf.update(own, "rollout.custom", custom, merge=False, force_add=True)
+        servers = []
+        for own.rollout.enable_prefix_caching in (False, True):
+            servers.append(memory_plan.policy_memory(own, alice, size, None).server)
+        return servers[1] - servers[0]
+
+    assert alice.turns > 0 and alice.servers == alice.ranks == 1
+    assert kept() == alice.turns * longest_row(own.rollout) * 4 * 2 * 5 * 4
+    assert kept(prefix_bytes=70) == 70 and kept(prefix_bytes=0) == 0
+    for wrong in (-1, 1.5, "4GiB", True):
+        with pytest.raises(ConfigError, match="custom.prefix_bytes=.*expected a whole number of bytes"):
+            kept(prefix_bytes=wrong)
 
 
 def test_policies_of_a_pool_keep_all_and_work_one_after_another():
