@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -184,9 +185,8 @@ class MARLTrainer:
         self.tables.show_training(self.tracking, scored, self.step_number)
         episodes, batch = self.readable(played)
         unread = len(played) - len(episodes)
-        token_numbers = await phase.of("log_probs", self.log_probs(batch))
-        distances = await phase.of("ref_log_probs", self.references.compare(batch))
-        fits = await phase.of("values", self.value(episodes, batch))
+        token_numbers, distances = await self.read(episodes, batch, phase)
+        fits = await phase.of("values", self.fit_critics(batch)) if self.learner.fits_first else {}
         with phase("credit"):
             credited = self.assign_credit(batch)
         (updates, late_fits), _ = await phase.of("update", asyncio.gather(self.update(batch), self.beside_update()))
@@ -269,10 +269,23 @@ class MARLTrainer:
         warn_of_gaps(gaps, self.step_number, {name: self.policies[name].gap_alarm for name in gaps})
         return metrics | numbers
 
-    async def value(self, episodes: Sequence[Episode], batch: JointBatch) -> dict[CriticName, Metrics]:
-        """Let the critics value the turns, and fit them if the learner needs that before it assigns credit."""
-        await self.critics.value(episodes, batch)
-        return await self.fit_critics(batch) if self.learner.fits_first else {}
+    async def read(
+        self, episodes: Sequence[Episode], batch: JointBatch, phase: PhaseTimer
+    ) -> tuple[Metrics, dict[PolicyName, Metrics]]:
+        """Let policies, references and critics read the rows. Critics, whose pool may be another, read beside the others, except where
+        rollout correction drops rows first."""
+
+        async def by_policies() -> tuple[Metrics, dict[PolicyName, Metrics]]:
+            numbers = await phase.of("log_probs", self.log_probs(batch))
+            return numbers, await phase.of("ref_log_probs", self.references.compare(batch))
+
+        values = partial(phase.of, "values")
+        if self.references.corrects:
+            read = await by_policies()
+            await values(self.critics.value(episodes, batch))
+        else:
+            read, _ = await asyncio.gather(by_policies(), values(self.critics.value(episodes, batch)))
+        return read
 
     def assign_credit(self, batch: JointBatch) -> Metrics:
         """Let the learner write the advantages; warn where groups or agents have nothing to learn from."""

@@ -2,10 +2,14 @@
 
 import asyncio
 from collections import Counter
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
 from marl.cluster.failures import GroupFailed
+from marl.marl_trainer import MARLTrainer
+from marl.utils.metrics import PhaseTimer
 from tests.builders import batch_of, build_learner, collected, controller, episode
 
 PATIENCE_S = 20.0
@@ -70,3 +74,31 @@ def test_policies_are_updated_beside_one_another():
         return await learner.update(batch, {name: Group(name, both) for name in batch.rows})
 
     assert len(asyncio.run(update())) == 2 and set(begun.values()) == {1}
+
+
+class Reads:
+    """A trainer whose parts note when they begin and end."""
+
+    def __init__(self, corrects):
+        self.noted = []
+        self.references = SimpleNamespace(corrects=corrects, compare=partial(self.work, "ref_log_probs"))
+        self.critics = SimpleNamespace(value=partial(self.work, "values"))
+        self.log_probs = partial(self.work, "log_probs")
+
+    async def work(self, name, *_):
+        self.noted.append(f"{name} begin")
+        await asyncio.sleep(0)
+        self.noted.append(f"{name} end")
+        return {name: 1.0}
+
+
+@pytest.mark.parametrize("corrects", [False, True])
+def test_critics_read_beside_the_policies_unless_rows_are_dropped_first(corrects):
+    trainer, phase = Reads(corrects), PhaseTimer()
+    read = asyncio.run(MARLTrainer.read(trainer, [], None, phase))
+    assert read == ({"log_probs": 1.0}, {"ref_log_probs": 1.0})
+    assert set(phase.seconds) == {"log_probs", "ref_log_probs", "values"} and len(trainer.noted) == 6
+    order = trainer.noted.index
+    assert order("log_probs end") < order("ref_log_probs begin"), "both are the policies' own"
+    assert (order("values begin") < order("log_probs end")) is not corrects
+    assert (order("ref_log_probs end") < order("values begin")) is corrects
