@@ -46,6 +46,7 @@ from marl.quickstart.assets import prepared
 from marl.report import run_readme, run_summary
 from marl.report.progress import Display, Show, display_of, split_flags
 from marl.run_setup import Setup
+from marl.utils.deadlines import LoopAlarm
 from marl.utils.endings import Terminated
 from marl.utils.garbage import frozen_gc
 from marl.utils.pipes import has_no_reader, reader_left
@@ -55,6 +56,7 @@ from marl.utils.secret_masking import masked_logs, masked_text
 CONFIGS = "pkg://marl.configs"
 SHOWS_CONFIG = re.compile(r"--(cfg?|in?f?o?|hel?p?)(=|$)|-[rmh]*(c(?![pnd])|i|h)")
 """Flags of Hydra's that print the configuration, in all forms that its parser takes: shortened, clustered, or with the value attached."""
+LONGEST_S = 1e8
 SHOWS_HELP = re.compile(r"--h|-[rm]*h")
 
 
@@ -192,12 +194,26 @@ def _run(config: DictConfig, progress: Any) -> Any:
 def _attempt(setup: Setup, progress: Any, again: bool) -> Any:
     from marl.cluster.session import session
 
-    with session(setup):
-        return asyncio.run(_train(setup, progress, again))
+    with session(setup), blocked_alarm(setup.config) as alarm:
+        return asyncio.run(_train(setup, progress, again, alarm))
+
+
+def blocked_alarm(config: DictConfig) -> LoopAlarm:
+    """For code of a user's that waits without ``await``. One process does everything else in its loop too, and has no alarm."""
+    from marl.cluster.stacks import FOLDER, dump
+
+    seconds = LONGEST_S if config.resources.one_process else min(config.controller.episode_timeout_s, LONGEST_S)
+    what = (
+        "a call that blocks the driver, as an environment, a runner or a tool does that waits without await "
+        f"(stacks of all processes: {config.trainer.default_local_dir}/{FOLDER}; controller.num_workers=1 gives episodes a process),"
+    )
+    return LoopAlarm(
+        seconds, what, "controller.episode_timeout_s", lambda: dump(Path(config.trainer.default_local_dir) / FOLDER)
+    )
 
 
 @head_watched()
-async def _train(setup: Setup, progress: Any, again: bool) -> Any:
+async def _train(setup: Setup, progress: Any, again: bool, alarm: LoopAlarm) -> Any:
     from marl.build import build
     from marl.cluster.stacks import stacks_of_a_hang
     from marl.evaluation.baselines import run_baselines
@@ -209,7 +225,8 @@ async def _train(setup: Setup, progress: Any, again: bool) -> Any:
             trainer = await build(setup, cleanup, progress, again)
             trackers.callback(lambda: trainer.tracking.finish(int(sys.exception() is not None)))
             with frozen_gc():
-                await trainer.fit()
+                async with alarm.beats():
+                    await trainer.fit()
         if config.baseline and not config.trainer.val_only:
             with frozen_gc():
                 await run_baselines(config, trainer, build)

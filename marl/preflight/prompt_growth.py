@@ -5,8 +5,9 @@ The course of a conversation depends on its answers, so it is played in several 
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
@@ -15,9 +16,12 @@ from marl.controller.chat import ChatEncoder
 from marl.runners import Overflow, Runner, TooManyTurns, scripted
 from marl.types import AgentId, ContextOverflow, Episode, Message, Score, Task, Turn
 from marl.utils.deadlines import OutOfTime, own_time, waiting_for_others
+from marl.utils.threads import in_thread
 
 DEADLINE_S = 10.0
 """Deadline per conversation for waits in the runner itself; the time to encode its prompts does not count."""
+BLOCKED = 3
+"""So many of these without an agent asked, and the runner blocks its loop."""
 
 
 NO_TOKEN = -1
@@ -48,6 +52,8 @@ class Growth:
     """Tokens of the central critic's observation."""
     unknown: str = ""
     """Reason why a way could not be played to its end: the runner asks for something that is not there yet."""
+    moved: float = field(default_factory=time.monotonic)
+    """Time at which an agent was last asked."""
 
     @property
     def prompt(self) -> int:
@@ -92,15 +98,19 @@ def measure(
             for way in ways_of(runner, agents):
                 await play(runner, task, way, seats, roles, limit, joint, growth)
 
-    with ThreadPoolExecutor(1) as thread:  # the caller may have a loop of its own
-        try:
-            thread.submit(asyncio.run, play_all()).result()
-        except TooManyTurns:
-            raise
-        except OutOfTime:
-            growth.unknown = f"a conversation did not end within {DEADLINE_S:g} s"
-        except Exception as error:  # a runner's own: it is its episodes' to fail
-            growth.unknown = f"{type(error).__name__}: {error}"
+    played = in_thread("prompt_growth", asyncio.run, play_all())  # the caller may have a loop of its own
+    while not wait([played], timeout=DEADLINE_S / 10).done:
+        if time.monotonic() - growth.moved > BLOCKED * DEADLINE_S:
+            unknown = f"a conversation was blocked for {BLOCKED * DEADLINE_S:g} s by a call that waits without await"
+            return Growth(dict(growth.by_round), growth.joint, unknown)
+    try:
+        played.result()
+    except TooManyTurns:
+        raise
+    except OutOfTime:
+        growth.unknown = f"a conversation did not end within {DEADLINE_S:g} s"
+    except Exception as error:  # a runner's own: it is its episodes' to fail
+        growth.unknown = f"{type(error).__name__}: {error}"
     return growth
 
 
@@ -131,6 +141,7 @@ async def play(
     async def generate(
         agent: AgentId, observation: list[Message], round: int, previous: Turn | None, branch: int
     ) -> Turn:
+        growth.moved = time.monotonic()
         with waiting_for_others():
             return answer(agent, observation, round, previous, branch)
 

@@ -6,11 +6,11 @@ import math
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
 from marl.utils.deadlines import DeadlinePassed
+from marl.utils.threads import in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +40,8 @@ class Background:
 
     def start(self, work: Callable[..., Any], *arguments: Any) -> None:
         """Begin some work; what came before must have been waited for by :meth:`flush`."""
-        done: Future[Any] = Future()
         self.move()
-        self.pending = asyncio.wrap_future(done)
-        name = self.name.replace(" ", "_")
-        # no pool: at its end the interpreter would wait for a pool's threads, also for one that never returns
-        threading.Thread(target=_do, args=(done, work, *arguments), name=name, daemon=True).start()
+        self.pending = asyncio.wrap_future(in_thread(self.name.replace(" ", "_"), work, *arguments))
 
     def move(self) -> None:
         """Called by the work, again and again, as it gets on."""
@@ -93,10 +89,3 @@ class Background:
             await self.flush()
         except Exception as failed:
             logger.error("%s was not written: %s: %s", self.name, type(failed).__name__, failed)
-
-
-def _do(done: Future[Any], work: Callable[..., Any], *arguments: Any) -> None:
-    try:
-        done.set_result(work(*arguments))
-    except BaseException as error:
-        done.set_exception(error)

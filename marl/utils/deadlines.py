@@ -64,6 +64,46 @@ def interrupted_after(seconds: float, what: str, key: str) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, max(others - (time.monotonic() - began), 0.001) if others else 0)
 
 
+class LoopAlarm:
+    """Deadline of code that blocks the main thread's event loop, where no other deadline can pass: with it around ``asyncio.run``,
+    and :meth:`beats` inside, a loop that does not come by for ``seconds`` is interrupted, as by Ctrl-C, and DeadlinePassed raised."""
+
+    def __init__(self, seconds: float, what: str, key: str, when_late: Callable[[], object]) -> None:
+        self.seconds, self.said, self.when_late = seconds, told_late(what, seconds, key), when_late
+        self.rang = False
+
+    def __enter__(self) -> "LoopAlarm":
+        self.before = signal.signal(signal.SIGALRM, self._ring)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, self.before)
+        if self.rang and kind is KeyboardInterrupt:
+            raise DeadlinePassed(self.said) from None
+
+    @asynccontextmanager
+    async def beats(self) -> AsyncIterator[None]:
+        beating = asyncio.create_task(self._beat())
+        try:
+            yield
+        finally:
+            beating.cancel()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    async def _beat(self) -> None:
+        while True:
+            signal.setitimer(signal.ITIMER_REAL, self.seconds)
+            await asyncio.sleep(min(BEAT_S, self.seconds / 4))
+
+    def _ring(self, *_: object) -> None:
+        self.rang = True
+        try:
+            self.when_late()
+        finally:
+            raise KeyboardInterrupt
+
+
 class Clock:
     """A deadline that is paused inside ``with clock:``; several tasks may pause it at once.
 

@@ -124,6 +124,11 @@ class Waiting(Runner):
         await asyncio.sleep(60)
 
 
+class Blocking(Runner):
+    async def run(self, episode):
+        time.sleep(20)
+
+
 class Impatient(Runner):
     async def run(self, episode):
         raise TimeoutError("no answer")
@@ -137,6 +142,9 @@ def test_the_deadline_is_the_runners_own_and_named_as_such(encoder, monkeypatch)
 
     assert unknown(Waiting) == "a conversation did not end within 0.2 s"
     assert unknown(Impatient) == "TimeoutError: no answer"
+    began = time.monotonic()
+    assert unknown(Blocking) == "a conversation was blocked for 0.6 s by a call that waits without await"
+    assert time.monotonic() - began < 5
 
 
 def test_encoding_long_answers_takes_none_of_the_runners_time(grown, monkeypatch):
