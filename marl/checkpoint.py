@@ -103,8 +103,10 @@ def finish(
         sync_file(folder.parent / folders.METRICS)
         folders.publish(folder.parent, facts["step"], facts, moves)
     except BaseException:
+        moves()  # where it was given up, the folder is another attempt's by now
         folders.remove(folder)
         raise
+    moves()
     kept.prune(folder.parent, whole=facts["step"])
     kept.forget_ledgers(folder.parent, facts["step"] - 1)  # the step's own: its validation may not have ended
 

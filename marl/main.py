@@ -11,7 +11,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,8 @@ from marl.utils.secret_masking import masked_logs, masked_text
 CONFIGS = "pkg://marl.configs"
 SHOWS_CONFIG = re.compile(r"--(cfg?|in?f?o?|hel?p?)(=|$)|-[rmh]*(c(?![pnd])|i|h)")
 """Flags of Hydra's that print the configuration, in all forms that its parser takes: shortened, clustered, or with the value attached."""
-LONGEST_S = 1e8
+LEAST_S = 60.0
+"""The driver may be busy itself for some seconds between two turns."""
 SHOWS_HELP = re.compile(r"--h|-[rm]*h")
 
 
@@ -194,26 +195,27 @@ def _run(config: DictConfig, progress: Any) -> Any:
 def _attempt(setup: Setup, progress: Any, again: bool) -> Any:
     from marl.cluster.session import session
 
-    with session(setup), blocked_alarm(setup.config) as alarm:
-        return asyncio.run(_train(setup, progress, again, alarm))
+    with session(setup), blocked_alarm(setup.config):
+        return asyncio.run(_train(setup, progress, again))
 
 
-def blocked_alarm(config: DictConfig) -> LoopAlarm:
+def blocked_alarm(config: DictConfig) -> AbstractContextManager[None]:
     """For code of a user's that waits without ``await``. One process does everything else in its loop too, and has no alarm."""
     from marl.cluster.stacks import FOLDER, dump
 
-    seconds = LONGEST_S if config.resources.one_process else min(config.controller.episode_timeout_s, LONGEST_S)
+    if config.resources.one_process:
+        return nullcontext()
+    stacks = Path(config.trainer.default_local_dir) / FOLDER
     what = (
         "a call that blocks the driver, as an environment, a runner or a tool does that waits without await "
-        f"(stacks of all processes: {config.trainer.default_local_dir}/{FOLDER}; controller.num_workers=1 gives episodes a process),"
+        f"(stacks of all processes: {stacks}; controller.num_workers=1 gives episodes a process),"
     )
-    return LoopAlarm(
-        seconds, what, "controller.episode_timeout_s", lambda: dump(Path(config.trainer.default_local_dir) / FOLDER)
-    )
+    seconds = max(config.controller.episode_timeout_s, LEAST_S)
+    return LoopAlarm(seconds, what, "controller.episode_timeout_s", lambda: dump(stacks))
 
 
 @head_watched()
-async def _train(setup: Setup, progress: Any, again: bool, alarm: LoopAlarm) -> Any:
+async def _train(setup: Setup, progress: Any, again: bool) -> Any:
     from marl.build import build
     from marl.cluster.stacks import stacks_of_a_hang
     from marl.evaluation.baselines import run_baselines
@@ -225,8 +227,7 @@ async def _train(setup: Setup, progress: Any, again: bool, alarm: LoopAlarm) -> 
             trainer = await build(setup, cleanup, progress, again)
             trackers.callback(lambda: trainer.tracking.finish(int(sys.exception() is not None)))
             with frozen_gc():
-                async with alarm.beats():
-                    await trainer.fit()
+                await trainer.fit()
         if config.baseline and not config.trainer.val_only:
             with frozen_gc():
                 await run_baselines(config, trainer, build)

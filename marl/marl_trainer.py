@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -273,19 +272,17 @@ class MARLTrainer:
         self, episodes: Sequence[Episode], batch: JointBatch, phase: PhaseTimer
     ) -> tuple[Metrics, dict[PolicyName, Metrics]]:
         """Let policies, references and critics read the rows. Critics, whose pool may be another, read beside the others, except where
-        rollout correction drops rows first."""
-
-        async def by_policies() -> tuple[Metrics, dict[PolicyName, Metrics]]:
+        rollout correction drops rows first; ``values`` times what is left of it then."""
+        beside = None if self.references.corrects else asyncio.ensure_future(self.critics.value(episodes, batch))
+        try:
             numbers = await phase.of("log_probs", self.log_probs(batch))
-            return numbers, await phase.of("ref_log_probs", self.references.compare(batch))
-
-        values = partial(phase.of, "values")
-        if self.references.corrects:
-            read = await by_policies()
-            await values(self.critics.value(episodes, batch))
-        else:
-            read, _ = await asyncio.gather(by_policies(), values(self.critics.value(episodes, batch)))
-        return read
+            distances = await phase.of("ref_log_probs", self.references.compare(batch))
+        except BaseException:
+            if beside:
+                beside.cancel()
+            raise
+        await phase.of("values", beside or self.critics.value(episodes, batch))
+        return numbers, distances
 
     def assign_credit(self, batch: JointBatch) -> Metrics:
         """Let the learner write the advantages; warn where groups or agents have nothing to learn from."""

@@ -29,7 +29,7 @@ def targets_in(tree: Any, prefix: str = "", names: Collection[str] = (TARGET,)) 
 
 def trusted_modules(config: Any) -> tuple[str, ...]:
     """Ours, those that ``trusted_targets`` adds, and those that the user has verl import anyway."""
-    return (*OURS, *config.get("trusted_targets", ()), *filter(None, os.environ.get(VARIABLE, "").split(",")))
+    return (*OURS, *(config.get("trusted_targets") or ()), *filter(None, os.environ.get(VARIABLE, "").split(",")))
 
 
 def is_within(name: str, modules: Iterable[str]) -> bool:

@@ -185,7 +185,9 @@ def policy_memory(
     if rollout.name == "hf":
         length, width = longest_row(rollout), BYTES[dtype_name(rollout.dtype)]
         kept = prefix_bytes(rollout.get("custom")) * rollout.enable_prefix_caching
-        kept = min(kept, batch.turns * length * token_bytes(size, width) / batch.servers)  # all that a step can say
+        kept = min(
+            kept, batch.turns * length * token_bytes(size, width) / max(batch.servers, 1)
+        )  # all that a step can say
         server = hf_server_memory(size, width, rollout.max_num_seqs, length) + kept
         return replace(memory, server=server * batch.servers / batch.ranks)
     return with_engine(memory, rollout, size, card)

@@ -54,6 +54,8 @@ class Growth:
     """Reason why a way could not be played to its end: the runner asks for something that is not there yet."""
     moved: float = field(default_factory=time.monotonic)
     """Time at which an agent was last asked."""
+    over: bool = False
+    """True once nobody waits for the rest."""
 
     @property
     def prompt(self) -> int:
@@ -95,13 +97,14 @@ def measure(
 
     async def play_all() -> None:
         for task in tasks:
-            for way in ways_of(runner, agents):
+            for way in () if growth.over else ways_of(runner, agents):
                 await play(runner, task, way, seats, roles, limit, joint, growth)
 
     played = in_thread("prompt_growth", asyncio.run, play_all())  # the caller may have a loop of its own
     while not wait([played], timeout=DEADLINE_S / 10).done:
         if time.monotonic() - growth.moved > BLOCKED * DEADLINE_S:
             unknown = f"a conversation was blocked for {BLOCKED * DEADLINE_S:g} s by a call that waits without await"
+            growth.over = True
             return Growth(dict(growth.by_round), growth.joint, unknown)
     try:
         played.result()
@@ -142,6 +145,8 @@ async def play(
         agent: AgentId, observation: list[Message], round: int, previous: Turn | None, branch: int
     ) -> Turn:
         growth.moved = time.monotonic()
+        if growth.over:
+            raise OutOfTime
         with waiting_for_others():
             return answer(agent, observation, round, previous, branch)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from marl.report.turn_numbers import Numbers
 from marl.types import Episode, Score, Task, Turn
+from marl.utils.manifest import sync_folder
 
 TURN = (
     "agent",
@@ -100,6 +101,7 @@ def write(
         file.writelines(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in written)
         file.flush()
         os.fsync(file.fileno())  # as the checkpoint after it, whose run will not write it again
+    sync_folder(path.parent)
     return path
 
 

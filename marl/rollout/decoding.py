@@ -78,17 +78,21 @@ def longest(draft: Draft) -> int:
     return len(draft.request.prompt_ids) + draft.request.max_tokens
 
 
+NO_MEMORY = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""Failed allocations for which torch has no class of its own: a CPU's, and those of a library of the GPU's."""
+
+
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """True for a failed allocation; on a CPU, torch has no class of its own for it."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in NO_MEMORY)
 
 
 class Engine:
-    """Answers requests, up to ``limit`` at once: fewer after a failed allocation, and with every answer more again."""
+    """Answers requests, up to ``limit`` at once: fewer after a failed allocation, and with every answer more again, up to one less
+    than were too many."""
 
     def __init__(self, reader: Reader, device: torch.device, to_text: Callable[[list[int]], str], limit: int) -> None:
         self.reader, self.device, self.to_text = reader, device, to_text
-        self.limit = self.most = limit
+        self.limit = self.most = self.allowed = limit
         self.waiting: deque[Draft] = deque()
         self.rows: list[Draft] = []
         self.sampling = Sampling([], device)
@@ -113,6 +117,10 @@ class Engine:
 
     def forget(self, adapter: str | None = None) -> None:
         """The weights have changed, or an adapter's: what was read is read again, by requests half answered too."""
+        self.limit = self.most = self.allowed
+        self._read_again(adapter)
+
+    def _read_again(self, adapter: str | None = None) -> None:
         self.reader.clear(adapter)
         self.waiting.extendleft(reversed(self.rows))
         self.rows = []
@@ -132,11 +140,12 @@ class Engine:
         except RuntimeError as error:
             if not is_out_of_memory(error) or self.limit == 1:
                 raise
-            self.limit = max(1, len(self.rows) // 2)
+            # so many were too many, until the next weights
+            self.limit, self.most = max(1, len(self.rows) // 2), max(1, len(self.rows) - 1)
             logger.warning(
                 "%s; the server goes on with %d requests at once: lower rollout.max_num_seqs", error, self.limit
             )
-            self.forget()
+            self._read_again()
             return []
         self.limit = min(self.most, self.limit + len(finished))
         return finished
@@ -173,14 +182,16 @@ class Engine:
         for row in reversed(ended):
             rows[row] = rows[-1]
             rows.pop()
-        self.rows = [self.rows[row] for row in rows]
+        left = [self.rows[row] for row in rows]
         try:
-            self.reader.keep(rows)
-        except RuntimeError as error:  # of those that have ended, what they have read is kept for later
+            self.reader.keep(rows)  # also what the others have read, for later
+            self.sampling = Sampling([s.request for s in left], self.device)
+        except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            self.forget()
-        self.sampling = Sampling([s.request for s in self.rows], self.device)
+            self.rows = left
+            return self._read_again()
+        self.rows = left
 
 
 def decode(

@@ -20,6 +20,10 @@ Watch = Callable[[], Awaitable[None]]
 """Raises where the work cannot come to its end."""
 
 
+class GivenUp(RuntimeError):
+    """Raised in a thread: its work took too long, and may have been begun again."""
+
+
 class Background:
     """Writes one thing after another in a thread. The error of one is raised by the next call.
 
@@ -32,7 +36,7 @@ class Background:
         ``seconds``, which ``key`` sets; a thread cannot be ended: one that a dead disk holds stays behind."""
         self.name, self.watch, self.seconds, self.key = name, watch, seconds, key
         self.pending: asyncio.Future[Any] | None = None
-        self.moved = 0.0
+        self.moved, self.given_up = 0.0, False
         self.failing = threading.Event()
         """Set when the block has failed: the work need not wait long for others, which may have failed too."""
         self.hopeless = threading.Event()
@@ -44,7 +48,9 @@ class Background:
         self.pending = asyncio.wrap_future(in_thread(self.name.replace(" ", "_"), work, *arguments))
 
     def move(self) -> None:
-        """Called by the work, again and again, as it gets on."""
+        """Called by the work, again and again, as it gets on. Raises GivenUp in work that nobody waits for any more."""
+        if self.given_up:
+            raise GivenUp(f"{self.name} was given up")
         self.moved = time.monotonic()
 
     async def flush(self) -> None:
@@ -61,6 +67,7 @@ class Background:
     async def _watched(self, pending: asyncio.Future[Any]) -> None:
         while not (await asyncio.wait([pending], timeout=min(LOOK_S, self.seconds)))[0]:
             if time.monotonic() - self.moved > self.seconds:
+                self.given_up = True
                 raise DeadlinePassed(
                     f"nothing moved for {self.seconds:g} s while {self.name} was written: look at the disk; if it only needs longer, "
                     f"raise {self.key}"
@@ -69,8 +76,10 @@ class Background:
                 await self.watch() if self.watch else None
             except Exception:
                 self.hopeless.set()
-                await asyncio.wait([pending])
-                pending.exception()  # of what was given up
+                await asyncio.wait([pending], timeout=self.seconds if math.isfinite(self.seconds) else None)
+                self.given_up = True
+                if pending.done():
+                    pending.exception()  # of what was given up
                 raise
 
     async def __aenter__(self) -> Self:

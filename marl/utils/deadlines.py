@@ -6,9 +6,16 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -60,48 +67,67 @@ def interrupted_after(seconds: float, what: str, key: str) -> Iterator[None]:
             raise
         raise DeadlinePassed(told_late(what, seconds, key)) from None
     finally:
-        signal.signal(signal.SIGALRM, before)
-        signal.setitimer(signal.ITIMER_REAL, max(others - (time.monotonic() - began), 0.001) if others else 0)
+        give_alarm_back(before, others, began)
+
+
+class Blocked(KeyboardInterrupt):
+    """Interrupts the main thread as Ctrl-C does, and passes where that passes."""
 
 
 class LoopAlarm:
-    """Deadline of code that blocks the main thread's event loop, where no other deadline can pass: with it around ``asyncio.run``,
-    and :meth:`beats` inside, a loop that does not come by for ``seconds`` is interrupted, as by Ctrl-C, and DeadlinePassed raised."""
+    """Deadline of code that blocks the main thread's event loop, where no other deadline can pass. With it around ``asyncio.run``,
+    a loop that does not come by for ``seconds`` inside :func:`interruptible` is interrupted, and DeadlinePassed raised."""
 
     def __init__(self, seconds: float, what: str, key: str, when_late: Callable[[], object]) -> None:
         self.seconds, self.said, self.when_late = seconds, told_late(what, seconds, key), when_late
-        self.rang = False
 
-    def __enter__(self) -> "LoopAlarm":
-        self.before = signal.signal(signal.SIGALRM, self._ring)
-        return self
+    def __enter__(self) -> None:
+        self.token = ALARM.set(self)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, self.before)
-        if self.rang and kind is KeyboardInterrupt:
+        ALARM.reset(self.token)
+        if kind is Blocked:
             raise DeadlinePassed(self.said) from None
 
     @asynccontextmanager
     async def beats(self) -> AsyncIterator[None]:
+        began, others = time.monotonic(), signal.getitimer(signal.ITIMER_REAL)[0]
+        if threading.current_thread() is not threading.main_thread() or 0 < others <= self.seconds:
+            yield
+            return
+        before = signal.signal(signal.SIGALRM, self._ring)
         beating = asyncio.create_task(self._beat())
         try:
             yield
         finally:
             beating.cancel()
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            give_alarm_back(before, others, began)
 
     async def _beat(self) -> None:
         while True:
-            signal.setitimer(signal.ITIMER_REAL, self.seconds)
+            signal.setitimer(signal.ITIMER_REAL, self.seconds, self.seconds)  # again where the interrupt was swallowed
             await asyncio.sleep(min(BEAT_S, self.seconds / 4))
 
     def _ring(self, *_: object) -> None:
-        self.rang = True
         try:
             self.when_late()
         finally:
-            raise KeyboardInterrupt
+            raise Blocked
+
+
+ALARM: ContextVar[LoopAlarm | None] = ContextVar("alarm", default=None)
+
+
+def interruptible() -> AbstractAsyncContextManager[None]:
+    """A block that runs code of others in this loop; none of it counts where there is no alarm."""
+    alarm = ALARM.get()
+    return alarm.beats() if alarm else nullcontext()
+
+
+def give_alarm_back(handler: Any, seconds: float, began: float) -> None:
+    """Go on with the alarm of others that was to ring ``seconds`` after ``began``; 0: with none."""
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds - (time.monotonic() - began), 0.001) if seconds else 0)
 
 
 class Clock:

@@ -45,6 +45,7 @@ def publish(root: Path, step: int, facts: Mapping[str, Any], moves: Callable[[],
     """Seal the folder that was begun, and make it ``global_step_N`` and the newest; one of that name makes way."""
     temporary, final, old = (root / f"{prefix}global_step_{step}" for prefix in (BEGUN, "", ASIDE))
     seal(temporary, {"step": step, **facts}, moves)
+    moves()
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)
         os.replace(final, old)

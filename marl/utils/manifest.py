@@ -110,7 +110,7 @@ def _digest(path: Path, *_unchanged: int) -> str:
 def replace_text(path: Path, text: str, half: Path | None = None) -> None:
     """Write a file whole or not at all. ``half``: its name until then, by default one beside it."""
     temporary = half or path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w") as file:
+    with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -118,8 +118,8 @@ def replace_text(path: Path, text: str, half: Path | None = None) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Bring a file's content to the disk; a folder's, and what is not there, is left."""
-    with suppress(FileNotFoundError, IsADirectoryError), open(path, "rb") as file:
+    """Bring a file's content to the disk, where there is such a file."""
+    with suppress(FileNotFoundError), open(path, "rb") as file:
         os.fsync(file.fileno())
 
 

@@ -50,9 +50,9 @@ def wait_for(
     *,
     moves: Callable[[], None] = lambda: None,
 ) -> None:
-    """Wait for all marks and remove them; call ``moves`` with every look. Raises OSError for a rank that failed, and TimeoutError for one that left no mark: where
-    the time is over or the run is ending by an error, as soon as nothing has grown for a while (a disk that is only slow is waited
-    for), or at once where a rank's process has ended."""
+    """Wait for all marks and remove them; call ``moves`` with every look. Raises OSError for a rank that failed, and TimeoutError for
+    one that left no mark: where the time is over or the run is ending by an error, as soon as nothing has grown for a while (a disk
+    that is only slow is waited for), or at once where a rank's process has ended."""
     ends, waiting, warned = time.monotonic() + seconds, list(marks), False
     growth = Growth({mark.parent for mark in marks}, still := min(STILL_S, seconds))
     while waiting := [mark for mark in waiting if not _is_left(mark)]:

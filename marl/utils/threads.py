@@ -12,6 +12,8 @@ def in_thread(name: str, work: Callable[..., Any], *arguments: Any) -> Future[An
     done: Future[Any] = Future()
 
     def do() -> None:
+        if not done.set_running_or_notify_cancel():
+            return
         try:
             done.set_result(work(*arguments))
         except BaseException as error:

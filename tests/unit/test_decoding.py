@@ -2,6 +2,7 @@
 
 import random
 from collections import deque
+from itertools import chain
 from threading import Thread
 
 import pytest
@@ -240,8 +241,11 @@ def test_rows_for_which_memory_is_lacking_are_begun_again_fewer_at_once(model, c
         limits.append(engine.limit)
     got = [(d.answer.token_ids, d.answer.log_probs, d.answer.stop_reason) for d in drafts]
     assert got == answers(model, wanted), "bit for bit"
-    assert 1 < min(limits) <= 8 < limits[-1] <= 16, "and more again by and by"
+    assert 1 < min(limits) <= 8 and max(limits[limits.index(min(limits)) :]) > min(limits), "and more again by and by"
+    assert limits[-1] <= engine.most < 16, "but not as many"
     assert "CUDA out of memory; the server goes on with 8 requests at once: lower rollout.max_num_seqs" in caplog.text
+    engine.forget()
+    assert engine.limit == engine.most == 16, "with other weights"
 
 
 def test_a_request_that_lacks_memory_alone_is_the_only_one_to_fail(model):
@@ -279,3 +283,50 @@ def test_what_a_forward_pass_sees_is_bounded(monkeypatch):
     assert [node for batch in batches for node in batch] == nodes
     assert all(max(node.end for node in batch) * len(batch) <= 1000 for batch in batches)
     assert [len(batch) for batch in batches] == [3, 2]
+
+
+def finished_of(engine, failing, error):
+    """Answers of an engine in which ``failing`` raises ``error`` once, as the first answers end."""
+    drafts, finished = [engine.add(request) for request in requests(6)], []
+
+    usual = getattr(*failing)
+
+    def fails_once(*arguments):
+        setattr(*failing, usual)
+        raise error
+
+    setattr(*failing, fails_once)
+    while engine.busy:
+        try:
+            finished += engine.step()
+        except type(error):
+            finished += engine.fail()
+    assert sorted(draft.index for draft in finished) == [draft.index for draft in drafts], "each once"
+    return drafts
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), RuntimeError("device-side assert")])
+def test_no_answer_is_lost_where_rows_cannot_leave(model, error):
+    reader = SingleReader(model, Prefixes(1 << 30), 0)
+    engine = Engine(reader, model.device, text_of, 16)
+    drafts = finished_of(engine, (reader, "keep"), error)
+    if isinstance(error, torch.OutOfMemoryError):
+        got = [(d.answer.token_ids, d.answer.log_probs, d.answer.stop_reason) for d in drafts]
+        assert got == answers(model, requests(6))
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 30])
+def test_contexts_that_are_read_in_parts_are_answered_as_together(model, monkeypatch, limit):
+    """Some of them equal, in the same part and in another one."""
+    wanted = [*requests(9), *requests(9, seed=1), *requests(9)]
+    together = answers(model, wanted)
+    monkeypatch.setattr(reader, "SEEN_TOKENS", 40)
+    contexts = [(request.prompt_ids, None) for request in wanted]
+    parts = list(reader.in_parts(contexts))
+    assert list(chain.from_iterable(parts)) == contexts and len(parts) > 2
+    assert all(sum(len(ids) for ids, _ in set(part)) <= 40 for part in parts)
+    engine = Engine(SingleReader(model, Prefixes(limit), 0), model.device, text_of, 100)
+    drafts = [engine.add(request) for request in wanted]
+    while engine.busy:
+        engine.step()
+    assert [(d.answer.token_ids, d.answer.log_probs, d.answer.stop_reason) for d in drafts] == together

@@ -237,32 +237,22 @@ def test_a_folder_is_removed_though_another_rank_still_writes_into_it(tmp_path):
 
 @pytest.fixture
 def synced(monkeypatch):
-    """Paths that were brought to the disk, in order, with whether the rank's mark was there by then."""
+    """Names of files that were brought to the disk, in order."""
     found, usual = [], os.fsync
 
     def fsync(descriptor):
-        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        found.append((path.name, any(path.parent.rglob(".written_rank_?"))))
+        found.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
         usual(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
     return found
 
 
-def test_a_rank_brings_its_own_part_to_the_disk_before_it_says_so(tmp_path, synced):
-    (tmp_path / "huggingface").mkdir()
-    names = ("model_rank_0.pt", "model_rank_1.pt", "huggingface/config.json")
-    shard_files.write(tmp_path, 0, [partial((tmp_path / name).write_text, "{}") for name in names], beside=False)
-    assert sorted(synced) == [("config.json", False), ("model_rank_0.pt", False)]
-    assert (tmp_path / ".written_rank_0").exists()
-
-
 def test_the_metrics_up_to_a_step_are_on_the_disk_before_its_checkpoint_counts(tmp_path, synced):
     folders.begin(tmp_path, 1)
     (tmp_path / folders.METRICS).write_text("{}\n")
     checkpoint.finish(tmp_path / ".tmp_global_step_1", {}, {"step": 1}, [], PATIENT, NONE)
-    names = [name for name, _ in synced]
-    assert names.index(folders.METRICS) < names.index(f".{manifest.MANIFEST}.tmp")
+    assert synced.index(folders.METRICS) < synced.index(f".{manifest.MANIFEST}.tmp")
 
 
 async def flushed(work, seconds):
@@ -291,11 +281,11 @@ def test_a_seal_that_a_dead_disk_holds_is_given_up_and_one_that_gets_on_is_not()
         asyncio.run(flushed(lambda _: threading.Event().wait(), 0.2))
 
     def slow(saving):
-        for _ in range(8):
+        for _ in range(30):
             time.sleep(0.05)
             saving.move()
 
-    asyncio.run(flushed(slow, 0.2))
+    asyncio.run(flushed(slow, 1.0))
     done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "DeadlinePassed: nothing moved" in done.stderr
 
@@ -306,3 +296,48 @@ def test_sealing_moves_with_every_piece_that_it_reads(tmp_path, monkeypatch):
     moved = []
     manifest.seal(tmp_path, {"step": 1}, lambda: moved.append(1))
     assert len(moved) == 10
+
+
+@pytest.mark.parametrize("held", ["sealing", "published"])
+def test_a_save_that_was_given_up_touches_nothing_of_the_next_attempt(tmp_path, monkeypatch, held):
+    """The disk comes back while the same step is saved again."""
+    returns, saving = threading.Event(), Background("a checkpoint", None, 0.2, "resources.save_timeout_s")
+    where, name = (manifest, "sync_folder") if held == "sealing" else (folders, "seal")
+    usual = getattr(where, name)
+
+    def hangs(*arguments):
+        usual(*arguments)
+        returns.wait()
+
+    async def given_up():
+        folders.begin(tmp_path, 1)
+        monkeypatch.setattr(where, name, hangs)
+        folder = tmp_path / ".tmp_global_step_1"
+        saving.start(partial(checkpoint.finish, moves=saving.move), folder, {}, {"step": 1}, [], PATIENT, NONE)
+        with pytest.raises(DeadlinePassed):
+            await saving.flush()
+
+    asyncio.run(given_up())
+    monkeypatch.setattr(where, name, usual)
+    (folders.begin(tmp_path, 1) / "of_the_next").touch()
+    returns.set()
+    for thread in [thread for thread in threading.enumerate() if thread.name == "a_checkpoint"]:
+        thread.join(10)
+    assert [path.name for path in tmp_path.rglob("*")] == [".tmp_global_step_1", "of_the_next"]
+
+
+async def watched_beside_a_hang():
+    async def watch():
+        raise GroupFailed("rank 1 died")
+
+    saving = Background("a checkpoint", watch, 0.3, "resources.save_timeout_s")
+    saving.start(threading.Event().wait)
+    await saving.flush()
+
+
+def test_a_disk_that_hangs_with_a_dead_rank_is_not_waited_for_either(monkeypatch):
+    monkeypatch.setattr(background, "LOOK_S", 0.05)
+    began = time.monotonic()
+    with pytest.raises(GroupFailed, match="rank 1 died"):
+        asyncio.run(watched_beside_a_hang())
+    assert time.monotonic() - began < 5

@@ -4,10 +4,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from marl.config.errors import ConfigError, plain
+from marl.config.hydra_settings import check_hydra_settings
+from marl.config.overrides import hydra_overrides
 from marl.config.rules.targets import targets_are_trusted, trusted_targets_are_modules
 from marl.config.targets import targets_in
 from marl.controller.known_loops import check_loops
-from marl.main import main
+from marl.main import CONFIGS, main
 from marl.preflight.verl_settings import check_targets
 
 HOSTILE = {
@@ -116,3 +118,29 @@ def test_hydras_own_settings_call_nothing_else(tmp_path, capsys, group, flags):
     assert main([*flags.split(), str(tmp_path), "--config-name", "mine"]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"configuration error: hydra.{group}.") and "os.system" in said and not victim.exists()
+
+
+INDIRECT = {
+    "on the command line": ("{}", ["++hydra.callbacks.mine={_target_: os.system, command: touch}"]),
+    "by interpolation": ("hydra: {callbacks: {mine: '${evil}'}}\nevil: {_target_: os.system, command: touch}", []),
+    "of one key": ("hydra: {callbacks: {mine: {_target_: '${name}'}}}\nname: os.system", []),
+}
+
+
+@pytest.mark.parametrize("way", INDIRECT)
+def test_hydras_own_settings_are_found_wherever_they_are_set(tmp_path, capsys, way):
+    text, words = INDIRECT[way]
+    (tmp_path / "mine.yaml").write_text(f"defaults: [marl, _self_]\n{text if text != '{}' else ''}\n")
+    named = [] if words else ["--config-dir", str(tmp_path), "--config-name", "mine"]
+    assert main([*named, *words]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("configuration error: hydra.callbacks.mine._target_=os.system: expected a class of"), said
+
+
+def test_hydras_own_plugins_may_be_named():
+    for words in (
+        ["hydra.job.chdir=false"],
+        ["hydra/job_logging=none"],
+        ["-m", "seed=0,1", "hydra.sweeper.max_batch_size=1"],
+    ):
+        check_hydra_settings(hydra_overrides(words), main, CONFIGS)

@@ -16,7 +16,6 @@ from marl.config.errors import ConfigError
 from marl.config.identity import settings_of
 from marl.config.rules.run import trackers_are_listed
 from marl.utils import process_time
-from marl.utils.deadlines import LoopAlarm
 from marl.utils.tracking import METRICS, tracking_of
 
 
@@ -138,7 +137,7 @@ def test_the_baselines_reach_the_trackers_before_these_are_finished(tmp_path, mo
     monkeypatch.setattr(marl.build, "build", build)
     monkeypatch.setattr(main, "frozen_gc", nullcontext)
     run = OmegaConf.create({"baseline": ["untrained"], "trainer": config_of(tmp_path, "file")})
-    attempt = main._train(SimpleNamespace(config=run), None, False, LoopAlarm(1e6, "a call", "key", list))
+    attempt = main._train(SimpleNamespace(config=run), None, False)
     if fails:
         with pytest.raises(RuntimeError):
             asyncio.run(attempt)

@@ -22,7 +22,6 @@ from verl.utils.fsdp_utils import fsdp_version, get_fsdp_full_state_dict
 from marl.cluster.workers import whole_model
 from marl.cluster.workers.live_state import LiveState
 from marl.utils.dtensors import local
-from marl.utils.manifest import sync_file
 from marl.utils.marks import leave, reserve
 from marl.utils.pickles import read, read_by_verl
 from marl.utils.trees import on_host
@@ -59,9 +58,6 @@ def _write(folder: Path, rank: int, jobs: list[Job]) -> None:
     try:
         while jobs:
             jobs.pop(0)()  # what it has written is no longer held
-        for part in parts_of(folder, rank):  # here too: the driver's host may not have all of it to bring to the disk
-            for path in part.rglob("*") if part.is_dir() else [part]:
-                sync_file(path)
     except Exception as failed:
         error = f"{free_space(folder)}{type(failed).__name__}: {failed}"
         logger.error("writing a checkpoint to %s: %s", folder, error)
@@ -82,16 +78,12 @@ def free_space(folder: Path) -> str:
 
 
 def remove_parts(folder: Path, rank: int) -> None:
-    """Free the disk of a rank's files, which are of no use."""
-    for path in parts_of(folder, rank):
-        with suppress(OSError):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def parts_of(folder: Path, rank: int) -> list[Path]:
-    """A rank's files and folders; those that name no rank are the first one's."""
-    found = [(path, OF_A_RANK.search(path.name)) for path in folder.glob("[!.]*")]
-    return [path for path, owner in found if rank == (int(owner[1]) if owner else 0)]
+    """Free the disk of a rank's files, which are of no use; those that name no rank are the first one's."""
+    for path in folder.glob("[!.]*"):
+        owner = OF_A_RANK.search(path.name)
+        if rank == (int(owner[1]) if owner else 0):
+            with suppress(OSError):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def save_live(state: Any, file: str) -> None:
