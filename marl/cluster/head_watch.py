@@ -5,10 +5,11 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from typing import Any
 
 logger = logging.getLogger(__name__)
+TLS = "RAY_USE_TLS"
 VARIABLE, RAYS_DEFAULT_S = "RAY_gcs_rpc_server_reconnect_timeout_s", "60"
 """Ray's limit, after which it ends every process of a cluster without a head."""
 BEAT_S = 1.0
@@ -84,11 +85,13 @@ async def watch(address: str, limit: float) -> None:
 
 
 async def answers(address: str) -> bool:
+    """True for a head that says something: a gRPC server speaks first, unless TLS does, and for a process that hangs the kernel still
+    accepts connections."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(BEAT_S):
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            with closing(writer):
+                return os.environ.get(TLS, "0") != "0" or bool(await reader.read(1))
     except (OSError, TimeoutError):
         return False
-    writer.close()
-    return True

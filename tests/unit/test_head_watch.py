@@ -13,13 +13,16 @@ from marl.cluster import head_watch
 from marl.cluster.failures import GroupLost
 
 
-async def head(port=0):
+async def head(port=0, hangs=False):
     """A server that stands for the head."""
 
-    async def close(reader, writer):
+    async def speak(reader, writer):
+        if hangs:
+            await asyncio.sleep(60)
+        writer.write(b"settings")
         writer.close()
 
-    return await asyncio.start_server(close, "127.0.0.1", port)
+    return await asyncio.start_server(speak, "127.0.0.1", port)
 
 
 @pytest.fixture
@@ -116,3 +119,15 @@ def test_a_short_silence_is_not_worth_a_word(said):
             await asyncio.sleep(0.3)
 
     assert said(work) == []
+
+
+def test_a_head_that_accepts_and_says_nothing_is_silent_unless_it_waits_for_tls(monkeypatch):
+    monkeypatch.setattr(head_watch, "BEAT_S", 0.1)
+
+    async def asked(hangs):
+        async with await head(hangs=hangs) as server:
+            return await head_watch.answers(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+
+    assert (asyncio.run(asked(False)), asyncio.run(asked(True))) == (True, False)
+    monkeypatch.setenv(head_watch.TLS, "1")
+    assert asyncio.run(asked(True))
