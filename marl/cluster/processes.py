@@ -20,6 +20,8 @@ from marl.utils.run_mark import MARK, owner_lives
 PATIENCE_S = 5.0
 """Time that processes have to end by themselves."""
 SESSIONS = Path("/tmp/ray")
+TITLES = ("ray::", "VLLM::", "sglang::")
+"""Names that Python's processes take: Ray's actors, and what the engines start."""
 YOUNG_S = 60.0
 """A socket may be made before anybody listens to it."""
 
@@ -37,7 +39,8 @@ def processes_where(wanted: Callable[[str], bool]) -> list[psutil.Process]:
 
 def end_left(mark: str) -> None:
     """End the processes of a session of Ray that is over: those that do not end by themselves are killed. This process's own
-    children (a tracker's, the reward's) are left to whoever started them."""
+    children (a tracker's, the reward's) are left to whoever started them; orphans that became its children, as all do where it is a
+    container's first process, are known by their titles."""
     ends = time.monotonic() + PATIENCE_S
     while (left := lost_by_ray(mark)) and time.monotonic() < ends and not all(map(is_stopped, left)):
         time.sleep(0.05)
@@ -46,7 +49,14 @@ def end_left(mark: str) -> None:
 
 def lost_by_ray(mark: str) -> list[psutil.Process]:
     own = set(psutil.Process().children(recursive=True))
-    return [process for process in processes_where(mark.__eq__) if process not in own]
+    return [process for process in processes_where(mark.__eq__) if process not in own or is_rays(process)]
+
+
+def is_rays(process: psutil.Process) -> bool:
+    """True for one of Ray's actors, or what an engine started."""
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline()[:1]).startswith(TITLES)
+    return False
 
 
 def end_orphans() -> None:

@@ -19,7 +19,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from marl.cluster.failures import is_a_hang
-from marl.cluster.processes import processes_where
+from marl.cluster.processes import TITLES, processes_where
 from marl.utils.run_mark import MARK
 
 logger = logging.getLogger(__name__)
@@ -30,8 +30,6 @@ NODES_S = 20.0
 """Deadline for the other machines."""
 FOLDER = "stacks"
 LONGEST = 1 << 18
-TITLES = ("ray::", "VLLM::", "sglang::")
-"""Names that Python's processes take: Ray's actors, and what the engines start."""
 
 
 def listen() -> None:

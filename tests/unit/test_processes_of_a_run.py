@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -116,6 +117,22 @@ def test_what_a_session_left_is_ended_and_nobody_elses(spawn, monkeypatch):
     end_left(mine)
     assert gone(left) and gone(stopped)
     assert others.is_running() and child.is_running(), "a tracker that this process started ends by itself"
+
+
+def test_an_orphan_that_became_a_child_is_ended_too(monkeypatch):
+    """As all orphans do where the driver is a container's first process."""
+    monkeypatch.setattr(processes, "PATIENCE_S", 0.2)
+    mine = new_mark()
+    child, orphan = (
+        subprocess.Popen([name, "60"], executable=shutil.which("sleep"), env=os.environ | {MARK: mine})
+        for name in ("sleep", "ray::PolicyWorker")
+    )
+    try:
+        end_left(mine)
+        assert orphan.wait(5) == -signal.SIGKILL and child.poll() is None
+    finally:
+        child.kill()
+        child.wait()
 
 
 def test_a_dead_drivers_processes_are_ended_by_the_next_run(spawn, tmp_path, monkeypatch):
