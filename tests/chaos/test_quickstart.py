@@ -13,10 +13,12 @@ import pytest
 pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(1200)]
 ROOT = Path(__file__).parents[2]
 STEPS = 24
-COMMAND = (
-    "resources.one_process=true", f"trainer.total_training_steps={STEPS}", "trainer.save_freq=3", "trainer.test_freq=8",
-    "trainer.logger=[file]",
-)  # fmt: skip
+SHORT = (f"trainer.total_training_steps={STEPS}", "trainer.test_freq=8", "trainer.logger=[file]")
+WAYS = {
+    "one process": (("resources.one_process=true", "trainer.save_freq=3"), (4, 10, 15)),
+    "through Ray": ((), (12, 21)),
+}
+"""Settings, and the steps after which the run is killed; through Ray the quick start's own: it saves every tenth step."""
 
 
 def start(folder, cache, *words):
@@ -25,7 +27,7 @@ def start(folder, cache, *words):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "MARL_CACHE": str(cache)}
     output = open(folder / "output.txt", "a")  # noqa: SIM115 - the process keeps it
     return subprocess.Popen(
-        [sys.executable, "-m", "marl.quickstart", *COMMAND, *words],
+        [sys.executable, "-m", "marl.quickstart", *SHORT, *words],
         cwd=folder,
         env=environment,
         stdout=output,
@@ -75,18 +77,18 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
-def test_a_quick_start_that_was_killed_ends_with_the_numbers_of_the_unbroken_run(tmp_path, cache):
-    assert start(tmp_path / "whole", cache).wait() == 0
+@pytest.mark.parametrize("way", WAYS)
+def test_a_quick_start_that_was_killed_ends_with_the_numbers_of_the_unbroken_run(tmp_path, cache, way):
+    words, kills = WAYS[way]
+    assert start(tmp_path / "whole", cache, *words).wait() == 0
     (whole,) = runs_of(tmp_path / "whole")
     rng, killed = random.Random(0), tmp_path / "killed"
-    for step in (4, 10, 15):
-        kill_at(start(killed, cache), killed, step, rng.uniform(0, 0.5))
-    assert start(killed, cache).wait() == 0, (killed / "output.txt").read_text()[-2000:]
+    for step in kills:
+        kill_at(start(killed, cache, *words), killed, step, rng.uniform(0, 0.5))
+    assert start(killed, cache, *words).wait() == 0, (killed / "output.txt").read_text()[-2000:]
     (run,) = runs_of(killed)
-    assert len(json.loads((run / "run.json").read_text())["resumed"]) == 3
+    assert len(json.loads((run / "run.json").read_text())["resumed"]) == len(kills)
     assert numbers(run) == numbers(whole)
-    print(
-        f"\n3 kills, {len(metrics_of(run))} lines of metrics equal; {(killed / 'output.txt').read_text().count('continuing')}"
-    )
-    assert start(killed, cache, "trainer.total_training_steps=1").wait() == 0
+    print(f"\n{way}: {len(kills)} kills, {len(metrics_of(run))} lines of metrics equal")
+    assert start(killed, cache, *words, "trainer.total_training_steps=1").wait() == 0
     assert len(runs_of(killed)) == 2, "a finished run is left alone"
