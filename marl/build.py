@@ -22,7 +22,7 @@ from marl.build_method import Data, method_options, offline_data, trainer_class
 from marl.cluster.critics import Critics
 from marl.cluster.launch import make_groups, start_groups, wait_for_cluster
 from marl.cluster.layout import model_config, policy_configs
-from marl.config.deadlines import Phase, deadline_of
+from marl.config.deadlines import Phase, deadline_of, request_deadline
 from marl.config.endpoints import endpoint_policies
 from marl.config.engines import seeds_requests
 from marl.config.errors import ConfigError
@@ -96,7 +96,7 @@ def make_client(config: DictConfig, name: str, group: Any, tokenizer: Any) -> Po
     ends = end_ids(tokenizer, text, load_generation_config(group.config.actor_rollout_ref.model.path))
     parts = (name, group.rollout, group.client(), tokenizer, encoder, text.vocab_size, ends)
     settings: dict[str, Any] = {
-        "patience": deadline_of(config.resources, Phase.request),
+        "patience": request_deadline(config.resources, group.rollout.response_length),
         "seeded": seeds_requests(config, group.rollout),
     }
     if not loops:

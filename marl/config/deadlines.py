@@ -20,6 +20,7 @@ class Deadline(NamedTuple):
 
 
 Deadlines = dict[Phase, Deadline]
+SLOW_TOKEN_S = 0.1
 NONE = Deadline(math.inf, "resources.timeout_s")
 
 
@@ -41,3 +42,12 @@ def deadlines_of(resources: Any) -> Deadlines:
 
 def deadline_of(resources: Any, phase: Phase) -> Deadline:
     return deadlines_of(resources)[phase]
+
+
+def request_deadline(resources: Any, tokens: int) -> Deadline:
+    """The time without any answer, of servers whose longest answer has so many tokens: unless the key of its own is set, it lets a
+    slow server finish one."""
+    known = deadline_of(resources, Phase.request)
+    if resources.request_timeout_s is None and tokens * SLOW_TOKEN_S > known.seconds:
+        return Deadline(tokens * SLOW_TOKEN_S, "resources.request_timeout_s")
+    return known

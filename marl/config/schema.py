@@ -95,7 +95,7 @@ class ResourcesConfig:
     start_timeout_s: float | None = bounded(None, SECONDS.or_null())
     """loading models, starting servers and episode workers; null for ``timeout_s``, as below"""
     request_timeout_s: float | None = bounded(None, SECONDS.or_null())
-    """time without any answer of a policy's servers"""
+    """time without any answer of a policy's servers; null: also at least .1 s for each token of the longest answer"""
     sync_timeout_s: float | None = bounded(None, SECONDS.or_null())
     """sending weights, and proving that they have arrived"""
     update_timeout_s: float | None = bounded(None, SECONDS.or_null())

@@ -10,7 +10,7 @@ import pytest
 from marl.build import start_deadline
 from marl.cluster.layout import policy_configs
 from marl.cluster.policy_group import RayPolicyGroup
-from marl.config.deadlines import Deadline, Phase, deadlines_of
+from marl.config.deadlines import Deadline, Phase, deadlines_of, request_deadline
 from marl.config.errors import ConfigError
 from marl.config.rules import check
 from marl.utils.deadlines import wait_with_deadline
@@ -98,3 +98,16 @@ def test_a_collective_ends_before_every_call_that_waits_for_one(compose_config, 
 def test_a_deadline_is_a_number_above_zero(compose_config, cold_assets, value):
     with pytest.raises(ConfigError, match=r"resources.save_timeout_s=.*above 0"):
         check(compose_config(f"assets={cold_assets}", f"resources.save_timeout_s={value}"))
+
+
+@pytest.mark.parametrize(
+    "own,tokens,expected",
+    [
+        (None, 100, (600.0, "resources.timeout_s")),
+        (None, 32_000, (3200.0, "resources.request_timeout_s")),
+        (50.0, 32_000, (50.0, "resources.request_timeout_s")),
+    ],
+)
+def test_a_last_answer_that_is_long_is_no_fault(compose_config, own, tokens, expected):
+    words = [f"resources.request_timeout_s={own}"] if own else []
+    assert request_deadline(compose_config(*words).resources, tokens) == expected
