@@ -273,16 +273,17 @@ class MARLTrainer:
     ) -> tuple[Metrics, dict[PolicyName, Metrics]]:
         """Let policies, references and critics read the rows. Critics, whose pool may be another, read beside the others, except where
         rollout correction drops rows first; ``values`` times what is left of it then."""
-        beside = None if self.references.corrects else asyncio.ensure_future(self.critics.value(episodes, batch))
-        try:
+
+        async def by_policies() -> tuple[Metrics, dict[PolicyName, Metrics]]:
             numbers = await phase.of("log_probs", self.log_probs(batch))
-            distances = await phase.of("ref_log_probs", self.references.compare(batch))
-        except BaseException:
-            if beside:
-                beside.cancel()
-            raise
-        await phase.of("values", beside or self.critics.value(episodes, batch))
-        return numbers, distances
+            return numbers, await phase.of("ref_log_probs", self.references.compare(batch))
+
+        if self.references.corrects:
+            read = await by_policies()
+            await phase.of("values", self.critics.value(episodes, batch))
+        else:
+            read, _ = await phase.rest_of("values", asyncio.gather(by_policies(), self.critics.value(episodes, batch)))
+        return read
 
     def assign_credit(self, batch: JointBatch) -> Metrics:
         """Let the learner write the advantages; warn where groups or agents have nothing to learn from."""

@@ -32,7 +32,7 @@ async def head_watched() -> AsyncIterator[None]:
     try:
         yield
     except asyncio.CancelledError:
-        if missing is None or not missing.done() or block.uncancel():  # Ctrl-C ends the run
+        if missing is None or not missing.done() or missing.cancelled() or block.uncancel():  # Ctrl-C ends the run
             raise
         from marl.cluster.failures import GroupLost
 
@@ -77,8 +77,8 @@ async def watch(address: str, limit: float) -> None:
             if not told and asked - silent_since >= limit / 2:
                 told = True
                 logger.error(
-                    "the head of the Ray cluster at %s has not answered for %g s; after %g s (%s) Ray ends this run. Start the cluster "
-                    "again (ray start --head, docs/clusters.md), and continue from the last checkpoint (trainer.resume_mode=auto)",
+                    "the head of the Ray cluster at %s has not answered for %g s; of one that is gone, Ray ends the run after %g s (%s). "
+                    "Start the cluster again (ray start --head, docs/clusters.md), and continue from the last checkpoint (trainer.resume_mode=auto)",
                     *(address, limit / 2, limit, VARIABLE),
                 )
         await asyncio.sleep(BEAT_S)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from marl.cluster.failures import GroupFailed
 from marl.runners import TooManyTurns
 from marl.types import Episode, Task
+from marl.utils.deadlines import interruptible
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -57,17 +58,18 @@ async def outcomes(works: Sequence[Coroutine[Any, Any, T]]) -> list[T | Exceptio
     """Run all concurrently and return each one's result or error. A failed policy, or a runner that exceeds what it
     says of its turns and rounds, cancels the rest and raises."""
     running = [asyncio.create_task(work) for work in works]
-    try:
-        for ended in asyncio.as_completed(running):
-            try:
-                await ended
-            except (GroupFailed, TooManyTurns):
-                raise
-            except Exception:
-                continue  # given below
-    finally:
-        for task in running:
-            task.cancel()
+    with interruptible():
+        try:
+            for ended in asyncio.as_completed(running):
+                try:
+                    await ended
+                except (GroupFailed, TooManyTurns):
+                    raise
+                except Exception:
+                    continue  # given below
+        finally:
+            for task in running:
+                task.cancel()
     return [outcome(task) for task in running]
 
 

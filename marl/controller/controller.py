@@ -28,7 +28,7 @@ from marl.rewards import Reward, RewardUnavailable
 from marl.rollout.endpoint_usage import usage_metrics
 from marl.runners import Generate, LiveEpisode, RecordedAnswers, Runner, TooManyTurns, play_to_end
 from marl.types import AgentId, Episode, Message, Metrics, PolicyName, Score, Task, Turn
-from marl.utils.deadlines import OutOfTime, interruptible, own_time, waiting_for_others
+from marl.utils.deadlines import OutOfTime, own_time, waiting_for_others
 from marl.utils.garbage import collect_garbage
 from marl.utils.seeding import derive_seed
 
@@ -142,8 +142,7 @@ class Controller:
 
     async def outcomes_of(self, plays: Sequence[Play], step: int, validate: bool) -> list[Episode | Exception]:
         """Each play's episode, or what ended it."""
-        async with interruptible():
-            return await outcomes([self.play_and_score(task, sample, step, validate) for task, sample in plays])
+        return await outcomes([self.play_and_score(task, sample, step, validate) for task, sample in plays])
 
     async def play_and_score(self, task: Task, sample: int, step: int, validate: bool) -> Episode:
         return await self._score(await self.bounded(task, sample, step, validate))

@@ -140,8 +140,9 @@ class Engine:
         except RuntimeError as error:
             if not is_out_of_memory(error) or self.limit == 1:
                 raise
-            # so many were too many, until the next weights
-            self.limit, self.most = max(1, len(self.rows) // 2), max(1, len(self.rows) - 1)
+            self.limit = max(1, len(self.rows) // 2)
+            if len(self.rows) > 2:  # so many were too many, until the next weights
+                self.most = len(self.rows) - 1
             logger.warning(
                 "%s; the server goes on with %d requests at once: lower rollout.max_num_seqs", error, self.limit
             )

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import (
-    AbstractAsyncContextManager,
     AbstractContextManager,
     asynccontextmanager,
     contextmanager,
@@ -47,7 +46,7 @@ def interrupted_after(seconds: float, what: str, key: str) -> Iterator[None]:
 
     The alarm interrupts the block as Ctrl-C would: Ray's waits drop all other errors of a handler."""
     began, others = time.monotonic(), signal.getitimer(signal.ITIMER_REAL)[0]
-    if threading.current_thread() is not threading.main_thread() or seconds == math.inf or 0 < others <= seconds:
+    if seconds == math.inf or not is_free(others, seconds):
         yield
         return
 
@@ -80,52 +79,83 @@ class LoopAlarm:
 
     def __init__(self, seconds: float, what: str, key: str, when_late: Callable[[], object]) -> None:
         self.seconds, self.said, self.when_late = seconds, told_late(what, seconds, key), when_late
+        self.inside, self.rang = 0, False
+        self.lent: tuple[Any, float, float] | None = None
+        """The alarm of others that this one stands in for."""
 
     def __enter__(self) -> None:
         self.token = ALARM.set(self)
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         ALARM.reset(self.token)
-        if kind is Blocked:
+        self._disarm()
+        # Ray's waits raise a plain KeyboardInterrupt in its place; one that came while it passed is a person's
+        replaced = self.rang and kind is KeyboardInterrupt and not isinstance(error and error.__context__, Blocked)
+        if kind is Blocked or replaced:
             raise DeadlinePassed(self.said) from None
 
-    @asynccontextmanager
-    async def beats(self) -> AsyncIterator[None]:
-        began, others = time.monotonic(), signal.getitimer(signal.ITIMER_REAL)[0]
-        if threading.current_thread() is not threading.main_thread() or 0 < others <= self.seconds:
-            yield
-            return
-        before = signal.signal(signal.SIGALRM, self._ring)
-        beating = asyncio.create_task(self._beat())
+    @contextmanager
+    def beats(self) -> Iterator[None]:
+        self.inside += 1
+        if self.inside == 1:
+            self._arm()
         try:
             yield
         finally:
-            beating.cancel()
-            give_alarm_back(before, others, began)
+            self.inside -= 1
+            if not self.inside and self.rang:  # what else ends now may block as well
+                signal.setitimer(signal.ITIMER_REAL, ENDING_S, ENDING_S)
+            elif not self.inside:
+                self._disarm()
 
-    async def _beat(self) -> None:
-        while True:
-            signal.setitimer(signal.ITIMER_REAL, self.seconds, self.seconds)  # again where the interrupt was swallowed
+    def _arm(self) -> None:
+        began, others = time.monotonic(), signal.getitimer(signal.ITIMER_REAL)[0]
+        if is_free(others, self.seconds):
+            self.lent = signal.signal(signal.SIGALRM, self._ring), others, began
+            signal.setitimer(signal.ITIMER_REAL, self.seconds, self.seconds)
+            self.beating = asyncio.create_task(self._beat(began + others - self.seconds if others else math.inf))
+
+    def _disarm(self) -> None:
+        lent, self.lent = self.lent, None
+        if lent is not None:
+            self.beating.cancel()
+            give_alarm_back(*lent)
+
+    async def _beat(self, ends: float) -> None:
+        """Until the alarm of others is due."""
+        while time.monotonic() < ends:
+            self.rang = False  # where it was swallowed
+            signal.setitimer(signal.ITIMER_REAL, self.seconds, self.seconds)
             await asyncio.sleep(min(BEAT_S, self.seconds / 4))
+        self._disarm()
 
     def _ring(self, *_: object) -> None:
+        self.rang = True
         try:
             self.when_late()
         finally:
             raise Blocked
 
 
+ENDING_S = 300.0
+"""A run that was interrupted ends within this time, or is interrupted again."""
 ALARM: ContextVar[LoopAlarm | None] = ContextVar("alarm", default=None)
 
 
-def interruptible() -> AbstractAsyncContextManager[None]:
-    """A block that runs code of others in this loop; none of it counts where there is no alarm."""
+def interruptible() -> AbstractContextManager[None]:
+    """A block that runs code of others in this loop; no deadline where there is no alarm."""
     alarm = ALARM.get()
     return alarm.beats() if alarm else nullcontext()
 
 
+def is_free(others: float, seconds: float) -> bool:
+    """True for the main thread, which gets the signal, if nobody's alarm rings in ``others`` seconds, or only later than ours."""
+    return threading.current_thread() is threading.main_thread() and not 0 < others <= seconds
+
+
 def give_alarm_back(handler: Any, seconds: float, began: float) -> None:
     """Go on with the alarm of others that was to ring ``seconds`` after ``began``; 0: with none."""
+    signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, handler)
     signal.setitimer(signal.ITIMER_REAL, max(seconds - (time.monotonic() - began), 0.001) if seconds else 0)
 

@@ -73,6 +73,7 @@ def wait_for(
         if run_is_ending() and still_for > still:
             raise TimeoutError(f"{late}, and nothing was written for {still:g} s while the run was ending")
         time.sleep(POLL_S)
+    moves()
     for mark in marks:
         mark.unlink()
 

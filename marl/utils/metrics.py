@@ -30,6 +30,13 @@ class PhaseTimer:
         with self(phase):
             return await work
 
+    async def rest_of(self, phase: str, work: Awaitable[T]) -> T:
+        """Await work within which other phases are timed; this one gets the time beyond theirs."""
+        before, started = sum(self.seconds.values()), time.perf_counter()
+        done = await work
+        self.seconds[phase] = time.perf_counter() - started - (sum(self.seconds.values()) - before)
+        return done
+
     def metrics(self) -> Metrics:
         return {f"timing_s/{phase}": seconds for phase, seconds in self.seconds.items()}
 
