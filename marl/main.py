@@ -56,9 +56,9 @@ from marl.utils.secret_masking import masked_logs, masked_text
 CONFIGS = "pkg://marl.configs"
 SHOWS_CONFIG = re.compile(r"--(cfg?|in?f?o?|hel?p?)(=|$)|-[rmh]*(c(?![pnd])|i|h)")
 """Flags of Hydra's that print the configuration, in all forms that its parser takes: shortened, clustered, or with the value attached."""
-LEAST_S = 60.0
-"""The driver may be busy itself for some seconds between two turns."""
 SHOWS_HELP = re.compile(r"--h|-[rm]*h")
+LEAST_S = 60.0
+"""Shortest deadline of a blocked driver, which may be busy itself for some seconds between two turns."""
 
 
 def shown_by(words: Sequence[str]) -> str | None:
@@ -200,7 +200,7 @@ def _attempt(setup: Setup, progress: Any, again: bool) -> Any:
 
 
 def blocked_alarm(config: DictConfig) -> AbstractContextManager[None]:
-    """For code of a user's that waits without ``await``. One process does everything else in its loop too, and has no alarm."""
+    """Alarm for a user's code that waits without ``await``. One process does everything else in its loop too, and has none."""
     from marl.cluster.stacks import FOLDER, dump
 
     if config.resources.one_process:

@@ -63,7 +63,7 @@ def source_roots() -> list[Path]:
 
 
 def source_root(name: str) -> Path | None:
-    """Of a module that is there. None for one without a file, a built-in or a mere folder."""
+    """Source of a module that is there: its file, or its package's folder. None for a built-in, and for a mere folder."""
     package, module = (importlib.util.find_spec(part) for part in (name.partition(".")[0], name))
     if package and package.origin and package.submodule_search_locations:
         return Path(package.origin).parent

@@ -184,10 +184,8 @@ def policy_memory(
         memory = replace(memory, reference=reference_memory(size, training))
     if rollout.name == "hf":
         length, width = longest_row(rollout), BYTES[dtype_name(rollout.dtype)]
-        kept = prefix_bytes(rollout.get("custom")) * rollout.enable_prefix_caching
-        kept = min(
-            kept, batch.turns * length * token_bytes(size, width) / max(batch.servers, 1)
-        )  # all that a step can say
+        said = batch.turns * length * token_bytes(size, width) / max(batch.servers, 1)  # at most, in a step
+        kept = min(prefix_bytes(rollout.get("custom")) * rollout.enable_prefix_caching, said)
         server = hf_server_memory(size, width, rollout.max_num_seqs, length) + kept
         return replace(memory, server=server * batch.servers / batch.ranks)
     return with_engine(memory, rollout, size, card)

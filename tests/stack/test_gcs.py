@@ -6,6 +6,7 @@ import signal
 import time
 
 import psutil
+import pytest
 import ray
 
 from marl.cluster.head_watch import answers
@@ -15,6 +16,7 @@ def comes_to_answer(address):
     return any(asyncio.run(answers(address)) for _ in range(20))
 
 
+@pytest.mark.slow
 def test_a_head_that_is_stopped_does_not_answer(cluster):
     head, address = (
         ray._private.worker._global_node.all_processes["gcs_server"][0],
