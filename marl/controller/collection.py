@@ -11,6 +11,7 @@ from marl.cluster.failures import GroupFailed
 from marl.runners import TooManyTurns
 from marl.types import Episode, Task
 from marl.utils.deadlines import interruptible
+from marl.utils.secret_masking import masked_text
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -28,8 +29,8 @@ class EpisodeLost(RuntimeError):
 
 
 def described(error: Exception) -> str:
-    """The text of an error in the ledger, the same however often it is lost again."""
-    return str(error) if isinstance(error, EpisodeLost) else f"{type(error).__name__}: {error}"
+    """The text of an error in the ledger, the same however often it is lost again, without the secrets that it holds."""
+    return masked_text(str(error) if isinstance(error, EpisodeLost) else f"{type(error).__name__}: {error}")
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from typing import Any
 from marl.report.turn_numbers import Numbers
 from marl.types import Episode, Score, Task, Turn
 from marl.utils.manifest import sync_folder
+from marl.utils.secret_masking import masked_text
 
 TURN = (
     "agent",
@@ -71,7 +72,7 @@ def lines_of(episode: Episode, step: int, numbers: Sequence[Numbers]) -> list[di
 
 
 def of_turn(turn: Turn) -> dict[str, Any]:
-    extra = turn.scored.extra.items()
+    extra, failure = turn.scored.extra.items(), turn.scored.failure
     return {
         **{key: value for key, value in extra if isinstance(value, PLAIN) and key != "episode"},
         "input": "\n".join(f"{message['role']}: {message['content']}" for message in turn.observation),
@@ -80,7 +81,7 @@ def of_turn(turn: Turn) -> dict[str, Any]:
         **{name: getattr(turn, name) for name in TURN},
         "messages": turn.observation,
         "answer": turn.scored.answer,
-        "reward_failure": turn.scored.failure,
+        "reward_failure": None if failure is None else masked_text(failure),
     }
 
 

@@ -151,3 +151,16 @@ def test_recorded_turns_of_other_weights_give_a_warning(tmp_path, caplog):
 
 def test_an_error_keeps_its_text_however_often_it_is_lost():
     assert described(EpisodeLost(described(RuntimeError("late")))) == "RuntimeError: late"
+
+
+def test_the_ledger_holds_no_secret_of_an_error(tmp_path):
+    def refused(agent, round, task, **_):
+        if task.id == "val/1":
+            raise RuntimeError("GET https://ann:correct7horse@host/v1 failed")
+        return "4"
+
+    team = controller(refused, folder=tmp_path, **LIMITS)
+    asyncio.run(team.measure([task(i) for i in range(3)], 1, 0))
+    team.ledger.close()
+    (written,) = (path.read_text() for path in tmp_path.rglob("*.jsonl"))
+    assert "RuntimeError: GET https://***@host/v1 failed" in written and "correct7horse" not in written

@@ -11,10 +11,13 @@ from hydra._internal.utils import get_args_parser
 
 from marl.config.errors import ConfigError
 from marl.main import exit_code, main, shown_by
+from marl.report.dump import write
 from marl.rollout.hf import server_name
+from marl.types import Score
 from marl.utils import secret_masking
 from marl.utils.secret_masking import hide, masked, masked_logs, masked_text
 from marl.utils.tracking import MetricsFile
+from tests.builders import episode
 
 PASSWORD = "correct7horse"
 HUB = "hf_" + "aB3" * 10
@@ -143,6 +146,14 @@ def test_the_metrics_file_holds_no_secrets(tmp_path):
         "agent/secret/loss": 0.5,
         "note": "api_key=***",
     }
+
+
+def test_a_dump_holds_no_secret_of_a_reward_that_failed(tmp_path):
+    record = episode("t", 0, [[0.0], [1.0]])
+    record.turns[0].score = Score(0.0, None, failure=f"HTTPError: https://ann:{PASSWORD}@judge/v1")
+    write([record], 1, tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "1.jsonl").open()]
+    assert [line["reward_failure"] for line in lines] == ["HTTPError: https://***@judge/v1", None]
 
 
 def test_the_name_of_a_server_is_no_secret():
