@@ -143,6 +143,7 @@ def test_a_sync_sends_what_has_stepped_and_no_more(alone, monkeypatch):
     assert {turn.version for turn in turns} == {7}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_continues_every_adapter_to_the_last_bit(alone, tmp_path):
     live = alone(*ADAPTED, "+policies.carol.model.lora_rank=2")
     live.step()

@@ -36,6 +36,7 @@ def test_a_resumed_run_plays_the_tasks_of_the_whole_run(alone, tmp_path):
     assert resumed == {step: whole[step] for step in (3, 4)}
 
 
+@pytest.mark.slow
 def test_a_dump_has_the_advantages_with_which_its_step_trained(alone, tmp_path):
     dumps = fitted(alone, tmp_path, "trainer.total_training_steps=1")
     lines = [json.loads(line) for line in dumps[1].splitlines()]

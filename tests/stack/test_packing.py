@@ -72,13 +72,14 @@ def test_rows_of_one_turn_and_of_several_train_side_by_side(alone, shared):
     assert max(float((one - other).abs().max()) for one, other in zip(*moved, strict=True)) <= 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
         ("learner=ippo", "critic.level=token"),
-        pytest.param(("learner=happo",), marks=pytest.mark.slow),
-        pytest.param(("learner=reinforce_plus_plus", "algorithm.kl_ctrl.type=adaptive"), marks=pytest.mark.slow),
-        pytest.param(("learner=ippo", "actor_rollout_ref.actor.use_kl_loss=true"), marks=pytest.mark.slow),
+        ("learner=happo",),
+        ("learner=reinforce_plus_plus", "algorithm.kl_ctrl.type=adaptive"),
+        ("learner=ippo", "actor_rollout_ref.actor.use_kl_loss=true"),
     ],
     ids=" ".join,
 )

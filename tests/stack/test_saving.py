@@ -277,6 +277,7 @@ def test_a_save_writes_nothing_in_its_call_but_the_first(shard_file, tmp_path):
     assert not written and described_in(tmp_path / "second") == described_in(tmp_path / "first") != {}
 
 
+@pytest.mark.slow
 def test_an_optimizers_step_and_everybody_who_writes_shards_release_them_first(alone, tmp_path, monkeypatch):
     """A policy's and a critic's step, a reference and a target that are exchanged, a checkpoint that is loaded."""
     live = alone("trainer.ref_update_freq=1", "actor_rollout_ref.actor.use_kl_loss=true", "learner=mappo")

@@ -132,12 +132,15 @@ def test_a_step_beside_a_save_is_hardly_longer(live, write_elsewhere, monkeypatc
     begin, end = write_elsewhere(sum(path.stat().st_size for path in manifest.files_in(saved)) >> 20)
     clock.seen.clear()
     by_turns(clock, PAIRS, alone=lambda: clock.time("step", live.step), with_save=with_save, with_writer=with_writer)
+    monkeypatch.setattr(checkpoint, "to_resume", clock.timed("verify", checkpoint.to_resume))
+    for _ in range(5):
+        clock.time("load", lambda: live.wait(checkpoint.resume(live.trainer)))
     wall, writers = clock.more("step and save", "step"), clock.more("step and writer", "step")
     print(  # noqa: T201 - the figures
         f"\nstep {clock.median('step'):.2f} s, writing {clock.median('write'):.2f} s (sealing {clock.median('seal'):.2f} s), of which after "
         f"the step {clock.median('rest'):.2f} s; a step with a save: {wall:+.1%} wall, {clock.more('step and save', 'step', CPU):+.1%} CPU, of "
         f"which its call {clock.median('call') / clock.median('step'):.1%}; beside a process that writes as much {writers:+.1%} wall; "
-        f"load {os.getloadavg()[0]:.1f}"
+        f"loading {clock.median('load'):.2f} s, of which {clock.median('verify'):.2f} s to verify; load of the machine {os.getloadavg()[0]:.1f}"
     )
     assert wall * clock.median("step") < 0.7 * clock.median("write"), "the step waited for the write"
 

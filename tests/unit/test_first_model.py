@@ -17,6 +17,7 @@ def small(monkeypatch):
     monkeypatch.setitem(assets.RECIPES, "smudged_note", recipe)
 
 
+@pytest.mark.slow
 def test_a_plan_of_the_quick_start_makes_its_model_first(small, tmp_path, monkeypatch, capsys):
     from marl.commands import plan
 

@@ -147,6 +147,7 @@ def test_the_deadline_is_the_runners_own_and_named_as_such(encoder, monkeypatch)
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.slow
 def test_encoding_long_answers_takes_none_of_the_runners_time(grown, monkeypatch):
     def slowly(*arguments):
         time.sleep(0.15)

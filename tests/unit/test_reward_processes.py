@@ -131,6 +131,7 @@ def test_failures_are_named_and_counted_and_others_continue(built, text, said, k
     assert not any(reward.metrics().values()) and len(metrics) == 6
 
 
+@pytest.mark.slow
 def test_every_crash_is_reported_and_the_pool_survives(built):
     results = judge(built(), *["die"] * 3, "4", *["die"] * 3)
     assert [type(result) for result in results[:3] + results[4:]] == [RewardError] * 6
