@@ -22,17 +22,40 @@ PAIRS = {
     "mappo, two ranks": ("learner=mappo", "trainer.n_gpus_per_node=2"),
     "one policy, two ranks": ("learner=ippo", "sharing=shared", "trainer.n_gpus_per_node=2"),
 }
+MOVES = {
+    "from one process to Ray": ("resources.one_process=true", "resources.one_process=false", ()),
+    "from pools to one": ("resources.placement=separate", "resources.placement=colocated", ("rng",)),
+}
+"""Where a run begins, where it goes on, and what may differ: workers in one process share its random state."""
+
+
+@pytest.fixture
+def trained(cluster, compose_config, cold_assets, tmp_path):
+    """Run to the end in a folder of this name; the folder."""
+
+    def trained(name, *overrides):
+        folder = tmp_path / name
+        where = (f"trainer.default_local_dir={folder}", f"trainer.rollout_data_dir={folder}/rollouts")
+        run(compose_config(*RUN, *where, f"assets={cold_assets}", *overrides))
+        return folder
+
+    return trained
+
+
+def resumed_from(whole):
+    return "trainer.resume_mode=resume_path", f"trainer.resume_from_path={whole}/global_step_{AFTER}"
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("pair", PAIRS)
-def test_a_resumed_run_is_the_one_that_was_never_stopped(cluster, compose_config, cold_assets, tmp_path, pair):
-    def trained(name, *overrides):
-        folder = tmp_path / name
-        where = (f"trainer.default_local_dir={folder}", f"trainer.rollout_data_dir={folder}/rollouts")
-        run(compose_config(*RUN, *where, f"assets={cold_assets}", *PAIRS[pair], *overrides))
-        return folder
+def test_a_resumed_run_is_the_one_that_was_never_stopped(trained, pair):
+    whole = trained("whole", *PAIRS[pair])
+    assert_same_run(whole, trained("resumed", *PAIRS[pair], *resumed_from(whole)), AFTER, STEPS)
 
-    whole = trained("whole")
-    source = f"trainer.resume_from_path={whole}/global_step_{AFTER}"
-    assert_same_run(whole, trained("resumed", "trainer.resume_mode=resume_path", source), AFTER, STEPS)
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("move", MOVES)
+def test_a_run_that_goes_on_in_another_placement_is_the_one_that_stayed(trained, move):
+    before, after, but = MOVES[move]
+    whole = trained("whole", "learner=mappo", before)
+    assert_same_run(whole, trained("resumed", "learner=mappo", after, *resumed_from(whole)), AFTER, STEPS, but)
