@@ -1,7 +1,13 @@
 """Resumed and unbroken runs are equal through Ray too: on one rank a policy and on two, in pools of their own and in one."""
 
-import pytest
+import random
 
+import numpy as np
+import pytest
+import torch
+
+from marl.learners import LEARNERS, register_learner
+from marl.learners.grpo import GRPO
 from marl.main import run
 from tests.stack.builders import ADAPTED
 from tests.stack.resumed import assert_same_run
@@ -15,13 +21,29 @@ RUN = (
     "resources.timeout_s=200",
 )  # fmt: skip
 """The rate changes from step to step, so that a schedule that is one step off shows."""
+DROPOUT = tuple(f"+{of}.model.override_config.attention_dropout=0.1" for of in ("actor_rollout_ref", "critic"))
+"""Every rank draws from its own random state."""
 PAIRS = {
     "ippo": ("learner=ippo",),
     "mappo, episode workers": ("learner=mappo", "resources.placement=colocated", "controller.num_workers=2"),
-    "adapters": (*ADAPTED, "learner=ippo"),
+    "adapters": (*ADAPTED, "learner=ippo", *DROPOUT),
     "mappo, two ranks": ("learner=mappo", "trainer.n_gpus_per_node=2"),
-    "one policy, two ranks": ("learner=ippo", "sharing=shared", "trainer.n_gpus_per_node=2"),
+    "one policy, two ranks": ("learner=ippo", "sharing=shared", "trainer.n_gpus_per_node=2", *DROPOUT),
+    "a learner that draws": ("learner=drawing",),
 }
+
+
+class Drawing(GRPO):
+    """Weighs every step by what it draws from the driver's global generators."""
+
+    def assign_credit(self, batch):
+        metrics = super().assign_credit(batch)
+        weight = random.random() + np.random.rand() + float(torch.rand(()))
+        for rows in batch.rows.values():
+            rows["advantages"] = rows["advantages"] * weight
+        return metrics
+
+
 MOVES = {
     "from one process to Ray": ("resources.one_process=true", "resources.one_process=false", ()),
     "from pools to one": ("resources.placement=separate", "resources.placement=colocated", ("rng",)),
@@ -30,8 +52,10 @@ MOVES = {
 
 
 @pytest.fixture
-def trained(cluster, compose_config, cold_assets, tmp_path):
+def trained(cluster, compose_config, cold_assets, tmp_path, monkeypatch):
     """Run to the end in a folder of this name; the folder."""
+    monkeypatch.setattr(LEARNERS, "_entries", dict(LEARNERS._entries))
+    register_learner("drawing")(Drawing)
 
     def trained(name, *overrides):
         folder = tmp_path / name
