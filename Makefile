@@ -126,7 +126,7 @@ $(VENV)/gpu-installed: pyproject.toml
 	@echo "3/3 flash-attn, compiled: some ten minutes where there is no wheel for this torch"
 	@$(call install,wheel packaging ninja)
 	@$(call install,--no-build-isolation -e ".[gpu]") || \
-		echo "flash-attn was not installed: set actor_rollout_ref.model.override_config.attn_implementation=sdpa (docs/clusters.md)"
+		echo "flash-attn was not installed: set +actor_rollout_ref.model.override_config.attn_implementation=sdpa (docs/clusters.md)"
 	@$(VENV)/bin/python -c "import torch, vllm; assert torch.cuda.is_available(), 'torch finds no GPU'" || \
 		{ echo "vLLM cannot be used: see the error above; hf serves without it (actor_rollout_ref.rollout.name=hf)"; exit 1; }
 	@touch $@ $(VENV)/installed

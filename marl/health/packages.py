@@ -85,6 +85,6 @@ def engines(num_gpus: int) -> Iterator[Finding]:
         else note(
             FLASH,
             "not installed",
-            "make gpu, or set actor_rollout_ref.model.override_config.attn_implementation=sdpa (hardware=cpu does)",
+            "make gpu, or set +actor_rollout_ref.model.override_config.attn_implementation=sdpa (hardware=cpu does)",
         )
     )

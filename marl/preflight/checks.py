@@ -29,6 +29,9 @@ from marl.preflight.verl_settings import (
     fields_of,
     known_keys,
 )
+from marl.rewards.answers import kind_of
+from marl.rewards.custom import custom_function
+from marl.rewards.mathematics import must_be_installed
 from marl.rollout.hf_model import check_attention, check_positions, longest_of
 from marl.run_setup import Setup
 from marl.types import PolicyName, Task
@@ -78,6 +81,7 @@ def preflight(setup: Setup) -> CheckedSetup:
         check_examples(setup, encoders)
         return CheckedSetup(**vars(setup), sizes=sizes, encoders=encoders, tasks=[])
     tasks = check_prompts(config, encoders)
+    check_scorer(setup, tasks)
     check_demonstrations(setup, encoders)
     if (
         "ensemble" not in config
@@ -85,6 +89,21 @@ def preflight(setup: Setup) -> CheckedSetup:
         check_packages(config, setup.policies, bool(setup.pool_by_critic))
         check_growth(setup, encoders, tasks)
     return CheckedSetup(**vars(setup), sizes=sizes, encoders=encoders, tasks=tasks)
+
+
+def check_scorer(setup: Setup, tasks: Sequence[Sequence[Task]]) -> None:
+    """Raise ConfigError where rows are scored by math-verify, which is not installed: an answer that equals the truth needs none of
+    it, so that only episodes with other answers would be lost."""
+    config = setup.config
+    if answers_only(config) or setup.runner.scores_turns or custom_function(config) is not None:
+        return
+    source = next((task.data_source for file in tasks for task in file if kind_of(task.data_source) == "math"), None)
+    try:
+        must_be_installed() if source is not None else None
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"data_source={source}: {error}, or score these rows by reward.custom_reward_function.path"
+        ) from None
 
 
 def load(config: DictConfig, name: PolicyName, trains: bool, others: Iterable[Loaded]) -> Loaded:

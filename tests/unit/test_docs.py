@@ -105,9 +105,11 @@ def test_a_command_for_gpus_is_prepared_with_a_batch_of_data(name, prepared_with
 
 
 def test_the_job_on_a_cluster_is_prepared(prepared_with_data):
-    """The README's: the keys of its command for one GPU, and its own over them."""
+    """The README's: the keys of its command for one GPU, and its own after them."""
     (job,) = [line for line in shell_of(Path("README.md").read_text()) if line.startswith(hosts.SUBMIT)]
-    run, _ = prepared_with_data([*GPU_COMMANDS["README.md"], *shlex.split(job.partition("marl.main ")[2])])
+    first, *own = job.partition("marl.main ")[2].split()
+    run, _ = prepared_with_data([*GPU_COMMANDS["README.md"], *own])
+    assert first == "<keys>"
     assert run.pools == {"shared": PoolSize(8, 2)} and run.config.trainer.device == "cuda"
 
 

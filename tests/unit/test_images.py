@@ -15,7 +15,8 @@ from jsonschema import Draft202012Validator, validators
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
 IMAGES = {path.suffix[1:]: path.read_text() for path in DOCKER.glob("Dockerfile.*")}
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PROJECT_FILE = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PROJECT_FILE["project"]
 CONSTRAINTS = dict(line.split("==") for line in (ROOT / "constraints-cpu.txt").read_text().splitlines())
 RAYCLUSTER = ROOT / "examples" / "cluster" / "raycluster.yaml"
 
@@ -69,6 +70,15 @@ def test_an_image_installs_what_the_project_asks_for():
     assert printed() == PROJECT["dependencies"]
     assert printed("vllm") == [*PROJECT["dependencies"], *extras["vllm"]]
     assert printed("--only", "gpu") == extras["gpu"]
+    assert printed("math")[-1] == extras["math"][-1] and all("requirements.py math" in text for text in IMAGES.values())
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_an_image_has_every_package_of_the_project(image):
+    packages = [name.rstrip("*") for name in PROJECT_FILE["tool"]["setuptools"]["packages"]["find"]["include"]]
+    sent = (ROOT / ".dockerignore").read_text().splitlines()
+    assert "hydra_plugins" in packages
+    assert all(f"\nCOPY {name} {name}\n" in IMAGES[image] and f"!{name}" in sent for name in packages)
 
 
 @pytest.mark.parametrize("image", IMAGES)
