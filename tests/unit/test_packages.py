@@ -1,5 +1,8 @@
 """Packages that a run on this machine's GPUs needs are named before the start."""
 
+import importlib.util
+import json
+
 import pytest
 import torch
 
@@ -77,3 +80,32 @@ def test_flash_attention_has_no_full_precision_on_any_machine(with_packages, mon
     with pytest.raises(ConfigError, match=said):
         with_packages(["vllm", "flash_attn"], *overrides)
     with_packages(["vllm", "flash_attn"], SDPA, SDPA.replace("actor_rollout_ref", "critic"), *overrides)
+
+
+@pytest.fixture
+def without_math_verify(monkeypatch, compose_config, cold_assets, tmp_path):
+    """Prepare a run on rows of a data source where math-verify is not installed."""
+    usual = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *of: name != "math_verify" and usual(name, *of) or None
+    )
+
+    def without_math_verify(source, *overrides):
+        question = [{"role": "user", "content": "2+2?"}]
+        row = {"data_source": source, "prompt": question, "reward_model": {"style": "rule", "ground_truth": "4"}}
+        (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
+        files = [f"data.{key}={tmp_path}/rows.jsonl" for key in ("train_files", "val_files")]
+        here = [f"actor_rollout_ref.model.path={cold_assets}/model", f"trainer.default_local_dir={tmp_path}/run"]
+        prepare(compose_config("hardware=cpu", "data.train_batch_size=4", *files, *here, *overrides, name="marl"))
+
+    return without_math_verify
+
+
+def test_rows_that_math_verify_scores_are_refused_without_it(without_math_verify, tmp_path):
+    with pytest.raises(ConfigError, match=r"^data_source=own/sums: .* pip install 'marl\[math\]', or score these rows"):
+        without_math_verify("own/sums")
+    without_math_verify("openai/gsm8k")
+    (tmp_path / "mine.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 1.0\n"
+    )
+    without_math_verify("own/sums", f"reward.custom_reward_function.path={tmp_path}/mine.py")
