@@ -54,20 +54,20 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_no_ending_leaves_anything(start, ending):
+def test_no_ending_leaves_anything(start, monkeypatch, ending):
     does, code = ENDINGS[ending]
-    words = ("trainer.total_training_steps=2",) if does is None else (LONG, "resources.max_restarts=0")
+    words = ("trainer.total_training_steps=10",) if does is None else (LONG, "resources.max_restarts=0")
     driver = start(ending, *words)
+    trained(driver)
+    (session,), segment = sessions_of(driver), segment_of(driver, monkeypatch)
+    assert [*session.glob("sockets/*")] and segment.exists()
     if does is not None:
-        trained(driver)
-        (session,), segments = sessions_of(driver), segments_of(driver)
         end(driver, does)
     began = time.monotonic()
     assert driver.wait(timeout=START_S if does is None else END_S) == code, driver.log.read_text()[-3000:]
     print(f"\n{ending}: ended in {time.monotonic() - began:.1f} s")
     assert not of(driver), [process.cmdline() for process in of(driver)]
-    if does is not None:
-        assert not [*session.glob("sockets/*")] and not [path for path in segments if Path(path).exists()]
+    assert not [*session.glob("sockets/*")] and not segment.exists()
 
 
 def end(driver, does):
@@ -89,10 +89,15 @@ def test_without_rays_head_the_driver_ends_too(start):
     assert code != 0 and not of(driver)
 
 
-def segments_of(driver):
-    """Files in shared memory that its processes have open, by their names."""
-    maps = (Path(f"/proc/{process.pid}/maps").read_text().splitlines() for process in of(driver))
-    return {line.split()[-1] for lines in maps for line in lines if "/dev/shm/" in line and "deleted" not in line}
+def segment_of(driver, monkeypatch):
+    """Shared memory that a rank of the run has noted, as for a transfer of weights, and not removed."""
+    rank = next(process for process in of(driver) if "PolicyWorker" in process.cmdline()[0])
+    segment = Path(f"/dev/shm/verl_weights_test_{driver.pid}")
+    segment.write_bytes(b"0" * 4096)
+    with monkeypatch.context() as rank_of_it:
+        rank_of_it.setenv(MARK, rank.environ()[MARK])
+        segments.note(segment.name)
+    return segment
 
 
 def sessions_of(driver):
@@ -107,6 +112,7 @@ def test_the_next_run_ends_what_a_killed_driver_left(start, monkeypatch):
     trained(driver)
     rank = next(process for process in of(driver) if "PolicyWorker" in process.cmdline()[0])
     child = psutil.Popen(["sleep", "300"], env=rank.environ(), start_new_session=True)
+    segment = segment_of(driver, monkeypatch)
     rank.suspend()
     driver.kill()
     driver.wait()
@@ -116,11 +122,6 @@ def test_the_next_run_ends_what_a_killed_driver_left(start, monkeypatch):
         path.parents[1] for path in Path("/tmp/ray").glob("session_*/sockets/raylet") if f"_{driver.pid}/" in str(path)
     }
     os.utime(session / "sockets" / "raylet", (0, 0))  # as if it had been there for long
-    segment = Path(f"/dev/shm/verl_weights_test_{os.getpid()}")
-    segment.write_bytes(b"0" * 4096)
-    with monkeypatch.context() as rank_of_it:
-        rank_of_it.setenv(MARK, child.environ()[MARK])
-        segments.note(segment.name)
     other = start("other", "resources.one_process=true", "controller.num_workers=0", "trainer.total_training_steps=1")
     assert other.wait(timeout=START_S) == 0, other.log.read_text()[-3000:]
     assert (

@@ -96,10 +96,19 @@ def test_every_resume_pair_is_equal(fitted, case):
     cut(fitted, {**CASES, **MORE}[case], range(1, STEPS))
 
 
+@pytest.mark.slow
+def test_a_run_that_is_made_longer_is_the_one_that_was_that_long_from_the_start(fitted):
+    options = OF_SHARING["shared"] + ("learner=mappo",)
+    whole, short = fitted("whole", *options), fitted("short", *options, "trainer.total_training_steps=2")
+    assert_same_run(whole, fitted("longer", *options, *resumed_from(short, 2)), 2, STEPS)
+
+
 def cut(fitted, options, cuts):
     """Compare a run with those that go on from its checkpoints."""
     whole = fitted("whole", *options)
     for after in cuts:
-        source = whole / f"global_step_{after}"
-        named = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={source}")
-        assert_same_run(whole, fitted(f"resumed_{after}", *options, *named), after, STEPS)
+        assert_same_run(whole, fitted(f"resumed_{after}", *options, *resumed_from(whole, after)), after, STEPS)
+
+
+def resumed_from(folder, step):
+    return "trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}/global_step_{step}"
