@@ -1,4 +1,4 @@
-# make install | quickstart | test | test-all | chaos | soak | test-multinode | test-docker | sharing-table | test-vllm | check | format | gpu | gpu-smoke | bench | bench-check
+# make install | quickstart | test | test-all | chaos | soak | test-multinode | test-docker | test-image | sharing-table | test-vllm | check | format | gpu | gpu-smoke | bench | bench-check
 SEED ?= 0
 VENV := .venv
 # the first Python of a version that verl and torch are built for
@@ -17,7 +17,7 @@ install = { $(VENV)/bin/pip install --disable-pip-version-check --progress-bar o
 	/^Installing/ {print "    Unpacking " NF - 3 " packages"; fflush()}'; \
 	! rm $(VENV)/failed 2>/dev/null
 
-.PHONY: install quickstart test test-all chaos soak sharing-table test-multinode test-docker test-vllm check format gpu gpu-smoke bench bench-check clean
+.PHONY: install quickstart test test-all chaos soak sharing-table test-multinode test-docker test-image test-vllm check format gpu gpu-smoke bench bench-check clean
 
 # the marl command, for every folder and shell of this user
 BIN ?= $(HOME)/.local/bin
@@ -66,6 +66,12 @@ test-multinode: $(VENV)/installed
 # the small cluster of docker/compose.yaml, by Docker itself: builds images of 4 GB (docker/README.md)
 test-docker: $(VENV)/installed
 	MARL_DOCKER=required $(RUN) -m pytest -s -m slow tests/stack/test_compose.py $(ARGS)
+
+# the CPU image, built without a daemon, as root, and the quick start in it (docker/README.md)
+IMAGE_ROOT ?= /tmp/marl-image
+
+test-image: $(VENV)/installed
+	MARL_IMAGE_ROOT=$${MARL_IMAGE_ROOT:-$(IMAGE_ROOT)} $(RUN) -m pytest -s -m slow tests/stack/test_image_build.py $(ARGS)
 
 # verl's own vLLM servers on this machine's CPUs (docs/engines.md)
 VLLM_VENV := .venv-vllm
