@@ -62,7 +62,9 @@ def lent_settings(folder: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def image():
     """A container of the image, and its builder. A machine that cannot build one fails: a skipped proof would pass for one."""
-    assert not MISSING and os.geteuid() == 0, f"building in a chroot needs root, and {', '.join(MISSING) or 'nothing else'}"
+    assert not MISSING and os.geteuid() == 0, (
+        f"building in a chroot needs root, and {', '.join(MISSING) or 'nothing else'}"
+    )
     store = Path(WANTED)
     store.mkdir(parents=True, exist_ok=True)
     buildah, base = Builder(store), store / "base.tar"

@@ -87,7 +87,7 @@ def without_math_verify(monkeypatch, compose_config, cold_assets, tmp_path):
     """Prepare a run on rows of a data source where math-verify is not installed."""
     usual = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *of: name != "math_verify" and usual(name, *of) or None
+        importlib.util, "find_spec", lambda name, *of: (name != "math_verify" and usual(name, *of)) or None
     )
 
     def without_math_verify(source, *overrides):
