@@ -10,7 +10,11 @@ from collections import Counter
 
 import psutil
 import pytest
+import ray
+from ray._private import state
+from ray.util import placement_group_table
 
+from marl.cluster.failures import GroupLost
 from tests.chaos.hits import Hits, victims
 from tests.chaos.outcome import differing, results
 
@@ -203,3 +207,19 @@ def test_a_run_outlives_a_node(nodes, runs, whole):
     assert "GroupLost" in fault["error"]
     print(f"\nraylet: {hits.told()}; {fault['error'].splitlines()[0][:150]}")
     assert not differing(whole(*ONE), results(folder))
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("ending", ["success", "error"])
+def test_a_cluster_that_outlives_a_run_holds_nothing_of_it(nodes, runs, ending):
+    """No actor and no placement."""
+    if ending == "success":
+        runs("joined", *ONE)
+    else:
+        with pytest.raises(GroupLost):
+            runs("failed", *ONE, "resources.max_restarts=0", progress=Hits((3, 0.2, "PolicyWorker", KILL)))
+    with ray.init(nodes.address, logging_level="error"):
+        actors = Counter(actor["State"] for actor in state.actors().values())
+        placements = Counter(placement["state"] for placement in placement_group_table().values())
+    print(f"\n{ending}: actors {dict(actors)}, placements {dict(placements)}")
+    assert set(actors) == {"DEAD"} and set(placements) == {"REMOVED"}
