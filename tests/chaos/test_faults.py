@@ -12,6 +12,7 @@ import psutil
 import pytest
 import ray
 from ray._private import state
+from ray._private.utils import get_system_memory, get_used_memory
 from ray.util import placement_group_table
 
 from marl.cluster.failures import GroupLost
@@ -223,3 +224,32 @@ def test_a_cluster_that_outlives_a_run_holds_nothing_of_it(nodes, runs, ending):
         placements = Counter(placement["state"] for placement in placement_group_table().values())
     print(f"\n{ending}: actors {dict(actors)}, placements {dict(placements)}")
     assert set(actors) == {"DEAD"} and set(placements) == {"REMOVED"}
+
+
+GREED_GIB, ROOM_GIB = 8, 4
+"""What is taken at most, and what the run may take before Ray's memory monitor kills one of its processes."""
+
+
+class Pressure(Hits):
+    """After a step, takes this machine's memory until Ray has killed a process of the run."""
+
+    def __call__(self, step, total, metrics):
+        self.seen.append((step, time.monotonic()))
+        if step == 3 and not self.at:
+            taken, processes = [], [*victims("PolicyWorker"), *victims("HFServer")]
+            while all(process.is_running() for process in processes) and len(taken) < GREED_GIB:
+                taken.append(os.urandom(1 << 20) * 1024)
+                time.sleep(0.5)
+            self.at.append(time.monotonic())
+
+
+@pytest.mark.chaos
+def test_a_run_outlives_rays_memory_monitor(runs, whole, monkeypatch):
+    used, whole_machine = get_used_memory(), get_system_memory()
+    monkeypatch.setenv("RAY_memory_usage_threshold", str((used + (ROOM_GIB << 30)) / whole_machine))
+    hits = Pressure()
+    folder = runs("pressed", *ONE, progress=hits)
+    faults = faults_of(folder)
+    print(f"\nmemory: {hits.told()}; {faults[0]['error'].splitlines()[0][:300]}")
+    assert all("GroupLost" in fault["error"] for fault in faults) and "memory" in faults[0]["error"]
+    assert not differing(whole(*ONE), results(folder))
