@@ -1,5 +1,6 @@
 """torch's saved states, which are pickles: what one names is looked at before it is read, and reading one executes nothing."""
 
+import importlib
 import os
 import pickle
 from collections.abc import Iterator
@@ -9,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed.tensor  # shards cannot be read before
 from numpy._core import multiarray
 
 NUMPY_STATE: list[Any] = [multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype("uint32"))]
@@ -18,9 +18,17 @@ FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 """torch's own variable: with it, ``torch.load`` executes nothing even where its caller passes ``weights_only=False``."""
 
 
+def known_names() -> Any:
+    """A context in which torch reads shards and random states of numpy."""
+    importlib.import_module(
+        "torch.distributed.tensor"
+    )  # which makes its tensors known; it takes .8 s, and a command may read nothing
+    return torch.serialization.safe_globals(NUMPY_STATE)
+
+
 def read(path: str | Path) -> Any:
     """A saved state. Raises UnpicklingError for one that names anything but tensors and random states."""
-    with torch.serialization.safe_globals(NUMPY_STATE):
+    with known_names():
         return torch.load(path, weights_only=True)
 
 
@@ -30,7 +38,7 @@ def read_by_verl() -> Iterator[None]:
     before = os.environ.get(FORCED)
     os.environ[FORCED] = "1"
     try:
-        with torch.serialization.safe_globals(NUMPY_STATE):
+        with known_names():
             yield
     finally:
         if before is None:
@@ -42,7 +50,7 @@ def read_by_verl() -> Iterator[None]:
 def foreign_names(path: Path) -> list[str]:
     """Functions and classes that reading this file by pickle would call, beyond those of tensors and random states."""
     try:
-        with torch.serialization.safe_globals(NUMPY_STATE):
+        with known_names():
             names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except (pickle.UnpicklingError, RuntimeError, ValueError, AttributeError, IndexError, KeyError, TypeError) as error:
         return [f"what torch never writes ({error})"]

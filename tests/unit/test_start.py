@@ -93,7 +93,7 @@ def test_the_short_help_gives_way_to_further_words_and_own_modules(monkeypatch, 
 )
 def test_a_refused_configuration_imports_neither_verl_nor_ray(word, said, cold_assets):
     words = ["--config-name", "quickstart", f"assets={cold_assets}", word]
-    printed, end = start("marl.main", *words, heavy=HEAVY[1:])
+    printed, end = start("marl.main", *words, heavy=(*HEAVY[1:], "torch.distributed.tensor"))
     assert f"configuration error: {said}" in printed and end.split() == ["code", "2", "loaded"]
 
 
