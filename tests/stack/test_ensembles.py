@@ -60,7 +60,7 @@ def of(result, name):
 
 def test_the_command_of_the_readme(trained, cold_assets, tmp_path, capsys, monkeypatch):
     _, folder = trained
-    (command,) = re.findall(r"^python -m marl\.cli (ensemble .*)$", DOC, re.MULTILINE)
+    (command,) = re.findall(r"^marl (ensemble .*)$", DOC, re.MULTILINE)
     words = shlex.split(command.replace("outputs/quickstart/latest/global_step_105", str(folder)))
     own = [f"assets={cold_assets}", f"trainer.default_local_dir={tmp_path}"]
     monkeypatch.setattr(sys, "argv", ["marl", *words, *own])
