@@ -68,10 +68,10 @@ test-docker: $(VENV)/installed
 	MARL_DOCKER=required $(RUN) -m pytest -s -m slow tests/stack/test_compose.py $(ARGS)
 
 # the CPU image, built without a daemon, as root, and the quick start in it (docker/README.md)
-IMAGE_ROOT ?= /tmp/marl-image
+MARL_IMAGE_ROOT ?= /tmp/marl-image
 
 test-image: $(VENV)/installed
-	MARL_IMAGE_ROOT=$${MARL_IMAGE_ROOT:-$(IMAGE_ROOT)} $(RUN) -m pytest -s -m slow tests/stack/test_image_build.py $(ARGS)
+	MARL_IMAGE_ROOT=$(MARL_IMAGE_ROOT) $(RUN) -m pytest -s -m slow tests/stack/test_image_build.py $(ARGS)
 
 # verl's own vLLM servers on this machine's CPUs (docs/engines.md)
 VLLM_VENV := .venv-vllm

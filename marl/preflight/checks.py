@@ -98,8 +98,10 @@ def check_scorer(setup: Setup, tasks: Sequence[Sequence[Task]]) -> None:
     if answers_only(config) or setup.runner.scores_turns or custom_function(config) is not None:
         return
     source = next((task.data_source for file in tasks for task in file if kind_of(task.data_source) == "math"), None)
+    if source is None:
+        return
     try:
-        must_be_installed() if source is not None else None
+        must_be_installed()
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"data_source={source}: {error}, or score these rows by reward.custom_reward_function.path"
