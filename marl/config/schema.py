@@ -199,7 +199,7 @@ class ControllerConfig:
     saves a forward pass, where the gap to the trainer's is within ``log_prob_gap_bound`` on the rows checked."""
     log_prob_gap_bound: float = bounded(1.0e-4, Number(0))
     """Largest gap, in nats, at which ``old_log_probs=auto`` takes the servers' log-probs."""
-    log_prob_check_rows: int = bounded(4, count())
+    log_prob_check_rows: int = bounded(2, count())
     """Rows of every policy on which a step computes the gap: the longest, one of every agent, and others at random."""
     log_prob_gap_alarm: float | None = bounded(None, Number(0, null=True))
     """Warns if the log-probs of a token in a server and in the trainer differ by more; null for the bound of the policy's

@@ -50,7 +50,8 @@ class Trainer:
 @pytest.fixture
 def source(compose_config):
     def build(*overrides, exact=False, ranks=1, sampling=PLAIN):
-        config = compose_config(*overrides, "agents.alice.policy=p", "agents.carol.policy=p")
+        words = ("controller.log_prob_check_rows=4", *overrides, "agents.alice.policy=p", "agents.carol.policy=p")
+        config = compose_config(*words)
         trainer = Trainer(own_settings(config, "p"), ranks)
         return OldLogProbs(config, {"p": trainer}, lambda *_: sampling, exact), trainer
 
