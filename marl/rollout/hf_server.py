@@ -59,7 +59,9 @@ class HFServer(TakesWeights):
         self.model = make(model_config, getattr(torch, config.dtype), device, attention)
         for why in inexact_on_cpu(self.model.config, torch.get_num_threads()) if exact and device == "cpu" else []:
             logger.warning("answers may depend on others in their last bits, in spite of rollout.custom.exact: %s", why)
-        check_positions(self.model.config, model_config["path"], longest_of(config, self.model.config))
+        self.longest = longest_of(config, self.model.config)
+        self.vocabulary = len(self.model.get_input_embeddings().weight)
+        check_positions(self.model.config, model_config["path"], self.longest)
         self.tokenizer = AutoTokenizer.from_pretrained(
             model_config["tokenizer_path"] or model_config["path"], trust_remote_code=model_config["trust_remote_code"]
         )
@@ -197,11 +199,10 @@ class HFServer(TakesWeights):
             )
         if params.pop("repetition_penalty", 1.0) != 1.0 or params:
             raise ValueError(f"the hf rollout has no sampling parameter {sorted(params) or ['repetition_penalty']}")
-        check_numbers(prompt_ids, limit, known, len(self.model.get_input_embeddings().weight))
-        longest = longest_of(self.config, self.model.config)
-        if len(prompt_ids) + limit > longest:
+        check_numbers(prompt_ids, limit, known, self.vocabulary)
+        if len(prompt_ids) + limit > self.longest:
             raise ValueError(
-                f"prompt of {len(prompt_ids)} tokens + max_tokens {limit} exceeds the model's {longest}; "
+                f"prompt of {len(prompt_ids)} tokens + max_tokens {limit} exceeds the model's {self.longest}; "
                 "shorten the conversation, or raise rollout.max_model_len if the model allows it"
             )
         return Request(
