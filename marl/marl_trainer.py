@@ -188,7 +188,8 @@ class MARLTrainer:
         fits = await phase.of("values", self.fit_critics(batch)) if self.learner.fits_first else {}
         with phase("credit"):
             credited = self.assign_credit(batch)
-        (updates, late_fits), _ = await phase.of("update", asyncio.gather(self.update(batch), self.beside_update()))
+        updating = asyncio.gather(self.update(batch), self.beside_update(scored))
+        (updates, late_fits), episode_numbers = await phase.of("update", updating)
         gathered |= await phase.of("sync_weights", self.sync_weights())
         ended = time.monotonic()
         await self.dumps.write(episodes, self.step_number, batch, self.learner.credit.of)
@@ -197,7 +198,7 @@ class MARLTrainer:
             credited
             | token_numbers
             | policy_metrics(distances, labels)
-            | episode_metrics(scored, self.config.agents)
+            | episode_numbers
             | count_metrics(collection.started, len(scored) - unread, collection.refused, collection.retried)
             | policy_metrics(updates, labels)
             | (critic_metrics(fits | late_fits, unread) if self.critics.groups else {})
@@ -303,10 +304,13 @@ class MARLTrainer:
         await self.references.renew(self.step_number)
         return updates, fits[0] if fits else {}
 
-    async def beside_update(self) -> None:
-        """Do the work that nothing in the step waits for, while this process would wait for the workers."""
+    async def beside_update(self, scored: Sequence[Episode] = ()) -> Metrics:
+        """Do the work that nothing in the step waits for, while this process would wait for the workers; returns metrics of the
+        episodes."""
         spans = (group.record_server_spans() for group in self.policies.values())
         await asyncio.gather(self.tasks.read_ahead(), *spans)
+        # last: by now the workers have their rows
+        return episode_metrics(scored, self.config.agents) if scored else {}
 
     async def fit_critics(self, batch: JointBatch) -> dict[CriticName, Metrics]:
         fits = await self.learner.update_critics(batch, self.critics.groups)
