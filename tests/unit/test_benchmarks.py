@@ -110,20 +110,24 @@ def test_only_the_systems_of_the_selected_figures_run():
         Selection(["trl_huge"])
 
 
+FLOORS = ("floor_small", "floor_two", "floor_debate")
+"""Ratios to a floor beside those of the table."""
+
+
 def test_a_figure_compares_systems_of_one_case_only():
     for name, figure in FIGURES.items():
         assert len({SYSTEMS[system].case for system in figure.needs}) == 1, name
 
 
-@pytest.mark.parametrize(("name", "more", "code"), [("floor_tiny", 1.101, 1), ("floor_tiny", 1.099, 0), ("floor_tiny", 0.5, 0), ("prefilled", 1.101, 1), ("trl_tiny", 2.0, 0)])  # fmt: skip
+@pytest.mark.parametrize(("name", "more", "code"), [("floor_tiny", 1.101, 1), ("floor_tiny", 1.099, 0), ("floor_tiny", 0.5, 0), ("prefilled", 1.101, 1), ("floor_two", 1.101, 1), ("trl_tiny", 2.0, 0)])  # fmt: skip
 def test_the_check_is_red_where_a_ratio_to_the_floor_is_more_than_a_tenth_worse(tmp_path, capsys, name, more, code):
-    committed = dict.fromkeys(RATIOS, 1.25)
+    committed = dict.fromkeys([*RATIOS, *FLOORS], 1.25)
     assert check_with(tmp_path, committed, committed | {name: 1.25 * more}) == code
     assert (f"{name}: " in capsys.readouterr().err) == bool(code)
 
 
 def test_the_check_wants_a_measured_ratio(tmp_path, capsys):
-    committed = dict.fromkeys(RATIOS, 1.25)
+    committed = dict.fromkeys([*RATIOS, *FLOORS], 1.25)
     assert check_with(tmp_path, committed, committed | {"floor_tiny": None}) == 1
     assert "floor_tiny: not measured" in capsys.readouterr().err
     assert check_with(tmp_path, committed, committed | {"trl_tiny": None}) == 0
@@ -133,23 +137,29 @@ def test_the_check_wants_a_measured_ratio(tmp_path, capsys):
 
 
 def test_accepted_figures_are_the_committed_ones_from_then_on(tmp_path):
-    committed = dict.fromkeys(RATIOS, 1.25)
-    assert check_with(tmp_path, committed, committed | {"floor_tiny": 2.0, "trl_tiny": None}, "--accept") == 0
-    accepted = json.loads((tmp_path / "committed.json").read_text())["ratios"]
-    assert accepted == committed | {"floor_tiny": 2.0}
+    committed = dict.fromkeys([*RATIOS, *FLOORS], 1.25)
+    assert (
+        check_with(tmp_path, committed, committed | {"floor_tiny": 2.0, "floor_two": 1.5, "trl_tiny": None}, "--accept")
+        == 0
+    )
+    accepted = check.figures_of(json.loads((tmp_path / "committed.json").read_text()))
+    assert accepted == committed | {"floor_tiny": 2.0, "floor_two": 1.5}
 
 
 def check_with(folder, committed, measured, *words, smoke=False):
     paths = []
     for name, ratios in (("committed", committed), ("measured", measured)):
         paths += [f"--{name}", str(folder / f"{name}.json")]
-        (folder / f"{name}.json").write_text(json.dumps({"ratios": ratios, "smoke": smoke}))
+        sections = {"ratios": dict.fromkeys(RATIOS), "extra": dict.fromkeys(FLOORS)}
+        result = {section: {key: ratios[key] for key in keys} for section, keys in sections.items()}
+        (folder / f"{name}.json").write_text(json.dumps(result | {"smoke": smoke}))
     return check.main([*paths, *words])
 
 
 def test_the_committed_figures_have_every_ratio():
-    assert check.read(check.COMMITTED)["ratios"].keys() == RATIOS.keys()
-    assert set(check.CHECKED) <= set(RATIOS) and not set(RATIOS) & set(EXTRA)
+    committed = check.read(check.COMMITTED)
+    assert committed["ratios"].keys() == RATIOS.keys() and committed["extra"].keys() == set(FLOORS)
+    assert set(FLOORS) == set(check.CHECKED) - set(RATIOS) <= set(EXTRA) and not set(RATIOS) & set(EXTRA)
 
 
 def test_every_figure_is_explained():
