@@ -14,11 +14,11 @@ from peft import LoraConfig, TaskType, get_peft_model
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from verl.utils.device import get_device_id, get_torch_device
-from verl.workers.config.optimizer import build_optimizer
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from marl.platform.engine import CPUEngineWithLMHead, GPUEngineWithLMHead
+from marl.platform.optimizers import optimizer_of
 from marl.platform.shards import reshard
 from marl.utils import dtensors
 
@@ -99,7 +99,7 @@ class AdapterEngine(FSDPEngineWithLMHead):
 
     def _update(self, module: torch.nn.Module, name: str) -> Update:
         settings = self.adapters[name].optimizer
-        optimizer = build_optimizer([p for _, p in of_adapters(module, name)], settings)
+        optimizer = optimizer_of([p for _, p in of_adapters(module, name)], settings)
         usual, self.optimizer_config = self.optimizer_config, settings
         schedule = super()._build_lr_scheduler(optimizer)
         self.optimizer_config = usual

@@ -4,17 +4,13 @@ Two are registered for GPUs as well: verl's value head asks for flash attention 
 language model's log-probs are taken token by token where flash attention's cross-entropy is missing.
 """
 
-import inspect
 import os
-from dataclasses import replace
 from functools import cached_property
-from importlib import import_module
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu, torch_functional
-from verl.workers.config.optimizer import build_optimizer
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
@@ -22,6 +18,7 @@ import marl.platform.cpu  # noqa: F401 - registers the platform before verl reso
 from marl.platform.determinism import NO_FLASH_CROSS_ENTROPY
 from marl.platform.head import SelectiveHead, reading_of
 from marl.platform.micro_batches import SortedMicroBatches
+from marl.platform.optimizers import optimizer_of
 from marl.platform.shapes import MIN_WIDTH
 
 
@@ -46,20 +43,7 @@ class _CPUEngine(SortedMicroBatches, FSDPEngine):
         return built
 
     def _build_optimizer(self, module: torch.nn.Module) -> torch.optim.Optimizer:
-        return build_optimizer(module.parameters(), fused(self.optimizer_config))
-
-
-IMPLEMENTATIONS = frozenset({"fused", "foreach", "capturable", "differentiable"})
-"""Arguments by which torch's optimizers choose how to step."""
-
-
-def fused(config: Any) -> Any:
-    """Optimizer settings with torch's fused step, where it has one and the settings ask for no other: for sharded parameters torch
-    steps one by one, which takes seven times as long."""
-    own, kind = config.override_optimizer_config or {}, getattr(import_module(config.optimizer_impl), config.optimizer)
-    if IMPLEMENTATIONS & set(own) or "fused" not in inspect.signature(kind).parameters:
-        return config
-    return replace(config, override_optimizer_config={**own, "fused": True})
+        return optimizer_of(module.parameters(), self.optimizer_config)
 
 
 class SelectiveEngine(FSDPEngineWithLMHead):

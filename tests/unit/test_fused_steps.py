@@ -6,7 +6,8 @@ import pytest
 import torch
 from verl.workers.config.optimizer import FSDPOptimizerConfig
 
-from marl.platform.engine import CPUEngineWithLMHead, CPUEngineWithValueHead, fused
+from marl.platform.engine import CPUEngineWithLMHead, CPUEngineWithValueHead
+from marl.platform.optimizers import fused, optimizer_of
 
 SETTINGS = {"lr": 0.1, "weight_decay": 0.5, "betas": (0.9, 0.95)}
 
@@ -38,5 +39,11 @@ def test_others_settings_stay_and_an_optimizer_without_a_fused_step_is_left_alon
     config = FSDPOptimizerConfig(**SETTINGS, override_optimizer_config={"eps": 1.0})
     assert fused(config).override_optimizer_config == {"eps": 1.0, "fused": True}
     assert config.override_optimizer_config == {"eps": 1.0}
-    adamax = FSDPOptimizerConfig(**SETTINGS, optimizer="Adamax")
-    assert fused(adamax) is adamax
+    for others in ({"optimizer": "Adamax"}, {"optimizer": "AdamW8bit", "optimizer_impl": "bitsandbytes.optim"}):
+        config = FSDPOptimizerConfig(**SETTINGS, **others)
+        assert fused(config) is config
+
+
+def test_parameters_of_another_device_step_as_torch_has_it():
+    parameters = [torch.nn.Parameter(torch.empty(3, device="meta"))]
+    assert optimizer_of(parameters, FSDPOptimizerConfig(**SETTINGS)).param_groups[0]["fused"] is None
