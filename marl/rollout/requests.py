@@ -1,6 +1,5 @@
 """Requests of a rollout server, and their answers while they grow."""
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,24 +27,6 @@ def check_numbers(prompt_ids: Sequence[int], limit: Any, sampling: Mapping[str, 
         raise ValueError(
             f"sampling parameters {wrong}: expected temperature >= 0, top_p > 0, and top_k >= -1 (0, -1: all tokens)"
         )
-
-
-class Uniforms(threading.local):
-    """Streams of uniform numbers by seed: Philox with the seed as its key (Salmon et al., 2011). A new generator for each would take
-    seven times as long, more than a small model's token."""
-
-    def __init__(self) -> None:
-        self.philox = np.random.Philox(0)
-        self.generator, self.state = np.random.Generator(self.philox), self.philox.state
-
-    def of(self, seed: int, count: int) -> list[float]:
-        """The first numbers of a seed's stream, in [0, 1)."""
-        self.state["state"]["key"][:] = seed % (1 << 64), (seed >> 64) % (1 << 64)
-        self.philox.state = self.state
-        return self.generator.random(count).tolist()
-
-
-UNIFORMS = Uniforms()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +70,8 @@ class Draft:
     answer after every token would take quadratic time."""
 
     def __post_init__(self) -> None:
-        self.uniforms = UNIFORMS.of(self.request.seed, self.request.max_tokens)
+        generator = np.random.Generator(np.random.Philox(self.request.seed))
+        self.uniforms = generator.random(self.request.max_tokens).tolist()
         self.tail = max((len(stop.encode()) for stop in self.request.stop), default=0) + MARGIN
 
     @property

@@ -191,7 +191,7 @@ def test_a_request_that_another_thread_takes_at_once_is_its_callers_own(model):
             step.join(60)
 
     engine.waiting = TakenAtOnce()
-    wanted = requests(3, stop_token_ids=frozenset())
+    wanted = requests(3)
     drafts = [engine.add(request) for request in wanted]
     assert [draft.request for draft in drafts] == wanted == [draft.request for draft in engine.rows]
     while engine.busy:
@@ -265,7 +265,7 @@ def test_a_request_that_lacks_memory_alone_is_the_only_one_to_fail(model):
 
 def test_another_error_is_raised_though_more_rows_are_decoded(model):
     engine = Engine(SingleReader(model, Prefixes(0), 0), model.device, text_of, 16)
-    for request in requests(3, stop_token_ids=frozenset()):
+    for request in requests(3):
         engine.add(request)
     engine.step()
     engine.reader.step = lambda tokens: (_ for _ in ()).throw(RuntimeError("device-side assert"))
