@@ -82,6 +82,7 @@ def test_gathered_parameters_do_not_hide_the_switch(alone):
 def test_an_update_leaves_base_and_other_adapters_alone(alone):
     live = alone(*ADAPTED)
     rows, engine = trainable(live, 1), adapter_engine(live)
+    assert all(update.optimizer.param_groups[0]["fused"] for update in engine.updates.values())
     updated(live, "carol", rows["carol"])
     base, carol, moments = (
         dict(engine.base_weights()),

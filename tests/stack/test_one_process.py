@@ -203,6 +203,13 @@ def test_in_bfloat16_servers_and_trainer_stay_near(alone, server, low, high):
     assert low <= metrics["agent/alice/log_prob_gap_max"] < high and metrics["agent/alice/grad_norm"] > 0
 
 
+def test_actors_and_critics_step_all_their_parameters_in_one_call(alone):
+    trainer = alone("learner=mappo").trainer
+    engines = [group.workers.worker.actor.engine for group in trainer.policies.values()]
+    engines += [group.workers.worker.engine for group in trainer.critics.groups.values()]
+    assert len(engines) >= 3 and all(engine.optimizer.param_groups[0]["fused"] for engine in engines)
+
+
 @pytest.mark.slow
 def test_one_key_puts_trainer_and_server_in_bf16_over_full_weights(alone):
     live = alone("precision=bf16", "+policies.carol.precision=fp32", "learner=mappo")
