@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+from pathlib import Path
 
 import torch
 
@@ -23,6 +24,8 @@ ADAPTED = (
     "actor_rollout_ref.actor.optim.lr_warmup_steps=0", "actor_rollout_ref.actor.optim.lr=0.01",
 )  # fmt: skip
 """A base that every policy adapts, and on which they move."""
+VARIED = (f"reward.custom_reward_function.path={Path(__file__).parents[2] / 'benchmarks' / 'reward.py'}",)
+"""A score for every text: a model that has learned nothing seldom earns the task's own, and equal scores have no gradient."""
 SAME = ("grad_norm", "loss", "ppo_kl", "entropy", "score", "explained_variance", "vf_loss", "accuracy")
 
 

@@ -22,10 +22,11 @@ from verl.experimental.agent_loop.agent_loop import register
 from marl.cluster.failures import GroupFailed
 from marl.controller.chat import ChatEncoder
 from marl.controller.collection import EpisodesFailed
-from tests.stack.builders import gradient, numbers
+from tests.stack.builders import VARIED, gradient, numbers
 
 TOOL_SAYS = "buys 3 more ."
 ROOM = (
+    *VARIED,
     "data.max_prompt_length=64",
     "data.max_response_length=16",
     "agents.alice.max_tokens=3",

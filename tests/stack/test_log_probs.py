@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.builders import slow_but
-from tests.stack.builders import ADAPTERS, numbers, parameters
+from tests.stack.builders import ADAPTERS, VARIED, numbers, parameters
 
 NO_WARM_UP = "actor_rollout_ref.actor.optim.lr_warmup_steps=0"
 FEW = "controller.log_prob_check_rows=2"
@@ -48,7 +48,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("case", slow_but(SETTINGS, "packed"))
 def test_a_learning_step_is_that_of_the_trainers_own_pass(alone, case):
-    words = (NO_WARM_UP, *SETTINGS[case]) if case != "adapters" else SETTINGS[case]
+    words = (NO_WARM_UP, *VARIED, *SETTINGS[case]) if case != "adapters" else SETTINGS[case]
     runs = []
     for source in ("controller.old_log_probs=trainer", FEW):
         torch.manual_seed(0)  # adapters begin at random
@@ -95,7 +95,7 @@ def test_a_server_that_reports_a_log_prob_wrongly_is_not_trusted(alone, caplog):
 
 def test_weights_that_were_not_synced_are_noticed(alone):
     """The servers answer with the weights of an earlier step, and say so or not; ``resources.weight_check`` would end the run."""
-    live = alone(NO_WARM_UP, "resources.weight_check=none")
+    live = alone(NO_WARM_UP, *VARIED, "resources.weight_check=none")
     group = live.trainer.policies["alice"]
     synced = group.sync_weights
 

@@ -21,7 +21,7 @@ from marl.runners.debate import Debate
 from marl.runners.episode import LiveEpisode
 from marl.utils import garbage
 from tests.builders import slow_but
-from tests.stack.builders import gradient, numbers, prepared
+from tests.stack.builders import VARIED, gradient, numbers, prepared
 from tests.stack.conftest import SMALL
 
 
@@ -197,7 +197,9 @@ def test_in_bfloat16_servers_and_trainer_stay_near(alone, server, low, high):
     """A trainer in half precision and a server in full precision differ; both in half, hardly."""
     half = "{param_dtype:bf16,reduce_dtype:fp32,buffer_dtype:fp32}"
     live = alone(
-        f"actor_rollout_ref.actor.fsdp_config.mixed_precision={half}", f"actor_rollout_ref.rollout.dtype={server}"
+        f"actor_rollout_ref.actor.fsdp_config.mixed_precision={half}",
+        f"actor_rollout_ref.rollout.dtype={server}",
+        *VARIED,
     )
     metrics = [live.step(), live.step()][-1]
     assert low <= metrics["agent/alice/log_prob_gap_max"] < high and metrics["agent/alice/grad_norm"] > 0
@@ -233,7 +235,7 @@ def test_one_key_puts_trainer_and_server_in_bf16_over_full_weights(alone):
 @pytest.mark.parametrize("mode", slow_but(sorted(set(POLICY_LOSS_REGISTRY) - {"bypass_mode"}), "kl_cov"))
 def test_every_loss_of_verl_runs_by_its_key_and_for_one_policy_alone(alone, mode):
     needed = ["+policies.alice.actor.policy_loss.dro_beta=0.1"] if mode == "dro" else []
-    live = alone(f"+policies.alice.actor.policy_loss.loss_mode={mode}", *needed)
+    live = alone(f"+policies.alice.actor.policy_loss.loss_mode={mode}", *needed, *VARIED)
     assert live.trainer.policies["carol"].actor.policy_loss.loss_mode == "vanilla"
     live.step()
     metrics = live.step()

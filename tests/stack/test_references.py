@@ -7,10 +7,10 @@ import torch
 from omegaconf import OmegaConf
 
 from marl.batch.kl import KLInReward, correct
-from tests.stack.builders import parameters
+from tests.stack.builders import VARIED, parameters
 
 NO_WARM_UP = "actor_rollout_ref.actor.optim.lr_warmup_steps=0"
-KL_LOSS = ("actor_rollout_ref.actor.use_kl_loss=true", NO_WARM_UP)
+KL_LOSS = ("actor_rollout_ref.actor.use_kl_loss=true", NO_WARM_UP, *VARIED)
 
 
 def ref_log_probs(live, rows, policy="alice"):
@@ -182,7 +182,7 @@ def test_the_correction_reaches_the_loss(alone):
 
 
 def test_bypass_takes_the_servers_log_probs_and_saves_a_pass(alone):
-    live = alone("algorithm.rollout_correction.bypass_mode=true", NO_WARM_UP)
+    live = alone("algorithm.rollout_correction.bypass_mode=true", NO_WARM_UP, *VARIED)
     group = live.trainer.policies["alice"]
     group.compute_log_prob = None  # would be called
     metrics = live.step()

@@ -12,7 +12,7 @@ from marl.cluster.weight_probe import Answer, probe_of, problem_of
 from marl.config.errors import ConfigError
 from marl.config.rules.resources import digests_are_of_hf
 from tests.builders import slow_but
-from tests.stack.builders import ADAPTERS
+from tests.stack.builders import ADAPTERS, VARIED
 
 NO_WARM_UP = "actor_rollout_ref.actor.optim.lr_warmup_steps=0"
 
@@ -129,7 +129,7 @@ def stopped(live, fault):
 
 @pytest.mark.parametrize("fault", slow_but(FAULTS, skip, swap), ids=lambda fault: fault.__name__)
 def test_a_digest_stops_the_run_in_the_step_of_the_fault(alone, fault):
-    text = stopped(alone(NO_WARM_UP), fault)
+    text = stopped(alone(NO_WARM_UP, *VARIED), fault)
     told = re.sub(r"(\d+) of \1 tensors differ \(.*?\)", "all tensors", text)
     assert re.search(FAULTS[fault], told), text
 
@@ -138,7 +138,7 @@ def test_a_digest_stops_the_run_in_the_step_of_the_fault(alone, fault):
     "fault", slow_but([skip, lose, swap, send_to_another, send_former_weights], swap), ids=lambda f: f.__name__
 )
 def test_a_probe_stops_the_run_in_the_step_of_the_fault(alone, fault):
-    text = stopped(alone(NO_WARM_UP, "resources.weight_check=probe"), fault)
+    text = stopped(alone(NO_WARM_UP, *VARIED, "resources.weight_check=probe"), fault)
     assert "differ from the trainer's by up to" in text or "repeats its answer of step 1 to the last bit" in text
 
 
