@@ -1,4 +1,4 @@
-# make install | quickstart | test | test-all | chaos | soak | test-multinode | test-docker | test-image | sharing-table | test-vllm | check | format | gpu | gpu-smoke | bench | bench-check
+# make install | quickstart | real | test | test-real | test-all | chaos | soak | test-multinode | test-docker | test-image | sharing-table | test-vllm | check | format | gpu | gpu-smoke | bench | bench-check
 SEED ?= 0
 VENV := .venv
 # the first Python of a version that verl and torch are built for
@@ -17,7 +17,7 @@ install = { $(VENV)/bin/pip install --disable-pip-version-check --progress-bar o
 	/^Installing/ {print "    Unpacking " NF - 3 " packages"; fflush()}'; \
 	! rm $(VENV)/failed 2>/dev/null
 
-.PHONY: install quickstart test test-all chaos soak sharing-table test-multinode test-docker test-image test-vllm check format gpu gpu-smoke bench bench-check clean
+.PHONY: install quickstart real test test-real test-all chaos soak sharing-table test-multinode test-docker test-image test-vllm check format gpu gpu-smoke bench bench-check clean
 
 # the marl command, for every folder and shell of this user
 BIN ?= $(HOME)/.local/bin
@@ -29,6 +29,10 @@ install: $(VENV)/installed
 
 quickstart: $(VENV)/installed
 	$(RUN) -m marl.quickstart seed=$(SEED) $(ARGS)
+
+# the second quick start: a real pre-trained model of 135 M parameters, in one process with all cores; half an hour on two
+real: $(VENV)/installed
+	OMP_NUM_THREADS=$$(nproc) $(VENV)/bin/python -m marl.quickstart --config-name smollm2 seed=$(SEED) $(ARGS)
 
 # $(call both,MARKS): two processes. One runs the tests that start Ray, then shares the others with the second one, from the
 # other end of their list; the second one's output follows.
@@ -42,10 +46,14 @@ define both
 endef
 
 test: $(VENV)/installed
-	$(call both,not slow and not gpu and not vllm and not multinode)
+	$(call both,not slow and not gpu and not vllm and not multinode and not real)
 
 test-all: $(VENV)/installed
-	$(call both,not gpu and not vllm and not table and not chaos and not soak and not multinode)
+	$(call both,not gpu and not vllm and not table and not chaos and not soak and not multinode and not real)
+
+# the pre-trained model, end to end: conversion, template, gradients, resume, eval, serve, chat
+test-real: $(VENV)/installed
+	RAY_USAGE_STATS_ENABLED=0 $(VENV)/bin/python -m pytest -m real tests/real $(ARGS)
 
 # docs/teams.md: every mode of sharing x learner x three seeds
 sharing-table: $(VENV)/installed

@@ -25,7 +25,7 @@ from marl.report import run_summary
 from marl.types import Metrics
 
 console = Console()
-CONFIGS = ("quickstart", "split_information", "game")
+CONFIGS = ("quickstart", "smollm2", "split_information", "game")
 EVERY = 10
 """Without a terminal, a line is printed every so many steps."""
 

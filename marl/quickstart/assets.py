@@ -20,6 +20,8 @@ FINGERPRINT = "settings.json"
 MADE = frozenset({"model", "train.parquet", "test.parquet", FINGERPRINT})
 VERSION = 3
 """Raise it when the same settings make something else."""
+SMOLLM2 = "SmolLM2-135M-Instruct"
+"""Folder of the pre-trained model, beside those of assets."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,16 @@ class Recipe:
     version: int = VERSION
     heads: int = 4
     """Attention heads of 64 / heads numbers each; vLLM's kernels want at least 32."""
+    lr_warmup_steps: int = 30
+    pretrained: bool = False
+    """The model is SmolLM2 instead of a tiny one with words of its own."""
 
 
 RECIPES = {
     "smudged_note": Recipe("smudged_note", steps=700, batch=64),
+    "smudged_sums": Recipe(
+        "smudged_sums", steps=12, batch=32, lr=5e-5, test_problems=128, lr_warmup_steps=2, pretrained=True
+    ),
     "split_information": Recipe("split_information", steps=600, batch=64, lr=2e-3, test_problems=300),
     **{
         task: Recipe(task, steps=150, batch=64, lr=2e-3, train_problems=256)
@@ -81,7 +89,9 @@ def prepared(config: Any, prepare: Callable[[Any], Any]) -> Any:
         if assets is None or Path(error.path) != Path(assets) / "model":
             raise
         asked = wanted(config, renew=False)
-        sys.stdout.write(f"{assets}: making the tiny model and its problems, once: half a minute on a CPU\n")
+        sys.stdout.write(
+            f"{assets}: making the model and its problems, once: half a minute on a CPU; minutes for SmolLM2\n"
+        )
         sys.stdout.flush()
         ensure(*asked)
         return prepare(config)
@@ -99,7 +109,7 @@ def ensure(
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.making-") as scratch:
         making = Path(scratch) / "made"
-        make(making, recipe, seed, on_step)
+        make(making, recipe, seed, on_step, folder.parent / SMOLLM2)
         if not is_made(folder, fingerprint):  # by another run meanwhile, which reads it
             must_hold_only_assets(folder)
             if folder.exists():
@@ -108,21 +118,34 @@ def ensure(
     return True
 
 
-def make(folder: Path, recipe: Recipe, seed: int, on_step: Callable[[int, int], None]) -> None:
+def make(
+    folder: Path, recipe: Recipe, seed: int, on_step: Callable[[int, int], None], pretrained: Path = Path(SMOLLM2)
+) -> None:
+    """Write the assets into a new folder; ``pretrained`` is where SmolLM2 is kept, for the recipes that begin with it."""
     # heavy: not imported by a run whose model is there
     import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from marl.quickstart.model import build_model, build_tokenizer, save, warm_up
+    from marl.quickstart import model as models, smollm2
 
     folder.mkdir()
-    task, tokenizer = TASKS[recipe.task](), build_tokenizer()
-    model = build_model(tokenizer, seed, recipe.heads)
+    task = TASKS[recipe.task]()
+    if recipe.pretrained:
+        source = smollm2.ensure(pretrained)
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    else:
+        tokenizer = models.build_tokenizer()
+        model = models.build_model(tokenizer, seed, recipe.heads)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # threads per operation; two are slower on a model this small
-    for step, _ in enumerate(warm_up(model, tokenizer, task, recipe.steps, recipe.batch, recipe.lr, seed), start=1):
+    torch.set_num_threads(1)  # of each of the two that warm up
+    schedule = recipe.steps, recipe.batch, recipe.lr, seed
+    encode = models.encode_chat if recipe.pretrained else models.encode_words
+    steps = models.warm_up(model, tokenizer, task, *schedule, encode, recipe.lr_warmup_steps)
+    for step, _ in enumerate(steps, start=1):
         on_step(step, recipe.steps)
     torch.set_num_threads(threads)
-    save(model, tokenizer, folder / "model")
+    models.save(model, tokenizer, folder / "model")
     for name, count, split in (("train", recipe.train_problems, "train"), ("test", recipe.test_problems, "test")):
         table = pyarrow.Table.from_pylist(list(rows(task, count, seed, split)))  # type: ignore[arg-type]
         pyarrow.parquet.write_table(table, folder / f"{name}.parquet")

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,13 +10,14 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from marl.quickstart.tasks import TinyTask, WarmExample, words
+from marl.quickstart.tasks import Task, WarmExample, words
 
 SPECIAL = {"pad_token": "<|pad|>", "eos_token": "<|end|>"}
 ROLES = ("<|user|>", "<|assistant|>")
-UNKNOWN = "<unk>"
-Half = Sequence[tuple[list[int], list[int]]]
-"""Examples of one forward pass: prompt and answer ids of each."""
+UNKNOWN, IGNORED = "<unk>", -100
+Ids = tuple[list[int], list[int]]
+"""Those of a prompt, and of the answer to it."""
+Encode = Callable[[PreTrainedTokenizerFast, WarmExample], Ids]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
     "{% if message.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
@@ -63,11 +64,13 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, heads: int = 4) -
 def warm_up(
     model: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
-    task: TinyTask,
+    task: Task,
     steps: int,
     batch: int,
     lr: float,
     seed: int,
+    encode: Encode,
+    lr_warmup_steps: int = 30,
 ) -> Iterator[float]:
     """Supervised steps on the last answer of warm examples; yields the loss of each.
 
@@ -78,14 +81,14 @@ def warm_up(
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr, betas=(0.9, 0.95), weight_decay=0.01)
 
-    def loss_and_gradients(examples: Half) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    def loss_and_gradients(examples: Sequence[Ids]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         loss = imitate(model, examples, tokenizer.pad_token_id)
         return loss.detach(), torch.autograd.grad(loss, parameters)
 
     with ThreadPoolExecutor(max_workers=2) as threads:
         for step in range(steps):
             for group in optimizer.param_groups:
-                group["lr"] = lr * min(1, (step + 1) / 30) * (1 - 0.9 * step / steps)
+                group["lr"] = lr * min(1, (step + 1) / lr_warmup_steps) * (1 - 0.9 * step / steps)
             examples = sorted(
                 (encode(tokenizer, task.warm_example(rng)) for _ in range(batch)), key=lambda example: len(example[0])
             )
@@ -98,8 +101,19 @@ def warm_up(
             yield torch.stack(losses).mean().item()
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, example: WarmExample) -> tuple[list[int], list[int]]:
-    """Prompt and answer ids of a warm example, as the chat encoder would build them."""
+def encode_chat(tokenizer: PreTrainedTokenizerFast, example: WarmExample) -> Ids:
+    """Prompt and answer ids of a warm example, by the tokenizer's own chat template."""
+    messages = [{"role": "system", "content": example.system}] * bool(example.system)
+    messages += [
+        {"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(example.messages[:-1])
+    ]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    answer = tokenizer.encode(example.messages[-1], add_special_tokens=False)
+    return prompt, [*answer, tokenizer.eos_token_id]
+
+
+def encode_words(tokenizer: PreTrainedTokenizerFast, example: WarmExample) -> Ids:
+    """The same for the tiny model's tokenizer, as the chat encoder would build them."""
     user, assistant = tokenizer.convert_tokens_to_ids(list(ROLES))
     end = tokenizer.eos_token_id
     ids: list[int] = []
@@ -110,15 +124,16 @@ def encode(tokenizer: PreTrainedTokenizerFast, example: WarmExample) -> tuple[li
     return ids[:-answer], ids[-answer:]
 
 
-def imitate(model: LlamaForCausalLM, examples: Half, pad: int) -> torch.Tensor:
-    """Mean cross entropy of the answers, all of one length, of left-padded conversations."""
+def imitate(model: LlamaForCausalLM, examples: Sequence[Ids], pad: int) -> torch.Tensor:
+    """Mean cross entropy of the answers' tokens, of left-padded conversations."""
     sequences = [prompt + answer for prompt, answer in examples]
-    width, length = max(map(len, sequences)), len(examples[0][1])
+    width, length = max(map(len, sequences)), max(len(answer) for _, answer in examples)
     ids = torch.tensor([[pad] * (width - len(sequence)) + sequence for sequence in sequences])
     mask = torch.tensor([[0] * (width - len(sequence)) + [1] * len(sequence) for sequence in sequences])
+    labels = torch.tensor([[IGNORED] * (length - len(answer)) + answer for _, answer in examples])
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, logits_to_keep=length + 1).logits[:, :-1]
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, -length:].flatten())
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

@@ -1,7 +1,8 @@
-"""Two tasks that two agents solve only together, and games. Pure Python: sentences and answers, no tokens.
+"""Tasks that two agents solve only together, and games. Pure Python: sentences and answers, no tokens.
 
 *Smudged note*: both read one word problem; one copy, chosen at random, has an unreadable number (``~``), and neither
 knows whose. Alone they can reach .50 between them.
+*Smudged sums*: the same in plain English, for a pre-trained model.
 *Split information*: each holds one number; the answer is their sum mod 10.
 
 *Game*: an action in one token, 0 or 1, for games of ``runner=game``, whose payoffs are the scores.
@@ -51,19 +52,22 @@ class Problem:
     answer: int
     wrong: int
     """Result of the wrong operation."""
+    system: str = ""
 
     def row(self, data_source: str, index: int, split: Split) -> dict[str, Any]:
         """A dataset row with verl's columns."""
-        prompts = {
-            agent: [{"role": "user", "content": text}] for agent, text in zip(AGENTS, self.observations, strict=True)
-        }
+        prompts = {agent: self.messages(text) for agent, text in zip(AGENTS, self.observations, strict=True)}
         return {
             "data_source": data_source,
-            "prompt": [{"role": "user", "content": self.question}],
+            "prompt": self.messages(self.question),
             "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": str(self.answer)},
             "extra_info": {"index": index, "split": split, "agent_prompts": prompts},
         }
+
+    def messages(self, text: str) -> list[dict[str, str]]:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, {"role": "user", "content": text}]
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class WarmExample:
     """A conversation to imitate: messages of alternating roles, the last one the assistant's."""
 
     messages: tuple[str, ...]
+    system: str = ""
 
 
 class SmudgedNote:
@@ -162,9 +167,46 @@ class Game:
         return WarmExample(tuple(messages))
 
 
-TinyTask = SmudgedNote | SplitInformation | Game
-TASKS: dict[str, Callable[[], TinyTask]] = {
+class SmudgedSums:
+    """The smudged note as people would write it. The names and objects of a test problem are not met with its numbers in training."""
+
+    data_source = "smudged_sums"
+    templates = (
+        "{name} has {a} {objects} and buys {b} more. How many is that?",
+        "{name} found {a} {objects} on Monday and {b} on Tuesday. How many is that?",
+        "There are {a} {objects} in the box and {b} on the table. How many is that?",
+    )
+    system, smudge = "Answer in a few words.", "[smudged]"
+    says = "The answer is {}."
+    numbers = (2, 12)
+
+    def problem(self, rng: random.Random, split: Split) -> Problem:
+        while True:
+            numbers = {key: rng.randint(*self.numbers) for key in ("a", "b")}
+            words = {"name": rng.choice(NAMES).title(), "objects": rng.choice(OBJECTS)}
+            template = rng.choice(self.templates)
+            question = template.format(**numbers, **words)
+            if held_out(question) == (split == "test"):
+                break
+        hidden = rng.choice(list(numbers))
+        observations = [question] * len(AGENTS)
+        observations[rng.randrange(len(AGENTS))] = template.format(**(numbers | {hidden: self.smudge}), **words)
+        a, b = numbers.values()
+        return Problem(question, tuple(observations), a + b, abs(a - b), self.system)
+
+    def warm_example(self, rng: random.Random) -> WarmExample:
+        """A first answer: right to a whole sum, a guess to a smudged one. Nothing of the second round is imitated."""
+        problem = self.problem(rng, "train")
+        text = rng.choice(problem.observations)
+        seen = [int(word) for word in text.split() if word.isdigit()]
+        answer = sum(seen) if text == problem.question else seen[0] + rng.randint(*self.numbers)
+        return WarmExample((text, self.says.format(answer)), self.system)
+
+
+Task = SmudgedNote | SmudgedSums | SplitInformation | Game
+TASKS: dict[str, Callable[[], Task]] = {
     "smudged_note": SmudgedNote,
+    "smudged_sums": SmudgedSums,
     "split_information": SplitInformation,
     "game": Game,
     "game_70": partial(Game, first=0.70),
@@ -207,7 +249,7 @@ def peers_text(agent: int, answers: list[int]) -> str:
     )
 
 
-def rows(task: TinyTask, count: int, seed: int, split: Split) -> Iterator[dict[str, Any]]:
+def rows(task: Task, count: int, seed: int, split: Split) -> Iterator[dict[str, Any]]:
     rng = random.Random(f"{split}-{seed}")
     for index in range(count):
         yield task.problem(rng, split).row(task.data_source, index, split)

@@ -4,9 +4,11 @@ import random
 import pytest
 
 from marl.quickstart import tasks
-from marl.quickstart.assets import Recipe, ensure
-from marl.quickstart.model import build_tokenizer, encode
+from marl.quickstart.assets import RECIPES, Recipe, ensure
+from marl.quickstart.model import build_tokenizer, encode_words
 from marl.rewards import only_answer
+
+TINY = [name for name, recipe in RECIPES.items() if not recipe.pretrained]
 
 
 def test_exactly_one_agent_sees_the_whole_note():
@@ -19,6 +21,29 @@ def test_exactly_one_agent_sees_the_whole_note():
         seers.append(smudged.index(False))
         assert problem.observations[seers[-1]] == problem.question
     assert 0.4 < sum(seers) / len(seers) < 0.6
+
+
+def test_a_sum_is_whole_for_one_agent_and_held_out_by_its_words():
+    rng, task = random.Random(0), tasks.SmudgedSums()
+    for split in ("train", "test"):
+        for _ in range(200):
+            problem = task.problem(rng, split)
+            whole, smudged = sorted(problem.observations, key=lambda text: task.smudge in text)
+            numbers = [int(word) for word in whole.split() if word.isdigit()]
+            assert whole == problem.question and problem.answer == sum(numbers) and len(numbers) == 2
+            assert smudged.count(task.smudge) == 1 and sum(word.isdigit() for word in smudged.split()) == 1
+            assert tasks.held_out(problem.question) == (split == "test")
+            prompts = problem.row(task.data_source, 0, split)["extra_info"]["agent_prompts"]
+            assert [message["role"] for message in prompts["alice"]] == ["system", "user"]
+
+
+def test_of_a_sum_only_the_first_answer_is_imitated():
+    rng, task = random.Random(0), tasks.SmudgedSums()
+    for _ in range(200):
+        text, said = task.warm_example(rng).messages
+        numbers = [int(word) for word in text.split() if word.isdigit()]
+        answer = int(said.removeprefix("The answer is ").removesuffix("."))
+        assert answer == sum(numbers) if len(numbers) == 2 else 2 <= answer - numbers[0] <= 12
 
 
 def test_statements_are_either_for_training_or_for_testing():
@@ -48,12 +73,12 @@ def test_split_information_needs_both():
     assert problem.answer == sum(int(text.split()[-1]) for text in problem.observations) % 10
 
 
-@pytest.mark.parametrize("name", tasks.TASKS)
+@pytest.mark.parametrize("name", TINY)
 def test_every_word_has_a_token_and_every_warm_answer_is_valid(name):
     tokenizer, rng, task = build_tokenizer(), random.Random(0), tasks.TASKS[name]()
     for _ in range(300):
         example = task.warm_example(rng)
-        prompt, answer = encode(tokenizer, example)
+        prompt, answer = encode_words(tokenizer, example)
         assert tokenizer.unk_token_id not in prompt + answer
         assert len(prompt) + len(answer) <= 43
         if name.startswith("game"):
@@ -62,7 +87,7 @@ def test_every_word_has_a_token_and_every_warm_answer_is_valid(name):
             assert len(answer) == 3 and only_answer(example.messages[-1]) is not None
 
 
-@pytest.mark.parametrize("name", tasks.TASKS)
+@pytest.mark.parametrize("name", TINY)
 def test_the_warm_up_sees_the_ids_that_the_debate_shows(name):
     """The chat encoder and the debate runner build the very conversations that the model imitated."""
     from marl.controller.chat import ChatEncoder
@@ -80,7 +105,7 @@ def test_the_warm_up_sees_the_ids_that_the_debate_shows(name):
         {"role": "assistant", "content": turn.text},
         {"role": "user", "content": example.messages[2]},
     ]
-    assert encoder.encode(observation, turn) == encode(tokenizer, example)[0]
+    assert encoder.encode(observation, turn) == encode_words(tokenizer, example)[0]
 
 
 @pytest.mark.parametrize("name,first", [("game", 0.5), ("game_70", 0.7), ("game_02", 0.02)])

@@ -7,7 +7,7 @@ from itertools import count, islice
 import pytest
 import torch
 
-from marl.quickstart.model import build_model, build_tokenizer, encode, imitate, warm_up
+from marl.quickstart.model import build_model, build_tokenizer, encode_words, imitate, warm_up
 from marl.quickstart.tasks import TASKS
 
 TASK, BATCH, SEED = TASKS["smudged_note"](), 8, 3
@@ -17,13 +17,15 @@ TOKENIZER = build_tokenizer()
 def after(steps):
     """A model after some steps, and their losses."""
     model = build_model(TOKENIZER, SEED)
-    return model, list(islice(warm_up(model, TOKENIZER, TASK, 20, BATCH, 4e-3, SEED), steps))
+    return model, list(islice(warm_up(model, TOKENIZER, TASK, 20, BATCH, 4e-3, SEED, encode_words), steps))
 
 
 def test_a_step_follows_the_gradient_of_the_whole_batch():
     stepped, (loss,) = after(1)
     rng, model = random.Random(f"warm-{SEED}"), build_model(TOKENIZER, SEED)
-    whole = imitate(model, [encode(TOKENIZER, TASK.warm_example(rng)) for _ in range(BATCH)], TOKENIZER.pad_token_id)
+    whole = imitate(
+        model, [encode_words(TOKENIZER, TASK.warm_example(rng)) for _ in range(BATCH)], TOKENIZER.pad_token_id
+    )
     expected = torch.autograd.grad(whole, list(model.parameters()))
     scale = min(1.0, 1.0 / torch.nn.utils.get_total_norm(expected).item())  # its gradients are clipped
     assert loss == pytest.approx(whole.item(), rel=1e-5)
@@ -44,3 +46,15 @@ def test_the_same_seed_makes_the_same_model_whichever_half_is_ready_first(monkey
     assert losses == again and losses[0] != losses[-1]
     for parameter, same in zip(one.parameters(), other.parameters(), strict=True):
         assert torch.equal(parameter, same)
+
+
+def test_answers_of_different_lengths_are_learned_token_by_token():
+    """The mean over all their tokens, each after its own prompt alone."""
+    model = build_model(TOKENIZER, SEED)
+    examples = [([5, 6, 7], [8]), ([9, 10], [11, 12, 13])]
+    losses = []
+    for prompt, answer in examples:
+        logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        losses += [-logits.log_softmax(-1)[i, token] for i, token in enumerate(answer)]
+    found = imitate(model, examples, TOKENIZER.pad_token_id)
+    torch.testing.assert_close(found, torch.stack(losses).mean())
