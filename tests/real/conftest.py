@@ -9,6 +9,7 @@ import torch
 from marl.quickstart import smollm2
 from marl.quickstart.assets import SMOLLM2
 from marl.quickstart.tasks import SmudgedSums, rows
+from tests.stack.conftest import alone  # noqa: F401 - a fixture
 
 CACHE = Path(os.environ.get("MARL_CACHE", "outputs/cache"))
 

@@ -18,6 +18,7 @@ from marl.commands import evaluate
 from marl.controller.chat import ChatEncoder
 from marl.types import Turn
 from tests.composing import compose
+from tests.stack.builders import gradient, prepared
 
 pytestmark = pytest.mark.real
 ROOT = Path(__file__).parents[2]
@@ -105,41 +106,20 @@ def test_servers_and_trainer_agree_and_the_policies_move(run):
     assert any(metrics[f"agent/{agent}/grad_norm"] > 0 for metrics in steps for agent in ("alice", "carol"))
 
 
-def test_an_update_is_that_of_an_independent_autograd(model, sums, tmp_path):
+def test_an_update_is_that_of_an_independent_autograd(alone, model, sums, tmp_path):
     """The gradient of all weights on the rows of a played step: transformers' model, torch's autograd, REINFORCE."""
-    from contextlib import ExitStack
-
-    from marl.build import build
-    from marl.cluster.session import session
-    from marl.preflight.prepare import prepare
-    from tests.builders import Live
-    from tests.stack.builders import gradient
-    from tests.stack.builders import prepared as rows_of
-
-    with ExitStack() as cleanup:
-        import asyncio
-
-        setup = prepare(
-            compose(
-                *options(model, sums, tmp_path, "sharing=individual", "actor_rollout_ref.model.lora_rank=0"),
-                name="smollm2",
-            )
-        )
-        cleanup.enter_context(session(setup))
-        loop = asyncio.new_event_loop()
-        cleanup.callback(loop.close)
-        trainer = loop.run_until_complete(build(setup, cleanup))
-        loop.run_until_complete(trainer.sync_weights())
-        live = Live(trainer, loop)
-        rows = rows_of(live, pack=True)
-        found, _ = gradient(live, rows)
+    whole = ("sharing=individual", "actor_rollout_ref.model.lora_rank=0")
+    live = alone(*options(model, sums, tmp_path, *whole), name="smollm2")
+    rows = prepared(live, pack=True)
+    found, _ = gradient(live, rows)
+    temperature = live.trainer.temperatures["alice"]
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     losses, tokens = [], 0
     for row in range(len(rows)):
         one = rows[row]
         ids, prompt = one["input_ids"], len(one["prompts"])
         mask, advantages = one["response_mask"].float(), one["advantages"]
-        logits = network(input_ids=ids[None]).logits[0, prompt - 1 : -1] / trainer.temperatures["alice"]
+        logits = network(input_ids=ids[None]).logits[0, prompt - 1 : -1] / temperature
         log_probs = logits.log_softmax(-1).gather(-1, ids[prompt:, None])[:, 0]
         losses.append(-(log_probs * advantages * mask).sum())
         tokens += int(mask.sum())
