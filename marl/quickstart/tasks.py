@@ -178,6 +178,8 @@ class SmudgedSums:
     )
     system, smudge = "Answer in a few words.", "[smudged]"
     says = "The answer is {}."
+    peer_template, instruction = "{agent} said: {text}", "So how many is that?"
+    """The runner's must be the same."""
     numbers = (2, 12)
 
     def problem(self, rng: random.Random, split: Split) -> Problem:
@@ -195,12 +197,19 @@ class SmudgedSums:
         return Problem(question, tuple(observations), a + b, abs(a - b), self.system)
 
     def warm_example(self, rng: random.Random) -> WarmExample:
-        """A first answer: right to a whole sum, a guess to a smudged one. Nothing of the second round is imitated."""
-        problem = self.problem(rng, "train")
-        text = rng.choice(problem.observations)
+        """First answers: right to a whole sum, a guess to a smudged one. Half of the time a second one follows, which is either
+        agent's first one by chance: whom to trust is not shown."""
+        problem, agent = self.problem(rng, "train"), rng.randrange(len(AGENTS))
+        answers = [self.says.format(self.first_answer(rng, text)) for text in problem.observations]
+        own = (problem.observations[agent], answers[agent])
+        if rng.random() < 0.5:
+            return WarmExample(own, self.system)
+        peer = f"{self.peer_template.format(agent=AGENTS[1 - agent], text=answers[1 - agent])} {self.instruction}"
+        return WarmExample((*own, peer, rng.choice(answers)), self.system)
+
+    def first_answer(self, rng: random.Random, text: str) -> int:
         seen = [int(word) for word in text.split() if word.isdigit()]
-        answer = sum(seen) if text == problem.question else seen[0] + rng.randint(*self.numbers)
-        return WarmExample((text, self.says.format(answer)), self.system)
+        return sum(seen) if len(seen) == 2 else seen[0] + rng.randint(*self.numbers)
 
 
 Task = SmudgedNote | SmudgedSums | SplitInformation | Game

@@ -37,13 +37,18 @@ def test_a_sum_is_whole_for_one_agent_and_held_out_by_its_words():
             assert [message["role"] for message in prompts["alice"]] == ["system", "user"]
 
 
-def test_of_a_sum_only_the_first_answer_is_imitated():
-    rng, task = random.Random(0), tasks.SmudgedSums()
-    for _ in range(200):
-        text, said = task.warm_example(rng).messages
+def test_the_imitated_answers_to_sums_do_not_show_whom_to_trust(compose_config):
+    rng, task, followed = random.Random(0), tasks.SmudgedSums(), []
+    for _ in range(1000):
+        text, said, *rest = task.warm_example(rng).messages
         numbers = [int(word) for word in text.split() if word.isdigit()]
-        answer = int(said.removeprefix("The answer is ").removesuffix("."))
-        assert answer == sum(numbers) if len(numbers) == 2 else 2 <= answer - numbers[0] <= 12
+        first = int(said.removeprefix("The answer is ").removesuffix("."))
+        assert first == sum(numbers) if len(numbers) == 2 else 2 <= first - numbers[0] <= 12
+        if rest and said not in rest[0]:
+            followed.append(rest[1] in rest[0])
+    assert len(followed) > 300 and 0.4 < sum(followed) / len(followed) < 0.6
+    runner = compose_config(name="smollm2").runner
+    assert (runner.peer_template, runner.separator, runner.instruction) == (task.peer_template, " ", task.instruction)
 
 
 def test_statements_are_either_for_training_or_for_testing():
