@@ -168,7 +168,9 @@ def of_run(source: Source, options: Sequence[str], words: Sequence[str]) -> Dict
         saved_settings.must_be_resolved(kept := saved_settings.allowed(kept))
         defaults = OmegaConf.to_container(base, resolve=True, enum_to_str=True)
         if missing := saved_settings.left_out(source.saved, words, defaults):
-            logger.warning("%s: settings of its run that hold only if you name them: %s", source.path, " ".join(missing))
+            logger.warning(
+                "%s: settings of its run that hold only if you name them: %s", source.path, " ".join(missing)
+            )
     try:
         merged = OmegaConf.merge(base, kept)
     except OmegaConfBaseException as error:

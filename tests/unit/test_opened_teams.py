@@ -108,7 +108,9 @@ def test_nothing_that_a_saved_run_brings_is_executed_or_read_from_the_environmen
     monkeypatch.setenv("STRANGE_SECRET", "correct-horse")
     source = saved()
     standard = {key: value_of(source.saved, key) for key in CODE} | {TOKENIZER: None, ATTENTION: "sdpa"}
-    (tmp_path / "mark.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')\n\ndef extract(text):\n    return text\n")
+    (tmp_path / "mark.py").write_text(
+        f"open({str(tmp_path / 'marker')!r}, 'w')\n\ndef extract(text):\n    return text\n"
+    )
     for key, value in CODE.items():
         put(source.saved, key, value)
     source.saved["controller"]["extractors"] = {"marl": f"{tmp_path / 'mark.py'}:extract"}
@@ -136,7 +138,10 @@ def test_a_saved_run_sends_nothing_to_a_server_that_nobody_named(saved, monkeypa
         source.saved["policies"]["judge"] = {"endpoint": endpoint}
         for policy in ("judge", "alice"):
             source.saved["policies"][policy] = {"endpoint": endpoint}
-            with pytest.raises(ConfigError, match=r"'policies.judge.endpoint=\{.*STRANGE_SECRET") as refused, team.opened(source):
+            with (
+                pytest.raises(ConfigError, match=r"'policies.judge.endpoint=\{.*STRANGE_SECRET") as refused,
+                team.opened(source),
+            ):
                 pass
         with pytest.raises(BlockingIOError):
             listener.accept()
