@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from marl.config.command_options import KEY, LOOPBACK
 from marl.serving.refusals import Refused, short
@@ -146,15 +147,8 @@ async def following(first: str, events: AsyncIterator[str]) -> AsyncIterator[str
 
 
 async def body_of(request: Request) -> Any:
-    read = bytearray()
-    async for part in request.stream():
-        read += part
-        if len(read) > LARGEST_BODY:
-            raise Refused(
-                413, f"the body has more than {LARGEST_BODY} bytes; expected a shorter conversation", "too_large"
-            )
     try:
-        body = json.loads(bytes(read).decode())
+        body = json.loads((await bytes_of(request)).decode())
         json.dumps(body, ensure_ascii=False).encode()  # JSON can hold half characters, which no answer could repeat
         return body
     except (ValueError, RecursionError) as error:
@@ -163,16 +157,34 @@ async def body_of(request: Request) -> Any:
         ) from None
 
 
+async def bytes_of(request: Request) -> bytes:
+    read = bytearray()
+    try:
+        async for part in request.stream():
+            read += part
+            if len(read) > LARGEST_BODY:
+                raise Refused(
+                    413, f"the body has more than {LARGEST_BODY} bytes; expected a shorter conversation", "too_large"
+                )
+    except ClientDisconnect:
+        raise gone() from None
+    return bytes(read)
+
+
+def gone() -> Refused:
+    return Refused(499, "the client is gone", "client_closed_request")
+
+
 async def unless_gone(request: Request, work: Any) -> Any:
     """The result of some work, which ends where the client is gone before it."""
-    working, gone = asyncio.create_task(work), asyncio.create_task(client_gone(request))
+    working, left = asyncio.create_task(work), asyncio.create_task(client_gone(request))
     try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, left}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise Refused(499, "the client is gone", "client_closed_request")
+            raise gone()
         return working.result()
     finally:
-        for task in (working, gone):
+        for task in (working, left):
             task.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await task

@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import socket
+import sys
 import time
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from transformers import LlamaConfig
 
 from marl.commands import chat, collect, evaluate, replay, serve
 from marl.config.errors import ConfigError
-from marl.config.external import VARIABLE, own_modules
+from marl.config.external import VARIABLE, find_own_modules, own_modules
 from marl.config.identity import leaves, plain_of, settings_of
 from marl.evaluation import evaluate as played, team
 from marl.evaluation.saved_settings import ALLOWED, allowed, is_allowed, word_of
@@ -151,6 +152,17 @@ def test_a_saved_run_sends_nothing_to_a_server_that_nobody_named(saved, monkeypa
     with pytest.raises(ConfigError, match="add policies.judge.model.path=org/elsewhere"):
         config_of(source)
     assert config_of(source, ["policies.judge.model.path=org/mine"]).policies.judge.model.path == "org/mine"
+
+
+def test_no_module_is_imported_from_a_runs_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["/elsewhere"])
+    (tmp_path / "run.json").touch()
+    find_own_modules()
+    assert sys.path == ["/elsewhere"]
+    (tmp_path / "run.json").unlink()
+    find_own_modules()
+    assert sys.path == [str(tmp_path), "/elsewhere"]
 
 
 def test_an_evaluation_does_not_score_by_other_rules_in_silence(tmp_path):

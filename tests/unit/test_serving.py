@@ -373,7 +373,8 @@ def test_a_request_that_is_never_sent_whole_is_ended(compose_config, monkeypatch
         assert post(url, "team/alice").status_code == 200
         for what, connection in halves.items():
             with connection, suppress(ConnectionResetError):
-                assert connection.recv(4096) == b"", what
+                rest = b"".join(iter(lambda: connection.recv(4096), b""))  # noqa: B023 - ends here, or times out
+                assert what == "next" or not rest, what
 
 
 def test_half_sent_requests_shut_nobody_out(compose_config, monkeypatch):
