@@ -20,6 +20,7 @@ from marl.cluster.stacks import LISTEN, listen
 from marl.config.determinism import is_strict
 from marl.config.engines import serves_vllm_on_cpu
 from marl.config.errors import ConfigError
+from marl.config.external import working_folder
 from marl.platform.cpu import PlatformCPUEngines
 from marl.platform.determinism import VARIABLE, environment_of, strict_operations
 from marl.run_setup import Setup
@@ -116,7 +117,7 @@ def run_environment(config: DictConfig) -> dict[str, str]:
         "MARL_PROCESS_GROUP_TIMEOUT": str(config.resources.process_group_timeout_s),
         "VERL_PLATFORM": use_platform(config.trainer.device, serves_vllm_on_cpu(config)),
         "VERL_USE_EXTERNAL_MODULES": ",".join(dict.fromkeys(["marl.platform.cpu", *modules])),
-        "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [*working_folder(), os.environ.get("PYTHONPATH")])),
     }
     environment |= environment_of(config)
     if config.trainer.device == "cpu":

@@ -23,7 +23,7 @@ from marl.config.errors import ConfigError
 from marl.config.external import naming_own, own_modules
 from marl.config.identity import content_of, located, plain_of, versions, with_absolute_paths
 from marl.config.overrides import hydra_overrides
-from marl.evaluation.own_code import must_be_scored_as_in_training
+from marl.evaluation.saved_settings import must_be_scored_as_in_training
 from marl.evaluation.source import Source, find
 from marl.main import exit_code, run_composed, shown_by
 from marl.preflight.prepare import prepare

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from marl.config.command_options import KEY, read, serve as serve_options
+from marl.config.command_options import KEY, LOOPBACK, read, serve as serve_options
 from marl.config.dataset_rows import file_list
 from marl.config.errors import ConfigError
 from marl.evaluation.source import Source, find, reads_examples
@@ -26,7 +26,6 @@ from marl.utils.quiet import quiet
 from marl.utils.secret_masking import hide, masked_logs
 
 logger = logging.getLogger(__name__)
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 BACKLOG = 2048
 BOUNDS: dict[str, Number] = {
     "port": count(0, 65535),
@@ -88,7 +87,7 @@ def serve(options: argparse.Namespace, words: Sequence[str]) -> None:
         host = stack.enter_context(hosted(team.loop))
         limits = Limits(options.max_concurrent, options.queue, options.timeout)
         service = Service(Player(team, options.data_source), host, limits)
-        listener = Listener(make_app(service, key))
+        listener = Listener(make_app(service, key, options.allow_host))
         listener.listen_to_signals()
         stack.callback(
             signal.signal, signal.SIGINT, signal.default_int_handler

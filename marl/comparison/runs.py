@@ -10,7 +10,7 @@ import yaml
 
 from marl.config.errors import ConfigError
 from marl.config.sweeps import is_swept
-from marl.preflight.unfinished import FINISHED, RUN, is_running, read_json, read_record
+from marl.preflight.unfinished import FINISHED, RUN, is_running, must_be_plain, read_json, read_record
 from marl.types import Metrics
 from marl.utils.folders import METRICS, STATE, whole_lines
 from marl.utils.near import did_you_mean
@@ -97,6 +97,7 @@ def below(folder: Path, depth: int) -> Iterator[Path]:
 
 def load(folder: Path) -> Run:
     """Raises ConfigError for a file that cannot be read."""
+    must_be_plain(folder)
     record = read_record(folder / RUN)
     if not isinstance(record["config"].get("trainer"), dict):
         raise ConfigError(

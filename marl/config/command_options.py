@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from marl.utils.near import did_you_mean
 
 KEY = "MARL_API_KEY"
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 SOURCE = "a run's folder, …/global_step_N of one, or a model's folder"
 KEYS = "Every other word is a key of the configuration, as in runner.num_rounds=3."
 EVALUATION = {
@@ -37,6 +38,10 @@ def serve() -> argparse.ArgumentParser:
     parser.add_argument(
         "--api-key-env", default=None, help=f"variable with the access key that requests bring; {KEY} if that is set"
     )
+    parser.add_argument(
+        "--allow-host", action="append", default=[], metavar="NAME",
+        help="another name than localhost that requests may be for without an access key; may be repeated",
+    )  # fmt: skip
     add_data_source(parser)
     return parser
 

@@ -19,7 +19,7 @@ INSTALLED = ("site-packages", "dist-packages")
 def find_own_modules() -> None:
     """Let the modules of the working folder be found, as ``python -m`` does, and end a run that names one that is not there."""
     if not {"", os.getcwd()} & set(sys.path):
-        sys.path.insert(0, os.getcwd())
+        sys.path[:0] = working_folder()
     if VARIABLE not in os.environ:
         return
     from marl.config.errors import ConfigError  # imports Hydra, which a help need not wait for
@@ -29,6 +29,11 @@ def find_own_modules() -> None:
     except ConfigError as error:
         sys.stderr.write(f"configuration error: {error}\n")
         sys.exit(2)
+
+
+def working_folder() -> list[str]:
+    """The working folder, whose modules are found; not that of a run, which may be somebody else's."""
+    return [] if Path("run.json").exists() or Path("trainer.json").exists() else [os.getcwd()]
 
 
 def check_modules(names: str) -> None:

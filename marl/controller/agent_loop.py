@@ -167,7 +167,7 @@ class LoopClient(PolicyClient):
             shared: dict[str, Any] = {"task": task, "session": session, "seed": seed, "sampling": sampling}
             return await super().act(agent, observation, round, previous, max_prompt_length=max_prompt_length, **shared)
         who = f"the agent loop of agent {agent!r} in round {round}"
-        plain = self.encode(agent, observation, round, None, max_prompt_length)
+        plain = await self.encoded(agent, observation, round, None, max_prompt_length)
         server = LoopServer(self, who, session, seed, sampling["max_tokens"], plain, max_prompt_length)
         asked, stops = self.split_stops(plain, sampling)
         params = {key: value for key, value in asked.items() if key != "max_tokens"}

@@ -26,6 +26,7 @@ THOUGHT, ANSWER = "MARLTHOUGHT", "MARLANSWER"
 WHY: list[Message] = [{"role": "user", "content": "why"}]
 PAD = "\v"
 """Whitespace that no template produces."""
+PADDED = re.compile(rf"({PAD}?){MARKS.pattern}({PAD}?)")
 
 
 @dataclass(frozen=True)
@@ -224,10 +225,9 @@ class ChatEncoder:
 
     def _trims(self, roles: tuple[str, ...]) -> list[tuple[bool, bool]]:
         """See :class:`Frame`."""
-        marks = [MARK.format(index=i) for i in range(len(roles))]
-        padded = [{"role": role, "content": f"{PAD}{mark}{PAD}"} for role, mark in zip(roles, marks, strict=True)]
-        rendered = self._render(padded)
-        return [(f"{PAD}{mark}" not in rendered, f"{mark}{PAD}" not in rendered) for mark in marks]
+        padded = [{"role": role, "content": f"{PAD}{MARK.format(index=i)}{PAD}"} for i, role in enumerate(roles)]
+        shown = {int(found[2]): (not found[1], not found[3]) for found in PADDED.finditer(self._render(padded))}
+        return [shown[index] for index in range(len(roles))]
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
         return self.tokenizer.apply_chat_template(

@@ -1,5 +1,6 @@
 """One policy's side of generation: an observation becomes ids, a request to the policy's servers, and a turn."""
 
+import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,6 +22,10 @@ SEEDS = {"sglang": ("sampling_seed", 2**31 - 1)}
 
 READS_NO_TEXT = frozenset({"sglang"})
 """Backends whose servers see only ids, as verl starts them (``skip_tokenizer_init``): they reject stop strings, or crash on them."""
+
+
+LONG = 20_000
+"""Characters and messages of an observation whose encoding takes some hundredths of a second or more."""
 
 
 class BadAnswer(ValueError):
@@ -91,7 +96,7 @@ class PolicyClient:
     ) -> Turn:
         """Generate one turn. Raises ContextOverflow for an observation longer than ``max_prompt_length`` tokens, BadAnswer for
         what is no turn."""
-        prompt_ids = self.encode(agent, observation, round, previous, max_prompt_length)
+        prompt_ids = await self.encoded(agent, observation, round, previous, max_prompt_length)
         asked, stops = self.split_stops(prompt_ids, sampling)
         output = await self.request(session, prompt_ids, asked, seed)
         who = f"the server of policy {self.policy!r} answered agent {agent!r} in round {round}"
@@ -151,6 +156,12 @@ class PolicyClient:
             return False
         before, after = self.tokenizer.decode(ids[:-1]), self.tokenizer.decode(ids)
         return any(stop in after and stop not in before for stop in ([stops] if isinstance(stops, str) else stops))
+
+    async def encoded(self, agent: AgentId, observation: list[Message], *further: Any) -> list[int]:
+        """``encode``, in a thread where it takes long, so that others' turns, deadlines and cancellations go on."""
+        if sum(len(message["content"]) for message in observation) + len(observation) < LONG:
+            return self.encode(agent, observation, *further)
+        return await asyncio.to_thread(self.encode, agent, observation, *further)
 
     def encode(
         self, agent: AgentId, observation: list[Message], round: int, previous: Turn | None, max_prompt_length: int

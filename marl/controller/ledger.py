@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 
 from marl.config.identity import code_fingerprint
 from marl.types import Score, Turn
+from marl.utils.plain_files import opener
 from marl.utils.plain_json import encoded
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Ledger:
         try:
             self._close_file()
             folder.mkdir(parents=True, exist_ok=True)
-            self.file = open(folder / f"{socket.gethostname()}_{os.getpid()}.jsonl", "ab", buffering=0)  # noqa: SIM115 - open for the whole step
+            self.file = open(folder / f"{socket.gethostname()}_{os.getpid()}.jsonl", "ab", 0, opener=opener)  # noqa: SIM115 - open for the whole step
             if self.file.tell():
                 self.file.write(b"\n")  # what a killed process of this number was writing ends here
         except OSError as error:

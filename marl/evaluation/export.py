@@ -13,7 +13,7 @@ from typing import Any
 from safetensors import safe_open
 
 from marl.config.errors import ConfigError
-from marl.preflight.unfinished import RUN
+from marl.preflight.unfinished import RUN, must_be_plain
 from marl.utils import folders
 from marl.utils.manifest import Damaged
 from marl.utils.near import did_you_mean
@@ -45,6 +45,7 @@ class Saved:
 
 def checkpoint_of(run: Path, step: int | None) -> Path:
     """A run's checkpoint of a step, or its newest; whole. Raises ConfigError where there is none."""
+    must_be_plain(run.parent if folders.STEP.fullmatch(run.name) else run)
     if folders.STEP.fullmatch(run.name) and step is None:
         return whole(run)
     found = dict(folders.numbered(run)) if run.is_dir() else {}
@@ -144,7 +145,7 @@ def add_tokenizer(folder: Path, base: str) -> None:
     if not any(folder.glob("tokenizer*")):
         from transformers import AutoTokenizer
 
-        AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(base, trust_remote_code=False).save_pretrained(folder)
 
 
 def name_dtype(folder: Path) -> None:
@@ -164,7 +165,7 @@ def merge_adapter(adapter: Path, base: str, folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+        model = AutoModelForCausalLM.from_pretrained(base, dtype="auto", trust_remote_code=False)
     except (OSError, ValueError) as error:
         line = str(error).splitlines()[0]
         raise ConfigError(

@@ -16,7 +16,7 @@ from marl.config.overrides import hydra_overrides
 from marl.config.schema import AgentConfig
 from marl.controller.recorded_ledger import has_step
 from marl.preflight.run_folder import RUN, family_of
-from marl.preflight.unfinished import read_record
+from marl.preflight.unfinished import must_be_plain, read_record
 from marl.utils import folders, manifest
 from marl.utils.folders import METRICS, whole_lines
 from marl.utils.manifest import Damaged
@@ -42,6 +42,7 @@ class RecordedRun:
         ``rl``: its servers played its references, or it has no turns."""
         if not (folder / RUN).is_file():
             raise ConfigError(f"{folder} holds no {RUN}: expected the folder of a run, as in outputs/quickstart/latest")
+        must_be_plain(folder)
         run = cls(folder, read_record(folder / RUN))
         method = run.settings["method"]["name"] if "method" in run.settings else "rl"  # which older runs do not name
         if method != "rl":

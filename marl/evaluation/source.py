@@ -9,7 +9,7 @@ from typing import Any
 from marl.config.errors import ConfigError
 from marl.modules.pretrained import WEIGHTS
 from marl.preflight.run_folder import family_of, read_identity
-from marl.preflight.unfinished import RUN, is_running
+from marl.preflight.unfinished import RUN, is_running, must_be_plain
 from marl.utils import folders
 from marl.utils.manifest import Damaged
 from marl.utils.registry import did_you_mean
@@ -77,6 +77,7 @@ def of_checkpoint(path: Path, word: str) -> Source:
         near = min(steps, key=lambda step: abs(step - wanted), default=None)
         hint = "" if near is None else f" Did you mean global_step_{near}? There are: {', '.join(map(str, steps))}."
         raise ConfigError(f"{word}: no such checkpoint.{hint} Expected …/global_step_N of a run")
+    must_be_plain(path.parent)
     try:
         facts = folders.checked(path, family=None)
     except (Damaged, OSError) as error:
@@ -88,6 +89,7 @@ def of_checkpoint(path: Path, word: str) -> Source:
 
 def of_run(path: Path, word: str) -> Source:
     """The newest whole checkpoint of a run, which may still be training."""
+    must_be_plain(path)
     writing = is_running(path)
     found, refused = folders.newest_valid(path, family_of(path))
     for name, why in refused.items():

@@ -3,9 +3,9 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -27,7 +27,7 @@ from marl.config.schema import Placement
 from marl.controller.controller import Controller
 from marl.controller.policy_map import PolicyMap
 from marl.controller.tasks import validation_tasks
-from marl.evaluation import own_code
+from marl.evaluation import saved_settings
 from marl.evaluation.load import saved_state, saved_weights
 from marl.evaluation.source import Source
 from marl.modules.pretrained import load_config
@@ -40,6 +40,7 @@ from marl.utils.deadlines import interrupted_after
 logger = logging.getLogger(__name__)
 ALONE = "solo"
 """The one agent of a plain model's team."""
+SHARED_MODEL = "actor_rollout_ref.model.path"
 LENGTHS = ("max_prompt_length", "max_response_length")
 
 
@@ -110,14 +111,15 @@ def config_of(source: Source, words: Sequence[str] = ()) -> DictConfig:
         config.actor_rollout_ref.model.path = str(source.path)
     else:
         must_fit_a_run(source, options)
-        config = of_run(source if source.untrained else without_own_code(source, words), options)
+        config = of_run(source, options, words)
     with open_dict(config):
         answers_alone(config)
-        if source.step is not None:
-            take_weights(config, source)
+        served = take_weights(config, source) if source.step is not None else None
         if source.saved is not None:
             config.data.columns = None  # its files were converted; others have verl's columns
         changed(config, [word for word in words if word not in options])
+        if served is not None:
+            must_have_weights(config, source, served, words)
         if source.saved is None:
             fit_context(config, words)
         config.data.train_files = config.data.val_files  # which nobody reads
@@ -133,15 +135,6 @@ def must_fit_a_run(source: Source, options: Sequence[str]) -> None:
                 f"{word}: {source.path} is opened with the settings that it was saved with; name single keys, as in "
                 "trainer.device=cpu actor_rollout_ref.rollout.name=hf"
             )
-
-
-def without_own_code(source: Source, words: Sequence[str]) -> Source:
-    """The source without the settings that execute code of its own; says which are left out."""
-    missing = own_code.left_out(source.saved, words)
-    if missing:
-        listed = " ".join(f"{key}={value}" for key, value in missing.items())
-        logger.warning("%s: %s of its run would execute code, and is left out; name it to use it", source.path, listed)
-    return replace(source, saved=own_code.without_code(source.saved))
 
 
 def is_option(word: str) -> bool:
@@ -161,14 +154,23 @@ def composed(words: Sequence[str]) -> DictConfig:
         return compose("marl", overrides=hydra_overrides(["learner=grpo", "credit=own", *words]))
 
 
-def of_run(source: Source, options: Sequence[str]) -> DictConfig:
-    """The saved settings in the types of this version; method, learner and credit train, and are left out. Raises ConfigError for
-    settings that this version does not know."""
+def of_run(source: Source, options: Sequence[str], words: Sequence[str]) -> DictConfig:
+    """The saved settings in the types of this version, those of a run's folder as far as they are allowed; method, learner and credit
+    train, and are left out. Raises ConfigError for settings that this version does not know."""
     named = {word.partition("=")[0] for word in options}
     kept = {key: value for key, value in source.saved.items() if key not in {"method", "learner", "credit", *named}}
-    runner = [] if "runner" in named else [f"runner={source.saved['runner']['name']}"]
-    base = composed(["agents=schema", *runner, *options])
+    if not str(name := source.saved["runner"]["name"]).isidentifier():
+        raise ConfigError(f"{source.path}: runner.name={name!r:.80}: expected the name of a runner")
+    runner = [] if "runner" in named else [f"runner={name}"]
+    base = composed(["agents=schema", f"hardware={hardware_of(source.saved)}", *runner, *options])
     OmegaConf.set_struct(base, False)
+    if not source.untrained:
+        saved_settings.must_be_resolved(kept := saved_settings.allowed(kept))
+        defaults = OmegaConf.to_container(base, resolve=True, enum_to_str=True)
+        if missing := saved_settings.left_out(source.saved, words, defaults):
+            logger.warning(
+                "%s: settings of its run that hold only if you name them: %s", source.path, " ".join(missing)
+            )
     try:
         merged = OmegaConf.merge(base, kept)
     except OmegaConfBaseException as error:
@@ -178,6 +180,13 @@ def of_run(source: Source, options: Sequence[str]) -> DictConfig:
         ) from None
     OmegaConf.set_struct(merged, True)
     return merged  # type: ignore[return-value]
+
+
+def hardware_of(saved: Mapping[str, Any]) -> str:
+    """The option of ours that a run's engine and device stand for."""
+    if saved["trainer"]["device"] != "cpu":
+        return "gpu"
+    return "cpu_vllm" if saved["actor_rollout_ref"]["rollout"]["name"] == "vllm" else "cpu"
 
 
 def answers_alone(config: DictConfig) -> None:
@@ -199,9 +208,10 @@ def answers_alone(config: DictConfig) -> None:
         pool.critics = []
 
 
-def take_weights(config: DictConfig, source: Source) -> None:
-    """Let every policy that the run trained be served from the checkpoint's whole model, adapters merged into it."""
-    trained, served = saved_state(str(source.path))["policies"], []
+def take_weights(config: DictConfig, source: Source) -> dict[str, str]:
+    """Let every policy that the run trained be served from the checkpoint's whole model, adapters merged into it; returns these
+    models by policy."""
+    trained, served = saved_state(str(source.path))["policies"], {}
     hosted = hosted_policies(config)
     for name in hosted:
         if name not in trained or not (source.path / name).exists():  # nobody trained it
@@ -213,11 +223,32 @@ def take_weights(config: DictConfig, source: Source) -> None:
             "lora_adapter_path": None,
         }
         config.policies[name] = OmegaConf.merge(own, {"model": weights})
-        served.append(weights["path"])
+        served[name] = weights["path"]
     if served and len(served) == len(hosted):  # the base that was trained need not be on this machine
-        config.actor_rollout_ref.model.path, config.actor_rollout_ref.ref.model.path = served[0], None
+        config.actor_rollout_ref.model.path, config.actor_rollout_ref.ref.model.path = next(iter(served.values())), None
     config.actor_rollout_ref.model.lora_rank, config.actor_rollout_ref.model.lora_adapter_path = 0, None
     config.sharing = None
+    return served
+
+
+def must_have_weights(config: DictConfig, source: Source, served: Collection[str], words: Sequence[str]) -> None:
+    """Raise ConfigError for a policy that the checkpoint has no weights of: where else its run found its answers is not followed, for
+    it would be a server that reads conversations and a key, or a model elsewhere."""
+    for name in hosted_policies(config):
+        key = f"policies.{name}.model.path"
+        if name in served or saved_settings.is_named(key, words) or saved_settings.is_named(SHARED_MODEL, words):
+            continue
+        own = (source.saved.get("policies") or {}).get(name) or {}
+        if own.get("endpoint"):
+            raise ConfigError(
+                f"{source.path}: a server elsewhere answers for policy {name!r}, which reads the conversations and the access key that it "
+                f"asks for; it is asked only if you name it: add {saved_settings.word_of(f'policies.{name}.endpoint', own['endpoint'])}"
+            )
+        path = (own.get("model") or {}).get("path") or source.saved["actor_rollout_ref"]["model"]["path"]
+        raise ConfigError(
+            f"{source.path}: no weights of policy {name!r} in it, and a model elsewhere is loaded only if you name it: add "
+            f"{saved_settings.word_of(key, path)}"
+        )
 
 
 def changed(config: DictConfig, words: Sequence[str]) -> None:

@@ -25,10 +25,12 @@ from marl.preflight.unfinished import (
     go_on_with,
     identity_in,
     mark_finished,
+    must_be_plain,
     read_record,
 )
 from marl.utils import folders
 from marl.utils.manifest import Damaged, replace_text
+from marl.utils.plain_files import opener
 from marl.utils.secret_masking import masked_text
 
 logger = logging.getLogger(__name__)
@@ -80,7 +82,8 @@ def claimed(config: Any) -> Iterator[Path]:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / LOCK, "a+") as file:
+    must_be_plain(folder)
+    with open(folder / LOCK, "a+", opener=opener) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

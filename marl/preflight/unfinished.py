@@ -14,8 +14,9 @@ from omegaconf import open_dict
 
 from marl.config.errors import ConfigError
 from marl.config.identity import comparable, refused
-from marl.utils import folders
+from marl.utils import folders, plain_files
 from marl.utils.manifest import replace_text
+from marl.utils.plain_files import NotPlain, opener
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,8 @@ def record_of_finished(folder: Path) -> dict[str, Any] | None:
 def identity_in(folder: Path, so: str = "") -> dict[str, Any] | None:
     """``run.json`` of a folder; None for one that cannot be read, with a warning where that has a consequence, ``so``."""
     try:
-        record: dict[str, Any] = json.loads((folder / RUN).read_text())
+        with open(folder / RUN, encoding="utf-8", opener=opener) as file:
+            record: dict[str, Any] = json.load(file)
         comparable(record)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if so:
@@ -107,7 +109,8 @@ def read_record(path: Path) -> dict[str, Any]:
 def read_json(path: Path) -> Any:
     """The content of a file that a run wrote. Raises ConfigError where it is not JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        with open(path, encoding="utf-8", opener=opener) as file:
+            return json.load(file)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path}: cannot be read ({error}); expected the file that a run writes: restore it"
@@ -136,10 +139,18 @@ def differing(
     return refused(saved, new, changes) | {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
+def must_be_plain(folder: Path) -> None:
+    """Raise ConfigError for a link or a pipe among what a run's folder holds of ours."""
+    try:
+        plain_files.must_be_plain(folder)
+    except NotPlain as error:
+        raise ConfigError(str(error)) from None
+
+
 def is_running(folder: Path) -> bool:
     """True if another process holds the folder, or, with a warning, if that cannot be known, as on a file system without locks."""
     try:
-        with open(folder / LOCK) as file:
+        with open(folder / LOCK, opener=opener) as file:
             fcntl.flock(
                 file, fcntl.LOCK_SH | fcntl.LOCK_NB
             )  # which a file that is open for reading may take on NFS, too

@@ -13,6 +13,7 @@ from typing import Any
 from marl.report.turn_numbers import Numbers
 from marl.types import Episode, Score, Task, Turn
 from marl.utils.manifest import sync_folder
+from marl.utils.plain_files import opener
 from marl.utils.secret_masking import masked_text
 
 TURN = (
@@ -98,7 +99,7 @@ def write(
     path = Path(folder) / f"{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     written = lines(episodes, step, numbers)
-    with open(path, "w", encoding="utf-8") as file:
+    with open(path, "w", encoding="utf-8", opener=opener) as file:
         file.writelines(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in written)
         file.flush()
         os.fsync(file.fileno())  # as the checkpoint after it, whose run will not write it again

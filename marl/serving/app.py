@@ -4,24 +4,35 @@ import asyncio
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
-from marl.serving.refusals import Refused
+from marl.config.command_options import KEY, LOOPBACK
+from marl.serving.refusals import Refused, short
 from marl.serving.service import OTHER, Service
 
 LARGEST_BODY = 8 << 20
 """Bytes of a request that are read."""
 
 
-def make_app(service: Service, api_key: str | None = None) -> FastAPI:
-    """``api_key``: what requests must bring; None asks for none. Health is open to all."""
-    app, started = FastAPI(title="marl serve", docs_url=None, redoc_url=None, openapi_url=None), int(time.time())
+def make_app(service: Service, api_key: str | None = None, hosts: Collection[str] = ()) -> FastAPI:
+    """``api_key``: what requests must bring, health alone excepted; without one they must be for this machine, or one of ``hosts``."""
+
+    app = FastAPI(
+        title="marl serve",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        dependencies=[Depends(guard(api_key, hosts))],
+    )
+    started = int(time.time())
 
     @app.exception_handler(Refused)
     async def refused(request: Request, error: Refused) -> JSONResponse:
@@ -30,7 +41,7 @@ def make_app(service: Service, api_key: str | None = None) -> FastAPI:
     @app.exception_handler(HTTPException)
     async def no_such_path(request: Request, error: HTTPException) -> JSONResponse:
         return answer_of(
-            Refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}; expected {PATHS}")
+            Refused(error.status_code, f"{request.method} {short(request.url.path)}: {error.detail}; expected {PATHS}")
         )
 
     @app.get("/health")
@@ -38,29 +49,39 @@ def make_app(service: Service, api_key: str | None = None) -> FastAPI:
         return JSONResponse({"status": service.failed or "ok"}, 503 if service.failed else 200)
 
     @app.get("/metrics")
-    async def metrics(request: Request) -> Response:
-        must_be_allowed(request, api_key)
+    async def metrics() -> Response:
         return Response(service.measures.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/v1/models")
-    async def models(request: Request) -> Any:
-        must_be_allowed(request, api_key)
+    async def models() -> Any:
         return {"object": "list", "data": [model_of(service, name, started) for name in service.player.models]}
 
     @app.get("/v1/models/{name:path}")
-    async def model(request: Request, name: str) -> Any:
-        must_be_allowed(request, api_key)
+    async def model(name: str) -> Any:
         if name not in service.player.models:
             known = ", ".join(service.player.models)
-            raise Refused(404, f"model={name!r}: no such model; expected one of {known}", "model_not_found", "model")
+            raise Refused(
+                404, f"model={short(repr(name))}: no such model; expected one of {known}", "model_not_found", "model"
+            )
         return model_of(service, name, started)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Any:
-        must_be_allowed(request, api_key)
         return await complete(service, request)
 
     return app
+
+
+def guard(api_key: str | None, hosts: Collection[str]) -> Callable[[Request], Awaitable[None]]:
+    """A check of every request to a path that there is. Raises Refused."""
+
+    async def allowed(request: Request) -> None:
+        if api_key is None:
+            must_be_for_this_machine(request, {*LOOPBACK, *hosts})
+        elif request.url.path != "/health":
+            must_bring(request, api_key)
+
+    return allowed
 
 
 PATHS = "POST /v1/chat/completions, GET /v1/models, /health or /metrics"
@@ -71,9 +92,28 @@ def answer_of(error: Refused) -> JSONResponse:
     return JSONResponse(error.body(), error.status, headers=headers)
 
 
-def must_be_allowed(request: Request, api_key: str | None) -> None:
-    if api_key is None:
-        return
+def must_be_for_this_machine(request: Request, names: Collection[str]) -> None:
+    """Raise Refused for what a page of the web sends through the browser of whoever serves: the page's name stands in its headers,
+    whatever address that name leads to."""
+    origin = request.headers.get("origin")
+    for header, host in (("Host", request.headers.get("host", "")), ("Origin", origin and origin.partition("//")[2])):
+        if host is not None and name_of(host) not in names:
+            raise Refused(
+                403,
+                f"{header}: {short(origin if header == 'Origin' else host)}: without an access key, requests are answered for "
+                f"{', '.join(sorted(names))} alone; serve with --allow-host NAME, or with {KEY} set",
+                "host_not_allowed",
+            )
+
+
+def name_of(host: str) -> str | None:
+    """The name or address of a ``host:port``."""
+    with suppress(ValueError):
+        return urlsplit(f"//{host}").hostname
+    return None
+
+
+def must_bring(request: Request, api_key: str) -> None:
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), api_key.encode()):
         raise Refused(401, "no valid access key; send Authorization: Bearer <key>", "invalid_api_key")
@@ -107,15 +147,8 @@ async def following(first: str, events: AsyncIterator[str]) -> AsyncIterator[str
 
 
 async def body_of(request: Request) -> Any:
-    read = bytearray()
-    async for part in request.stream():
-        read += part
-        if len(read) > LARGEST_BODY:
-            raise Refused(
-                413, f"the body has more than {LARGEST_BODY} bytes; expected a shorter conversation", "too_large"
-            )
     try:
-        body = json.loads(bytes(read).decode())
+        body = json.loads((await bytes_of(request)).decode())
         json.dumps(body, ensure_ascii=False).encode()  # JSON can hold half characters, which no answer could repeat
         return body
     except (ValueError, RecursionError) as error:
@@ -124,16 +157,34 @@ async def body_of(request: Request) -> Any:
         ) from None
 
 
+async def bytes_of(request: Request) -> bytes:
+    read = bytearray()
+    try:
+        async for part in request.stream():
+            read += part
+            if len(read) > LARGEST_BODY:
+                raise Refused(
+                    413, f"the body has more than {LARGEST_BODY} bytes; expected a shorter conversation", "too_large"
+                )
+    except ClientDisconnect:
+        raise gone() from None
+    return bytes(read)
+
+
+def gone() -> Refused:
+    return Refused(499, "the client is gone", "client_closed_request")
+
+
 async def unless_gone(request: Request, work: Any) -> Any:
     """The result of some work, which ends where the client is gone before it."""
-    working, gone = asyncio.create_task(work), asyncio.create_task(client_gone(request))
+    working, left = asyncio.create_task(work), asyncio.create_task(client_gone(request))
     try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, left}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise Refused(499, "the client is gone", "client_closed_request")
+            raise gone()
         return working.result()
     finally:
-        for task in (working, gone):
+        for task in (working, left):
             task.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await task

@@ -4,14 +4,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from marl.serving.refusals import Refused, wrong
+from marl.serving.refusals import TOO_LONG, Refused, short, wrong
 from marl.types import Message
 from marl.utils.numbers import TOP_K, TOP_P, Number, count
 from marl.utils.registry import did_you_mean
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 LARGEST_N = 128
-MOST_STOPS = 16
+MOST_MESSAGES = 4096
+MOST_STOPS, LONGEST_STOP = 16, 1000
+CHARACTERS_PER_TOKEN = 32
+"""More than any text has: a longer one is refused before it is encoded."""
 SAMPLING = {"temperature": Number(0, 2), "top_p": TOP_P, "top_k": TOP_K}
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -56,10 +59,10 @@ def read_request(body: Any, longest: Mapping[str, int]) -> ChatRequest:
     refuse_unknown(given)
     model = given.get("model")
     if not isinstance(model, str) or model not in longest:
-        hint = did_you_mean(str(model), longest)
+        hint = did_you_mean(model, longest) if isinstance(model, str) else ""
         raise Refused(
             404,
-            f"model={model!r}: no such model;{hint} expected one of {', '.join(longest)}",
+            f"model={short(repr(model))}: no such model;{hint} expected one of {', '.join(longest)}",
             "model_not_found",
             "model",
         )
@@ -86,19 +89,37 @@ def refuse_unknown(given: Mapping[str, Any]) -> None:
         if key not in (*READ, *NEUTRAL, *UNREAD):
             hint = did_you_mean(key, READ)
             raise Refused(
-                400, f"{key}: unknown field;{hint} expected some of {', '.join(READ)}", "unknown_parameter", key
+                400, f"{short(key)}: unknown field;{hint} expected some of {', '.join(READ)}", "unknown_parameter", key
             )
 
 
 def messages_of(messages: Any) -> list[Message]:
     if not isinstance(messages, list) or not messages:
         raise wrong("messages", messages, "a list of at least one message {'role': 'user', 'content': '…'}")
+    if len(messages) > MOST_MESSAGES:
+        raise too_long(f"{len(messages)} messages", f"at most {MOST_MESSAGES}")
     read = [message_of(message, f"messages[{i}]") for i, message in enumerate(messages)]
     if read[-1]["role"] != "user":
         raise wrong("messages[-1].role", messages[-1]["role"], "user: the last message is what the team answers")
     if not read[-1]["content"].strip():
         raise wrong("messages[-1].content", read[-1]["content"], "a question")
     return read
+
+
+def must_be_readable(messages: Sequence[Message], max_prompt_length: int) -> None:
+    """Raise Refused for texts that are too long for so many tokens, whatever the tokenizer."""
+    size, most = sum(len(message["content"]) for message in messages), max_prompt_length * CHARACTERS_PER_TOKEN
+    if size > most:
+        tokens = (
+            f"{max_prompt_length} tokens (data.max_prompt_length), and of {CHARACTERS_PER_TOKEN} characters for each"
+        )
+        raise too_long(f"{size} characters", f"a conversation of at most {tokens}")
+
+
+def too_long(given: str, expected: str) -> Refused:
+    return Refused(
+        400, f"messages: {given}, the conversation is too long for the team; expected {expected}", TOO_LONG, "messages"
+    )
 
 
 def message_of(message: Any, where: str) -> Message:
@@ -135,9 +156,14 @@ def sampling_of(given: Mapping[str, Any], longest: int) -> dict[str, Any]:
 
 def stops_of(stop: Any) -> list[str]:
     stops: Sequence[Any] = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(isinstance(s, str) and s for s in stops):
-        raise wrong("stop", stop, f"a text, or a list of at most {MOST_STOPS} texts, none of them empty")
+    if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(map(is_stop, stops)):
+        expected = f"a text, or a list of at most {MOST_STOPS} texts, each of 1 to {LONGEST_STOP} characters"
+        raise wrong("stop", stop, expected)
     return list(stops)
+
+
+def is_stop(text: Any) -> bool:
+    return isinstance(text, str) and 0 < len(text) <= LONGEST_STOP
 
 
 def number(given: Mapping[str, Any], key: str, bound: Number, default: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 from uuid import uuid4
 
 from marl.config.dataset_rows import file_list, rows_of
+from marl.config.endpoints import hosted_policies
 from marl.config.policies import own_settings, policies_by_agent
 from marl.evaluation.team import Team
 from marl.rewards import answer_rules
@@ -29,6 +30,8 @@ class Player:
         self.controller, self.config, self.step = team.controller, team.setup.config, team.step
         self.agents = list(self.config.agents)
         self.models: dict[str, list[AgentId]] = {TEAM: self.agents} | {f"{TEAM}/{name}": [name] for name in self.agents}
+        self.max_prompt_length = self.config.data.max_prompt_length if hosted_policies(self.config) else None
+        """None where servers elsewhere read all prompts, within limits of their own."""
         self.source = data_source or source_of(self.config)
         self.rules = answer_rules(self.config)
         self.alone = RUNNERS.get("single_turn")(RUNNERS.get("single_turn").Config(name="single_turn"))

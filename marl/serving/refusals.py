@@ -2,13 +2,20 @@
 
 from typing import Any
 
+LONGEST_MESSAGE = 2000
+"""Characters of an error, which may quote what a request holds."""
+
+
+def short(text: str, most: int = 80) -> str:
+    return text if len(text) <= most else f"{text[:most]}…"
+
 
 class Refused(Exception):
     """An HTTP status and the error that goes with it."""
 
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.code, self.param = status, code, param
+        super().__init__(short(message, LONGEST_MESSAGE))
+        self.status, self.code, self.param = status, code, param and short(param)
 
     @property
     def kind(self) -> str:
@@ -25,5 +32,4 @@ KINDS = {401: "authentication_error", 429: "rate_limit_error", 504: "timeout_err
 
 def wrong(key: str, value: Any, expected: str) -> Refused:
     """A field that holds what it cannot."""
-    text = repr(value)
-    return Refused(400, f"{key}={text[:80]}{'…' * (len(text) > 80)}: expected {expected}", "invalid_value", key)
+    return Refused(400, f"{short(key)}={short(repr(value))}: expected {expected}", "invalid_value", key)

@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 from marl.cluster.failures import GroupFailed
 from marl.serving import chat_reply
 from marl.serving.chat_reply import Head
-from marl.serving.chat_request import ChatRequest, read_request
+from marl.serving.chat_request import ChatRequest, must_be_readable, read_request
 from marl.serving.gate import Gate
 from marl.serving.host import Host
 from marl.serving.measures import Measures
@@ -49,7 +49,10 @@ class Service:
         """Reason why no request can be answered any more."""
 
     def read(self, body: Any) -> ChatRequest:
-        return read_request(body, self.player.longest)
+        request = read_request(body, self.player.longest)
+        if self.player.max_prompt_length is not None:
+            must_be_readable(request.messages, self.player.max_prompt_length)
+        return request
 
     async def complete(self, request: ChatRequest) -> dict[str, Any]:
         """The whole answer. Raises Refused."""

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Hashable
+from threading import Lock
 from typing import TypeVar
 
 from cachetools import LRUCache
@@ -18,14 +19,17 @@ def cached_by_bytes(
 ) -> Callable[..., T]:
     """The function with a least-recently-used cache of ``limit`` bytes; larger results are never cached."""
     cache: LRUCache = LRUCache(limit, getsizeof=lambda entry: entry[1])
+    lock = Lock()  # long texts are encoded in threads
 
     def cached(*key: Hashable) -> T:
-        entry = cache.get(key)
+        with lock:
+            entry = cache.get(key)
         if entry is None:
             result = function(*key)
             entry = result, size_of(result) + sum(map(sys.getsizeof, key)) + ENTRY_BYTES
             if entry[1] <= limit:
-                cache[key] = entry
+                with lock:
+                    cache[key] = entry
         return entry[0]
 
     return cached

@@ -12,6 +12,7 @@ from typing import Any
 
 from marl.utils.manifest import MANIFEST, Damaged, facts_of, replace_text, seal, sync_folder, verify
 from marl.utils.pickles import foreign_names
+from marl.utils.plain_files import opener
 
 STEP = re.compile(r"global_step_(\d+)")
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -82,7 +83,8 @@ def read_state(folder: Path) -> dict[str, Any]:
     path = folder / STATE
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no {STATE}: not a checkpoint of this project, or an incomplete one")
-    return json.loads(path.read_text())
+    with open(path, encoding="utf-8", opener=opener) as file:
+        return json.load(file)
 
 
 def complete(root: Path) -> list[Path]:
@@ -149,5 +151,5 @@ def prune(root: Path, keep_last: int | None, best: Collection[int] = (), whole: 
 def whole_lines(path: Path) -> Iterator[bytes]:
     """The lines of a file, one at a time, however large it is; one that is still written is left out."""
     if path.is_file():
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=opener) as file:
             yield from (line for line in file if line.endswith(b"\n"))

@@ -10,6 +10,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from marl.utils.plain_files import is_plain, opener
+
 MANIFEST = "manifest.json"
 FORMAT = 1
 PIECE = 1 << 20
@@ -65,7 +67,8 @@ def _own_digest(content: Mapping[str, Any]) -> str:
 def facts_of(folder: Path) -> dict[str, Any]:
     """The manifest of a folder. Raises Damaged where there is none, or another one than was written."""
     try:
-        content = json.loads((folder / MANIFEST).read_text())
+        with open(folder / MANIFEST, encoding="utf-8", opener=opener) as file:
+            content = json.load(file)
         own = content.pop("sha256")
     except FileNotFoundError:
         raise Damaged(
@@ -91,6 +94,8 @@ def verify(folder: Path) -> dict[str, Any]:
 
 def _differences(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     found = {str(path.relative_to(folder)): path for path in files_in(folder)}
+    odd = (path for path in folder.rglob("*") if not is_plain(path))
+    yield from ((str(path.relative_to(folder)), "is a link, or no file") for path in odd)
     yield from ((name, "is missing") for name in sorted(set(files) - set(found)))
     yield from ((name, f"is not in its {MANIFEST}: move it elsewhere") for name in sorted(set(found) - set(files)))
     for name, wanted in files.items():
@@ -110,7 +115,7 @@ def _digest(path: Path, *_unchanged: int) -> str:
 def replace_text(path: Path, text: str, half: Path | None = None) -> None:
     """Write a file whole or not at all. ``half``: its name until then, by default one beside it."""
     temporary = half or path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
+    with open(temporary, "w", encoding="utf-8", opener=opener) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -14,6 +14,7 @@ from verl.utils.tracking import Tracking
 
 from marl.utils.folders import METRICS
 from marl.utils.manifest import replace_text, sync_folder
+from marl.utils.plain_files import opener
 from marl.utils.secret_masking import masked_text
 
 MLFLOW = "mlflow.db"
@@ -34,7 +35,7 @@ class MetricsFile:
     def log(self, data: Mapping[str, Any], step: int) -> None:
         shown = {key: masked_text(value) if isinstance(value, str) else value for key, value in data.items()}
         line = orjson.dumps({"step": step, "data": shown}, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
-        with open(self.path, "ab") as file:
+        with open(self.path, "ab", opener=opener) as file:
             file.write(line)
 
     def finish(self) -> None:

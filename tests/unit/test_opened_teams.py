@@ -4,8 +4,11 @@ import asyncio
 import io
 import json
 import logging
+import re
 import shlex
 import shutil
+import socket
+import sys
 import time
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -17,10 +20,10 @@ from transformers import LlamaConfig
 
 from marl.commands import chat, collect, evaluate, replay, serve
 from marl.config.errors import ConfigError
-from marl.config.external import VARIABLE, own_modules
-from marl.config.identity import settings_of
+from marl.config.external import VARIABLE, find_own_modules, own_modules
+from marl.config.identity import leaves, plain_of, settings_of
 from marl.evaluation import evaluate as played, team
-from marl.evaluation.own_code import left_out
+from marl.evaluation.saved_settings import ALLOWED, allowed, is_allowed, word_of
 from marl.evaluation.source import Source, find
 from marl.evaluation.team import config_of
 from marl.preflight.prepare import prepare
@@ -28,19 +31,32 @@ from marl.serving.refusals import TOO_LONG, Refused
 from marl.utils import folders, manifest
 from marl.utils.deadlines import DeadlinePassed
 
+RAY = "ray_kwargs.ray_init"
+TOKENIZER = "actor_rollout_ref.model.tokenizer_path"
+ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
 CODE = {
     "actor_rollout_ref.model.trust_remote_code": True,
     "actor_rollout_ref.model.external_lib": "stranger",
+    TOKENIZER: "org/elsewhere",
+    ATTENTION: "org/kernel",
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls": "stranger.Worker",
     "data.custom_cls.path": "pkg://stranger",
-    "reward.custom_reward_function.path": "/stranger.py",
     "trusted_targets": ["stranger"],
     "policies.alice.model.trust_remote_code": True,
+    f"{RAY}.address": "ray://stranger:10001",
+    f"{RAY}.runtime_env.py_executable": "touch marker;",
+    f"{RAY}.runtime_env.env_vars.LD_PRELOAD": "/stranger.so",
+    f"{RAY}.runtime_env.worker_process_setup_hook": "stranger.hook",
+    f"{RAY}.runtime_env.working_dir": "https://stranger/code.zip",
 }
 
 
 @pytest.fixture
-def saved(compose_config, cold_assets, tmp_path):
+def saved(compose_config, cold_assets, tmp_path, monkeypatch):
     """A run's folder with one checkpoint, whose trained base is a copy that tests may remove."""
+    monkeypatch.setattr(
+        team, "composed", lambda words: compose_config("learner=grpo", "credit=own", *words, name="marl")
+    )
 
     def saved(*words):
         shutil.copytree(cold_assets / "model", tmp_path / "base")
@@ -69,24 +85,92 @@ def value_of(config, key):
     return config
 
 
-@pytest.mark.slow
-def test_code_that_a_checkpoint_names_is_executed_only_if_the_user_names_it(saved, caplog):
+DANGEROUS = re.compile(
+    r"path|files?$|dir|url|address|env|_cls|module|hook|cmd|command|exec|lib|engine_kwargs|trust|_target_|callback|server"
+)
+
+
+def test_every_setting_that_a_saved_run_brings_is_allowed_with_a_reason(compose_config):
+    """All others, which are most keys of ``--cfg job``, have their default."""
+    trees = [plain_of(compose_config("runner=game")), plain_of(compose_config("+agents.bob.role=b", name="marl"))]
+    trees[0]["policies"] = {"alice": trees[0]["actor_rollout_ref"] | {"pool": "one", "thinking": "auto"}}
+    trees[0]["controller"]["extractors"] = {"mine": "flexible"}
+    keys = {key: value for tree in trees for key, value in leaves(json.loads(json.dumps(tree, default=str)))}
+    taken = {key for key, value in keys.items() if is_allowed(key, value)}
+    assert {key for tree in trees for key, _ in leaves(allowed(tree))} == taken and len(taken) < len(keys) / 5
+    dangerous = {key for key in taken if DANGEROUS.search(key.removeprefix("actor_rollout_ref"))}
+    assert dangerous == {"data.train_files", "data.val_files"}
+    for pattern, reason in ALLOWED.items():
+        assert reason and any(re.fullmatch(pattern, key) for key in taken), pattern
+
+
+def test_nothing_that_a_saved_run_brings_is_executed_or_read_from_the_environment(saved, tmp_path, monkeypatch, caplog):
+    """Each is left out by its name, so that one's own run says what to repeat."""
+    monkeypatch.setenv("STRANGE_SECRET", "correct-horse")
     source = saved()
+    standard = {key: value_of(source.saved, key) for key in CODE} | {TOKENIZER: None, ATTENTION: "sdpa"}
+    (tmp_path / "mark.py").write_text(
+        f"open({str(tmp_path / 'marker')!r}, 'w')\n\ndef extract(text):\n    return text\n"
+    )
     for key, value in CODE.items():
         put(source.saved, key, value)
+    source.saved["controller"]["extractors"] = {"marl": f"{tmp_path / 'mark.py'}:extract"}
     with caplog.at_level(logging.WARNING):
-        config = config_of(source)
-    assert {key: value_of(config, key) for key in CODE if value_of(config, key) not in (None, False, [])} == {}
-    assert [key for key, value in CODE.items() if f"{key}={value}" not in caplog.text] == []
-    words = [f"{key}={'[stranger]' if key == 'trusted_targets' else value}" for key, value in CODE.items()]
-    config = config_of(source, words)
-    assert {key: value_of(config, key) for key in CODE} == CODE and left_out(source.saved, words) == {}
+        config = prepare(config_of(source)).config
+    assert {key: value_of(config, key) for key in CODE} == standard and not (tmp_path / "marker").exists()
+    assert [key for key, value in CODE.items() if word_of(key, value) not in caplog.text] == []
+    assert "controller.extractors.marl=" in caplog.text
+    words = [word for key, value in CODE.items() for word in shlex.split(word_of(key, value, new=True))]
+    assert {key: value_of(config_of(source, words), key) for key in CODE} == CODE
+    source.saved["agents"]["alice"]["role"] = "say ${oc.env:STRANGE_SECRET}"
+    with pytest.raises(ConfigError, match="agents.alice.role=.*expected a plain value") as refused:
+        config_of(source)
+    assert "correct-horse" not in str(refused.value)
+
+
+def test_a_saved_run_sends_nothing_to_a_server_that_nobody_named(saved, monkeypatch):
+    """Nor does it load a model that lies elsewhere."""
+    monkeypatch.setenv("STRANGE_SECRET", "correct-horse")
+    source = saved("+agents.judge.trainable=false")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        endpoint = {"base_url": url, "model": "x", "api_key_env": "STRANGE_SECRET"}
+        source.saved["policies"]["judge"] = {"endpoint": endpoint}
+        for policy in ("judge", "alice"):
+            source.saved["policies"][policy] = {"endpoint": endpoint}
+            with (
+                pytest.raises(ConfigError, match=r"'policies.judge.endpoint=\{.*STRANGE_SECRET") as refused,
+                team.opened(source),
+            ):
+                pass
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+    config = config_of(source, shlex.split(str(refused.value).partition("add ")[2]))
+    assert config.policies.judge.endpoint == endpoint and "endpoint" not in config.policies.alice
+    source.saved["policies"]["judge"] = {"model": {"path": "org/elsewhere"}}
+    with pytest.raises(ConfigError, match="add policies.judge.model.path=org/elsewhere"):
+        config_of(source)
+    assert config_of(source, ["policies.judge.model.path=org/mine"]).policies.judge.model.path == "org/mine"
+
+
+def test_no_module_is_imported_from_a_runs_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["/elsewhere"])
+    (tmp_path / "run.json").touch()
+    find_own_modules()
+    assert sys.path == ["/elsewhere"]
+    (tmp_path / "run.json").unlink()
+    find_own_modules()
+    assert sys.path == [str(tmp_path), "/elsewhere"]
 
 
 def test_an_evaluation_does_not_score_by_other_rules_in_silence(tmp_path):
     source = Source(tmp_path, 2, {})
     put(source.saved, "reward.custom_reward_function.path", "/stranger.py")
-    with pytest.raises(ConfigError, match=r"add reward.custom_reward_function.path=/stranger.py, or .*=null"):
+    put(source.saved, "reward.custom_reward_function.reward_kwargs.k", 2)
+    said = r"add reward.custom_reward_function.path=/stranger.py \+reward.custom_reward_function.reward_kwargs.k=2, or .*=null"
+    with pytest.raises(ConfigError, match=said):
         evaluate.measure(evaluate.Options(), [source], [])
 
 

@@ -23,18 +23,20 @@ from marl.config.dataset_rows import check_files, rows_of
 from marl.config.endpoints import Endpoint
 from marl.config.errors import ConfigError
 from marl.config.schema import AgentConfig, ControllerConfig
+from marl.controller.client import LONG, PolicyClient
 from marl.controller.controller import Controller
 from marl.evaluation.source import Source
 from marl.rewards import Reward
 from marl.rollout.chat_completion import request_body
 from marl.rollout.endpoint import EndpointServer
 from marl.runners import Overflow
+from marl.serving import listener as listening_by
 from marl.serving.app import make_app
 from marl.serving.chat_request import read_request
 from marl.serving.host import hosted
-from marl.serving.listener import Listener
+from marl.serving.listener import Listener, settings
 from marl.serving.player import Player
-from marl.serving.refusals import Refused
+from marl.serving.refusals import TOO_LONG, Refused
 from marl.serving.service import Limits, Service
 from marl.types import ContextOverflow, Turn
 from tests.builders import build_runner
@@ -70,7 +72,7 @@ class Speaks:
 
 
 @contextmanager
-def served(says, compose_config, runner="debate", limits=None, api_key=None, **options):
+def served(says, compose_config, runner="debate", limits=None, api_key=None, hosts=(), **options):
     """A real server in this process: its address, the policy behind it, and the service."""
     config = compose_config("data.max_response_length=6")
     client, agents = Speaks(says), {"alice": AgentConfig(stop=["###stop"]), "carol": AgentConfig()}
@@ -82,8 +84,8 @@ def served(says, compose_config, runner="debate", limits=None, api_key=None, **o
     team = SimpleNamespace(controller=controller, setup=SimpleNamespace(config=config), step=4)
     with hosted(loop) as host:
         service = Service(Player(team, "openai/gsm8k"), host, limits or Limits())
-        settings = uvicorn.Config(make_app(service, api_key), port=0, log_level="error", timeout_graceful_shutdown=1)
-        server = uvicorn.Server(settings)
+        app = make_app(service, api_key, hosts)
+        server = uvicorn.Server(settings(app, port=0, log_level="error", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         while not server.started:
@@ -312,6 +314,129 @@ def test_an_access_key_is_asked_for(compose_config):
             assert HTTP.get(f"{url}/metrics", headers=headers).status_code == 401
         assert HTTP.post(url_of, json=body, headers={"Authorization": "Bearer correct-horse"}).status_code == 200
         assert HTTP.get(f"{url}/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "allowed"),
+    [
+        ({}, True),
+        ({"Host": "localhost:8000"}, True),
+        ({"Host": "[::1]:8000", "Origin": "http://127.0.0.1:3000"}, True),
+        ({"Host": "team.lan"}, True),
+        ({"Host": "rebound.example:8000"}, False),
+        ({"Host": "127.0.0.1.rebound.example"}, False),
+        ({"Host": "localhost@rebound.example"}, False),
+        ({"Host": "[::1"}, False),
+        ({"Host": ""}, False),
+        ({"Origin": "https://rebound.example"}, False),
+        ({"Origin": "null"}, False),
+    ],
+)
+def test_a_page_of_the_web_is_not_answered_without_a_key(compose_config, headers, allowed):
+    """Also not one whose name leads to this machine; a key makes names free."""
+    body = {"model": "team/alice", "messages": ASK}
+    with served(debates, compose_config, hosts=["team.lan"]) as (url, client, _):
+        answers = [HTTP.get(f"{url}/{path}", headers=headers) for path in ("health", "metrics", "v1/models")]
+        answers.append(HTTP.post(f"{url}/v1/chat/completions", json=body, headers=headers))
+        assert {answer.status_code for answer in answers} == {200 if allowed else 403} and bool(client.asked) == allowed
+        assert allowed or "--allow-host NAME" in answers[0].json()["error"]["message"]
+    with served(debates, compose_config, api_key="correct-horse") as (url, *_):
+        assert HTTP.get(f"{url}/v1/models", headers=headers | {"Authorization": "Bearer correct-horse"}).is_success
+
+
+def half_sent(url, text):
+    host, _, port = url.removeprefix("http://").partition(":")
+    connection = socket.create_connection((host, int(port)), 10)
+    connection.sendall(text)
+    return connection
+
+
+HALVES = {
+    "nothing": b"",
+    "header": b"GET /health HTTP/1.1\r\nHost: loc",
+    "body": b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{",
+    "next": b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
+}
+
+
+def test_a_request_that_is_never_sent_whole_is_ended(compose_config, monkeypatch):
+    """However slowly its bytes drip in. An answer may take longer than a request."""
+    monkeypatch.setattr(listening_by, "REQUEST_S", 1.0)
+    with served(slow_to(1.2), compose_config) as (url, *_):
+        halves = {what: half_sent(url, text) for what, text in HALVES.items()}
+        assert b"200 OK" in halves["next"].recv(4096)
+        for _ in range(3):
+            for what in ("header", "body", "next"):
+                with suppress(OSError):  # ended by now
+                    halves[what].sendall(b"h" if what != "body" else b" ")
+            time.sleep(0.05)
+        assert post(url, "team/alice").status_code == 200
+        for what, connection in halves.items():
+            with connection, suppress(ConnectionResetError):
+                rest = b"".join(iter(lambda: connection.recv(4096), b""))  # noqa: B023 - ends here, or times out
+                assert what == "next" or not rest, what
+
+
+def test_half_sent_requests_shut_nobody_out(compose_config, monkeypatch):
+    monkeypatch.setattr(listening_by, "MOST_CONNECTIONS", 8)
+    with served(slow_to(0.5), compose_config) as (url, client, _):
+        playing = threading.Thread(target=lambda: post(url, "team/alice"))
+        playing.start()
+        until(lambda: client.asked)
+        halves = [half_sent(url, HALVES["header"]) for _ in range(30)]
+        assert httpx.get(f"{url}/health", timeout=5).status_code == 200
+        assert client.cancelled == 0, "what is answered is not ended for it"
+        for connection in halves:
+            connection.close()
+        playing.join(10)
+
+
+LETTER = {"role": "user", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "code"),
+    [
+        ({"messages": [LETTER] * 100_000}, 400, TOO_LONG),
+        ({"messages": [{"role": "user", "content": "a" * 2_000_000}]}, 400, TOO_LONG),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 90_000}]}, 400, TOO_LONG),
+        ({"model": "a" * 7_000_000}, 404, "model_not_found"),
+        ({"a" * 7_000_000: 1}, 400, "unknown_parameter"),
+        ({"messages": [{"role": "a" * 7_000_000, "content": "b"}]}, 400, "invalid_value"),
+        ({"stop": ["a" * 7_000_000]}, 400, "invalid_value"),
+        ({"seed": "a" * 7_000_000}, 400, "invalid_value"),
+    ],
+)
+def test_a_giant_request_is_refused_at_once_and_not_repeated(compose_config, fields, status, code):
+    """By lengths and counts, before anything is compared or encoded."""
+    with served(debates, compose_config) as (url, client, _):
+        began = time.process_time()
+        refused = post(url, **fields) if "model" not in fields else post(url, fields["model"])
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"]) == (status, code) and len(refused.content) < 3000
+        assert not client.asked and time.process_time() - began < 3
+
+
+def test_health_answers_while_a_long_prompt_is_encoded():
+    """In a thread, of a client as it is, with an encoder that takes its time."""
+    encoder = SimpleNamespace(encode=lambda observation, previous: time.sleep(0.3) or [1] * 500)
+    client = PolicyClient("alice", SimpleNamespace(name="hf"), None, None, encoder, 9, frozenset())
+    ticks = []
+
+    async def tick():
+        while True:
+            ticks.append(time.monotonic())
+            await asyncio.sleep(0.01)
+
+    async def play():
+        beside = asyncio.create_task(tick())
+        long = [{"role": "user", "content": "a" * LONG}]
+        with pytest.raises(ContextOverflow):
+            await client.encoded("alice", long, 1, None, 99)
+        beside.cancel()
+
+    asyncio.run(play())
+    assert len(ticks) > 5
 
 
 def test_a_failure_is_an_error_of_its_kind(compose_config):
