@@ -51,7 +51,7 @@ def group_means(x_ERA: Tensor, counted_ERA: Tensor, keys_ERA: Tensor) -> Tensor:
     index_N, count_G = credit.group_index(keys_ERA.flatten())
     counts_G, sums_G = torch.zeros(2, len(count_G), dtype=x_ERA.dtype)
     counts_G.index_add_(0, index_N, counted_ERA.flatten().to(x_ERA.dtype))
-    sums_G.index_add_(0, index_N, (x_ERA * counted_ERA).flatten())
+    sums_G.index_add_(0, index_N, torch.where(counted_ERA.bool(), x_ERA, 0.0).flatten())
     return (sums_G / counts_G.clamp(min=1))[index_N].view(x_ERA.shape)
 
 

@@ -147,6 +147,21 @@ def test_kl_in_the_reward_reaches_learners_without_a_critic(estimator):
     assert low < 0 < high
 
 
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [("grpo", [0, 0.5, -0.5]), ("rloo", [0, 0.75, -0.75]), ("reinforce_plus_plus", [0, 1, -1])],
+)
+def test_kl_in_the_reward_counts_once(estimator, expected):
+    """Rewards 1, 1, 0 and penalties .5, 0, 0 make returns of .5, 1, 0: mean .5, deviation .5; counted twice 0, 1, 0."""
+    batch = batch_of(*(episode("t", i, [[float(i < 2)], [None]]) for i in range(3)))
+    rows = batch.rows["a"]
+    rows["kl_penalty"] = torch.nested.nested_tensor_from_jagged(
+        torch.tensor([0.5, 0.0, 0.0]), offsets=rows["responses"].offsets()
+    )
+    build("grpo", estimator=estimator, std=False).assign_credit(batch)
+    assert rows["advantages"].values().tolist() == pytest.approx(expected, abs=1e-4)
+
+
 def test_dapo_drops_degenerate_groups():
     """Groups [1, 1, 1, 1] and [1, 0, 0, 1]: the first has no part in the update, nor in the mean over its tokens."""
     scores = [1, 1, 1, 1, 1, 0, 0, 1]
