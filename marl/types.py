@@ -108,7 +108,7 @@ class Turn:
     outcomes: list[float] = field(default_factory=list)
     """The team's return with this answer, then with each other one that was tried in its place."""
     evidence: dict[str, float] = field(default_factory=dict)
-    """Numbers that a credit scheme's ``gather`` stores here; ``assign`` reads each with ``batch.evidence_ERA(name)``."""
+    """Numbers that a runner, or a credit scheme's ``gather``, stores here; ``assign`` reads each with ``batch.evidence_ERA(name)``."""
     billed_tokens: int = 0
     """Tokens of prompt and answer as an endpoint counts them; 0 for servers of the run's own."""
     thought: str | None = None

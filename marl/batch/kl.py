@@ -26,7 +26,7 @@ class KLInReward:
     def penalise(self, rows: TensorDict) -> Metrics:
         """Write ``kl_penalty`` [B, T], ragged like ``responses``, and adapt the coefficient."""
         kl_T = kl_penalty(rows["old_log_probs"].values(), rows["ref_log_prob"].values(), self.estimator)
-        kl_T = kl_T * rows["response_mask"].values()
+        kl_T = torch.where(rows["response_mask"].values().bool(), kl_T, 0.0)
         coefficient, kl_D = self.controller.value, turn_means(kl_T, rows)
         rows["kl_penalty"] = torch.nested.nested_tensor_from_jagged(coefficient * kl_T, rows["responses"].offsets())
         current = float(kl_D.sum() / max(len(kl_D), 1))
@@ -54,8 +54,9 @@ def correct(rows: TensorDict, settings: Any) -> Metrics:
 
     Writes ``rollout_is_weights``, and takes rejected tokens out of ``response_mask``.
     """
+    counted_BT = dense(rows["response_mask"]).bool()
     weights, mask_BT, metrics = compute_rollout_correction_and_rejection_mask(
-        old_log_prob=dense(rows["old_log_probs"]),
+        old_log_prob=torch.where(counted_BT, dense(rows["old_log_probs"]), 0.0),
         rollout_log_prob=dense(rows["rollout_log_probs"]),
         response_mask=dense(rows["response_mask"]),
         rollout_is=settings.rollout_is,

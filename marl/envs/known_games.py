@@ -51,8 +51,8 @@ class Matrix(Repeated):
         self.numbers = list(entries(table, [self.num_actions] * self.num_agents, self.num_agents))
 
     @property
-    def worst(self) -> float:
-        return min(self.numbers)
+    def bounds(self) -> tuple[float, float]:
+        return min(self.numbers), max(self.numbers)
 
     def stage(self, joint: Joint) -> list[float]:
         entry: Any = self.table
@@ -85,7 +85,7 @@ class Halves(Repeated):
     """1 for all where the first half of the agents plays 0 and the rest 1, or the reverse; else 0 (HATRPO, arXiv:2109.11251,
     Proposition 1). Separate policies reach 1, agents that share one policy 2 / 2^n of it."""
 
-    worst = 0.0
+    bounds = (0.0, 1.0)
 
     def stage(self, joint: Joint) -> list[float]:
         half = self.num_agents // 2
@@ -127,8 +127,8 @@ class Collaborate(Repeated):
             )
 
     @property
-    def worst(self) -> float:
-        return self.config.r_col
+    def bounds(self) -> tuple[float, float]:
+        return self.config.r_col, self.config.r_syn
 
     def stage(self, joint: Joint) -> list[float]:
         config = self.config
@@ -156,8 +156,8 @@ class TwoStep(Game):
         self.numbers = list(entries(self.config.payoffs, [self.num_actions] * 3, 0))
 
     @property
-    def worst(self) -> float:
-        return min(self.numbers)
+    def bounds(self) -> tuple[float, float]:
+        return min(0.0, *self.numbers), max(0.0, *self.numbers)  # 0: the first stage
 
     def actors(self, earlier: Sequence[Joint]) -> list[int]:
         return [0, 1] if earlier else [0]

@@ -66,6 +66,11 @@ class Learner(ABC):
         return False
 
     @property
+    def weighs_turns(self) -> bool:
+        """True if it compares turns of several rounds, and a long conversation counts more than a short one."""
+        return False
+
+    @property
     def critics(self) -> CriticSpec | None:
         """The critics that value its turns; None for a learner without any. A class attribute where no option matters."""
         return None

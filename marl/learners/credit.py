@@ -21,7 +21,7 @@ ROUNDING = 1e-6
 
 def team_mean(scores_ERA: Tensor, mask_ERA: Tensor) -> Tensor:
     """Mean score [E, R] over the agents that spoke in a round; 0 where none did."""
-    return (scores_ERA * mask_ERA).sum(-1) / mask_ERA.sum(-1).clamp(min=1)
+    return torch.where(mask_ERA.bool(), scores_ERA, 0.0).sum(-1) / mask_ERA.sum(-1).clamp(min=1)
 
 
 def at_last_speakers(rewards_ER: Tensor, mask_ERA: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def influence(scores_ERA: Tensor, mask_ERA: Tensor, gamma: float) -> Tensor:
     """
     mask_ERA = mask_ERA.to(scores_ERA.dtype)
     later_ER, weight_ER = later_rounds(scores_ERA, mask_ERA, gamma)
-    return (scores_ERA + later_ER[..., None]) / (1 + weight_ER)[..., None] * mask_ERA
+    return torch.where(mask_ERA.bool(), (scores_ERA + later_ER[..., None]) / (1 + weight_ER)[..., None], 0.0)
 
 
 def later_rounds(scores_ERA: Tensor, mask_ERA: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
@@ -80,6 +80,7 @@ def incentives(scores_ERA: Tensor, mask_ERA: Tensor, alpha: tuple[float, float],
     in either round. Rewards [E, R, A].
     """
     spoke_ERA, right_ERA = mask_ERA.bool(), scores_ERA > 0.5
+    scores_ERA = torch.where(spoke_ERA, scores_ERA, 0.0)
     sides_ERA = torch.where(right_ERA, 1.0, -1.0) * spoke_ERA
     peers_ERA = sides_ERA.sum(-1, keepdim=True) - sides_ERA
     decided_ERA, majority_ERA = peers_ERA != 0, peers_ERA > 0
@@ -96,13 +97,13 @@ def incentives(scores_ERA: Tensor, mask_ERA: Tensor, alpha: tuple[float, float],
 
 def returns_to_go(rewards_ERA: Tensor, mask_ERA: Tensor, gamma: float) -> Tensor:
     """An agent's discounted rewards from each of its turns on: G(r, i) = sum_{r' >= r} gamma^{r' - r} R(r', i)."""
-    mask_ERA = mask_ERA.to(rewards_ERA.dtype)
+    mask_ERA = mask_ERA.bool()
     running_EA = torch.zeros_like(rewards_ERA[:, 0])
     returns_ERA = torch.zeros_like(rewards_ERA)
     for r in reversed(range(rewards_ERA.shape[1])):
-        running_EA = rewards_ERA[:, r] * mask_ERA[:, r] + gamma * running_EA
+        running_EA = torch.where(mask_ERA[:, r], rewards_ERA[:, r], 0.0) + gamma * running_EA
         returns_ERA[:, r] = running_EA
-    return returns_ERA * mask_ERA
+    return torch.where(mask_ERA, returns_ERA, 0.0)
 
 
 def fold_untrained(rewards_ERA: Tensor, mask_ERA: Tensor, trained_ERA: Tensor, gamma: float | Tensor) -> Tensor:
@@ -130,7 +131,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float | Tensor, la
     Rewards, values and mask [N, T]; advantages [N, T], not whitened. With one gamma for all steps it is verl's function of the
     same name, bit for bit; a tensor [N, T] holds the discount from each step to the one that follows it.
     """
-    mask = mask.to(values.dtype)
+    mask = mask.bool()
     gamma_NT = torch.as_tensor(gamma, dtype=torch.float64).expand(values.shape)
     decay_NT, gamma_NT = (gamma_NT * lam).to(values.dtype), gamma_NT.to(values.dtype)
     following = torch.zeros_like(values[:, 0])
@@ -139,8 +140,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float | Tensor, la
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma_NT[:, t] * following - values[:, t]
         candidate = delta + decay_NT[:, t] * running
-        following = values[:, t] * mask[:, t] + (1 - mask[:, t]) * following
-        running = candidate * mask[:, t] + (1 - mask[:, t]) * running
+        following = torch.where(mask[:, t], values[:, t], following)
+        running = torch.where(mask[:, t], candidate, running)
         advantages[:, t] = running
     return advantages
 

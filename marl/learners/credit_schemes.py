@@ -11,6 +11,7 @@ from hydra.core.config_store import ConfigStore
 from torch import Tensor
 
 from marl.batch.joint import JointBatch
+from marl.envs.games import LEAD
 from marl.learners import credit
 from marl.learners.extra_rollouts import Gathered, Rollouts
 from marl.types import Episode
@@ -264,10 +265,12 @@ class Joint(Credit):
 
 @register_credit("zero_sum")
 class ZeroSum(OutcomeCredit):
-    """Zero-sum reward: the score of an agent's last answer, less the mean of the others' last ones.
+    """Zero-sum reward: the score of an agent's last answer, less the mean of the others' last ones; in a game its total payoff,
+    less the mean of theirs.
 
     With two sides the rewards of an episode sum to 0 (SPIRAL, arXiv:2506.24119). 0 if no other agent answered, and for
     agents that never answer. An episode that ended early is not a draw: all sides lose it, as if the others had been right.
+    A game's agent that names no action loses it (:meth:`marl.envs.games.Game.leads`).
     """
 
     sums_to_zero = True
@@ -282,6 +285,8 @@ class ZeroSum(OutcomeCredit):
         others_EA = answered_EA.sum(-1, keepdim=True) - answered_EA
         lost_EA = (final_EA.sum(-1, keepdim=True) - final_EA) / others_EA.clamp(min=1)
         outcome_EA = (final_EA - lost_EA) * answered_EA * (others_EA > 0)
+        lead_EA = torch.where(batch.last_turns_ERA.bool(), batch.evidence_ERA(LEAD), torch.nan).nanmean(1)
+        outcome_EA = torch.where(lead_EA.isnan(), outcome_EA, lead_EA)
         return torch.where(batch.failed_E[:, None], forfeits(batch) - 1, outcome_EA)
 
 

@@ -20,6 +20,28 @@ class GroupKey(Enum):
     agent = 2
 
 
+class WeightBy(Enum):
+    """What counts once in the mean and the deviation of a group, in which an episode may have several turns.
+
+    turn:     b = sum_t R_t / T                       over all T turns of the group
+    episode:  b = 1/E sum_e (1/T_e sum_{t in e} R_t)  over its E episodes, of T_e turns each
+    """
+
+    turn = "turn"
+    """Long conversations count more than short ones."""
+    episode = "episode"
+
+
+def episode_weights(batch: JointBatch, keys_ERA: Tensor) -> Tensor:
+    """1 / T_e on each of an episode's T_e turns in a group, so that they count as one [E, R, A]. A turn that is compared with its
+    alternatives counts by itself."""
+    episodes_E11 = torch.arange(len(keys_ERA))[:, None, None]
+    index_B, count_G = credit.group_index((keys_ERA * len(keys_ERA) + episodes_E11)[batch.spoken_ERA])
+    weights_ERA = torch.ones(keys_ERA.shape)
+    weights_ERA[batch.spoken_ERA] = 1.0 / count_G[index_B]
+    return batch.apart(weights_ERA, torch.ones(keys_ERA.shape))
+
+
 def group_keys(batch: JointBatch, group_by: Collection[GroupKey]) -> Tensor:
     """The group number [E, R, A] of every turn: turns that agree in all of ``group_by`` share one, alternatives of one turn
     have their own."""
@@ -51,7 +73,7 @@ def group_means(x_ERA: Tensor, counted_ERA: Tensor, keys_ERA: Tensor) -> Tensor:
     index_N, count_G = credit.group_index(keys_ERA.flatten())
     counts_G, sums_G = torch.zeros(2, len(count_G), dtype=x_ERA.dtype)
     counts_G.index_add_(0, index_N, counted_ERA.flatten().to(x_ERA.dtype))
-    sums_G.index_add_(0, index_N, (x_ERA * counted_ERA).flatten())
+    sums_G.index_add_(0, index_N, torch.where(counted_ERA.bool(), x_ERA, 0.0).flatten())
     return (sums_G / counts_G.clamp(min=1))[index_N].view(x_ERA.shape)
 
 

@@ -4,6 +4,7 @@ Grouping by (task, agent, round), the default, is AT-GRPO (arXiv:2510.11062) and
 rounds have rewards of their own level, and a pooled baseline would be biased.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,14 +19,16 @@ from marl.learners.estimators import UNGROUPED, estimate, known_estimators
 from marl.learners.groups import (
     DEGENERATE,
     GroupKey,
+    WeightBy,
     clear_turns,
     degenerate_share,
+    episode_weights,
     group_keys,
     policy_keys,
     unequal_turns,
 )
 from marl.learners.trajectories import returns
-from marl.types import Metrics
+from marl.types import AgentId, Metrics, PolicyName
 from marl.utils.numbers import SHARE, bounded
 
 
@@ -35,6 +38,8 @@ class GRPO(Learner):
     class Config(Learner.Config):
         group_by: list[GroupKey] = field(default_factory=lambda: [GroupKey.task, GroupKey.agent, GroupKey.round])
         """Turns that agree in all of these are compared with one another."""
+        weight_by: WeightBy = WeightBy.turn
+        """What counts once in a group: each ``turn``, or each ``episode`` however many turns it has in it."""
         std: bool = II("algorithm.norm_adv_by_std_in_grpo")
         """Divide by the group's standard deviation; false gives Dr. GRPO (arXiv:2503.20783)."""
         gamma: float = bounded(II("algorithm.gamma"), SHARE)
@@ -52,6 +57,19 @@ class GRPO(Learner):
     def compares_samples(self) -> bool:
         return self.config.estimator not in UNGROUPED
 
+    @property
+    def weighs_turns(self) -> bool:
+        by_turn = self.config.weight_by is WeightBy.turn or self.config.estimator not in (None, "grpo")
+        return self.compares_samples and by_turn and GroupKey.round not in self.config.group_by
+
+    def check(self, policies: Mapping[AgentId, Sequence[PolicyName]]) -> None:
+        chosen, estimator = self.config.weight_by, self.config.estimator
+        if chosen is not type(self).Config.weight_by and estimator not in (None, "grpo"):
+            raise ValueError(
+                f"learner.weight_by={chosen.value}: algorithm.adv_estimator={estimator} is verl's, which counts turns, and it would have "
+                "no effect; use algorithm.adv_estimator=grpo"
+            )
+
     def assign_credit(self, batch: JointBatch) -> Metrics:
         credit_ERA = self.credit.of(batch)
         if self.credit.kind == "advantage":
@@ -65,8 +83,10 @@ class GRPO(Learner):
         unequal_ERA = unequal_turns(batch, returns_ERA, keys_ERA)
         if self.config.estimator in (None, "grpo"):
             advantages_ERA, spoke_ERA = torch.zeros_like(returns_ERA), batch.spoken_ERA.bool()
+            by_episode = self.config.weight_by is WeightBy.episode
+            weights_B = episode_weights(batch, keys_ERA)[spoke_ERA] if by_episode else None
             advantages_ERA[spoke_ERA] = credit.group_advantages(
-                returns_ERA[spoke_ERA], keys_ERA[spoke_ERA], self.config.std, weights_B=self.weights(batch)[spoke_ERA]
+                returns_ERA[spoke_ERA], keys_ERA[spoke_ERA], self.config.std, weights_B=weights_B
             )
             for rows in batch.rows.values():
                 rows["advantages"] = broadcast_to_tokens(advantages_ERA, rows)
@@ -95,10 +115,6 @@ class GRPO(Learner):
     def returns(self, batch: JointBatch, credit_ERA: Tensor) -> Tensor:
         """Return by which turns are compared [E, R, A]: the credit and, if it is a reward, the agent's later ones."""
         return returns(batch, credit_ERA, self.credit.kind, self.config.gamma)
-
-    def weights(self, batch: JointBatch) -> Tensor:
-        """Weights of the turns [E, R, A] in the mean and the deviation of their group."""
-        return torch.ones(batch.spoken_ERA.shape)
 
     @classmethod
     def estimators(cls) -> list[str]:

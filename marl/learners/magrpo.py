@@ -9,13 +9,13 @@ from marl.batch.joint import JointBatch
 from marl.learners import credit
 from marl.learners.base import register_learner
 from marl.learners.estimators import UNGROUPED
-from marl.learners.groups import GroupKey, group_keys, group_means
+from marl.learners.groups import GroupKey, WeightBy, group_keys, group_means
 from marl.learners.grpo import GRPO
 
 
 @register_learner("magrpo")
 class MAGRPO(GRPO):
-    """With one agent it is Dr. GRPO (arXiv:2503.20783)."""
+    """With one agent it is Dr. GRPO (arXiv:2503.20783). Each sample counts once in a round, however many agents spoke."""
 
     default_credit = "team"
     credits = ("team",)
@@ -23,6 +23,7 @@ class MAGRPO(GRPO):
     @dataclass
     class Config(GRPO.Config):
         group_by: list[GroupKey] = field(default_factory=lambda: [GroupKey.task, GroupKey.round])
+        weight_by: WeightBy = WeightBy.episode
         std: bool = False
 
     config: Config
@@ -43,10 +44,3 @@ class MAGRPO(GRPO):
         """Those that compare no samples: the others would count the turns of one sample's agents, whose returns are equal, as
         separate samples."""
         return sorted({"grpo", *UNGROUPED})
-
-    def weights(self, batch: JointBatch) -> Tensor:
-        """Each sample counts once in a round, however many agents spoke."""
-        if GroupKey.agent in self.config.group_by:
-            return super().weights(batch)
-        speakers_ER1 = batch.chained_ERA.sum(-1, keepdim=True).clamp(min=1)
-        return batch.apart(1.0 / speakers_ER1, super().weights(batch))

@@ -103,12 +103,12 @@ class JointActions:
         """A grid's values at the joint actions [B, A], 0 for agents that are silent or untrained."""
         if x_ERA is None:
             raise ValueError("the batch holds no utilities: no critic has evaluated it")
-        return x_ERA.reshape(-1, self.shape[-1])[self.index_B] * self.mask_BA
+        return torch.where(self.mask_BA, x_ERA.reshape(-1, self.shape[-1])[self.index_B], 0.0)
 
     def to_grid(self, x_BA: Tensor) -> Tensor:
         """The grid [E, R, A] of these values, 0 elsewhere."""
         x_ERA = torch.zeros(self.shape)
-        x_ERA.view(-1, self.shape[-1])[self.index_B] = (x_BA * self.mask_BA).float()
+        x_ERA.view(-1, self.shape[-1])[self.index_B] = torch.where(self.mask_BA, x_BA, 0.0).float()
         return x_ERA
 
     def targets(self, q_tot_B: Tensor, gamma: float) -> Tensor:

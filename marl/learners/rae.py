@@ -60,7 +60,7 @@ class RAE(Learner):
         mask_ERA = batch.mask_ERA
         returns_ERA = returns(batch, credit_ERA, self.credit.kind, self.config.gamma)
         batch.returns_ERA = returns_ERA
-        outcomes_EA = (returns_ERA * mask_ERA).sum(1) / mask_ERA.sum(1).clamp(min=1)
+        outcomes_EA = torch.where(mask_ERA, returns_ERA, 0.0).sum(1) / mask_ERA.sum(1).clamp(min=1)
         places_EA, baselines_EA = places(mask_ERA), torch.zeros_like(outcomes_EA)
         for source in sorted(set(batch.sources_E)):
             of_game_E = torch.tensor([name == source for name in batch.sources_E])
@@ -69,7 +69,7 @@ class RAE(Learner):
                     played_E = of_game_E & (places_EA[:, a] == place)
                     if place:
                         baselines_EA[played_E, a] = self.followed(source, agent, place, outcomes_EA[played_E, a])
-        return (returns_ERA - baselines_EA[:, None]) * batch.spoken_ERA
+        return torch.where(batch.spoken_ERA, returns_ERA - baselines_EA[:, None], 0.0)
 
     def followed(self, source: str, agent: str, place: int, outcomes_E: Tensor) -> float:
         """The role's mean after these episodes."""

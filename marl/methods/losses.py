@@ -78,7 +78,8 @@ def parts(rows: TensorDict) -> tuple[Tensor, Tensor]:
 
 def loss_of(rows: TensorDict, mask_T: Tensor) -> float:
     """The mean negative log-likelihood of these tokens, from ``log_probs``; 0 without any."""
-    return float(-(rows["log_probs"].values().double() * mask_T).sum() / mask_T.sum().clamp(min=1))
+    log_probs_T = torch.where(mask_T > 0, rows["log_probs"].values().double(), 0.0)
+    return float(-log_probs_T.sum() / mask_T.sum().clamp(min=1))
 
 
 def side_losses(rows: TensorDict) -> dict[int, float]:
@@ -99,8 +100,8 @@ def log_ratios(rows: TensorDict) -> Tensor:
     delta_T = rows["log_probs"].values().double()
     if "ref_log_prob" in rows:
         delta_T = delta_T - rows["ref_log_prob"].values().double()
-    place_T = places(rows)
-    return delta_T.new_zeros(2 * num_pairs(rows)).index_add(0, place_T, delta_T * trained(rows)).view(-1, 2)
+    delta_T = torch.where(trained(rows) > 0, delta_T, 0.0)
+    return delta_T.new_zeros(2 * num_pairs(rows)).index_add(0, places(rows), delta_T).view(-1, 2)
 
 
 def pair_gradients(slope_P: Tensor, rows: TensorDict) -> Tensor:

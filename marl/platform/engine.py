@@ -1,15 +1,17 @@
 """verl's FSDP2 engines, registered for the CPU. Each override names the line of verl that needs an accelerator.
 
-Two are registered for GPUs as well: verl's value head asks for flash attention whatever the configuration says, and its
+Some are registered for GPUs as well: verl's value head asks for flash attention whatever the configuration says, and its
 language model's log-probs are taken token by token where flash attention's cross-entropy is missing.
 """
 
 import os
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torch.optim.lr_scheduler import LambdaLR
 from verl.utils import tensordict_utils as tu, torch_functional
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
@@ -20,6 +22,36 @@ from marl.platform.head import SelectiveHead, reading_of
 from marl.platform.micro_batches import SortedMicroBatches
 from marl.platform.optimizers import optimizer_of
 from marl.platform.shapes import MIN_WIDTH
+
+
+class TrainedEngine(FSDPEngine):
+    """What differs from verl's updates on every device: a warm-up trains from its first step on, ``lr`` is the rate that the
+    update used, and a token that pads is trained where it is read."""
+
+    def _build_module(self) -> torch.nn.Module:
+        # where the end token pads, as in many chat models, it would never be trained as an input; padding itself has no gradient
+        module = super()._build_module()
+        module.get_input_embeddings().padding_idx = None
+        return module
+
+    def _build_lr_scheduler(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
+        """verl's, with a warm-up of n steps that begins at 1/n: at verl's 0, a step of rollouts would change nothing."""
+        settings, schedule = self.optimizer_config, super()._build_lr_scheduler(optimizer)
+        steps = settings.lr_warmup_steps
+        steps = steps if steps > 0 else int(settings.lr_warmup_steps_ratio * settings.total_training_steps)
+        if settings.lr_scheduler_type == "cosine" and not settings.zero_indexed_step:
+            return schedule  # it counts from 1
+        return LambdaLR(optimizer, [begun(factor, steps) for factor in schedule.lr_lambdas])
+
+    def lr_scheduler_step(self) -> float:
+        used = self.optimizer.param_groups[0]["lr"]
+        super().lr_scheduler_step()
+        return used
+
+
+def begun(factor: Callable[[int], float], warm_up: int) -> Callable[[int], float]:
+    """The schedule with its warm-up, and nothing else, one step earlier."""
+    return lambda step: factor(step + 1 if step < warm_up else step)
 
 
 class _CPUEngine(SortedMicroBatches, FSDPEngine):
@@ -46,7 +78,7 @@ class _CPUEngine(SortedMicroBatches, FSDPEngine):
         return optimizer_of(module.parameters(), self.optimizer_config)
 
 
-class SelectiveEngine(FSDPEngineWithLMHead):
+class SelectiveEngine(TrainedEngine, FSDPEngineWithLMHead):
     """A language model whose head and softmax are computed where a mask reads them alone."""
 
     reads_selectively = True
@@ -96,6 +128,11 @@ class GPUEngineWithLMHead(SelectiveEngine):
         return not has_fast_cross_entropy() and not self.model_config.enable_activation_offload
 
 
+@EngineRegistry.register(model_type="language_model", backend=["fsdp"], device=["cuda"], vendor=["nvidia"])
+class FSDP1EngineWithLMHead(TrainedEngine, FSDPEngineWithLMHead):
+    """Reads every position, as verl's does."""
+
+
 def has_fast_cross_entropy() -> bool:
     """True where verl takes log-probs by flash attention's kernel, which is not deterministic (``determinism=strict``)."""
     return (
@@ -104,7 +141,7 @@ def has_fast_cross_entropy() -> bool:
 
 
 @EngineRegistry.register(model_type="value_model", backend=["fsdp", "fsdp2"], device=["cuda"], vendor=["nvidia"])
-class EngineWithValueHead(FSDPEngineWithValueHead):
+class EngineWithValueHead(TrainedEngine, FSDPEngineWithValueHead):
     """verl's, with the attention that ``critic.model.override_config.attn_implementation`` names, on any device."""
 
     def _build_module(self) -> torch.nn.Module:

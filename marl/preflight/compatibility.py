@@ -135,8 +135,16 @@ def check_credit(setup: Setup) -> None:
 
 
 def warn_of_early_ends(setup: Setup) -> None:
-    """Warn of a credit that gives a team that ends early less than one that repeats its right answers."""
+    """Warn of a credit that gives a team that ends early less than one that repeats its right answers, and of groups in which the
+    longer conversation counts more."""
     config, credit = setup.config, setup.learner.credit
+    if setup.runner.may_end_early and setup.learner.weighs_turns and credit.kind != "advantage":
+        logger.warning(
+            "runner=%s may end a conversation early, and learner.group_by=[%s] compares turns of all rounds: a conversation of three "
+            "rounds counts three times in their mean, which biases an agent that may end it towards talking on. Set "
+            "learner.weight_by=episode, or add round to learner.group_by",
+            config.runner.name, ", ".join(str(getattr(key, "name", key)) for key in config.learner.group_by),
+        )  # fmt: skip
     # without a gamma, a learner reads a turn's own reward
     summed = credit.kind != "reward" or config.learner.get("gamma")
     if setup.runner.may_end_early and credit.adds_answers and summed and not answers_only(config):

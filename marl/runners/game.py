@@ -1,7 +1,8 @@
-"""Game: at every stage agents act at the same time, and their payoffs are the scores of their turns."""
+"""Game: at every stage agents act at the same time, and their payoffs are the scores of their turns. A seat that is paid while
+it is idle is paid at its last turn before that."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from marl.envs import Joint, games
@@ -9,6 +10,15 @@ from marl.runners.base import register_runner
 from marl.runners.episode import LiveEpisode, together
 from marl.runners.text import ConversationRunner
 from marl.types import AgentId, Episode, Message, Score, Turn
+
+
+def pay(payoffs: Sequence[float], latest: Mapping[int, Turn], owed: list[float]) -> None:
+    """Add a stage's payoffs to each seat's latest turn; a seat that has not acted yet gets its own with its first."""
+    for seat, payoff in enumerate(payoffs):
+        owed[seat] += payoff
+        if seat in latest:
+            score = latest[seat].scored
+            latest[seat].score, owed[seat] = replace(score, value=score.value + owed[seat]), 0.0
 
 
 @register_runner("game")
@@ -30,30 +40,43 @@ class Game(ConversationRunner):
         game, agents = games.make_game(self.config.game, len(episode.agents)), episode.agents
         earlier: list[Joint] = []
         said: dict[int, Turn] = {}
-        total, named = 0.0, True
-        while named and len(earlier) < game.num_stages:
-            observations = {seat: await self.seen(game, seat, earlier, said, episode) for seat in game.actors(earlier)}
+        latest: dict[int, Turn] = {}
+        totals, owed = [0.0] * len(agents), [0.0] * len(agents)
+        silent: list[int] = []
+        total = 0.0
+        while not silent and len(earlier) < game.num_stages:
+            observations = {
+                seat: await self.seen(game, seat, earlier, latest, episode) for seat in game.actors(earlier)
+            }
             turns = await together(agents[seat].act(shown) for seat, shown in observations.items())
-            said = dict(zip(observations, turns, strict=True))
-            joint, payoffs = game.outcome({seat: turn.text for seat, turn in said.items()}, earlier)
-            earlier.append(joint)
-            for seat, turn in said.items():
-                turn.score = Score(payoffs[seat], game.word(joint[seat]))
-                if joint[seat] is None:
-                    named = False
-                    episode.count("no_action")
+            acted = dict(zip(observations, turns, strict=True))
+            joint, payoffs = game.outcome({seat: turn.text for seat, turn in acted.items()}, earlier)
+            silent = [seat for seat in acted if joint[seat] is None]
+            episode.record.counts.update({"no_action": len(silent)} if silent else {})
+            for seat, turn in acted.items():
+                turn.score = Score(0.0, game.word(joint[seat]))
+            said, latest = acted or said, latest | acted
+            pay(payoffs, latest, owed)
             total += sum(payoffs) / len(agents)
-        answer = " ".join(str(turn.scored.answer) for turn in said.values()) if named else None
+            if not silent:
+                earlier.append(joint)
+                totals = [sum(pair) for pair in zip(totals, payoffs, strict=True)]
+        for seat, lead in enumerate(game.leads(totals, silent, len(earlier))):
+            if seat in latest:
+                latest[seat].evidence[games.LEAD] = lead
+        answer = None if silent else " ".join(str(turn.scored.answer) for turn in said.values())
         episode.record.runner_score = Score(total, answer)
         return answer
 
     async def seen(
-        self, game: games.Game, seat: int, earlier: list[Joint], said: dict[int, Turn], episode: LiveEpisode
+        self, game: games.Game, seat: int, earlier: list[Joint], latest: dict[int, Turn], episode: LiveEpisode
     ) -> list[Message]:
         """The task at first; later what the game lets this seat see of the stage before."""
         if not earlier:
             return episode.agents[seat].prompt
-        shown = await self.shown(episode, [said[other] for other in game.seen(seat, earlier)], self.config.instruction)
+        shown = await self.shown(
+            episode, [latest[other] for other in game.seen(seat, earlier)], self.config.instruction
+        )
         return episode.agents[seat].continue_with(shown)
 
     def failure_score(self, episode: Episode) -> float:

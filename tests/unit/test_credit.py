@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from marl.learners import credit
+from marl.learners.groups import group_means
 
 ALL = torch.ones(1, 3, 2, dtype=torch.bool)
 SCORES = torch.tensor([[[1.0, 0], [0, 1], [1, 1]]])
@@ -227,6 +228,24 @@ def test_untried_alternatives_are_left_out_of_the_mean():
     missing = float("nan")
     got = credit.replay_advantages(torch.tensor([[1.0, 0.0, missing], [5.0, missing, missing], [missing] * 3]))
     assert got.tolist() == [[1.0, -1.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("silent", [(0, 1, 0), (0, 2, 1), (0, 0, 0)])
+def test_what_stands_where_nobody_spoke_enters_no_number(silent):
+    """Critics and schemes of one's own may leave NaN there: 0 times NaN is NaN."""
+    mask, marked = ALL.clone(), SCORES.clone()
+    mask[silent], marked[silent] = False, torch.nan
+    plain = torch.where(mask, SCORES, 0.0)
+    for function in (
+        lambda x: credit.team_mean(x, mask),
+        lambda x: credit.influence(x, mask, 0.3),
+        lambda x: credit.incentives(x, mask, (1.0, 2.0), (3.0, 4.0)),
+        lambda x: credit.returns_to_go(x, mask, 0.5),
+        lambda x: credit.fold_untrained(x, mask, mask, 0.5),
+        lambda x: group_means(x, mask, torch.zeros(mask.shape, dtype=torch.long)),
+        lambda x: credit.gae(x[0].T, x[0].T, mask[0].T, 0.9, 0.8)[mask[0].T],
+    ):
+        assert torch.equal(function(marked), function(plain)) and torch.isfinite(function(marked)).all()
 
 
 def test_shapley_of_a_veto_player():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from marl.batch.build import joint_batch
 from marl.batch.joint import JointBatch
 from marl.controller.scores import team_score
 from marl.envs import GAMES, TABLES, Game, make_game, register_game
@@ -19,6 +20,9 @@ from marl.types import Score, Task
 
 TASK = Task("t", [{"role": "user", "content": "how many ?"}], "0", "marl/game", lambda text: None)
 PRISONERS = [[[3, 3], [0, 4]], [[4, 0], [1, 1]]]
+PENNIES = [[[1, -1], [-1, 1]], [[-1, 1], [1, -1]]]
+COSTLY = {"name": "two_step", "payoffs": [[[-5, -5], [-5, -9]], [[-6, -4], [-3, -8]]]}
+GENEROUS = {"name": "two_step", "payoffs": [[[7, 7], [7, 7]], [[5, 6], [6, 8]]]}
 
 
 def joints(game, earlier=()):
@@ -67,7 +71,10 @@ def test_the_additive_table_is_a_sum_over_actions():
 
 def test_an_entry_may_hold_a_payoff_for_every_agent():
     game = make_game({"name": "matrix", "payoffs": PRISONERS}, 2)
-    assert [payoffs_of(game, joint) for joint in joints(game)] == [[3, 3], [0, 4], [4, 0], [1, 1]] and game.worst == 0
+    assert [payoffs_of(game, joint) for joint in joints(game)] == [[3, 3], [0, 4], [4, 0], [1, 1]] and game.bounds == (
+        0,
+        4,
+    )
 
 
 def test_a_table_has_an_axis_for_every_agent():
@@ -123,15 +130,15 @@ def test_every_game_is_among_those_whose_rules_are_tested():
 @pytest.mark.parametrize("options,num_agents", EVERY)
 def test_rules_of_every_game(options, num_agents):
     game = make_game(options, num_agents)
-    worst, acted = [], set()
+    paid, acted = [], set()
     for done, payoffs_S in plays(game):
         assert len(done) == game.num_stages
         for joint, payoffs in zip(done, payoffs_S, strict=True):
             assert len(payoffs) == len(joint) == num_agents
             assert all(payoff == 0 for payoff, action in zip(payoffs, joint, strict=True) if action is None)
-            worst += [payoff for payoff, action in zip(payoffs, joint, strict=True) if action is not None]
+            paid += payoffs
         acted.add(tuple(sum(joint[seat] is not None for joint in done) for seat in range(num_agents)))
-    assert min(worst) == pytest.approx(game.worst / game.config.scale)
+    assert (min(paid), max(paid)) == pytest.approx([bound / game.config.scale for bound in game.bounds])
     assert tuple(map(max, zip(*acted, strict=True))) == tuple(map(game.turns, range(num_agents)))
 
 
@@ -154,8 +161,9 @@ def test_naming_no_action_ends_the_game_with_the_invalid_payoff_for_all_remainin
     assert game.outcome({0: "?", 1: "?"}, [(0, 0), (0, 0)]) == ((None, None), [-0.5, -0.5])
     assert make_game({"name": "halves", "invalid": -7}, 2).outcome({0: "?", 1: "1"}, [])[1] == [-7, -7]
     assert make_game({"name": "two_step", "invalid": -7}, 2).outcome({0: "?"}, [])[1] == [-14, 0], (
-        "who is silent pays nothing"
+        "invalid is for those who act"
     )
+    assert make_game(COSTLY, 2).outcome({0: "?"}, [])[1] == [-18, -18], "an idle seat gets the lowest payoff"
 
 
 @pytest.mark.parametrize(
@@ -166,6 +174,8 @@ def test_naming_no_action_ends_the_game_with_the_invalid_payoff_for_all_remainin
         ({"name": "halves", "round": 2}, 2, r"runner\.game\.round: game 'halves' has no such key.*Did you mean 'rounds'"),
         ({"name": "halves", "rounds": "two"}, 2, r"runner\.game=.*'two'"),
         ({"name": "halves", "rounds": 0}, 2, r"runner\.game\.rounds=0: expected at least 1"),
+        ({"name": "halves", "invalid": 0.5}, 2, r"invalid=0\.5: expected at most 0, the lowest payoff"),
+        ({"name": "matrix", "payoffs": "happo", "invalid": 0}, 2, r"invalid=0: expected at most -1, the lowest payoff"),
         ({"name": "halves", "scale": 0}, 2, r"runner\.game\.scale=0.*above 0"),
         ({"name": "halves"}, 1, "halves is played by at least 2 agents, and agents names 1"),
         ({"name": "two_step"}, 3, "two_step is played by 2 agents, and agents names 3"),
@@ -387,7 +397,7 @@ def test_a_game_is_told_of_earlier_stages_in_their_order(monkeypatch):
 
     @register_game("echo")
     class Echo(Game):
-        num_stages, worst = 3, 0.0
+        num_stages, bounds = 3, (0.0, 1.0)
 
         def payoffs(self, joint, earlier):
             return [float(len(earlier) == 2 and action == earlier[0][seat]) for seat, action in enumerate(joint)]
@@ -410,6 +420,127 @@ def test_turns_without_an_action_are_counted():
     assert record.counts == {"no_action": 1} and record.num_rounds == 2
     assert [turn.score for turn in record.turns[2:]] == [Score(-2.0, "0"), Score(-2.0, None)]
     assert record.answer is None and record.runner_score == Score(-2.0, None)
+
+
+def ultimatum(monkeypatch):
+    """Alice proposes to keep all but one of ten; carol accepts, or nobody gets anything."""
+    monkeypatch.setattr(GAMES, "_entries", dict(GAMES._entries))
+
+    @register_game("ultimatum")
+    class Ultimatum(Game):
+        num_stages, bounds = 2, (0.0, 9.0)
+
+        def actors(self, earlier):
+            return [len(earlier)]
+
+        def turns(self, seat):
+            return 1
+
+        def payoffs(self, joint, earlier):
+            return [9.0, 1.0] if earlier and joint[1] == 1 else [0.0, 0.0]
+
+
+def outcomes(records, credit):
+    """What each of the agents is credited with in each episode, over all its turns."""
+    batch = joint_batch(records, ["alice", "carol"], {})
+    return CREDITS.get(credit)(CREDITS.get(credit).Config(credit)).of(batch).sum(1).tolist()
+
+
+def scored(records):
+    for record in records:
+        record.score = team_score(record)
+    return records
+
+
+def test_an_idle_seat_is_paid_at_its_last_turn(monkeypatch):
+    ultimatum(monkeypatch)
+    _, record = play(lambda agent, round, seen: "1", name="ultimatum", actions=["no", "1"])
+    assert [(turn.agent, turn.round, turn.score) for turn in record.turns] == [
+        ("alice", 1, Score(9.0, "1")), ("carol", 2, Score(1.0, "1"))
+    ]  # fmt: skip
+    assert outcomes(scored([record]), "own") == [[9, 1]] and outcomes([record], "zero_sum") == [[8, -8]]
+    assert record.runner_score == Score(5.0, "1")
+
+
+def test_a_payoff_before_its_seats_first_turn_comes_with_it(monkeypatch):
+    """Paid 1 and 2 while alice alone acts, 3 and 5 while carol does: alice has 4, carol 7."""
+    ultimatum(monkeypatch)
+    monkeypatch.setattr(GAMES.get("ultimatum"), "payoffs", lambda self, joint, earlier: [3, 5] if earlier else [1, 2])
+    _, record = play(lambda agent, round, seen: "1", name="ultimatum")
+    assert [turn.scored.value for turn in record.turns] == [4, 7] and record.runner_score == Score(5.5, "1")
+
+
+def test_a_game_that_is_over_early_has_the_last_joint_action_for_its_answer(monkeypatch):
+    ultimatum(monkeypatch)
+    actors = lambda self, earlier: [] if earlier and earlier[0][0] == 0 else [len(earlier)]  # noqa: E731
+    monkeypatch.setattr(GAMES.get("ultimatum"), "actors", actors)
+    _, record = play(lambda agent, round, seen: "walk away", name="ultimatum", actions=["walk away", "offer"])
+    assert record.answer == "walk away" and record.runner_score == Score(0.0, "walk away")
+    assert [turn.agent for turn in record.turns] == ["alice"]
+
+
+@pytest.mark.parametrize(
+    "said,expected",
+    [("00", [2, -2]), ("01", [-2, 2]), ("0?", [2, -2]), ("?1", [-2, 2]), ("??", [-2, -2])],
+)
+def test_who_names_no_action_loses_a_zero_sum_game(said, expected):
+    _, record = play(lambda agent, *_: said[agent == "carol"], name="matrix", payoffs=PENNIES)
+    assert outcomes(scored([record]), "zero_sum") == [expected]
+
+
+def test_a_zero_sum_reward_adds_up_the_stages_of_a_game():
+    """Alice wins the first stage; she names nothing in the second of three, which costs her it and the third."""
+    _, record = play(lambda agent, round, seen: "0", name="matrix", payoffs=PENNIES, rounds=3)
+    assert outcomes(scored([record]), "zero_sum") == [[6, -6]]
+    said = {("alice", 2): "well"}
+    _, record = play(lambda agent, round, seen: said.get((agent, round), "0"), name="matrix", payoffs=PENNIES, rounds=3)
+    assert outcomes(scored([record]), "zero_sum") == [[2 - 4, 4 - 2]]
+
+
+def test_three_seats_share_what_a_silent_one_loses():
+    """Bounds -1 and 2; totals 3, 0 and 0 lead by 3, -1.5 and -1.5."""
+    game = make_game({"name": "matrix", "payoffs": [[[-1, 0], [0, 0]], [[0, 0], [2, 0]]], "scale": 2}, 3)
+    assert game.leads([3, 0, 0], [], 1) == [3, -1.5, -1.5]
+    assert game.leads([0, 0, 0], [0], 0) == [-1.5, 0.75, 0.75]
+    assert game.leads([0, 0, 0], [0, 1], 0) == [-1.5, -1.5, 3] and game.leads([0, 0, 0], [0, 1, 2], 0) == [-1.5] * 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"name": "matrix", "payoffs": PENNIES}, {"name": "matrix", "payoffs": PRISONERS, "rounds": 2}, COSTLY, GENEROUS,
+     {"name": "ultimatum"}, {"name": "collaborate", "scale": 2}, {"name": "matrix", "payoffs": "climbing", "scale": 11}],
+    ids=str,
+)  # fmt: skip
+def test_naming_no_action_is_no_better_than_the_worst_legal_play(monkeypatch, options):
+    """Compared with the legal plays that begin with the same stages."""
+    ultimatum(monkeypatch)
+    game = make_game(options, 2)
+    records = []
+    places = [(agent, stage) for agent in ("alice", "carol") for stage in range(1, game.num_stages + 1)]
+    for said in itertools.product([*game.words, "?"], repeat=len(places)):
+        script = dict(zip(places, said, strict=True))
+        _, record = play(lambda agent, round, seen, script=script: script[agent, round], **options)
+        records.append(record)
+    scored(records)
+    got = {id(record): [] for record in records}
+    for credit in ("own", "zero_sum"):
+        for record, outcome in zip(records, outcomes(records, credit), strict=True):
+            got[id(record)].append(outcome)
+
+    def before(record, stage):
+        return [(turn.agent, turn.text) for turn in record.turns if turn.round < stage]
+
+    silent_ones = [record for record in records if record.answer is None]
+    assert 0 < len(silent_ones) < len(records)
+    for record in silent_ones:
+        stage, silent = record.num_rounds, {turn.agent for turn in record.turns if turn.scored.answer is None}
+        same = [other for other in records if other.answer and before(other, stage) == before(record, stage)]
+        assert record.runner_score.value <= min(other.runner_score.value for other in same)
+        for seat in [("alice", "carol").index(agent) for agent in silent]:
+            own, lead = ([got[id(other)][kind][seat] for other in same] for kind in (0, 1))
+            assert got[id(record)][0][seat] <= min(own) and got[id(record)][1][seat] <= min(lead) + 1e-6
+        if len(silent) == 1 and len({turn.agent for turn in record.turns}) == 2:
+            assert sum(got[id(record)][1]) == pytest.approx(0, abs=1e-5)
 
 
 def test_a_recorded_game_is_played_again_and_goes_on_with_another_action():

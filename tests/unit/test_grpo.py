@@ -1,12 +1,14 @@
 """GRPO's numbers, its groups, and verl's estimators behind its key."""
 
+import itertools
+
 import pytest
 import torch
 
 from marl.batch.build import joint_batch
-from marl.learners.groups import GroupKey
+from marl.learners.groups import GroupKey, WeightBy
 from marl.learners.grpo import GRPO
-from tests.builders import AGENTS, batch_of, build_learner as build, episode, two_samples
+from tests.builders import AGENTS, batch_of, branch, build_learner as build, episode, grid_of, two_samples
 
 
 def test_grpo_compares_the_samples_of_one_task_agent_and_round():
@@ -145,6 +147,81 @@ def test_kl_in_the_reward_reaches_learners_without_a_critic(estimator):
     build("grpo", estimator=estimator, std=False).assign_credit(batch)
     low, high = rows["advantages"].values().tolist()
     assert low < 0 < high
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [("grpo", [0, 0.5, -0.5]), ("rloo", [0, 0.75, -0.75]), ("reinforce_plus_plus", [0, 1, -1])],
+)
+def test_kl_in_the_reward_counts_once(estimator, expected):
+    """Rewards 1, 1, 0 and penalties .5, 0, 0 make returns of .5, 1, 0: mean .5, deviation .5; counted twice 0, 1, 0."""
+    batch = batch_of(*(episode("t", i, [[float(i < 2)], [None]]) for i in range(3)))
+    rows = batch.rows["a"]
+    rows["kl_penalty"] = torch.nested.nested_tensor_from_jagged(
+        torch.tensor([0.5, 0.0, 0.0]), offsets=rows["responses"].offsets()
+    )
+    build("grpo", estimator=estimator, std=False).assign_credit(batch)
+    assert rows["advantages"].values().tolist() == pytest.approx(expected, abs=1e-4)
+
+
+BY_AGENT = [GroupKey.task, GroupKey.agent]
+TURN, EPISODE = WeightBy.turn, WeightBy.episode
+
+
+@pytest.mark.parametrize(
+    ("weight_by", "std", "expected"),
+    [
+        (TURN, False, [0.25, 0.25, 0.25, -0.75]),
+        (TURN, True, [0.5, 0.5, 0.5, -1.5]),
+        (EPISODE, False, [0.5, 0.5, 0.5, -0.5]),
+        (EPISODE, True, [0.7071, 0.7071, 0.7071, -0.7071]),
+    ],
+)
+def test_a_group_weighs_turns_or_episodes(weight_by, std, expected):
+    """Three turns that return 1 each in one sample, one that returns 0 in the other: a mean of 3/4, or of 1/2."""
+    batch = batch_of(episode("t", 0, [[0, 0, 1], []]), episode("t", 1, [[0], []]))
+    build("grpo", std=std, group_by=BY_AGENT, weight_by=weight_by).assign_credit(batch)
+    assert grid_of(batch, "a")[batch.spoken_ERA].tolist() == pytest.approx(expected, abs=1e-4)
+
+
+def test_alternatives_of_a_turn_count_by_themselves():
+    """1, .5 and 0 at one turn of one episode: 1.5 over a deviation of .5, as without weights."""
+    for weight_by in (TURN, EPISODE):
+        batch = batch_of(branch(episode("t", 0, [[1.0], []]), "a", 1, [0.5, 0.0]))
+        build("at_grpo", "own", group_by=BY_AGENT, weight_by=weight_by).assign_credit(batch)
+        assert sorted(grid_of(batch, "a")[batch.spoken_ERA].tolist()) == pytest.approx([-1, 0, 1], abs=1e-4)
+
+
+@pytest.mark.parametrize(("weight_by", "expected"), [(TURN, 0.0065104), (EPISODE, -0.0125 / 2)])
+def test_an_agent_that_may_stop_is_not_pushed_to_talk_on(weight_by, expected):
+    """It stops after each of at most three turns with probability 1/2, and a conversation of 1, 2 or 3 turns ends with .2, .9 or
+    .15: the return falls by 1/4 (.2 - .15) = .0125 in the logit of going on. Over all pairs of samples, a baseline that an
+    episode enters once gives half of that gradient, as a mean over two that includes the sample itself does; one over turns has
+    the wrong sign."""
+    ends, chances = [0.2, 0.9, 0.15], [0.5, 0.25, 0.25]
+    pairs = list(itertools.product(range(3), repeat=2))
+    records = [
+        episode(str(pair), sample, [[*([0.0] * rounds), ends[rounds]], []])
+        for pair in pairs
+        for sample, rounds in enumerate(pair)
+    ]
+    batch = batch_of(*records)
+    build("grpo", std=False, group_by=BY_AGENT, weight_by=weight_by).assign_credit(batch)
+    score_ER = torch.tensor([[-0.5, 0, 0], [0.5, -0.5, 0], [0.5, 0.5, 0]])[
+        [rounds for pair in pairs for rounds in pair]
+    ]
+    chance_E = torch.tensor([chances[a] * chances[b] for a, b in pairs for _ in range(2)])
+    gradient = (chance_E[:, None] * score_ER * grid_of(batch, "a")[..., 0]).sum() / 2
+    assert float(gradient) == pytest.approx(expected, abs=1e-6)
+
+
+def test_verls_estimators_count_turns():
+    build("grpo", weight_by=EPISODE).check({})
+    with pytest.raises(
+        ValueError, match=r"weight_by=episode: algorithm.adv_estimator=rloo is verl's.*adv_estimator=grpo"
+    ):
+        build("grpo", weight_by=EPISODE, estimator="rloo").check({})
+    build("magrpo", "team", estimator="reinforce_plus_plus").check({})
 
 
 def test_dapo_drops_degenerate_groups():

@@ -6,12 +6,21 @@ import torch
 from tensordict import TensorDict
 from verl.trainer.ppo.core_algos import compute_gae_advantage_return
 
+from marl.batch.build import joint_batch
 from marl.batch.critic_inputs import LocalTokens, LocalTurns
 from marl.batch.values import place_values, training_rows
 from marl.learners import credit, trajectories
 from marl.learners.trajectories import Trajectories
 from marl.utils.ragged import dense, jagged
-from tests.builders import AGENTS, batch_of, build_learner as build, episode, two_samples
+from tests.builders import (
+    AGENTS,
+    batch_of,
+    build_learner as build,
+    episode,
+    episode_of_turns,
+    turn_of_ids,
+    two_samples,
+)
 
 
 def nested(values, rows):
@@ -259,6 +268,17 @@ def test_values_and_returns_find_their_way_back_to_what_was_read():
         assert torch.equal(rows["values"].values(), cells.float())
         assert torch.equal(rows["returns"].values(), batch.returns_ERA.flatten()[cells])
         assert rows["value_mask"].values().all()
+
+
+def test_values_of_turns_are_read_at_the_last_token_of_the_prompt():
+    """Prompts 1 2 and 1 2 3 9, which extends the first turn, share a row; 7 stands alone."""
+    first, second, other = (
+        turn_of_ids(*ids) for ids in (("a", 1, [1, 2], [3]), ("a", 2, [1, 2, 3, 9], [4]), ("a", 3, [7], [5]))
+    )
+    record = episode_of_turns(first, second, other)
+    rows = LocalTurns().rows([record], joint_batch([record], AGENTS, dict.fromkeys(AGENTS, 1.0)))["a"]
+    assert [row.tolist() for row in rows["input_ids"].unbind()] == [[1, 2, 3, 9], [7]]
+    assert [row.tolist() for row in rows["read_at"].unbind()] == [[1, 3], [0]]
 
 
 def test_values_of_tokens_are_read_one_position_before_the_token():

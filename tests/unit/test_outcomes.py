@@ -1,6 +1,7 @@
 """An outcome is paid once: what is known only when a conversation ends, however long that was."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
@@ -246,6 +247,16 @@ def test_zero_sum_compares_last_answers_and_credits_last_turns():
     joint = batch(talk([[1.0, 0.25], [PASS, None]]))
     zero = CREDITS.get("zero_sum")
     assert zero(zero.Config("zero_sum")).assign(joint)[0].tolist() == [[0, -0.75], [0.75, 0]]
+
+
+def test_zero_sum_compares_with_the_mean_of_the_others():
+    """1, .5 and 0 among three: 1 - .25, .5 - .5, 0 - .75."""
+    record = talk([[1.0, 0.5]])
+    third = replace(record.turns[0], agent="c", score=Score(0.0, "1"))
+    record.agents, record.turns = ["a", "b", "c"], [*record.turns, third]
+    joint = joint_batch([record], record.agents, {})
+    zero = CREDITS.get("zero_sum")
+    assert zero(zero.Config("zero_sum")).assign(joint)[0].tolist() == [[0.75, 0, -0.75]]
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_the_mean_kl_in_the_reward_is_one_of_turns_however_they_share_rows(pack)
     )
     rows = joint_batch([two_rounds()], ["a", "b"], {"a": 1.0}, pack_turns=pack).rows["a"]
     index, kl = rows["turn_index"].values(), KLInReward(algorithm)
-    rows["ref_log_prob"] = like(rows, torch.full((len(index),), -2.0))
+    rows["ref_log_prob"] = like(rows, torch.where(index >= 0, -2.0, torch.nan))  # of what a tool said, as it happens
     rows["old_log_probs"] = like(rows, torch.where(index == 0, -1.9, -1.6))
     metrics = kl.penalise(rows)
     assert len(rows) == (1 if pack else 2) and metrics["reward_kl_penalty"] == pytest.approx(0.25)

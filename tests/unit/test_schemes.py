@@ -13,6 +13,7 @@ from marl.config.errors import ConfigError
 from marl.learners import CREDITS, LEARNERS
 from marl.learners.counterfactual_credit import ballot_score
 from marl.learners.credit_schemes import TeamOf
+from marl.learners.groups import GroupKey, WeightBy
 from marl.learners.replay_credit import ReturnOf, team_return
 from marl.preflight.compatibility import check_facts, check_incentives, choose_credit
 from marl.preflight.prepare import prepare
@@ -21,6 +22,7 @@ from marl.runners import RUNNERS, Decide
 from marl.runners.debate import Order
 from marl.runners.tree import Train
 from marl.types import Ballot, Rule, Score, Vote
+from marl.utils import votes
 from tests.builders import DEBATE, batch_of, build_learner as build, episode, play, scheme
 
 
@@ -366,6 +368,27 @@ def test_auto_credit_of_alternatives_is_their_own_score(compose_config, train, e
 
 
 @pytest.mark.parametrize(
+    "cast,winners",
+    [
+        ({"a": [0.1, 0.2], "b": [0.3]}, ["a", "b"]),
+        ({"a": [0.1] * 10, "b": [1.0]}, ["a", "b"]),
+        ({"a": [0.1, 0.2], "b": [0.3 + 1e-6]}, ["b"]),
+        ({"a": [1e-12, 2e-12], "b": [3.1e-12]}, ["b"]),
+        ({"a": [-0.1, -0.7], "b": [-0.1]}, ["a"]),
+        ({"a": [-0.3, -0.1, 0.2], "b": [0.4]}, ["a"]),
+        ({"a": [0.0], "b": [0.0]}, ["a", "b"]),
+        ({}, []),
+    ],
+)
+def test_weights_whose_sums_differ_by_rounding_tie(cast, winners):
+    """From the lowest weight, -.7, a has .6 + 0 and b .6: more votes win; from -.3, a has 0 + .2 + .5 and b .7: likewise."""
+    answers, weights = (
+        zip(*[(answer, weight) for answer, own in cast.items() for weight in own], strict=True) if cast else ([], [])
+    )
+    assert votes.heaviest(answers, weights) == winners
+
+
+@pytest.mark.parametrize(
     "credit,runner,changes,warns",
     [
         ("own", {"stop_on_consensus": True}, {}, True),
@@ -384,6 +407,23 @@ def test_credit_by_which_an_early_end_costs_is_warned_of(checked, caplog, credit
     checked(credit, runner=RUNNERS.get("debate").Config(name="debate", **runner), **changes)
     said = f"credit={credit} adds up the scores"
     assert (said in caplog.text) == warns == ("credit.of=final" in caplog.text)
+
+
+@pytest.mark.parametrize(
+    "runner,changes,warns",
+    [
+        ({"stop_on_consensus": True}, {}, True),
+        ({"stop_on_consensus": True}, {"learner__weight_by": WeightBy.episode}, False),
+        ({"stop_on_consensus": True}, {"learner__group_by": [*GroupKey]}, False),
+        ({}, {}, False),
+    ],
+)
+def test_groups_in_which_long_conversations_count_more_are_warned_of(checked, caplog, runner, changes, warns):
+    """As under ``learner=dr_mas``."""
+    groups = {"learner__group_by": [GroupKey.task, GroupKey.agent]} | changes
+    checked("zero_sum", runner=RUNNERS.get("debate").Config(name="debate", **runner), **groups)
+    assert ("learner.weight_by=episode" in caplog.text) == warns
+    assert ("learner.group_by=[task, agent] compares turns of all rounds" in caplog.text) == warns
 
 
 def test_an_early_agreement_earns_less_where_answers_add_up():

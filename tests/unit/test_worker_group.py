@@ -8,12 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tensordict import TensorDict
+from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils as tu
 
 from marl.cluster.local import Done
 from marl.cluster.policy_group import RayPolicyGroup
 from marl.cluster.worker_group import WorkerGroup, throughput
-from marl.utils.ragged import jagged
+from marl.utils.ragged import consecutive, dense, jagged
 from marl.utils.spans import Stopwatch, union_seconds
 from marl.utils.weight_digest import TensorDigest
 from tests.builders import same_for_all
@@ -189,13 +190,35 @@ def test_a_server_gives_each_of_its_spans_once():
     assert watch.take() == [(1.0, 3.0), (4.0, 5.0)] and watch.take() == []
 
 
-def test_fewer_updates_than_wanted_are_warned_of_once(caplog):
+SETTINGS = SimpleNamespace(ppo_epochs=1, data_loader_seed=1, shuffle=False)
+
+
+def group_of_two_ranks():
     config = SimpleNamespace(trainer=SimpleNamespace(balance_batch=True))
     group = WorkerGroup("alice", config, SimpleNamespace(world_size=2), "pool", same_for_all(1.0))
     group.kind = "policy"
-    settings = SimpleNamespace(ppo_epochs=1, data_loader_seed=1, shuffle=False)
+    return group
+
+
+@pytest.mark.parametrize("mode", ["seq-mean-token-mean", "seq-mean-token-sum"])
+def test_rows_that_fill_up_weigh_nothing_in_a_mean_over_sequences(mode):
+    """Losses of 1, 2 and 6 at one token each: a mean of 3; the fourth row repeats the third one, masked out."""
+    columns = {key: jagged([[1]] * 3, torch.long) for key in ("input_ids", "response_mask")}
+    rows = TensorDict({**columns, "loss": jagged([[1.0], [2.0], [6.0]], torch.float32)}, batch_size=[3])
+    rows = group_of_two_ranks().mini_batches(rows, 1, SETTINGS)
+    size, total = tu.get(rows, "global_batch_size"), 0.0
+    for rank in (0, 1):
+        part = consecutive(rows, 2 * rank, 2 * rank + 2)
+        total += float(
+            agg_loss(dense(part["loss"]), dense(part["response_mask"]), mode, dp_size=2, global_batch_size=size)
+        )
+    assert len(rows) == 4 and total / 2 == pytest.approx(3.0)
+
+
+def test_fewer_updates_than_wanted_are_warned_of_once(caplog):
+    group = group_of_two_ranks()
     for size in (8, 3, 3):
         rows = TensorDict({"input_ids": jagged([[1]] * size, torch.long)}, batch_size=[size])
-        group.mini_batches(rows, 4, settings)
+        group.mini_batches(rows, 4, SETTINGS)
     said = [record.getMessage() for record in caplog.records if "mini-batches" in record.getMessage()]
     assert len(said) == 1 and "'alice': 3 rows over 2 ranks make 1 mini-batches, not 4" in said[0], said

@@ -34,8 +34,8 @@ def linear_loss(model_output: dict[str, torch.Tensor], data: TensorDict):
     A sum over the whole batch, however ranks and micro-batches cut it: verl takes the mean over ``dp_size`` ranks.
     """
     values = read_values(model_output["values"], data).values()
-    mask = data["value_mask"].values()
-    loss = (data["gradients"].values() * values * mask).sum() * data["dp_size"]
+    values = torch.where(data["value_mask"].values().bool(), values, 0.0)
+    loss = (data["gradients"].values() * values).sum() * data["dp_size"]
     return loss, {}
 
 

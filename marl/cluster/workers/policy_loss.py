@@ -80,6 +80,6 @@ def linear_loss(model_output: dict[str, Tensor], data: TensorDict) -> tuple[Tens
     A sum over the whole batch, however ranks and micro-batches cut it: verl takes the mean over ``dp_size`` ranks.
     """
     log_probs = of_responses(model_output["log_probs"], data).values()
-    mask = data["response_mask"].values()
-    loss = (data["gradients"].values() * log_probs * mask).sum() * data["dp_size"]
+    log_probs = torch.where(data["response_mask"].values().bool(), log_probs, 0.0)
+    loss = (data["gradients"].values() * log_probs).sum() * data["dp_size"]
     return loss, {}
