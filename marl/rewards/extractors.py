@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from marl.config.errors import ConfigError
-from marl.rewards import answers
+from marl.rewards import answers, sources
 from marl.rewards.answers import HIDDEN, Extract
 from marl.rewards.custom import custom_function, load, module_of
+from marl.rewards.prose import Prose, wanted_by
 from marl.utils.registry import did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ NAMED: dict[str, Extract] = {
     "flexible": answers.last_number,
     "hashes": answers.final_answer,
     "math": answers.math_answer,
+    "prose": Prose(),
 }
 
 
@@ -69,19 +71,36 @@ class AnswerRules:
     """Data source, or how its name begins: the name of a rule, or ``<file>:<function>``."""
     of_reward: Own | None = None
 
-    def extractor(self, data_source: str) -> Extract:
+    def extractor(self, data_source: str, truth: Any = None) -> Extract:
+        """``truth``, or that of another row of the source, says whether texts answer with numbers, words or letters."""
         chosen = self._chosen(data_source)
         if isinstance(chosen, Own):
             return chosen
-        return answers.extractor(data_source, self.answer_rule) if chosen is None else NAMED[chosen]
+        if chosen == "prose":
+            return Prose(wanted_by(truth))
+        return sources.extractor(data_source, self.answer_rule, truth) if chosen is None else NAMED[chosen]
 
-    def hider(self, data_source: str) -> Callable[[str], str]:
+    def hider(self, data_source: str, truth: Any = None) -> Callable[[str], str]:
         chosen = self._chosen(data_source)
         if isinstance(chosen, Own):
             return HideFound(chosen)
         if chosen is None:
-            return answers.hider(data_source, self.answer_rule)
+            return sources.hider(data_source, self.answer_rule, truth)
+        if chosen == "prose":
+            return Prose(wanted_by(truth)).hide
         return answers.hide_last_number if chosen == "flexible" else answers.hide_answer
+
+    def name(self, data_source: str) -> str:
+        """The rule in force, as ``controller.extractors`` would name it."""
+        chosen = self._chosen(data_source)
+        if isinstance(chosen, Own):
+            return f"{chosen.path}:{chosen.name}"
+        built_in = {"gsm8k": self.answer_rule, "embedded": "only", "verl": "verl's own", "math": "math", "own": "prose"}
+        return chosen or built_in[sources.kind_of(data_source)]
+
+    def chooses(self, data_source: str) -> bool:
+        """True if the user has named the rule."""
+        return self._chosen(data_source) is not None
 
     def _chosen(self, data_source: str) -> str | Own | None:
         keys = [key for key in self.by_source if data_source.startswith(key)]
