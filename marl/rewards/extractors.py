@@ -90,14 +90,6 @@ class AnswerRules:
             return Prose(wanted_by(truth)).hide
         return answers.hide_last_number if chosen == "flexible" else answers.hide_answer
 
-    def name(self, data_source: str) -> str:
-        """The rule in force, as ``controller.extractors`` would name it."""
-        chosen = self._chosen(data_source)
-        if isinstance(chosen, Own):
-            return f"{chosen.path}:{chosen.name}"
-        built_in = {"gsm8k": self.answer_rule, "embedded": "only", "verl": "verl's own", "math": "math", "own": "prose"}
-        return chosen or built_in[sources.kind_of(data_source)]
-
     def chooses(self, data_source: str) -> bool:
         """True if the user has named the rule."""
         return self._chosen(data_source) is not None
@@ -105,6 +97,15 @@ class AnswerRules:
     def _chosen(self, data_source: str) -> str | Own | None:
         keys = [key for key in self.by_source if data_source.startswith(key)]
         return own_or_named(self.by_source[max(keys, key=len)]) if keys else self.of_reward
+
+
+def rule_of(extract: Extract) -> str:
+    """A rule as ``controller.extractors`` names it."""
+    if isinstance(extract, Own):
+        return f"{extract.path}:{extract.name}"
+    if isinstance(extract, Prose):
+        return "prose"
+    return next((name for name, rule in NAMED.items() if rule == extract), "of verl's own function")
 
 
 def own_or_named(value: str) -> str | Own:

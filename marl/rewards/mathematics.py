@@ -6,7 +6,7 @@ import re
 
 from marl.rewards.answers import plain
 from marl.rewards.units import unwrapped
-from marl.rewards.words import folded, is_language, words
+from marl.rewards.words import DATE, folded, is_language, words
 
 MATH_TIMEOUT_S = 5.0
 """math-verify's own default. An answer that takes longer, such as a tower of powers, is wrong, and is counted."""
@@ -58,8 +58,10 @@ def equal(answer: str, truth: str) -> bool | None:
         return len(lists[0]) == len(lists[1]) and all(map(equal, *lists))
     if any(CLOCK.search(unwrapped(text)) for text in (answer, truth)):  # math-verify drops am and pm
         return hour(answer) == hour(truth)
-    # math-verify takes a word for a product of letters: Pairs would be Paris
-    if (said := words(truth)) is not None and is_language(said):
+    # math-verify takes a word for a product of letters, and a date for a difference: Pairs would be Paris
+    said = words(truth)
+    if DATE.fullmatch(answer) or (said is not None and is_language(said)):
+        said = said or truth
         return folded(words(answer) or answer) == folded(said)
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 

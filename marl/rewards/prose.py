@@ -12,8 +12,8 @@ from marl.rewards.units import KEPT, MAGNITUDES, PERCENT, POWERS, UNITS
 from marl.rewards.words import DATE, SPELT, is_language, words
 
 Span = tuple[int, int]
-FAR, MANY, LINE = 300, 50, 2000
-"""Characters of a statement, marks tried, and characters of a line that are read, from their ends."""
+TAIL, LINE, FAR, MANY = 16_000, 2000, 300, 50
+"""Last characters of a text and of a line that are read, characters of a statement, and last marks that are tried."""
 
 
 class Wanted(Enum):
@@ -25,9 +25,77 @@ class Wanted(Enum):
 
 
 OPTION = re.compile(r"\(?([A-Z])\)?\.?")
-FUNCTIONS = frozenset(["and", "or", "sin", "cos", "tan", "sec", "csc", "cot", "log", "ln", "exp", "sqrt", "pi", "mod", "inf", "infty", "min", "max", "gcd", "lcm"])
+FUNCTIONS = frozenset(
+    [
+        "and",
+        "or",
+        "sin",
+        "cos",
+        "tan",
+        "sec",
+        "csc",
+        "cot",
+        "log",
+        "ln",
+        "exp",
+        "sqrt",
+        "pi",
+        "mod",
+        "inf",
+        "infty",
+        "min",
+        "max",
+        "gcd",
+        "lcm",
+    ]
+)
 SHORT = frozenset(
-    ["a", "i", "is", "it", "he", "she", "to", "of", "in", "at", "we", "so", "by", "as", "be", "an", "my", "on", "up", "if", "do", "me", "us", "am", "go", "no", "the", "for", "are", "was", "has", "had", "his", "her", "its", "not", "but", "you", "all", "any", "per", "one", "two", "out"]
+    [
+        "a",
+        "i",
+        "is",
+        "it",
+        "he",
+        "she",
+        "to",
+        "of",
+        "in",
+        "at",
+        "we",
+        "so",
+        "by",
+        "as",
+        "be",
+        "an",
+        "my",
+        "on",
+        "up",
+        "if",
+        "do",
+        "me",
+        "us",
+        "am",
+        "go",
+        "no",
+        "the",
+        "for",
+        "are",
+        "was",
+        "has",
+        "had",
+        "his",
+        "her",
+        "its",
+        "not",
+        "but",
+        "you",
+        "all",
+        "any",
+        "per",
+        "one",
+        "two",
+        "out",
+    ]
 )
 LATEX = re.compile(r"\\(?:text|mathrm|mathbf)\s*\{[^{}]*\}|\\[A-Za-z]+")
 RUN = re.compile(r"[^\W\d_]+")
@@ -78,8 +146,8 @@ EQUALS = re.compile(r"(?<![<>!=:])=(?!=)")
 SUM = re.compile(r"[\d\s.,()]+(?:(?:[+*/\u00d7\u00f7-]|\\times|\\cdot|\\div)[\d\s.,()]+)+")
 LABELLED = (
     r"\b(?:step|agent|round|question|problem|part|equation|method|case|line|figure|table|chapter|page|option|confiden\w{2,3})s?\b[ \t:#]{1,4}\d[\d.]*%?"
-    r"|\d+\s?%[ \t]{1,2}(?:sure|confident|certain)|\b(?:not|rather than|instead of)[ \t]{1,2}\$?\d[\d,.]*"
-    r"|(?<=\d )(?:out )?of (?:the |all )?\d[\d,]*|^[ \t]*(?:[-*+>][ \t]+)?\d{1,2}[.)][ \t]+(?=\S)|\d+(?:st|nd|rd|th)\b|\d+-[A-Za-z]+|[A-Za-z_]\w*\d\w*"
+    r"|\d{1,9}\s?%[ \t]{1,2}(?:sure|confident|certain)|\b(?:not|rather than|instead of)[ \t]{1,2}\$?\d[\d,.]*"
+    r"|(?<=\d )(?:out )?of (?:the |all )?\d[\d,]*|^[ \t]*(?:[-*+>][ \t]+)?\d{1,2}[.)][ \t]+(?=\S)|\d{1,9}(?:st|nd|rd|th)\b|\d{1,9}-[A-Za-z]|(?<!\w)[A-Za-z_]\w{0,40}?\d\w{0,40}"
 )
 BRACED = r"\{(?:[^{}]|\{[^{}]*\})*\}"
 TOKEN = re.compile(
@@ -92,7 +160,7 @@ TOKEN = re.compile(
 UNIT = re.compile(r"[ \t]?\\?%|(?:[ \t]|-(?=[A-Za-z]))?([AaPp]\.[Mm]\b\.?|[A-Za-z]+)")
 QUOTIENT = re.compile(r"-?([0-9]+)/([0-9]+)")
 ASIDE = re.compile(
-    r"\n[\W_]*(?:check|verif\w+|note|explanation|reasoning|confidence|justification)\b[^\n]*", re.IGNORECASE
+    r"\n[\W_]{0,8}(?:check|verif\w+|note|explanation|reasoning|confidence|justification)\b[^\n]*", re.IGNORECASE
 )
 LEADING = re.compile(
     rf"\s*(?:\*\*|\$|\\\()?(?:-?{CURRENCY}(?:[0-9]+/[0-9]+|{DIGITS}){POWER}%?)(?:[ \t][a-z]+)?(?:\*\*|\$|\\\))?"
@@ -124,13 +192,17 @@ class Prose:
 
     def stated(self, text: str) -> str | None:
         """The same as it stands, with its unit."""
-        span = find(simplified(text), self.wanted)
+        span = self.span(text)
         return text[slice(*span)] if span else None
+
+    def span(self, text: str) -> Span | None:
+        start = max(0, len(text) - TAIL)
+        found = find(simplified(text[start:]), self.wanted)
+        return (found[0] + start, found[1] + start) if found else None
 
     def hide(self, text: str) -> str:
         """Without the answer, wherever it stands; without anything where it stands in yet another form."""
-        seen = simplified(text)
-        span = find(seen, self.wanted)
+        span = self.span(text)
         if span is None:
             return text
         answer, stated = self(text), text[slice(*span)]
@@ -158,7 +230,11 @@ def marked(text: str, begin: int, end: int, wanted: Wanted) -> Span | None:
     """The last box, statement or ``####`` that holds an answer."""
     marks: list[tuple[int, str, int, int]] = [(s, "box", b, e) for s, b, e in boxes(text) if begin <= s and e <= end]
     marks += [(box.start(), "box", *box.span(1)) for box in BARE_BOX.finditer(text, begin, end)]
-    marks += [(said.start(), "said", said.end(), end) for said in STATED.finditer(text, begin, end) if not (said["brief"] and wanted is Wanted.letter)]
+    marks += [
+        (said.start(), "said", said.end(), end)
+        for said in STATED.finditer(text, begin, end)
+        if not (said["brief"] and wanted is Wanted.letter)
+    ]
     if wanted is not Wanted.number:
         marks += [(said.start(), "said", said.end(), end) for said in NAMED.finditer(text, begin, end)]
     last = len(text[:end].rstrip())

@@ -2,11 +2,13 @@
 
 import asyncio
 import pickle
+import time
 
 import pytest
 
 from marl.rewards import AnswerRules, Builtin, Reward
 from marl.rewards.numerals import simplified
+from marl.rewards.prose import Prose
 from marl.types import Task
 
 NUMBERS = [
@@ -168,3 +170,31 @@ def test_what_is_taken_is_what_is_hidden_and_scored(text, truth):
         assert answer not in simplified(shown).replace(",", "")
     score = asyncio.run(Reward(Builtin()).judge(Task("t", [], answer, "mine", extract), text))
     assert (score.value, score.answer) == (1.0, answer)
+
+
+NASTY = {
+    "digits": "1" * 100_000,
+    "points": "1." * 50_000,
+    "hashes by lines": "####\n" * 20_000,
+    "boxes that stay open": r"\boxed{" * 15_000,
+    "blanks": "the answer is" + " " * 100_000,
+    "dollars": "$x " * 30000,
+    "open brackets": r"\[ x " * 20000,
+    "bold": "**x " * 25000,
+    "equations": "x = 1\n" * 16000,
+    "statements": "the answer is 1. " * 6000,
+    "headlines": "answer\n" * 15000,
+    "fractions": r"\frac{1}{" * 11000,
+    "pairs": "(1," * 30000,
+    "thoughts": "<think>" * 14000,
+    "lines": "\n" * 100000,
+    "one word": "a" * 50_000 + "1" * 50000,
+}
+
+
+@pytest.mark.parametrize("name", NASTY)
+def test_a_text_of_a_hundred_thousand_characters_takes_no_time(name):
+    started = time.process_time()
+    read = Prose()
+    read(NASTY[name]), read.hide(NASTY[name])
+    assert time.process_time() - started < 2.0
