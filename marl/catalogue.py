@@ -96,15 +96,18 @@ def worlds() -> Iterator[Entry]:
 
 
 def rewards() -> Iterator[Entry]:
-    from marl.rewards.answers import DATA
     from marl.rewards.extractors import NAMED
+    from marl.rewards.sources import DATA
 
-    scored = {"gsm8k": "GSM8K's rule", "embedded": "equality of the whole answer", "verl": "verl's own function"}
+    scored = {
+        "gsm8k": "GSM8K's rule", "embedded": "equality of the whole answer", "verl": "verl's own function",
+        "math": "mathematical equality of the boxed or stated answer",
+    }  # fmt: skip
     for kind, prefixes in DATA.items():
         yield Entry(
             "reward", kind, f"{scored[kind]}, for the data sources {', '.join(prefixes)}", use="data_source of a row"
         )
-    yield Entry("reward", "math", "Mathematical equality, by math-verify, for every other data source")
+    yield Entry("reward", "own", "Mathematical equality, by math-verify, for every other data source")
     yield Entry(
         "reward",
         "custom",

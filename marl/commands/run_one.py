@@ -6,7 +6,7 @@ marl run-one runner=summary +agents.editor.role="Merge." question="What is 2+2?"
 import argparse
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -25,9 +25,9 @@ from marl.config.bounds import check_values
 from marl.config.errors import ConfigError, resolve
 from marl.config.overrides import hydra_overrides
 from marl.config.rules.agents import templates_can_be_filled
+from marl.controller.scores import priced
 from marl.report import dump
-from marl.rewards import answer_rules, check_extractors
-from marl.rewards.answers import HIDDEN, Extract, agrees, math_answer, plain
+from marl.rewards import AnswerRules, Reward, answer_rules, build_reward, check_extractors
 from marl.run_setup import make_runner
 from marl.runners import Generate, RecordedAnswers, scripted
 from marl.runners.episode import Judge
@@ -165,12 +165,10 @@ async def stage(options: Options, config: DictConfig) -> AsyncIterator[tuple[Tas
         rules, source = answer_rules(config), "question"
         question = [{"role": "user", "content": "What is 2 + 2?" if options.question is None else options.question}]
         truth = "4" if options.truth is None else options.truth
-        extract, hide = rules.extractor(source), rules.hider(source)
-        if extract is math_answer:  # a rule of the user's holds to the letter
-            extract, hide = or_bare(extract), hide_bare(hide)
-        task = Task("question", question, truth, source, extract, {}, hide)
+        task = Task("question", question, truth, source, rules.extractor(source, truth), {}, rules.hider(source, truth))
         script = scripted.listed(options.answers) if options.answers else scripted.numbered
-        yield task, scripted.scripted(script), match
+        with ExitStack() as cleanup:
+            yield task, scripted.scripted(script), judge_of(config, build_reward(config, cleanup))
         return
     if options.model is Model.tiny:
         from marl.quickstart.assets import ensure_for
@@ -189,33 +187,31 @@ async def stage(options: Options, config: DictConfig) -> AsyncIterator[tuple[Tas
         controller = trainer.controller
         if options.row >= len(trainer.validation):
             raise ConfigError(f"row={options.row}: data.val_files hold {len(trainer.validation)} rows, counted from 0")
-        task, key = asked(options, trainer.validation[options.row]), (config.seed, "run-one", options.row)
+        task, key = (
+            asked(options, trainer.validation[options.row], answer_rules(config)),
+            (config.seed, "run-one", options.row),
+        )
         yield task, controller.generate(task, key, step=0, validate=True), controller.judge
 
 
-def or_bare(extract: Extract) -> Extract:
-    """The rule, and one word alone, as of ``answers=[4,5]``, is the answer that it says."""
-    return lambda text: extract(text) or bare(text)
+def judge_of(config: DictConfig, reward: Reward) -> Judge:
+    """Scores as in training."""
+
+    async def judge(task: Task, turn: Turn) -> Score:
+        score = await reward.judge_or_fail(task, turn.text, config.controller.failure_score)
+        limit = config.actor_rollout_ref.rollout.response_length
+        return score if score.failure is not None else priced(score, turn, config.controller, limit)
+
+    return judge
 
 
-def hide_bare(hide: Callable[[str], str]) -> Callable[[str], str]:
-    return lambda text: HIDDEN if bare(text) else hide(text)
-
-
-def bare(text: str) -> str | None:
-    return plain(text) if len(text.split()) == 1 else None
-
-
-async def match(task: Task, turn: Turn) -> Score:
-    """1 for the truth as it was typed, or the same number in another form, else 0."""
-    answer = task.extract(turn.text)
-    return Score(float(agrees(answer, task.ground_truth)), answer)
-
-
-def asked(options: Options, row: Task) -> Task:
+def asked(options: Options, row: Task, rules: AnswerRules) -> Task:
     """A validation task, or the question of the command line in its place: to all agents, after the row's system prompt."""
+    if options.truth is not None:
+        of = row.data_source, options.truth
+        row = replace(row, ground_truth=options.truth, extract=rules.extractor(*of), hide=rules.hider(*of))
     if options.question is None:
-        return row if options.truth is None else replace(row, ground_truth=options.truth)
+        return row
     system = [message for message in row.messages if message["role"] == "system"]
     extra = {key: value for key, value in row.extra.items() if key != "agent_prompts"}
     question = [*system, {"role": "user", "content": options.question}]
@@ -285,7 +281,8 @@ def show(episode: Episode, console: Console) -> None:
             console.print(Text(f"{message['role']}: {message['content']}", style="dim" if index < before else ""))
         if turn.thought is not None:
             console.print(Text(f"{turn.agent} thought: {turn.thought}", style="dim"))
-        score = f"   [{turn.score.value:g}]" if turn.score else ""
+        failed = f", {turn.score.failure}" if turn.score and turn.score.failure else ""
+        score = f"   [{turn.score.value:g}{failed}]" if turn.score else ""
         console.print(Text(f"{turn.agent} ⟶ {turn.text}{score}", style="green"))
     console.rule()
     counts = "".join(f"  {name}: {count}" for name, count in episode.counts.items())

@@ -138,7 +138,7 @@ def answerable(source: Source, options: Any, words: Sequence[str]) -> Iterator[l
         row = {
             "prompt": [{"role": "user", "content": "hello"}],
             "data_source": options.data_source or "question",
-            "reward_model": {"style": "rule", "ground_truth": "none"},
+            "reward_model": {"style": "rule", "ground_truth": "0"},
         }
         path = Path(folder) / "question.jsonl"
         path.write_text(json.dumps(row) + "\n")

@@ -101,7 +101,7 @@ def read_episodes(file: str) -> list[Episode]:
             f"{file}: expected a dump of episodes, <step>.jsonl, with method.source=episodes; for rows set method.source=rows"
         )
     try:
-        return list(dump.read(file, lambda source: only_answer, lambda source: str))
+        return list(dump.read(file, lambda source, truth: only_answer, lambda source, truth: str))
     except ValueError as error:
         raise ConfigError(f"{error}; for rows set method.source=rows") from None
 

@@ -27,14 +27,15 @@ class TaskDataset(Dataset):
 
 
 def to_task(row: Mapping[str, Any], id: str, rules: AnswerRules) -> Task:
+    source, truth = row["data_source"], row["reward_model"]["ground_truth"]
     return Task(
         id=id,
         messages=list(row["raw_prompt"]),
-        ground_truth=row["reward_model"]["ground_truth"],
-        data_source=row["data_source"],
-        extract=rules.extractor(row["data_source"]),
+        ground_truth=truth,
+        data_source=source,
+        extract=rules.extractor(source, truth),
         extra=row["extra_info"] or {},
-        hide=rules.hider(row["data_source"]),
+        hide=rules.hider(source, truth),
     )
 
 

@@ -29,9 +29,10 @@ from marl.preflight.verl_settings import (
     fields_of,
     known_keys,
 )
-from marl.rewards.answers import kind_of
+from marl.rewards import answer_rules
 from marl.rewards.custom import custom_function
 from marl.rewards.mathematics import must_be_installed
+from marl.rewards.sources import kind_of, unscorable
 from marl.rollout.hf_model import check_attention, check_positions, longest_of
 from marl.run_setup import Setup
 from marl.types import PolicyName, Task
@@ -92,12 +93,21 @@ def preflight(setup: Setup) -> CheckedSetup:
 
 
 def check_scorer(setup: Setup, tasks: Sequence[Sequence[Task]]) -> None:
-    """Raise ConfigError where rows are scored by math-verify, which is not installed: an answer that equals the truth needs none of
-    it, so that only episodes with other answers would be lost."""
+    """Raise ConfigError for rows that no built-in rule can score, and where rows are scored by math-verify, which is not installed: an
+    answer that equals the truth needs none of it, so that only episodes with other answers would be lost."""
     config = setup.config
     if answers_only(config) or setup.runner.scores_turns or custom_function(config) is not None:
         return
-    source = next((task.data_source for file in tasks for task in file if kind_of(task.data_source) == "math"), None)
+    rules = answer_rules(config)
+    for task in (task for file in tasks for task in file if not rules.chooses(task.data_source)):
+        if why := unscorable(task.data_source, task.ground_truth):
+            raise ConfigError(
+                f"data_source={task.data_source}, {task.id}: no built-in rule can score this row: {why}; set "
+                "reward.custom_reward_function.path to a file with compute_score(data_source, solution_str, ground_truth, extra_info), "
+                f"or name how its answers are read if they are short: +controller.extractors={{{task.data_source}: prose}}"
+            )
+    judged = (task.data_source for file in tasks for task in file if kind_of(task.data_source) in ("math", "own"))
+    source = next(judged, None)
     if source is None:
         return
     try:

@@ -1,9 +1,9 @@
 """Warnings about a run that cannot learn, or whose numbers cannot be right."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from marl.types import PolicyName
+from marl.types import Episode, PolicyName, Task
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +29,31 @@ class DegenerateGroups:
                 "too hard (team/vote); all samples are the same (agents.<name>.temperature). Warned of after "
                 "controller.degenerate_steps=%d",
                 self.steps, step, self.steps,
+            )  # fmt: skip
+
+
+class NoAnswers:
+    """Warns, once per streak, of steps and validations where more than half of the texts give no answer."""
+
+    def __init__(self, rule_of: Callable[[Task], str]) -> None:
+        self.rule_of, self.said = rule_of, False
+
+    def look(self, episodes: Sequence[Episode], step: int) -> None:
+        given = [(episode.task, turn) for episode in episodes for turn in episode.turns if turn.answers]
+        silent = [(task, turn) for task, turn in given if turn.scored.answer is None]
+        if 2 * len(silent) <= len(given):
+            self.said = False
+        elif not self.said:
+            self.said = True
+            task, turn = next((one for one in silent if one[1].text.strip()), silent[0])
+            text = " ".join(turn.text.split())
+            logger.warning(
+                "step %d: %d of %d texts give no answer (%d of them were cut off at their limit), so that they have no vote and no "
+                "built-in rule scores them. For example: %r. data_source=%s is read by the rule %s; "
+                "+controller.extractors={%s: <prose, math, hashes … or file.py:function>} names another one",
+                step, len(silent), len(given), sum(one.truncated for _, one in silent),
+                text if len(text) <= 160 else f"{text[:80]} … {text[-80:]}",
+                task.data_source, self.rule_of(task), task.data_source,
             )  # fmt: skip
 
 

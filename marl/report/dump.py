@@ -34,10 +34,10 @@ TURN = (
 """Columns that are fields of a turn."""
 NO_TURN: dict[str, Any] = {"input": "", "output": "", "messages": [], "answer": None} | dict.fromkeys(TURN)
 PLAIN = (str, int, float, bool)
-Extractor = Callable[[str], Callable[[str], str | None]]
-"""data_source -> how its texts give their final answers."""
-Hider = Callable[[str], Callable[[str], str]]
-"""data_source -> how its texts are shown without them."""
+Extractor = Callable[..., Callable[[str], str | None]]
+"""``(data_source, truth=…)`` -> how its texts give their final answers."""
+Hider = Callable[..., Callable[[str], str]]
+"""``(data_source, truth=…)`` -> how its texts are shown without them."""
 
 
 def lines(
@@ -142,7 +142,9 @@ def open_lines(path: str | Path) -> Iterator[bytes]:
 
 def begun(line: dict[str, Any], extractor: Extractor, hider: Hider) -> Episode:
     known, source, extra = line["episode"], line["data_source"], line["episode"]["extra_info"]
-    task = Task(line["task"], known["messages"], line["gts"], source, extractor(source), extra, hider(source))
+    truth = line["gts"]
+    extract, hide = extractor(source, truth=truth), hider(source, truth=truth)
+    task = Task(line["task"], known["messages"], truth, source, extract, extra, hide)
     record = Episode(task, line["sample"], known["agents"], seed=known["seed"], accuracy=known["accuracy"])
     record.answer, record.score = line["team_answer"], Score(line["team_score"], line["team_answer"])
     record.counts, record.failure = Counter(known["counts"]), line["failure"]

@@ -1,11 +1,12 @@
 """Scores on turns."""
 
-from marl.rewards.answers import extractor, final_answer, hider, only_answer
+from marl.rewards.answers import final_answer, only_answer
 from marl.rewards.base import Reward
 from marl.rewards.build import build_reward
 from marl.rewards.builtin import Builtin, builtin_compute_score
-from marl.rewards.extractors import AnswerRules, answer_rules, check_extractors
+from marl.rewards.extractors import AnswerRules, answer_rules, check_extractors, rule_of
 from marl.rewards.processes import RewardError, RewardUnavailable
+from marl.rewards.sources import extractor, hider
 
 __all__ = [
     "AnswerRules",
@@ -21,4 +22,5 @@ __all__ = [
     "final_answer",
     "hider",
     "only_answer",
+    "rule_of",
 ]

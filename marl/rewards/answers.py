@@ -1,24 +1,17 @@
 """Extraction of a text's final answer. Pure string rules, linear in the length of the text."""
 
-import functools
 import re
 from collections import deque
 from collections.abc import Callable, Iterator
 
+from marl.rewards.numerals import IN_TEXT, QUANTITY, plain_number, simplified
 from marl.rewards.units import counted, unwrapped
 from marl.rewards.words import words
 
-DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
-MINUS = "-\u2212"  # models write the typographic minus too
 HASHES = re.compile(r"####[ \t]*([^\s#][^\n#]*)")
 STRICT = re.compile(r"#### (-?[0-9.,]+)")
 STRICT_TAIL = 300
 """verl looks for the number of a GSM8K answer in that many last characters."""
-# a minus behind a word or a bracket is a difference or a range, not a sign
-IN_TEXT = re.compile(rf"(?P<sign>(?<![\w)\]}}])[{MINUS}])?\$?(?P<digits>{DIGITS})")
-QUANTITY = re.compile(
-    rf"(?:\\?\$)?(?P<sign>[{MINUS}])?(?:\\?\$)?(?P<digits>{DIGITS})\s*(?:\\?%|(?<=\s)(?P<words>[A-Za-z]{{2}}[A-Za-z .]*))?\.?"
-)
 BRACES = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
 ANSWER_LINE = re.compile(r"\banswer\s*:\s*([^\s][^\n]*)", re.IGNORECASE)
 ONLY_HASHES = re.compile(r"\s*#### ([0-9]+)\s*")
@@ -29,31 +22,6 @@ TAGGED, CLOSED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL), "</answer>"
 HIDDEN = "[hidden]"
 
 Extract = Callable[[str], str | None]
-PROGRAMS, SEARCH = ("codecontests", "apps", "codeforces", "taco"), "searchR1_"
-DATA = {
-    "gsm8k": ("openai/gsm8k",),
-    "embedded": ("marl/",),
-    # verl's own functions: programs, geometry with pictures, search
-    "verl": (*PROGRAMS, "hiyouga/geometry3k", SEARCH),
-}
-"""Kinds of data sources by how their names begin; every other one is mathematics."""
-
-
-@functools.cache
-def kind_of(data_source: str) -> str:
-    return next((kind for kind, names in DATA.items() if data_source.startswith(names)), "math")
-
-
-def extractor(data_source: str, answer_rule: str = "strict") -> Extract:
-    """The rule of a data source. ``answer_rule``, strict or flexible, is how a GSM8K answer is read.
-
-    The embedded tasks (``marl/…``) allow nothing around the answer.
-    """
-    if data_source.startswith((*PROGRAMS, SEARCH)):
-        return tagged_answer if data_source.startswith(SEARCH) else program
-    gsm8k = {"strict": strict_number, "flexible": last_number}
-    rules: dict[str, Extract] = {"embedded": only_answer, "gsm8k": gsm8k[answer_rule], "math": math_answer}
-    return rules.get(kind_of(data_source), final_answer)
 
 
 def only_answer(text: str) -> str | None:
@@ -70,7 +38,7 @@ def strict_number(text: str) -> str | None:
 
 def last_number(text: str) -> str | None:
     """The last number of a text, wherever it stands, given plain; verl's ``flexible`` rule keeps ``18.`` and ``1,000``."""
-    found = deque(IN_TEXT.finditer(text), maxlen=1)
+    found = deque(IN_TEXT.finditer(simplified(text)), maxlen=1)
     return plain_number(found[0]) if found else None
 
 
@@ -139,14 +107,6 @@ def boxes(text: str) -> Iterator[tuple[int, int, int]]:
                 yield *box, brace.start()
 
 
-def hider(data_source: str, answer_rule: str = "strict") -> Callable[[str], str]:
-    """Function that removes the final answer from a text of a data source."""
-    if data_source.startswith((*PROGRAMS, SEARCH)):
-        return hide_tagged if data_source.startswith(SEARCH) else hide_programs
-    loose = kind_of(data_source) == "gsm8k" and answer_rule == "flexible"
-    return hide_last_number if loose else hide_answer
-
-
 def hide_answer(text: str) -> str:
     """Without every ``#### …``, ``\\boxed{…}`` and ``Answer: …``."""
     kept, end = [], 0
@@ -173,8 +133,17 @@ def hide_tagged(text: str) -> str:
 
 def hide_last_number(text: str) -> str:
     """Without the last number, wherever else in the text it stands."""
-    answer = last_number(text)
-    return IN_TEXT.sub(lambda number: HIDDEN if plain_number(number) == answer else number[0], text)
+    return without_number(text, last_number(text))
+
+
+def without_number(text: str, answer: str | None) -> str:
+    """Without a number, in whichever notation it stands."""
+    kept, end = [], 0
+    for number in IN_TEXT.finditer(simplified(text)):
+        if plain_number(number) == answer:
+            kept += [text[end : number.start()], HIDDEN]
+            end = number.end()
+    return "".join([*kept, text[end:]])
 
 
 def plain(answer: str | None) -> str | None:
@@ -182,19 +151,11 @@ def plain(answer: str | None) -> str | None:
     without their font and full stop."""
     if answer is None:
         return None
-    bare = answer.strip().strip("*").strip()
+    bare = simplified(answer).strip().strip("*").strip()
     quantity = QUANTITY.fullmatch(unwrapped(bare))
     if quantity is None:
         return words(bare) or bare or None
-    return counted(plain_number(quantity), quantity["words"] or "")
-
-
-def plain_number(number: re.Match[str]) -> str:
-    """``-1,005.50`` as ``-1005.5``: one way to write a number, so that equal numbers are equal strings."""
-    whole, _, fraction = number["digits"].replace(",", "").partition(".")
-    whole, fraction = whole.lstrip("0") or "0", fraction.rstrip("0")
-    value = f"{whole}.{fraction}" if fraction else whole
-    return f"-{value}" if number["sign"] and value != "0" else value
+    return counted(plain_number(quantity), "percent" if quantity["percent"] else quantity["words"] or "")
 
 
 def agrees(answer: str | None, ground_truth: object) -> bool:

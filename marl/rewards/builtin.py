@@ -4,10 +4,12 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from marl.rewards.answers import agrees, kind_of, plain, stated_answer
+from marl.rewards.answers import agrees, plain, stated_answer
 from marl.rewards.extractors import AnswerRules
 from marl.rewards.mathematics import MATH_TIMEOUT_S, equal, must_be_installed
 from marl.rewards.processes import RewardError, RewardUnavailable
+from marl.rewards.prose import Prose
+from marl.rewards.sources import kind_of
 from marl.rewards.units import other_unit
 
 Run = Callable[..., Awaitable[Any]]
@@ -42,15 +44,16 @@ class Builtin:
         if kind == "verl":
             arguments = {"data_source": data_source, "solution_str": solution_str, "ground_truth": ground_truth}
             return self.run(verl_score, {**arguments, "extra_info": extra_info})
-        answer = self.rules.extractor(data_source)(solution_str)
-        if kind == "math":
-            return self.mathematics(answer, ground_truth, solution_str)
+        extract = self.rules.extractor(data_source, ground_truth)
+        answer = extract(solution_str)
+        if kind in ("math", "own"):
+            stated = extract.stated if isinstance(extract, Prose) else stated_answer
+            return self.mathematics(answer, ground_truth, stated(solution_str))
         return float(answer == str(ground_truth) if kind == "embedded" else agrees(answer, ground_truth))
 
-    async def mathematics(self, answer: str | None, ground_truth: Any, text: str = "") -> dict[str, Any]:
-        """1 or 0. Wrong answers that could not be read or computed are reported and counted separately. ``text``: where the
-        answer stands with its unit; one of the two may lack it, but not have another."""
-        stated = stated_answer(text)
+    async def mathematics(self, answer: str | None, ground_truth: Any, stated: str | None) -> dict[str, Any]:
+        """1 or 0. Wrong answers that could not be read or computed are reported and counted separately. ``stated``: the answer
+        with its unit; one of the two may lack it, but not have another."""
         misnamed = stated is not None and plain(stated) == answer and other_unit(stated, str(ground_truth))
         outcome = "right" if agrees(answer, ground_truth) and not misnamed else "wrong"
         if answer is not None and outcome == "wrong" and not misnamed:

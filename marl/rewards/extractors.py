@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from marl.config.errors import ConfigError
-from marl.rewards import answers
+from marl.rewards import answers, sources
 from marl.rewards.answers import HIDDEN, Extract
 from marl.rewards.custom import custom_function, load, module_of
+from marl.rewards.prose import Prose, wanted_by
 from marl.utils.registry import did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ NAMED: dict[str, Extract] = {
     "flexible": answers.last_number,
     "hashes": answers.final_answer,
     "math": answers.math_answer,
+    "prose": Prose(),
 }
 
 
@@ -69,23 +71,41 @@ class AnswerRules:
     """Data source, or how its name begins: the name of a rule, or ``<file>:<function>``."""
     of_reward: Own | None = None
 
-    def extractor(self, data_source: str) -> Extract:
+    def extractor(self, data_source: str, truth: Any = None) -> Extract:
+        """``truth``, or that of another row of the source, says whether texts answer with numbers, words or letters."""
         chosen = self._chosen(data_source)
         if isinstance(chosen, Own):
             return chosen
-        return answers.extractor(data_source, self.answer_rule) if chosen is None else NAMED[chosen]
+        if chosen == "prose":
+            return Prose(wanted_by(truth))
+        return sources.extractor(data_source, self.answer_rule, truth) if chosen is None else NAMED[chosen]
 
-    def hider(self, data_source: str) -> Callable[[str], str]:
+    def hider(self, data_source: str, truth: Any = None) -> Callable[[str], str]:
         chosen = self._chosen(data_source)
         if isinstance(chosen, Own):
             return HideFound(chosen)
         if chosen is None:
-            return answers.hider(data_source, self.answer_rule)
+            return sources.hider(data_source, self.answer_rule, truth)
+        if chosen == "prose":
+            return Prose(wanted_by(truth)).hide
         return answers.hide_last_number if chosen == "flexible" else answers.hide_answer
+
+    def chooses(self, data_source: str) -> bool:
+        """True if the user has named the rule."""
+        return self._chosen(data_source) is not None
 
     def _chosen(self, data_source: str) -> str | Own | None:
         keys = [key for key in self.by_source if data_source.startswith(key)]
         return own_or_named(self.by_source[max(keys, key=len)]) if keys else self.of_reward
+
+
+def rule_of(extract: Extract) -> str:
+    """A rule as ``controller.extractors`` names it."""
+    if isinstance(extract, Own):
+        return f"{extract.path}:{extract.name}"
+    if isinstance(extract, Prose):
+        return "prose"
+    return next((name for name, rule in NAMED.items() if rule == extract), "of verl's own function")
 
 
 def own_or_named(value: str) -> str | Own:

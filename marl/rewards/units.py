@@ -9,15 +9,16 @@ MAGNITUDES = {
     "dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12,
 }  # fmt: skip
 KEPT = frozenset({"am", "pm", "pi"})
+PERCENT = frozenset({"percent", "percentage", "pct"})
 MEASURES = {
-    "metre": "metres meter meters", "km": "kms kilometre kilometres kilometer kilometers kph kmh",
+    "metre": "metres meter meters m", "km": "kms kilometre kilometres kilometer kilometers kph kmh",
     "cm": "cms centimetre centimetres centimeter centimeters", "mm": "mms millimetre millimetres millimeter millimeters",
     "inch": "inches", "foot": "feet ft", "yard": "yards yd yds", "mile": "miles mi mph",
-    "gram": "grams", "kg": "kgs kilo kilos kilogram kilograms", "mg": "milligram milligrams", "ton": "tons tonne tonnes",
+    "gram": "grams g", "kg": "kgs kilo kilos kilogram kilograms", "mg": "milligram milligrams", "ton": "tons tonne tonnes",
     "pound": "pounds lb lbs", "ounce": "ounces oz",
-    "litre": "litres liter liters", "ml": "millilitre millilitres milliliter milliliters",
+    "litre": "litres liter liters l", "ml": "millilitre millilitres milliliter milliliters",
     "gallon": "gallons gal", "quart": "quarts qt", "pint": "pints pt", "hectare": "hectares ha", "acre": "acres",
-    "second": "seconds sec secs", "minute": "minutes min mins", "hour": "hours hr hrs", "day": "days", "week": "weeks",
+    "second": "seconds sec secs s", "minute": "minutes min mins", "hour": "hours hr hrs h", "day": "days", "week": "weeks",
     "month": "months", "year": "years yr yrs", "ms": "millisecond milliseconds",
     "dollar": "dollars usd", "cent": "cents", "euro": "euros eur", "yen": "jpy", "rupee": "rupees inr", "yuan": "cny",
     "percent": "percentage", "degree": "degrees deg", "radian": "radians rad",
@@ -44,6 +45,8 @@ def counted(number: str, words: str) -> str:
     names = words.casefold().replace(".", "").split()
     while names and names[0] in MAGNITUDES and len(number) <= LONGEST:
         number = multiplied(number, MAGNITUDES[names.pop(0)])
+    if names and names[0] in PERCENT:
+        return f"{number}%"
     if names == ["pi"]:
         return rf"{number}\pi"
     return f"{number} {' '.join(names)}" if names and names[0] in KEPT else number

@@ -32,7 +32,8 @@ class Player:
         self.models: dict[str, list[AgentId]] = {TEAM: self.agents} | {f"{TEAM}/{name}": [name] for name in self.agents}
         self.max_prompt_length = self.config.data.max_prompt_length if hosted_policies(self.config) else None
         """None where servers elsewhere read all prompts, within limits of their own."""
-        self.source = data_source or source_of(self.config)
+        first, truth = first_row(self.config)
+        self.source, self.truth = data_source or first, truth if data_source in (None, first) else None
         self.rules = answer_rules(self.config)
         self.alone = RUNNERS.get("single_turn")(RUNNERS.get("single_turn").Config(name="single_turn"))
 
@@ -75,8 +76,8 @@ class Player:
         return self.controller.runner if model == TEAM else self.alone
 
     def task(self, messages: Sequence[Message]) -> Task:
-        rules, source = self.rules, self.source
-        return Task("question", list(messages), None, source, rules.extractor(source), {}, rules.hider(source))
+        rules, of = self.rules, (self.source, self.truth)
+        return Task("question", list(messages), None, self.source, rules.extractor(*of), {}, rules.hider(*of))
 
     def judge(self) -> Judge:
         """A reward function of the user's may score without the truth; the built-in ones compare with it."""
@@ -108,7 +109,7 @@ def listened(generate: Generate, record: Episode, heard: Heard) -> Generate:
     return listening
 
 
-def source_of(config: Any) -> str:
-    """The data source of the validation's first row."""
+def first_row(config: Any) -> tuple[str, Any]:
+    """The data source and the truth of the validation's first row: they say how answers are read."""
     first = next(rows_of(file_list(config.data.val_files)[0], config.data.prompt_key))
-    return str(first["data_source"])
+    return str(first["data_source"]), first["reward_model"]["ground_truth"]

@@ -62,7 +62,7 @@ def test_a_dump_that_is_something_else_is_named(tmp_path, content):
     with pytest.raises(
         ValueError, match=rf"^{re.escape(str(path))}, line 1: .*expected a line that trainer\.rollout_data_dir"
     ):
-        list(dump.read(path, lambda _: str, lambda _: str))
+        list(dump.read(path, lambda _, truth: str, lambda _, truth: str))
 
 
 def test_a_dump_may_end_in_empty_lines(tmp_path):
@@ -71,10 +71,10 @@ def test_a_dump_may_end_in_empty_lines(tmp_path):
     path = dump.write([Episode(task, 0, ["a"], seed=1, score=Score(0.0, None), failure="lost")] * 2, 1, tmp_path)
     whole = path.read_text()
     path.write_text(whole.replace("\n", "\n\n", 1) + " \n\n")
-    assert len(list(dump.read(path, lambda _: str, lambda _: str))) == 2
+    assert len(list(dump.read(path, lambda _, truth: str, lambda _, truth: str))) == 2
     path.write_text(f"{whole}\nnot json\n")
     with pytest.raises(ValueError, match=r"jsonl, line 4: "):
-        list(dump.read(path, lambda _: str, lambda _: str))
+        list(dump.read(path, lambda _, truth: str, lambda _, truth: str))
 
 
 @pytest.mark.slow

@@ -292,7 +292,7 @@ def test_what_is_kept_is_read_by_the_methods(monkeypatch, tmp_path):
     ] * 2
     path = tmp_path / "kept.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    again = list(dump.read(path, lambda source: only_answer, lambda source: str))
+    again = list(dump.read(path, lambda source, truth: only_answer, lambda source, truth: str))
     assert [(record.task.id, record.sample, record.scored.value) for record in again] == [("t", 0, 1.0), ("u", 1, 0.75)]
     sft = METHODS.get("sft")
     method = sft(sft.Config(name="sft", source=Examples.episodes))

@@ -251,7 +251,7 @@ OLD = (
 
 def test_a_dump_from_before_predictions_is_read(tmp_path):
     (tmp_path / "1.jsonl").write_text(OLD)
-    (record,) = dump.read(tmp_path / "1.jsonl", lambda source: str, lambda source: str)
+    (record,) = dump.read(tmp_path / "1.jsonl", lambda source, truth: str, lambda source, truth: str)
     assert [(turn.text, turn.foresees) for turn in record.turns] == [("4", None)]
 
 
@@ -260,6 +260,6 @@ def test_a_dump_keeps_whom_a_note_foresees(tmp_path):
     record.score = Score(0.0, None)
     for turn in record.turns:
         turn.score = Score(0.0, None)
-    (again,) = dump.read(dump.write([record], 1, tmp_path), lambda source: str, lambda source: str)
+    (again,) = dump.read(dump.write([record], 1, tmp_path), lambda source, truth: str, lambda source, truth: str)
     assert [turn.foresees for turn in again.turns] == [turn.foresees for turn in record.turns]
     assert {turn.foresees for turn in again.turns} == {None, "alice", "carol"}

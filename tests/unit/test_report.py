@@ -133,7 +133,7 @@ def test_a_dump_holds_failed_episodes_too(tmp_path):
     path = dump.write([lost(3), ended], 7, tmp_path)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["failure"] for line in lines] == ["error", "overflow", "overflow"] and lines[0]["agent"] is None
-    first, second = dump.read(path, lambda source: str, lambda source: str)
+    first, second = dump.read(path, lambda source, truth: str, lambda source, truth: str)
     assert (first.sample, first.failure, first.turns) == (3, "error", [])
     assert second.failure == "overflow" and second.turns[0].scored.failure == "it died" and len(second.turns) == 2
 
@@ -184,7 +184,7 @@ def test_a_dump_brings_back_the_episodes(tmp_path):
     records[0].turns[0].text, records[0].accuracy = "two\u2028lines\x85", {"agent_0": 0.25}
     records[1].turns[0].score = Score(1.0, "1", {"episode": "of a series"})
     path = dump.write(records, 7, tmp_path)
-    found = list(dump.read(path, lambda source: lambda text: text, lambda source: lambda text: "hidden"))
+    found = list(dump.read(path, lambda source, truth: lambda text: text, lambda source, truth: lambda text: "hidden"))
     assert found[0].task.hide("x") == "hidden"
     assert [(e.task.id, e.seed, e.answer, e.agents) for e in found] == [
         (e.task.id, e.seed, e.answer, e.agents) for e in records
@@ -195,7 +195,7 @@ def test_a_dump_brings_back_the_episodes(tmp_path):
         ]
     path.write_text(path.read_text() + '{"output": "x"}\n')
     with pytest.raises(ValueError, match="line 6.*expected a line that"):
-        list(dump.read(path, lambda source: str, lambda source: str))
+        list(dump.read(path, lambda source, truth: str, lambda source, truth: str))
 
 
 def test_a_missing_score_is_named():

@@ -94,4 +94,4 @@ def test_the_dump_holds_them_and_numbers_the_turns(tmp_path):
     assert {line["value"] for line in lines} == {None} and lines[1]["advantage"] == 0.25
     plain = [json.loads(line) for line in dump.write(records, 4, tmp_path).read_text().splitlines()]
     assert "advantage" not in plain[0] and plain[3]["turn"] == 1, "validation trains nothing"
-    assert len(list(dump.read(path, lambda source: str, lambda source: str))) == 2
+    assert len(list(dump.read(path, lambda source, truth: str, lambda source, truth: str))) == 2
