@@ -5,7 +5,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from marl.config.dataset_rows import file_list, read_table, rows_in
+from marl.config.dataset_rows import asked, file_list, read_table, rows_in, warn_of_shared
 from marl.config.errors import ConfigError
 from marl.config.policies import longest_row, own_settings
 from marl.config.sources import Source
@@ -18,6 +18,7 @@ def check_examples(setup: Setup, encoders: Mapping[str, Any]) -> None:
     config, method = setup.config, setup.method
     keys = ("method.files",) if method.imitates is not None else ("data.train_files", "data.val_files")
     limits = {name: longest_row(own_settings(config, name).rollout) for name in encoders}
+    questions: dict[str, list[str]] = {}
     for key in keys:
         files = file_list(OmegaConf.select(config, key))
         items = read_items(method, method.imitates or Source.of(config), files, speakers_of(config), key, counts=True)
@@ -27,6 +28,9 @@ def check_examples(setup: Setup, encoders: Mapping[str, Any]) -> None:
                 f"data.train_batch_size={config.data.train_batch_size}: {key} give {len(items)} examples; expected at least one "
                 "batch, use a smaller batch or more data"
             )
+        questions[key] = [asked(item[0].sides[0][0].observation) for item in items]
+    if method.imitates is None:
+        warn_of_shared(*questions.values())
 
 
 def check_demonstrations(setup: Setup, encoders: Mapping[str, Any]) -> None:
