@@ -134,7 +134,7 @@ def rows_in(table: Any, file: str) -> Iterator[dict[str, Any]]:
 def read_table(file: str) -> Any:
     path = Path(file).expanduser()
     read = pyarrow.parquet.read_table if path.suffix == ".parquet" else pyarrow.json.read_json
-    kind = "parquet" if path.suffix == ".parquet" else "json lines"
+    kind = "parquet" if path.suffix == ".parquet" else "json lines, whose columns hold one type each"
     try:
         table = read(path)
     except (pyarrow.ArrowException, OSError, ValueError) as error:

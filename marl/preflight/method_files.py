@@ -5,7 +5,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from marl.config.dataset_rows import asked, file_list, read_table, rows_in, warn_of_shared
+from marl.config.dataset_rows import BadRows, asked, file_list, places_in, read_table, rows_in, warn_of_shared
 from marl.config.errors import ConfigError
 from marl.config.policies import longest_row, own_settings
 from marl.config.sources import Source
@@ -42,15 +42,20 @@ def check_demonstrations(setup: Setup, encoders: Mapping[str, Any]) -> None:
 
 
 def check_answers(setup: Setup, encoders: Mapping[str, Any]) -> None:
-    """Raise ConfigError for the first training row without an answer that a trained agent could say: an opponent's turns are
+    """Raise ConfigError for training rows without an answer that a trained agent could say: an opponent's turns are
     compared with it."""
     config, speakers = setup.config, speakers_of(setup.config)
     policies = dict.fromkeys((agent, policy) for agent, own in speakers.items() for policy in own)
     limits = {name: own_settings(config, name).rollout.response_length for _, name in policies}
     for file in file_list(config.data.train_files):
-        for number, row in enumerate(rows_in(read_table(file), file)):
-            for agent, policy in policies:
-                check_answer(setup, row, f"{file}, row {number}", agent, (encoders[policy], limits[policy]))
+        bad = BadRows(file)
+        for row, place in zip(rows_in(read_table(file), file), places_in(file), strict=False):
+            try:
+                for agent, policy in policies:
+                    check_answer(setup, row, place, agent, (encoders[policy], limits[policy]))
+            except ConfigError as error:
+                bad.add(error)
+        bad.refuse()
 
 
 def check_answer(setup: Setup, row: Mapping[str, Any], where: str, agent: str, within: tuple[Any, int]) -> None:
