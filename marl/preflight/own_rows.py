@@ -69,8 +69,8 @@ def must_be_converted(data: Any) -> None:
 
 def named(data: Any, key: str) -> list[str]:
     files = file_list(data[key]) if isinstance(data[key], str) or OmegaConf.is_list(data[key]) else []
-    if not files or not all(isinstance(file, str) for file in files):
-        raise ConfigError(f"data.{key}={data[key]}: expected a file or a list of files")
+    if not files or not all(isinstance(file, str) and file.strip() for file in files):
+        raise ConfigError(f"data.{key}={data[key]}: expected a file or a list of files, as in data.{key}=questions.csv")
     return files
 
 
@@ -111,11 +111,17 @@ def convert(columns: Mapping[str, str], train: Sequence[str], val: Sequence[str]
     validation = [row for file in val for row in rows_of(file, columns)]
     if not val:
         rows, validation = split(rows, share)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, part in (("train", rows), ("validation", validation)):
-        write(part, name, folder / f"{name}.parquet")
     record = {"files": sources, **settings, "train": len(rows), "validation": len(validation)}
-    replace_text(folder / RECORD, json.dumps(record, indent=1) + "\n")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, part in (("train", rows), ("validation", validation)):
+            write(part, name, folder / f"{name}.parquet")
+        replace_text(folder / RECORD, json.dumps(record, indent=1) + "\n")
+    except OSError as error:  # pyarrow's of a full disk names no file
+        raise ConfigError(
+            f"{folder}: the rows of data.columns cannot be written: {error.strerror or error}; set the environment variable MARL_CACHE to a "
+            "folder with space that can be written"
+        ) from None
     return folder
 
 

@@ -50,7 +50,11 @@ BAD = {
         [{"prompt": "2", "answer": "4"}, {"prompt": "2", "answer": ""}],
         ["line 2", "expected a text", "leave it out"],
     ),
-    "text in place of messages": ("sft", [{"messages": "2 + 2"}], ["line 1: messages is '2 + 2'", "a list of messages"]),
+    "text in place of messages": (
+        "sft",
+        [{"messages": "2 + 2"}],
+        ["line 1: messages is '2 + 2'", "a list of messages"],
+    ),
     "no role": ("sft", [{"messages": [{"content": "2"}]}], ["line 1: messages holds", "a list of messages"]),
     "no content": (
         "sft",

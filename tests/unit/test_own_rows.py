@@ -236,7 +236,9 @@ def test_rows_of_verls_columns_are_named_together_too():
     good = {"data_source": "x", "prompt": [{"role": "user", "content": "b"}], "reward_model": {"ground_truth": "4"}}
     dated = good | {"reward_model": {"ground_truth": "2024-01-01"}}
     Path("rows.jsonl").write_text("\n\n".join(json.dumps(row) for row in (dated, dated)))
-    with pytest.raises(ConfigError, match=r"2 rows cannot be used:\n  line 1: .*2024, 1, 1.*\n  line 3: .*\n.*JSON reader"):
+    with pytest.raises(
+        ConfigError, match=r"2 rows cannot be used:\n  line 1: .*2024, 1, 1.*\n  line 3: .*\n.*JSON reader"
+    ):
         check_files("rows.jsonl", "prompt", ["agent"])
 
 
@@ -373,6 +375,7 @@ def test_a_file_that_does_not_fit_into_memory_is_refused(monkeypatch):
         ({"val_share": 0}, ["data.val_share=0", "above 0"]),
         ({"train_files": 3}, ["data.train_files=3"]),
         ({"train_files": [None]}, ["data.train_files=[None]"]),
+        ({"train_files": ""}, ["data.train_files=: expected a file", "as in data.train_files=questions.csv"]),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(settings, said):
@@ -399,6 +402,15 @@ def test_a_run_is_prepared_from_a_csv(compose_config, cold_assets):
     setup = prepare(config)
     assert setup.config.data.columns.prompt == "question" and "18 rows to train" in split_text(setup.config)
     assert len(setup.tasks[0]) == 18
+
+
+def test_a_cache_that_cannot_be_written_is_named(monkeypatch):
+    Path("file").touch()
+    monkeypatch.setenv("MARL_CACHE", "file/cache")
+    with pytest.raises(
+        ConfigError, match=r"file/cache/data/\w+: .* Not a directory; set the environment variable MARL_CACHE"
+    ):
+        use_columns(config_of(csv("mine.csv")))
 
 
 def test_an_error_without_words_is_named(monkeypatch):
