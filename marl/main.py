@@ -4,6 +4,7 @@ The only file that decides what Ray resources a run takes.
 """
 
 import asyncio
+import errno
 import inspect
 import io
 import os
@@ -57,6 +58,15 @@ CONFIGS = "pkg://marl.configs"
 SHOWS_CONFIG = re.compile(r"--(cfg?|in?f?o?|hel?p?)(=|$)|-[rmh]*(c(?![pnd])|i|h)")
 """Flags of Hydra's that print the configuration, in all forms that its parser takes: shortened, clustered, or with the value attached."""
 SHOWS_HELP = re.compile(r"--h|-[rm]*h")
+OTHER_FOLDER = (
+    "name a folder that can be written, such as by trainer.default_local_dir or the environment variable MARL_CACHE"
+)
+DISK_FAULTS = {
+    errno.ENAMETOOLONG: "name a shorter path",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), f"free some space, or {OTHER_FOLDER}"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR), OTHER_FOLDER),
+}
+"""What mends a file system's refusal, which needs no traceback."""
 LEAST_S = 60.0
 """Shortest deadline of a blocked driver, which may be busy itself for some seconds between two turns."""
 
@@ -147,6 +157,12 @@ def exit_code(work: Callable[[], Any]) -> int:
     except Exception as error:
         if isinstance(error, BrokenPipeError) and reader_left():
             return 1
+        if isinstance(error, OSError) and error.filename and error.errno in DISK_FAULTS:
+            print(
+                masked_text(f"run failed: {error.filename}: {error.strerror}; {DISK_FAULTS[error.errno]}"),
+                file=sys.stderr,
+            )
+            return 1
         failure = f"{traceback.format_exc()}run failed: {type(error).__name__}: {error}"
         print(masked_text(failure), file=sys.stderr)
         return 1
@@ -170,6 +186,17 @@ def told_of_no_reader() -> Iterator[None]:
         raise
 
 
+@contextmanager
+def disk_of(folder: Path) -> Iterator[None]:
+    """Name a run's folder in the error of a full disk, which names no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            error.filename = error.filename or str(folder)
+        raise
+
+
 def _run(config: DictConfig, progress: Any) -> Any:
     begin_run()
     setup = prepared(config, prepare)
@@ -182,7 +209,7 @@ def _run(config: DictConfig, progress: Any) -> Any:
         print(rows, flush=True)
     print(plan_text(setup), flush=True)
     check_endpoints(setup)
-    with claimed(setup.config) as folder:
+    with claimed(setup.config) as folder, disk_of(folder):
         keeps_readme = setup.config.trainer.val_only and (folder / run_readme.NAME).is_file()
         if not keeps_readme:  # a validation leaves the run's own, which says how to continue it
             run_readme.write(folder, setup.method.learns)

@@ -1,6 +1,9 @@
 """The rows of a dataset are checked before anything starts."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,43 @@ import pyarrow.parquet
 from marl.config.errors import ConfigError
 from marl.utils.registry import did_you_mean
 
+logger = logging.getLogger(__name__)
+
 CHUNK = 128
 """Rows made at a time: often only the first ones are read."""
 DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
+ROWS_SHOWN = 10
+EXACT = 2**53
+"""Integers from here on are not all floats."""
+
+
+class BadRows:
+    """What is wrong with the rows of a file: said of all together, so that they can be mended at once."""
+
+    def __init__(self, file: str) -> None:
+        self.file, self.count, self.first = file, 0, list[str]()
+
+    def add(self, problem: object) -> None:
+        """A problem begins with its place and ends with ``; expected …``."""
+        self.count += 1
+        if self.count <= ROWS_SHOWN:
+            self.first.append(str(problem))
+
+    def refuse(self) -> None:
+        """Raise ConfigError where there are any."""
+        if not self.count:
+            return
+        if self.count == 1:
+            raise ConfigError(f"{self.file}, {self.first[0]}")
+        more = [f"and {self.count - ROWS_SHOWN} more"] if self.count > ROWS_SHOWN else []
+        remedies = {problem.partition(REMEDY)[2] for problem in self.first}
+        shared = remedies.pop() if len(remedies) == 1 else ""
+        said = [problem.removesuffix(f"{REMEDY}{shared}") for problem in self.first] if shared else self.first
+        end = [f"expected{shared}"] if shared else []
+        raise ConfigError(f"{self.file}: {self.count} rows cannot be used:\n  " + "\n  ".join([*said, *more, *end]))
+
+
+REMEDY = "; expected"
 
 
 def file_list(files: str | Sequence[str] | None) -> list[str]:
@@ -20,18 +57,53 @@ def file_list(files: str | Sequence[str] | None) -> list[str]:
     return [files] if isinstance(files, str) else list(files or [])
 
 
-def check_files(files: str | Sequence[str], prompt_key: str, agents: Sequence[str]) -> int:
-    """Raise ConfigError naming the file, the row and the column of the first row that cannot be used; else count them."""
-    return sum(check_file(file, prompt_key, agents) for file in file_list(files))
+def check_files(files: str | Sequence[str], prompt_key: str, agents: Sequence[str]) -> list[str]:
+    """Raise ConfigError naming the file, the places and the columns of rows that cannot be used; else the rows' questions."""
+    return [question for file in file_list(files) for question in check_file(file, prompt_key, agents)]
 
 
-def check_file(file: str, prompt_key: str, agents: Sequence[str]) -> int:
-    number = -1
-    for number, row in enumerate(rows_of(file, prompt_key)):
-        check_row(row, f"{file}, row {number}", prompt_key, agents)
-    if number < 0:
+def check_file(file: str, prompt_key: str, agents: Sequence[str]) -> list[str]:
+    bad, questions = BadRows(file), []
+    for row, place in zip(rows_of(file, prompt_key), places_in(file), strict=False):
+        try:
+            check_row(row, place, prompt_key, agents)
+        except ConfigError as error:
+            bad.add(error)
+        else:
+            questions.append(question_of(row, prompt_key))
+    bad.refuse()
+    if not questions:
         raise ConfigError(f"{file}: there are no rows; expected at least one: regenerate the file, or leave it out")
-    return number + 1
+    return questions
+
+
+def places_in(file: str) -> Iterator[str]:
+    """Where each row stands: a line as an editor counts them, or a row as pandas does."""
+    if Path(file).suffix == ".parquet":
+        yield from (f"row {number}" for number in count())
+    with open(Path(file).expanduser(), "rb") as lines:
+        yield from (f"line {number}" for number, line in enumerate(lines, 1) if line.strip())
+
+
+def question_of(row: Mapping[str, Any], prompt_key: str = "prompt") -> str:
+    """What a row asks, of all agents together."""
+    return asked([*row[prompt_key], *(m for own in agent_prompts(row, "").values() for m in own or ())])
+
+
+def asked(messages: Sequence[Mapping[str, Any]]) -> str:
+    """What some messages ask: the same under all system prompts, and for variants by blanks and case."""
+    return " ".join(" ".join(m["content"].split()) for m in messages if m["role"] != "system").casefold()
+
+
+def warn_of_shared(train: Collection[str], val: Sequence[str]) -> None:
+    """Name the questions that are both trained and measured."""
+    known = set(train)
+    if shared := [question for question in val if question in known]:
+        logger.warning(
+            "data.val_files: %d of %d rows ask what data.train_files ask too, up to blanks and case, such as %s: their accuracy shows what "
+            "was learned by heart; take them out of one of the two, or have rows split: data.val_files=null with data.columns",
+            len(shared), len(val), shown(shared[0]),
+        )  # fmt: skip
 
 
 def rows_of(file: str, prompt_key: str) -> Iterator[dict[str, Any]]:
@@ -62,7 +134,7 @@ def rows_in(table: Any, file: str) -> Iterator[dict[str, Any]]:
 def read_table(file: str) -> Any:
     path = Path(file).expanduser()
     read = pyarrow.parquet.read_table if path.suffix == ".parquet" else pyarrow.json.read_json
-    kind = "parquet" if path.suffix == ".parquet" else "json lines"
+    kind = "parquet" if path.suffix == ".parquet" else "json lines, whose columns hold one type each"
     try:
         table = read(path)
     except (pyarrow.ArrowException, OSError, ValueError) as error:
@@ -86,6 +158,12 @@ def check_row(row: Mapping[str, Any], where: str, prompt_key: str, agents: Seque
     truth = row["reward_model"]
     if not isinstance(truth, dict) or truth.get("ground_truth") is None:
         raise ConfigError(f"{where}: reward_model is {shown(truth)}; expected {{'style': 'rule', 'ground_truth': …}}")
+    answer = truth["ground_truth"]
+    if isinstance(answer, datetime) or (isinstance(answer, float) and abs(answer) >= EXACT):
+        raise ConfigError(
+            f"{where}: the ground_truth is read as {shown(answer)}; expected a text: verl's JSON reader changes dates and large integers, "
+            "so write the answers as texts into parquet, or read the file by data.columns"
+        )
     for agent, messages in agent_prompts(row, where).items():
         if messages is None:
             continue

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from marl.config.dataset_rows import read_table, rows_in
+from marl.config.dataset_rows import BadRows, places_in, read_table, rows_in
 from marl.config.errors import ConfigError
 from marl.config.policies import policies_by_agent
 from marl.config.sources import Source
@@ -88,11 +88,13 @@ def items_of_rows(method: Method, file: str, speakers: Speakers) -> Iterator[Ite
                 f"{file}: no column {' or '.join(map(repr, wanted))}; it has {', '.join(table.column_names)}.{hint} "
                 f"Expected the columns that method={method.config.name} reads; method.*_key name them"
             )
-    for number, row in enumerate(rows_in(table, file)):
+    bad = BadRows(file)
+    for row, place in zip(rows_in(table, file), places_in(file), strict=False):
         try:
             yield method.of_row(row, speakers)
         except ValueError as error:
-            raise ConfigError(f"{file}, row {number}: {error}; correct the row, or leave it out") from None
+            bad.add(f"{place}: {error}; correct the row, or leave it out")
+    bad.refuse()
 
 
 def read_episodes(file: str) -> list[Episode]:

@@ -1,5 +1,6 @@
 """Tasks from verl's datasets and sampler."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ from verl.trainer.ppo.utils import create_rl_dataset, create_rl_sampler
 from marl.rewards import AnswerRules, answer_rules
 from marl.types import Task
 from marl.utils.seeding import derive_seed
+
+logger = logging.getLogger(__name__)
 
 
 class TaskDataset(Dataset):
@@ -50,6 +53,8 @@ def loader_of(config: Any, dataset: Any) -> StatefulDataLoader:
     """Batches of ``data.train_batch_size`` items in an order that ``data.seed`` fixes; its state can be saved. Each of its iterators
     draws a number as it is made: from a generator of their own, since a resumed run makes others at other moments."""
     data = config.data
+    if not config.trainer.val_only:
+        warn_of_rest(data, len(dataset), config.trainer.total_training_steps)
     return StatefulDataLoader(
         dataset=dataset,
         batch_size=data.train_batch_size,
@@ -59,6 +64,17 @@ def loader_of(config: Any, dataset: Any) -> StatefulDataLoader:
         collate_fn=list,
         generator=torch.Generator().manual_seed(derive_seed(config.seed, "workers of the data loader")),
     )
+
+
+def warn_of_rest(data: Any, rows: int, steps: int | None) -> None:
+    """Name the rows that fill no batch."""
+    batches, rest = divmod(rows, data.train_batch_size)
+    if rest and (steps is None or steps > batches):
+        logger.warning(
+            "data.train_batch_size=%d: an epoch trains %d of %d rows and leaves out %d, %s",
+            data.train_batch_size, rows - rest, rows, rest,
+            "others each time" if data.shuffle else "always the last ones (data.shuffle=false)",
+        )  # fmt: skip
 
 
 def validation_tasks(config: Any, tokenizer: Any) -> list[Task]:

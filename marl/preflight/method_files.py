@@ -5,7 +5,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from marl.config.dataset_rows import file_list, read_table, rows_in
+from marl.config.dataset_rows import BadRows, asked, file_list, places_in, read_table, rows_in, warn_of_shared
 from marl.config.errors import ConfigError
 from marl.config.policies import longest_row, own_settings
 from marl.config.sources import Source
@@ -18,6 +18,7 @@ def check_examples(setup: Setup, encoders: Mapping[str, Any]) -> None:
     config, method = setup.config, setup.method
     keys = ("method.files",) if method.imitates is not None else ("data.train_files", "data.val_files")
     limits = {name: longest_row(own_settings(config, name).rollout) for name in encoders}
+    questions: dict[str, list[str]] = {}
     for key in keys:
         files = file_list(OmegaConf.select(config, key))
         items = read_items(method, method.imitates or Source.of(config), files, speakers_of(config), key, counts=True)
@@ -27,6 +28,9 @@ def check_examples(setup: Setup, encoders: Mapping[str, Any]) -> None:
                 f"data.train_batch_size={config.data.train_batch_size}: {key} give {len(items)} examples; expected at least one "
                 "batch, use a smaller batch or more data"
             )
+        questions[key] = [asked(item[0].sides[0][0].observation) for item in items]
+    if method.imitates is None:
+        warn_of_shared(*questions.values())
 
 
 def check_demonstrations(setup: Setup, encoders: Mapping[str, Any]) -> None:
@@ -38,15 +42,20 @@ def check_demonstrations(setup: Setup, encoders: Mapping[str, Any]) -> None:
 
 
 def check_answers(setup: Setup, encoders: Mapping[str, Any]) -> None:
-    """Raise ConfigError for the first training row without an answer that a trained agent could say: an opponent's turns are
+    """Raise ConfigError for training rows without an answer that a trained agent could say: an opponent's turns are
     compared with it."""
     config, speakers = setup.config, speakers_of(setup.config)
     policies = dict.fromkeys((agent, policy) for agent, own in speakers.items() for policy in own)
     limits = {name: own_settings(config, name).rollout.response_length for _, name in policies}
     for file in file_list(config.data.train_files):
-        for number, row in enumerate(rows_in(read_table(file), file)):
-            for agent, policy in policies:
-                check_answer(setup, row, f"{file}, row {number}", agent, (encoders[policy], limits[policy]))
+        bad = BadRows(file)
+        for row, place in zip(rows_in(read_table(file), file), places_in(file), strict=False):
+            try:
+                for agent, policy in policies:
+                    check_answer(setup, row, place, agent, (encoders[policy], limits[policy]))
+            except ConfigError as error:
+                bad.add(error)
+        bad.refuse()
 
 
 def check_answer(setup: Setup, row: Mapping[str, Any], where: str, agent: str, within: tuple[Any, int]) -> None:

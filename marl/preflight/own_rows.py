@@ -2,11 +2,10 @@
 
 import hashlib
 import json
-import math
 import os
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pyarrow.parquet
 from omegaconf import OmegaConf, open_dict
 
 from marl.config.bounds import check_number
-from marl.config.dataset_rows import check_messages, file_list, shown
+from marl.config.dataset_rows import BadRows, check_messages, file_list, question_of, shown
 from marl.config.errors import ConfigError
 from marl.config.identity import content_of, digest
 from marl.config.sources import Source
@@ -26,13 +25,12 @@ from marl.utils.near import did_you_mean
 REQUIRED, OPTIONAL = ("prompt", "answer"), ("system", "data_source")
 RECORD = "split.json"
 CONVERTED = ("train.parquet", "validation.parquet")
-VERSION = 3
+VERSION = 4
 """Bump it when the same settings would produce different rows."""
 SOURCE = "own/"
 """Begins a data source without a column of its own: mathematical equality scores it."""
 LAST_HASHES = re.compile(r"####[ \t]*([^\s#][^\n#]*)\Z")
 """Elsewhere they begin a headline."""
-NO_NUMBERS = (math.inf, -math.inf)
 Row = dict[str, Any]
 
 
@@ -71,8 +69,8 @@ def must_be_converted(data: Any) -> None:
 
 def named(data: Any, key: str) -> list[str]:
     files = file_list(data[key]) if isinstance(data[key], str) or OmegaConf.is_list(data[key]) else []
-    if not files or not all(isinstance(file, str) for file in files):
-        raise ConfigError(f"data.{key}={data[key]}: expected a file or a list of files")
+    if not files or not all(isinstance(file, str) and file.strip() for file in files):
+        raise ConfigError(f"data.{key}={data[key]}: expected a file or a list of files, as in data.{key}=questions.csv")
     return files
 
 
@@ -113,11 +111,17 @@ def convert(columns: Mapping[str, str], train: Sequence[str], val: Sequence[str]
     validation = [row for file in val for row in rows_of(file, columns)]
     if not val:
         rows, validation = split(rows, share)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, part in (("train", rows), ("validation", validation)):
-        write(part, name, folder / f"{name}.parquet")
     record = {"files": sources, **settings, "train": len(rows), "validation": len(validation)}
-    replace_text(folder / RECORD, json.dumps(record, indent=1) + "\n")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, part in (("train", rows), ("validation", validation)):
+            write(part, name, folder / f"{name}.parquet")
+        replace_text(folder / RECORD, json.dumps(record, indent=1) + "\n")
+    except OSError as error:  # pyarrow's of a full disk names no file
+        raise ConfigError(
+            f"{folder}: the rows of data.columns cannot be written: {error.strerror or error}; set the environment variable MARL_CACHE to a "
+            "folder with space that can be written"
+        ) from None
     return folder
 
 
@@ -132,21 +136,17 @@ def source_of(file: str) -> str:
     return f"{SOURCE}{Path(file.removeprefix(own_tables.HUB)).stem}"
 
 
-def rows_of(file: str, columns: Mapping[str, str]) -> Iterator[Row]:
-    """verl's rows of a file. Raises ConfigError for the first value that cannot be used."""
-    table = own_tables.read(file, list(columns.values()))
-    try:
-        values = table.to_pylist()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: a text is not UTF-8: {error}; expected UTF-8, write the file again") from None
-    for number, found in enumerate(values):
-        yield row_of(
-            {key: found[column] for key, column in columns.items()},
-            columns,
-            f"{file}, row {number}",
-            source_of(file),
-            number,
-        )
+def rows_of(file: str, columns: Mapping[str, str]) -> list[Row]:
+    """verl's rows of a file. Raises ConfigError for values that cannot be used."""
+    bad, rows, default = BadRows(file), list[Row](), source_of(file)
+    for number, (place, found) in enumerate(own_tables.read(file, list(columns.values()), bad)):
+        values = {key: found[column] for key, column in columns.items()}
+        try:
+            rows.append(row_of(values, columns, place, default, number))
+        except ConfigError as error:
+            bad.add(error)
+    bad.refuse()
+    return rows
 
 
 def row_of(values: Mapping[str, Any], columns: Mapping[str, str], where: str, default: str, number: int) -> Row:
@@ -170,36 +170,35 @@ def messages_of(value: Any, where: str) -> list[dict[str, str]]:
         return value
     if not isinstance(value, str) or not value.strip():
         raise ConfigError(
-            f"{where} is {shown(value)}; expected a text, or a list of messages: fill it, or remove the row"
+            f"{where} is {shown(value)}; expected a text, or a list of messages: write one, or remove the row"
         )
     return [{"role": "user", "content": value}]
 
 
 def answer_of(value: Any, where: str) -> str:
-    """An answer as text; of a solution that ends in ``#### answer``, the answer."""
-    if not isinstance(value, str | int | float) or not str(value).strip() or value in NO_NUMBERS or value != value:
-        raise ConfigError(f"{where} is {shown(value)}; expected a text or a number: fill it, or remove the row")
-    text = str(int(value) if isinstance(value, float) and value.is_integer() else value).strip()
+    """An answer without blanks around it; of a solution that ends in ``#### answer``, the answer."""
+    if not isinstance(value, str) or not value.strip():
+        raise ConfigError(f"{where} is {shown(value)}; expected a text or a number: write one, or remove the row")
+    text = value.strip()
     found = LAST_HASHES.search(text)
     return found[1] if found else text
 
 
 def split(rows: Sequence[Row], share: float) -> tuple[list[Row], list[Row]]:
-    """Rows to train and to validate, the same for every seed of a run; those with the same question stay together, so that none
-    is known from training."""
-    questions = sorted({question(row) for row in rows}, key=lambda text: hashlib.sha256(text.encode()).digest())
+    """Rows to train and to validate, the same for every seed of a run; those with the same question, up to blanks and case, stay
+    together, so that none is known from training."""
+    asked = [question_of(row) for row in rows]
+    questions = sorted(set(asked), key=lambda text: hashlib.sha256(text.encode()).digest())
     if len(questions) < 2:
         raise ConfigError(
             f"data.columns: only {len(questions)} distinct question; expected at least two, one for validation, or set data.val_files"
         )
     random.Random("split").shuffle(questions)
     held_out = set(questions[: min(max(1, round(share * len(questions))), len(questions) - 1)])
-    kept = [row for row in rows if question(row) not in held_out]
-    return kept, [row for row in rows if question(row) in held_out]
-
-
-def question(row: Row) -> str:
-    return json.dumps(row["prompt"], sort_keys=True)
+    parts: tuple[list[Row], list[Row]] = [], []
+    for question, row in zip(asked, rows, strict=True):
+        parts[question in held_out].append(row)
+    return parts
 
 
 def write(rows: Sequence[Row], name: str, path: Path) -> None:

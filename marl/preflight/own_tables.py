@@ -1,29 +1,67 @@
-"""Tables of a user's: CSV, JSON, parquet and Hugging Face data sets, read with errors that name the file."""
+"""A user's tables: CSV, JSON, parquet and Hugging Face data sets, row by row as the texts that stand in them."""
 
+import codecs
+import csv
 import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import date, time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy
 import psutil
 import pyarrow
-import pyarrow.csv
 
-from marl.config.dataset_rows import read_table
+from marl.config.dataset_rows import BadRows, read_table, shown
 from marl.config.errors import ConfigError
 from marl.utils.near import did_you_mean
 
 HUB = "hf://"
-DELIMITERS = {".csv": ",", ".tsv": "\t"}
+DELIMITERS = {".csv": ",;\t|", ".tsv": "\t,;|"}
+"""Tried in this order: the header shows which one separates the wanted columns."""
 SUFFIXES = (*DELIMITERS, ".jsonl", ".json", ".parquet")
 TIMES = 4
 """Memory that reading takes, in sizes of the file."""
 HEAD = 1 << 16
+MIDNIGHT = " 00:00:00"
+"""Of a date that pandas keeps as a time."""
+SEPARATORS = re.compile(r"[\s,]*")
+AS_ROWS = "expected [{…}, …], or one object a line; pandas writes it by to_json(file, orient='records', lines=True)"
+Rows = Iterator[tuple[str, dict[str, Any]]]
+"""Rows with their places: lines as an editor counts them, or rows as pandas does."""
+
+csv.field_size_limit(sys.maxsize)  # questions may be longer than the 131,072 characters that it allows
 
 
-def read(source: str, wanted: list[str]) -> pyarrow.Table:
-    """The wanted columns of a file, a folder or a data set on the hub. Raises ConfigError for one that cannot be read."""
-    table = read_whole(source, wanted)
-    names = table.column_names
+def read(source: str, wanted: Sequence[str], bad: BadRows) -> Rows:
+    """The wanted columns of a file, a folder or a data set on the hub; rows that cannot be read go to ``bad``. Raises ConfigError
+    for a source that cannot be read."""
+    path, empty = Path(source).expanduser(), True
+    try:
+        for row in reader_of(source, path, wanted, bad):
+            empty = False
+            yield row
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{source}{not_utf8(path, error)}") from None
+    if empty and not bad.count:
+        raise ConfigError(f"{source}: there are no rows; expected at least two, one of them to validate: fill the file")
+
+
+def reader_of(source: str, path: Path, wanted: Sequence[str], bad: BadRows) -> Rows:
+    if source.startswith(HUB) or path.is_dir():
+        return table_rows(source, read_dataset(source), wanted)
+    check_file(source, path)
+    if path.suffix in DELIMITERS:
+        return csv_rows(source, path, wanted, bad)
+    if path.suffix == ".parquet":
+        return table_rows(source, read_table(source), wanted)
+    return json_rows(source, path, wanted, bad)
+
+
+def check_columns(source: str, wanted: Sequence[str], names: Sequence[str]) -> None:
     for column in wanted:
         if column not in names:
             raise ConfigError(
@@ -32,21 +70,6 @@ def read(source: str, wanted: list[str]) -> pyarrow.Table:
             )
         if names.count(column) > 1:
             raise ConfigError(f"{source}: two columns are called {column!r}; expected one of each, rename the other")
-    if not table.num_rows:
-        raise ConfigError(f"{source}: there are no rows; expected at least two, one of them to validate: fill the file")
-    return table.select(wanted)
-
-
-def read_whole(source: str, wanted: list[str]) -> pyarrow.Table:
-    path = Path(source).expanduser()
-    if source.startswith(HUB) or path.is_dir():
-        return read_dataset(source)
-    check_file(source, path)
-    if path.suffix in DELIMITERS:
-        return read_csv(source, path, wanted)
-    if path.suffix == ".json" and begins_with(path, b"["):
-        return read_list(source, path)
-    return read_table(source)
 
 
 def check_file(source: str, path: Path) -> None:
@@ -66,7 +89,7 @@ def check_file(source: str, path: Path) -> None:
             f"{source}: {size / 1e9:.1f} GB, and reading takes some {TIMES} times as much memory, of which {free / 1e9:.1f} GB are "
             "free; cut it into several files and convert them one at a time, or sample from it"
         )
-    if path.suffix != ".parquet" and b"\0" in head(path):
+    if path.suffix != ".parquet" and encoding_of(path) != "utf-16" and b"\0" in head(path):
         raise ConfigError(
             f"{source}: it holds zero bytes, so it is binary and not {path.suffix}; export it as UTF-8 text, or use parquet"
         )
@@ -77,33 +100,226 @@ def head(path: Path) -> bytes:
         return file.read(HEAD)
 
 
-def begins_with(path: Path, mark: bytes) -> bool:
-    return head(path).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(mark)
+def encoding_of(path: Path) -> str:
+    """UTF-16 only by its mark: Excel's "Unicode text"."""
+    return "utf-16" if head(path).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
 
 
-def read_csv(source: str, path: Path, wanted: list[str]) -> pyarrow.Table:
-    """Every wanted column as text: 007 and 1.50 are answers as they stand."""
-    options = pyarrow.csv.ConvertOptions(
-        column_types=dict.fromkeys(wanted, pyarrow.string()), strings_can_be_null=False
+def not_utf8(path: Path, error: UnicodeDecodeError) -> str:
+    """A sentence on bytes that are no text, with their line."""
+    if path.suffix == ".parquet" or not path.is_file():
+        return f": a text is not UTF-8: {error}; expected UTF-8, write the file again"
+    content = path.read_bytes()
+    try:
+        content.decode()
+    except UnicodeDecodeError as found:
+        error = found  # whose place counts from the file's begin
+    byte, line = content[error.start : error.start + 1], content.count(b"\n", 0, error.start) + 1
+    return (
+        f", line {line}: byte 0x{byte.hex()} is not UTF-8 (in Windows-1252: {byte.decode('cp1252', 'replace')!r}); expected UTF-8: in "
+        f"Excel save as 'CSV UTF-8', or run: iconv -f WINDOWS-1252 -t UTF-8 {path} > utf8{path.suffix}"
     )
-    layout = pyarrow.csv.ParseOptions(delimiter=DELIMITERS[path.suffix], newlines_in_values=True)
-    try:
-        return pyarrow.csv.read_csv(path, parse_options=layout, convert_options=options)
-    except (pyarrow.ArrowException, ValueError) as error:
-        raise ConfigError(
-            f"{source}: cannot be read as {path.suffix[1:]}: {error}; expected UTF-8 with a header and as many fields in every row: "
-            "quote texts that hold the separator"
-        ) from None
 
 
-def read_list(source: str, path: Path) -> pyarrow.Table:
-    """A JSON file that is one list of objects."""
+def csv_rows(source: str, path: Path, wanted: Sequence[str], bad: BadRows) -> Rows:
+    """Every column as text: 007 and 1.50 are answers as they stand. Empty rows, which spreadsheets leave at the end, are none."""
+    delimiter, names = layout_of(source, path, wanted)
+    check_columns(source, wanted, names)
+    where = {column: names.index(column) for column in wanted}
+    raw: list[str] = []
+    with open(path, encoding=encoding_of(path), newline="") as file:
+        lines = (raw.append(line) or line for line in file)  # type: ignore[func-returns-value]
+        reader = csv.reader(lines, delimiter=delimiter, strict=True, skipinitialspace=True)
+        header_in(reader)
+        while True:
+            raw.clear()
+            place = f"line {reader.line_num + 1}"
+            try:
+                cells = next(reader, None)
+            except csv.Error as error:
+                bad.add(f"{place}: {unquoted(str(error), path, ''.join(raw))}")
+                return  # where the next row begins is unknown
+            if cells is None:
+                return
+            if not any(cell.strip() for cell in cells):
+                continue
+            if len(cells) != len(names):
+                bad.add(
+                    f"{place} has {len(cells)} fields, the header {len(names)}; expected as many: quote texts that hold {delimiter!r}"
+                )
+            elif '\\"' in "".join(cells) and '\\""' not in "".join(raw):
+                bad.add(f"{place}: {unquoted('', path, ''.join(raw))}")
+            else:
+                yield place, {column: cells[index] for column, index in where.items()}
+
+
+def layout_of(source: str, path: Path, wanted: Sequence[str]) -> tuple[str, list[str]]:
+    """The delimiter that separates the wanted columns, or else most columns, and the names of all, without blanks around them."""
+    found: dict[str, list[str]] = {}
+    for delimiter in DELIMITERS[path.suffix]:
+        with open(path, encoding=encoding_of(path), newline="") as file:
+            try:
+                found[delimiter] = header_in(csv.reader(file, delimiter=delimiter, strict=True, skipinitialspace=True))
+            except csv.Error as error:
+                problem = unquoted(str(error), path, "")
+    if not found:
+        raise ConfigError(f"{source}, line 1: {problem}")
+    delimiter = max(found, key=lambda one: (set(wanted) <= set(found[one]), len(found[one])))
+    return delimiter, found[delimiter]
+
+
+def header_in(reader: Iterator[list[str]]) -> list[str]:
+    """The first row, but for empty ones and Excel's ``sep=;``."""
+    rows = ([cell.strip() for cell in cells] for cells in reader)
+    return next((names for names in rows if any(names) and not names[0].lower().startswith("sep=")), [])
+
+
+def unquoted(error: str, path: Path, line: str) -> str:
+    """A sentence on quotes that do not enclose a field."""
+    if '\\"' in line:
+        return (
+            rf'a quote is escaped by a backslash (\"), where CSV doubles it (""); expected doubled quotes: write the file again by '
+            rf'python -c "import pandas; pandas.read_csv({str(path)!r}, escapechar=chr(92), dtype=str, keep_default_na=False)'
+            rf'.to_csv({f"doubled_{path.name}"!r}, index=False)"'
+        )
+    if "end of data" in error:
+        return f"{shown(line.strip())}: a quote that opens here is never closed; expected one: close it, or double it where it is a text's own"
+    return f'{shown(line.strip())}: {error}; expected quotes around whole fields: double those inside a text, as in "a ""word"""'
+
+
+def json_rows(source: str, path: Path, wanted: Sequence[str], bad: BadRows) -> Rows:
+    """Numbers as they are written: 1.50, and 9007199254740993, which no float holds."""
+    names: dict[str, None] = {}
+    for place, row in json_values(source, path, wanted, bad):
+        if not isinstance(row, dict):
+            bad.add(f"{place} is {shown(row)}; expected an object {{{wanted[0]!r}: …}}")
+            continue
+        names.update(dict.fromkeys(row))
+        values = {column: as_text(row.get(column)) for column in wanted}
+        try:
+            json.dumps(values, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            bad.add(f"{place} holds half a character, {error.object[error.start]!r}; expected whole ones: remove it")
+            continue
+        yield place, values
+    if names:
+        check_columns(source, wanted, list(names))
+
+
+def json_values(source: str, path: Path, wanted: Sequence[str], bad: BadRows) -> Iterator[tuple[str, Any]]:
+    """The values of a JSON list, or those of its lines, with their places."""
+    with open(path, encoding=encoding_of(path)) as file:
+        if begins_with(path, "["):
+            yield from listed(source, file.read())
+            return
+        if path.suffix == ".json" and (whole := one_object(file.read(), source, wanted)):
+            yield "line 1", whole
+            return
+        file.seek(0)
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                value = DECODER.decode(line)
+            except (ValueError, RecursionError) as error:
+                bad.add(
+                    f"line {number}: {shown(line.strip())} is not JSON: {said(error)}; expected one object a line, as jq -c . {path} writes them"
+                )
+            else:
+                yield f"line {number}", value
+
+
+def begins_with(path: Path, mark: str) -> bool:
+    return head(path).decode(encoding_of(path), "ignore").lstrip().startswith(mark)
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"two columns are called {next(name for name in names if names.count(name) > 1)!r}")
+    return found
+
+
+DECODER = json.JSONDecoder(parse_float=str, parse_int=str, object_pairs_hook=unique)
+
+
+def said(error: Exception) -> str:
+    where = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+    return f"{getattr(error, 'msg', None) or error}{where}"
+
+
+def one_object(text: str, source: str, wanted: Sequence[str]) -> dict[str, Any] | None:
+    """A file's one object, where it is a row; None where each line is one. Raises ConfigError for an object of columns."""
     try:
-        return pyarrow.Table.from_pylist(json.loads(path.read_text(encoding="utf-8-sig")))
-    except (ValueError, AttributeError, TypeError, pyarrow.ArrowException) as error:
-        raise ConfigError(
-            f"{source}: cannot be read as a list of objects: {error}; expected [{{…}}, …], or one object a line"
-        ) from None
+        whole = DECODER.decode(text)
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(whole, dict) and (
+        not set(wanted) <= set(whole) or any(isinstance(whole[column], dict) for column in wanted)
+    ):
+        raise ConfigError(f"{source}: it is one object, of {shown(list(whole))}, and no rows; {AS_ROWS}")
+    return whole if isinstance(whole, dict) else None
+
+
+def listed(source: str, text: str) -> Iterator[tuple[str, Any]]:
+    """The values of a JSON list, one by one for their lines."""
+    line, number, counted, at = 1, 0, 0, after(text, text.index("[") + 1)
+    while not text.startswith("]", at):
+        line, number, counted = line + text.count("\n", counted, at), number + 1, at
+        try:
+            value, end = DECODER.raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            found = getattr(error, "lineno", line)
+            raise ConfigError(f"{source}, line {found}: not JSON: {said(error)}; {AS_ROWS}") from None
+        yield f"line {line} (object {number})", value
+        at = after(text, end)
+    if rest := text[at + 1 :].strip():
+        raise ConfigError(f"{source}: after the list stands {shown(rest)}; {AS_ROWS}")
+
+
+def after(text: str, at: int) -> int:
+    """Where the next value of a list begins, or its end."""
+    found = SEPARATORS.match(text, at)
+    return found.end() if found else at
+
+
+def table_rows(source: str, table: pyarrow.Table, wanted: Sequence[str]) -> Rows:
+    labels = label_names(table)
+    table = table.rename_columns([name.strip() for name in table.column_names])
+    check_columns(source, wanted, table.column_names)
+    columns = {name: texts_of(table.column(name), labels.get(name)) for name in wanted}
+    for number in range(table.num_rows):
+        yield f"row {number}", {name: values[number] for name, values in columns.items()}
+
+
+def texts_of(column: pyarrow.ChunkedArray, labels: Sequence[str] | None) -> list[Any]:
+    """A column's values as texts."""
+    if labels is not None and pyarrow.types.is_integer(column.type):
+        return [None if value is None or value < 0 else labels[value] for value in column.to_pylist()]
+    if pyarrow.types.is_floating(column.type):  # of their own width: .1 of 32 bits is no .10000000149
+        values = column.to_numpy()
+        return [numpy.format_float_positional(v, trim="-") if numpy.isfinite(v) else float(v) for v in values]
+    texts = [as_text(value) for value in column.to_pylist()]
+    if pyarrow.types.is_timestamp(column.type) and all(text is None or text.endswith(MIDNIGHT) for text in texts):
+        return [text and text.removesuffix(MIDNIGHT) for text in texts]
+    return texts
+
+
+def as_text(value: Any) -> Any:
+    """A number with all its digits, a date, and ``true`` as JSON writes it; anything else stays."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Decimal):
+        return f"{value:f}"
+    return str(value) if isinstance(value, int | date | time) else value
+
+
+def label_names(table: pyarrow.Table) -> dict[str, list[str]]:
+    """The names of the integers in columns of classes, which the ``datasets`` library notes in a table."""
+    noted = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))
+    features = noted.get("info", {}).get("features", {})
+    return {name: kind["names"] for name, kind in features.items() if isinstance(kind, dict) and "names" in kind}
 
 
 def read_dataset(source: str) -> pyarrow.Table:
@@ -114,7 +330,12 @@ def read_dataset(source: str) -> pyarrow.Table:
     try:
         if not source.startswith(HUB):
             found: Any = datasets.load_from_disk(source)
-            found = found["train"] if isinstance(found, datasets.DatasetDict) else found
+            if isinstance(found, datasets.DatasetDict):
+                if "train" not in found:
+                    raise ValueError(
+                        f"its splits are {', '.join(found)}: name the folder of one, {source}/{next(iter(found))}"
+                    )
+                found = found["train"]
         else:
             parts = name.split("/")
             found = datasets.load_dataset("/".join(parts[:2]), *parts[2:3], split=split or "train")

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, open_dict
 
 import marl.config.schema  # noqa: F401 - registers our groups
 from marl.config.copies import copied
-from marl.config.dataset_rows import check_files, file_list
+from marl.config.dataset_rows import check_files, file_list, warn_of_shared
 from marl.config.endpoints import access_keys
 from marl.config.errors import ConfigError, resolve
 from marl.config.external import VARIABLE
@@ -49,7 +49,7 @@ def prepare(config: DictConfig, cluster: Cluster | None = None) -> CheckedSetup:
     with open_dict(config):
         absolutise(config)
     if not setup.method.offline:
-        check_tasks(config)
+        check_tasks(setup)
     # heavy: imported once the rules hold
     from marl.cluster.session import fitting_platform
     from marl.preflight.auto_placement import place
@@ -67,15 +67,21 @@ def prepare(config: DictConfig, cluster: Cluster | None = None) -> CheckedSetup:
     return placed
 
 
-def check_tasks(config: DictConfig) -> None:
-    """Raise ConfigError for the first row that is no task, and for too few of them."""
+def check_tasks(setup: Setup) -> None:
+    """Raise ConfigError for rows that are no tasks, and for too few of them; name those to validate that are trained."""
+    config = setup.config
     keys = ("val_files",) if answers_only(config) else ("train_files", "val_files")
-    rows = {key: check_files(config.data[key], config.data.prompt_key, list(config.agents)) for key in keys}
-    if "train_files" in rows and (rows["train_files"] < config.data.train_batch_size or not rows["val_files"]):
+    questions = {key: check_files(config.data[key], config.data.prompt_key, list(config.agents)) for key in keys}
+    if "train_files" not in questions:
+        return
+    train, val = questions["train_files"], questions["val_files"]
+    if len(train) < config.data.train_batch_size or not val:
         raise ConfigError(
-            f"data.train_batch_size={config.data.train_batch_size}: data.train_files hold {rows['train_files']} rows and "
-            f"data.val_files {rows['val_files']}; expected at least one batch and one row, use a smaller batch or more data"
+            f"data.train_batch_size={config.data.train_batch_size}: data.train_files hold {len(train)} rows and "
+            f"data.val_files {len(val)}; expected at least one batch and one row, use a smaller batch or more data"
         )
+    if not setup.runner.scores_turns:  # whose payoffs are the task, not what the rows ask
+        warn_of_shared(train, val)
 
 
 def absolutise(config: DictConfig) -> None:

@@ -165,6 +165,28 @@ def test_another_broken_pipe_is_a_failure(monkeypatch, capfd):
     assert "Traceback" in (said := capfd.readouterr().err) and "BrokenPipeError: a worker has gone" in said
 
 
+def fill_the_disk(folder):
+    with marl_main.disk_of(folder), open("/dev/full", "w") as file:
+        file.write("x")
+
+
+FAULTS = {
+    "a long path": (lambda folder: (folder / ("x" * 300)).mkdir(), ["x" * 300, "File name too long", "name a shorter path"]),
+    "a folder in a file": (lambda folder: (folder / "file" / "run").mkdir(), ["file/run", "Not a directory", "trainer.default_local_dir"]),
+    "a full disk": (fill_the_disk, ["No space left on device; free some space"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_path_that_cannot_be_written_is_named_without_a_traceback(tmp_path, capsys, kind):
+    work, said = FAULTS[kind]
+    (tmp_path / "file").touch()
+    assert exit_code(lambda: work(tmp_path)) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"run failed: {tmp_path}") and error.count("\n") == 1
+    assert [part for part in said if part not in error] == [], error
+
+
 @pytest.mark.parametrize(
     "text, line", [("a: {b: c/${d}}", 1), ("a: 1\n\tb: 2", 2), ("a: 1\n- 2", 2)], ids=["braces", "tab", "list"]
 )

@@ -48,32 +48,36 @@ BAD = {
     "no text": (
         "sft",
         [{"prompt": "2", "answer": "4"}, {"prompt": "2", "answer": ""}],
-        ["row 1", "expected a text", "leave it out"],
+        ["line 2", "expected a text", "leave it out"],
     ),
-    "text in place of messages": ("sft", [{"messages": "2 + 2"}], ["row 0: messages is '2 + 2'", "a list of messages"]),
-    "no role": ("sft", [{"messages": [{"content": "2"}]}], ["row 0: messages holds", "a list of messages"]),
+    "text in place of messages": (
+        "sft",
+        [{"messages": "2 + 2"}],
+        ["line 1: messages is '2 + 2'", "a list of messages"],
+    ),
+    "no role": ("sft", [{"messages": [{"content": "2"}]}], ["line 1: messages holds", "a list of messages"]),
     "no content": (
         "sft",
         [{"messages": [{"role": "user", "content": "2"}]}, {"messages": [{"role": "user", "content": None}]}],
-        ["row 1: messages holds", "contents are texts"],
+        ["line 2: messages holds", "contents are texts"],
     ),
     "parts": (
         "dpo",
         [{"prompt": [{"role": "user", "content": [{"text": "2"}]}], "chosen": "4", "rejected": "5"}],
-        ["row 0: prompt holds", "contents are texts"],
+        ["line 1: prompt holds", "contents are texts"],
     ),
     "empty answer": (
         "sft",
         [{"messages": [{"role": "user", "content": "2"}, {"role": "assistant", "content": " "}]}],
-        ["row 0: messages holds an empty message of the assistant"],
+        ["line 1: messages holds an empty message of the assistant"],
     ),
-    "blank answer": ("dpo", [{"prompt": "2", "chosen": " ", "rejected": "4"}], ["row 0: chosen is ' '", "a text"]),
+    "blank answer": ("dpo", [{"prompt": "2", "chosen": " ", "rejected": "4"}], ["line 1: chosen is ' '", "a text"]),
     "bad private prompt": (
         "sft",
         [{"prompt": "2", "answer": "4", "extra_info": {"agent_prompts": {"a": "2 + 2"}}}],
-        ["row 0: extra_info.agent_prompts.a is '2 + 2'", "a list of messages"],
+        ["line 1: extra_info.agent_prompts.a is '2 + 2'", "a list of messages"],
     ),
-    "no agent": ("sft", [{"prompt": "2", "answer": "4", "agent": "c"}], ["row 0", "agent='c'", "a, b"]),
+    "no agent": ("sft", [{"prompt": "2", "answer": "4", "agent": "c"}], ["line 1", "agent='c'", "a, b"]),
     "no contrast": (
         "dpo",
         [{"prompt": "2", "chosen": "4", "rejected": "4"}],
@@ -139,13 +143,13 @@ ASKED = {"prompt": [{"role": "user", "content": "2"}], "data_source": "x", "rewa
     ("extra", "options", "expected"),
     [
         ({"answer": {"alice": "4", "carol": "5"}}, {}, None),
-        ({"answer": {"alice": "4"}}, {}, ["row 1", "extra_info.answer is None", "agent 'carol'", "method.answer_key"]),
-        ({}, {}, ["row 0", "extra_info.answer is None", "reward_model.ground_truth"]),
+        ({"answer": {"alice": "4"}}, {}, ["line 2", "extra_info.answer is None", "agent 'carol'", "method.answer_key"]),
+        ({}, {}, ["line 1", "extra_info.answer is None", "reward_model.ground_truth"]),
         ({}, {"answer_key": "reward_model.ground_truth"}, None),
         (
             {"answer": {"alice": "12345", "carol": "5"}},
             {},
-            ["row 1", "agent 'alice' has 6 tokens", "max_response_length allows 5"],
+            ["line 2", "agent 'alice' has 6 tokens", "max_response_length allows 5"],
         ),
     ],
 )

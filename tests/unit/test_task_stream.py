@@ -70,6 +70,18 @@ def test_an_iterator_of_the_loader_draws_nothing_from_the_global_generator(compo
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_rows_that_fill_no_batch_are_named(compose_config, caplog, shuffle):
+    words = ["data.train_batch_size=4", f"data.shuffle={shuffle}"]
+    loader_of(compose_config(*words), Numbers())
+    assert "an epoch trains 4 of 7 rows and leaves out 3" in caplog.text
+    assert ("others each time" if shuffle else "always the last ones") in caplog.text
+    caplog.clear()
+    for no_rest in ("data.train_batch_size=7", "trainer.total_training_steps=1", "trainer.val_only=true"):
+        loader_of(compose_config(*words, no_rest), Numbers())
+    assert not caplog.text
+
+
 def test_loading_forgets_what_was_read_ahead():
     tasks = stream(shuffle=False)
     asyncio.run(steps(tasks, 1))

@@ -31,7 +31,7 @@ def data_files_exist(config: Any) -> None:
         files = file_list(given) if isinstance(given, str) or hasattr(given, "__iter__") else []
         if key == "val_files" and not given and Source.of(config) is not Source.play:
             continue  # what plays nothing need not measure anything
-        if not files or not all(isinstance(file, str) for file in files):
+        if not files or not all(isinstance(file, str) and file.strip() for file in files):
             raise ConfigError(f"data.{key}={given}: expected a file or a list of files, parquet or jsonl")
         for file in files:
             if not Path(file).expanduser().is_file():
