@@ -138,8 +138,8 @@ def test_a_process_that_cannot_be_made_is_a_mistake_unless_the_run_has_worked(at
     failed = StartFailed("policy 'alice' while loading its model: GLOO_SOCKET_IFNAME=lo")
     with pytest.raises(StartFailed):
         attempts([failed])
-    ended, given = attempts([1, fault()], [failed], [1, 2])
-    assert ended == "attempt 3" and len(given) == 3
+    ended, given = attempts([1, fault()], [failed], [StartFailed("Ray did not start")], [1, 2])
+    assert ended == "attempt 4" and len(given) == 4
 
 
 def test_a_cluster_that_does_not_answer_yet_is_waited_for_while_a_run_is_rebuilt(attempts):
