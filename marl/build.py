@@ -162,7 +162,7 @@ def make_controller(
         runner,
         to_object(config.agents),
         make_clients(config, groups, tokenizers),
-        build_reward(config, cleanup, in_driver=config.resources.one_process),
+        build_reward(config, cleanup),
         seed=config.seed,
         max_prompt_length=config.data.max_prompt_length,
         settings=to_object(config.controller),

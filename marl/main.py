@@ -12,7 +12,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -222,20 +222,34 @@ def _run(config: DictConfig, progress: Any) -> Any:
 def _attempt(setup: Setup, progress: Any, again: bool) -> Any:
     from marl.cluster.session import session
 
-    with session(setup), blocked_alarm(setup.config):
+    with session(setup), blocked_alarm(setup.config), exits_are_errors():
         return asyncio.run(_train(setup, progress, again))
 
 
-def blocked_alarm(config: DictConfig) -> AbstractContextManager[None]:
-    """Alarm for a user's code that waits without ``await``. One process does everything else in its loop too, and has none."""
+@contextmanager
+def exits_are_errors() -> Iterator[None]:
+    """A runner, world or tool that calls ``sys.exit()`` would end the run without a word."""
+    try:
+        yield
+    except SystemExit as left:
+        if isinstance(left.__context__, BrokenPipeError):  # rich's way to end
+            raise
+        where = traceback.extract_tb(left.__traceback__)[-1]
+        raise RuntimeError(
+            f"{where.filename}, line {where.lineno}: sys.exit({left.code!r}) was called during the run; raise an exception "
+            "instead, which ends its own episode alone"
+        ) from left
+
+
+def blocked_alarm(config: DictConfig) -> LoopAlarm:
+    """Alarm for a user's code that waits without ``await``."""
     from marl.cluster.stacks import FOLDER, dump
 
-    if config.resources.one_process:
-        return nullcontext()
     stacks = Path(config.trainer.default_local_dir) / FOLDER
+    remedy = "resources.one_process=false " * config.resources.one_process + "controller.num_workers=1"
     what = (
         "a call that blocks the driver, as an environment, a runner or a tool does that waits without await "
-        f"(stacks of all processes: {stacks}; controller.num_workers=1 gives episodes a process),"
+        f"(stacks of all processes: {stacks}; {remedy} gives episodes a process),"
     )
     seconds = max(config.controller.episode_timeout_s, LEAST_S)
     return LoopAlarm(seconds, what, "controller.episode_timeout_s", lambda: dump(stacks))

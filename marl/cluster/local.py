@@ -12,6 +12,7 @@ import torch
 from verl.utils.device import get_device_name
 
 from marl.cluster.policy_group import RayPolicyGroup
+from marl.cluster.workers.interface import LOOPBACK, VARIABLE, interface_of
 from marl.cluster.workers.policy_worker import process_group_backend
 from marl.config.built import built
 from marl.rollout.hf import LOCAL_SERVERS, server_name
@@ -27,17 +28,19 @@ ONE_RANK = {
     "LOCAL_RANK": "0",
     "LOCAL_WORLD_SIZE": "1",
     "RAY_LOCAL_WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_ADDR": LOOPBACK,
     "MASTER_PORT": "0",
 }
-"""Environment variables from which verl's workers read their rank. No port is opened: the store is in memory."""
+"""Environment variables from which verl's workers read their rank. The store is in memory, and gloo's port on the loopback."""
 
 
 @contextmanager
 def one_process() -> Iterator[None]:
     """A world of one rank in this process, for as long as the block lasts."""
-    before = {key: os.environ.get(key) for key in ONE_RANK}
-    os.environ.update(ONE_RANK)
+    interface = interface_of(LOOPBACK)
+    environment = ONE_RANK | ({VARIABLE: interface} if interface else {})
+    before = {key: os.environ.get(key) for key in environment}
+    os.environ.update(environment)
     started = not torch.distributed.is_initialized()
     if started:
         store = torch.distributed.HashStore()

@@ -50,7 +50,7 @@ def measure(config: DictConfig) -> dict[str, Any]:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as in servers: more have other last bits
     with ExitStack() as cleanup:
         ensemble = Ensemble(setup)
-        reward = build_reward(config, cleanup, in_driver=config.resources.one_process)
+        reward = build_reward(config, cleanup)
         ways = asyncio.run(ensemble.measure(reward))
     agents = ways[: len(config.agents)]
     mean = report.mean_of_agents(agents)

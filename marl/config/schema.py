@@ -85,7 +85,8 @@ class ResourcesConfig:
     critic_pool: str | None = None
     """The pool of the critics; null for pools of their own, or the shared one where policies are colocated."""
     one_process: bool = False
-    """Everything in the driver's process, without Ray: ``breakpoint()`` works anywhere. One rank, the hf rollout."""
+    """Everything in the driver's process, without Ray: ``breakpoint()`` works anywhere, in a reward function with
+    ``controller.reward_processes=0``. One rank, the hf rollout."""
     weight_check: WeightCheck = WeightCheck.auto
     """Proof, after every weight sync, that the servers hold their trainer's weights: auto, digest, probe or none."""
     placement_timeout_s: float = bounded(60.0, SECONDS)

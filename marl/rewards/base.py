@@ -49,7 +49,7 @@ class Reward:
             self.failures[error.kind] += 1
             said = f"the reward function failed for task {task.id}: {error}"
             raise type(error)(said, error.kind) from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # sys.exit() is a fault of this text alone
             self.failures["errors"] += 1
             missing = isinstance(error, ImportError)  # a package, whatever the text
             raise (RewardUnavailable if missing else RewardError)(

@@ -12,15 +12,15 @@ from marl.rewards.extractors import answer_rules
 from marl.rewards.processes import Processes
 
 
-def build_reward(config: Any, cleanup: ExitStack, in_driver: bool = False) -> Reward:
+def build_reward(config: Any, cleanup: ExitStack) -> Reward:
     """The user's function or the built-in ones, in ``controller.reward_processes`` processes, which ``cleanup`` ends, or in
-    the driver's own."""
+    this one."""
     count, timeout_s = config.controller.reward_processes, config.controller.reward_timeout_s
     custom, failures = custom_function(config), Counter[str]()
     rules = answer_rules(config)
     if custom is not None and custom.is_async:
         return Reward(custom, timeout_s, failures)
-    if in_driver or not count:
+    if not count:
         return Reward(custom or Builtin(run=run_here, failures=failures, rules=rules), failures=failures)
     processes = Processes(count, timeout_s, TIMEOUT_KEY, prepare=custom.load if custom else None)
     cleanup.callback(processes.stop)

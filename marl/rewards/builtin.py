@@ -19,7 +19,7 @@ Run = Callable[..., Awaitable[Any]]
 async def run_here(function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float | None = None) -> Any:
     try:
         return function(**arguments)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RewardError(f"{type(error).__name__}: {error}") from error
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import signal
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -124,6 +125,8 @@ class LoopAlarm:
         self._disarm()
 
     def _ring(self, *_: object) -> None:
+        if sys.gettrace() is not None:  # somebody stands at a breakpoint
+            return
         self.rang = True
         try:
             self.when_late()

@@ -1,9 +1,15 @@
 """A run that SIGTERM ends, as a batch system does."""
 
+import asyncio
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+
+from marl.utils.threads import in_thread
+
+GRACE_S = 5.0
+"""An event loop that SIGTERM finds blocked is interrupted after this time."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -31,11 +37,14 @@ def ended_by_sigterm() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    asked = False
+    asked, noticed = False, threading.Event()
 
     def end(*_: object) -> None:
         nonlocal asked
         asked = True
+        with suppress(RuntimeError):  # asyncio only marks its task, which never notices where code blocks the loop
+            asyncio.get_running_loop().call_soon_threadsafe(noticed.set)
+            in_thread("SIGTERM", interrupt_unless, noticed)
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background
             signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.raise_signal(signal.SIGINT)
@@ -49,5 +58,12 @@ def ended_by_sigterm() -> Iterator[None]:
             raise Terminated from None
         raise
     finally:
+        noticed.set()
         for which, handler in before.items():
             signal.signal(which, handler)
+
+
+def interrupt_unless(noticed: threading.Event) -> None:
+    """Interrupt the main thread, as a second Ctrl-C would."""
+    if not noticed.wait(GRACE_S):
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)

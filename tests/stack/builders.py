@@ -24,7 +24,10 @@ ADAPTED = (
     "actor_rollout_ref.actor.optim.lr_warmup_steps=0", "actor_rollout_ref.actor.optim.lr=0.01",
 )  # fmt: skip
 """A base that every policy adapts, and on which they move."""
-VARIED = (f"reward.custom_reward_function.path={Path(__file__).parents[2] / 'benchmarks' / 'reward.py'}",)
+VARIED = (
+    f"reward.custom_reward_function.path={Path(__file__).parents[2] / 'benchmarks' / 'reward.py'}",
+    "controller.reward_processes=0",  # no process to start
+)
 """A score for every text: a model that has learned nothing seldom earns the task's own, and equal scores have no gradient."""
 SAME = ("grad_norm", "loss", "ppo_kl", "entropy", "score", "explained_variance", "vf_loss", "accuracy")
 

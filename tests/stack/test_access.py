@@ -3,6 +3,7 @@
 import os
 
 import grpc
+import psutil
 import pytest
 import ray
 
@@ -31,3 +32,18 @@ def test_workers_run_with_the_token(cluster):
         return len(ray.nodes())
 
     assert ray.get(nodes.remote(), timeout=60) == 1
+
+
+def listening(process):
+    """Addresses at which a process takes connections."""
+    found = [connection for connection in process.net_connections("inet") if connection.status == psutil.CONN_LISTEN]
+    return [f"{connection.laddr.ip}:{connection.laddr.port} of {process.name()}" for connection in found]
+
+
+def test_a_run_on_one_machine_listens_on_its_loopback_alone(live):
+    """Metrics have no token, and neither have the stores in which ranks meet."""
+    driver = psutil.Process()
+    found = [address for process in (driver, *driver.children(recursive=True)) for address in listening(process)]
+    assert len(found) > 5 and not [
+        one for one in found if not one.startswith(("127.0.0.1:", "::ffff:127.0.0.1:", "::1:"))
+    ]

@@ -144,6 +144,29 @@ def test_it_needs_no_ray_and_a_breakpoint_stops_it_anywhere(alone, monkeypatch):
     assert seen == {(name, thread) for name in ("Debate.peers", "GRPO.assign_credit", "PolicyWorker.update_actor")}
 
 
+WAYS_TO_FAIL = """
+import os, sys, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if extra_info["index"] == 1:
+        time.sleep(1000)
+    if extra_info["index"] == 2:
+        sys.exit(3)
+    return float(extra_info["index"])
+"""
+
+
+def test_a_reward_function_that_hangs_or_exits_fails_its_texts_alone(alone, tmp_path):
+    (tmp_path / "mine.py").write_text(WAYS_TO_FAIL)
+    where = f"reward.custom_reward_function.path={tmp_path / 'mine.py'}"
+    live = alone(where, "runner=single_turn", "controller.reward_timeout_s=0.2", "controller.reward_processes=1")
+    episodes = live.wait(live.trainer.controller.measure(live.tasks(), 1, 1))
+    scores = [episode.turns[0].score for episode in episodes]
+    assert [score.value for score in scores] == [0.0, 0.0, 0.0, 3.0]
+    failures = [score.failure or "" for score in scores]
+    assert "controller.reward_timeout_s=0.2" in failures[1] and "SystemExit: 3" in failures[2]
+
+
 @pytest.mark.parametrize("padding", slow_but(["false", "true"], "true"))
 def test_packed_turns_have_the_gradient_of_unpacked_ones(alone, padding):
     live = alone(f"actor_rollout_ref.model.use_remove_padding={padding}", "actor_rollout_ref.rollout.n=4")

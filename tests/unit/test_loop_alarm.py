@@ -4,6 +4,7 @@ import asyncio
 import contextvars
 import re
 import signal
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -205,20 +206,29 @@ def test_without_an_alarm_and_in_another_thread_nothing_is_set():
     assert not CALLS
 
 
-def test_a_run_through_ray_leaves_stacks_and_one_process_has_no_alarm(tmp_path, monkeypatch):
+@pytest.mark.parametrize("alone", [False, True], ids=["ray", "one process"])
+def test_a_run_that_is_blocked_leaves_stacks(tmp_path, monkeypatch, alone):
     monkeypatch.delenv(MARK, raising=False)
     monkeypatch.setattr(main, "LEAST_S", 0.2)
-    resources, controller = SimpleNamespace(one_process=False), SimpleNamespace(episode_timeout_s=0.1)
+    resources, controller = SimpleNamespace(one_process=alone), SimpleNamespace(episode_timeout_s=0.1)
     trainer = SimpleNamespace(default_local_dir=str(tmp_path))
     config = SimpleNamespace(resources=resources, controller=controller, trainer=trainer)
-    words = "waits without await.*controller.num_workers=1.*0.2 s"
+    words = f"waits without await.*; {'resources.one_process=false ' * alone}controller.num_workers=1.*0.2 s"
     with pytest.raises(DeadlinePassed, match=words), main.blocked_alarm(config):
         asyncio.run(beside(lambda: time.sleep(30)))
     (stacks,) = (tmp_path / "stacks").rglob("driver_*.txt")
     assert "test_loop_alarm.py" in stacks.read_text(), "where it waited"
-    resources.one_process = True
-    with main.blocked_alarm(config):
-        asyncio.run(beside(lambda: time.sleep(0.5)))
+
+
+def test_whoever_stands_at_a_breakpoint_is_not_interrupted():
+    def stands():
+        sys.settrace(lambda *_: None)
+        time.sleep(0.5)
+        sys.settrace(None)
+
+    with alarm(seconds=0.2):
+        asyncio.run(beside(stands))
+    assert not CALLS
 
 
 def test_an_episode_that_blocks_is_interrupted():

@@ -16,7 +16,7 @@ import pytest
 from marl.cluster import processes, stacks
 from marl.cluster.failures import GroupFailed, GroupHung
 from marl.cluster.processes import end_left, end_orphans
-from marl.utils import run_mark, segments
+from marl.utils import endings, run_mark, segments
 from marl.utils.deadlines import DeadlinePassed
 from marl.utils.endings import Terminated, ended_by_sigterm, interrupted_at_once
 from marl.utils.run_mark import MARK, marked, new_mark, own_name, owner_lives
@@ -186,6 +186,24 @@ def test_sigterm_ends_a_run_in_order(ignored):
         signal.signal(signal.SIGINT, interrupt)
     assert ended == ["stopped"] and type(pressed.value) is KeyboardInterrupt
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_sigterm_ends_a_run_whose_loop_is_blocked(monkeypatch, ends):
+    """As by a reward function, runner or tool that hangs without await. One that only ends slowly is not interrupted again."""
+    monkeypatch.setattr(endings, "GRACE_S", 0.2)
+    ended, began = [], time.monotonic()
+
+    async def run():
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        try:
+            await asyncio.sleep(10) if ends else time.sleep(10)
+        finally:
+            ended.append(await asyncio.sleep(0.5 * ends, "in order"))
+
+    with pytest.raises(Terminated), ended_by_sigterm():
+        asyncio.run(run())
+    assert time.monotonic() - began < 5 and (ended or not ends)
 
 
 @pytest.fixture

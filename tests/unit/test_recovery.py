@@ -5,6 +5,7 @@ import errno
 import json
 import logging
 import signal
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,7 +22,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from marl import build, recovery
+from marl import build, main, recovery
 from marl.build import ledger_is_foreign
 from marl.cluster import launch
 from marl.cluster.access import Unreachable
@@ -122,12 +123,23 @@ def test_what_comes_of_a_fault_while_the_run_is_rebuilt_is_part_of_it(attempts):
             attempts(attempt)
 
 
+def test_an_exit_within_a_run_is_an_error_that_names_its_line(monkeypatch):
+    async def exits(*_):
+        sys.exit(3)
+
+    monkeypatch.setattr("marl.cluster.session.session", lambda setup: nullcontext())
+    monkeypatch.setattr(main, "_train", exits)
+    monkeypatch.setattr(main, "blocked_alarm", lambda config: nullcontext())
+    with pytest.raises(RuntimeError, match=r"test_recovery.py, line \d+: sys.exit\(3\) was called"):
+        main._attempt(SimpleNamespace(config=None), None, False)
+
+
 def test_a_process_that_cannot_be_made_is_a_mistake_unless_the_run_has_worked(attempts):
     failed = StartFailed("policy 'alice' while loading its model: GLOO_SOCKET_IFNAME=lo")
     with pytest.raises(StartFailed):
         attempts([failed])
-    ended, given = attempts([1, fault()], [failed], [1, 2])
-    assert ended == "attempt 3" and len(given) == 3
+    ended, given = attempts([1, fault()], [failed], [StartFailed("Ray did not start")], [1, 2])
+    assert ended == "attempt 4" and len(given) == 4
 
 
 def test_a_cluster_that_does_not_answer_yet_is_waited_for_while_a_run_is_rebuilt(attempts):

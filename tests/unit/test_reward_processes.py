@@ -219,7 +219,9 @@ def test_without_processes_a_function_runs_in_the_driver(built):
     assert judge(reward, "4")[0].extra["pid"] == os.getpid()
     with pytest.raises(RewardError, match="task train/7.*: Odd: 1"):
         raise judge(reward, "raise")[0]
-    assert not workers() and reward.metrics()["reward/errors"] == 1.0
+    with pytest.raises(RewardError, match="task train/7.*: SystemExit: 5"):
+        raise judge(reward, "exit")[0]
+    assert not workers() and reward.metrics()["reward/errors"] == 2.0
 
 
 def test_an_async_function_has_a_deadline(built):

@@ -5,11 +5,13 @@ import os
 
 import pytest
 import ray
+from ray._private import ray_constants
 from ray._raylet import AuthenticationMode, get_authentication_mode
 from verl.plugin.platform import get_platform
 
 from marl.cluster import session
 from marl.cluster.access import Unreachable, connect, token_required
+from marl.cluster.failures import StartFailed
 from marl.cluster.session import ray_arguments, run_environment
 from marl.cluster.stacks import SIGNAL, catches
 from marl.config.errors import ConfigError
@@ -124,8 +126,34 @@ def test_a_cluster_that_cannot_be_joined_is_named(monkeypatch):
     with pytest.raises(Unreachable, match=expected) as raised:
         connect({"address": "10.0.0.9:6379"})
     assert "never shown" not in str(raised.value) and isinstance(raised.value, ConfigError)
-    with pytest.raises(ConnectionError):
+
+
+STARTS = {
+    "a busy machine": (
+        Exception("The current node timed out"),
+        StartFailed,
+        "^Ray did not start on this machine: Exception: The current.*logs are in /tmp/ray",
+    ),
+    "no answer": (ConnectionError("refused"), StartFailed, "ConnectionError: refused"),
+    "a long path": (OSError("AF_UNIX path length cannot exceed 107"), ConfigError, "^RAY_TMPDIR=/tmp/ray: AF_UNIX.*at most 40"),
+    "no permission": (PermissionError(13, "Permission denied", "/tmp/ray"), ConfigError, "^RAY_TMPDIR=/tmp/ray: .*set RAY_TMPDIR"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("error,kind,said", STARTS.values(), ids=STARTS)
+def test_a_cluster_that_does_not_start_says_why(monkeypatch, error, kind, said):
+    """A StartFailed counts as an attempt where it follows a fault."""
+
+    def fail(**arguments):
+        assert ray_constants.ENABLE_RAY_CLUSTER is False, "on the loopback"
+        raise error
+
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    monkeypatch.setattr(ray, "init", fail)
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    with pytest.raises(kind, match=said):
         connect({"address": "local"})
+    assert ray_constants.ENABLE_RAY_CLUSTER is before
 
 
 def test_the_driver_tells_its_stacks_too(compose_config, monkeypatch):

@@ -17,7 +17,6 @@ from tensordict import TensorDict
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name, get_torch_device
-from verl.utils.distributed import initialize_global_process_group_ray
 from verl.utils.fsdp_utils import fsdp_version
 from verl.utils.model import convert_weight_keys
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
@@ -27,7 +26,7 @@ import marl.rollout.hf
 import marl.rollout.vllm_sglang  # noqa: F401 - these three register the CPU's engines and our rollout backends
 from marl.cluster.workers import lora
 from marl.cluster.workers.dispatch import rows_by_rank
-from marl.cluster.workers.interface import at_the_nodes_interface
+from marl.cluster.workers.interface import at_the_nodes_interface, loopback_store
 from marl.cluster.workers.policy_loss import policy_loss
 from marl.cluster.workers.shard_files import FolderWorker, ShardFiles, raise_lost, write
 from marl.config.built import built
@@ -44,23 +43,19 @@ PG_TIMEOUT_SECONDS = "MARL_PROCESS_GROUP_TIMEOUT"
 
 
 def ensure_process_group() -> None:
-    """Make the group of all ranks, if there is none. On a CPU of gloo alone: verl would ask for ``cpu:gloo,cpu:gloo``, which
-    torch refuses. On GPUs verl's, which has gloo beside NCCL, and which verl itself makes only with the first model."""
+    """Make the group of all ranks, if there is none: verl makes it only with the first model, and on a CPU asks for
+    ``cpu:gloo,cpu:gloo``, which torch refuses."""
     if torch.distributed.is_initialized():
         return
-    ranks = int(os.environ["WORLD_SIZE"])
-    if get_device_name() != "cpu":
-        with at_the_nodes_interface(ranks):
-            initialize_global_process_group_ray()
-        return
-    keep_freed_memory()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    rank, ranks, timeout = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None
+    if get_device_name() == "cpu":
+        keep_freed_memory()
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        timeout = timedelta(seconds=float(os.environ[PG_TIMEOUT_SECONDS]))
     with at_the_nodes_interface(ranks):
+        store = loopback_store(rank, ranks)
         torch.distributed.init_process_group(
-            process_group_backend(),
-            rank=int(os.environ["RANK"]),
-            world_size=ranks,
-            timeout=timedelta(seconds=float(os.environ[PG_TIMEOUT_SECONDS])),
+            process_group_backend(), store=store, rank=rank, world_size=ranks, timeout=timeout
         )
 
 
