@@ -40,6 +40,7 @@ from marl.config.errors import ConfigError, explain
 from marl.config.hydra_settings import check_hydra_settings
 from marl.config.overrides import hydra_overrides, options_are_words
 from marl.config.sweeps import MULTIRUN, sweep_words
+from marl.config.unread import check_keys
 from marl.preflight.own_rows import split_text
 from marl.preflight.prepare import prepare
 from marl.preflight.run_folder import claimed
@@ -101,6 +102,7 @@ def run_composed(words: list[str], work: Callable[[DictConfig], Any]) -> int:
     @wraps(work)  # the job is named after its module
     def compose_and_work(config: DictConfig) -> None:
         OmegaConf.clear_cache(config)  # the runs of a sweep would share one stamp, and so one folder
+        check_keys(config)
         work(config)
 
     def check_and_run() -> None:
@@ -115,6 +117,7 @@ def run_composed(words: list[str], work: Callable[[DictConfig], Any]) -> int:
             with masked_output(shown_by(words)):
                 compose_and_work()
         else:
+            check_keys(config)
             work(config)
 
     return exit_code(check_and_run)
@@ -125,6 +128,7 @@ def composed_job(whole: DictConfig) -> DictConfig:
     HydraConfig.instance().set_config(whole)  # for ``${hydra:…}``
     OmegaConf.clear_cache(whole)
     config: DictConfig = OmegaConf.masked_copy(whole, [str(key) for key in whole if key != "hydra"])
+    check_keys(config)
     return config
 
 

@@ -52,7 +52,7 @@ def explain(error: Exception) -> str:
         known = [str(key) for key in cause.parent_node]
         parent = ".".join(str(cause.full_key).split(".")[:-1])
         where = f"'{parent}'" if parent else "the configuration"
-        hint = did_you_mean(str(cause.key), known) or elsewhere(str(cause.key), plain(cause.parent_node._get_root()))
+        hint = hint_for(str(cause.key), parent, plain(cause.parent_node._get_root()))
         return f"unknown key '{cause.full_key}': {where} has no '{cause.key}'.{hint}{listing(known)}"
     if isinstance(cause, OmegaConfBaseException):
         text = str(cause.msg or cause).splitlines()[0]
@@ -83,6 +83,44 @@ def quote_it(override: str) -> str:
 def plain(config: Any) -> dict[str, Any]:
     """A configuration as dicts, its interpolations as they are written."""
     return OmegaConf.to_container(config, resolve=False)  # type: ignore[return-value]
+
+
+WORDS = {
+    "lr": "actor_rollout_ref.actor.optim.lr",
+    "learning_rate": "actor_rollout_ref.actor.optim.lr",
+    "model": "actor_rollout_ref.model.path",
+    "model_path": "actor_rollout_ref.model.path",
+    "batch_size": "data.train_batch_size",
+    "epochs": "trainer.total_epochs",
+    "steps": "trainer.total_training_steps",
+    "max_steps": "trainer.total_training_steps",
+    "output": "trainer.default_local_dir",
+    "output_dir": "trainer.default_local_dir",
+    "beta": "method.beta",
+    "dpo_beta": "method.beta",
+    "kl_coef": "actor_rollout_ref.actor.kl_loss_coef",
+    "algorithm": "learner",
+    "env": "runner",
+    "num_agents": "agents",
+}
+"""Words for keys, typed from memory of other systems, at the top level."""
+
+
+def hint_for(key: str, parent: str, root: Mapping[str, Any]) -> str:
+    """A sentence that names the key meant by an unknown one of the group ``parent``, or nothing."""
+    node: Any = root
+    for part in parent.split(".") if parent else ():
+        node = node.get(part) if isinstance(node, Mapping) else None
+    known = node if isinstance(node, Mapping) else {}
+    group, _, name = key.partition("_")
+    inner = known.get(group)
+    if not parent and key in WORDS:
+        meant: str | None = WORDS[key]
+    else:
+        meant = (
+            f"{parent}{'.' if parent else ''}{group}.{name}" if isinstance(inner, Mapping) and name in inner else None
+        )
+    return f" Did you mean {meant!r}?" if meant else did_you_mean(key, map(str, known)) or elsewhere(key, root)
 
 
 def elsewhere(key: str, root: Mapping[str, Any]) -> str:

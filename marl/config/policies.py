@@ -59,8 +59,9 @@ FOLLOWERS = {
     "actor.ppo_max_token_len_per_gpu": ("rollout.log_prob_max_token_len_per_gpu", "ref.log_prob_max_token_len_per_gpu"),
     "actor.ulysses_sequence_parallel_size": ("ref.ulysses_sequence_parallel_size",),
     "actor.fsdp_config.ulysses_sequence_parallel_size": ("ref.fsdp_config.ulysses_sequence_parallel_size",),
+    "actor.clip_ratio": ("actor.clip_ratio_low", "actor.clip_ratio_high"),
 }
-"""Keys of the passes without gradients, by the keys of the update that they follow unless they are set."""
+"""Keys by the key that they follow unless they are set: those of the passes without gradients follow the update's."""
 
 
 def following(common: Any, changes: Mapping[str, Any]) -> Any:

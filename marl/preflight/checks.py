@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 
 from marl.config.errors import ConfigError, plain
 from marl.config.kinds import answers_only, frozen_policies
-from marl.config.known_keys import check_known, check_typed
+from marl.config.known_keys import check_known, check_typed, known_keys
 from marl.config.policies import changes_of, loops_of, own_settings, thinking_of
 from marl.config.sharing import shares_base
 from marl.config.targets import trusted_modules
@@ -27,7 +27,6 @@ from marl.preflight.verl_settings import (
     check_settings,
     check_targets,
     fields_of,
-    known_keys,
 )
 from marl.rewards import answer_rules
 from marl.rewards.custom import custom_function

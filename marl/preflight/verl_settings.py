@@ -5,10 +5,8 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
-import yaml
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -18,14 +16,13 @@ from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 import marl.rollout.hf  # noqa: F401 - registers our backend
 from marl.config.built import built
 from marl.config.errors import ConfigError, line, plain
+from marl.config.known_keys import known_keys
 from marl.config.targets import check_class, targets_in, trusted_modules
 from marl.utils.registry import did_you_mean
 
 BUILT = ("actor", "rollout")
 """Sections that are instantiated in full. The model is not: that would load it."""
 PRECISIONS = {"fp32", "bf16", "fp16", "float32", "bfloat16", "float16"}
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""In C where it is built: OmegaConf's takes .3 s for verl's file."""
 UNREAD = ("critic.forward_micro_batch_size", "critic.forward_micro_batch_size_per_gpu")
 """Numbers of verl's critic that its own YAML leaves null; batches sized by tokens do not use them."""
 OURS = ("_target_", "total_training_steps", "custom")
@@ -153,16 +150,6 @@ def words(hint: Any) -> str:
     if hint in names:
         return names[hint]
     return "a list" if (typing.get_origin(hint) or hint) in (list, tuple) else "a group of keys"
-
-
-@cache
-def known_keys() -> Mapping[str, Any]:
-    """verl's configuration with its defaults, and ours over it, without what is typed."""
-    theirs = files("verl.trainer.config").joinpath("_generated_ppo_trainer.yaml").read_text()
-    ours = files("marl.configs").joinpath("marl.yaml").read_text()
-    trees = (yaml.load(text, Loader=LOADER) for text in (theirs, ours))
-    known: Any = OmegaConf.merge(*trees, {"model_engine": None})
-    return plain(known)
 
 
 def fields_of(target: str) -> set[str]:

@@ -353,8 +353,6 @@ BAD = {
     "trainer.ref_update_freq=5": ["ref_update_freq=5", "use_kl_loss=true"],
     "actor_rollout_ref.model.lora_rank=4": ["lora_rank=4", "lora.merge=true"],
     "trainer.ref_update_freq=-1": ["ref_update_freq=-1"],
-    "algorithm.filter_groups.enable=true": ["algorithm.filter_groups.enable=True", "false"],
-    "reward.reward_manager.name=dapo": ["reward_manager.name=dapo", "custom_reward_function"],
     "actor_rollout_ref.ref.model.path=/nowhere/ref": ["actor_rollout_ref.ref.model.path=/nowhere/ref"],
     "actor_rollout_ref.ref.model.path=org/name actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.model.lora.merge=true": [
         "ref.model.path=org/name",

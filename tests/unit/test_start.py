@@ -21,7 +21,7 @@ from marl.config.identity import leaves
 from marl.config.overrides import hydra_overrides
 from marl.config.policies import own_settings
 from marl.main import run_composed
-from marl.preflight.verl_settings import known_keys
+from marl.config.known_keys import known_keys
 
 HEAVY = ("torch", "tensordict", "transformers", "verl", "ray")
 REPORT = """

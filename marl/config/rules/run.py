@@ -4,8 +4,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from marl.config.errors import ConfigError
 from marl.config.schema import ControllerConfig
 from marl.utils.registry import did_you_mean
@@ -101,23 +99,6 @@ TRACKERS = {"console": None, "file": None, "vemlp_wandb": "volcengine_ml_platfor
 """verl's trackers, and the packages that they need."""
 
 
-def unsupported_keys_are_unset(config: Any) -> None:
-    """Keys of verl that change results and that this version does not read."""
-    for key in (
-        "algorithm.filter_groups.enable",
-        "algorithm.use_pf_ppo",
-        "reward.reward_model.enable",
-        "distillation.enabled",
-    ):
-        if OmegaConf.select(config, key):
-            raise ConfigError(f"{key}={OmegaConf.select(config, key)}: not part of this version; set it to false")
-    if config.reward.reward_manager.name != "naive":
-        raise ConfigError(
-            f"reward.reward_manager.name={config.reward.reward_manager.name}: verl's reward managers are not read; set naive, "
-            "and write what it does as reward.custom_reward_function"
-        )
-
-
 RULES = (
     overlong_penalties_have_a_buffer_and_a_price,
     resuming_has_a_path,
@@ -125,5 +106,4 @@ RULES = (
     baselines_are_known,
     trackers_are_listed,
     shown_episodes_have_a_number,
-    unsupported_keys_are_unset,
 )
