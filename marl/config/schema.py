@@ -192,8 +192,10 @@ class ControllerConfig:
     lost."""
     max_attempts: int = bounded(2, count(1, 100))
     """Maximum number of attempts to run an episode or to score a text."""
-    failure_score: float = bounded(0.0, Number(high=0.999))  # 1 would be a right answer
-    """The score of a conversation that outgrew its context, and of a text on which the reward function fails."""
+    right_at: float = bounded(1.0, FINITE)
+    """Score from which a text is right, in every accuracy, vote and stop; a reward function that returns ``acc`` decides by that."""
+    failure_score: float = bounded(0.0, FINITE)
+    """The score of a conversation that outgrew its context, and of a text on which the reward function fails; never right."""
     old_log_probs: LogProbSource = LogProbSource.auto
     """Source of the log-probs to which an update compares its own: auto, server or trainer. auto takes the servers', which
     saves a forward pass, where the gap to the trainer's is within ``log_prob_gap_bound`` on the rows checked."""

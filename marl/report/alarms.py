@@ -1,11 +1,33 @@
 """Warnings about a run that cannot learn, or whose numbers cannot be right."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from marl.types import PolicyName
+from marl.types import Episode, PolicyName
 
 logger = logging.getLogger(__name__)
+
+NEARLY_ALL = 0.9
+
+
+class RightThreshold:
+    """Warns, once, of rewards on another scale than ``controller.right_at``: nearly every text would count as right."""
+
+    said = False
+
+    def look(self, episodes: Sequence[Episode], step: int) -> None:
+        """Read the scores of a step's or a validation's answers."""
+        scores = [turn.scored for episode in episodes for turn in episode.turns if turn.answers]
+        above = [score for score in scores if score.acc is None and score.value > score.right_at and not score.failure]
+        if self.said or not above or len(above) < NEARLY_ALL * len(scores):
+            return
+        self.said = True
+        logger.warning(
+            "step %d: %d of %d scores are above controller.right_at=%g (the first is %g), so that nearly every text counts as right "
+            "in accuracies, votes and reports: set controller.right_at to the score of a right text, or let the reward function "
+            "return acc (true or false) beside score",
+            step, len(above), len(scores), above[0].right_at, above[0].value,
+        )  # fmt: skip
 
 
 class DegenerateGroups:

@@ -96,14 +96,15 @@ class Reward:
 
 def to_score(result: Any, task: Task, text: str) -> Score:
     extra: Mapping[str, Any] = {}
+    acc: float | None = None
     if isinstance(result, Mapping):
         if "score" not in result:
             raise TypeError(
                 f"the reward function returned a dict without 'score' for task {task.id}: keys {sorted(map(str, result))}; "
                 "expected a number or a dict with 'score'"
             )
-        extra = {key: value for key, value in result.items() if key != "score"}
-        result = result["score"]
+        extra = {key: value for key, value in result.items() if key not in ("score", "acc")}
+        acc, result = acc_of(result.get("acc"), task), result["score"]
     try:
         score = float(result)
     except (TypeError, ValueError, ArithmeticError, RuntimeError):  # the last: a tensor of several numbers
@@ -112,4 +113,20 @@ def to_score(result: Any, task: Task, text: str) -> Score:
         ) from None
     if not math.isfinite(score):
         raise ValueError(f"the reward function returned {score} for task {task.id}; expected a finite number")
-    return Score(value=score, answer=task.extract(text), extra=extra)
+    return Score(value=score, answer=task.extract(text), extra=extra, acc=acc)
+
+
+def acc_of(acc: Any, task: Task) -> float | None:
+    """verl's ``acc``: whether the text is right, whatever its score."""
+    if acc is None:
+        return None
+    try:
+        share = float(acc)
+    except (TypeError, ValueError, RuntimeError):
+        share = math.nan
+    if not 0 <= share <= 1:
+        raise ValueError(
+            f"the reward function returned acc={repr(acc)[:80]} for task {task.id}; expected true, false or a number from 0 to 1, of "
+            "which 1 is right"
+        )
+    return share

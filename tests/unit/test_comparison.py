@@ -22,7 +22,7 @@ def make_run(tmp_path):
 
 
 def turn(agent, round, score, **more):
-    known = {"task": "t", "sample": 0, "answers": True, "kept": True, "reward": None, "advantage": None}
+    known = {"task": "t", "sample": 0, "answers": True, "kept": True, "acc": None, "reward": None, "advantage": None}
     return known | {"agent": agent, "round": round, "score": score} | more
 
 
@@ -95,6 +95,21 @@ def test_transitions_and_credit_by_hand(make_run):
     assert found["credit"] == {
         "a, round 1": {"turns": 3, "score": 0.5, "reward": 1.0, "advantage": 1.0, "size of advantage": 2.0}
     }
+
+
+def test_transitions_ask_acc_before_the_score():
+    """Rewards from 0 to 100, as a dump holds them; an older dump has no acc."""
+    lines = [
+        turn("a", 1, 40.0, acc=0.0),
+        turn("a", 2, 90.0, acc=1.0),
+        turn("c", 1, 0.5, acc=1.0),
+        turn("c", 2, 2.0, acc=0.5),
+    ]
+    assert (
+        turns.transitions(lines)["1 → 2"]["wrong → right"] == turns.transitions(lines)["1 → 2"]["right → wrong"] == 0.5
+    )
+    old = [turn("a", 1, 0.5, acc=None), turn("a", 2, 1.0, acc=None)]
+    assert turns.transitions(old)["1 → 2"]["wrong → right"] == 1.0
 
 
 def test_a_run_that_was_moved_keeps_its_dumps(make_run, tmp_path):

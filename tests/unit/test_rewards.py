@@ -362,6 +362,20 @@ def test_dicts_keep_their_other_keys():
     assert (score.value, score.answer, dict(score.extra)) == (0.5, "35", {"pred": 12, "format": True})
 
 
+@pytest.mark.parametrize(
+    "acc, right", [(True, True), (1, True), (1.0, True), (False, False), (0.5, False), (None, True)]
+)
+def test_verls_acc_decides_what_is_right_whatever_the_score(acc, right):
+    score = judge(lambda **_: {"score": 87.5, "acc": acc})
+    assert (score.value, score.right) == (87.5, right)
+
+
+@pytest.mark.parametrize("acc", ["yes", 87.5, -1, float("nan"), [1, 0]])
+def test_an_acc_that_is_no_share_is_named(acc):
+    with pytest.raises(ValueError, match="acc=.* for task t; expected true, false or a number from 0 to 1"):
+        judge(lambda **_: {"score": 1, "acc": acc})
+
+
 def test_a_function_may_be_async():
     async def compute_score(data_source, solution_str, ground_truth, extra_info):
         return 0.25
