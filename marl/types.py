@@ -48,6 +48,10 @@ class Task:
         return list(private.get(agent) or self.messages)
 
 
+LARGEST_SCORE = 1e15
+"""Sums of squares of larger ones overflow single precision."""
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
     """A reward function's result for a turn."""
@@ -60,6 +64,23 @@ class Score:
     """Penalty for the answer's form, subtracted from the score in training; reports leave it out."""
     failure: str | None = None
     """Reason why the reward function failed on the text, whose score is then ``controller.failure_score``."""
+    acc: float | None = None
+    """1 where the text is right, if the reward function says so (verl's ``acc``); None leaves it to the score."""
+    right_at: float = 1.0
+    """``controller.right_at``: the score from which a text without ``acc`` is right."""
+
+    def __post_init__(self) -> None:
+        if not abs(self.value) <= LARGEST_SCORE:  # nor is NaN
+            raise ValueError(
+                f"a score of {self.value:g}; expected a finite number between -{LARGEST_SCORE:g} and {LARGEST_SCORE:g}"
+            )
+
+    @property
+    def right(self) -> bool:
+        """The one rule for what is right: accuracies, votes, transitions, stops and verdicts all ask it."""
+        if self.failure is not None:
+            return False
+        return self.value >= self.right_at if self.acc is None else self.acc >= 1.0
 
     def for_training(self, score: float) -> Score:
         """A copy that trains with ``score``; the reported value stays."""
@@ -140,7 +161,7 @@ class Turn:
 
     @property
     def correct(self) -> bool:
-        return self.scored.value >= 1.0
+        return self.scored.right
 
 
 class Rule(Enum):

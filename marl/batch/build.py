@@ -30,7 +30,7 @@ def joint_batch(
     width = max((column + 1 for columns in places for column in columns), default=0)
     shape = (len(episodes), max(num_rounds, width, 1), len(agents))  # an empty round, where no turn was kept
     spoken_ERA, trained_ERA, answers_ERA = np.zeros((3, *shape), dtype=bool)
-    scores_ERA, penalties_ERA = np.zeros((2, *shape), dtype=np.float32)
+    scores_ERA, penalties_ERA = np.zeros((2, *shape))  # double: 200000.1 and 200000.2 are two scores
     siblings_ERA = np.full(shape, -1)
     lengths_ERA = np.zeros(shape, dtype=np.int64)
     seat = {agent: a for a, agent in enumerate(agents)}
@@ -68,7 +68,9 @@ def joint_batch(
         trained_ERA=torch.from_numpy(trained_ERA),
         answers_ERA=torch.from_numpy(answers_ERA),
         lengths_ERA=torch.from_numpy(lengths_ERA),
-        team_score_E=torch.tensor([episode.scored.value if episode.score else 0.0 for episode in episodes]),
+        team_score_E=torch.tensor(
+            [episode.scored.value if episode.score else 0.0 for episode in episodes], dtype=torch.float64
+        ),
         rows={policy: to_rows(turns, temperatures) for policy, turns in chains_of(trained, pack_turns).items()},
         failed_E=torch.tensor([episode.failure is not None for episode in episodes], dtype=torch.bool),
     )

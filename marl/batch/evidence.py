@@ -52,7 +52,7 @@ def evidence_grids(
     for episode, own in zip(episodes, cells, strict=True):
         for turn, cell in zip(episode.turns, own, strict=True):
             for name, number in turn.evidence.items() if cell >= 0 else ():
-                grids.setdefault(name, torch.full(shape, torch.nan)).view(-1)[cell] = number
+                grids.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64)).view(-1)[cell] = number
     return grids
 
 
@@ -67,7 +67,7 @@ def outcomes_of(episodes: Sequence[Episode], batch: JointBatch) -> torch.Tensor 
     if not placed:
         return None
     longest = max(len(returns) for _, returns in placed)
-    outcomes_NK = torch.full((batch.spoken_ERA.numel(), longest), torch.nan)
+    outcomes_NK = torch.full((batch.spoken_ERA.numel(), longest), torch.nan, dtype=torch.float64)
     for cell, returns in placed:
-        outcomes_NK[cell, : len(returns)] = torch.tensor(returns)
+        outcomes_NK[cell, : len(returns)] = torch.tensor(returns, dtype=torch.float64)
     return outcomes_NK.view(*batch.spoken_ERA.shape, longest)

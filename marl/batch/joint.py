@@ -113,7 +113,7 @@ class JointBatch:
     def evidence_ERA(self, name: str) -> Tensor:
         """The turns' ``evidence`` of this name, NaN on turns without it."""
         grids = self.evidence.grids
-        return grids[name] if name in grids else torch.full(self.spoken_ERA.shape, torch.nan)
+        return grids[name] if name in grids else torch.full(self.spoken_ERA.shape, torch.nan, dtype=torch.float64)
 
     @property
     def mask_ERA(self) -> Tensor:

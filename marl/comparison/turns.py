@@ -10,13 +10,14 @@ from typing import Any
 
 from marl.comparison.runs import Run
 from marl.config.errors import ConfigError
+from marl.types import Score
 from marl.utils.folders import whole_lines
 
 Line = Mapping[str, Any]
 CHANGES = ("wrong → wrong", "wrong → right", "right → wrong", "right → right")
 KEPT = ("task", "sample", "agent", "round", "answers", "kept", "score")
-TRAINED = ("reward", "advantage")
-"""Columns of a dump that are read; the second ones are those of training alone."""
+SOME = ("acc", "reward", "advantage")
+"""Columns of a dump that are read; the second ones may be missing: older dumps have no ``acc``, validations none of training's."""
 LAST_STEPS = 20
 """Steps over which credit is averaged."""
 
@@ -35,7 +36,7 @@ def lines_of(path: Path) -> Iterator[Line]:
         try:
             line = json.loads(text)
             if line["agent"] is not None:
-                yield {key: line[key] for key in KEPT} | {key: line.get(key) for key in TRAINED}
+                yield {key: line[key] for key in KEPT} | {key: line.get(key) for key in SOME}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{path}, line {number}: {error!r}; expected a turn, as a run of this version writes it"
@@ -48,7 +49,7 @@ def transitions(lines: Iterable[Line]) -> dict[str, dict[str, float]]:
     for line in lines:
         if line["answers"] and line["kept"]:
             place = (line["task"], line["sample"], line["agent"])
-            answers[place].append((line["round"], line["score"] >= 1.0))
+            answers[place].append((line["round"], Score(line["score"], None, acc=line["acc"]).right))
     counts: dict[tuple[int, int], Counter[str]] = defaultdict(Counter)
     for given in answers.values():
         for (before, was), (after, now) in pairwise(sorted(given)):

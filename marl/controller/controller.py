@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from marl.cluster.failures import GroupFailed
@@ -24,7 +25,7 @@ from marl.controller.lost_plays import add_unscored, content_of, unscored_before
 from marl.controller.policy_map import PolicyMap
 from marl.controller.sampling import sampling_of, with_asked
 from marl.controller.scores import Accuracy, priced, score_failure, team_score
-from marl.report.alarms import NoAnswers
+from marl.report.alarms import NoAnswers, RightThreshold
 from marl.rewards import Reward, RewardUnavailable, rule_of
 from marl.rollout.endpoint_usage import usage_metrics
 from marl.runners import Generate, LiveEpisode, RecordedAnswers, Runner, TooManyTurns, play_to_end
@@ -60,7 +61,7 @@ class Controller:
         self.sampling = functools.cache(self._sampling)  # reading a configuration costs more than the rest of a turn
         self.seed, self.max_prompt_length, self.settings = seed, max_prompt_length, settings
         self.episode_timeout, self.max_error_rate = settings.episode_timeout_s, settings.max_error_rate
-        self.accuracy = Accuracy()
+        self.accuracy, self.right_threshold = Accuracy(), RightThreshold()
         self.no_answers = NoAnswers(lambda task: rule_of(task.extract))
         self.judged: dict[int, tuple[Episode, Exception | None]] = {}
         """Scored episodes and their scoring errors, by ``id(episode)``, until :meth:`score` collects them."""
@@ -173,6 +174,7 @@ class Controller:
         self.failures_of(results, "the reward function", step)
         scored = [result for result in results if isinstance(result, Episode)]
         check_texts(scored, step, self.max_error_rate)
+        self.right_threshold.look(scored, step)
         add_unscored(self.ledger, episodes, results)
         if not self.runner.scores_turns:  # whose turns are moves
             self.no_answers.look(scored, step)
@@ -186,14 +188,18 @@ class Controller:
         for turn in episode.turns:
             if turn.answers and turn.score is None:
                 if self.runner.scores_turns:  # it ended before it scored them; the last ones are scored below
-                    turn.score = Score(0.0, None)
+                    turn.score = Score(0.0, None, acc=0.0)
                 else:
                     turn.score = await self.judge(episode.task, turn)
         failure_score = self.failure_score(episode)
-        episode.score = team_score(episode, self.settings.no_answer_score or 0.0, failure_score)
+        right_at = self.settings.right_at
+        for turn in episode.turns:  # a runner's or an agent loop's own scores too
+            turn.score = turn.score and replace(turn.score, right_at=right_at)
+        team = team_score(episode, self.settings.no_answer_score or 0.0, failure_score)
+        episode.score = team = replace(team, right_at=right_at)
         for turn in episode.turns:
             if not turn.answers:
-                turn.score = Score(episode.score.value, None)
+                turn.score = Score(team.value, None, acc=float(team.right))
             if turn.truncated and not self.settings.train_truncated:
                 turn.trained = False
         if episode.failure is not None:

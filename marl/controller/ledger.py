@@ -173,7 +173,9 @@ def turn_of(content: Mapping[str, Any], seed: int) -> Turn:
 
 
 def score_content(score: Score) -> dict[str, Any]:
-    return {"value": score.value, "answer": score.answer, "extra": dict(score.extra), "penalty": score.penalty}
+    """All but what the configuration adds."""
+    fields = {name: getattr(score, name) for name in ("value", "answer", "penalty", "acc")}
+    return fields | {"extra": dict(score.extra)}
 
 
 def packed(kind: str, numbers: Sequence[float]) -> str:

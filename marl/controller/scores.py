@@ -11,17 +11,19 @@ from marl.types import AgentId, Episode, Score, Turn
 def team_score(episode: Episode, no_answer_score: float = 0.0, failure_score: float = 0.0) -> Score:
     """The runner's own score, else the best score of a turn that gave the team's answer, since only texts are scored.
 
-    The best one: a reward may judge two texts with the same answer differently, and the order of seats decides nothing.
+    The best one: a reward may judge two texts with the same answer differently, and the order of seats decides nothing. The answer
+    is right if one of its texts is.
     """
     if episode.failure is not None:
         return Score(failure_score, None, failure=episode.failure)
     if episode.runner_score is not None:
         return episode.runner_score
     if episode.answer is None:
-        return Score(no_answer_score, None)
+        return Score(no_answer_score, None, acc=0.0)
     gave = [turn for turn in episode.path if turn.answers and episode.task.extract(turn.text) == episode.answer]
     scores = [turn.scored for turn in gave]
-    return max(scores, key=lambda score: score.value, default=Score(0.0, episode.answer))
+    best = max(scores, key=lambda score: score.value, default=Score(0.0, episode.answer, acc=0.0))
+    return replace(best, acc=1.0) if any(score.right for score in scores) and not best.right else best
 
 
 def score_failure(episode: Episode, scores: Mapping[AgentId, float]) -> None:
@@ -44,17 +46,18 @@ def overlong(length: int, limit: int, buffer: int) -> float:
 
 
 def priced(score: Score, turn: Turn, settings: ControllerConfig, limit: int) -> Score:
-    """A score with what length, truncation and abstention cost. What the reward function calls right is an answer.
+    """A score with what length, truncation and abstention cost. What is right, by ``acc`` or ``right_at``, is an answer.
 
     ``limit``: on the tokens of an answer, for ``overlong_buffer``.
     """
+    score = replace(score, right_at=settings.right_at)
     if settings.overlong_buffer:
         share = overlong(len(turn.response_ids), limit, settings.overlong_buffer)
         score = replace(score, penalty=settings.overlong_penalty * share)
     if turn.truncated and settings.truncated_score is not None:
-        return replace(score, value=settings.truncated_score)
-    if score.answer is None and score.value < 1.0 and settings.no_answer_score is not None:
-        return replace(score, value=settings.no_answer_score)
+        return replace(score, value=settings.truncated_score, acc=0.0)
+    if score.answer is None and not score.right and settings.no_answer_score is not None:
+        return replace(score, value=settings.no_answer_score, acc=0.0)
     return score
 
 

@@ -66,4 +66,4 @@ class Verifier(Environment):
 
     async def reply(self, episode: LiveEpisode, turns: Sequence[Turn]) -> str | None:
         score = await episode.score(turns[-1])
-        return None if score.value >= 1.0 else self.config.wrong
+        return None if score.right else self.config.wrong

@@ -152,4 +152,4 @@ def majority_is_right(episodes: Sequence[Episode]) -> bool:
     """Ties are broken by the task; nobody's answer is wrong. An answer is right where one of the texts that give it is."""
     answers = [episode.answer for episode in episodes]
     chosen = majority(answers, random.Random(derive_seed("vote", episodes[0].task.id)))
-    return chosen is not None and any(e.scored.value >= 1.0 for e in episodes if e.answer == chosen)
+    return chosen is not None and any(e.scored.right for e in episodes if e.answer == chosen)

@@ -4,7 +4,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig
@@ -211,7 +211,8 @@ class Ensemble:
             raise lost[0]
         for turn, play, result in zip(turns, self.plays, results, strict=True):
             failed = Score(score, play.task.extract(turn.text), failure=str(result))
-            turn.score = failed if isinstance(result, Exception) else result
+            judged = failed if isinstance(result, Exception) else result
+            turn.score = replace(judged, right_at=self.config.controller.right_at)
         reasons = [turn.scored.failure for turn in turns if turn.scored.failure is not None]
         if reasons:
             logger.warning(
@@ -244,7 +245,7 @@ class Ensemble:
         return Way("vote", self._by_task(scores), *cost)
 
     def _by_task(self, scores: Sequence[Score]) -> list[list[float]]:
-        correct = [float(score.value >= 1.0) for score in scores]
+        correct = [float(score.right) for score in scores]
         return [correct[start : start + self.samples] for start in range(0, len(correct), self.samples)]
 
 

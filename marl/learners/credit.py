@@ -15,8 +15,8 @@ from marl.learners.contributions import (
 )
 from marl.utils.masks import last_along
 
-ROUNDING = 1e-6
-"""Tolerance between sums of the same rewards in different order: absolute up to order 1, relative above."""
+ROUNDING = {torch.float32: 1e-6, torch.float64: 1e-12}
+"""Tolerance between sums of the same rewards in different order, as a share of the largest of them."""
 
 
 def team_mean(scores_ERA: Tensor, mask_ERA: Tensor) -> Tensor:
@@ -162,9 +162,10 @@ def group_advantages(
 ) -> Tensor:
     """Rewards relative to those with the same key (GRPO, arXiv:2402.03300; without std Dr. GRPO, arXiv:2503.20783).
 
-        A = (R - mean) / (std + eps)      with the sample standard deviation
+        A = (R - mean) / (std + eps (max - min))      with the sample standard deviation
 
-    Rewards that differ only by rounding give exactly 0, where dividing by the deviation would inflate them to advantages of
+    GRPO's eps in units of the group's own rewards, so that neither their scale nor their offset matters. Rewards that differ only
+    by rounding give exactly 0, where dividing by the deviation would inflate them to advantages of
     order 1; so does a group of one, where verl's GRPO returns the raw reward. ``weights_B`` can count a reward for less than 1.
     """
     index_B, count_G = group_index(keys_B)
@@ -173,13 +174,14 @@ def group_advantages(
     weight_G = zeros_G.index_add(0, index_B, weights_B)
     mean_G = zeros_G.index_add(0, index_B, rewards_B * weights_B) / weight_G
     centred_B = rewards_B - mean_G[index_B]
+    low_G, high_G = bounds(rewards_B, index_B, len(count_G))
     equal_B = ~unequal_groups(rewards_B, index_B, len(count_G))[index_B]
     centred_B = centred_B.masked_fill(equal_B, 0.0)  # exactly: a mean of equal numbers may differ in its last bit
     if not std:
         return centred_B
     sum_G = zeros_G.index_add(0, index_B, centred_B.square() * weights_B)
     std_G = (sum_G / (weight_G - 1).clamp(min=1)).sqrt()
-    return centred_B / (std_G[index_B] + eps)
+    return centred_B / (std_G + eps * (high_G - low_G)).clamp(min=torch.finfo(rewards_B.dtype).tiny)[index_B]
 
 
 def group_index(keys_B: Sequence[Hashable] | Tensor) -> tuple[Tensor, Tensor]:
@@ -190,8 +192,19 @@ def group_index(keys_B: Sequence[Hashable] | Tensor) -> tuple[Tensor, Tensor]:
     return index_B, torch.bincount(index_B, minlength=len(numbers))
 
 
-def unequal_groups(rewards_B: Tensor, index_B: Tensor, num_groups: int) -> Tensor:
-    """Mask [G] of groups with two rewards that differ by more than rounding. The others are degenerate: no signal."""
-    low_G = torch.full((num_groups,), torch.inf, dtype=rewards_B.dtype).scatter_reduce(0, index_B, rewards_B, "amin")
-    high_G = torch.full((num_groups,), -torch.inf, dtype=rewards_B.dtype).scatter_reduce(0, index_B, rewards_B, "amax")
-    return high_G - low_G > ROUNDING * torch.maximum(low_G.abs(), high_G.abs()).clamp(min=1)
+def unequal_groups(rewards_B: Tensor, index_B: Tensor, num_groups: int, scale_B: Tensor | None = None) -> Tensor:
+    """Mask [G] of groups with two rewards that differ by more than rounding. The others are degenerate: no signal.
+
+    ``scale_B``: the largest number in the sums that the rewards are; where they cancel out, it is larger than the rewards.
+    """
+    low_G, high_G = bounds(rewards_B, index_B, num_groups)
+    scale_G = torch.maximum(low_G.abs(), high_G.abs())
+    if scale_B is not None:
+        scale_G = torch.maximum(scale_G, bounds(scale_B.to(rewards_B.dtype), index_B, num_groups)[1])
+    return high_G - low_G > ROUNDING[rewards_B.dtype] * scale_G
+
+
+def bounds(x_B: Tensor, index_B: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest number of each group [G]."""
+    low_G = torch.full((num_groups,), torch.inf, dtype=x_B.dtype).scatter_reduce(0, index_B, x_B, "amin")
+    return low_G, torch.full((num_groups,), -torch.inf, dtype=x_B.dtype).scatter_reduce(0, index_B, x_B, "amax")

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 NEED_MORE = {"gae", "remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"}
 """Those that need a critic, greedy answers, or gradients."""
 UNGROUPED = {"reinforce_plus_plus"}
+COUNTS_ZEROS = {"gpg"}
+"""Those to which a reward of 0 is another thing than the lowest reward."""
+WHITENED = ("reinforce_plus_plus", "grpo")
+"""Beginnings of the names of those that divide by a deviation, to which verl adds a constant."""
 
 
 def known_estimators() -> list[str]:
@@ -37,6 +41,7 @@ def estimate(name: str, settings: AlgoConfig, batch: JointBatch, returns_ERA: Te
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
     function, keys, own_ERA = get_adv_estimator_fn(name), keys_ERA.flatten(), returns_ERA + penalties(batch)
+    divides = name.startswith(WHITENED) and (settings.norm_adv_by_std_in_grpo or name in UNGROUPED)
     for rows in batch.rows.values():
         decisions = Decisions.of(batch, rows)
         plan = Trajectories(decisions.cells_D, batch, separate_turns=True)
@@ -45,6 +50,10 @@ def estimate(name: str, settings: AlgoConfig, batch: JointBatch, returns_ERA: Te
         rewards_NT, mask_NT = with_others(
             plan.to_matrix(decisions.rewards(own_ERA)), plan.mask_NT, batch, returns_ERA.flatten()[others_M], others_M
         )
+        if name not in UNGROUPED | COUNTS_ZEROS:
+            rewards_NT = without_offset(rewards_NT, mask_NT)
+        if divides:
+            rewards_NT = in_own_units(rewards_NT)
         keys_N = keys[torch.cat([cells_N, others_M])]
         index_N, count_G = credit.group_index(keys_N)
         compared_N = (count_G[index_N] > 1) | (name in UNGROUPED)
@@ -57,6 +66,18 @@ def estimate(name: str, settings: AlgoConfig, batch: JointBatch, returns_ERA: Te
                 config=settings,
             )
         decisions.write(batch, plan.from_matrix(advantages_NT))
+
+
+def without_offset(rewards_NT: Tensor, mask_NT: Tensor) -> Tensor:
+    """Rewards less the lowest sum, at each last decision: verl's vectorised estimators compute in single precision."""
+    last_NT = (mask_NT.cumsum(-1) * mask_NT).argmax(-1, keepdim=True) == torch.arange(mask_NT.shape[-1])
+    return rewards_NT - rewards_NT.sum(-1).min() * last_NT
+
+
+def in_own_units(rewards_NT: Tensor) -> Tensor:
+    """Rewards whose sums differ by a half to 1, so that verl's constant is small beside their deviation. A power of 2 rounds nothing."""
+    sums_N = rewards_NT.sum(-1)
+    return torch.ldexp(rewards_NT, -torch.frexp(sums_N.max() - sums_N.min()).exponent)
 
 
 def others_of(batch: JointBatch, keys: Tensor, cells_N: Tensor) -> Tensor:

@@ -91,8 +91,18 @@ def unequal_turns(batch: JointBatch, returns_ERA: Tensor, keys_ERA: Tensor) -> T
     spoke_ERA = batch.spoken_ERA.bool()
     index_B, count_G = credit.group_index(keys_ERA[spoke_ERA])
     unequal_ERA = torch.zeros_like(spoke_ERA)
-    unequal_ERA[spoke_ERA] = credit.unequal_groups(returns_ERA[spoke_ERA], index_B, len(count_G))[index_B]
+    scale_B = score_scale(batch).expand(spoke_ERA.shape)[spoke_ERA]
+    unequal_ERA[spoke_ERA] = credit.unequal_groups(returns_ERA[spoke_ERA], index_B, len(count_G), scale_B)[index_B]
     return unequal_ERA
+
+
+def score_scale(batch: JointBatch) -> Tensor:
+    """The largest score of each episode [E, 1, 1], whose rounding errors its returns have. The log-probs in a KL penalty are of single
+    precision: theirs count as those of scores of that size."""
+    scale_E = torch.maximum(batch.scores_ERA.abs().amax((1, 2)), batch.team_score_E.abs())
+    if any("kl_penalty" in rows for rows in batch.rows.values()):
+        scale_E = scale_E.clamp(min=1) * credit.ROUNDING[torch.float32] / credit.ROUNDING[scale_E.dtype]
+    return scale_E[:, None, None]
 
 
 def degenerate_share(batch: JointBatch, unequal_ERA: Tensor, keys_ERA: Tensor) -> Metrics:

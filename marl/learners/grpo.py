@@ -25,6 +25,7 @@ from marl.learners.groups import (
     episode_weights,
     group_keys,
     policy_keys,
+    score_scale,
     unequal_turns,
 )
 from marl.learners.trajectories import returns
@@ -76,7 +77,8 @@ class GRPO(Learner):
             for rows in batch.rows.values():
                 rows["advantages"] = broadcast_to_tokens(credit_ERA, rows)
             turns = torch.arange(credit_ERA.numel()).view(credit_ERA.shape)
-            return self.without_equal(batch, credit_ERA.abs() > credit.ROUNDING, turns)
+            noise_E11 = credit.ROUNDING[credit_ERA.dtype] * score_scale(batch)
+            return self.without_equal(batch, credit_ERA.abs() > noise_E11, turns)
         returns_ERA = self.returns(batch, credit_ERA)
         batch.returns_ERA = returns_ERA
         keys_ERA = group_keys(batch, self.config.group_by) if self.compares_samples else policy_keys(batch)
@@ -89,7 +91,7 @@ class GRPO(Learner):
                 returns_ERA[spoke_ERA], keys_ERA[spoke_ERA], self.config.std, weights_B=weights_B
             )
             for rows in batch.rows.values():
-                rows["advantages"] = broadcast_to_tokens(advantages_ERA, rows)
+                rows["advantages"] = broadcast_to_tokens(advantages_ERA * unequal_ERA, rows)
         else:
             from verl.trainer.config import AlgoConfig  # heavy: a configuration is checked without it
 

@@ -106,13 +106,10 @@ class Trajectories:
         self.first_D = torch.nonzero(self.column_D == 0)[:, 0][self.row_D[self.column_D == 0].argsort()]
         """The first decision of every trajectory."""
         self.mask_NT = self.to_matrix(torch.ones(len(cells_D)))
-        self.cells_NT = self._matrix(cells_D)
+        self.cells_NT = self.to_matrix(cells_D)
         self.rounds_NT = torch.unravel_index(self.cells_NT, shape)[1]
 
     def to_matrix(self, x_D: Tensor) -> Tensor:
-        return self._matrix(x_D.float())
-
-    def _matrix(self, x_D: Tensor) -> Tensor:
         return torch.zeros(self.shape, dtype=x_D.dtype).index_put((self.row_D, self.column_D), x_D)
 
     def from_matrix(self, x_NT: Tensor) -> Tensor:

@@ -151,7 +151,7 @@ async def play(
             return answer(agent, observation, round, previous, branch)
 
     async def judge(task: Task, turn: Turn) -> Score:
-        return Score(way.score, task.extract(turn.text))
+        return Score(way.score, task.extract(turn.text), acc=way.score)
 
     own_task = Task(task.id, task.messages, task.ground_truth, task.data_source, way.extract, task.extra)
     async with own_time(DEADLINE_S):

@@ -23,7 +23,7 @@ def mean(values: Sequence[float]) -> float:
 
 def is_right(episode: Episode) -> bool:
     """True if the team's answer is right and the episode came to its end, whatever it was paid until then."""
-    return episode.failure is None and episode.scored.value >= 1.0
+    return episode.failure is None and episode.scored.right
 
 
 def answers_of(episode: Episode) -> list[Turn]:

@@ -61,13 +61,14 @@ def lines_of(episode: Episode, step: int, numbers: Sequence[Numbers]) -> list[di
         "sample": episode.sample,
         "team_answer": episode.answer,
         "team_score": episode.scored.value,
+        "team_acc": acc_of(episode.scored),
         "failure": episode.failure,
     }
     found = [
         of_turn(turn) | {"turn": index} | known | own
         for index, (turn, own) in enumerate(zip(episode.turns, numbers, strict=True), start=1)
     ]
-    found = found or [NO_TURN | {"score": episode.scored.value} | known]
+    found = found or [NO_TURN | {"score": episode.scored.value, "acc": acc_of(episode.scored)} | known]
     found[0]["episode"] = whole(episode)
     return found
 
@@ -79,11 +80,17 @@ def of_turn(turn: Turn) -> dict[str, Any]:
         "input": "\n".join(f"{message['role']}: {message['content']}" for message in turn.observation),
         "output": turn.text,
         "score": turn.scored.value,
+        "acc": acc_of(turn.scored),
         **{name: getattr(turn, name) for name in TURN},
         "messages": turn.observation,
         "answer": turn.scored.answer,
         "reward_failure": None if failure is None else masked_text(failure),
     }
+
+
+def acc_of(score: Score) -> float:
+    """The reward's own ``acc``, else what the score decided: readers need not know ``controller.right_at``."""
+    return float(score.right) if score.acc is None else score.acc
 
 
 def whole(episode: Episode) -> dict[str, Any]:
@@ -146,7 +153,10 @@ def begun(line: dict[str, Any], extractor: Extractor, hider: Hider) -> Episode:
     extract, hide = extractor(source, truth=truth), hider(source, truth=truth)
     task = Task(line["task"], known["messages"], truth, source, extract, extra, hide)
     record = Episode(task, line["sample"], known["agents"], seed=known["seed"], accuracy=known["accuracy"])
-    record.answer, record.score = line["team_answer"], Score(line["team_score"], line["team_answer"])
+    record.answer, record.score = (
+        line["team_answer"],
+        Score(line["team_score"], line["team_answer"], acc=line.get("team_acc")),
+    )
     record.counts, record.failure = Counter(known["counts"]), line["failure"]
     return record
 
@@ -154,5 +164,5 @@ def begun(line: dict[str, Any], extractor: Extractor, hider: Hider) -> Episode:
 def turn_of(line: dict[str, Any]) -> Turn:
     fields = {name: line[name] for name in TURN if name != "foresees"}
     fields["foresees"] = line.get("foresees")  # older dumps lack it
-    score = Score(line["score"], line["answer"], failure=line["reward_failure"])
+    score = Score(line["score"], line["answer"], failure=line["reward_failure"], acc=line.get("acc"))
     return Turn(observation=line["messages"], text=line["output"], score=score, **fields)

@@ -128,7 +128,7 @@ class Graph(ConversationRunner):
             case When.says:
                 return any(says(turn.text, edge.word) for turn in turns.values())
             case When.right | When.wrong:
-                right = [(await episode.score(turn)).value >= 1.0 for turn in turns.values()]
+                right = [(await episode.score(turn)).right for turn in turns.values()]
                 return all(right) is (edge.when is When.right)
         return True
 

@@ -85,7 +85,7 @@ class MultiTurn(ConversationRunner):
             case Stop.repeated:
                 done = len(answers) == 2 and agreed(answers) is not None
             case Stop.right:
-                done = (await episode.score(turns[-1])).value >= 1.0
+                done = (await episode.score(turns[-1])).right
             case _:
                 done = False
         return done or self.ends(turns[-1])

@@ -31,7 +31,8 @@ def numbered(agent: AgentId, round: int, observation: list[Message]) -> str:
 async def exact_match(task: Task, turn: Turn) -> Score:
     """1 for the ground truth, else 0."""
     answer = task.extract(turn.text)
-    return Score(float(answer == str(task.ground_truth)), answer)
+    right = float(answer == str(task.ground_truth))
+    return Score(right, answer, acc=right)
 
 
 def listed(answers: Sequence[str]) -> Script:

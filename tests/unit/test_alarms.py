@@ -4,7 +4,8 @@ import logging
 
 import pytest
 
-from marl.report.alarms import DegenerateGroups
+from marl.report.alarms import Collapse, DegenerateGroups, RightThreshold
+from marl.types import Episode, Score, Task, Turn
 
 
 def warnings_of(caplog, steps, *shares):
@@ -34,3 +35,61 @@ def test_only_degenerate_groups_for_some_steps_raise_a_warning_with_likely_cause
 )
 def test_one_informative_group_resets_the_count(caplog, steps, shares, count):
     assert len(warnings_of(caplog, steps, *shares)) == count
+
+
+def step_of(*scores):
+    turns = [Turn("a", 1, [], "4", score=score) for score in scores]
+    return [Episode(Task("t", [], "4", "x", str), 0, ["a"], turns)]
+
+
+def said_of(caplog, *steps):
+    alarm = RightThreshold()
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        for step, episodes in enumerate(steps, start=1):
+            alarm.look(episodes, step)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_rewards_on_another_scale_are_said_once_with_both_remedies(caplog):
+    """Nearly all of them: 0 for a text without an answer is on any scale."""
+    scale = step_of(Score(0.0, None), *[Score(40.0 + i, "4") for i in range(9)])
+    (said,) = said_of(caplog, scale, scale)
+    for word in ("step 1", "9 of 10", "controller.right_at=1", "40", "acc"):
+        assert word in said
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        [Score(1.0, "4")] * 8,  # all right
+        [Score(100.0, "4"), Score(0.0, "5")] * 4,  # a scale that the threshold tells apart
+        [Score(87.0, "4", acc=0.0)] * 8,
+        [Score(87.0, "4", right_at=90)] * 8,
+        [Score(87.0, "4", failure="died")] * 8,
+        [],
+    ],
+)
+def test_rewards_that_the_threshold_tells_apart_are_no_alarm(caplog, scores):
+    assert said_of(caplog, step_of(*scores)) == []
+
+
+@pytest.mark.parametrize(
+    "steps, count",
+    [
+        ([(0.02, 1.3), (0.5, 0.4), (1.0, 0.0), (1.0, 0.0)], 1),
+        ([(1.0, 1.3), (1.0, 0.0)], 0),  # answers of a fixed length, which it has learned by heart
+        ([(0.02, 1.3), (0.0, 0.0)], 0),
+        ([(0.02, 1.3), (1.0, 1.2)], 0),
+        ([(0.02, None), (1.0, None)], 0),  # entropies are not computed
+    ],
+)
+@pytest.mark.parametrize("label", ["alice", "alice/shared"])
+def test_a_policy_that_only_repeats_itself_is_said_to_have_collapsed(caplog, steps, count, label):
+    alarm = Collapse(["alice"])
+    with caplog.at_level(logging.WARNING):
+        for step, (truncated, entropy) in enumerate(steps, start=1):
+            entropies = {} if entropy is None else {f"agent/{label}/entropy": entropy}
+            alarm.look({"agent/alice/truncated": truncated, "agent/carol/entropy": 0.0, **entropies}, step)
+    assert len(caplog.records) == count
+    assert not count or all(word in caplog.text for word in ("'alice', step 3", "collapsed", "optim.lr", "2 % before"))

@@ -189,7 +189,7 @@ def test_a_rule_that_nobody_knows(config, tmp_path, value, said):
 @pytest.mark.parametrize("error", [RewardError, RewardUnavailable])
 def test_an_ensemble_outlives_a_text_that_cannot_be_judged(error, caplog):
     class Stands:
-        config = OmegaConf.create({"controller": {"failure_score": 0.0}})
+        config = OmegaConf.create({"controller": {"failure_score": 0.0, "right_at": 1.0}})
         plays = [Play(Task(f"t{i}", [], "1", "x", str), 0, (), ()) for i in range(2)]
 
         @staticmethod

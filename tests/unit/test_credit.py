@@ -70,11 +70,11 @@ def test_equal_rewards_give_exactly_zero(reward, size):
     assert credit.group_advantages(torch.full((size,), reward), [0] * size, std=True).abs().max() == 0
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e4])
+@pytest.mark.parametrize("scale", [1e-9, 1.0, 1e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rewards_that_differ_by_rounding_give_exactly_zero(dtype, scale):
     rewards = torch.tensor([0.7 + 0.1 + 0.2, 1.0, 0.1 + 0.2 + 0.7], dtype=dtype) * scale
-    rewards[1] += rewards[1] * torch.finfo(torch.float32).eps
+    rewards[1] += rewards[1] * torch.finfo(dtype).eps
     assert len(set(rewards.tolist())) > 1
     assert credit.group_advantages(rewards, [0] * 3, std=True).tolist() == [0.0] * 3
     assert not credit.unequal_groups(rewards, torch.zeros(3, dtype=torch.long), 1)
@@ -82,7 +82,18 @@ def test_rewards_that_differ_by_rounding_give_exactly_zero(dtype, scale):
 
 def test_small_differences_are_no_rounding():
     got = credit.group_advantages(torch.tensor([0.0, 1e-4, 0.0, 1e-4]), [0] * 4, std=True)
-    assert got.tolist() == pytest.approx([-0.85, 0.85, -0.85, 0.85], abs=0.02)
+    assert got.tolist() == pytest.approx([-0.866, 0.866, -0.866, 0.866], abs=1e-4)
+
+
+@pytest.mark.parametrize("scale, offset", [(1.0, 0.0), (1e-8, 0.0), (1e6, 0.0), (0.1, 2e5), (-1e-8, 1.0)])
+def test_scale_and_offset_of_a_groups_rewards_do_not_matter(scale, offset):
+    """1, .5, 0, 0: mean .375, sample deviation sqrt(.6875 / 3) = .478714; eps adds a millionth of the range."""
+    rewards = torch.tensor([1.0, 0.5, 0.0, 0.0], dtype=torch.float64) * scale + offset
+    expected = torch.tensor([0.625, 0.125, -0.375, -0.375], dtype=torch.float64) / 0.478714 * (1 if scale > 0 else -1)
+    got = credit.group_advantages(rewards, [0] * 4, std=True)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+    centred = credit.group_advantages(rewards, [0] * 4, std=False) / abs(scale)
+    torch.testing.assert_close(centred, expected * 0.478714, atol=1e-5, rtol=0)
 
 
 @settings(deadline=None)

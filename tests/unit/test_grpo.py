@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from marl.batch.build import joint_batch
-from marl.learners.groups import GroupKey, WeightBy
+from marl.learners.groups import GroupKey, WeightBy, group_keys, unequal_turns
 from marl.learners.grpo import GRPO
-from tests.builders import AGENTS, batch_of, branch, build_learner as build, episode, grid_of, two_samples
+from tests.builders import AGENTS, batch_of, branch, build_learner as build, episode, grid_of, like, two_samples
 
 
 def test_grpo_compares_the_samples_of_one_task_agent_and_round():
@@ -284,3 +284,51 @@ def test_a_turn_without_a_kl_penalty_costs_what_those_cost_that_it_is_compared_w
     assert metrics["agent/a/degenerate_groups"] == pytest.approx(3 / 5 if without == "untrained" else 4 / 6)
     advantages = [row.tolist() for row in batch.rows["a"]["advantages"].unbind()]
     assert not any(x for row in advantages[:-2] for x in row) and all(x for row in advantages[-2:] for x in row)
+
+
+DIVIDE = {
+    "grpo": {},
+    "magrpo": {"std": True},
+    "at_grpo": {},
+    "reinforce_plus_plus": {"estimator": "reinforce_plus_plus"},
+    "reinforce_plus_plus_baseline": {"estimator": "reinforce_plus_plus_baseline"},
+    "grpo_vectorized": {"estimator": "grpo_vectorized"},
+}
+"""Learners and estimators that divide by a deviation."""
+
+
+def advantages_of(name, scale, offset, **more):
+    samples = [
+        episode("t", i, [[scale * r + offset], [scale * s + offset]])
+        for i, (r, s) in enumerate([(1, 0), (0.5, 1), (0, 0)])
+    ]
+    batch = batch_of(*samples)
+    for rows in batch.rows.values():
+        if more:
+            rows["kl_penalty"] = like(rows, torch.tensor(more["kl"]))
+    credit = "own" if name != "magrpo" else "team"
+    learner = name if name in ("magrpo", "at_grpo") else "grpo"
+    shares = build(learner, credit, **DIVIDE[name]).assign_credit(batch)
+    return torch.cat([rows["advantages"].values() for rows in batch.rows.values()]), shares["team/degenerate_groups"]
+
+
+@pytest.mark.parametrize("scale, offset", [(1e-8, 0.0), (0.1, 2e5), (3e9, 0.0)])
+@pytest.mark.parametrize("name", DIVIDE)
+def test_neither_scale_nor_offset_of_rewards_matters_where_a_deviation_divides(name, scale, offset):
+    (expected, none), (got, share) = advantages_of(name, 1.0, 0.0), advantages_of(name, scale, offset)
+    assert expected.abs().max() > 0.5 and none == share == 0
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", DIVIDE)
+def test_equal_rewards_are_equal_whatever_rounds_them(name):
+    """The log-probs of a KL penalty are of single precision; these policies are their references."""
+    got, share = advantages_of(name, 0.0, 0.3, kl=[0.0, 1e-8, -1e-8])
+    assert got.abs().max() == 0 and share == 1
+
+
+def test_sums_that_cancel_out_are_equal_though_their_rest_is_not():
+    """.15 less the mean of .15 and .15, or of .1 and .2, which is 2.8e-17 more."""
+    batch = batch_of(episode("t", 0, [[0.15], [0.15]]), episode("t", 1, [[0.15], [0.1]]))
+    returns_ERA = torch.tensor([[[0.0, 0.0]], [[-2.8e-17, 2.8e-17]]], dtype=torch.float64)
+    assert not unequal_turns(batch, returns_ERA, group_keys(batch, [GroupKey.task, GroupKey.agent])).any()

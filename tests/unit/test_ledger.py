@@ -24,7 +24,7 @@ from tests.builders import Says, collected, controller, task
 TURN = Turn(
     "a", 2, [{"role": "user", "content": "2 + 2 \u2026"}], "four\n", "p", [1, 2**31 - 1], [7, 0, 9], [1, 0, 1],
     [-0.1, 0.0, -math.pi], "length", 3, 2**62 + 1, -1, False, answers=False, trained=False, billed_tokens=12,
-    thought="two and two", score=Score(0.5, "4", {"why": [1, None]}, 0.25),
+    thought="two and two", score=Score(0.5, "4", {"why": [1, None]}, 0.25, acc=1.0),
 )  # fmt: skip
 
 

@@ -1,15 +1,24 @@
 """A conversation's transitions, counted by hand."""
 
+import asyncio
 import json
 import math
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+import marl
+from marl.config.schema import ControllerConfig
+from marl.controller.scores import priced
+from marl.evaluation import numbers as evaluation_numbers
+from marl.evaluation.baselines import majority_is_right
 from marl.method_trainer import OfflineTrainer
 from marl.report import conversation, dump, run_summary
 from marl.report.conversation import agent_metrics, count_metrics, team_metrics
 from marl.types import Episode, Score, Task, Turn
+from tests.builders import collected, controller
 
 
 def debate(*answers, truth="1", vote=None):
@@ -38,6 +47,65 @@ def test_a_right_agent_is_swayed_if_it_takes_over_another_answer_that_it_met():
     alike = debate(["1", "1"], ["1", "1"])  # met no other answer
     got = conversation.swayed([kept, swayed, confused, alike])
     assert got == {"swayed": pytest.approx(1 / 3), "swayed_count": 3.0}
+
+
+SCORED = {"4": 80.0, "four": {"score": 20.0, "acc": True}, "5": 40.0, "six": {"score": 95.0, "acc": False}}
+
+
+def played(tmp_path, *answers, **settings):
+    """A debate scored from 0 to 100, with the team's numbers; and the same episode out of its dump."""
+    says = dict(zip([(agent, r) for r in (1, 2) for agent in "ab"], answers, strict=True))
+    team = controller(
+        lambda agent, round, **_: says[agent, round], reward=lambda solution_str, **_: SCORED[solution_str], **settings
+    )
+    episodes = asyncio.run(team.score(collected(team).episodes, 1))
+    (again,) = dump.read(dump.write(episodes, 1, tmp_path), lambda source: str, lambda source: str)
+    return episodes[0], again, team
+
+
+@pytest.mark.parametrize(
+    "answers, changes, vote",
+    [
+        (("5", "5", "4", "4"), {"wrong_right": 1.0}, 1.0),
+        (("4", "six", "six", "six"), {"right_wrong": 0.5, "wrong_wrong": 0.5}, 0.0),
+        (("four", "5", "four", "four"), {"right_right": 0.5, "wrong_right": 0.5}, 1.0),
+        (("4", "4", "5", "5"), {"right_wrong": 1.0}, 0.0),
+    ],
+)
+def test_scores_from_0_to_100_are_right_by_acc_or_threshold_live_and_from_the_dump(tmp_path, answers, changes, vote):
+    episode, again, team = played(tmp_path, *answers, right_at=60)
+    for seen in (episode, again):
+        got = team_metrics([seen])
+        assert {name: got[f"transitions/{name}"] for name in changes} == changes and got["vote"] == vote
+        assert evaluation_numbers.accuracy_T([seen]) == [vote] and evaluation_numbers.pass_of([seen], 1) == vote
+        assert majority_is_right([seen]) is bool(vote)
+    team.accuracy.update([episode])
+    assert team.accuracy.right.total() == sum(turn.correct for turn in episode.turns)
+    assert [turn.correct for turn in again.turns] == [turn.correct for turn in episode.turns]
+
+
+def test_what_the_configuration_puts_in_place_of_a_score_is_never_right():
+    settings = ControllerConfig(right_at=60, no_answer_score=70, truncated_score=80)
+    whole, cut = Turn("a", 1, [], "4"), Turn("a", 1, [], "4", stop_reason="length")
+    assert priced(Score(40.0, None), whole, settings, 9) == Score(70.0, None, acc=0.0, right_at=60)
+    assert not priced(Score(99.0, "4", acc=1.0), cut, settings, 9).right
+    assert (
+        priced(Score(65.0, None), whole, settings, 9).right
+        and priced(Score(5.0, None, acc=1.0), whole, settings, 9).value == 5
+    )
+    assert not Score(99.0, "4", failure="died").right
+
+
+def test_nothing_but_the_score_itself_says_what_is_right():
+    """A comparison with 1 anywhere else would read rewards on another scale as right."""
+    files = [
+        file
+        for kind in ("*.py", "*.tmpl")
+        for file in Path(marl.__file__).parent.rglob(kind)
+        if file.name != "types.py"
+    ]
+    compares = re.compile(r"(score\w*|\.value|\"score\"\]|\)\.value) *(>=|>|==) *1(\.0)?\b")
+    assert {file.name: found for file in files if (found := compares.search(file.read_text()))} == {}
 
 
 def test_diversity_of_answers():
@@ -220,6 +288,7 @@ def test_summary_and_curves(tmp_path):
     after = conversation.team_metrics([debate(["1", "1"], ["2", "1"], vote="1")])
     got = run_summary.summarise(
         {0: before, 5: after},
+        problems=1,
         steps=5,
         seconds=1.234,
         seed=3,
@@ -230,6 +299,7 @@ def test_summary_and_curves(tmp_path):
         baselines={"solo": {"accuracy": 0.5, "sampled_tokens": 8.0, "degenerate_groups": 0.75}},
     )
     assert got == {
+        "problems": 1,
         "steps": 5,
         "seconds": 1.23,
         "restarts": 2,
@@ -245,20 +315,26 @@ def test_summary_and_curves(tmp_path):
     }
     run_summary.plot({0: before, 5: after}, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert run_summary.table({0: before, 5: after}).row_count == 10
+    assert run_summary.table({0: before, 5: after}, 1).row_count == 10
     headings = {
         (0, 5): ["", "step 0", "step 5", "change"],
         (2, 5): ["", "step 2", "step 5", "change"],
         (5,): ["", "step 5"],
     }
     for steps, expected in headings.items():
-        table = run_summary.table(dict.fromkeys(steps, after))
+        table = run_summary.table(dict.fromkeys(steps, after), 11)
         assert [column.header for column in table.columns] == expected and table.row_count == 10
-        assert ("before and after" in table.title) is (steps == (0, 5))
-    beside = run_summary.baseline_table({0: before, 5: after}, got["baselines"], got["sampled_tokens"], 0.25)
+        assert ("before and after" in table.title) is (steps == (0, 5)) and "11 validation problems" in table.title
+        shown = list(table.columns[1].cells)
+        assert shown[0] == "0.500 [0.25, 0.75]" and shown[3] == "1.000 [0.74, 1.00]" and shown[-2] == "0.500", (
+            "accuracies alone"
+        )
+    beside = run_summary.baseline_table({0: before, 5: after}, 11, got["baselines"], got["sampled_tokens"], 0.25)
     assert [column.header for column in beside.columns] == ["", "accuracy", "sampled tokens", "degenerate groups"]
     assert list(beside.columns[3].cells) == ["0.250", "0.250", "0.750"]
-    assert list(beside.columns[1].cells) == ["1.000", "1.000", "0.500"] and list(beside.columns[2].cells) == [
+    assert list(beside.columns[1].cells) == ["1.000 [0.74, 1.00]"] * 2 + ["0.500 [0.25, 0.75]"] and list(
+        beside.columns[2].cells
+    ) == [
         "7",
         "7",
         "8",

@@ -18,10 +18,10 @@ from marl.config.composing import name_and_overrides
 from marl.config.errors import ConfigError, plain
 from marl.config.external import VARIABLE
 from marl.config.identity import leaves
+from marl.config.known_keys import known_keys
 from marl.config.overrides import hydra_overrides
 from marl.config.policies import own_settings
 from marl.main import run_composed
-from marl.config.known_keys import known_keys
 
 HEAVY = ("torch", "tensordict", "transformers", "verl", "ray")
 REPORT = """
