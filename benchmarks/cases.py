@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from benchmarks.ratios import KEYS, Step, paired, paired_rates, require_same_work, require_training
-from benchmarks.work import Load
+from benchmarks.work import REAL, Load
 
 PLAYED = ("samples", "prompt_tokens", "response_tokens")
 Reports = Mapping[str, Sequence[Step]]
@@ -71,6 +71,7 @@ def growth(goal: str, many: str, few: str) -> Figure:
 
 TINY = Load()
 SMALL = Load(size="small", questions=2, samples=4, bf16=True)
+REAL_MODEL = Load(size=REAL, questions=2, samples=4, response=16)
 TWO = Load(questions=4, samples=4, agents=2)
 DEBATE = Load(questions=2, samples=4, response=32, agents=3, rounds=3, shared=True, micro_batch_tokens=4096)
 FEW = Load(response=16)
@@ -86,6 +87,8 @@ SYSTEMS = {
     "floor_small": System("small", "floor", SMALL),
     "trl_small": System("small", "trl_grpo", SMALL, peer="trl"),
     "ours_small": System("small", "ours", SMALL),
+    "trl_real": System("real", "trl_grpo", REAL_MODEL, peer="trl"),
+    "ours_real": System("real", "ours", REAL_MODEL),
     "floor_two": System("two", "floor", TWO),
     "comlrl_two": System("two", "comlrl_magrpo", TWO, peer="comlrl"),
     "ours_two": System("two", "ours", TWO),
@@ -108,6 +111,7 @@ RATIOS = {
     "trl_tiny_ray": ratio("<= 1.10", "ours_tiny_ray", "trl_tiny"),
     "floor_tiny": ratio("<= 1.15", "ours_tiny", "floor_tiny"),
     "trl_bf16_small": ratio("<= .80", "ours_small", "trl_small"),
+    "trl_real": ratio("<= .95", "ours_real", "trl_real"),
     # its logits and targets are shifted once too often: the last token of an answer is neither read nor trained
     "comlrl_two": ratio("<= .40", "ours_two", "comlrl_two", forwarded_tokens=1, trained_tokens=1),
     "debate_best_hf": ratio("<= .50", "ours_debate", "hf_in_turn", "rollout", PLAYED),

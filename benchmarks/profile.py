@@ -29,7 +29,7 @@ def bench_step(name: str, words: Sequence[str], folder: Path, cleanup: ExitStack
     """A step of a benchmark's system."""
     from benchmarks.systems.ours import Run
 
-    make_assets()
+    make_assets([SYSTEMS[name].load.size])
     run = Run(SYSTEMS[name].load, words, folder, cleanup)
     return steps_of(run.trainer, run.loop)
 

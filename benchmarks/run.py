@@ -59,7 +59,7 @@ class Bench:
         self.selection = Selection(options.only)
 
     def run(self) -> Outcome:
-        make_assets()
+        make_assets({SYSTEMS[name].load.size for names in self.selection.systems.values() for name in names})
         for case, names in self.selection.systems.items():
             self.run_case(case, names)
         self.derive()

@@ -1,4 +1,4 @@
-"""The work that every system is given: model, tokenizer, prompts, rewards, and how it is counted. Imports nothing of ours."""
+"""The work that every system is given: model, tokenizer, prompts, rewards, and how it is counted. Systems import nothing of ours with it."""
 
 import json
 import random
@@ -16,6 +16,8 @@ SIZES = {
     "small": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8},
 }
 """1.05 and 25.5 million parameters, two query heads to a key head."""
+REAL = "real"
+"""SmolLM2-135M-Instruct, with its own weights and words."""
 SPECIALS = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
 CHARACTERS = 256
 VOCABULARY = 264
@@ -137,16 +139,41 @@ def model_folder(size: str) -> Path:
     return ASSETS / size
 
 
+def tokenizer_folder(size: str) -> Path:
+    return ASSETS / "real_tokenizer" if size == REAL else TOKENIZER
+
+
 def prompt_of(question: str) -> str:
     """The chat template, applied by hand."""
     return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def make_assets() -> None:
-    """Write the tokenizer and the models of random weights."""
+def make_assets(sizes: Iterable[str]) -> None:
+    """Write the tokenizer and the models of random weights; the real one where it is wanted."""
     make_tokenizer()
     for size in SIZES:
         make_model(size)
+    if REAL in sizes:
+        make_real()
+
+
+def make_real() -> None:
+    """Write the real model with an end of answers that lies outside its vocabulary, as for the others."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from marl.quickstart import smollm2
+
+    source = smollm2.ensure(ASSETS / smollm2.NAME)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="float32")
+    tokenizer.add_special_tokens({"eos_token": "<|end|>"})
+    tokenizer.chat_template = TEMPLATE
+    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+    generation = model.generation_config
+    generation.do_sample, generation.top_k, generation.temperature = True, 0, 1.0
+    assert tokenizer.eos_token_id == model.config.vocab_size
+    model.save_pretrained(model_folder(REAL))
+    tokenizer.save_pretrained(tokenizer_folder(REAL))
 
 
 def make_tokenizer() -> None:

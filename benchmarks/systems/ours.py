@@ -19,7 +19,7 @@ import pyarrow.parquet
 from hydra import compose, initialize_config_module
 
 from benchmarks.gate import Gate, Stopped
-from benchmarks.work import PROMPT, TOKENIZER, Load, Work, checksum, model_folder, questions
+from benchmarks.work import PROMPT, Load, Work, checksum, model_folder, questions, tokenizer_folder
 from marl.build import build
 from marl.cluster.session import session
 from marl.config.overrides import hydra_overrides
@@ -174,7 +174,7 @@ def overrides(load: Load, folder: Path) -> list[str]:
         f"data.max_prompt_length={load.contexts[-1] if load.rounds > 1 else PROMPT}",
         f"data.max_response_length={load.response}",
         f"actor_rollout_ref.model.path={model_folder(load.size)}",
-        f"actor_rollout_ref.model.tokenizer_path={TOKENIZER}",
+        f"actor_rollout_ref.model.tokenizer_path={tokenizer_folder(load.size)}",
         f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={load.micro_batch_tokens}",
         "actor_rollout_ref.actor.optim.lr=1.0e-6", "actor_rollout_ref.rollout.max_num_seqs=4096",
         f"reward.custom_reward_function.path={JUDGE if load.judged else REWARD}", "reward.custom_reward_function.name=compute_score",

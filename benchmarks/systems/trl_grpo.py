@@ -9,7 +9,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from benchmarks.gate import Gate, Stopped
-from benchmarks.work import TOKENIZER, Load, Work, checksum, model_folder, questions, score
+from benchmarks.work import Load, Work, checksum, model_folder, questions, score, tokenizer_folder
 
 MANY = 10**6
 
@@ -93,7 +93,7 @@ def main(load: Load) -> None:
     rows = [{"prompt": [{"role": "user", "content": question}]} for question in questions()]
     trainer = Counted(
         model=AutoModelForCausalLM.from_pretrained(model_folder(load.size)),
-        processing_class=AutoTokenizer.from_pretrained(TOKENIZER),
+        processing_class=AutoTokenizer.from_pretrained(tokenizer_folder(load.size)),
         reward_funcs=rewards,
         args=settings(load),
         train_dataset=Dataset.from_list(rows),

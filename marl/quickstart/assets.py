@@ -13,6 +13,7 @@ import pyarrow.parquet
 
 from marl.config.bounds import check_number
 from marl.config.errors import ConfigError, ModelMissing
+from marl.quickstart import smollm2
 from marl.quickstart.tasks import TASKS, rows
 from marl.utils.registry import did_you_mean
 
@@ -20,8 +21,6 @@ FINGERPRINT = "settings.json"
 MADE = frozenset({"model", "train.parquet", "test.parquet", FINGERPRINT})
 VERSION = 3
 """Raise it when the same settings make something else."""
-SMOLLM2 = "SmolLM2-135M-Instruct"
-"""Folder of the pre-trained model, beside those of assets."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def ensure(
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.making-") as scratch:
         making = Path(scratch) / "made"
-        make(making, recipe, seed, on_step, folder.parent / SMOLLM2)
+        make(making, recipe, seed, on_step, folder.parent / smollm2.NAME)
         if not is_made(folder, fingerprint):  # by another run meanwhile, which reads it
             must_hold_only_assets(folder)
             if folder.exists():
@@ -119,14 +118,14 @@ def ensure(
 
 
 def make(
-    folder: Path, recipe: Recipe, seed: int, on_step: Callable[[int, int], None], pretrained: Path = Path(SMOLLM2)
+    folder: Path, recipe: Recipe, seed: int, on_step: Callable[[int, int], None], pretrained: Path = Path(smollm2.NAME)
 ) -> None:
     """Write the assets into a new folder; ``pretrained`` is where SmolLM2 is kept, for the recipes that begin with it."""
     # heavy: not imported by a run whose model is there
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from marl.quickstart import model as models, smollm2
+    from marl.quickstart import model as models
 
     folder.mkdir()
     task = TASKS[recipe.task]()

