@@ -25,7 +25,7 @@ ALLOWED = {
     OWN + r"\.model\.custom_chat_template": "rendered in Jinja's sandbox, as the checkpoint's own template",
     OWN + r"\.model\.override_config\.attn_implementation": "one of NARROWED; another word names a kernel to download",
     r"data\.(train|val)_files": "rows, which are read as data from files of this machine",
-    r"data\.(max_\w+_length|\w+_max_samples|prompt_key|reward_fn_key|seed|validation_shuffle|truncation)": (
+    r"data\.(max_\w+_length|\w+_max_samples|prompt_key|reward_fn_key|seed|validation_shuffle|truncation|filter_overlong_prompts)": (
         "numbers, and names of columns"
     ),
     r"data\.apply_chat_template_kwargs(\..+)?": "variables of a template, rendered in Jinja's sandbox",
