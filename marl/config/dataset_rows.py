@@ -97,7 +97,7 @@ def asked(messages: Sequence[Mapping[str, Any]]) -> str:
 
 def warn_of_shared(train: Collection[str], val: Sequence[str]) -> None:
     """Name the questions that are both trained and measured."""
-    known = set(train)
+    known = {question for question in train if question}
     if shared := [question for question in val if question in known]:
         logger.warning(
             "data.val_files: %d of %d rows ask what data.train_files ask too, up to blanks and case, such as %s: their accuracy shows what "

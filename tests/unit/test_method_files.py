@@ -12,7 +12,7 @@ from marl.config.sources import Source
 from marl.controller.method_data import read_items, within_limits
 from marl.methods import METHODS
 from marl.methods.examples import Example
-from marl.preflight.method_files import check_answers
+from marl.preflight.method_files import check_answers, check_examples
 from marl.report import dump
 from marl.types import Turn
 from tests.builders import Letters, episode
@@ -166,6 +166,14 @@ def test_the_answers_of_all_rows_are_read_before_an_opponent_plays(tmp_path, ext
     with pytest.raises(ConfigError) as caught:
         check_answers(setup, encoders)
     assert all(part in str(caught.value) for part in expected), str(caught.value)
+
+
+def test_rows_that_are_imitated_and_measured_are_counted(tmp_path, caplog):
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text, "answer": "4"}) + "\n" for text in ("2 + 2", "1 + 3")))
+    config = compose(f"data.train_files={path}", f"data.val_files={path}", "data.train_batch_size=1", "method=sft")
+    check_examples(SimpleNamespace(config=config, method=method("sft")), {name: Letters() for name in config.agents})
+    assert "2 of 2 rows ask what data.train_files ask too" in caplog.text
 
 
 LIMITS = {"a": 33, "b": 33}
