@@ -451,7 +451,7 @@ def test_a_function_may_be_async():
         ({"score": float("inf")}, "finite"),
         (-1e300, "-1e\\+300 for task t; expected a finite number between -1e\\+15 and 1e\\+15"),
         ({"score": 1e308}, "returned 1e\\+308"),
-        (10**400, "between -1e"),
+        (10**400, "expected a number or a dict"),
     ],
 )
 def test_invalid_scores_are_named(returned, error):
