@@ -27,6 +27,7 @@ from marl.rollout.requests import Draft, Request, check_numbers
 from marl.rollout.vllm_sglang import is_frozen
 from marl.utils.allocator import keep_freed_memory
 from marl.utils.garbage import collect_garbage, freeze_gc
+from marl.utils.numbers import LEAST_TEMPERATURE
 from marl.utils.spans import Span, Stopwatch
 
 logger = logging.getLogger(__name__)
@@ -200,6 +201,8 @@ class HFServer(TakesWeights):
         if params.pop("repetition_penalty", 1.0) != 1.0 or params:
             raise ValueError(f"the hf rollout has no sampling parameter {sorted(params) or ['repetition_penalty']}")
         check_numbers(prompt_ids, limit, known, self.vocabulary)
+        if known.get("temperature", 1.0) < LEAST_TEMPERATURE:
+            known["temperature"] = 0.0
         if len(prompt_ids) + limit > self.longest:
             raise ValueError(
                 f"prompt of {len(prompt_ids)} tokens + max_tokens {limit} exceeds the model's {self.longest}; "

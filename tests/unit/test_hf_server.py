@@ -169,6 +169,18 @@ def test_what_the_engine_cannot_compute_fails_alone(server, prompt, parameters, 
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 5e-324, 1e-6])
+def test_a_tiny_temperature_is_greedy(server, temperature):
+    async def answer(**parameters):
+        return (await server.generate([2, 3], {"max_tokens": 9, "seed": 1, **parameters}, "a")).token_ids
+
+    async def both():
+        return await answer(temperature=temperature), await answer(temperature=0.0)
+
+    one, other = asyncio.run(both())
+    assert one == other
+
+
 def test_an_answer_that_began_with_older_weights_is_of_their_step(server):
     async def run():
         server.global_steps = 1
