@@ -206,12 +206,12 @@ def _run(config: DictConfig, progress: Any) -> Any:
     setup = prepared(config, prepare)
     # heavy: imported once the configuration has been checked
     from marl.preflight.endpoints import check_endpoints
-    from marl.preflight.plan_report import plan_text
+    from marl.preflight.plan_report import summary_text
     from marl.recovery import Recovery
 
     if rows := split_text(setup.config):
         print(rows, flush=True)
-    print(plan_text(setup), flush=True)
+    print(summary_text(setup), flush=True)
     check_endpoints(setup)
     with claimed(setup.config) as folder, disk_of(folder):
         keeps_readme = setup.config.trainer.val_only and (folder / run_readme.NAME).is_file()

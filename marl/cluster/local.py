@@ -102,10 +102,20 @@ class _LocalMethod:
         self.remote = method
 
 
+REAL_MODEL = 20_000_000
+"""Parameters from which several threads pay."""
+
+
 class LocalServer(HFServer):
     """Decodes in the caller's thread: the event loop blocks, so that a debugger has the terminal."""
 
     handover = 0.0
+
+    def threads(self) -> int:
+        """All cores for a real model; a tiny one is slower on two. Models of one process share them."""
+        models = [self.model, *(server._target.model for server in LOCAL_SERVERS.values())]
+        largest = max(model.num_parameters() for model in models)
+        return (os.cpu_count() or 1) if largest > REAL_MODEL else 1
 
     async def _decode(self) -> list[Draft]:
         return self.engine.step()

@@ -10,7 +10,7 @@ from marl.main import run_composed
 from marl.preflight.cluster_plan import Cluster, cluster_plan
 from marl.preflight.plan_report import plan_text
 from marl.preflight.prepare import prepare
-from marl.quickstart.assets import prepared
+from marl.quickstart.assets import planned
 
 OPTION = "--cluster"
 
@@ -22,8 +22,8 @@ def main(argv: list[str] | None = None) -> int:
 
     def run(config: DictConfig) -> None:
         cluster = None if described is None else Cluster.of(described)
-        setup = prepared(config, partial(prepare, cluster=cluster))
-        text, found = (plan_text(setup), []) if cluster is None else cluster_plan(setup, cluster)
+        with planned(config, partial(prepare, cluster=cluster)) as setup:
+            text, found = (plan_text(setup), []) if cluster is None else cluster_plan(setup, cluster)
         problems.extend(found)
         sys.stdout.write(f"{text}\n")
 

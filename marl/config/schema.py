@@ -293,6 +293,11 @@ def register() -> None:
         ConfigStore.instance().store(group=group, name="schema", node=node)
     register_resolvers()
     OmegaConf.register_new_resolver("new_run", new_run, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("token_limit", lambda: TOKEN_LIMIT, replace=True)
+
+
+TOKEN_LIMIT = 16384
+"""verl's default of ``ppo_max_token_len_per_gpu``; as an interpolation, it tells a key that nobody has set."""
 
 
 def new_run() -> str:

@@ -51,7 +51,7 @@ def added_shapes(config: Any, model: Any, targets: str) -> dict[str, tuple[int, 
         made = AutoModelForCausalLM.from_config(config)
         try:
             inject_adapter_in_model(LoraConfig(**lora_arguments(model)), made)
-        except ValueError as error:
+        except Exception as error:  # PEFT raises whatever a wrong value leads it to
             raise ConfigError(f"{targets}: {line(error)}; expected {layers_of(config)}, or all-linear") from None
     return {name: tuple(added.shape) for name, added in made.named_parameters() if ".lora_" in name}
 

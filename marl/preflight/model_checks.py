@@ -1,6 +1,7 @@
 """Checks of a model's weights and its size."""
 
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from marl.config.errors import ConfigError
 from marl.modules.pretrained import WEIGHTS, line
 from marl.platform.last_layer import last_mlp
 from marl.preflight.memory_plan import ModelSize
+from marl.utils import pickles
 
 INDEX = "model.safetensors.index.json"
 
@@ -47,6 +49,25 @@ def check_weights(model: Any, key: str) -> None:
                     f"{key}.path={model.path}: {file.name} cannot be read: {line(error)}; expected whole safetensors, "
                     "save or download the model again"
                 ) from None
+    if not any(file.suffix == ".safetensors" for file in files):  # transformers reads these first
+        check_pickles(folder, f"{key}.path={model.path}")
+
+
+def check_pickles(folder: Path, where: str) -> None:
+    """Raise ConfigError for weights that were cut short, or that name anything but tensors, which a pickle might execute."""
+    for file in sorted(folder.glob("pytorch_model*.bin")):
+        try:
+            if not zipfile.is_zipfile(file):  # as old versions of torch saved it: found by reading alone
+                pickles.read(file)
+            foreign = pickles.foreign_names(file) if zipfile.is_zipfile(file) else []
+        except Exception as error:  # a damaged pickle leads to anything
+            foreign = [line(error)]
+        if not foreign:
+            continue
+        raise ConfigError(
+            f"{where}: {file.name} cannot be read as weights: it holds {', '.join(foreign[:3])}; expected tensors alone: get the model from whom "
+            "you trust, and save it as safetensors (save_pretrained)"
+        )
 
 
 def size_of(config: Any, key: str) -> ModelSize:

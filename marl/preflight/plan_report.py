@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 
 import psutil
 import torch
@@ -32,6 +33,8 @@ from marl.preflight.step_estimate import Row, Work
 from marl.run_setup import Setup
 from marl.utils.tables import aligned
 
+HOST_SHARE = 0.8
+
 
 def growth_text(setup: CheckedSetup) -> str:
     """Prompt growth as text, with a warning if prompts exceed their limit."""
@@ -57,6 +60,23 @@ def plan_text(setup: CheckedSetup) -> str:
     peaks = peaks_of(members, asleep)
     lines = [*step_text(setup), memory_text(members, asleep), *save_copies.lines_of(setup, members, peaks)]
     return "\n".join([*lines, *warnings_of(setup.config, peaks, card)])
+
+
+def summary_text(setup: CheckedSetup) -> str:
+    """What is trained on what, the size of a step, and the plan's warnings: the rest is for ``marl plan``."""
+    config = setup.config
+    sizes = {name: f"{name} ({size.parameters / 1e6:.3g} M parameters)" for name, size in setup.sizes.items()}
+    what = (
+        f"method={config.method.name}"
+        if setup.method.offline
+        else f"learner={config.learner.name} credit={config.credit.name}"
+    )
+    files = ", ".join(Path(file).name for file in config.data.train_files)
+    first = f"training {', '.join(sizes.values()) or 'nobody'}: {what} runner={config.runner.name}, on {files}"
+    plan = plan_text(setup).splitlines()
+    return "\n".join(
+        [first, *(line for line in plan if line.startswith(("a step: ", "method=", "warning: ", "resources.pools=")))]
+    )
 
 
 def step_text(setup: CheckedSetup) -> list[str]:
@@ -232,6 +252,25 @@ def warnings_of(config: DictConfig, peaks: Mapping[str, float], card: float | No
         for pool, peak in peaks.items()
         if card is not None and peak > card
     ]
+
+
+def fitting_tokens(setup: CheckedSetup) -> int:
+    """The limit of a micro-batch, halved until the run fits: of a machine without accelerators, into HOST_SHARE of its memory,
+    whatever else runs at the moment, so that a resumed run has the same one."""
+    config, card = setup.config.copy(), card_bytes(setup.config.trainer.device)
+    host = HOST_SHARE * psutil.virtual_memory().total if config.trainer.device == "cpu" else None
+    actor = config.actor_rollout_ref.actor
+    least = 2 * max(
+        (longest_row(own_settings(config, name).rollout) for name in setup.policies),
+        default=actor.ppo_max_token_len_per_gpu,
+    )
+    while actor.ppo_max_token_len_per_gpu >= least:
+        peaks = peaks_of(*pool_members(replace(setup, config=config), card))
+        needed = sum(peak * size_of(config, pool).gpus for pool, peak in peaks.items())
+        if not (host and needed > host) and not (card and max(peaks.values()) > card):
+            break
+        actor.ppo_max_token_len_per_gpu //= 2
+    return int(actor.ppo_max_token_len_per_gpu)
 
 
 def batch_text(batch: Batch) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 import marl.config.schema  # noqa: F401 - registers our groups
 from marl.config.copies import copied
@@ -26,6 +27,7 @@ from marl.preflight.own_rows import use_columns
 from marl.run_setup import Setup
 from marl.utils.secret_masking import hide
 
+logger = logging.getLogger(__name__)
 if os.environ.get(VARIABLE) or any(plugin.name != "marl" for plugin in entry_points(group="verl.plugins")):
     import_module("marl.platform.cpu")  # imports verl, which imports them, and they may register options
 
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 def prepare(config: DictConfig, cluster: Cluster | None = None) -> CheckedSetup:
     """Resolve, make paths absolute (workers have other working directories), and check every rule. Raises ConfigError.
     ``cluster``: machines for ``resources.placement=auto``, if not this run's own."""
-    config = copied(config)
+    given, config = config, copied(config)
     resolve(config)
     use_columns(config)
     apply_sharing(config)
@@ -64,7 +66,29 @@ def prepare(config: DictConfig, cluster: Cluster | None = None) -> CheckedSetup:
     checked = preflight(setup)
     placed = place(checked, cluster) if config.resources.placement is Placement.auto else checked
     divide(placed)
-    return placed
+    return fitted(placed, given, cluster)
+
+
+def fitted(setup: CheckedSetup, given: DictConfig, cluster: Cluster | None) -> CheckedSetup:
+    """The run with smaller micro-batches where this machine has less memory than it needs and nobody has set their size."""
+    actor = given.actor_rollout_ref.actor
+    if cluster is not None or not OmegaConf.is_interpolation(actor, "ppo_max_token_len_per_gpu"):
+        return setup
+    from marl.preflight.plan_report import fitting_tokens
+
+    tokens = fitting_tokens(setup)
+    if tokens == actor.ppo_max_token_len_per_gpu:
+        return setup
+    logger.warning(
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=%d: the default, %d, needs more memory than this machine has; set the "
+        "key to choose the size of a micro-batch yourself", tokens, actor.ppo_max_token_len_per_gpu,
+    )  # fmt: skip
+    smaller = copied(given)
+    smaller.critic.ppo_max_token_len_per_gpu = (
+        setup.config.critic.ppo_max_token_len_per_gpu
+    )  # which has to hold a conversation
+    smaller.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = tokens
+    return prepare(smaller)
 
 
 def check_tasks(setup: Setup) -> None:

@@ -26,8 +26,8 @@ from marl.types import Metrics
 
 console = Console()
 CONFIGS = ("quickstart", "smollm2", "split_information", "game")
-EVERY = 10
-"""Without a terminal, a line is printed every so many steps."""
+LINES = 10
+"""Lines that a bar has where there is no terminal."""
 
 
 class Bar:
@@ -47,8 +47,8 @@ class Bar:
 
     def __call__(self, done: int, total: int, text: str = "") -> None:
         if not console.is_terminal:
-            if done % EVERY == 0 and text:
-                console.print(f"{self.title} {done}/{total} {text}")
+            if done % max(1, total // LINES) == 0:
+                console.print(f"{self.title} {done}/{total} {text}".rstrip())
             return
         if self.row is None:
             self.progress.start()

@@ -3,8 +3,9 @@
 import json
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,16 +85,50 @@ def prepared(config: Any, prepare: Callable[[Any], Any]) -> Any:
     try:
         return prepare(config)
     except ModelMissing as error:
-        assets = config.get("assets")
-        if assets is None or Path(error.path) != Path(assets) / "model":
-            raise
+        must_be_embedded(config, error)
         asked = wanted(config, renew=False)
-        sys.stdout.write(
-            f"{assets}: making the model and its problems, once: half a minute on a CPU; minutes for SmolLM2\n"
-        )
-        sys.stdout.flush()
-        ensure(*asked)
+        say(f"{config.assets}: making the model and its problems, once: {length_of(asked[1])} on a CPU")
+        ensure(*asked, tell_quarters)
         return prepare(config)
+
+
+@contextmanager
+def planned(config: Any, prepare: Callable[[Any], Any]) -> Iterator[Any]:
+    """The same for a plan, which needs a model's size and not its weights: a missing one is untrained, and gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="marl-plan-") as scratch:
+        try:
+            setup = prepare(config)
+        except ModelMissing as error:
+            must_be_embedded(config, error)
+            folder, recipe, seed = wanted(config, renew=False)
+            say(f"{folder}: the model is not made yet; marl train makes it, once, in {length_of(recipe)} on a CPU")
+            config.assets = f"{scratch}/made"
+            make(
+                Path(config.assets), replace(recipe, steps=0), seed, lambda done, of: None, folder.parent / smollm2.NAME
+            )
+            setup = prepare(config)
+        yield setup
+
+
+def must_be_embedded(config: Any, error: ModelMissing) -> None:
+    """Raise the error where the missing model is not that of ``assets``."""
+    assets = config.get("assets")
+    if assets is None or Path(error.path) != Path(assets) / "model":
+        raise error
+
+
+def length_of(recipe: Recipe) -> str:
+    return "some minutes" if recipe.pretrained else "half a minute"
+
+
+def say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def tell_quarters(done: int, of: int) -> None:
+    if done * 4 % of < 4:
+        say(f"making the model: {done}/{of} steps")
 
 
 def ensure(
@@ -105,7 +140,12 @@ def ensure(
     if is_made(folder, fingerprint):
         return False
     must_hold_only_assets(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"assets={folder}: cannot be made: {error}; set the environment variable MARL_CACHE, or assets, to a folder that can"
+        ) from None
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.making-") as scratch:
         making = Path(scratch) / "made"
         make(making, recipe, seed, on_step, folder.parent / smollm2.NAME)
@@ -117,9 +157,7 @@ def ensure(
     return True
 
 
-def make(
-    folder: Path, recipe: Recipe, seed: int, on_step: Callable[[int, int], None], pretrained: Path = Path(smollm2.NAME)
-) -> None:
+def make(folder: Path, recipe: Recipe, seed: int, on_step: Callable[[int, int], None], pretrained: Path) -> None:
     """Write the assets into a new folder; ``pretrained`` is where SmolLM2 is kept, for the recipes that begin with it."""
     # heavy: not imported by a run whose model is there
     import torch

@@ -102,7 +102,9 @@ def inexact_on_cpu(config: Any, threads: int) -> list[str]:
     width = getattr(config.get_text_config(), "intermediate_size", None)
     found = []
     if threads > 1:
-        found.append(f"OMP_NUM_THREADS={threads}: products of some numbers of rows are computed otherwise; expected 1")
+        found.append(
+            f"{threads} threads multiply in another order for other numbers of rows; OMP_NUM_THREADS=1 repeats a run to the last bit"
+        )
     if isinstance(width, int) and width % VECTOR:
         found.append(
             f"intermediate_size={width}: the last of its activations are computed otherwise; expected a multiple of {VECTOR}"

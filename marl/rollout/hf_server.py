@@ -27,6 +27,7 @@ from marl.rollout.requests import Draft, Request, check_numbers
 from marl.rollout.vllm_sglang import is_frozen
 from marl.utils.allocator import keep_freed_memory
 from marl.utils.garbage import collect_garbage, freeze_gc
+from marl.utils.numbers import LEAST_TEMPERATURE
 from marl.utils.spans import Span, Stopwatch
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,6 @@ class HFServer(TakesWeights):
 
     def __init__(self, config: Any, model_config: Any, device: str) -> None:
         super().__init__()
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         if device == "cpu":
             keep_freed_memory()
         self.config, self.device = config, device
@@ -57,8 +57,9 @@ class HFServer(TakesWeights):
         attention = ATTENTION if exact else NEAR_ATTENTION
         make = load_model if is_frozen(config) else build_model
         self.model = make(model_config, getattr(torch, config.dtype), device, attention)
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or self.threads()))
         for why in inexact_on_cpu(self.model.config, torch.get_num_threads()) if exact and device == "cpu" else []:
-            logger.warning("answers may depend on others in their last bits, in spite of rollout.custom.exact: %s", why)
+            logger.warning("log-probs may differ in their last bits with the requests beside them: %s", why)
         self.longest = longest_of(config, self.model.config)
         self.vocabulary = len(self.model.get_input_embeddings().weight)
         check_positions(self.model.config, model_config["path"], self.longest)
@@ -82,6 +83,10 @@ class HFServer(TakesWeights):
         self.stats = {"requests": 0, "tokens": 0}
         self.busy = Stopwatch()
         freeze_gc()
+
+    def threads(self) -> int:
+        """Threads of an operation where ``OMP_NUM_THREADS`` names none: a rank has a core."""
+        return 1
 
     async def ready(self) -> bool:
         return True
@@ -200,6 +205,8 @@ class HFServer(TakesWeights):
         if params.pop("repetition_penalty", 1.0) != 1.0 or params:
             raise ValueError(f"the hf rollout has no sampling parameter {sorted(params) or ['repetition_penalty']}")
         check_numbers(prompt_ids, limit, known, self.vocabulary)
+        if known.get("temperature", 1.0) < LEAST_TEMPERATURE:
+            known["temperature"] = 0.0
         if len(prompt_ids) + limit > self.longest:
             raise ValueError(
                 f"prompt of {len(prompt_ids)} tokens + max_tokens {limit} exceeds the model's {self.longest}; "

@@ -66,6 +66,8 @@ POSITIVE = Number(0, above=True)
 SECONDS = Number(0, FOREVER, above=True)
 TOKENS = count(1, 2**26)
 TEMPERATURE = Number(0, 100)
+LEAST_TEMPERATURE = 1e-5
+"""A lower temperature is greedy, as in vLLM: scores divided by it would overflow."""
 TOP_P = Number(0, 1, above=True)
 TOP_K = count(1, also=-1)
 

@@ -1,6 +1,7 @@
 """A run's trackers: verl's, and ``metrics.jsonl`` in the run's own folder."""
 
 import json
+import logging
 import math
 import os
 import sys
@@ -17,6 +18,7 @@ from marl.utils.manifest import replace_text, sync_folder
 from marl.utils.plain_files import opener
 from marl.utils.secret_masking import masked_text
 
+logger = logging.getLogger(__name__)
 MLFLOW = "mlflow.db"
 
 
@@ -30,6 +32,7 @@ class MetricsFile:
     def __init__(self, path: Path, step: float) -> None:
         """``step`` is the step that the run goes on from: later lines are of work that is done again, and are dropped."""
         self.path = path
+        tell_of_lost_steps(path, step)
         keep_until(path, step)
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
@@ -49,6 +52,20 @@ def keep_until(path: Path, step: float) -> None:
     kept = [line for line in path.read_bytes().splitlines(keepends=True) if step > 0 and step_of(line) <= step]
     replace_text(path, b"".join(kept).decode())
     sync_folder(path.parent)
+
+
+def tell_of_lost_steps(path: Path, step: float) -> None:
+    """Warn where the numbers of steps before a checkpoint of this folder are gone."""
+    if not (path.parent / f"global_step_{step}").is_dir():  # a new run, or one that goes on from another folder
+        return
+    found = {step_of(line) for line in path.read_bytes().splitlines(keepends=True)} if path.exists() else set()
+    lost = [earlier for earlier in range(1, int(step) + 1) if earlier not in found]
+    if lost:
+        logger.warning(
+            "%s %s: the numbers of %d of the %d steps before are lost, the first of step %d; curves, marl report and marl compare "
+            "will lack them. Restore the file from a copy, and start again, to have them",
+            path, "is damaged" if path.exists() else "is missing", len(lost), step, lost[0],
+        )  # fmt: skip
 
 
 def step_of(line: bytes) -> float:

@@ -51,7 +51,7 @@ def test_the_file_of_ones_own_trains_by_its_command(cold_assets, tmp_path):
     arguments = [sys.executable, *words[:2], here[0], *words[2:-1], *here[1:]]
     done = subprocess.run(arguments, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert re.match("a step: 4 tasks x 4 samples", done.stdout)
+    assert re.search("^a step: 4 tasks x 4 samples", done.stdout, re.MULTILINE)
     assert not OF_LIBRARIES.findall(done.stdout + done.stderr)
     steps = [json.loads(line)["data"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     trained = [step for step in steps if "credit/mean" in step]

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from marl.config.errors import ConfigError
-from marl.modules.adapters import check_start, first_weights
+from marl.modules.adapters import check_adapter, check_start, first_weights
 from marl.preflight.prepare import absolutise, prepare
 
 KEY = "policies.alice.model"
@@ -48,6 +48,13 @@ REFUSED = {
     "a wider base": ({"shape": {"hidden_size": 32}}, ["has the shape (4, 64)", "(4, 32) fits", f"set {KEY}.path"]),
     "no folder": ({"folder": "/none"}, ["lora_adapter_path=/none", "no adapter_config.json", "a folder that PEFT saved"]),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("targets", [False, 5, [1], "nope", {"a": "b"}])
+def test_layers_that_are_none_are_named(cold_assets, targets):
+    model = OmegaConf.create({"exclude_modules": None, "target_parameters": None} | OWN | {"target_modules": targets})
+    with pytest.raises(ConfigError, match=r"^m.target_modules=.*; expected some of q_proj, .*, or all-linear$"):
+        check_adapter(AutoConfig.from_pretrained(cold_assets / "model"), model, "m", linear_only=True)
 
 
 @pytest.mark.parametrize("case", REFUSED)

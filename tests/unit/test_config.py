@@ -438,6 +438,10 @@ BAD = {
     "trainer.log_generations_freq=2": ["no episode is shown", "log_val_generations=0"],
     "trainer.logger=[fiel]": ["'fiel'", "Did you mean 'file'"],
     "trainer.default_local_dir=/dev/null/x": ["trainer.default_local_dir=/dev/null/x", "is not a folder"],
+    "custom_reward_function.path=1e400": ["custom_reward_function.path=inf", "not a path", "a Python file"],
+    "custom_reward_function.path=[a]": ["custom_reward_function.path=['a']", "not a path"],
+    "actor_rollout_ref.rollout.temperature=1e-300": ["rollout.temperature=1e-300", "at least 1e-05"],
+    "agents.alice.temperature=1e-7": ["agents.alice.temperature=1e-07", "1e-05 at least", "trainable=false"],
     "data.custom_cls.path=/nowhere.py": ["data.custom_cls.path=/nowhere.py", "no such file"],
     "trainer.nnodes=65": ["trainer.nnodes=65", "at most 64"],
     "actor_rollout_ref.actor.optim.betas=[0.9]": ["betas=[0.9]", "two numbers"],
@@ -594,6 +598,19 @@ def test_a_kl_penalty_that_counts_twice_is_said(caplog, reward, loss, own):
     config = {"algorithm": {"use_kl_in_reward": reward}, "actor_rollout_ref": actor, "policies": policies}
     warn_of_two_penalties(OmegaConf.create(config))
     assert ("counts twice" in caplog.text) is (reward and (loss or own))
+
+
+def test_a_home_folder_that_cannot_be_written_is_named(quickstart, monkeypatch):
+    """Reading data writes into a cache below it."""
+    for name in ("HF_DATASETS_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/dev/null")
+    with pytest.raises(
+        ConfigError, match=r"^HF_DATASETS_CACHE=.*: /dev/null is not a folder; set HF_DATASETS_CACHE to"
+    ):
+        check(quickstart())
+    monkeypatch.setenv("HF_HOME", str(quickstart().assets))
+    check(quickstart())
 
 
 def test_one_rank_has_no_collective_that_could_be_late(quickstart):

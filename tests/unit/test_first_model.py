@@ -1,8 +1,11 @@
 """A command of the quick start's configuration on a machine where its tiny model has not been made."""
 
 import sys
+from io import StringIO
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from marl.config.errors import ConfigError, ModelMissing
 from marl.quickstart import assets
@@ -17,18 +20,74 @@ def small(monkeypatch):
     monkeypatch.setitem(assets.RECIPES, "smudged_note", recipe)
 
 
-@pytest.mark.slow
-def test_a_plan_of_the_quick_start_makes_its_model_first(small, tmp_path, monkeypatch, capsys):
+def test_a_plan_does_not_train_the_tiny_model(small, tmp_path, monkeypatch, capsys):
     from marl.commands import plan
 
     monkeypatch.setattr(sys, "argv", ["marl plan"])
     words = ["--config-name", "quickstart", f"assets={tmp_path}/made", "data.train_batch_size=4"]
     assert plan.main(words) == 0
-    first = capsys.readouterr().out
-    assert f"{tmp_path}/made: making the tiny model" in first and "alice" in first
-    weights = (tmp_path / "made" / "model" / "model.safetensors").read_bytes()
-    assert plan.main(words) == 0 and "making" not in capsys.readouterr().out
-    assert (tmp_path / "made" / "model" / "model.safetensors").read_bytes() == weights
+    said = capsys.readouterr().out
+    assert (
+        f"{tmp_path}/made: the tiny model is not made yet; marl train makes it" in said and "memory of one rank" in said
+    )
+    assert not (tmp_path / "made").exists()
+
+
+def test_the_first_run_makes_the_model_and_says_how_far_it_is(small, tmp_path, capsys):
+    def prepare(config):
+        return config if (tmp_path / "made" / "model" / "config.json").is_file() else no_model(config)
+
+    config = compose(f"assets={tmp_path}/made")
+    assert prepared(config, prepare) is config
+    first, *steps = capsys.readouterr().out.splitlines()
+    assert (
+        first.startswith(f"{tmp_path}/made: making the tiny model") and steps[-1] == "making the tiny model: 2/2 steps"
+    )
+    assert prepared(config, prepare) is config and not capsys.readouterr().out
+
+
+def test_a_long_warm_up_says_four_times_how_far_it_is(capsys):
+    for of in (600, 700, 150):
+        for step in range(1, of + 1):
+            assets.tell_quarters(step, of)
+        assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+def test_the_model_lies_in_a_cache_of_the_users(monkeypatch):
+    for name in ("MARL_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    places = [compose().assets]
+    for name in ("XDG_CACHE_HOME", "MARL_CACHE"):
+        monkeypatch.setenv(name, f"/of/{name}")
+        places.append(compose().assets)
+    model = "smudged_note-seed0"
+    assert places == [
+        f"/home/somebody/.cache/marl/{model}",
+        f"/of/XDG_CACHE_HOME/marl/{model}",
+        f"/of/MARL_CACHE/{model}",
+    ]
+
+
+def test_a_cache_that_cannot_be_made_is_named(small):
+    with pytest.raises(ConfigError, match=r"^assets=/dev/null/marl/made: cannot be made: .*MARL_CACHE"):
+        assets.ensure(Path("/dev/null/marl/made"), assets.RECIPES["smudged_note"], 0)
+
+
+def test_the_quick_start_says_how_far_it_is_in_a_pipe_too(monkeypatch):
+    from marl.quickstart import __main__ as quickstart
+
+    monkeypatch.setattr(quickstart, "console", Console(file=StringIO(), width=200))
+    warm, training = quickstart.Bar("warming up the tiny model"), quickstart.Bar("training")
+    for step in range(1, 701):
+        warm(step, 700)
+    for step in range(1, 4):
+        training(step, 3, "vote 0.50")
+    printed = quickstart.console.file.getvalue().splitlines()
+    assert (
+        printed[:2] == ["warming up the tiny model 70/700", "warming up the tiny model 140/700"] and len(printed) == 13
+    )
+    assert printed[-1] == "training 3/3 vote 0.50"
 
 
 def no_model(config):

@@ -1,6 +1,7 @@
 """The hf server without Ray: requests come and go between tokens, weights and sleep come in between."""
 
 import asyncio
+import os
 import pickle
 import shutil
 import time
@@ -21,6 +22,7 @@ from transformers import (
     Qwen2Config,
 )
 
+from marl.cluster import local
 from marl.cluster.local import LocalServer
 from marl.config.errors import ConfigError
 from marl.preflight.checks import check_decodable
@@ -169,6 +171,18 @@ def test_what_the_engine_cannot_compute_fails_alone(server, prompt, parameters, 
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 5e-324, 1e-6])
+def test_a_tiny_temperature_is_greedy(server, temperature):
+    async def answer(**parameters):
+        return (await server.generate([2, 3], {"max_tokens": 9, "seed": 1, **parameters}, "a")).token_ids
+
+    async def both():
+        return await answer(temperature=temperature), await answer(temperature=0.0)
+
+    one, other = asyncio.run(both())
+    assert one == other
+
+
 def test_an_answer_that_began_with_older_weights_is_of_their_step(server):
     async def run():
         server.global_steps = 1
@@ -192,10 +206,28 @@ def test_why_answers_may_depend_on_others_is_said(tmp_path, bpe_tokenizer, monke
         served(tmp_path, bpe_tokenizer, {})
     finally:
         torch.set_num_threads(1)
-    assert "OMP_NUM_THREADS=2" in caplog.text and "intermediate_size" not in caplog.text
+    assert (
+        "2 threads multiply" in caplog.text
+        and "OMP_NUM_THREADS=1" in caplog.text
+        and "intermediate_size" not in caplog.text
+    )
     assert [why.split(":")[0] for why in inexact_on_cpu(LlamaConfig(intermediate_size=100), 1)] == [
         "intermediate_size=100"
     ]
+
+
+def test_a_real_model_in_one_process_has_all_cores(tmp_path, bpe_tokenizer, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    found = []
+    try:
+        for limit, kind in ((10**9, LocalServer), (10, LocalServer), (10, HFServer)):
+            monkeypatch.setattr(local, "REAL_MODEL", limit)
+            served(tmp_path, bpe_tokenizer, {}, kind)
+            found.append(torch.get_num_threads())
+    finally:
+        torch.set_num_threads(1)
+    assert found == [1, 3, 1]
 
 
 def test_what_a_broken_weight_sync_brought_does_not_count_for_the_next(server):

@@ -4,9 +4,12 @@ import json
 import os
 import pickle
 import zipfile
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictConfig, StateDictType
 from torch.multiprocessing import spawn
@@ -14,6 +17,7 @@ from transformers import LlamaConfig
 
 from marl.config.errors import ConfigError
 from marl.evaluation.export import merge_shards
+from marl.preflight.model_checks import check_weights
 from marl.utils.pickles import FORCED, foreign_names, read, read_by_verl
 
 
@@ -40,6 +44,30 @@ def test_a_function_is_found_and_not_called_also_by_a_dotted_name(tmp_path, modu
     assert not victim.exists() and FORCED not in os.environ
     torch.load(path, weights_only=False)
     assert victim.exists()  # so the file is as harmful as it looks
+
+
+@pytest.mark.parametrize("damage", ["hostile", "hostile and old", "cut short", "whole", "beside safetensors"])
+def test_weights_in_a_pickle_are_looked_at_before_a_run_starts(tmp_path, damage):
+    file, victim = tmp_path / "pytorch_model.bin", tmp_path / "victim"
+    torch.save({"weight": torch.ones(2)}, file)
+    if damage == "hostile":
+        hostile(file, "posix", "system", f"touch {victim}")
+    if damage == "hostile and old":
+        file.write_bytes(pickle.dumps(os.system))
+    if damage == "cut short":
+        file.write_bytes(file.read_bytes()[:-200])
+    if damage == "beside safetensors":
+        file.write_bytes(b"not read")
+        save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    torch.save(
+        SimpleNamespace(lr=1), tmp_path / "training_args.bin"
+    )  # as transformers' trainer leaves it, which nobody reads
+    found = pytest.raises(
+        ConfigError, match=r"^model.path=.*: pytorch_model.bin cannot be read as weights: .*safetensors"
+    )
+    with nullcontext() if damage in ("whole", "beside safetensors") else found:
+        check_weights(SimpleNamespace(path=str(tmp_path)), "model")
+    assert not victim.exists()
 
 
 def save_of_fsdp1(rank, ranks, folder):

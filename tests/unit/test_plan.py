@@ -1,6 +1,7 @@
 """The memory plan and the batch arithmetic, against numbers that were computed by hand."""
 
 import json
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from marl.preflight import batch_plan, memory_plan, plan_report
 from marl.preflight.checks import check_adapter_base
 from marl.preflight.memory_plan import Memory, ModelSize, Training
 from marl.preflight.model_checks import size_of
-from marl.preflight.plan_report import plan_text, pool_members, warnings_of
+from marl.preflight.plan_report import plan_text, pool_members, summary_text, warnings_of
 from marl.preflight.prepare import prepare
 
 TINY = LlamaConfig(
@@ -250,6 +251,27 @@ def test_a_steps_arithmetic(compose_config, cold_assets):
     assert "32 tasks x 8 samples = 256 episodes" in text and "1536 turns" in text and "4 x 256 rows" in text
     assert "share a row (controller.pack_turns): alice\n" in text
     assert "\x1b" not in text and max(map(len, text.splitlines())) < 140
+
+
+def test_a_run_begins_with_what_it_trains_and_a_steps_size_alone(compose_config, cold_assets):
+    setup = prepare(compose_config(f"assets={cold_assets}", "data.max_prompt_length=20"))
+    first, second, warning = summary_text(setup).splitlines()
+    assert re.match(r"training alice \(0.1\d* M parameters\), carol .*: learner=grpo .* on train.parquet$", first)
+    assert second.startswith("a step: 32 tasks x 8 samples") and warning.startswith("warning: an episode is refused")
+
+
+@pytest.mark.parametrize("gigabytes,expected", [(1000, 16384), (0.5, 4096), (0, 64)])
+def test_a_micro_batch_follows_the_machines_memory_unless_it_is_set(
+    compose_config, cold_assets, monkeypatch, caplog, gigabytes, expected
+):
+    monkeypatch.setattr(plan_report.psutil, "virtual_memory", lambda: SimpleNamespace(total=gigabytes * 1e9))
+    key, words = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu", (f"assets={cold_assets}", "learner=mappo")
+    config = prepare(compose_config(*words, f"{key}=${{token_limit:}}")).config
+    assert OmegaConf.select(config, key) == expected and config.critic.ppo_max_token_len_per_gpu == 16384
+    lowered = [record.message for record in caplog.records if key in record.message]
+    assert lowered == [one for one in lowered if one.startswith(f"{key}={expected}: the default, 16384")]
+    assert len(lowered) == (expected < 16384)
+    assert OmegaConf.select(prepare(compose_config(*words)).config, key) == 8192, "as the quick start sets it"
 
 
 def test_a_plan_says_where_every_turn_is_a_row(compose_config, cold_assets):

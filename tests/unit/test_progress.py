@@ -210,7 +210,7 @@ def test_a_display_begins_with_the_runs_configuration(monkeypatch, tmp_path, val
     )
     monkeypatch.setattr(marl_main, "split_text", lambda config: "")
     monkeypatch.setattr(marl_main, "claimed", lambda config: nullcontext(tmp_path))
-    monkeypatch.setattr("marl.preflight.plan_report.plan_text", lambda setup: "")
+    monkeypatch.setattr("marl.preflight.plan_report.summary_text", lambda setup: "")
     monkeypatch.setattr("marl.preflight.endpoints.check_endpoints", lambda setup: None)
     monkeypatch.setattr(marl_main.run_readme, "write", lambda folder, learns: written.append(folder))
     monkeypatch.setattr(marl_main, "_attempt", attempt)

@@ -81,6 +81,22 @@ def test_a_run_that_only_validates_keeps_the_lines_of_all_steps(tmp_path, step):
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, step]
 
 
+@pytest.mark.parametrize("text", [None, "", "{}\n", '{"step": 1, "data": {}}\n\x00garbage\n', "whole"])
+def test_numbers_of_earlier_steps_that_are_gone_are_named(tmp_path, caplog, text):
+    whole = "".join(json.dumps({"step": step, "data": {}}) + "\n" for step in (0, 1, 2))
+    if text is not None:
+        (tmp_path / METRICS).write_text(whole if text == "whole" else text)
+    tracking_of(config_of(tmp_path, "file"), {}, 2)
+    assert not caplog.records, "a run that goes on from another folder"
+    if text is not None:
+        (tmp_path / METRICS).write_text(whole if text == "whole" else text)
+    (tmp_path / "global_step_2").mkdir()
+    tracking_of(config_of(tmp_path, "file"), {}, 2)
+    state = "is missing" if text is None else "is damaged"
+    expected = [] if text == "whole" else [f"{tmp_path / METRICS} {state}: the numbers of "]
+    assert [record.message[: len(expected[0])] for record in caplog.records] == expected
+
+
 def test_without_the_tracker_there_is_no_file(tmp_path):
     tracking_of(config_of(tmp_path, "console"), {}).log({"x": 1.0}, 0)
     assert not (tmp_path / METRICS).exists()

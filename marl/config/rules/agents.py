@@ -7,6 +7,7 @@ from typing import Any
 from marl.config.errors import ConfigError
 from marl.config.kinds import answers_only
 from marl.config.policies import all_policies
+from marl.utils.numbers import LEAST_TEMPERATURE
 from marl.utils.registry import did_you_mean
 
 
@@ -19,14 +20,15 @@ def there_are_agents(config: Any) -> None:
 
 def trained_agents_sample(config: Any) -> None:
     for name, agent in config.agents.items():
-        if agent.trainable and agent.temperature is not None and agent.temperature <= 0:
+        if agent.trainable and agent.temperature is not None and agent.temperature < LEAST_TEMPERATURE:
             raise ConfigError(
-                f"agents.{name}.temperature={agent.temperature}: a trained agent has to sample; set it above 0, or "
+                f"agents.{name}.temperature={agent.temperature}: a trained agent has to sample; set it to {LEAST_TEMPERATURE:g} at least, or "
                 f"agents.{name}.trainable=false"
             )
-    if config.actor_rollout_ref.rollout.temperature <= 0:
+    if config.actor_rollout_ref.rollout.temperature < LEAST_TEMPERATURE:
         raise ConfigError(
-            f"actor_rollout_ref.rollout.temperature={config.actor_rollout_ref.rollout.temperature} must be above 0"
+            f"actor_rollout_ref.rollout.temperature={config.actor_rollout_ref.rollout.temperature}: must be "
+            f"at least {LEAST_TEMPERATURE:g}: below, sampling is greedy"
         )
 
 

@@ -55,29 +55,36 @@ def reward_functions_exist(config: Any) -> None:
                 f"{key}.name={node.name}, and {key}.path is null: expected the Python file that defines it, in {key}.path"
             )
     given = {key: node.path for key, node in nodes.items() if node and node.path}
-    if len(set(given.values())) > 1:
+    if len(set(map(str, given.values()))) > 1:
         named = " and ".join(f"{key}.path={path}" for key, path in given.items())
         raise ConfigError(f"{named} name two reward functions; unset the second, which is verl's older key")
     for key, path in given.items():
-        if not path.startswith("pkg://") and not Path(path.removeprefix("file://")).expanduser().is_file():
-            raise ConfigError(
-                f"{key}.path={path}: no such file; expected a Python file with a function "
-                f"{nodes[key].name or 'compute_score'}(data_source, solution_str, ground_truth, extra_info)"
-            )
+        is_text = isinstance(path, str)
+        if is_text and (path.startswith("pkg://") or Path(path.removeprefix("file://")).expanduser().is_file()):
+            continue
+        raise ConfigError(
+            f"{key}.path={path}: {'no such file' if is_text else 'not a path'}; expected a Python file with a function "
+            f"{nodes[key].name or 'compute_score'}(data_source, solution_str, ground_truth, extra_info)"
+        )
 
 
 def folders_can_be_written(config: Any) -> None:
     if answers_only(config):  # which writes into none of them
         return
     for key in ("default_local_dir", "rollout_data_dir", "validation_data_dir"):
-        given = config.trainer[key]
-        if given is None:
-            continue
-        wanted = Path(str(given)).expanduser().absolute()
-        there = next(folder for folder in (wanted, *wanted.parents) if folder.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK):
-            reason = "is not a folder" if not there.is_dir() else "cannot be written"
-            raise ConfigError(f"trainer.{key}={given}: {there} {reason}; set it to a folder that can be made")
+        if config.trainer[key] is not None:
+            must_be_writable(f"trainer.{key}", config.trainer[key])
+    caches = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    home = os.environ.get("HF_HOME", f"{caches}/huggingface")
+    must_be_writable("HF_DATASETS_CACHE", os.environ.get("HF_DATASETS_CACHE", f"{home}/datasets"))
+
+
+def must_be_writable(key: str, given: Any) -> None:
+    wanted = Path(str(given)).expanduser().absolute()
+    there = next(folder for folder in (wanted, *wanted.parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        reason = "is not a folder" if not there.is_dir() else "cannot be written"
+        raise ConfigError(f"{key}={given}: {there} {reason}; set {key} to a folder that can be made")
 
 
 def own_code_is_there(config: Any) -> None:
