@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # GSM8K, two agents debate for two rounds. IPPO: every agent is PPO with a critic of its own observation (arXiv:2011.09533).
-# One node of 8 GPUs, both policies on all of them. First: python examples/data_preprocess/gsm8k.py --local_save_dir "$HOME/data/gsm8k"
+# One node of 8 GPUs, both policies on all of them. First: python -m marl.examples.data_preprocess.gsm8k --local_save_dir "$HOME/data/gsm8k"
 # Anything can be changed behind the script's name: bash examples/gsm8k_ippo_debate.sh trainer.n_gpus_per_node=1
 set -euo pipefail
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" RAY_USAGE_STATS_ENABLED="${RAY_USAGE_STATS_ENABLED:-0}"
 DATA=${DATA:-$HOME/data/gsm8k}
 MODEL=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
 
-bash "$(dirname "$0")/../marl/marl.sh" \
+python -m marl.main \
   data.train_files="$DATA/train.parquet" data.val_files="$DATA/test.parquet" \
   data.train_batch_size=256 data.max_prompt_length=2048 data.max_response_length=512 \
   actor_rollout_ref.model.path="$MODEL" \

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # AT-GRPO: several answers of every agent at every level, compared agent by agent and level by level (arXiv:2510.11062).
-# One node of 8 GPUs. First: python examples/data_preprocess/gsm8k.py --local_save_dir "$HOME/data/gsm8k"
+# One node of 8 GPUs. First: python -m marl.examples.data_preprocess.gsm8k --local_save_dir "$HOME/data/gsm8k"
 # Anything can be changed behind the script's name: bash recipe/at_grpo/run.sh trainer.n_gpus_per_node=1
 set -euo pipefail
-ROOT=$(cd "$(dirname "$0")/../.." && pwd)
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" RAY_USAGE_STATS_ENABLED="${RAY_USAGE_STATS_ENABLED:-0}"
 DATA=${DATA:-$HOME/data/gsm8k}
 MODEL=${MODEL:-Qwen/Qwen3-1.7B}
 
-bash "$ROOT/marl/marl.sh" \
-  "hydra.searchpath=[file://$ROOT/recipe]" +at_grpo=at_grpo \
+python -m marl.main \
+  "hydra.searchpath=[pkg://recipe]" +at_grpo=at_grpo \
   data.train_files="$DATA/train.parquet" data.val_files="$DATA/test.parquet" \
   data.train_batch_size=128 data.max_prompt_length=2048 data.max_response_length=1024 \
   actor_rollout_ref.model.path="$MODEL" \

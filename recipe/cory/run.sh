@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # CORY: a pioneer answers, an observer reads it and answers; in turn they exchange their policies (arXiv:2410.06101).
-# One node of 8 GPUs. First: python examples/data_preprocess/gsm8k.py --local_save_dir "$HOME/data/gsm8k"
+# One node of 8 GPUs. First: python -m marl.examples.data_preprocess.gsm8k --local_save_dir "$HOME/data/gsm8k"
 # Anything can be changed behind the script's name: bash recipe/cory/run.sh trainer.n_gpus_per_node=1
 set -euo pipefail
-ROOT=$(cd "$(dirname "$0")/../.." && pwd)
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" RAY_USAGE_STATS_ENABLED="${RAY_USAGE_STATS_ENABLED:-0}"
 DATA=${DATA:-$HOME/data/gsm8k}
 MODEL=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
 
-bash "$ROOT/marl/marl.sh" \
-  "hydra.searchpath=[file://$ROOT/recipe]" +cory=cory \
+python -m marl.main \
+  "hydra.searchpath=[pkg://recipe]" +cory=cory \
   data.train_files="$DATA/train.parquet" data.val_files="$DATA/test.parquet" \
   data.train_batch_size=128 data.max_prompt_length=1536 data.max_response_length=512 \
   actor_rollout_ref.model.path="$MODEL" \

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # MARFT: a reasoner hands over to an actor; GAE along the chain, one policy updated after another (arXiv:2504.16129).
-# One node of 8 GPUs. First: python examples/data_preprocess/gsm8k.py --local_save_dir "$HOME/data/gsm8k"
+# One node of 8 GPUs. First: python -m marl.examples.data_preprocess.gsm8k --local_save_dir "$HOME/data/gsm8k"
 # Anything can be changed behind the script's name: bash recipe/marft/run.sh trainer.n_gpus_per_node=1
 set -euo pipefail
-ROOT=$(cd "$(dirname "$0")/../.." && pwd)
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" RAY_USAGE_STATS_ENABLED="${RAY_USAGE_STATS_ENABLED:-0}"
 DATA=${DATA:-$HOME/data/gsm8k}
 MODEL=${MODEL:-Qwen/Qwen2.5-Coder-3B-Instruct}
 
-bash "$ROOT/marl/marl.sh" \
-  "hydra.searchpath=[file://$ROOT/recipe]" +marft=marft \
+python -m marl.main \
+  "hydra.searchpath=[pkg://recipe]" +marft=marft \
   data.train_files="$DATA/train.parquet" data.val_files="$DATA/test.parquet" \
   data.train_batch_size=64 data.max_prompt_length=2048 data.max_response_length=512 \
   actor_rollout_ref.model.path="$MODEL" \

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -104,3 +105,35 @@ def test_the_command_of_its_curve_is_one_that_runs(name, cache, tmp_path):
     environment = os.environ | {"MARL_CACHE": str(cache)}
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder with what ``pip install`` of the wheel puts there, and no more."""
+    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("installed")
+    for name in ("marl", "configs", "recipe", "examples", "hydra_plugins"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, f"--target={folder}", source], check=True, timeout=300)
+    return folder
+
+
+@pytest.mark.slow
+def test_a_recipe_runs_from_the_wheel_in_a_folder_of_the_users(installed, environment, tmp_path):
+    environment = environment | {"PYTHONPATH": str(installed), "VERL_USE_EXTERNAL_MODULES": "recipe.leave_one_out"}
+
+    def runs(*words):
+        ran = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert ran.returncode == 0, ran.stderr[-3000:]
+        return ran.stdout
+
+    run = f"trainer.default_local_dir={tmp_path}/run"
+    runs("bash", installed / "recipe" / "maporl" / "run.sh", *SMALLER, "actor_rollout_ref.rollout.n=2", run)
+    assert (tmp_path / "run" / "summary.json").is_file()
+    assert "scale: 1.0" in runs(sys.executable, "-m", "marl", "train", "--cfg", "job", "learner=leave_one_out")
+    script = next((installed / "marl" / "examples").glob("*grpo_debate.sh"))
+    assert f"path: {environment['MODEL']}" in runs("bash", script, "--cfg", "job")
+    where = "import marl, recipe, marl.examples.data_preprocess.gsm8k; print(marl.__file__, *recipe.__path__)"
+    assert runs(sys.executable, "-c", where).count(str(installed)) == 2

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from jsonschema import Draft202012Validator, validators
+from setuptools import find_namespace_packages
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
@@ -76,9 +77,21 @@ def test_an_image_installs_what_the_project_asks_for():
 @pytest.mark.parametrize("image", IMAGES)
 def test_an_image_has_every_package_of_the_project(image):
     packages = [name.rstrip("*") for name in PROJECT_FILE["tool"]["setuptools"]["packages"]["find"]["include"]]
+    packages += [path.name for path in (ROOT / "marl").iterdir() if path.is_symlink()]
     sent = (ROOT / ".dockerignore").read_text().splitlines()
-    assert "hydra_plugins" in packages
+    assert {"hydra_plugins", "recipe", "examples"} < {*packages}
     assert all(f"\nCOPY {name} {name}\n" in IMAGES[image] and f"!{name}" in sent for name in packages)
+
+
+def test_the_wheel_has_every_file_of_the_recipes_and_examples():
+    settings = PROJECT_FILE["tool"]["setuptools"]
+    packages = find_namespace_packages(str(ROOT), include=settings["packages"]["find"]["include"])
+    for folder, package in (("recipe", "recipe"), ("examples", "marl/examples")):
+        for path in (ROOT / package).resolve().rglob("*.*"):
+            inside = package / path.parent.relative_to(ROOT / folder)
+            if path.is_file() and "__pycache__" not in path.parts:
+                assert ".".join(inside.parts) in packages, path
+                assert any(path.match(pattern) for pattern in ("*.py", *settings["package-data"]["*"])), path
 
 
 @pytest.mark.parametrize("image", IMAGES)
