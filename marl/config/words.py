@@ -22,8 +22,8 @@ from marl.config.unread import QUICKSTARTS, check_top_level, unread
 
 NAMED = ("--config-name", "-cn")
 FOLDERS = ("--config-dir", "-cd", "--config-path", "-cp")
-VALUED = (*NAMED, *FOLDERS, "--cfg", "-c", "--package", "-p", "--experimental-rerun")
-"""Flags of Hydra's with a value behind them."""
+VALUED = (*NAMED, *FOLDERS, "--cfg", "-c", "--package", "-p", "--experimental-rerun", "--cluster")
+"""Flags with a value behind them: Hydra's, and that of ``marl plan``."""
 SHOWN = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 """Values that may stand behind --info."""
 POINT = re.compile(r"global_step_\d+")
@@ -153,7 +153,7 @@ def check_override(word: str) -> None:
     if not equals and not word.startswith("~"):
         raise ConfigError(f"{word}: expected key=value{meant_by(word)}")
     try:
-        OverridesParser.create().parse_override(word)
+        OverridesParser.create().parse_overrides([word])
     except HydraException as error:
         raise ConfigError(explain(error)) from None
 
