@@ -16,7 +16,7 @@ from marl.config.errors import ConfigError, explain, shipped, unknown_key, unkno
 from marl.config.external import VARIABLE
 from marl.config.identity import leaves
 from marl.config.known_keys import OPEN, READ, TYPED, known_keys
-from marl.config.overrides import OPTIONS
+from marl.config.overrides import OPTIONS, VERL
 from marl.config.short_help import option_names
 from marl.config.unread import QUICKSTARTS, check_top_level, unread
 
@@ -113,7 +113,8 @@ def whole(flag: str) -> str:
 def check_words(words: Sequence[str]) -> None:
     """Raise ConfigError for the first word that no configuration could take."""
     flags, overrides = parts(words)
-    own_files = check_flags(flags)
+    searched = [word for word in overrides if word.startswith("hydra.searchpath=")]
+    own_files = check_flags(flags) or any(word != f"hydra.searchpath=[{VERL}]" for word in searched)
     for word in overrides:
         check_override(word)
     if not own_files and not os.environ.get(VARIABLE):

@@ -240,6 +240,7 @@ def test_a_users_own_file_and_modules_may_bring_keys_and_options(tmp_path, monke
         ["--config-name", "mine", "mine=3"],
     ):
         check_words(words)
+    check_words(["hydra.searchpath=[file:///recipe]", "+maporl=maporl"])
     with pytest.raises(ConfigError):
         check_words(["learner=own"])
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "mine")
