@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from contextlib import contextmanager, suppress
@@ -16,6 +17,7 @@ from rich.console import Console
 from marl import cli, main as marl_main
 from marl.config.command_options import chat, read, serve
 from marl.config.errors import ConfigError, explain
+from marl.config.overrides import hydra_overrides
 from marl.config.words import check_words, in_order, train_flags
 from marl.main import exit_code
 from marl.report import dump
@@ -254,6 +256,18 @@ def test_a_users_own_file_and_modules_may_bring_keys_and_options(tmp_path, monke
         check_words(
             [*words, "+agents.bob={}", "+data.sampler.class_path=x", "+actor_rollout_ref.actor.optim.grad_clip=1"]
         )
+
+
+@pytest.mark.parametrize(
+    "script", sorted(Path("recipe").glob("*/run.sh")) + sorted(Path("examples").glob("*.sh")), ids=str
+)
+def test_the_words_of_recipes_and_examples_pass(script):
+    text = script.read_text().replace("\\\n", " ").replace("$ROOT", "/marl")
+    line = next(line for line in text.splitlines() if "marl" in line and "=" in line and not line.startswith("#"))
+    words = shlex.split(line)
+    words = words[words.index("-m") + 2 :] if "-m" in words else words
+    assert len(settings := [word for word in words if "=" in word]) > 10
+    check_words(hydra_overrides(settings))
 
 
 def test_flags_of_other_programs_stand_for_keys(tmp_path):
