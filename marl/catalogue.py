@@ -163,6 +163,7 @@ KINDS: dict[str, Callable[[], Iterable[Entry]]] = {
 
 def entries(kind: str) -> list[Entry]:
     """All of a kind. Raises ConfigError for an unknown one, with the nearest."""
+    kind = {"environments": "worlds"}.get(kind, kind)
     if kind not in KINDS:
         raise ConfigError(
             f"{kind}: there is no such kind; expected one of {', '.join(KINDS)}.{did_you_mean(kind, KINDS)}"

@@ -87,7 +87,7 @@ COMMANDS = {
         "marl.commands.info",
         "learners, runners, credits, methods, worlds, rewards, engines, settings",
         SET_UP,
-        ("marl info", "marl info learners", "marl info learners happo", "marl info settings controller"),
+        ("marl info", "marl info learners", "marl info learners happo --yaml", "marl info settings controller"),
         options=True,
     ),
     "doctor": Command(

@@ -17,6 +17,7 @@ from marl.config.command_options import HELPS
 from marl.config.external import find_own_modules
 from marl.config.short_help import GROUPS, help_text, option_names, takes_short_help
 from marl.utils.near import did_you_mean
+from marl.utils.own_frames import own_traceback
 from marl.utils.quiet import quiet_imports
 
 PROGRAM = "marl"
@@ -120,6 +121,9 @@ class HydraCommand(click.Command):
         sys.argv = [f"{PROGRAM} {self.name}", *words]
         quiet_imports(words)
         find_own_modules()
+        if self.name in ("train", "plan") and (wrong := wrong_words(words)):
+            click.echo(wrong, err=True)
+            return 2
         code: int = import_module(self.described.module).main(words)
         return code
 
@@ -143,6 +147,20 @@ class HydraCommand(click.Command):
             return [CompletionItem(f"{name}=") for name in GROUPS if name.startswith(group)]
         known = sorted(option_names().get(group, ()))
         return [CompletionItem(f"{group}={name}") for name in known if name.startswith(value)]
+
+
+def wrong_words(words: list[str]) -> str | None:
+    """What the words alone show to be wrong, said before torch is imported."""
+    from marl.config.errors import ConfigError  # imports Hydra, which a help need not wait for
+    from marl.config.overrides import hydra_overrides
+    from marl.config.words import check_words, train_flags
+    from marl.utils.secret_masking import masked_text
+
+    try:
+        check_words(hydra_overrides(train_flags(words)))
+    except ConfigError as error:
+        return masked_text(f"configuration error: {error}")
+    return None
 
 
 def loaded(described: Command) -> click.Command:
@@ -201,14 +219,14 @@ def exit_code_of(group: Group, words: list[str]) -> int:
 
 
 def failed(error: Exception) -> int:
-    """Print an error that a command raised: wrong input in a sentence, any other with its traceback."""
+    """Print an error that a command raised: wrong input in a sentence, any other with its traceback, from the user's code on."""
     from marl.config.errors import ConfigError  # imports Hydra, which a help need not wait for
     from marl.utils.secret_masking import masked_text
 
     if isinstance(error, ConfigError):
         click.echo(masked_text(f"error: {error}"), err=True)
         return 2
-    click.echo(masked_text("".join(traceback.format_exception(error))), err=True)
+    click.echo(masked_text(own_traceback(error) or "".join(traceback.format_exception(error))), err=True)
     return 1
 
 

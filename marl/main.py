@@ -38,9 +38,10 @@ from marl.cluster.head_watch import head_watched
 from marl.config.composing import composed_once
 from marl.config.errors import ConfigError, explain
 from marl.config.hydra_settings import check_hydra_settings
-from marl.config.overrides import hydra_overrides, options_are_words
+from marl.config.overrides import hydra_overrides
 from marl.config.sweeps import MULTIRUN, sweep_words
 from marl.config.unread import check_keys
+from marl.config.words import check_words, in_order, train_flags
 from marl.preflight.own_rows import split_text
 from marl.preflight.prepare import prepare
 from marl.preflight.run_folder import claimed
@@ -51,6 +52,7 @@ from marl.run_setup import Setup
 from marl.utils.deadlines import LoopAlarm
 from marl.utils.endings import Terminated
 from marl.utils.garbage import frozen_gc
+from marl.utils.own_frames import own_traceback
 from marl.utils.pipes import has_no_reader, reader_left
 from marl.utils.process_time import begin_run
 from marl.utils.secret_masking import masked_logs, masked_text
@@ -80,8 +82,7 @@ def shown_by(words: Sequence[str]) -> str | None:
 def main(argv: list[str] | None = None) -> int:
     """Run, and return the exit code. ``--quiet`` and ``--live`` say what a terminal shows; all other words are Hydra's."""
     words, show = split_flags(sys.argv[1:] if argv is None else argv)
-    words = sweep_words(words, launcher="marl_local")
-    words.sort(key=lambda word: word not in MULTIRUN)  # among overrides, Hydra's parser would not find those behind it
+    words = sweep_words(in_order(train_flags(words)), launcher="marl_local")
 
     def train(config: DictConfig) -> None:
         with display_of(show) as display:
@@ -97,16 +98,22 @@ def run_composed(words: list[str], work: Callable[[DictConfig], Any]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us as they are; we print them
     words = sweep_words(words)
     sys.argv[1:] = words  # Hydra reads only these
+    failed: list[Exception] = []
 
     @hydra.main(config_path=CONFIGS, config_name="marl", version_base="1.3")
     @wraps(work)  # the job is named after its module
     def compose_and_work(config: DictConfig) -> None:
         OmegaConf.clear_cache(config)  # the runs of a sweep would share one stamp, and so one folder
-        check_keys(config)
-        work(config)
+        try:
+            check_keys(config)
+            work(config)
+        except Exception as error:
+            if MULTIRUN.intersection(words):
+                raise
+            failed.append(error)  # Hydra would print a line of its own before it
 
     def check_and_run() -> None:
-        options_are_words(words)
+        check_words(words)
         if (shows := shown_by(words)) and (sweeps := {"-m", "--multirun"}.intersection(words)):
             flag = sweeps.pop()
             rest = "" if SHOWS_HELP.match(shows) else ", and give each swept key one value"
@@ -116,6 +123,8 @@ def run_composed(words: list[str], work: Callable[[DictConfig], Any]) -> int:
             check_hydra_settings(words, work, CONFIGS)
             with masked_output(shown_by(words)):
                 compose_and_work()
+            for error in failed:
+                raise error
         else:
             check_keys(config)
             work(config)
@@ -167,7 +176,7 @@ def exit_code(work: Callable[[], Any]) -> int:
                 file=sys.stderr,
             )
             return 1
-        failure = f"{traceback.format_exc()}run failed: {type(error).__name__}: {error}"
+        failure = f"{own_traceback(error) or traceback.format_exc()}run failed: {type(error).__name__}: {error}"
         print(masked_text(failure), file=sys.stderr)
         return 1
     return 0

@@ -1,5 +1,5 @@
-"""Sweeps of runs (``marl train -m``): one after another in this process, or side by side as tasks of Ray. Each run has its own
-folder in that of the sweep; the same command skips finished runs and continues the others.
+"""Sweeps of runs (``marl train -m``): one after another in this process, or side by side as tasks of Ray. All are checked before
+the first starts. Each run has its own folder in that of the sweep; the same command skips finished runs and continues the others.
 
 Hydra's own Ray launcher (hydra-ray-launcher 1.2.2) needs boto3 and cloudpickle < 3, and calls its jobs inside Ray's workers, where
 a run could not start a session of its own.
@@ -16,9 +16,11 @@ from typing import Any
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from marl.config.errors import ConfigError
+from marl.config.errors import ConfigError, explain
 from marl.config.sweeps import FOLDER, names_its_folder, run_name, swept_keys
 from marl.utils.secret_masking import masked, masked_text
 
@@ -34,7 +36,17 @@ class Job:
     def ended(self, error: Exception | None = None) -> JobReturn:
         """Its result for Hydra, which raises the first error of a sweep at its end."""
         status = JobStatus.COMPLETED if error is None else JobStatus.FAILED
-        return JobReturn([masked_text(word) for word in self.words], status=status, _return_value=error)
+        return Result([masked_text(word) for word in self.words], status=status, _return_value=error)
+
+
+class Result(JobReturn):
+    """Hydra's, which prints a line of its own before it raises an error."""
+
+    @property
+    def return_value(self) -> Any:
+        if self.status is JobStatus.FAILED:
+            raise self._return_value
+        return self._return_value
 
 
 class MaskedSweeper(BasicSweeper):
@@ -64,11 +76,29 @@ class SweepLauncher(BasicLauncher):
         if skipped := sum(result.status is JobStatus.COMPLETED for result in ended.values()):
             say(f"{skipped} of {len(jobs)} runs of {sweep} have already finished; skipping them")
         left = {index: job for index, job in enumerate(jobs) if index not in ended}
+        self.check(left)
         results = ended | self.launch_all(left, initial_job_idx)
         failed = [jobs[index].folder.name for index, result in results.items() if result.status is JobStatus.FAILED]
         said = f", {len(failed)} failed: {'; '.join(failed)}" if failed else ""
         say(f"{len(jobs) - len(failed)} of {len(jobs)} runs have finished{said}. marl report {sweep}")
         return [results[index] for index in range(len(jobs))]
+
+    def check(self, jobs: Mapping[int, Job]) -> None:
+        """Raise ConfigError for jobs with a wrong configuration, before any starts."""
+        wrong: dict[str, list[str]] = {}
+        for job in jobs.values():
+            try:
+                self.check_job(job)
+            except (ConfigError, HydraException, OmegaConfBaseException) as error:
+                wrong.setdefault(explain(error), []).append(job.folder.name)
+        if wrong:
+            said = "\n".join(f"{'; '.join(names)}: {error}" for error, names in wrong.items())
+            raise ConfigError(
+                f"{sum(map(len, wrong.values()))} of the sweep's runs are refused, so none starts:\n{said}"
+            )
+
+    def check_job(self, job: Job) -> None:
+        self.setup_of(job)
 
     def launch_all(self, jobs: dict[int, Job], first: int) -> dict[int, JobReturn]:
         """The results of jobs by their numbers in the batch, the first of which is the sweep's number ``first``."""
@@ -142,8 +172,7 @@ class LocalLauncher(SweepLauncher):
         for index, job in jobs.items():
             say(f"run {first + index + 1}: {job.folder.name}")
             (result,) = BasicLauncher.launch(self, [job.words], first + index)
-            result.overrides = [masked_text(word) for word in job.words]
-            results[index] = result
+            results[index] = job.ended(result._return_value if result.status is JobStatus.FAILED else None)
         return results
 
 
@@ -155,21 +184,16 @@ class RayLauncher(SweepLauncher):
         """CPUs and GPUs of a run; None for as many as it has ranks."""
         super().__init__()
         self.num_cpus, self.num_gpus = num_cpus, num_gpus
+        self.sizes: dict[Job, tuple[float, float]] = {}
+
+    def check_job(self, job: Job) -> None:
+        self.sizes[job] = self.resources_of(job)
 
     def launch_all(self, jobs: dict[int, Job], first: int) -> dict[int, JobReturn]:
         from marl.cluster.side_by_side import Task, run_tasks
 
-        assert self.config is not None
-        results, tasks = {}, {}
-        for index, job in jobs.items():
-            try:
-                tasks[index] = Task(job.folder, list(job.words), *self.resources_of(job))
-            except ConfigError as error:
-                say(f"{job.folder.name}: not started: {error}")
-                results[index] = job.ended(error)
-        for index, failure in run_tasks(tasks, sys.argv[1:], say):
-            results[index] = jobs[index].ended(failure)
-        return results
+        tasks = {index: Task(job.folder, list(job.words), *self.sizes[job]) for index, job in jobs.items()}
+        return {index: jobs[index].ended(failure) for index, failure in run_tasks(tasks, sys.argv[1:], say)}
 
     def resources_of(self, job: Job) -> tuple[float, float]:
         """CPUs and GPUs of a run. Raises ConfigError for one with a wrong configuration, or of several machines."""

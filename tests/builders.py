@@ -21,7 +21,7 @@ from marl.controller.controller import Controller
 from marl.controller.ledger import Ledger
 from marl.learners import CREDITS, LEARNERS
 from marl.rewards import Reward
-from marl.runners import RUNNERS, scripted
+from marl.runners import RUNNERS, Instructions, scripted
 from marl.types import Ballot, Episode, Rule, Score, Task, Turn, Vote
 from marl.utils import folders
 from marl.utils.ragged import jagged
@@ -228,7 +228,8 @@ def play(runner, script, agents=("alice", "carol"), roles=None, seed=0, private=
         said = script(agent, round, branch) if branch else script(agent, round)
         return Turn(agent, round, list(observation), said, branch=branch)
 
-    return asyncio.run(scripted.play(runner, task, agents, generate, roles=roles, seed=seed, **options))
+    told = {name: Instructions(role) for name, role in (roles or {}).items()}
+    return asyncio.run(scripted.play(runner, task, agents, generate, roles=told, seed=seed, **options))
 
 
 def build_runner(name, **options):

@@ -71,7 +71,10 @@ def write(rows: Iterable[Mapping[str, Any]], split: str, instruction: str, folde
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--local_save_dir", type=Path, default="~/data/gsm8k", help="where the parquet files go")
+    # verl's scripts have both names
+    parser.add_argument(
+        "--local_save_dir", "--local_dir", type=Path, default="~/data/gsm8k", help="where the parquet files go"
+    )
     parser.add_argument("--local_dataset_path", type=Path, help="a folder to read instead of the hub")
     parser.add_argument("--instruction", default=INSTRUCTION, help="what follows every question")
     args = parser.parse_args(argv)

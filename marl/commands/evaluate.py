@@ -21,6 +21,7 @@ from marl.config.dataset_rows import file_list
 from marl.config.errors import ConfigError
 from marl.config.external import naming_own, own_modules
 from marl.config.identity import content_of, versions, with_absolute_paths
+from marl.config.words import renamed
 from marl.evaluation.numbers import MEASURES
 from marl.evaluation.saved_settings import must_be_scored_as_in_training
 from marl.evaluation.source import Source, find, reads_examples
@@ -48,13 +49,31 @@ class Options:
     """Folder of the results within ``evaluations``; null for one that names all that decides them."""
 
 
+def of_environment(file: str) -> list[str]:
+    if not Path(file).expanduser().is_file():
+        raise ConfigError(
+            f"--environment {file}: no such file; expected a file of tasks. A team plays in the world that it was trained in: leave "
+            "this out for it"
+        )
+    return [f"task={file}"]
+
+
+FLAGS = {
+    "--model": lambda path: [path],
+    "--environment": of_environment,
+    "--num-episodes": lambda number: [f"data.val_max_samples={number}"],
+    "--output": lambda folder: [f"name={Path(folder).expanduser().absolute()}"],
+}
+"""Flags of other programs, and the words that they stand for."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     return exit_code(lambda: run(sys.argv[1:] if arguments is None else arguments))
 
 
 def run(arguments: Sequence[str]) -> Mapping[str, Any]:
     """Evaluate, write and print; returns what ``result.json`` holds. Raises ConfigError."""
-    options, named, words = parsed(arguments)
+    options, named, words = parsed(renamed(arguments, FLAGS))
     sources = [find(word) for word in named]
     with quiet("verbose=true" in words), masked_logs():
         return measure(options, sources, words)
@@ -71,13 +90,13 @@ def parsed(
         raise ConfigError(f"{flags[0] if flags else 'no team'}: expected a run, a checkpoint or a model; {usage}")
     try:
         given = OmegaConf.to_container(OmegaConf.from_dotlist(own))
-        options = typed(command, kind, given)  # type: ignore[arg-type]
+        options = typed("", kind, given)  # type: ignore[arg-type]
     except yaml.YAMLError:
         raise ConfigError(
             f"{' '.join(own)}: cannot be read; expected option=value, as in measures=[similarity]"
         ) from None
     except (OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(str(error).splitlines()[0]) from None
+        raise ConfigError(f"{str(error).splitlines()[0].lstrip('.')}; {usage}") from None
     return options, teams, [word for word in arguments if word not in own and word not in teams]
 
 

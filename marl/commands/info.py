@@ -8,6 +8,7 @@ import click
 
 from marl import catalogue
 from marl.catalogue import KINDS, Entry
+from marl.config.errors import ConfigError
 
 WIDTH = 110
 
@@ -16,12 +17,15 @@ WIDTH = 110
 @click.argument("kind", required=False)
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(kind: str | None, name: str | None, as_json: bool) -> int:
+@click.option("--yaml", "as_yaml", is_flag=True, help="Print NAME's keys as a YAML file to change.")
+def command(kind: str | None, name: str | None, as_json: bool, as_yaml: bool) -> int:
     """List learners, runners, credits, methods, worlds, rewards, engines and settings; all of a KIND; or one NAME with its keys,
     their defaults and its papers."""
     found = chosen(kind, name)
     if as_json:
         click.echo(json.dumps([entry.as_json() for entry in found], indent=1, ensure_ascii=False))
+    elif as_yaml:
+        click.echo(yaml_of(found[0] if name else None))
     elif name is not None:
         click.echo(page(found[0]))
     elif kind is not None:
@@ -77,6 +81,23 @@ def page(entry: Entry) -> str:
     )
     parts += [f"file: {entry.file}"] if entry.file else []
     return "\n\n".join(parts)
+
+
+def yaml_of(entry: Entry | None) -> str:
+    """A file of a group with all keys of a class, each with its text above it. Raises ConfigError where there are no keys."""
+    if entry is None or not entry.keys or entry.kind not in ("learner", "runner", "credit", "method"):
+        raise ConfigError(
+            "--yaml: expected one learner, runner, credit or method with keys, as in marl info learners happo --yaml"
+        )
+    comment = {"width": WIDTH, "initial_indent": "# ", "subsequent_indent": "# "}
+    lines = [
+        *textwrap.wrap(f"{entry.summary}.", **comment),
+        *textwrap.wrap(f"As mine/{entry.kind}/own.yaml it is chosen by: --config-dir mine {entry.kind}=own", **comment),
+        f"defaults: [{entry.name}]",
+    ]
+    for key in entry.keys:
+        lines += ["", *textwrap.wrap(f"{key.doc} ({key.type})", **comment), f"{key.name}: {key.default}"]
+    return "\n".join(lines)
 
 
 def key_lines(key: catalogue.Key, group: str) -> str:

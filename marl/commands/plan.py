@@ -6,6 +6,7 @@ from functools import partial
 from omegaconf import DictConfig
 
 from marl.config.overrides import hydra_overrides
+from marl.config.words import in_order, train_flags
 from marl.main import run_composed
 from marl.preflight.cluster_plan import Cluster, cluster_plan
 from marl.preflight.plan_report import plan_text
@@ -18,6 +19,7 @@ OPTION = "--cluster"
 def main(argv: list[str] | None = None) -> int:
     """Print the plan. Returns 0 where it fits, 1 where it does not, 2 for a wrong configuration."""
     words, described = split(sys.argv[1:] if argv is None else argv)
+    words = in_order(train_flags(words))
     problems: list[str] = []
 
     def run(config: DictConfig) -> None:

@@ -29,7 +29,7 @@ from marl.controller.scores import priced
 from marl.report import dump
 from marl.rewards import AnswerRules, Reward, answer_rules, build_reward, check_extractors
 from marl.run_setup import make_runner
-from marl.runners import Generate, RecordedAnswers, scripted
+from marl.runners import Generate, RecordedAnswers, instructions_of, scripted
 from marl.runners.episode import Judge
 from marl.types import Episode, Score, Task, Turn
 from marl.utils.quiet import quiet
@@ -228,7 +228,7 @@ async def play(options: Options, config: DictConfig, task: Task, generate: Gener
         record = recorded(options.dump, options.episode, config)
         task, agents, seed, accuracy = record.task, record.agents, record.seed, record.accuracy
         generate = RecordedAnswers(record, generate if options.instead else None, instead(options, record))
-    roles = {name: config.agents[name].role for name in agents if name in config.agents}
+    roles = instructions_of(config.agents)
     try:
         runner = make_runner(config)
         runner.check(agents)

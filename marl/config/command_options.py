@@ -18,6 +18,7 @@ EVALUATION = {
     "tokens: of as many as cost the team's tokens",
     "leave_one_out=true": "the team plays again without each of its agents",
     "name=NAME": "folder of the results, RUN/evaluations/NAME",
+    "--model TEAM": "a team; --environment FILE: task=; --num-episodes N: the first N tasks; --output DIR: the results' folder",
 }
 """The words of ``marl eval``."""
 

@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -11,6 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import MarkedYAMLError
 
+from marl.config.short_help import option_names
 from marl.utils.registry import did_you_mean
 
 
@@ -45,15 +47,15 @@ def explain(error: Exception) -> str:
             return f"{error.override}: expected key=value"
         said = str(error).splitlines()[0]
         return f"{error.override}: cannot be read: {said}; expected key=value; {quote_it(error.override)}"
+    if removed := REMOVED.match(str(error)):
+        return f"~{removed[1]}: there is no such key to remove; expected one of the configuration's, as --cfg job shows them"
     if several := SEVERAL_VALUES.match(str(error)):
         return f"{several[1]}: a comma outside quotes makes it several values; {quote_it(several[1])}"
     cause = error.__cause__ if isinstance(error, HydraException) and error.__cause__ is not None else error
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.parent_node is not None:
         known = [str(key) for key in cause.parent_node]
         parent = ".".join(str(cause.full_key).split(".")[:-1])
-        where = f"'{parent}'" if parent else "the configuration"
-        hint = hint_for(str(cause.key), parent, plain(cause.parent_node._get_root()))
-        return f"unknown key '{cause.full_key}': {where} has no '{cause.key}'.{hint}{listing(known)}"
+        return unknown_key(str(cause.key), parent, known, plain(cause.parent_node._get_root()))
     if isinstance(cause, OmegaConfBaseException):
         text = str(cause.msg or cause).splitlines()[0]
         if text.endswith("is not Optional"):
@@ -69,6 +71,7 @@ def not_yaml(error: MarkedYAMLError) -> str:
     return f"{where}: not YAML: {error.problem or error.context}; quote texts that hold colons, braces or ${{…}}, and indent by spaces"
 
 
+REMOVED = re.compile(r"Could not delete from config\. '(.*)' does not exist")
 SEVERAL_VALUES = re.compile(r"Ambiguous value for argument '(.*)'")
 
 
@@ -138,13 +141,33 @@ def full_names(key: str, node: Mapping[str, Any], prefix: str = "") -> Iterator[
             yield from full_names(key, inner, f"{prefix}{name}.")
 
 
+def unknown_key(key: str, parent: str, known: Iterable[str], root: Mapping[str, Any]) -> str:
+    where, full = (f"'{parent}'", f"{parent}.{key}") if parent else ("the configuration", key)
+    added = f" +{full}={{}} adds it." if parent == "agents" else ""
+    return f"unknown key '{full}': {where} has no '{key}'.{added}{hint_for(key, parent, root)}{listing(known)}"
+
+
+def unknown_option(group: str, name: str, known: Iterable[str]) -> str:
+    names = sorted(known)
+    others = [other for other, options in option_names().items() if name in options and other != group]
+    hint = f" It is a {others[0]}: {others[0]}={name}" if others else did_you_mean(name, names)
+    return f"unknown option {group}={name}; known: {', '.join(names)}.{hint}"
+
+
 def missing_option(error: MissingConfigException) -> str:
     wanted = re.search(r"Could not find '([\w/]+)/(\w+)'", str(error))
     if wanted is None:
         return missing_file(error)
     group, name = wanted.groups()
-    known = list(error.options or [])
-    return f"unknown option {group}={name}; known: {', '.join(known)}.{did_you_mean(name, known)}"
+    return unknown_option(group, name, error.options or [])
+
+
+@cache
+def shipped() -> list[str]:
+    """The names of the package's own configurations."""
+    return sorted(
+        path.name.removesuffix(".yaml") for path in files("marl.configs").iterdir() if path.name.endswith(".yaml")
+    )
 
 
 def missing_file(error: MissingConfigException) -> str:
@@ -152,13 +175,8 @@ def missing_file(error: MissingConfigException) -> str:
     name = str(error.missing_cfg_file or "").removesuffix(".yaml")
     if "primary config" not in str(error):
         return str(error)
-    known = sorted(
-        path.name.removesuffix(".yaml") for path in files("marl.configs").iterdir() if path.name.endswith(".yaml")
-    )
-    where = "a file of yours needs --config-dir"
-    return (
-        f"--config-name {name}: no such configuration; known: {', '.join(known)}; {where}.{did_you_mean(name, known)}"
-    )
+    known = ", ".join(shipped())
+    return f"--config-name {name}: no such configuration; known: {known}; a file of yours is --config FILE.{did_you_mean(name, shipped())}"
 
 
 def listing(known: Iterable[str]) -> str:

@@ -1,13 +1,20 @@
 """Command-line overrides."""
 
+import json
 import re
 from collections.abc import Sequence
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 
 from marl.config.errors import ConfigError
 
 OPTIONS = ("agents", "runner", "method", "learner", "credit", "hardware")
 VERL = "pkg://verl.trainer.config"
-NEW_AGENT = re.compile(r"\+agents\.([^.=]+)(?:\.(.*)|=\{\})$", re.DOTALL)
+NEW_AGENT = re.compile(r"\+agents\.([^.=]+)(?:\.(.*)|=(\{.*\}))$", re.DOTALL)
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
+"""Names of agents, policies and pools: they become folders, actors, metrics and keys."""
 POOLS = re.compile(r"^\+{0,2}resources\.pools(?:\.([^.=]+)(?:\.([^.=]+))?)?=(.*)$", re.DOTALL)
 
 
@@ -16,31 +23,38 @@ def hydra_overrides(words: Sequence[str]) -> list[str]:
     return find_verl(new_pools(new_agents(words)))
 
 
-def options_are_words(overrides: Sequence[str]) -> None:
-    """Raise ConfigError for an option that is a number or nothing, which Hydra answers with a bare error."""
-    for override in overrides:
-        group, equals, value = override.partition("=")
-        if equals and not group:
-            raise ConfigError(f"{override}: there is no key; expected key=value")
-        if equals and group in OPTIONS and not re.search(r"[A-Za-z]|\{\}", value):
-            raise ConfigError(f"{override}: expected the name of an option, as in learner=grpo")
-
-
 def new_agents(overrides: Sequence[str]) -> list[str]:
-    """Let ``+agents.bob.role=…`` and ``+agents.bob={}`` add a typed agent, where Hydra would add an untyped dict."""
+    """Let ``+agents.bob.role=…``, ``+agents.bob={}`` and ``+agents.bob={role: …}`` add a typed agent, where Hydra would add an untyped
+    dict. Raises ConfigError for a name that Hydra could not read."""
     expanded: list[str] = []
     for override in overrides:
         match = NEW_AGENT.fullmatch(override)
         if match is None:
             expanded.append(override)
             continue
-        name, setting = match.groups()
+        name, setting, group = match.groups()
+        if not NAME.fullmatch(name):
+            raise ConfigError(
+                f"{override}: {name!r} is not a valid name; expected up to 64 letters a-z, digits, _ and -"
+            )
         option = f"+agent@agents.{name}=schema"
         if option not in expanded:
             expanded.append(option)
         if setting:
             expanded.append(f"agents.{name}.{setting}")
+        for key, value in settings_of(override, group).items():
+            expanded.append(f"agents.{name}.{key}={json.dumps(value, ensure_ascii=False)}")
     return expanded
+
+
+def settings_of(override: str, group: str | None) -> dict[str, Any]:
+    """What a group in braces holds, as Hydra reads it. Raises ConfigError where it cannot."""
+    try:
+        return OverridesParser.create().parse_override(f"group={group or '{}'}").value()  # type: ignore[return-value]
+    except HydraException as error:
+        raise ConfigError(
+            f"{override}: cannot be read: {str(error).splitlines()[0]}; expected {{role: 'A text.'}}"
+        ) from None
 
 
 def new_pools(overrides: Sequence[str]) -> list[str]:

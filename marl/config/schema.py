@@ -23,6 +23,8 @@ class AgentConfig:
     """The policies of rounds 1, 2, …, the last one for all later rounds too; empty for ``policy`` in every round."""
     role: str = ""
     """Text after the question in its first observation."""
+    system: str = ""
+    """System prompt: a system message in front of its conversation. One of the row's stands behind it, in the same message."""
     trainable: bool = True
     """False: its turns are played and never trained."""
     agent_loop: str | None = None

@@ -23,7 +23,8 @@ options:
 -m seed=0,1,2                   one run for every value, one after another
 --cfg job                       print all keys and their values without starting a run
 --cfg job --package learner     one group of it
---config-name quickstart        start from another file of configs/, or with --config-dir from one of yours
+--config-name quickstart        start from another file of configs/; --config FILE: from one of yours
+--output DIR, --resume RUN      the run's folder; a run, or a checkpoint of one, to continue
 --hydra-help                    all other flags
 
 docs/configuration.md explains the keys, docs/algorithms.md the learners and credits, docs/runners.md the runners.

@@ -28,7 +28,7 @@ from marl.controller.scores import Accuracy, priced, score_failure, team_score
 from marl.report.alarms import NoAnswers, RightThreshold
 from marl.rewards import Reward, RewardUnavailable, rule_of
 from marl.rollout.endpoint_usage import usage_metrics
-from marl.runners import Generate, LiveEpisode, RecordedAnswers, Runner, TooManyTurns, play_to_end
+from marl.runners import Generate, LiveEpisode, RecordedAnswers, Runner, TooManyTurns, instructions_of, play_to_end
 from marl.types import AgentId, Episode, Message, Metrics, PolicyName, Score, Task, Turn
 from marl.utils.deadlines import OutOfTime, own_time, waiting_for_others
 from marl.utils.garbage import collect_garbage
@@ -57,7 +57,7 @@ class Controller:
         }
         """Usage of the servers elsewhere, by policy."""
         self.policy_map = PolicyMap(agents, exchange_every)
-        self.roles = {name: agent.role for name, agent in agents.items()}
+        self.roles = instructions_of(agents)
         self.sampling = functools.cache(self._sampling)  # reading a configuration costs more than the rest of a turn
         self.seed, self.max_prompt_length, self.settings = seed, max_prompt_length, settings
         self.episode_timeout, self.max_error_rate = settings.episode_timeout_s, settings.max_error_rate

@@ -20,7 +20,7 @@ from marl.report.ensemble_table import Way
 from marl.rollout.decoding import Answer, Request, bucket, decode, end_ids, padding_token
 from marl.rollout.joint_decoding import READERS, check_together, decode_jointly
 from marl.run_setup import Setup
-from marl.runners import followed_by, majority
+from marl.runners import instructions_of, majority
 from marl.types import Episode, Score, Task, Turn
 from marl.utils.seeding import derive_seed
 
@@ -107,7 +107,8 @@ class Ensemble:
         return ids
 
     def _observation(self, task: Task, k: int) -> list[dict[str, Any]]:
-        return followed_by(task.observation(self.agents[k]), self.config.agents[self.agents[k]].role)
+        agent = self.agents[k]
+        return instructions_of(self.config.agents)[agent].beside(task.observation(agent))
 
     def _sampling(self, seats: Sequence[int]) -> dict[str, Any]:
         """Sampling parameters of these agents, as in validation. A joint answer follows ``actor_rollout_ref``,

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import count
 
 from marl.controller.chat import ChatEncoder
-from marl.runners import Overflow, Runner, TooManyTurns, scripted
+from marl.runners import Instructions, Overflow, Runner, TooManyTurns, scripted
 from marl.types import AgentId, ContextOverflow, Episode, Message, Score, Task, Turn
 from marl.utils.deadlines import OutOfTime, own_time, waiting_for_others
 from marl.utils.threads import in_thread
@@ -87,7 +87,7 @@ def measure(
     runner: Runner,
     tasks: Sequence[Task],
     seats: Callable[[AgentId, int], Seat],
-    roles: Mapping[AgentId, str],
+    roles: Mapping[AgentId, Instructions],
     limit: int,
     joint: Callable[[Episode], int] = lambda episode: 0,
 ) -> Growth:
@@ -122,7 +122,7 @@ async def play(
     task: Task,
     way: Way,
     seats: Callable[[AgentId, int], Seat],
-    roles: Mapping[AgentId, str],
+    roles: Mapping[AgentId, Instructions],
     limit: int,
     joint: Callable[[Episode], int],
     growth: Growth,

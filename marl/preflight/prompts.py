@@ -19,7 +19,7 @@ from marl.modules import pretrained
 from marl.preflight.prompt_growth import Growth, Seat, measure
 from marl.rewards.answers import only_answer
 from marl.run_setup import Setup
-from marl.runners import Overflow, TooManyTurns, followed_by
+from marl.runners import Instructions, Overflow, TooManyTurns, instructions_of
 from marl.types import Episode, Task
 
 logger = logging.getLogger(__name__)
@@ -61,30 +61,26 @@ class FirstPrompts:
     a configuration's take far longer to read, and data sets have millions of rows."""
 
     prompt_key: str
-    seats: Sequence[tuple[str, str, ChatEncoder]]
-    """Agents, their roles and the encoders of their first policies."""
+    seats: Sequence[tuple[str, Instructions, ChatEncoder]]
+    """Agents, their instructions and the encoders of their first policies."""
 
     @classmethod
     def of(cls, config: DictConfig, encoders: Mapping[str, ChatEncoder]) -> "FirstPrompts":
-        policies = policies_by_agent(config.agents)
-        seats = [
-            (agent, config.agents[agent].role, encoders[own[0]])
-            for agent, own in policies.items()
-            if own[0] in encoders
-        ]
+        policies, told = policies_by_agent(config.agents), instructions_of(config.agents)
+        seats = [(agent, told[agent], encoders[own[0]]) for agent, own in policies.items() if own[0] in encoders]
         return cls(config.data.prompt_key, seats)
 
-    def shown_to(self, row: Mapping[str, Any], agent: str, role: str) -> list[dict[str, Any]]:
+    def shown_to(self, row: Mapping[str, Any], agent: str, told: Instructions) -> list[dict[str, Any]]:
         private = ((row.get("extra_info") or {}).get("agent_prompts") or {}).get(agent)
-        return followed_by(list(private or row[self.prompt_key]), role)
+        return told.beside(list(private or row[self.prompt_key]))
 
     def tokens(self, row: Mapping[str, Any]) -> int:
         """Tokens of a row's longest prompt."""
-        return max(len(encoder.encode(self.shown_to(row, agent, role))) for agent, role, encoder in self.seats)
+        return max(len(encoder.encode(self.shown_to(row, agent, told))) for agent, told, encoder in self.seats)
 
     def characters(self, row: Mapping[str, Any]) -> int:
         """Characters of a row's longest prompt."""
-        return max(sum(len(m["content"]) for m in self.shown_to(row, agent, role)) for agent, role, _ in self.seats)
+        return max(sum(len(m["content"]) for m in self.shown_to(row, agent, told)) for agent, told, _ in self.seats)
 
 
 def warn_of_long_rows(file: str, lengths: Mapping[int, int], limit: int) -> None:
@@ -120,7 +116,7 @@ def growth_of(
         tokens, encoder = 1 if shortest else most, encoders.get(policy, reader)
         return Seat(policy, encoder, tokens, ends=shortest and most > 1, limited=policy in encoders)
 
-    roles = {name: agent.role for name, agent in config.agents.items()}
+    roles = instructions_of(config.agents)
     critic = None if shortest else joint_critic(setup)
     joint = {"joint": longest_read(config, critic)} if critic else {}
     try:

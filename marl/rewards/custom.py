@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from marl.config.errors import ConfigError
+from marl.utils.own_frames import place_in_own
 from marl.utils.registry import did_you_mean
 
 PASSED = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -80,7 +81,7 @@ def checked_function(config: Any) -> None:
         raise
     except Exception as error:  # the user's file is run
         raise ConfigError(
-            f"reward.custom_reward_function.path={custom.path}: {type(error).__name__}: {error}; expected a Python file with "
+            f"reward.custom_reward_function.path={custom.path}: {type(error).__name__}: {error}{place_in_own(error)}; expected a Python file with "
             f"a function {custom.name}(data_source, solution_str, ground_truth, extra_info)"
         ) from error
     check_parameters(custom)

@@ -19,7 +19,7 @@ from marl.runners import (
 from marl.runners.base import RUNNERS, Runner, play_to_end, register_runner
 from marl.runners.context import Overflow
 from marl.runners.episode import Agent, Generate, LiveEpisode, TooManyTurns, keep, together
-from marl.runners.messages import followed_by, says, user
+from marl.runners.messages import Instructions, followed_by, instructions_of, says, user
 from marl.runners.recorded import RecordedAnswers, ReplayDiverged
 from marl.runners.team_answer import Decide, decide, majority
 from marl.runners.text import ConversationRunner
@@ -32,6 +32,7 @@ __all__ = [
     "Decide",
     "Environment",
     "Generate",
+    "Instructions",
     "LiveEpisode",
     "Overflow",
     "RecordedAnswers",
@@ -45,6 +46,7 @@ __all__ = [
     "followed_by",
     "game",
     "graph",
+    "instructions_of",
     "keep",
     "majority",
     "multi_turn",

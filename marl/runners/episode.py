@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from marl.runners.context import Overflow, drop_oldest, to_summarise, with_summary
-from marl.runners.messages import followed_by, user
+from marl.runners.messages import NONE, Instructions, followed_by, user
 from marl.types import AgentId, ContextOverflow, Episode, Message, Score, Task, Turn
 
 T = TypeVar("T")
@@ -63,11 +63,12 @@ class LiveEpisode:
         record: Episode,
         generate: Generate,
         judge: Judge,
-        roles: Mapping[AgentId, str] | None = None,
+        roles: Mapping[AgentId, Instructions] | None = None,
         overflow: Overflow = Overflow.refuse,
     ) -> None:
         self.record, self.task, self.rng = record, record.task, random.Random(record.seed)
-        self.agents = [Agent(name, self, generate, (roles or {}).get(name, ""), overflow) for name in record.agents]
+        told = roles or {}
+        self.agents = [Agent(name, self, generate, told.get(name, NONE), overflow) for name in record.agents]
         self._judge = judge
         self.runner = ""
         self.limits: Mapping[AgentId, int] | None = None
@@ -123,10 +124,10 @@ class Agent:
         name: AgentId,
         episode: LiveEpisode,
         generate: Generate,
-        role: str = "",
+        told: Instructions = NONE,
         overflow: Overflow = Overflow.refuse,
     ) -> None:
-        self.name, self.role, self._episode, self._generate = name, role, episode, generate
+        self.name, self.told, self._episode, self._generate = name, told, episode, generate
         self._overflow = overflow
         self._rounds: set[int] = set()
 
@@ -136,8 +137,8 @@ class Agent:
 
     @property
     def prompt(self) -> list[Message]:
-        """The task as this agent sees it, its role after the question: agents share the longer prefix."""
-        return followed_by(self._episode.task.observation(self.name), self.role)
+        """The task as this agent sees it, with its system prompt, and its role after the question: agents share the longer prefix."""
+        return self.told.beside(self._episode.task.observation(self.name))
 
     @property
     def history(self) -> list[Message]:

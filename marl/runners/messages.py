@@ -1,8 +1,35 @@
 """Messages and what they say. Pure."""
 
 import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from marl.types import Message
+from marl.types import AgentId, Message
+
+
+class Instructions(NamedTuple):
+    """What an agent is told beside the task."""
+
+    role: str = ""
+    """Text after the question."""
+    system: str = ""
+    """Text of the system message in front; a system message of the task follows it, in the same message."""
+
+    def beside(self, messages: list[Message]) -> list[Message]:
+        """A task's messages with the system prompt before them and the role after the last one."""
+        if self.system:
+            given = messages[0] if messages[0]["role"] == "system" else None
+            text = f"{self.system}\n\n{given['content']}" if given else self.system
+            messages = [{"role": "system", "content": text}, *messages[1 if given else 0 :]]
+        return followed_by(messages, self.role)
+
+
+NONE = Instructions()
+
+
+def instructions_of(agents: Mapping[AgentId, Any]) -> dict[AgentId, Instructions]:
+    """The instructions of agents, by their settings."""
+    return {name: Instructions(agent.role, agent.system) for name, agent in agents.items()}
 
 
 def says(text: str, word: str) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from marl.runners.base import Runner, play_to_end
 from marl.runners.episode import Generate, Judge, LiveEpisode
+from marl.runners.messages import Instructions
 from marl.types import AgentId, Episode, Message, Score, Task, Turn
 
 Script = Callable[[AgentId, int, list[Message]], str]
@@ -54,7 +55,7 @@ async def play(
     generate: Generate,
     *,
     judge: Judge = exact_match,
-    roles: Mapping[AgentId, str] | None = None,
+    roles: Mapping[AgentId, Instructions] | None = None,
     seed: int = 0,
     accuracy: Mapping[AgentId, float] | None = None,
 ) -> Episode:

@@ -73,7 +73,9 @@ def typed(key: str, config: type, options: Mapping[str, Any]) -> Any:
         node = OmegaConf.merge(OmegaConf.structured(config), dict(options))
         made = OmegaConf.to_object(node)
     except ValueError as error:
-        raise ValueError(f"{key}={dict(options)}: {str(error).splitlines()[0]}") from None
+        name = getattr(error, "full_key", None)
+        place = f"{key}.{name}={options.get(name)}" if name else f"{key}={dict(options)}"
+        raise ValueError(f"{place}: {str(error).splitlines()[0]}") from None
     for message in out_of_bounds(node, key):
         raise ValueError(message)
     return made

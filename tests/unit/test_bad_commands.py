@@ -3,19 +3,28 @@
 import json
 import os
 import re
+import shlex
+import subprocess
 import sys
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
+from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf
 from rich.console import Console
 
 from marl import cli, main as marl_main
 from marl.config.command_options import chat, read, serve
 from marl.config.errors import ConfigError, explain
+from marl.config.overrides import hydra_overrides
+from marl.config.words import check_words, in_order, train_flags
 from marl.main import exit_code
 from marl.report import dump
+from marl.rewards.custom import checked_function, module_of
 from marl.types import Episode, Score, Task
+from marl.utils import own_frames
+from marl.utils.own_frames import own_traceback
 
 
 @pytest.fixture
@@ -201,3 +210,213 @@ def test_an_unknown_option_of_run_one_is_no_word_of_hydras(refused):
     assert said == (
         "configuration error: --bogus: marl run-one has no such option; expected --config-name, --config-dir or key=value\n"
     )
+
+
+WORDS = {
+    "trainer.totl_epochs=3": "unknown key 'trainer.totl_epochs': 'trainer' has no 'totl_epochs'. Did you mean 'total_epochs'?",
+    "+trainer.totl_epochs=3": "Did you mean 'total_epochs'?",
+    "+actor_rollout_ref.model_path=x": "Did you mean 'actor_rollout_ref.model.path'?",
+    "lr=3": "Did you mean 'actor_rollout_ref.actor.optim.lr'?",
+    "+dpo_beta=1": "'dpo_beta' (=1): it has no effect. Did you mean 'method.beta'?",
+    "critic.grad_clip=2": "critic.grad_clip=2: it has no effect; use critic.optim.clip_grad",
+    "learner=ppo": "unknown option learner=ppo; known: .* Did you mean 'ippo'?",
+    "learner=dpo": "It is a method: method=dpo",
+    "foo": "foo: expected key=value, as in learner=grpo or seed=1",
+    "quickstart": "quickstart: expected key=value; that configuration is --config-name quickstart",
+    "happo": "did you mean learner=happo?",
+    "--config-name quickstart -cn game": "--config-name game: a second one, after --config-name quickstart",
+    "--config-name=quickstart --config-name game": "--config-name game: a second one",
+    "--config-dir nope": "--config-dir nope: no such folder",
+    "--config nope.yaml": "--config nope.yaml: no such file; expected a YAML file, or one of game, marl",
+    "--resume nope": "--resume nope: no such folder",
+    "seed=1 --output": "--output: expected a value behind it",
+    "=3": "=3: there is no key",
+    "+agents.älice.role=x": "'älice' is not a valid name",
+    "+agents.judge={role": "+agents.judge={role",
+    "data.train_files=": "data.train_files=: expected a file, or a list of files",
+}
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+@pytest.mark.parametrize("words, said", WORDS.items(), ids=str)
+def test_words_that_are_wrong_by_themselves(refused, command, words, said):
+    printed = refused(command, *words.split())
+    assert printed.startswith("configuration error: ") and all(part in printed for part in said.split(" .* "))
+
+
+def test_they_are_refused_before_torch_is_imported():
+    script = "import sys; from marl import cli\n" + "".join(
+        f"assert cli.main(['train', *{words.split()!r}]) == 2\n" for words in WORDS
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", f"{script}print('torch' in sys.modules, 'verl' in sys.modules)"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.stdout == "False False\n", ended.stderr
+
+
+def test_a_users_own_file_and_modules_may_bring_keys_and_options(tmp_path, monkeypatch):
+    (tmp_path / "mine.yaml").write_text("defaults: [quickstart, _self_]\n")
+    for words in (
+        ["--config-dir", str(tmp_path), "-cn", "mine", "mine=3", "learner=own"],
+        ["--config-name", "mine", "mine=3"],
+    ):
+        check_words(words)
+    check_words(["hydra.searchpath=[file:///recipe]", "+maporl=maporl"])
+    with pytest.raises(ConfigError):
+        check_words(["learner=own"])
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "mine")
+    check_words(["learner=own"])
+    monkeypatch.delenv("VERL_USE_EXTERNAL_MODULES")
+    for words in (
+        ["+mine=3", "seed=${mine}"],
+        ["learner=grpo,mappo", "-m", "seed=0,1"],
+        ["++trainer.save_freq=3", "~agents.carol"],
+    ):
+        check_words(
+            [*words, "+agents.bob={}", "+data.sampler.class_path=x", "+actor_rollout_ref.actor.optim.grad_clip=1"]
+        )
+
+
+@pytest.mark.parametrize(
+    "script", sorted(Path("recipe").glob("*/run.sh")) + sorted(Path("examples").glob("*.sh")), ids=str
+)
+def test_the_words_of_recipes_and_examples_pass(script):
+    text = script.read_text().replace("\\\n", " ").replace("$ROOT", "/marl")
+    line = next(line for line in text.splitlines() if "marl" in line and "=" in line and not line.startswith("#"))
+    words = shlex.split(line)
+    words = words[words.index("-m") + 2 :] if "-m" in words else words
+    assert len(settings := [word for word in words if "=" in word]) > 10
+    check_words(hydra_overrides(settings))
+
+
+def test_flags_of_other_programs_stand_for_keys(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("seed: 3\n")
+    with pytest.raises(ConfigError, match=r"no list of defaults.*\ndefaults: \[marl, _self_\]"):
+        train_flags(["--config", str(file)])
+    file.write_text("defaults: [quickstart, _self_]\n")
+    assert train_flags(["--config", str(file), "seed=1"]) == [
+        "--config-dir",
+        str(tmp_path),
+        "--config-name",
+        "mine",
+        "seed=1",
+    ]
+    assert train_flags(["--config=quickstart"]) == ["--config-name", "quickstart"]
+    assert train_flags(["--output", "my runs/a"]) == ['trainer.default_local_dir="my runs/a"']
+    assert train_flags(["--resume", str(tmp_path)]) == [
+        "trainer.resume_mode=auto",
+        f'trainer.default_local_dir="{tmp_path}"',
+    ]
+    (point := tmp_path / "global_step_3").mkdir()
+    assert train_flags([f"--resume={point}"]) == [
+        "trainer.resume_mode=resume_path",
+        f'trainer.resume_from_path="{point}"',
+    ]
+    assert train_flags(["--config-name", "game", "--quiet"]) == ["--config-name", "game", "--quiet"]
+
+
+def test_overrides_may_stand_behind_flags():
+    words = ["~agents.carol", "--config-name", "quickstart", "seed=1", "-m", "--info", "plugins", "--cfg", "job", "x=2"]
+    assert in_order(words) == [
+        "--config-name",
+        "quickstart",
+        "-m",
+        "--info",
+        "plugins",
+        "--cfg",
+        "job",
+        "~agents.carol",
+        "seed=1",
+        "x=2",
+    ]
+    assert in_order(["--config-na", "game", "--info", "a=1"]) == ["--config-na", "game", "--info", "a=1"]
+    check_words(["--cluster", "2x8x80GB", "--config-name", "quickstart"])
+    assert get_args_parser().parse_args(in_order(words)).overrides == ["~agents.carol", "seed=1", "x=2"]
+
+
+def test_flags_of_other_programs_for_eval(refused, tmp_path):
+    from marl.commands.evaluate import FLAGS
+    from marl.config.words import renamed
+
+    (tmp_path / "tasks.csv").touch()
+    words = [
+        "--model",
+        "run",
+        "--environment",
+        f"{tmp_path}/tasks.csv",
+        "--num_episodes=50",
+        "--output",
+        f"{tmp_path}/out",
+    ]
+    assert renamed(words, FLAGS) == [
+        "run",
+        f"task={tmp_path}/tasks.csv",
+        "data.val_max_samples=50",
+        f"name={tmp_path}/out",
+    ]
+    assert "--environment gsm8k: no such file; expected a file of tasks" in refused(
+        "eval", "run", "--environment", "gsm8k"
+    )
+    assert "configuration error: n=two: Value 'two'" in refused("eval", "run", "n=two")
+    assert "configuration error: n=0: expected a whole number" in refused("eval", "run", "n=0")
+
+
+OWN = """\
+def helper(text):
+    return txet.strip()
+
+
+def compute(text):
+    return helper(text)
+"""
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_an_error_in_a_users_file_is_shown_from_that_file_on(tmp_path, capsys, wrap):
+    (tmp_path / "mine.py").write_text(OWN)
+    module = module_of(f"{tmp_path}/mine.py")
+
+    def work():
+        try:
+            module.compute("4")
+        except NameError as error:
+            if not wrap:
+                raise
+            raise RuntimeError("all episodes of step 1 failed") from error
+
+    assert exit_code(work) == 1
+    said = capsys.readouterr().err
+    assert f'File "{tmp_path}/mine.py", line 2, in helper' in said and "NameError: name 'txet' is not defined" in said
+    assert said.endswith(
+        "run failed: RuntimeError: all episodes of step 1 failed\n" if wrap else "name 'txet' is not defined\n"
+    )
+    assert "marl/main.py" not in said and own_traceback(OSError("full")) is None
+
+
+def test_an_error_in_our_code_keeps_its_whole_traceback(capsys, monkeypatch):
+    monkeypatch.setattr(own_frames, "LIBRARIES", (*own_frames.LIBRARIES, str(Path(__file__).parents[1])))
+    assert exit_code(lambda: 1 / 0) == 1
+    assert "marl/main.py" in capsys.readouterr().err
+
+
+def test_a_reward_file_with_a_typo_is_named_with_its_line(tmp_path, compose_config):
+    for name, text, said in (
+        ("a", "import math\n\nBEST = maths.inf\n", r"NameError: name 'maths' is not defined, in .*/a.py, line 3;"),
+        ("b", "x = 1\ndef compute_score(:\n", r"SyntaxError: .*b.py, line 2"),
+    ):
+        (tmp_path / f"{name}.py").write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            checked_function(compose_config(f"reward.custom_reward_function.path={tmp_path}/{name}.py"))
+
+
+def test_a_module_of_the_users_with_a_typo_is_shown_from_its_file_on(tmp_path, monkeypatch, capsys):
+    (tmp_path / "typo_world.py").write_text("import marl\n\nregister = marl.nothing\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "typo_world")
+    assert cli.main(["info", "worlds"]) == 1
+    said = capsys.readouterr().err
+    assert f'File "{tmp_path}/typo_world.py", line 3' in said and "catalogue.py" not in said

@@ -507,7 +507,7 @@ COMMAND_LINES = {
     "agents.alice.temperature=hot": ["agents.alice.temperature", "hot"],
     "trainer.total_training_steps=[1": ["trainer.total_training_steps=[1"],
     "=5": ["=5"],
-    "outputs/run": ["outputs/run: expected key=value\n"],
+    "outputs/run": ["outputs/run: expected key=value"],
     "data.train_batch_size": ["data.train_batch_size"],
     "trainer.nnodes=-1": ["trainer.nnodes=-1"],
     "~trainer.nnodes": ["trainer.nnodes"],

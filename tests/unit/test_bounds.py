@@ -12,7 +12,8 @@ from omegaconf import II, OmegaConf
 from marl.config import schema
 from marl.config.bounds import NUMBERS, SWITCHES, WORDS, check_values
 from marl.config.errors import ConfigError
-from marl.config.known_keys import TYPED
+from marl.config.identity import leaves
+from marl.config.known_keys import TYPED, known_keys
 from marl.envs import ENVIRONMENTS, Environment, make_environment, register_environment
 from marl.envs.games import GAMES, make_game
 from marl.learners import CREDITS, LEARNERS
@@ -225,3 +226,12 @@ def test_what_is_no_whole_number(value):
 def test_what_is_no_number(value):
     assert not FINITE.takes(value)
     assert FINITE.or_null().takes(value) is (value is None)
+
+
+def test_a_number_is_checked_before_those_that_follow_it():
+    """So that data.train_batch_size=0 is answered by that name."""
+    known, order = dict(leaves(known_keys())), [*NUMBERS]
+    followed = {key: re.findall(r"(?:\$\{|oc\.select:)(\w[\w.]+)", str(known.get(key))) for key in order}
+    pairs = [(source, key) for key, sources in followed.items() for source in sources if source in NUMBERS]
+    assert ("data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size") in pairs
+    assert [pair for pair in pairs if order.index(pair[0]) > order.index(pair[1])] == []

@@ -242,6 +242,9 @@ def test_a_learner_of_ones_own_is_an_option_without_yaml(quickstart):
 
 
 def test_agents_are_added_and_typed_from_the_command_line(quickstart):
+    assert new_agents(["+agents.bob={role: pick, stop: ['a, b'], trainable: false}"]) == [
+        "+agent@agents.bob=schema", 'agents.bob.role="pick"', 'agents.bob.stop=["a, b"]', "agents.bob.trainable=false",
+    ]  # fmt: skip
     assert new_agents(["+agents.bob.role=x", "+agents.bob.trainable=false", "seed=1"]) == [
         "+agent@agents.bob=schema",
         "agents.bob.role=x",

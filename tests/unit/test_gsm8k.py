@@ -84,7 +84,7 @@ def test_a_row_without_a_number_is_named(prepared, changes, said):
 
 def test_a_folder_that_is_not_there_is_named(preprocess, tmp_path):
     with pytest.raises(FileNotFoundError, match="--local_dataset_path=/nowhere"):
-        preprocess(["--local_dataset_path", "/nowhere", "--local_save_dir", str(tmp_path)])
+        preprocess(["--local_dataset_path", "/nowhere", "--local_dir", str(tmp_path)])
 
 
 def test_the_hub_is_asked_by_its_name(preprocess, tmp_path, monkeypatch):

@@ -4,10 +4,12 @@ import json
 from dataclasses import dataclass
 
 import pytest
+import yaml
+from omegaconf import OmegaConf
 
 from marl import catalogue, cli
 from marl.config import short_help
-from marl.config.errors import ConfigError
+from marl.config.errors import ConfigError, plain
 from marl.envs import ENVIRONMENTS, GAMES
 from marl.learners import CREDITS, LEARNERS
 from marl.methods import METHODS
@@ -99,3 +101,24 @@ def test_the_command(capsys):
         key for key in controller["keys"] if key["name"] == "ledger"
     ).items()
     assert cli.main(["info", "learnrs"]) == 2 and "Did you mean 'learners'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["learners", "runners", "credits", "methods"])
+def test_a_class_is_printed_as_a_file_that_changes_nothing(kind, capsys):
+    for name in BUILT_IN[kind].names():
+        config = BUILT_IN[kind].get(name).Config
+        if not catalogue.named(kind, name).keys:
+            continue
+        assert cli.main(["info", kind, name, "--yaml"]) == 0
+        written = yaml.safe_load(capsys.readouterr().out)
+        assert written.pop("defaults") == [name]
+        own = OmegaConf.structured(config(name=name))
+        assert written.keys() == set(own) - {"name"}
+        assert plain(OmegaConf.merge(own, written)) == plain(own)
+
+
+def test_environments_are_the_worlds(capsys):
+    assert catalogue.entries("environments") == catalogue.entries("worlds")
+    assert (
+        cli.main(["info", "learners", "--yaml"]) == 2 and "marl info learners happo --yaml" in capsys.readouterr().err
+    )

@@ -1,11 +1,13 @@
 """Runners by transcript: literal messages from scripted agents."""
 
+import asyncio
 import itertools
 import random
 
 import pytest
 
-from marl.runners import RUNNERS, majority
+from marl.runners import RUNNERS, Instructions, majority, scripted
+from marl.types import Task, Turn
 from tests.builders import BUILT_IN, QUESTION, build_runner as build, play
 
 
@@ -125,3 +127,31 @@ def test_a_runner_may_ask_for_a_score_and_it_is_asked_for_once():
 def test_a_runner_votes_where_its_options_say_how(name):
     cls = RUNNERS.get(name)
     assert cls.votes == ("decide" in cls.Config.__dataclass_fields__)
+
+
+def test_a_system_prompt_stands_before_the_task_and_the_role_behind_it():
+    question, rows = {"role": "user", "content": "2+2?"}, {"role": "system", "content": "Answer in one word."}
+    told = Instructions("Be brief.", "You are Alice.")
+    assert told.beside([question]) == [
+        {"role": "system", "content": "You are Alice."}, {"role": "user", "content": "2+2?\n\nBe brief."},
+    ]  # fmt: skip
+    assert told.beside([rows, question])[0] == {"role": "system", "content": "You are Alice.\n\nAnswer in one word."}
+    assert (
+        Instructions().beside([rows, question]) == [rows, question]
+        and Instructions("", "x").beside([question])[1] is question
+    )
+
+
+def test_every_turn_of_an_agent_begins_with_its_own_system_prompt():
+    told = {"alice": Instructions(system="You are Alice."), "carol": Instructions("Carol speaks.", "You are Carol.")}
+
+    async def generate(agent, observation, round, previous, branch):
+        return Turn(agent, round, list(observation), "4")
+
+    task = Task("t", [{"role": "user", "content": "2+2?"}], "4", "x", lambda text: text)
+    runner = build("debate", num_rounds=2)
+    record = asyncio.run(scripted.play(runner, task, ["alice", "carol"], generate, roles=told))
+    assert len(record.turns) == 4
+    for turn in record.turns:
+        assert turn.observation[0] == {"role": "system", "content": told[turn.agent].system}
+        assert [message["role"] for message in turn.observation].count("system") == 1

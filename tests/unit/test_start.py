@@ -171,10 +171,10 @@ def test_every_run_of_a_sweep_has_a_folder_of_its_own_and_a_failed_one_stops_no_
 
 def test_a_run_knows_its_job_and_folder_as_from_hydra():
     found = []
-    words = ["+trainer.named='${hydra:job.name}'", "+trainer.folder='${hydra:runtime.output_dir}'"]
+    words = ["trainer.project_name='${hydra:job.name}'", "trainer.experiment_name='${hydra:runtime.output_dir}'"]
     for further in ([], ["hydra.job.chdir=false"]):  # composed once, and by hydra.main
         assert run_composed(hydra_overrides([*words, *further]), lambda config: found.append(config.trainer)) == 0
-    once, whole = ((trainer.named, trainer.folder) for trainer in found)
+    once, whole = ((trainer.project_name, trainer.experiment_name) for trainer in found)
     assert once == whole == (Path(__file__).stem, os.getcwd())
 
 

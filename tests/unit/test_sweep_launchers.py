@@ -27,10 +27,11 @@ class Launcher(RayLauncher):
 
     def composed(self, words):
         always = ["trainer.resume_changes=[]", "trainer.total_training_steps=4", "agents={}"]
+        always += ["trainer.nnodes=1", "trainer.device=cpu"]
         return OmegaConf.from_dotlist([*always, *filter(None, [self.settings]), *words])
 
     def setup_of(self, job):
-        return SimpleNamespace(config=self.composed(job.words))
+        return SimpleNamespace(config=self.composed(job.words), ranks_by_pool={"a": 1})
 
     def launch_all(self, jobs, first):
         self.launched = jobs
@@ -55,6 +56,23 @@ def test_a_finished_run_is_skipped_only_with_the_same_settings(tmp_path, capfd):
         assert trained == [] and all(isinstance(error, ConfigError) for error in errors)
         assert setting.partition("=")[0] in str(errors[0]) and "hydra.sweep.dir" in str(errors[0])
         assert "0 of 2 runs have finished, 2 failed" in capfd.readouterr().out
+
+
+def test_no_run_starts_where_one_is_refused(tmp_path):
+    class Strict(Launcher):
+        def setup_of(self, job):
+            if {"seed=a", "seed=b"} & {*job.words}:
+                raise ConfigError("seed: expected a number")
+            return super().setup_of(job)
+
+    launcher = Strict(tmp_path)
+    with pytest.raises(
+        ConfigError, match="2 of the sweep's runs are refused, so none starts:\nseed=a; seed=b: seed: expected"
+    ):
+        launcher.launch([["seed=0"], ["seed=a"], ["seed=b"]], 0)
+    assert launcher.launched == {}
+    launcher.launch([["seed=0"], ["seed=1"]], 0)
+    assert len(launcher.launched) == 2
 
 
 def test_a_finished_run_may_have_been_of_other_packages(tmp_path, monkeypatch):

@@ -1,11 +1,11 @@
 """Rules about agents, their answers and the runner's templates."""
 
-import re
 import string
 from typing import Any
 
 from marl.config.errors import ConfigError
 from marl.config.kinds import answers_only
+from marl.config.overrides import NAME
 from marl.config.policies import all_policies
 from marl.utils.numbers import LEAST_TEMPERATURE
 from marl.utils.registry import did_you_mean
@@ -38,9 +38,6 @@ def trained_rounds_exist(config: Any) -> None:
         raise ConfigError(
             f"learner.train_rounds={list(rounds)}: rounds are counted from 1; use some of them, or null for all"
         )
-
-
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
 
 
 def names_are_valid(config: Any) -> None:
