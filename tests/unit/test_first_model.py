@@ -28,7 +28,7 @@ def test_a_plan_does_not_train_the_tiny_model(small, tmp_path, monkeypatch, caps
     assert plan.main(words) == 0
     said = capsys.readouterr().out
     assert (
-        f"{tmp_path}/made: the tiny model is not made yet; marl train makes it" in said and "memory of one rank" in said
+        f"{tmp_path}/made: the model is not made yet; marl train makes it" in said and "memory of one rank" in said
     )
     assert not (tmp_path / "made").exists()
 
@@ -41,7 +41,7 @@ def test_the_first_run_makes_the_model_and_says_how_far_it_is(small, tmp_path, c
     assert prepared(config, prepare) is config
     first, *steps = capsys.readouterr().out.splitlines()
     assert (
-        first.startswith(f"{tmp_path}/made: making the tiny model") and steps[-1] == "making the tiny model: 2/2 steps"
+        first.startswith(f"{tmp_path}/made: making the model") and steps[-1] == "making the model: 2/2 steps"
     )
     assert prepared(config, prepare) is config and not capsys.readouterr().out
 
