@@ -78,7 +78,7 @@ class Shapley(DecidedByVote, OutcomeCredit):
             seats = {agent: seat for seat, agent in enumerate(dict.fromkeys(vote.agent for vote in decided.votes))}
             unnamed = tuple(replace(vote, agent=str(seats[vote.agent]), round=0) for vote in decided.votes)
             voters = [batch.agents.index(agent) for agent in seats]
-            shares_EA[e, voters] = shares(replace(decided, votes=unnamed))
+            shares_EA[e, voters] = shares(replace(decided, votes=unnamed)).to(shares_EA.dtype)
         return shares_EA
 
 
@@ -152,5 +152,5 @@ def gain(ballot: Ballot, vote: Vote, alternatives: Sequence[Vote]) -> Tensor:
     """A vote's advantage over these alternatives, which are equally likely and include itself."""
     at = ballot.votes.index(vote)
     q_K = [ballot_score(ballot, [*ballot.votes[:at], other, *ballot.votes[at + 1 :]]) for other in alternatives]
-    policy_K = torch.full((len(q_K),), 1 / len(q_K))
-    return credit.counterfactual(torch.tensor(q_K), [policy_K], [alternatives.index(vote)])[0]
+    policy_K = torch.full((len(q_K),), 1 / len(q_K), dtype=torch.float64)
+    return credit.counterfactual(torch.tensor(q_K, dtype=torch.float64), [policy_K], [alternatives.index(vote)])[0]

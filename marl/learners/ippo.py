@@ -66,7 +66,7 @@ class IPPO(Learner):
             return {}
         parts, config = decisions.values(), self.config
         plan = self.trajectories(batch, torch.cat([own.cells_D for own in parts]))
-        rewards_NT = plan.to_matrix(torch.cat([own.rewards(rewards_ERA) for own in parts]))
+        rewards_NT = plan.to_matrix(torch.cat([own.rewards(rewards_ERA) for own in parts]).float())  # as critics are
         values_NT = plan.to_matrix(torch.cat([own.values_D for own in parts]))
         discounts_NT = plan.discounts(config.gamma, config.token_gamma)
         advantages_D = plan.from_matrix(credit.gae(rewards_NT, values_NT, plan.mask_NT, discounts_NT, config.lam))

@@ -94,7 +94,7 @@ class JointActions:
             mask_BA=trained_ERA[episode_B, round_B],
             next_B=next_B,
             rounds_B=torch.where(same_B, round_B[next_B] - round_B, 0),
-            rewards_B=folded_ER[episode_B, round_B],
+            rewards_B=folded_ER[episode_B, round_B].float(),  # the mixer is of single precision
             keys_B=[(batch.tasks_E[e], r) for e, r in zip(episode_B.tolist(), round_B.tolist(), strict=True)],
             ids=batch.critic_data.joint_ids,
         )

@@ -21,7 +21,7 @@ def test_grids_and_rows():
     two = episode_of_turns(turn_of_ids("a", 1, [9], [9, 9]), turn_of_ids("b", 1, [9], [9]))
     batch = joint_batch([one, two], ["a", "b"], {"a": 1.0, "b": 0.7})
     assert batch.mask_ERA.tolist() == [[[True, True], [True, False]], [[True, True], [False, False]]]
-    torch.testing.assert_close(batch.scores_ERA[0], torch.tensor([[0.1, 0.1], [0.2, 0.0]]))
+    torch.testing.assert_close(batch.scores_ERA[0], torch.tensor([[0.1, 0.1], [0.2, 0.0]], dtype=torch.float64))
     rows = batch.rows["a"]
     assert [r.tolist() for r in rows["input_ids"].unbind()] == [[1, 2, 5, 6], [1, 2, 5, 6, 7, 8], [9, 9, 9]]
     assert [r.tolist() for r in rows["position_ids"].unbind()] == [[0, 1, 2, 3], [0, 1, 2, 3, 4, 5], [0, 1, 2]]

@@ -48,7 +48,7 @@ def test_incentives_are_added_to_any_credit(name):
     batch = batch_of(episode("t", 0, DEBATE), episode("t", 1, [[1.0, None], [None, 1.0]]))
     plain = scheme(name).of(batch)
     added = scheme(name, alpha0=2.0, alpha1=4.0, beta0=8.0, beta1=16.0).of(batch) - plain
-    expected = torch.tensor([[[16.0, -8.0], [-2.0, 4.0]], [[0, 0], [0, 0]]])
+    expected = torch.tensor([[[16.0, -8.0], [-2.0, 4.0]], [[0, 0], [0, 0]]]).double()
     torch.testing.assert_close(added, expected, atol=1e-5, rtol=0)
     assert torch.equal(scheme(name, alpha0=0.0).of(batch), plain)
 
@@ -182,20 +182,20 @@ def test_counterfactual_by_hand():
     got = scheme("counterfactual").assign(voted(Decide.majority, ("4", "5"), ("4", "4"), ("5", "5")))[:, 0]
     a = [0.5 - 1 / 3, 1 - 2.5 / 3, 0 - 1 / 3]
     b = [0.5 - 2 / 3, 1 - 2 / 3, 0 - 0.5 / 3]
-    torch.testing.assert_close(got, torch.tensor([a, b]).T)
+    torch.testing.assert_close(got, torch.tensor([a, b]).double().T)
 
 
 def test_counterfactual_of_a_vote_that_changes_nothing_is_exactly_zero():
     got = scheme("counterfactual").assign(voted(Decide.last, ("4", "5"), ("5", "5"), ("7", "5")))
     assert (got == 0).all(), "only the last one decides, and it always says the same"
     got = scheme("counterfactual").assign(voted(Decide.last, ("4", "4"), ("5", "5"), ("7", "5")))
-    torch.testing.assert_close(got[:, 0], torch.tensor([[0, 2 / 3], [0, -1 / 3], [0, -1 / 3]]))
+    torch.testing.assert_close(got[:, 0], torch.tensor([[0, 2 / 3], [0, -1 / 3], [0, -1 / 3]]).double())
 
 
 def test_an_alternative_brings_its_own_weight():
     """By score, a right answer outweighs two wrong ones: b's 4 would have decided beside 5 and 6."""
     got = scheme("counterfactual").assign(voted(Decide.verifier, ("5", "4", "6"), ("5", "5", "6")))[:, 0]
-    torch.testing.assert_close(got[:, 1], torch.tensor([0.5, -0.5]))
+    torch.testing.assert_close(got[:, 1], torch.tensor([0.5, -0.5]).double())
 
 
 def test_earlier_rounds_vote_on_what_they_would_have_decided():
