@@ -294,6 +294,7 @@ def summarise(trainer: MARLTrainer, baselines: Mapping[str, Metrics]) -> None:
         return
     result = run_summary.summarise(
         trainer.history,
+        problems=len(trainer.validation),
         steps=trainer.step_number,
         seconds=seconds_of(trainer),
         restarts=trainer.restarts,

@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         with display_of(show) as display:
             trainer = run(config, display)
         if show is not Show.quiet:
-            run_summary.show(trainer.history, trainer.report_folder, trainer.folder)
+            run_summary.show(trainer.history, len(trainer.validation), trainer.report_folder, trainer.folder)
 
     return run_composed(hydra_overrides(words), train)
 

@@ -16,11 +16,12 @@ from marl.controller.tasks import validation_tasks
 from marl.evaluation.baselines import majority_is_right
 from marl.evaluation.numbers import accuracy_T, by_task, columns_of, cost_of, mean, numbers_of
 from marl.evaluation.source import Source
-from marl.evaluation.statistics import bootstrap, compared
+from marl.evaluation.statistics import compared
 from marl.evaluation.team import Team, opened, setup_of
 from marl.report import conversation, dump
 from marl.runners import RUNNERS
 from marl.types import AgentId, Episode, Task
+from marl.utils.intervals import wilson
 from marl.utils.registry import did_you_mean
 
 BASELINES = ("solo", "vote", "tokens")
@@ -61,7 +62,7 @@ def evaluate(source: Source, words: Sequence[str], asked: Asked, folder: Path) -
         dump.write(episodes, team.step, folder, [[columns_of(turn) for turn in e.turns] for e in episodes])
         found = Found(
             source,
-            numbers_of(episodes, seconds, asked.measures, team.setup.config.seed),
+            numbers_of(episodes, seconds, asked.measures),
             accuracy_T(episodes),
             fingerprint(tasks),
             validation_sampling(team.setup.config, team.controller.sampling),
@@ -148,7 +149,9 @@ def summary(found: Found, name: str, episodes: Sequence[Episode], seconds: float
 def told(found: Found, name: str, right_T: list[float]) -> dict[str, Any]:
     """A summary beside the team's numbers, with the team's gain over it on the same tasks."""
     found.beside[name] = right_T
-    return {"accuracy": mean(right_T), "interval": bootstrap(right_T), "gain_of_team": compared(found.right_T, right_T)}
+    accuracy = mean(right_T)
+    interval = wilson(accuracy, len(right_T))
+    return {"accuracy": accuracy, "interval": interval, "gain_of_team": compared(found.right_T, right_T)}
 
 
 def solo(team: Team, tasks: Sequence[Task], episodes: Sequence[Episode], found: Found) -> None:

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
-from marl.evaluation.statistics import bootstrap, ks_up_to, majority_at_k, pass_at_k
+from marl.evaluation.statistics import ks_up_to, majority_at_k, pass_at_k
 from marl.report import conversation
 from marl.report.conversation import answering_turn, is_right
 from marl.types import AgentId, Episode, Turn
 from marl.utils import votes
+from marl.utils.intervals import wilson
 
 
 def by_task(episodes: Sequence[Episode]) -> list[list[Episode]]:
@@ -32,15 +33,13 @@ def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def numbers_of(
-    episodes: Sequence[Episode], seconds: float, measures: Sequence[str] = (), seed: int = 0
-) -> dict[str, Any]:
+def numbers_of(episodes: Sequence[Episode], seconds: float, measures: Sequence[str] = ()) -> dict[str, Any]:
     """All numbers of one team. ``measures``: ``similarity`` and ``perplexity``."""
     right_T, agents = accuracy_T(episodes), episodes[0].agents
     rounds = conversation.rounds_of(episodes)
     result: dict[str, Any] = {
         "accuracy": mean(right_T),
-        "interval": bootstrap(right_T, seed),
+        "interval": wilson(mean(right_T), len(right_T)),
         "failed": len(conversation.failures(episodes)),
         "pass@k": at_k(episodes, pass_of),
         "majority@k": at_k(episodes, majority_of),

@@ -7,23 +7,19 @@ import math
 import random
 from collections.abc import Sequence
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from marl.utils.intervals import paired
+
 RESAMPLES = 10_000
-LEVEL = 0.95
 MOST_SUBSETS = 2_000
 """Subsets of a task's samples whose majorities are averaged; of more, so many are drawn."""
 EXACT = 14
 """Differing tasks up to which all signs are tried."""
 CHUNK = 1 << 22
 """Numbers drawn at a time."""
-
-
-class Interval(NamedTuple):
-    low: float
-    high: float
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -58,21 +54,6 @@ def ks_up_to(n: int) -> list[int]:
     return sorted({*(2**i for i in range(n.bit_length()) if 2**i <= n), n})
 
 
-def bootstrap(values_T: Sequence[float], seed: int = 0) -> Interval | None:
-    """Percentile interval of the mean over tasks, which are drawn with replacement; None for a single task. Of differences on the same
-    tasks it is the paired interval."""
-    values = np.asarray(values_T, dtype=float)
-    if len(values) < 2:
-        return None
-    rng, means = np.random.default_rng(seed), []
-    each = max(1, CHUNK // len(values))
-    for start in range(0, RESAMPLES, each):
-        drawn = rng.integers(len(values), size=(min(each, RESAMPLES - start), len(values)))
-        means.append(values[drawn].mean(axis=1))
-    low, high = np.quantile(np.concatenate(means), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Interval(float(low), float(high))
-
-
 def sign_flip_p(differences_T: Sequence[float], seed: int = 0) -> float:
     """Two-sided p-value of the paired permutation test: were the two alike, every task's difference could have had the other
     sign. Exact up to ``EXACT`` differing tasks (for single samples McNemar's exact test), else from random signs."""
@@ -100,6 +81,6 @@ def compared(a_T: Sequence[float], b_T: Sequence[float]) -> dict[str, Any]:
     differences = [a - b for a, b in zip(a_T, b_T, strict=True)]
     return {
         "difference": math.fsum(differences) / len(differences),
-        "interval": bootstrap(differences),
+        "interval": paired(differences),
         "p": sign_flip_p(differences),
     }

@@ -92,10 +92,10 @@ def warm_up_and_train(config: DictConfig) -> Any:
     finally:
         bar.progress.stop()  # always restores the cursor
     if trainer.history:
-        console.print(run_summary.table(trainer.history))
+        console.print(run_summary.table(trainer.history, len(trainer.validation)))
     found = run_summary.read_json(trainer.report_folder) if config.baseline else {}
     if found.get("baselines"):
-        keys = ("baselines", "sampled_tokens", "degenerate_groups")
+        keys = ("problems", "baselines", "sampled_tokens", "degenerate_groups")
         console.print(run_summary.baseline_table(trainer.history, *(found[key] for key in keys)))
     console.print(f"curves: {trainer.report_folder / 'curves.png'}   numbers: {trainer.report_folder / 'summary.json'}")
     return trainer

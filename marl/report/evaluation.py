@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from marl.utils.intervals import share
+
 Result = Mapping[str, Any]
 
 
@@ -26,11 +28,21 @@ def markdown(result: Result) -> str:
 
 
 def sections(result: Result) -> Iterator[str]:
-    teams = result["teams"]
+    teams, tasks = result["teams"], result["task"]["tasks"]
     yield table(
-        ["team", "accuracy", "95 %", "failed", "tokens per answer", "tokens sampled", "tokens read", "seconds"],
         [
-            [t["label"], share(t["accuracy"]), interval(t["interval"]), str(t["failed"]), *cost(t["cost"])]
+            "team",
+            "tasks",
+            "accuracy",
+            "95 %",
+            "failed",
+            "tokens per answer",
+            "tokens sampled",
+            "tokens read",
+            "seconds",
+        ],
+        [
+            [t["label"], str(tasks), share(t["accuracy"]), interval(t["interval"]), str(t["failed"]), *cost(t["cost"])]
             for t in teams
         ],
     )
@@ -40,17 +52,18 @@ def sections(result: Result) -> Iterator[str]:
         yield table(["", "difference", "95 %, paired", "p"], rows)
     for team in teams:
         yield f"## {team['label']}"
-        yield from of_team(team)
+        yield from of_team(team, tasks)
 
 
-def of_team(team: Result) -> Iterator[str]:
+def of_team(team: Result, tasks: int) -> Iterator[str]:
+    """Every share with its 95 % interval over so many tasks."""
     ks = list(team["pass@k"])
-    yield table(["k", *ks], [[key, *(share(team[key][k]) for k in ks)] for key in ("pass@k", "majority@k")])
+    yield table(["k", *ks], [[key, *(share(team[key][k], tasks) for k in ks)] for key in ("pass@k", "majority@k")])
     rounds = list(team["by_round"])
     if rounds:
-        rows = [["all agents", *(share(team["by_round"][r]) for r in rounds), ""]]
+        rows = [["all agents", *(share(team["by_round"][r], tasks) for r in rounds), ""]]
         rows += [
-            [name, *(share(own["by_round"].get(r)) for r in rounds), share(own["final"])]
+            [name, *(share(own["by_round"].get(r), tasks) for r in rounds), share(own["final"], tasks)]
             for name, own in team["by_agent"].items()
         ]
         yield table(["accuracy", *(f"round {r}" for r in rounds), "last answer"], rows)
@@ -60,7 +73,7 @@ def of_team(team: Result) -> Iterator[str]:
             ["beside the team", "accuracy", "95 %", "gain of the team", "95 %, paired", "p", "tokens per answer"], rows
         )
     if team["vote_without"]:
-        rows = [[agent, share(accuracy)] for agent, accuracy in team["vote_without"].items()]
+        rows = [[agent, share(accuracy, tasks)] for agent, accuracy in team["vote_without"].items()]
         yield table(["the same votes without", "accuracy"], rows)
     if "similarity" in team:
         yield f"Similarity of the answers to the truth: {team['similarity']:.3f}"
@@ -95,12 +108,8 @@ def difference(found: Result) -> list[str]:
     return [f"{found['difference']:+.3f}", interval(found["interval"]), f"{found['p']:.4f}"]
 
 
-def share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
-def interval(found: Sequence[float] | None) -> str:
-    return "-" if found is None else f"{found[0]:.3f} to {found[1]:.3f}"
+def interval(found: Sequence[float]) -> str:
+    return f"{found[0]:.3f} to {found[1]:.3f}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -122,7 +131,7 @@ def plot(result: Result, path: Path) -> None:
     teams = result["teams"]
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4))
     for at, team in enumerate(teams):
-        low, high = team["interval"] or (team["accuracy"],) * 2
+        low, high = team["interval"]
         errors = [[max(0.0, team["accuracy"] - low)], [max(0.0, high - team["accuracy"])]]
         axes[0].bar([at], [team["accuracy"]], yerr=errors, capsize=4)
         axes[1].plot(list(map(int, team["by_round"])), list(team["by_round"].values()), marker="o", label=team["label"])

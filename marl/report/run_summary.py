@@ -11,6 +11,7 @@ from rich.text import Text
 
 from marl.report.conversation import TRANSITIONS
 from marl.types import Metrics
+from marl.utils.intervals import share
 
 History = Mapping[int, Metrics]
 """Team metrics of each validation, by step."""
@@ -24,6 +25,7 @@ def accuracy(team: Metrics) -> dict[str, float]:
 def summarise(
     history: History,
     *,
+    problems: int,
     steps: int,
     seconds: float,
     seed: int,
@@ -33,9 +35,10 @@ def summarise(
     learner: Metrics | None = None,
     baselines: Mapping[str, Metrics] | None = None,
 ) -> dict[str, Any]:
-    """The content of ``summary.json``; ``learner``: :meth:`Learner.summary`."""
+    """The content of ``summary.json``; ``problems``: how many were validated on; ``learner``: :meth:`Learner.summary`."""
     first, last = history[min(history)], history[max(history)]
     return {
+        "problems": problems,
         "steps": steps,
         "seconds": round(seconds, 2),
         "restarts": restarts,
@@ -53,18 +56,18 @@ def write_json(summary: Mapping[str, Any], path: Path) -> None:
     path.write_text(json.dumps(summary, indent=2) + "\n")
 
 
-def table(history: History) -> Table:
-    """The first and the last validation, which may be one: accuracies, the four transitions of an answer, how often a right agent
-    was swayed."""
+def table(history: History, problems: int) -> Table:
+    """The first and the last validation, which may be one: accuracies with their intervals over the problems, the four transitions
+    of an answer, how often a right agent was swayed."""
     steps = sorted({min(history), max(history)})
     first, both = history[steps[0]], len(steps) == 2
-    result = Table(
-        title="before and after training (validation problems)" if both and not steps[0] else "validation problems"
-    )
+    about = f"{problems} validation problem{'s' * (problems != 1)}, 95 % intervals"
+    result = Table(title=f"before and after training ({about})" if both and not steps[0] else about)
     for heading in ("", *(f"step {step}" for step in steps), *["change"] * both):
         result.add_column(heading, justify="left" if not heading else "right")
     rows = {name.replace("_", " "): f"accuracy/{name}" for name in accuracy(first) if name != "vote"}
     rows["vote"] = "vote"
+    accuracies = set(rows.values())
     if "gain" in first:
         rows["gain of the last round"] = "gain"
         rows |= {name.replace("_", " → "): f"transitions/{name}" for name in TRANSITIONS}
@@ -73,15 +76,16 @@ def table(history: History) -> Table:
         values = [history[step].get(key) for step in steps]
         before, after = values[0], values[-1]
         change = f"{after - before:+.3f}" if before is not None and after is not None else ""
-        result.add_row(label, *("-" if value is None else f"{value:.3f}" for value in values), *[change] * both)
+        counted = problems if key in accuracies else None
+        result.add_row(label, *(share(value, counted) for value in values), *[change] * both)
     return result
 
 
-def show(history: History, folder: Path, run: Path) -> None:
+def show(history: History, problems: int, folder: Path, run: Path) -> None:
     """The last lines of a run on a terminal: the accuracies before and after training, and where the results are."""
     console = Console(highlight=False)
     if history and "vote" in history[min(history)]:
-        console.print(table(history))
+        console.print(table(history, problems))
     console.print(Text(f"results: {folder}   full report: marl report {run}"), soft_wrap=True)
 
 
@@ -92,24 +96,24 @@ def read_json(folder: Path) -> dict[str, Any]:
 
 
 def baseline_table(
-    history: History, baselines: Mapping[str, Metrics], sampled_tokens: int, degenerate_groups: float | None = None
+    history: History,
+    problems: int,
+    baselines: Mapping[str, Metrics],
+    sampled_tokens: int,
+    degenerate_groups: float | None = None,
 ) -> Table:
-    """The trained team beside its baselines."""
+    """The trained team beside its baselines, with intervals over the problems."""
     last = history[max(history)]
-    result = Table(title="the team and its baselines (validation problems)")
+    result = Table(title=f"the team and its baselines ({problems} validation problems, 95 % intervals)")
     for heading in ("", "accuracy", "sampled tokens", "degenerate groups"):
         result.add_column(heading, justify="left" if not heading else "right")
     degenerate = share(degenerate_groups)
-    result.add_row("team, last answers", f"{last_accuracy(last):.3f}", str(sampled_tokens), degenerate)
-    result.add_row("team, vote", f"{last['vote']:.3f}", str(sampled_tokens), degenerate)
+    result.add_row("team, last answers", share(last_accuracy(last), problems), str(sampled_tokens), degenerate)
+    result.add_row("team, vote", share(last["vote"], problems), str(sampled_tokens), degenerate)
     for name, numbers in baselines.items():
         degenerate = share(numbers.get("degenerate_groups"))
-        result.add_row(name, f"{numbers['accuracy']:.3f}", str(int(numbers["sampled_tokens"])), degenerate)
+        result.add_row(name, share(numbers["accuracy"], problems), str(int(numbers["sampled_tokens"])), degenerate)
     return result
-
-
-def share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
 
 
 def last_accuracy(team: Metrics) -> float:

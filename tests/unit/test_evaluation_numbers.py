@@ -5,12 +5,14 @@ import math
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from marl.config.errors import ConfigError
 from marl.evaluation import evaluate, numbers
-from marl.evaluation.statistics import bootstrap, compared, ks_up_to, majority_at_k, pass_at_k, sign_flip_p
+from marl.evaluation.statistics import compared, ks_up_to, majority_at_k, pass_at_k, sign_flip_p
 from marl.types import Ballot, Episode, Rule, Score, Task, Turn, Vote
+from marl.utils.intervals import paired, wilson
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample():
@@ -36,13 +38,47 @@ def test_ks():
     assert [ks_up_to(n) for n in (1, 2, 3, 4, 6)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 4, 6]]
 
 
-def test_the_bootstrap_of_two_tasks_and_its_width():
-    assert bootstrap([0.0, 1.0]) == (0.0, 1.0), "a quarter of the resamples is all of one task"
-    assert bootstrap([0.25, 0.25, 0.25]) == (0.25, 0.25) and bootstrap([1.0]) is None
-    values = [float(i % 4 == 0) for i in range(400)]
-    error = math.sqrt(0.25 * 0.75 / 400)
-    low, high = bootstrap(values)
-    assert (low, high) == pytest.approx((0.25 - 1.96 * error, 0.25 + 1.96 * error), abs=0.006)
+def test_wilsons_interval_by_hand():
+    """Of 0 of 20 it ends at z^2 / (20 + z^2); of 10 of 20 it is the quadratic's two roots (Brown, Cai and DasGupta, 2001)."""
+    assert wilson(0.0, 20) == pytest.approx((0.0, 3.8415 / 23.8415), abs=1e-4)
+    assert wilson(0.5, 20) == pytest.approx((0.2993, 0.7007), abs=1e-4)
+    assert wilson(1.0, 20) == pytest.approx((1 - 3.8415 / 23.8415, 1.0), abs=1e-4), (
+        "a perfect score says little of 20 tasks"
+    )
+
+
+@pytest.mark.parametrize("share", [0.05, 0.1, 0.3, 0.5, 0.9])
+@pytest.mark.parametrize("tasks", [11, 20, 50, 200])
+def test_coverage_of_an_accuracy(tasks, share):
+    """Exactly, over all numbers of right answers: a percentile bootstrap covers .615 of 20 tasks at .05."""
+    chances = [math.comb(tasks, c) * share**c * (1 - share) ** (tasks - c) for c in range(tasks + 1)]
+    covered = [low <= share <= high for low, high in (wilson(c / tasks, tasks) for c in range(tasks + 1))]
+    assert sum(p for p, inside in zip(chances, covered, strict=True) if inside) > 0.89
+
+
+@pytest.mark.parametrize("share, alike", [(0.05, 1.0), (0.5, 0.3), (0.5, 5.0), (0.9, 1.0)])
+@pytest.mark.parametrize("tasks, samples", [(11, 4), (20, 16)])
+def test_coverage_where_tasks_have_several_samples(tasks, samples, share, alike):
+    """Some tasks are easy and some hard: their shares are of a beta distribution."""
+    rng = np.random.default_rng(0)
+    easy = rng.beta(share * alike, (1 - share) * alike, size=(2000, tasks))
+    means = (rng.binomial(samples, easy) / samples).mean(axis=1)
+    covered = [low <= share <= high for low, high in (wilson(mean, tasks) for mean in means)]
+    assert sum(covered) / len(covered) > 0.9
+
+
+@pytest.mark.parametrize("better, worse", [(0.05, 0.0), (0.1, 0.1), (0.3, 0.1), (0.02, 0.02)])
+@pytest.mark.parametrize("tasks", [11, 20, 50])
+def test_coverage_of_a_difference(tasks, better, worse):
+    draws = np.random.default_rng(0).random((2000, tasks))
+    differences = (draws < better) * 1.0 - ((draws >= better) & (draws < better + worse)) * 1.0
+    covered = [low <= better - worse <= high for low, high in map(paired, differences.tolist())]
+    assert sum(covered) / len(covered) > 0.93
+
+
+def test_teams_that_are_right_on_the_same_tasks_may_differ_on_others():
+    """Bonett and Price's for 0 and 0 of 20: 0 -+ z sqrt(2 / 22 / 22)."""
+    assert paired([0.0] * 20) == pytest.approx((-0.126, 0.126), abs=1e-3) and paired([1.0]).high == 1.0
 
 
 def test_the_test_is_mcnemars_for_single_samples():
@@ -93,7 +129,7 @@ def four_episodes():
 
 def test_every_number_of_four_episodes_by_hand():
     found = numbers.numbers_of(four_episodes(), seconds=2.0, measures=numbers.MEASURES)
-    assert found["accuracy"] == 0.5 and found["failed"] == 1 and found["interval"] == (0.5, 0.5)
+    assert found["accuracy"] == 0.5 and found["failed"] == 1 and found["interval"] == wilson(0.5, 2)
     assert found["pass@k"] == {"1": 0.5, "2": 1.0} and found["majority@k"] == {"1": 0.5, "2": pytest.approx(0.75)}
     # round 1: 3 + 1 + 0 right of 12 answers, and the failed episode's three were right, as far as it went
     assert found["by_round"] == {"1": pytest.approx(7 / 12), "2": pytest.approx(7 / 12)}

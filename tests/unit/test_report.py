@@ -288,6 +288,7 @@ def test_summary_and_curves(tmp_path):
     after = conversation.team_metrics([debate(["1", "1"], ["2", "1"], vote="1")])
     got = run_summary.summarise(
         {0: before, 5: after},
+        problems=1,
         steps=5,
         seconds=1.234,
         seed=3,
@@ -298,6 +299,7 @@ def test_summary_and_curves(tmp_path):
         baselines={"solo": {"accuracy": 0.5, "sampled_tokens": 8.0, "degenerate_groups": 0.75}},
     )
     assert got == {
+        "problems": 1,
         "steps": 5,
         "seconds": 1.23,
         "restarts": 2,
@@ -313,20 +315,26 @@ def test_summary_and_curves(tmp_path):
     }
     run_summary.plot({0: before, 5: after}, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert run_summary.table({0: before, 5: after}).row_count == 10
+    assert run_summary.table({0: before, 5: after}, 1).row_count == 10
     headings = {
         (0, 5): ["", "step 0", "step 5", "change"],
         (2, 5): ["", "step 2", "step 5", "change"],
         (5,): ["", "step 5"],
     }
     for steps, expected in headings.items():
-        table = run_summary.table(dict.fromkeys(steps, after))
+        table = run_summary.table(dict.fromkeys(steps, after), 11)
         assert [column.header for column in table.columns] == expected and table.row_count == 10
-        assert ("before and after" in table.title) is (steps == (0, 5))
-    beside = run_summary.baseline_table({0: before, 5: after}, got["baselines"], got["sampled_tokens"], 0.25)
+        assert ("before and after" in table.title) is (steps == (0, 5)) and "11 validation problems" in table.title
+        shown = list(table.columns[1].cells)
+        assert shown[0] == "0.500 [0.25, 0.75]" and shown[3] == "1.000 [0.74, 1.00]" and shown[-2] == "0.500", (
+            "accuracies alone"
+        )
+    beside = run_summary.baseline_table({0: before, 5: after}, 11, got["baselines"], got["sampled_tokens"], 0.25)
     assert [column.header for column in beside.columns] == ["", "accuracy", "sampled tokens", "degenerate groups"]
     assert list(beside.columns[3].cells) == ["0.250", "0.250", "0.750"]
-    assert list(beside.columns[1].cells) == ["1.000", "1.000", "0.500"] and list(beside.columns[2].cells) == [
+    assert list(beside.columns[1].cells) == ["1.000 [0.74, 1.00]"] * 2 + ["0.500 [0.25, 0.75]"] and list(
+        beside.columns[2].cells
+    ) == [
         "7",
         "7",
         "8",
