@@ -26,12 +26,17 @@ class Group:
     name: str
     runs: tuple[Run, ...]
 
+    @property
+    def counted(self) -> tuple[Run, ...]:
+        """The runs whose numbers count: those that have finished, or all while none has."""
+        return tuple(run for run in self.runs if run.finished) or self.runs
+
     def finals(self, key: str) -> list[float]:
-        return [value for run in self.runs if (value := run.last(key)) is not None]
+        return [value for run in self.counted if (value := run.last(key)) is not None]
 
     def curve(self, key: str) -> dict[int, list[float]]:
-        """The values of all runs at each step that all of them have; runs that have not begun are left out."""
-        curves = [curve for run in self.runs if (curve := run.curve(key))]
+        """The values of all runs that count at each step that all of them have; runs that have not begun are left out."""
+        curves = [curve for run in self.counted if (curve := run.curve(key))]
         steps = sorted(set.intersection(*map(set, curves))) if curves else []
         return {step: [curve[step] for curve in curves] for step in steps}
 
@@ -51,14 +56,16 @@ def fits(runs: Sequence[Run]) -> list[str]:
 
 
 def best_first(found: Sequence[Group]) -> list[Group]:
-    """Groups by the median of the first metric that they have; those without numbers last."""
+    """Groups by the median of the first metric that they have; those of which no run has finished after them, and those without
+    numbers last."""
     keys = metrics_of([run for group in found for run in group.runs])
 
-    def place(group: Group) -> tuple[int, float]:
+    def place(group: Group) -> tuple[bool, int, float]:
+        begun = not group.counted[0].finished
         for index, key in enumerate(keys):
             if finals := group.finals(key):
-                return index, statistics.median(finals) * (1 if less_is_better(key) else -1)
-        return len(keys), 0.0
+                return begun, index, statistics.median(finals) * (1 if less_is_better(key) else -1)
+        return True, len(keys), 0.0
 
     return sorted(found, key=place)
 

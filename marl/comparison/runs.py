@@ -15,7 +15,7 @@ from marl.types import Metrics
 from marl.utils.folders import METRICS, STATE, whole_lines
 from marl.utils.near import did_you_mean
 
-SWEEP = "multirun.yaml"
+SWEEP, DONE = "multirun.yaml", "finished"
 DEPTH = 4
 """Levels of folders in which a sweep's runs are looked for."""
 
@@ -36,6 +36,10 @@ class Run:
     @property
     def seed(self) -> Any:
         return self.config.get("seed")
+
+    @property
+    def finished(self) -> bool:
+        return self.state == DONE
 
     def last(self, key: str) -> float | None:
         """The metric's value at the last step that has it."""
@@ -110,7 +114,7 @@ def state_of(folder: Path, record: dict[str, Any], steps: dict[int, Metrics]) ->
     at = f"step {max(steps, default=0)} of {record['config']['trainer'].get('total_training_steps')}"
     if is_running(folder):
         return f"still being written, at {at}: its numbers will change"
-    return "finished" if FINISHED in record else f"ended before its last step, at {at}"
+    return DONE if FINISHED in record else f"ended before its last step, at {at}"
 
 
 def read_summary(path: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from marl.comparison.groups import HIDDEN, best_first, costs, differences, groups, metrics_of, spread, value_of
-from marl.comparison.runs import Run
+from marl.comparison.runs import DONE, Run
 from marl.comparison.turns import CHANGES, evidence
 
 MOST = 40
@@ -29,12 +29,13 @@ def comparison(runs: Sequence[Run], swept: Sequence[str] = ()) -> dict[str, Any]
                 "name": group.name,
                 "values": {key: value_of(group.runs[0], key) for key in columns},
                 "runs": [str(run.folder) for run in group.runs],
-                "unfinished": sum(run.state != "finished" for run in group.runs),
+                "left_out": [str(run.folder) for run in group.runs if run not in group.counted],
+                "unfinished": sum(not run.finished for run in group.runs),
                 "seeds": [run.seed for run in group.runs],
                 "last": {key: spread(group.finals(key)) for key in keys},
                 "curves": {key: {step: spread(values) for step, values in group.curve(key).items()} for key in keys},
-                "seconds": spread([seconds for run in group.runs if (seconds := seconds_of(run))]),
-                "tokens": spread([tokens for run in group.runs if (tokens := costs(run)["tokens"])]),
+                "seconds": spread([seconds for run in group.counted if (seconds := seconds_of(run))]),
+                "tokens": spread([tokens for run in group.counted if (tokens := costs(run)["tokens"])]),
             }
             for group in found
         ],
@@ -71,7 +72,13 @@ def markdown(result: Mapping[str, Any], title: str) -> str:
 
 
 def unfinished(result: Mapping[str, Any]) -> list[str]:
-    return [f"`{run['folder']}`: {run['state']}." for run in result["runs"] if run["state"] != "finished"]
+    """A sentence for each run that has not finished: medians and curves leave it out where others of its group have."""
+    left = [folder for group in result["groups"] for folder in group["left_out"]]
+    return [
+        f"`{run['folder']}`: {run['state']}{'; left out of medians and curves' if run['folder'] in left else ''}."
+        for run in result["runs"]
+        if run["state"] != DONE
+    ]
 
 
 def repeated(result: Mapping[str, Any]) -> list[str]:

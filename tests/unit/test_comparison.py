@@ -45,6 +45,28 @@ def test_runs_of_one_setting_are_one_group_with_median_and_spread(make_run):
     )
 
 
+def test_runs_that_did_not_end_move_no_median_and_cut_no_curve(make_run):
+    done = [make_run(f"seed{seed}", {0: 0.1, 2: 0.4, 4: 0.8}, seed) for seed in (0, 1)]
+    dead = make_run("seed2", {0: 0.0}, 2, finished=False)
+    result = comparison([runs.load(folder) for folder in (*done, dead)])
+    (group,) = result["groups"]
+    assert group["last"]["val/team/vote"] == {"median": 0.8, "min": 0.8, "max": 0.8, "runs": 2}
+    assert list(group["curves"]["val/team/vote"]) == [0, 2, 4] and group["left_out"] == [str(dead)]
+    assert group["seconds"]["runs"] == group["tokens"]["runs"] == 2
+    text = markdown(result, "Comparison")
+    assert f"`{dead}`: ended before its last step, at step 0 of 4; left out of medians and curves." in text
+    assert "| 3 (1 not finished) | 0.800 [0.800, 0.800] |" in text
+
+
+def test_runs_of_which_none_has_ended_are_shown_after_those_that_have(make_run):
+    make_run("mappo0", {0: 0.1, 2: 0.9}, 0, "mappo", finished=False)
+    make_run("grpo0", {0: 0.1, 4: 0.5})
+    result = comparison(runs.load_all([str(make_run("grpo1", {0: 0.1, 4: 0.5}, 1).parent)]))
+    done, begun = result["groups"]
+    assert (done["name"], begun["name"]) == ("learner=grpo", "learner=mappo")
+    assert begun["last"]["val/team/vote"]["median"] == 0.9 and begun["left_out"] == []
+
+
 def test_a_seed_that_counts_twice_is_named(make_run):
     folders = [make_run(f"grpo{index}", {0: 0.1, 4: 0.5}, seed) for index, seed in enumerate((0, 1, 0))]
     text = markdown(comparison([runs.load(folder) for folder in folders]), "Comparison")
@@ -132,7 +154,8 @@ def test_runs_that_have_not_ended_are_said_to_be_so(make_run, capsys):
         assert cli.main(["compare", str(ended), str(killed), str(ended.parent)]) == 0
     text = capsys.readouterr().out
     assert f"`{ended}`: still being written, at step 0 of 4" in text
-    assert f"`{killed}`: ended before its last step, at step 3 of 4." in text and "one`:" not in text
+    assert f"`{killed}`: ended before its last step, at step 3 of 4; left out of medians and curves." in text
+    assert "one`:" not in text
     assert text.count(f"`{ended}` | 1 |") == 1, "each run once"
 
 
