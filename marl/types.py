@@ -48,6 +48,10 @@ class Task:
         return list(private.get(agent) or self.messages)
 
 
+LARGEST_SCORE = 1e15
+"""Sums of squares of larger ones overflow single precision."""
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
     """A reward function's result for a turn."""
@@ -64,6 +68,12 @@ class Score:
     """1 where the text is right, if the reward function says so (verl's ``acc``); None leaves it to the score."""
     right_at: float = 1.0
     """``controller.right_at``: the score from which a text without ``acc`` is right."""
+
+    def __post_init__(self) -> None:
+        if not abs(self.value) <= LARGEST_SCORE:  # nor is NaN
+            raise ValueError(
+                f"a score of {self.value:g}; expected a finite number between -{LARGEST_SCORE:g} and {LARGEST_SCORE:g}"
+            )
 
     @property
     def right(self) -> bool:

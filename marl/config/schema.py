@@ -10,7 +10,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from marl.config.precision import register_resolvers
-from marl.utils.numbers import FINITE, SECONDS, SHARE, TEMPERATURE, TOKENS, TOP_K, TOP_P, Number, bounded, count
+from marl.utils.numbers import SCORE, SECONDS, SHARE, TEMPERATURE, TOKENS, TOP_K, TOP_P, Number, bounded, count
 
 
 @dataclass
@@ -192,9 +192,9 @@ class ControllerConfig:
     lost."""
     max_attempts: int = bounded(2, count(1, 100))
     """Maximum number of attempts to run an episode or to score a text."""
-    right_at: float = bounded(1.0, FINITE)
+    right_at: float = bounded(1.0, SCORE)
     """Score from which a text is right, in every accuracy, vote and stop; a reward function that returns ``acc`` decides by that."""
-    failure_score: float = bounded(0.0, FINITE)
+    failure_score: float = bounded(0.0, SCORE)
     """The score of a conversation that outgrew its context, and of a text on which the reward function fails; never right."""
     old_log_probs: LogProbSource = LogProbSource.auto
     """Source of the log-probs to which an update compares its own: auto, server or trainer. auto takes the servers', which
@@ -227,14 +227,14 @@ class ControllerConfig:
     """Answer extractors, by data source or its prefix: only, strict, flexible, hashes, math, or your own
     ``<file>.py:<function>``, text -> answer or None. They override ``extract(text)`` in the reward function's file,
     which overrides the built-in rules. Votes, credit, reports and ``hide_answers`` all use them."""
-    no_answer_score: float | None = bounded(None, FINITE.or_null())
+    no_answer_score: float | None = bounded(None, SCORE.or_null())
     """Score of a turn that lacks a required answer, and of a team without one: otherwise agents learn to abstain where
     that helps the team. null: the reward function's score. Turns that it scores as right keep their score."""
-    truncated_score: float | None = bounded(None, FINITE.or_null())
+    truncated_score: float | None = bounded(None, SCORE.or_null())
     """Score of an answer that was truncated at its limit; null: the reward function's score."""
     overlong_buffer: int = bounded(0, count(0))
     """Number of tokens before an answer's limit in which length is penalised (DAPO's overlong shaping); 0 for none."""
-    overlong_penalty: float = bounded(1.0, Number(0))
+    overlong_penalty: float = bounded(1.0, Number(0, SCORE.high))
     """Penalty for an answer that reaches its length limit; applied in training only."""
     train_truncated: bool = True
     """Train on truncated answers."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from marl.rewards.processes import RewardError, RewardUnavailable
-from marl.types import Metrics, Score, Task
+from marl.types import LARGEST_SCORE, Metrics, Score, Task
 
 logger = logging.getLogger(__name__)
 
@@ -25,9 +25,13 @@ class Reward:
     """
 
     def __init__(
-        self, compute_score: ComputeScore, timeout_s: float | None = None, failures: Counter[str] | None = None
+        self,
+        compute_score: ComputeScore,
+        timeout_s: float | None = None,
+        failures: Counter[str] | None = None,
+        name: str = "the reward function",
     ) -> None:
-        self.compute_score, self.timeout_s = compute_score, timeout_s
+        self.compute_score, self.timeout_s, self.name = compute_score, timeout_s, name
         self.failures: Counter[str] = Counter() if failures is None else failures
         self.warned_of: set[str] = set()
 
@@ -56,7 +60,11 @@ class Reward:
                 f"the reward function failed for task {task.id} of data_source={task.data_source}: {type(error).__name__}: "
                 f"{error}; expected a number or a dict with 'score', for every text"
             ) from error
-        score = to_score(result, task, text)
+        try:
+            score = to_score(result, task, text)
+        except (TypeError, ValueError) as error:
+            self.failures["errors"] += 1
+            raise type(error)(f"{self.name} returned {error}") from None
         self._compare(score, task)
         return score
 
@@ -100,7 +108,7 @@ def to_score(result: Any, task: Task, text: str) -> Score:
     if isinstance(result, Mapping):
         if "score" not in result:
             raise TypeError(
-                f"the reward function returned a dict without 'score' for task {task.id}: keys {sorted(map(str, result))}; "
+                f"a dict without 'score' for task {task.id}: keys {sorted(map(str, result))}; "
                 "expected a number or a dict with 'score'"
             )
         extra = {key: value for key, value in result.items() if key not in ("score", "acc")}
@@ -108,11 +116,11 @@ def to_score(result: Any, task: Task, text: str) -> Score:
     try:
         score = float(result)
     except (TypeError, ValueError, ArithmeticError, RuntimeError):  # the last: a tensor of several numbers
-        raise TypeError(
-            f"the reward function returned {repr(result)[:80]} for task {task.id}; expected a number or a dict with 'score'"
-        ) from None
-    if not math.isfinite(score):
-        raise ValueError(f"the reward function returned {score} for task {task.id}; expected a finite number")
+        raise TypeError(f"{repr(result)[:80]} for task {task.id}; expected a number or a dict with 'score'") from None
+    if not abs(score) <= LARGEST_SCORE:
+        raise ValueError(
+            f"{score} for task {task.id}; expected a finite number between -{LARGEST_SCORE:g} and {LARGEST_SCORE:g}"
+        )
     return Score(value=score, answer=task.extract(text), extra=extra, acc=acc)
 
 
@@ -126,7 +134,7 @@ def acc_of(acc: Any, task: Task) -> float | None:
         share = math.nan
     if not 0 <= share <= 1:
         raise ValueError(
-            f"the reward function returned acc={repr(acc)[:80]} for task {task.id}; expected true, false or a number from 0 to 1, of "
+            f"acc={repr(acc)[:80]} for task {task.id}; expected true, false or a number from 0 to 1, of "
             "which 1 is right"
         )
     return share

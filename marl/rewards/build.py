@@ -18,15 +18,17 @@ def build_reward(config: Any, cleanup: ExitStack, in_driver: bool = False) -> Re
     count, timeout_s = config.controller.reward_processes, config.controller.reward_timeout_s
     custom, failures = custom_function(config), Counter[str]()
     rules = answer_rules(config)
+    name = f"{custom.name} of {custom.path}" if custom else "the built-in reward function"
     if custom is not None and custom.is_async:
-        return Reward(custom, timeout_s, failures)
+        return Reward(custom, timeout_s, failures, name)
     if in_driver or not count:
-        return Reward(custom or Builtin(run=run_here, failures=failures, rules=rules), failures=failures)
+        return Reward(custom or Builtin(run=run_here, failures=failures, rules=rules), failures=failures, name=name)
     processes = Processes(count, timeout_s, TIMEOUT_KEY, prepare=custom.load if custom else None)
     cleanup.callback(processes.stop)
     return Reward(
         in_processes(processes, custom) if custom else Builtin(run=processes.run, failures=failures, rules=rules),
         failures=failures,
+        name=name,
     )
 
 

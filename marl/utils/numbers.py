@@ -9,6 +9,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
 
+from marl.types import LARGEST_SCORE
+
 FOREVER = 1e7
 """Upper limit of any deadline in seconds, a third of a year: timers accept no more."""
 
@@ -58,6 +60,7 @@ def count(low: int = 1, high: int = 2**31 - 1, **options: Any) -> Number:
 FINITE = Number()
 """Any finite number: for a field without a bound, or with a rule that is more specific."""
 WHOLE = Number(whole=True)
+SCORE = Number(-LARGEST_SCORE, LARGEST_SCORE)
 SHARE = Number(0, 1)
 POSITIVE = Number(0, above=True)
 SECONDS = Number(0, FOREVER, above=True)

@@ -1,6 +1,7 @@
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -9,6 +10,7 @@ from marl.rewards import (
     Builtin,
     Reward,
     RewardError,
+    build_reward,
     builtin_compute_score,
     extractor,
     final_answer,
@@ -18,7 +20,7 @@ from marl.rewards import (
 from marl.rewards.answers import last_number, math_answer, program, strict_number, tagged_answer
 from marl.rewards.mathematics import equal
 from marl.rewards.processes import Processes
-from marl.types import Task
+from marl.types import Score, Task
 
 
 @pytest.mark.parametrize(
@@ -391,11 +393,33 @@ def test_a_function_may_be_async():
         (None, "returned None"),
         (float("nan"), "returned nan for task t; expected a finite"),
         ({"score": float("inf")}, "finite"),
+        (-1e300, "-1e\\+300 for task t; expected a finite number between -1e\\+15 and 1e\\+15"),
+        ({"score": 1e308}, "returned 1e\\+308"),
+        (10**400, "expected a number or a dict"),
     ],
 )
 def test_invalid_scores_are_named(returned, error):
     with pytest.raises((TypeError, ValueError), match=error):
         judge(lambda **_: returned)
+
+
+def test_the_function_of_an_absurd_score_is_named_and_counted(tmp_path, compose_config):
+    (tmp_path / "mine.py").write_text("def judge(**_):\n    return 1e300\n")
+    config = compose_config(
+        f"reward.custom_reward_function.path={tmp_path}/mine.py", "reward.custom_reward_function.name=judge"
+    )
+    with ExitStack() as cleanup:
+        reward = build_reward(config, cleanup, in_driver=True)
+        score = asyncio.run(reward.judge_or_fail(task(), "#### 35", 0.0))
+    assert f"judge of {tmp_path}/mine.py returned 1e+300 for task t" in score.failure and not score.right
+    assert reward.metrics()["reward/errors"] == 1.0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e300])
+def test_nobody_gives_a_score_that_no_update_can_use(value):
+    """Neither a game, nor an agent loop, nor a runner."""
+    with pytest.raises(ValueError, match="a score of .*; expected a finite number"):
+        Score(value, "4")
 
 
 def judge_math(run, *texts, truth="14"):
