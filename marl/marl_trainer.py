@@ -28,7 +28,7 @@ from marl.controller.policy_map import PolicyMap
 from marl.controller.task_stream import TaskStream
 from marl.learners import Learner
 from marl.report import conversation, dump
-from marl.report.alarms import DegenerateGroups, warn_of_gaps
+from marl.report.alarms import Collapse, DegenerateGroups, warn_of_gaps
 from marl.report.credit_shares import LazyAgents, credit_shares
 from marl.report.dump_writer import DumpWriter
 from marl.report.episode_tables import EpisodeTables
@@ -87,6 +87,7 @@ class MARLTrainer:
         self.histories: dict[str, dict[int, Metrics]] = {}
         """Team metrics of each validation, by the data that was validated on and by step."""
         self.trained_agents = [name for name, agent in config.agents.items() if agent.trainable]
+        self.collapse_alarm = Collapse(self.trained_agents)
 
     @property
     def history(self) -> dict[int, Metrics]:
@@ -151,6 +152,7 @@ class MARLTrainer:
         """Validate, log and save where this step is one for it: the weights even where their validation or a tracker fails, and
         after the log, so that a run killed between the two repeats the step."""
         trainer = self.config.trainer
+        self.collapse_alarm.look(metrics, self.step_number)
         self.unsettled = self.controller.spent() if self.controller.ledger.root else None
         try:
             if last or is_due(trainer.test_freq, self.step_number):

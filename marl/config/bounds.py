@@ -16,7 +16,7 @@ from marl.utils.registry import did_you_mean
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 
 NUMBERS: dict[str, Number] = {
-    "critic.optim.lr": Number(0, 1e3),
+    "critic.optim.lr": SHARE,
     "critic.optim.weight_decay": Number(0),
     "critic.optim.clip_grad": POSITIVE,
     "critic.optim.lr_warmup_steps": count(0, null=True, also=-1),
@@ -56,7 +56,7 @@ NUMBERS: dict[str, Number] = {
     f"{ACTOR}.data_loader_seed": count(0, null=True),
     f"{ACTOR}.ulysses_sequence_parallel_size": count(1, 1024),
     f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": count(1, 1024, optional=True),
-    f"{ACTOR}.optim.lr": Number(0, 1e3),
+    f"{ACTOR}.optim.lr": SHARE,
     f"{ACTOR}.optim.weight_decay": Number(0),
     f"{ACTOR}.optim.clip_grad": POSITIVE,
     f"{ACTOR}.optim.lr_warmup_steps": count(0, null=True, also=-1),

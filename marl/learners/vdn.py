@@ -20,7 +20,7 @@ from marl.learners.mixing import Advantage, JointActions, Mixing
 from marl.learners.trajectories import Decisions, penalties, whitened
 from marl.modules.mixers import VDNMixer
 from marl.types import CriticGroup, CriticName, Metrics
-from marl.utils.numbers import SHARE, Number, bounded, count
+from marl.utils.numbers import SHARE, bounded, count
 
 
 @register_learner("vdn")
@@ -43,7 +43,7 @@ class VDN(Learner):
         mixer_epochs: int = bounded(8, count(1, 10**4))
         """Passes over a step's turns, each one optimiser step after a forward of its own. What the fit knows of the step's
         own answers is most of the signal while utilities say little about answers they have not met."""
-        mixer_lr: float = bounded(1e-3, Number(0, 1e3))
+        mixer_lr: float = bounded(1e-3, SHARE)
         """Adam's learning rate for the mixer and the encoder of its state."""
         target_update_every: int = bounded(10, count())
         """Steps between renewals of the target copies of utilities and mixer."""

@@ -7,6 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 from marl.config.errors import ConfigError
 from marl.config.kinds import answers_only
 from marl.config.policies import policies_by_agent
+from marl.config.rules.references import kl_in_any_loss
 from marl.config.schema import LogProbSource
 from marl.learners import CREDITS, LEARNERS
 from marl.learners.credit_schemes import INCENTIVES, TeamOf
@@ -36,6 +37,7 @@ def check_facts(setup: Setup) -> None:
         check_critics(setup)
         check_log_probs(setup)
         warn_of_early_ends(setup)
+        warn_of_two_penalties(setup.config)
     check_pools(setup)
 
 
@@ -147,6 +149,14 @@ def warn_of_early_ends(setup: Setup) -> None:
             "credit=influence",
             config.runner.name, config.credit.name,
         )  # fmt: skip
+
+
+def warn_of_two_penalties(config: DictConfig) -> None:
+    if config.algorithm.use_kl_in_reward and kl_in_any_loss(config):
+        logger.warning(
+            "algorithm.use_kl_in_reward=true and actor.use_kl_loss=true: the KL penalty against the reference counts twice, in the "
+            "reward and in the loss; set one of them to false, unless both are meant"
+        )
 
 
 def check_incentives(setup: Setup) -> None:

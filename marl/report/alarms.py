@@ -1,13 +1,39 @@
 """Warnings about a run that cannot learn, or whose numbers cannot be right."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from marl.types import Episode, PolicyName
+from marl.types import AgentId, Episode, Metrics, PolicyName
 
 logger = logging.getLogger(__name__)
 
-NEARLY_ALL = 0.9
+NEARLY_ALL, NO_ENTROPY = 0.9, 1e-3
+
+
+class Collapse:
+    """Warns, once an agent, where its policy has come to repeat itself without end, as after too large a learning rate."""
+
+    def __init__(self, agents: Iterable[AgentId]) -> None:
+        self.first = dict.fromkeys(agents, 1.0)
+        """The smallest share of truncated answers so far, of agents that have not been warned of."""
+
+    def look(self, metrics: Metrics, step: int) -> None:
+        """Read a step's metrics."""
+        for agent, before in list(self.first.items()):
+            truncated = metrics.get(f"agent/{agent}/truncated", 0.0)
+            entropies = [
+                x for key, x in metrics.items() if key.startswith(f"agent/{agent}/") and key.endswith("/entropy")
+            ]
+            self.first[agent] = min(before, truncated)
+            if truncated < NEARLY_ALL or before > 1 - NEARLY_ALL or not entropies or max(entropies) > NO_ENTROPY:
+                continue
+            del self.first[agent]
+            logger.warning(
+                "agent %r, step %d: the entropy is %.2g nats and %.0f %% of its answers are cut off, %.0f %% before: its policy "
+                "repeats itself and has collapsed. Go on from an earlier checkpoint with a lower optim.lr, or look at "
+                "agent/*/grad_norm and the rewards",
+                agent, step, max(entropies), 100 * truncated, 100 * before,
+            )  # fmt: skip
 
 
 class RightThreshold:

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from marl.report.alarms import DegenerateGroups, RightThreshold
+from marl.report.alarms import Collapse, DegenerateGroups, RightThreshold
 from marl.types import Episode, Score, Task, Turn
 
 
@@ -72,3 +72,24 @@ def test_rewards_on_another_scale_are_said_once_with_both_remedies(caplog):
 )
 def test_rewards_that_the_threshold_tells_apart_are_no_alarm(caplog, scores):
     assert said_of(caplog, step_of(*scores)) == []
+
+
+@pytest.mark.parametrize(
+    "steps, count",
+    [
+        ([(0.02, 1.3), (0.5, 0.4), (1.0, 0.0), (1.0, 0.0)], 1),
+        ([(1.0, 1.3), (1.0, 0.0)], 0),  # answers of a fixed length, which it has learned by heart
+        ([(0.02, 1.3), (0.0, 0.0)], 0),
+        ([(0.02, 1.3), (1.0, 1.2)], 0),
+        ([(0.02, None), (1.0, None)], 0),  # entropies are not computed
+    ],
+)
+@pytest.mark.parametrize("label", ["alice", "alice/shared"])
+def test_a_policy_that_only_repeats_itself_is_said_to_have_collapsed(caplog, steps, count, label):
+    alarm = Collapse(["alice"])
+    with caplog.at_level(logging.WARNING):
+        for step, (truncated, entropy) in enumerate(steps, start=1):
+            entropies = {} if entropy is None else {f"agent/{label}/entropy": entropy}
+            alarm.look({"agent/alice/truncated": truncated, "agent/carol/entropy": 0.0, **entropies}, step)
+    assert len(caplog.records) == count
+    assert not count or all(word in caplog.text for word in ("'alice', step 3", "collapsed", "optim.lr", "2 % before"))

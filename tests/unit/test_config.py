@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import itertools
 import re
 import shlex
 import subprocess
@@ -25,6 +26,7 @@ from marl.config.policies import sequence_parallel
 from marl.config.rules import RULES, check
 from marl.config.rules.resources import collectives_end_before_calls
 from marl.main import ConfigError as MainConfigError
+from marl.preflight.compatibility import warn_of_two_penalties
 from marl.preflight.prepare import prepare
 from marl.run_setup import Setup
 from marl.utils.registry import did_you_mean
@@ -367,6 +369,9 @@ BAD = {
     ],
     "algorithm.kl_ctrl.type=foo": ["algorithm.kl_ctrl.type=foo", "adaptive"],
     "critic.optim.lr=-1": ["critic.optim.lr=-1"],
+    "actor_rollout_ref.actor.optim.lr=1000": ["actor.optim.lr=1000: expected", "at most 1"],
+    "critic.optim.lr=10": ["critic.optim.lr=10: expected", "at most 1"],
+    "controller.failure_score=1e300": ["controller.failure_score=1e+300: expected", "at most 1e+15"],
     "critic.ppo_epochs=-3": ["critic.ppo_epochs=-3"],
     "trainer.critic_warmup=5": ["trainer.critic_warmup=5", "learner=grpo"],
     "agents.alice.policy=a_critic": ["a_critic"],
@@ -584,6 +589,15 @@ def test_a_checkpoint_may_be_named_from_the_home_folder(quickstart, tmp_path, mo
     check(quickstart("trainer.resume_mode=resume_path", "trainer.resume_from_path='~/global_step_4'"))
 
 
+@pytest.mark.parametrize("reward, loss, own", itertools.product([False, True], repeat=3))
+def test_a_kl_penalty_that_counts_twice_is_said(caplog, reward, loss, own):
+    actor = {"actor": {"use_kl_loss": loss}}
+    policies = {"alice": {"actor": {"use_kl_loss": own}}}
+    config = {"algorithm": {"use_kl_in_reward": reward}, "actor_rollout_ref": actor, "policies": policies}
+    warn_of_two_penalties(OmegaConf.create(config))
+    assert ("counts twice" in caplog.text) is (reward and (loss or own))
+
+
 def test_one_rank_has_no_collective_that_could_be_late(quickstart):
     check(quickstart("resources.timeout_s=100"))
 
@@ -799,9 +813,9 @@ def test_a_right_configuration_passes_and_its_paths_are_absolute(quickstart):
 
 
 def test_a_policy_differs_from_the_others_where_it_says_so(quickstart):
-    config = prepare(quickstart("+policies.carol.actor.optim.lr=5", "+policies.carol.pool=own")).config
+    config = prepare(quickstart("+policies.carol.actor.optim.lr=0.5", "+policies.carol.pool=own")).config
     alice, carol = policy_configs(config, ["alice", "carol"], "run", 9).values()
-    assert (alice.actor_rollout_ref.actor.optim.lr, carol.actor_rollout_ref.actor.optim.lr) == (1e-3, 5)
+    assert (alice.actor_rollout_ref.actor.optim.lr, carol.actor_rollout_ref.actor.optim.lr) == (1e-3, 0.5)
     custom = carol.actor_rollout_ref.rollout.custom
     assert custom.seed != alice.actor_rollout_ref.rollout.custom.seed
     assert {key: value for key, value in custom.items() if key != "seed"} == {
