@@ -27,9 +27,7 @@ def test_a_plan_does_not_train_the_tiny_model(small, tmp_path, monkeypatch, caps
     words = ["--config-name", "quickstart", f"assets={tmp_path}/made", "data.train_batch_size=4"]
     assert plan.main(words) == 0
     said = capsys.readouterr().out
-    assert (
-        f"{tmp_path}/made: the model is not made yet; marl train makes it" in said and "memory of one rank" in said
-    )
+    assert f"{tmp_path}/made: the model is not made yet; marl train makes it" in said and "memory of one rank" in said
     assert not (tmp_path / "made").exists()
 
 
@@ -40,9 +38,7 @@ def test_the_first_run_makes_the_model_and_says_how_far_it_is(small, tmp_path, c
     config = compose(f"assets={tmp_path}/made")
     assert prepared(config, prepare) is config
     first, *steps = capsys.readouterr().out.splitlines()
-    assert (
-        first.startswith(f"{tmp_path}/made: making the model") and steps[-1] == "making the model: 2/2 steps"
-    )
+    assert first.startswith(f"{tmp_path}/made: making the model") and steps[-1] == "making the model: 2/2 steps"
     assert prepared(config, prepare) is config and not capsys.readouterr().out
 
 

@@ -49,7 +49,7 @@ def test_one_agent_is_ppo_bit_for_bit():
     build("ippo", gamma=0.5, token_gamma=0.99, lam=0.95).assign_credit(batch)
     mask = dense(rows["response_mask"])
     rewards = torch.zeros(mask.shape)
-    rewards[torch.arange(len(mask)), mask.sum(1) - 1] = batch.scores_ERA[:, 0, 0]
+    rewards[torch.arange(len(mask)), mask.sum(1) - 1] = batch.scores_ERA[:, 0, 0].float()
     advantages, returns = compute_gae_advantage_return(rewards, dense(rows["values"]), mask.float(), 0.99, 0.95)
     assert torch.equal(dense(rows["advantages"]), advantages * mask)
     assert torch.equal(dense(rows["returns"]), returns * mask)
