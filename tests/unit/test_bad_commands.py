@@ -266,7 +266,8 @@ def test_the_words_of_recipes_and_examples_pass(script):
     line = next(line for line in text.splitlines() if "marl" in line and "=" in line and not line.startswith("#"))
     words = shlex.split(line)
     words = words[words.index("-m") + 2 :] if "-m" in words else words
-    assert len(settings := [word for word in words if "=" in word]) > 10
+    settings = [word for word in words if "=" in word]
+    assert len(settings) > 10
     check_words(hydra_overrides(settings))
 
 
