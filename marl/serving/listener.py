@@ -16,7 +16,7 @@ GRACE_S = 10
 REQUEST_S = 30
 """Seconds for a client to send a request, header and body."""
 MOST_CONNECTIONS = 10_000
-RECEIVING = (h11.IDLE, h11.SEND_BODY)
+RECEIVING: tuple[Any, ...] = (h11.IDLE, h11.SEND_BODY)
 """States of a client that has not sent its request whole."""
 
 
@@ -46,7 +46,8 @@ class Connection(H11Protocol):
 
     def make_room(self) -> None:
         """End the connection that has waited longest for its client, or this one where all others are being answered."""
-        others = [other for other in self.connections if other is not self and other.conn.their_state in RECEIVING]
+        clients = [client for client in self.connections if isinstance(client, Connection) and client is not self]
+        others = [client for client in clients if client.conn.their_state in RECEIVING]
         last = min(others, key=lambda other: other.deadline.when() if other.deadline else 0.0, default=self)
         self.connections.discard(last)  # which its end would do later
         last.transport.abort()
@@ -70,7 +71,12 @@ def most_connections() -> int:
 
 def settings(app: Any, **further: Any) -> uvicorn.Config:
     """uvicorn's, without what this server does not speak."""
-    given = {"lifespan": "off", "ws": "none", "log_level": "warning", "timeout_graceful_shutdown": GRACE_S} | further
+    given: dict[str, Any] = {
+        "lifespan": "off",
+        "ws": "none",
+        "log_level": "warning",
+        "timeout_graceful_shutdown": GRACE_S,
+    } | further
     return uvicorn.Config(app, http=Connection, **given)
 
 
