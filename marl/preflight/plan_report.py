@@ -1,5 +1,6 @@
 """The plan of a step as text: batch arithmetic and memory."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -258,7 +259,7 @@ def fitting_tokens(setup: CheckedSetup) -> int:
     """The limit of a micro-batch, halved until the run fits: of a machine without accelerators, into HOST_SHARE of its memory,
     whatever else runs at the moment, so that a resumed run has the same one."""
     config, card = setup.config.copy(), card_bytes(setup.config.trainer.device)
-    host = HOST_SHARE * psutil.virtual_memory().total if config.trainer.device == "cpu" else None
+    host = HOST_SHARE * psutil.virtual_memory().total if config.trainer.device == "cpu" else math.inf
     actor = config.actor_rollout_ref.actor
     least = 2 * max(
         (longest_row(own_settings(config, name).rollout) for name in setup.policies),
@@ -267,7 +268,7 @@ def fitting_tokens(setup: CheckedSetup) -> int:
     while actor.ppo_max_token_len_per_gpu >= least:
         peaks = peaks_of(*pool_members(replace(setup, config=config), card))
         needed = sum(peak * size_of(config, pool).gpus for pool, peak in peaks.items())
-        if not (host and needed > host) and not (card and max(peaks.values()) > card):
+        if needed <= host and max(peaks.values()) <= (card or math.inf):
             break
         actor.ppo_max_token_len_per_gpu //= 2
     return int(actor.ppo_max_token_len_per_gpu)
