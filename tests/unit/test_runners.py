@@ -125,3 +125,20 @@ def test_a_runner_may_ask_for_a_score_and_it_is_asked_for_once():
 def test_a_runner_votes_where_its_options_say_how(name):
     cls = RUNNERS.get(name)
     assert cls.votes == ("decide" in cls.Config.__dataclass_fields__)
+
+
+def test_instruction_variants_are_dealt_out_anew_in_every_sample():
+    given = ["Be brief.", "Check {it}.", "Think."]
+    runner, agents = build("single_turn", instructions=given), ("a", "b", "c", "d")
+    dealt = []
+    for seed in range(20):
+        record = play(runner, lambda agent, round: "4", agents=agents, seed=seed)
+        texts = [record.trajectory(agent)[0].observation[-1]["content"] for agent in agents]
+        assert {*texts} == {f"<instruction>{one}</instruction><question>2+2?</question>" for one in given}
+        assert texts[3] == texts[0], "more agents than instructions: from the first again"
+        again = play(runner, lambda agent, round: "4", agents=agents, seed=seed)
+        assert [turn.observation for turn in again.turns] == [turn.observation for turn in record.turns]
+        dealt.append(tuple(texts))
+    assert len({*dealt}) > 3
+    plain = play(build("single_turn"), lambda agent, round: "4", agents=agents)
+    assert all(turn.observation == QUESTION for turn in plain.turns)
