@@ -4,6 +4,7 @@ import secrets
 import time
 from dataclasses import dataclass, field
 from enum import Enum
+from importlib.resources import files
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -296,6 +297,7 @@ def register() -> None:
     register_resolvers()
     OmegaConf.register_new_resolver("new_run", new_run, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("token_limit", lambda: TOKEN_LIMIT, replace=True)
+    OmegaConf.register_new_resolver("package_folder", package_folder, replace=True)
 
 
 TOKEN_LIMIT = 16384
@@ -308,6 +310,11 @@ def new_run() -> str:
     The seed stands beside it in the folder's name: Hydra resolves once before it applies overrides, and that result is kept.
     """
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def package_folder(name: str) -> str:
+    """Where an installed package keeps its files: ``${package_folder:recipe}/…``."""
+    return str(files(name))
 
 
 register()

@@ -1,34 +1,40 @@
 """The rewards of multi-agent GRPO: the exact number, likeness to the reference, variety, the format, and their weighted sum.
 
-``reward.custom_reward_function.reward_kwargs`` sets the weights.
+``reward.custom_reward_function.reward_kwargs`` sets the weights; ``acc``, what is right, is the exact number alone.
 """
 
 import re
 from difflib import SequenceMatcher
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-FORMAT = re.compile(r"<response>.*?(?:</response>|$)", re.DOTALL)
+RESPONSE = re.compile(r"<response>(.*?)(?:</response>|$)", re.DOTALL)
+
+
+def extract(text: str) -> str | None:
+    """The last number of the response; of a text without its tags, of all of it. Thousands separators do not count."""
+    found = RESPONSE.search(text)
+    numbers = NUMBER.findall((found[1] if found else text).replace(",", ""))
+    return numbers[-1] if numbers else None
 
 
 def exact_number(text: str, truth: str) -> float:
-    """1 if the last number of the text is the truth's last one; thousands separators do not count."""
-    said, wanted = (NUMBER.findall(part.replace(",", "")) for part in (text, truth))
-    return float(bool(said) and bool(wanted) and float(said[-1]) == float(wanted[-1]))
+    said, wanted = extract(text), extract(truth)
+    return float(said is not None and wanted is not None and float(said) == float(wanted))
 
 
 def likeness(text: str, reference: str) -> float:
-    """difflib's ratio, from 0 to 1."""
-    return SequenceMatcher(None, text, reference, autojunk=False).ratio()
+    """100 times difflib's ratio."""
+    return 100 * SequenceMatcher(None, text, reference, autojunk=False).ratio()
 
 
 def variety(text: str) -> float:
-    """The share of characters that are different ones."""
-    return len(set(text)) / len(text) if text else 0.0
+    """The number of distinct characters."""
+    return float(len(set(text)))
 
 
 def well_formed(text: str) -> float:
-    """1 if there is a response in its tags; the closing one may be the stop string."""
-    return float(FORMAT.search(text) is not None)
+    """10 if there is a response in its tags; the closing one may be the stop string."""
+    return 10.0 * (RESPONSE.search(text) is not None)
 
 
 def compute_score(
@@ -44,4 +50,4 @@ def compute_score(
         "format": well_formed(solution_str),
     }
     weights = {"exact": exact, "like": like, "varied": varied, "format": format}
-    return {"score": sum(weights[name] * value for name, value in parts.items()), **parts}
+    return {"score": sum(weights[name] * value for name, value in parts.items()), "acc": parts["exact"], **parts}

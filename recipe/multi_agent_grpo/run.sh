@@ -1,23 +1,17 @@
 #!/usr/bin/env bash
 # Multi-agent GRPO: four instruction variants of one model, whose answers to a task are one group.
-# One node of 8 GPUs. First: python examples/data_preprocess/gsm8k.py --local_save_dir "$HOME/data/gsm8k"
+# One node of 8 GPUs. First: python -m marl.examples.data_preprocess.gsm8k --local_save_dir "$HOME/data/gsm8k"
 # Anything can be changed behind the script's name: bash recipe/multi_agent_grpo/run.sh trainer.n_gpus_per_node=1
 set -euo pipefail
-ROOT=$(cd "$(dirname "$0")/../.." && pwd)
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" RAY_USAGE_STATS_ENABLED="${RAY_USAGE_STATS_ENABLED:-0}"
 DATA=${DATA:-$HOME/data/gsm8k}
 MODEL=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
 
-bash "$ROOT/marl/marl.sh" \
-  "hydra.searchpath=[file://$ROOT/recipe]" +multi_agent_grpo=multi_agent_grpo \
+python -m marl.main \
+  "hydra.searchpath=[pkg://recipe]" +multi_agent_grpo=variants \
   data.train_files="$DATA/train.parquet" data.val_files="$DATA/test.parquet" \
-  data.train_batch_size=128 data.max_prompt_length=512 data.max_response_length=256 \
+  data.shuffle=true data.train_batch_size=128 data.max_prompt_length=512 data.max_response_length=256 \
   actor_rollout_ref.model.path="$MODEL" \
-  agents.agent_0.policy=one agents.agent_0.role="Solve it." \
-  agents.agent_1.policy=one agents.agent_1.role="Think step by step." \
-  +agents.agent_2.policy=one +agents.agent_2.role="Check every number." \
-  +agents.agent_3.policy=one +agents.agent_3.role="Be brief." \
-  reward.custom_reward_function.path="$ROOT/recipe/multi_agent_grpo/rewards.py" \
-  reward.custom_reward_function.name=compute_score \
   actor_rollout_ref.actor.optim.lr=1e-6 \
   actor_rollout_ref.rollout.n=2 \
   actor_rollout_ref.actor.ppo_mini_batch_size=128 \

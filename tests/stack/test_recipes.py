@@ -75,14 +75,67 @@ def test_a_recipe_runs_two_steps_on_a_cpu(overrides, compose_config, tmp_path):
 
 
 def test_rewards_of_the_instruction_variants():
-    from recipe.multi_agent_grpo.rewards import compute_score, exact_number, likeness, variety, well_formed
+    from recipe.multi_agent_grpo.rewards import compute_score, exact_number, extract, likeness, variety, well_formed
 
     assert [exact_number(text, "1,234") for text in ("it is 1234", "1,234.0", "1233", "none")] == [1, 1, 0, 0]
-    assert likeness("abcd", "abcd") == 1 and likeness("abcd", "bcde") == pytest.approx(0.75) and likeness("", "a") == 0
-    assert variety("aabb") == 0.5 and variety("") == 0
-    assert well_formed("<response> 4") == well_formed("<response>4</response>") == 1 and well_formed("4") == 0
-    scored = compute_score("x", "<response>4", "4", None, exact=2.0, format=0.5)
-    assert scored["score"] == 2.5 and scored["exact"] == 1 and scored["format"] == 1
+    assert [extract(text) for text in ("<response>7</response> of 9", "4 <response>7", "so 7.", "none")] == [
+        "7",
+        "7",
+        "7",
+        None,
+    ]
+    assert likeness("abcd", "abcd") == 100 and likeness("abcd", "bcde") == pytest.approx(75) and likeness("", "a") == 0
+    assert variety("aabb") == 2 and variety("") == 0
+    assert well_formed("<response> 4") == well_formed("<response>4</response>") == 10 and well_formed("4") == 0
+    hybrid = {"exact": 100.0, "like": 0.5, "varied": 0.1, "format": 1.0}
+    shown = {"answer": "2 + 2 = 4. <response>4</response>"}
+    right = compute_score("x", shown["answer"], "4", shown, **hybrid)
+    assert right["score"] == pytest.approx(100 + 50 + 0.1 * len(set(shown["answer"])) + 10) and right["acc"] == 1
+    wrong = compute_score("x", "2 + 2 = 4. <response>5</response>", "4", shown, **hybrid)
+    assert 50 < wrong["score"] < right["score"] and wrong["acc"] == wrong["exact"] == 0, "a high score is not right"
+    assert compute_score("x", "<response>4", "4")["score"] == 1
+
+
+def test_the_problems_of_the_instruction_variants_go_from_easy_to_hard():
+    from recipe.multi_agent_grpo.rewards import compute_score
+
+    folder, questions = ROOT / "recipe" / "multi_agent_grpo", set()
+    for name, count in (("problems", 20), ("held_out", 6)):
+        rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        levels = [row["extra_info"]["level"] for row in rows]
+        assert len(rows) == count and levels == sorted(levels, key=["easy", "medium", "hard"].index)
+        assert {*levels} == {"easy", "medium", "hard"}
+        questions |= {row["prompt"][0]["content"] for row in rows}
+        for row in rows:
+            truth, solution = row["reward_model"]["ground_truth"], row["extra_info"]["answer"]
+            assert compute_score(row["data_source"], solution, truth, row["extra_info"])["acc"] == 1
+            sums = re.findall(r"([\d./+*() -]+) = ([\d./]*\d)", solution)
+            assert all(eval(left) == pytest.approx(eval(right)) for left, right in sums) and sums[-1][1] == truth, row
+    assert len(questions) == 26, "no question twice"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_instruction_variants_run_on_their_own_problems(compose_config, tiny_model, tmp_path):
+    """One option and a model: texts, template, stop, rewards and problems are there."""
+    given = [
+        "hydra.searchpath=[pkg://recipe]",
+        "+multi_agent_grpo=variants",
+        f"actor_rollout_ref.model.path={tiny_model}",
+    ]
+    smaller = [word for word in SMALLER if not word.startswith("actor_rollout_ref.model")]
+    dumps = [f"trainer.default_local_dir={tmp_path}/run", f"trainer.rollout_data_dir={tmp_path}/played"]
+    run(compose_config(*given, *smaller, *dumps, name="marl"))
+    played = [
+        json.loads(line) for path in (tmp_path / "played").glob("*.jsonl") for line in path.read_text().splitlines()
+    ]
+    asked = [
+        re.search("<instruction>(.*)</instruction><question>(.*)</question>", str(row["input"]))[1] for row in played
+    ]
+    assert len(played) == 2 * 4 * 2 * 4 and len(set(asked)) == 4
+    assert all({"exact", "like", "varied", "format"} < {*row} for row in played)
+    by_agent = {(row["agent"], text) for row, text in zip(played, asked, strict=True)}
+    assert len(by_agent) > 4, "an agent gets another instruction in another sample"
 
 
 @pytest.fixture(scope="module")
@@ -116,16 +169,17 @@ def installed(tmp_path_factory):
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, f"--target={folder}", source], check=True, timeout=300)
+    subprocess.run([*pip, f"--target={folder}", source], check=True, timeout=600)
     return folder
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_recipe_runs_from_the_wheel_in_a_folder_of_the_users(installed, environment, tmp_path):
     environment = environment | {"PYTHONPATH": str(installed), "VERL_USE_EXTERNAL_MODULES": "recipe.leave_one_out"}
 
     def runs(*words):
-        ran = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        ran = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600)
         assert ran.returncode == 0, ran.stderr[-3000:]
         return ran.stdout
 

@@ -428,6 +428,11 @@ BAD = {
     "actor_rollout_ref.rollout.max_model_len=42": ["max_model_len=42", "40 + 3"],
     "runner.peer_template='{agnt}'": ["runner.peer_template", "'agnt'"],
     "runner.foresee_request='{peer}?'": ["runner.foresee_request='{peer}?'", "no field 'peer'", "{agent}"],
+    "runner=single_turn runner.instruction_template='{instruct}{question}'": [
+        "runner.instruction_template",
+        "no field 'instruct'",
+        "{instruction}, {question}",
+    ],
     "runner.foreseen_template='{answer}'": ["runner.foreseen_template", "no field 'answer'", "{agent}, {text}"],
     "method=rft method.peers_weight=1 method.peers_request='{peer}?'": [
         "method.peers_request='{peer}?'",

@@ -179,3 +179,17 @@ def test_the_keys_of_clusters_are_there(compose_config):
     assert len(keys) > 6 and all(OmegaConf.select(config, key, default="none") != "none" for key in keys)
     deadlines = re.findall(r"\| `(resources\.\w+)` \| (\d+) s", CLUSTERS_DOC)
     assert len(deadlines) == 3 and all(OmegaConf.select(config, key) == float(seconds) for key, seconds in deadlines)
+
+
+def test_the_messages_and_keys_of_symptoms_are_there(compose_config):
+    source = "".join(path.read_text() for path in Path("marl").rglob("*.py"))
+    source = re.sub(r'"\s*\n\s*f?"', "", source)  # a message over several lines
+    page = Path("docs/symptoms.md").read_text()
+    messages = re.findall(r"^\| (`.*?) \| ", page, re.MULTILINE)
+    others = {"CUDA out of memory", "No space left on device", "marl doctor"}
+    said = {part.strip() for text in re.findall("`(.*?)`", str(messages)) for part in text.split("…")} - others
+    assert len(said) > 15 and [text for text in said if text not in source] == []
+    keys = set(re.findall(r"`((?:actor_rollout_ref|critic|data|controller|resources|reward|trainer)\.[\w.]+)", page))
+    config = compose_config("learner=mappo", name="marl")
+    assert len(keys) > 15
+    assert [key for key in keys if OmegaConf.select(config, key, default=KeyError) is KeyError] == []

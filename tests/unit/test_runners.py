@@ -155,3 +155,20 @@ def test_every_turn_of_an_agent_begins_with_its_own_system_prompt():
     for turn in record.turns:
         assert turn.observation[0] == {"role": "system", "content": told[turn.agent].system}
         assert [message["role"] for message in turn.observation].count("system") == 1
+
+
+def test_instruction_variants_are_dealt_out_anew_in_every_sample():
+    given = ["Be brief.", "Check {it}.", "Think."]
+    runner, agents = build("single_turn", instructions=given), ("a", "b", "c", "d")
+    dealt = []
+    for seed in range(20):
+        record = play(runner, lambda agent, round: "4", agents=agents, seed=seed)
+        texts = [record.trajectory(agent)[0].observation[-1]["content"] for agent in agents]
+        assert {*texts} == {f"<instruction>{one}</instruction><question>2+2?</question>" for one in given}
+        assert texts[3] == texts[0], "more agents than instructions: from the first again"
+        again = play(runner, lambda agent, round: "4", agents=agents, seed=seed)
+        assert [turn.observation for turn in again.turns] == [turn.observation for turn in record.turns]
+        dealt.append(tuple(texts))
+    assert len({*dealt}) > 3
+    plain = play(build("single_turn"), lambda agent, round: "4", agents=agents)
+    assert all(turn.observation == QUESTION for turn in plain.turns)

@@ -140,6 +140,7 @@ def templates_can_be_filled(config: Any) -> None:
 
 TEMPLATES: dict[str, dict[str, Any]] = {
     "runner.peer_template": {"agent": "", "text": "", "answer": "", "score": 0.0},
+    "runner.instruction_template": {"instruction": "", "question": ""},
     "runner.menu": {"workers": ""},
     "runner.foresee_request": {"agent": ""},
     "runner.foreseen_template": {"agent": "", "text": ""},
