@@ -42,7 +42,7 @@ class Job:
 class Result(JobReturn):
     """Hydra's, which prints a line of its own before it raises an error."""
 
-    @property
+    @property  # type: ignore[misc]  # read only
     def return_value(self) -> Any:
         if self.status is JobStatus.FAILED:
             raise self._return_value

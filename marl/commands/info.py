@@ -3,6 +3,7 @@
 import json
 import textwrap
 from collections.abc import Sequence
+from functools import partial
 
 import click
 
@@ -89,14 +90,14 @@ def yaml_of(entry: Entry | None) -> str:
         raise ConfigError(
             "--yaml: expected one learner, runner, credit or method with keys, as in marl info learners happo --yaml"
         )
-    comment = {"width": WIDTH, "initial_indent": "# ", "subsequent_indent": "# "}
+    comment = partial(textwrap.wrap, width=WIDTH, initial_indent="# ", subsequent_indent="# ")
     lines = [
-        *textwrap.wrap(f"{entry.summary}.", **comment),
-        *textwrap.wrap(f"As mine/{entry.kind}/own.yaml it is chosen by: --config-dir mine {entry.kind}=own", **comment),
+        *comment(f"{entry.summary}."),
+        *comment(f"As mine/{entry.kind}/own.yaml it is chosen by: --config-dir mine {entry.kind}=own"),
         f"defaults: [{entry.name}]",
     ]
     for key in entry.keys:
-        lines += ["", *textwrap.wrap(f"{key.doc} ({key.type})", **comment), f"{key.name}: {key.default}"]
+        lines += ["", *comment(f"{key.doc} ({key.type})"), f"{key.name}: {key.default}"]
     return "\n".join(lines)
 
 

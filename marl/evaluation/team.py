@@ -166,7 +166,7 @@ def of_run(source: Source, options: Sequence[str], words: Sequence[str]) -> Dict
     OmegaConf.set_struct(base, False)
     if not source.untrained:
         saved_settings.must_be_resolved(kept := saved_settings.allowed(kept))
-        defaults = OmegaConf.to_container(base, resolve=True, enum_to_str=True)
+        defaults: Any = OmegaConf.to_container(base, resolve=True, enum_to_str=True)
         if missing := saved_settings.left_out(source.saved, words, defaults):
             logger.warning(
                 "%s: settings of its run that hold only if you name them: %s", source.path, " ".join(missing)
@@ -217,13 +217,10 @@ def take_weights(config: DictConfig, source: Source) -> dict[str, str]:
         if name not in trained or not (source.path / name).exists():  # nobody trained it
             continue
         own = config.policies.get(name) or {}
-        weights = {
-            "path": saved_weights(str(source.path), name, str(source.path)),
-            "lora_rank": 0,
-            "lora_adapter_path": None,
-        }
+        path = saved_weights(str(source.path), name, str(source.path))
+        weights = {"path": path, "lora_rank": 0, "lora_adapter_path": None}
         config.policies[name] = OmegaConf.merge(own, {"model": weights})
-        served[name] = weights["path"]
+        served[name] = path
     if served and len(served) == len(hosted):  # the base that was trained need not be on this machine
         config.actor_rollout_ref.model.path, config.actor_rollout_ref.ref.model.path = next(iter(served.values())), None
     config.actor_rollout_ref.model.lora_rank, config.actor_rollout_ref.model.lora_adapter_path = 0, None

@@ -95,12 +95,13 @@ def answer_of(error: Refused) -> JSONResponse:
 def must_be_for_this_machine(request: Request, names: Collection[str]) -> None:
     """Raise Refused for what a page of the web sends through the browser of whoever serves: the page's name stands in its headers,
     whatever address that name leads to."""
-    origin = request.headers.get("origin")
-    for header, host in (("Host", request.headers.get("host", "")), ("Origin", origin and origin.partition("//")[2])):
-        if host is not None and name_of(host) not in names:
+    host, origin = request.headers.get("host", ""), request.headers.get("origin")
+    sent = {"Host": (host, host)} | ({} if origin is None else {"Origin": (origin, origin.partition("//")[2])})
+    for header, (value, name) in sent.items():
+        if name_of(name) not in names:
             raise Refused(
                 403,
-                f"{header}: {short(origin if header == 'Origin' else host)}: without an access key, requests are answered for "
+                f"{header}: {short(value)}: without an access key, requests are answered for "
                 f"{', '.join(sorted(names))} alone; serve with --allow-host NAME, or with {KEY} set",
                 "host_not_allowed",
             )
