@@ -736,7 +736,11 @@ BAD_METHODS = {
         "in float32",
         "set it to that of actor",
     ],
-    "method=spin": ["train.parquet, row 0", "extra_info.answer is None", "reward_model.ground_truth"],
+    "method=spin": [
+        "train.parquet: 64 rows cannot be used:\n  row 0: ",
+        "extra_info.answer is None",
+        "reward_model.ground_truth",
+    ],
     "method=spin method.reference=false": ["method.reference=false", "leave it true"],
     "method=sft method.answer_key=reward_model.ground_truth data.max_prompt_length=1": [
         "data.train_files: an example of agent 'alice' has",
