@@ -13,6 +13,7 @@ from marl.learners import CREDITS, LEARNERS
 from marl.learners.credit_schemes import INCENTIVES, TeamOf
 from marl.preflight.methods import check_method
 from marl.run_setup import Setup, make_runner
+from marl.utils.class_facts import check_class
 from marl.utils.registry import did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,11 @@ def choose_credit(config: DictConfig) -> None:
 
 def check_facts(setup: Setup) -> None:
     """Raise ConfigError where a runner's or learner's class does not support what the configuration asks for."""
+    try:
+        for own in (setup.runner, setup.learner, setup.learner.credit):
+            check_class(type(own))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     check_runner(setup)
     check_method(setup)
     if setup.method.learns:

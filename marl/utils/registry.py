@@ -6,6 +6,7 @@ from typing import Any, Generic, TypeVar
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
+from marl.utils.class_facts import check_class
 from marl.utils.near import did_you_mean
 from marl.utils.numbers import out_of_bounds
 
@@ -54,6 +55,7 @@ class Registry(Generic[T]):
         if "name" not in options:
             raise ValueError(f"{key}={dict(options)}: no name; expected one of {', '.join(self.names())}")
         cls: Any = self.get(options["name"])
+        check_class(cls)
         known = cls.Config.__dataclass_fields__
         for option in options:
             if option not in known:

@@ -2,14 +2,24 @@
 
 import asyncio
 import gc
+import re
 
 import pytest
 
+from marl.config.errors import ConfigError
 from marl.controller.collection import outcomes
+from marl.envs import Environment
+from marl.envs.games import Game
+from marl.learners import Learner
+from marl.preflight.compatibility import check_facts
+from marl.run_setup import Setup
 from marl.runners import RUNNERS, RecordedAnswers, ReplayDiverged, Runner, TooManyTurns, keep, scripted, together
 from marl.runners.debate import Sees
 from marl.types import Score, Task
+from marl.utils.class_facts import check_class
+from recipe.leave_one_out import LeaveOneOut
 from recipe.peer_review import PeerReview
+from recipe.regret import Regret
 
 TASK = Task("t", [{"role": "user", "content": "2+2?"}], "4", "x", lambda text: text if text.isdigit() else None)
 RUNNER = PeerReview(PeerReview.Config("peer_review", peer_template="{agent}:{text}", separator=" ", revise="Again."))
@@ -246,3 +256,40 @@ def test_a_branch_goes_on_in_its_own_round_after_an_episode_within_it():
     said = scripted.scripted(scripted.numbered)
     record = asyncio.run(scripted.play(PlaysAnother(Runner.Config("plays_another")), TASK, ["a", "b"], said))
     assert [turn.round for turn in record.turns if turn.agent == "a"] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("base", "fact", "value", "expected"),
+    [
+        (PeerReview, "num_agents", 3, r"tuple\[int, int \| None\], such as \(1, None\), as Runner declares"),
+        (PeerReview, "num_agents", ("2", None), r"tuple\[int"),
+        (PeerReview, "keywords", ("PASS",), r"a method, def keywords\(self, agents"),
+        (PeerReview, "votes", "no", "bool, such as False"),
+        (PeerReview, "seats", "judge", r"tuple\[str, \.\.\.\]"),
+        (PeerReview, "may_end_early", "yes", "bool, or a property"),
+        (Learner, "credits", "own", r"tuple\[str, \.\.\.\], such as \(\), as Learner declares"),
+        (Learner, "exchange_every", None, "int, or a property"),
+        (Game, "team_size", 2, r"tuple\[int, int \| None\], such as \(2, None\), as Game declares"),
+        (Environment, "reply", "no", "a method, def reply"),
+    ],
+)
+def test_a_fact_of_another_type_is_named_with_what_was_expected(base, fact, value, expected):
+    own = type("Own", (base,), {fact: value, "__module__": "mine"})
+    with pytest.raises(ValueError, match=rf"^mine.Own: {fact} = {re.escape(repr(value))}; expected {expected}"):
+        check_class(own)
+
+
+def test_facts_as_they_should_be_pass():
+    for facts in ({"num_agents": [2, 4]}, {"num_agents": (3, 3), "votes": True}, {"may_end_early": property(bool)}):
+        check_class(type("Own", (PeerReview,), facts | {"default_credit": "team", "__module__": "mine"}))
+    check_class(type("Own", (Learner,), {"default_credit": property(str), "credits": ("own",), "__module__": "mine"}))
+    for module in (LeaveOneOut, PeerReview, Regret):
+        check_class(module)
+
+
+def test_a_run_with_such_a_runner_is_refused(monkeypatch, compose_config):
+    monkeypatch.setattr(PeerReview, "num_agents", 3)
+    monkeypatch.setitem(RUNNERS._entries, "peer_review", PeerReview)
+    with pytest.raises(ConfigError, match="PeerReview: num_agents = 3; expected tuple"):
+        config = compose_config("runner=peer_review", "credit=own", name="marl")
+        check_facts(Setup.of(config))
