@@ -281,7 +281,7 @@ def show(episode: Episode, console: Console) -> None:
             console.print(Text(f"{message['role']}: {message['content']}", style="dim" if index < before else ""))
         if turn.thought is not None:
             console.print(Text(f"{turn.agent} thought: {turn.thought}", style="dim"))
-        failed = f", {turn.score.failure}" if turn.score and turn.score.failure else ""
+        failed = f", {fault}" if (fault := fault_of(turn.score)) else ""
         score = f"   [{turn.score.value:g}{failed}]" if turn.score else ""
         console.print(Text(f"{turn.agent} ⟶ {turn.text}{score}", style="green"))
     console.rule()
@@ -290,6 +290,12 @@ def show(episode: Episode, console: Console) -> None:
         console.print(Text(f"ended early ({episode.failure}): {episode.failure_message}", style="red"))
     right = "" if episode.task.ground_truth == UNKNOWN else f"   right: {episode.task.ground_truth}"
     console.print(Text(f"the team's answer: {episode.answer}{right}{counts}", style="bold"))
+
+
+def fault_of(score: Score | None) -> str:
+    """Why an answer could not be judged; empty where it was."""
+    judged = score.extra.get("math_verify", "right") if score else "right"
+    return (score.failure if score else None) or (f"math-verify: {judged}" if judged not in ("right", "wrong") else "")
 
 
 if __name__ == "__main__":

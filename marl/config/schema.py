@@ -228,7 +228,7 @@ class ControllerConfig:
     answer_rule: AnswerRule = AnswerRule.strict
     """Rule that finds the answer in a response to a GSM8K question."""
     extractors: dict[str, str] = field(default_factory=dict)
-    """Answer extractors, by data source or its prefix: only, strict, flexible, hashes, math, or your own
+    """Answer extractors, by data source or its prefix: only, strict, flexible, hashes, math, prose, or your own
     ``<file>.py:<function>``, text -> answer or None. They override ``extract(text)`` in the reward function's file,
     which overrides the built-in rules. Votes, credit, reports and ``hide_answers`` all use them."""
     no_answer_score: float | None = bounded(None, SCORE.or_null())

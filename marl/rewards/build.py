@@ -9,6 +9,7 @@ from marl.rewards.base import TIMEOUT_KEY, Reward
 from marl.rewards.builtin import Builtin, run_here
 from marl.rewards.custom import Custom, custom_function
 from marl.rewards.extractors import answer_rules
+from marl.rewards.mathematics import load_verifier
 from marl.rewards.processes import Processes
 
 
@@ -23,7 +24,7 @@ def build_reward(config: Any, cleanup: ExitStack) -> Reward:
         return Reward(custom, timeout_s, failures, name)
     if not count:
         return Reward(custom or Builtin(run=run_here, failures=failures, rules=rules), failures=failures, name=name)
-    processes = Processes(count, timeout_s, TIMEOUT_KEY, prepare=custom.load if custom else None)
+    processes = Processes(count, timeout_s, TIMEOUT_KEY, prepare=custom.load if custom else load_verifier)
     cleanup.callback(processes.stop)
     return Reward(
         in_processes(processes, custom) if custom else Builtin(run=processes.run, failures=failures, rules=rules),

@@ -39,6 +39,11 @@ def must_be_installed() -> None:
         )
 
 
+def load_verifier() -> None:
+    """Import what :func:`equal` needs, before its deadline begins: on a busy machine that takes longer than any answer."""
+    equal("2/1", "2")
+
+
 def equal(answer: str, truth: str) -> bool | None:
     """None for a truth that cannot be read. Raises whatever math-verify raises.
 

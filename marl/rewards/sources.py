@@ -27,7 +27,7 @@ BEGINNINGS = ("openai/gsm8k", "marl/", "hiyouga/geometry3k", SEARCH, "aime", "nu
 
 CODE = re.compile(
     r"human_?eval|mbpp|bigcodebench|livecodebench|code_?contests|codeforces|leetcode|kodcode|evalplus|multipl-?e|ds-?1000|cruxeval"
-    r"|swe-?(?:bench|gym|smith)|(?:^|/)(?:apps|taco|spider|wikisql|bird)(?![a-z0-9])",
+    r"|swe-?(?:bench|gym|smith)|(?:^|(?<!own)/)(?:apps|taco|spider|wikisql|bird)(?![a-z0-9_])",
     re.IGNORECASE,
 )
 OPEN = re.compile(

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from marl.report.alarms import Collapse, DegenerateGroups, RightThreshold
+from marl.report.alarms import Collapse, DegenerateGroups, NoAnswers, RightThreshold
 from marl.types import Episode, Score, Task, Turn
 
 
@@ -93,3 +93,29 @@ def test_a_policy_that_only_repeats_itself_is_said_to_have_collapsed(caplog, ste
             alarm.look({"agent/alice/truncated": truncated, "agent/carol/entropy": 0.0, **entropies}, step)
     assert len(caplog.records) == count
     assert not count or all(word in caplog.text for word in ("'alice', step 3", "collapsed", "optim.lr", "2 % before"))
+
+
+def no_answers(caplog, *shares):
+    """Lines said of steps of ten texts each, of which so many give no answer."""
+    alarm = NoAnswers(lambda task: "prose")
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        for step, silent in enumerate(shares, start=1):
+            task = Task("t", [], "4", "own/q", str)
+            turns = [
+                Turn("a", 1, [], "word " * 99 if n < silent else "4", score=Score(0.0, None if n < silent else "4"))
+                for n in range(10)
+            ]
+            alarm.look([Episode(task, 0, ["a"], turns=turns)], step)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_where_most_texts_give_no_answer_one_line_names_a_text_the_rule_and_its_key(caplog):
+    (said,) = no_answers(caplog, 5, 6, 9, 10)
+    assert "step 2: 6 of 10 texts give no answer" in said and "word word" in said and " … " in said
+    assert "data_source=own/q is read by the rule prose" in said and "controller.extractors={own/q:" in said
+    assert len(said) < 700 and "\n" not in said
+
+
+def test_texts_that_give_answers_again_end_the_silence(caplog):
+    assert len(no_answers(caplog, 6, 5, 6)) == 2 and not no_answers(caplog, 0, 5)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import pickle
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
@@ -13,9 +14,11 @@ from marl.config.schema import ControllerConfig
 from marl.controller.scores import team_score
 from marl.controller.tasks import to_task
 from marl.evaluation.ensemble_answers import Ensemble, Play
+from marl.preflight.checks import check_scorer
 from marl.report import conversation
-from marl.rewards import AnswerRules, Builtin, Reward, answer_rules, build_reward, check_extractors
+from marl.rewards import AnswerRules, Builtin, Reward, answer_rules, build_reward, check_extractors, rule_of
 from marl.rewards.processes import RewardError, RewardUnavailable
+from marl.rewards.sources import unscorable
 from marl.runners import RUNNERS, scripted
 from marl.types import Task
 
@@ -222,3 +225,65 @@ def test_rules_are_set_on_the_command_line(compose_config):
 def test_rules_without_a_configuration_are_the_built_in_ones():
     assert AnswerRules("flexible").extractor("openai/gsm8k")("7 of 9") == "9"
     assert AnswerRules().hider("marl/x")("#### 35") == "[hidden]"
+
+
+PROGRAM_TESTS = "def check(candidate):\n    assert candidate(2) == 3\n"
+
+
+@pytest.mark.parametrize(
+    "source,truth,why",
+    [
+        ("openai_humaneval", "x", "programs"),
+        ("openai/openai_humaneval", "x", "programs"),
+        ("google-research-datasets/mbpp", "x", "programs"),
+        ("evalplus/humanevalplus", "x", "programs"),
+        ("livecodebench/code_generation_lite", "x", "programs"),
+        ("deepmind/code_contests", "x", "programs"),
+        ("codeparrot/apps", "x", "programs"),
+        ("BAAI/TACO", "x", "programs"),
+        ("own/questions", PROGRAM_TESTS, "programs"),
+        ("own/questions", "assert add(1, 2) == 3", "programs"),
+        ("google/IFEval", "x", "free texts"),
+        ("abisee/cnn_dailymail", "x", "free texts"),
+        ("facebook/anli", 0, "label"),
+        ("nyu-mll/multi_nli", "2", "label"),
+        ("google/boolq", "1", "label"),
+        ("cais/mmlu", 3, "label"),
+        ("facebook/anli", "entailment", ""),
+        ("cais/mmlu", "B", ""),
+        ("google/boolq", "yes", ""),
+        ("codecontests", "{}", ""),
+        ("apps", "{}", ""),
+        ("own/apps_of_maths", "4", ""),
+        ("own/questions", "4", ""),
+        ("own/questions", "I assert that it is so", ""),
+        ("openai/gsm8k", "4", ""),
+        ("own/unlike", "0", ""),
+    ],
+)
+def test_rows_that_no_rule_can_score(source, truth, why):
+    assert (why in unscorable(source, truth)) if why else not unscorable(source, truth)
+
+
+def test_such_rows_are_refused_at_the_start_with_the_remedy(config, monkeypatch):
+    monkeypatch.setattr("marl.preflight.checks.answers_only", lambda config: False)
+
+    def check(**settings):
+        runner = SimpleNamespace(scores_turns=False)
+        row = Task("train/3", [], PROGRAM_TESTS, "openai_humaneval", str)
+        check_scorer(SimpleNamespace(config=config(**settings), runner=runner), [[row]])
+
+    with pytest.raises(
+        ConfigError, match="data_source=openai_humaneval, train/3.*have to be run.*custom_reward_function"
+    ):
+        check(custom=False)
+    check()
+    check(custom=False, extractors={"openai_humaneval": "prose"})
+
+
+def test_only_competition_mathematics_keeps_the_strict_rule():
+    text = "So 9 + 5 = 14"
+    taken = {"own/q": "14", "mathqa": "14", "mine": "14", "math": None, "HuggingFaceH4/MATH-500": None, "aime24": None}
+    assert {source: AnswerRules().extractor(source, "14")(text) for source in taken} == taken
+    assert AnswerRules(by_source={"own/": "math"}).extractor("own/q", "14")(text) is None
+    assert rule_of(AnswerRules().extractor("own/q")) == "prose" and rule_of(AnswerRules().extractor("math")) == "math"

@@ -1,13 +1,16 @@
 """``marl run-one`` with a script: what counts as an answer, and as the right one."""
 
+import asyncio
 import sys
 
 import pytest
 
 from marl.commands import run_one
+from marl.rewards import AnswerRules, Builtin, Reward
 from marl.runners import scripted
+from marl.types import Task
 
-SINGLE = ["runner=single_turn", "question=2+2?"]
+SINGLE = ["runner=single_turn", "question=2+2?", "controller.reward_processes=0"]
 
 
 def scores(capsys, *words):
@@ -30,6 +33,32 @@ def scores(capsys, *words):
 def test_the_truth_and_an_answer_are_what_was_typed(capsys, truth, answer):
     found, last = scores(capsys, f"truth={truth}", f"answers=[{answer}]")
     assert set(found) == {"[1]"} and last.endswith(f"right: {truth}"), last
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer", "score"),
+    [
+        ("0.5", "So it is 1/2.", 1),
+        ("Yes", "yes.", 1),
+        ("B", "The answer is (B).", 1),
+        ("4", "The answer is 5.", 0),
+        ("5 cm", "5 m", 0),
+        ("50", "50%", 0),
+    ],
+)
+def test_a_text_scores_as_in_training(capsys, truth, answer, score):
+    task = Task("question", [], truth, "question", AnswerRules().extractor("question", truth))
+    trained = asyncio.run(Reward(Builtin()).judge(task, answer))
+    found, last = scores(capsys, f"truth={truth}", f"answers=['{answer}']")
+    assert set(found) == {f"[{trained.value:g}]"} == {f"[{score}]"}
+    assert last == f"the team's answer: {trained.answer}   right: {truth}"
+
+
+def test_a_score_is_priced_as_in_training(capsys):
+    found, _ = scores(
+        capsys, "truth=4", "answers=['I do not know what this is about']", "controller.no_answer_score=-0.5"
+    )
+    assert set(found) == {"[-0.5]"}
 
 
 def test_texts_are_taken_as_they_are():
