@@ -5,6 +5,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from marl.config.external import find_own_modules
@@ -21,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from marl import main as marl_main
 from marl.config.overrides import hydra_overrides
+from marl.quickstart import transcripts
 from marl.report import run_summary
 from marl.types import Metrics
 
@@ -80,9 +82,9 @@ def run(overrides: list[str], config_name: str = "quickstart") -> Any:
 
 
 def warm_up_and_train(config: DictConfig) -> Any:
-    from marl.quickstart.assets import ensure_for  # heavy, as what main imports
+    from marl.quickstart.assets import RECIPES, ensure_for  # heavy, as what main imports
 
-    warm = Bar("warming up the tiny model")
+    warm = Bar("warming up the model")
     ensure_for(config, lambda done, of: warm(done, of), renew=True)
     where = "in this process" if config.resources.one_process else "in Ray"
     console.print(f"starting a worker and a server for each agent, {where} …")
@@ -93,6 +95,9 @@ def warm_up_and_train(config: DictConfig) -> Any:
         bar.progress.stop()  # always restores the cursor
     if trainer.history:
         console.print(run_summary.table(trainer.history, len(trainer.validation)))
+    if RECIPES[config.task].pretrained:
+        for table in transcripts.tables(Path(config.trainer.validation_data_dir)):
+            console.print(table)
     found = run_summary.read_json(trainer.report_folder) if config.baseline else {}
     if found.get("baselines"):
         keys = ("problems", "baselines", "sampled_tokens", "degenerate_groups")

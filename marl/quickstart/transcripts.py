@@ -36,6 +36,6 @@ def table(before: list[Line], after: list[Line], steps: list[int]) -> Table:
         result.add_column(heading)
     for one, other in zip(before, after, strict=False):
         shown = one["messages"][-1]["content"] if one["round"] == 1 else "what the other one said"
-        said = [f"{line['output']} {'✓' if line['score'] >= 1 else '✗'}" for line in (one, other)]
+        said = [f"{line['output']} {'✓' if line['acc'] else '✗'}" for line in (one, other)]
         result.add_row(*map(Text, (f"{one['agent']}, round {one['round']}", shown, *said)))
     return result

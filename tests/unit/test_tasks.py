@@ -1,4 +1,5 @@
 import hashlib
+import json
 import random
 
 import pytest
@@ -138,3 +139,30 @@ def test_assets_are_made_once_and_made_again_when_the_recipe_changes(tmp_path):
     assert ensure(tmp_path / "x", recipe, seed=0) is False
     assert ensure(tmp_path / "x", recipe, seed=1) is True
     assert (tmp_path / "x" / "model" / "config.json").is_file() and (tmp_path / "x" / "test.parquet").is_file()
+
+
+def test_transcripts_show_the_first_and_the_last_validation_side_by_side(tmp_path):
+    from rich.console import Console
+
+    from marl.quickstart import transcripts
+
+    def turns(task, said):
+        turn = {
+            "task": task,
+            "gts": "12",
+            "agent": "alice",
+            "messages": [{"role": "user", "content": f"{task}: 7 [smudged] 5?"}],
+        }
+        return [
+            turn | {"round": round + 1, "output": text, "acc": float("12" in text)} for round, text in enumerate(said)
+        ]
+
+    for step, said in ((0, "It is 9."), (20, "It is 12."), (9, "unseen")):
+        lines = [line for task in "abcdef" for line in turns(task, ("It is 9.", said))]
+        (tmp_path / f"{step}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    console = Console(width=120, record=True)
+    for table in transcripts.tables(tmp_path):
+        console.print(table)
+    shown = console.export_text()
+    assert shown.count("the answer is 12") == 5 and "a: 7 [smudged] 5?" in shown and "unseen" not in shown
+    assert shown.count("It is 12. ✓") == 5 and "step 0" in shown and "step 20" in shown
