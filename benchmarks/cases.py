@@ -111,7 +111,6 @@ RATIOS = {
     "trl_tiny_ray": ratio("<= 1.10", "ours_tiny_ray", "trl_tiny"),
     "floor_tiny": ratio("<= 1.15", "ours_tiny", "floor_tiny"),
     "trl_bf16_small": ratio("<= .80", "ours_small", "trl_small"),
-    "trl_real": ratio("<= .95", "ours_real", "trl_real"),
     # its logits and targets are shifted once too often: the last token of an answer is neither read nor trained
     "comlrl_two": ratio("<= .40", "ours_two", "comlrl_two", forwarded_tokens=1, trained_tokens=1),
     "debate_best_hf": ratio("<= .50", "ours_debate", "hf_in_turn", "rollout", PLAYED),
@@ -124,6 +123,7 @@ RATIOS = {
 
 EXTRA = {
     "floor_small": ratio("", "ours_small", "floor_small"),
+    "trl_real": ratio("<= .95", "ours_real", "trl_real"),
     "floor_two": ratio("", "ours_two", "floor_two"),
     "floor_two_over_comlrl": ratio("", "floor_two", "comlrl_two", forwarded_tokens=1, trained_tokens=1),
     "floor_debate": ratio("", "ours_debate", "optimum_debate", "rollout", PLAYED),

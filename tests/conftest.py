@@ -8,6 +8,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("MARL_CACHE", "outputs/cache")  # of this checkout, whatever lies in the user's
 
 import hypothesis
 import pytest

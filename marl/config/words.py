@@ -107,7 +107,8 @@ def parts(words: Sequence[str]) -> tuple[list[list[str]], list[str]]:
 
 def whole(flag: str) -> str:
     """A flag that may be shortened, as Hydra's parser takes it."""
-    return next((full for full in VALUED if len(flag) > len("--config-") and full.startswith(flag)), flag)
+    meant = [full for full in VALUED if len(flag) > len("--") and full.startswith(flag)]
+    return meant[0] if len(meant) == 1 else flag
 
 
 def check_words(words: Sequence[str]) -> None:

@@ -263,7 +263,7 @@ def test_scores_of_missing_and_truncated_answers(alone):
     assert all(t.scored.value == -2 for t in turns if not t.truncated and t.scored.answer is None)
     assert {e.scored.value for e in episodes if e.answer is None} == {-2}, "a team that abstains pays as well"
     right = Score(1.0, None)
-    assert live.trainer.controller.priced(Turn("alice", 1, [], ""), right) is right, "what is called right is right"
+    assert live.trainer.controller.priced(Turn("alice", 1, [], ""), right) == right, "what is called right is right"
     batch = live.trainer.batch_of(episodes)
     for agent, rows in batch.rows.items():
         assert num_turns(rows) == sum(not t.truncated for t in turns if t.agent == agent) < 16 * 3

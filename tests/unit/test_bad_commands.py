@@ -47,7 +47,7 @@ def test_a_project_that_cannot_be_written(refused):
 def test_an_unknown_configuration_is_answered_with_the_nearest(refused):
     said = refused("train", "--config-name", "quickstrat")
     assert "--config-name quickstrat: no such configuration" in said and "Did you mean 'quickstart'?" in said
-    assert said.count("\n") == 1 and "game, marl, quickstart, split_information" in said
+    assert said.count("\n") == 1 and "game, marl, quickstart, smollm2, split_information" in said
 
 
 @pytest.mark.parametrize("parser", [serve, chat])

@@ -37,7 +37,7 @@ BAD = {
     "an unknown flag": (["run", "--out", "a.jsonl", "--best", "2"], "--best: expected a run, a checkpoint or a model"),
     "no episodes of a task": (["run", "--out", "a.jsonl", "--best-of", "0"], "--best-of 0: expected a whole number"),
     "no number": (["run", "--out", "a.jsonl", "--filter-reward", "nan"], "--filter-reward nan: expected"),
-    "no samples": (["run", "--out", "a.jsonl", "n=0"], "marl collect.n=0: expected a whole number"),
+    "no samples": (["run", "--out", "a.jsonl", "n=0"], "n=0: expected a whole number at least 1"),
     "no such run": (["runn", "--out", "a.jsonl"], "runn: no such folder; Did you mean 'run'?"),
     "no such checkpoint": (
         ["run/global_step_3", "--out", "a.jsonl"],

@@ -410,7 +410,7 @@ BAD = {
     "+policies.alice.rollout.name=vllm": ["policies.alice", "needs an accelerator"],
     "+policies.alice.rollout.n=2": ["policies.alice.rollout.n=2", "same episodes"],
     "+policies.alice.model.path=/nowhere": ["policies.alice", "/nowhere"],
-    "agents.alice.temperature=0": ["agents.alice.temperature=0", "above 0"],
+    "agents.alice.temperature=0": ["agents.alice.temperature=0", "1e-05 at least"],
     "actor_rollout_ref.rollout.temperature=0": ["rollout.temperature=0"],
     "learner.train_rounds=[3]": ["learner.train_rounds=[3]", "ends in round 2"],
     "learner.train_rounds=[]": ["learner.train_rounds=[]"],

@@ -296,7 +296,11 @@ def test_what_a_broken_validation_was_billed_is_counted_once(tmp_path, keeps):
     first.go_on_from({"a": 100})
     settings = SimpleNamespace(test_freq=1, save_freq=1, save_final=True, save_in_background=True)
     trainer = Validating(
-        controller=first, step_number=1, config=SimpleNamespace(trainer=settings), tracking=MagicMock()
+        controller=first,
+        step_number=1,
+        config=SimpleNamespace(trainer=settings),
+        tracking=MagicMock(),
+        collapse_alarm=MagicMock(),
     )
     with pytest.raises(RuntimeError, match="the judge"):
         asyncio.run(MARLTrainer.keep(trainer, {}, last=False))

@@ -70,7 +70,7 @@ def test_a_built_in_one_has_options():
         ("verifer", "Did you mean 'verifier'"),
         ({"wrong": "No."}, r"runner\.environment=.*no name; expected one of hot_and_cold, verifier"),
         ({"name": "verifier", "worng": "No."}, r"runner\.environment\.worng: environment 'verifier' has no such key.*'wrong'"),
-        ({"name": "hot_and_cold", "near": "far"}, r"runner\.environment=.*'far'"),
+        ({"name": "hot_and_cold", "near": "far"}, r"runner\.environment\.near=far: .*Float"),
         (["verifier"], r"expected a name, or a group \{name: …, option: …\}"),
     ],
 )  # fmt: skip

@@ -172,7 +172,9 @@ def test_a_run_shows_what_its_command_line_asks_for(monkeypatch, capsys, flags, 
         shown.append(display)
         display(1, 2, METRICS)
         history = {0: {"vote": 0.25, "accuracy/round_1": 0.5}, 2: {"vote": 0.75, "accuracy/round_1": 0.5}}
-        return SimpleNamespace(history=history, report_folder="outputs/run", folder="outputs/run")
+        return SimpleNamespace(
+            history=history, report_folder="outputs/run", folder="outputs/run", validation=[None] * 4
+        )
 
     monkeypatch.setattr(marl_main, "run", run)
     assert marl_main.main(["--config-name", "quickstart", *flags]) == 0
@@ -183,7 +185,8 @@ def test_a_run_shows_what_its_command_line_asks_for(monkeypatch, capsys, flags, 
 
 
 def test_a_run_of_losses_ends_with_its_folder(monkeypatch, capsys):
-    ended = SimpleNamespace(history={0: {"loss": 1.0}}, report_folder="outputs/run/validation_1", folder="outputs/run")
+    where = {"report_folder": "outputs/run/validation_1", "folder": "outputs/run"}
+    ended = SimpleNamespace(history={0: {"loss": 1.0}}, validation=[], **where)
     monkeypatch.setattr(marl_main, "run", lambda config, display: ended)
     assert marl_main.main(["--config-name", "quickstart"]) == 0
     assert capsys.readouterr().out == "results: outputs/run/validation_1   full report: marl report outputs/run\n"

@@ -18,6 +18,7 @@ from marl.preflight.prompts import FirstPrompts
 from marl.quickstart.model import build_tokenizer
 from marl.runners import RUNNERS, Runner, TooManyTurns
 from marl.runners.graph import Edge, Node, When
+from marl.runners.messages import Instructions
 from marl.types import Task
 
 QUESTION = "Ann has 3 apples ."  # 5 tokens of a word each; <|user|> before and <|assistant|> after make 7
@@ -37,7 +38,7 @@ def grown(encoder):
         kind = RUNNERS.get(name)
         runner = kind(kind.Config(name, **settings))
         seats = lambda agent, round: Seat(agent, encoder, tokens, ends)  # noqa: E731
-        return measure(runner, [TASK], seats, dict.fromkeys(agents, ""), limit)
+        return measure(runner, [TASK], seats, dict.fromkeys(agents, Instructions()), limit)
 
     return grown
 
@@ -112,7 +113,9 @@ class Endless(Runner):
 
 def test_a_runner_that_cannot_be_played_yet_is_not_refused_and_one_that_breaks_its_word_is(encoder):
     def played(kind):
-        return measure(kind(Runner.Config("own")), [TASK], lambda a, r: Seat(a, encoder, 3), {"alice": ""}, 99)
+        return measure(
+            kind(Runner.Config("own")), [TASK], lambda a, r: Seat(a, encoder, 3), {"alice": Instructions()}, 99
+        )
 
     assert played(Broken).unknown == "LookupError: no such server"
     with pytest.raises(TooManyTurns, match="runner=own"):
@@ -138,7 +141,9 @@ def test_the_deadline_is_the_runners_own_and_named_as_such(encoder, monkeypatch)
     monkeypatch.setattr(prompt_growth, "DEADLINE_S", 0.2)
 
     def unknown(kind):
-        return measure(kind(Runner.Config("own")), [TASK], lambda a, r: Seat(a, encoder, 3), {"alice": ""}, 99).unknown
+        return measure(
+            kind(Runner.Config("own")), [TASK], lambda a, r: Seat(a, encoder, 3), {"alice": Instructions()}, 99
+        ).unknown
 
     assert unknown(Waiting) == "a conversation did not end within 0.2 s"
     assert unknown(Impatient) == "TimeoutError: no answer"

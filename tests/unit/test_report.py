@@ -59,7 +59,7 @@ def played(tmp_path, *answers, **settings):
         lambda agent, round, **_: says[agent, round], reward=lambda solution_str, **_: SCORED[solution_str], **settings
     )
     episodes = asyncio.run(team.score(collected(team).episodes, 1))
-    (again,) = dump.read(dump.write(episodes, 1, tmp_path), lambda source: str, lambda source: str)
+    (again,) = dump.read(dump.write(episodes, 1, tmp_path), lambda source, truth: str, lambda source, truth: str)
     return episodes[0], again, team
 
 

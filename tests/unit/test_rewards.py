@@ -462,10 +462,12 @@ def test_invalid_scores_are_named(returned, error):
 def test_the_function_of_an_absurd_score_is_named_and_counted(tmp_path, compose_config):
     (tmp_path / "mine.py").write_text("def judge(**_):\n    return 1e300\n")
     config = compose_config(
-        f"reward.custom_reward_function.path={tmp_path}/mine.py", "reward.custom_reward_function.name=judge"
+        f"reward.custom_reward_function.path={tmp_path}/mine.py",
+        "reward.custom_reward_function.name=judge",
+        "controller.reward_processes=0",
     )
     with ExitStack() as cleanup:
-        reward = build_reward(config, cleanup, in_driver=True)
+        reward = build_reward(config, cleanup)
         score = asyncio.run(reward.judge_or_fail(task(), "#### 35", 0.0))
     assert f"judge of {tmp_path}/mine.py returned 1e+300 for task t" in score.failure and not score.right
     assert reward.metrics()["reward/errors"] == 1.0

@@ -12,6 +12,7 @@ from marl.cluster.policy_group import RayPolicyGroup
 from marl.config.identity import code_fingerprint
 from marl.evaluation.baselines import answers_per_episode
 from marl.marl_trainer import MARLTrainer
+from marl.report.alarms import Collapse
 from marl.types import Episode, Task, Turn
 from marl.utils.metrics import RunningMean
 
@@ -45,6 +46,7 @@ def kept(
         sampled_tokens=tokens,
         fails=fails,
         done=[],
+        collapse_alarm=Collapse([]),
     )
 
     def log(metrics, step):

@@ -115,7 +115,7 @@ def test_side_by_side_runs_get_the_toy_models_that_are_missing(tmp_path, monkeyp
         return SimpleNamespace(config=config, ranks_by_pool={"a": 2})
 
     monkeypatch.setattr("marl.preflight.prepare.prepare", prepare)
-    monkeypatch.setattr(assets, "ensure", lambda folder, recipe, seed: made.append((folder, seed)))
+    monkeypatch.setattr(assets, "ensure", lambda folder, recipe, seed, on_step: made.append((folder, seed)))
     for given, expected in (({}, (2, 0)), ({"num_cpus": 0}, (0, 0)), ({"num_cpus": 3, "num_gpus": 0.5}, (3, 0.5))):
         made.clear()
         launcher = RayLauncher(**given)
