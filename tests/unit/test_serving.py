@@ -588,7 +588,7 @@ def test_a_run_whose_data_are_elsewhere_is_served_without_them(tmp_path):
     with answerable(gone, options, words) as asked:
         assert asked[0] == "seed=1" and asked[1].startswith("data.val_files=")
         path = asked[1].partition("=")[2]
-        assert check_files(path, "prompt", ["alice"]) == 1
+        assert check_files(path, "prompt", ["alice"]) == ["hello"]
         assert next(rows_of(path, "prompt"))["data_source"] == "openai/gsm8k"
     assert not Path(path).exists()
     (tmp_path / "gone.parquet").touch()
