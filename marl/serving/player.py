@@ -29,8 +29,7 @@ class Player:
         self.controller, self.config, self.step = team.controller, team.setup.config, team.step
         self.agents = list(self.config.agents)
         self.models: dict[str, list[AgentId]] = {TEAM: self.agents} | {f"{TEAM}/{name}": [name] for name in self.agents}
-        first, truth = first_row(self.config)
-        self.source, self.truth = data_source or first, truth if data_source in (None, first) else None
+        self.source, self.truth = (data_source, None) if data_source else first_row(self.config)
         self.rules = answer_rules(self.config)
         self.alone = RUNNERS.get("single_turn")(RUNNERS.get("single_turn").Config(name="single_turn"))
 
