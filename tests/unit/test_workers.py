@@ -32,7 +32,7 @@ def test_every_play_is_given_to_one_worker_and_shares_are_equal(plays, workers):
 def test_tasks_can_be_sent(source, rule):
     task = Task("train/0", [], "4", source, extractor(source, rule), {"index": 0}, hider(source, rule))
     sent = pickle.loads(pickle.dumps(task))
-    assert sent == task and sent.extract == task.extract and sent.hide is task.hide
+    assert sent == task and sent.extract == task.extract and sent.hide == task.hide
 
 
 def test_a_task_travels_once_with_all_its_samples():
