@@ -11,7 +11,7 @@ from marl.config.errors import ConfigError
 from marl.rewards import answers, sources
 from marl.rewards.answers import HIDDEN, Extract
 from marl.rewards.custom import custom_function, load, module_of
-from marl.rewards.prose import Prose, wanted_by
+from marl.rewards.prose import HideProse, Prose, wanted_by
 from marl.utils.registry import did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class AnswerRules:
         if chosen is None:
             return sources.hider(data_source, self.answer_rule, truth)
         if chosen == "prose":
-            return Prose(wanted_by(truth)).hide
+            return HideProse(Prose(wanted_by(truth)))
         return answers.hide_last_number if chosen == "flexible" else answers.hide_answer
 
     def chooses(self, data_source: str) -> bool:

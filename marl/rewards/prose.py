@@ -200,16 +200,23 @@ class Prose:
         found = find(simplified(text[start:]), self.wanted)
         return (found[0] + start, found[1] + start) if found else None
 
-    def hide(self, text: str) -> str:
+
+@dataclass(frozen=True)
+class HideProse:
+    """A text without the answer that a careful reader takes. A class of its own, so that two are equal in any process."""
+
+    prose: Prose
+
+    def __call__(self, text: str) -> str:
         """Without the answer, wherever it stands; without anything where it stands in yet another form."""
-        span = self.span(text)
+        span = self.prose.span(text)
         if span is None:
             return text
-        answer, stated = self(text), text[slice(*span)]
+        answer, stated = self.prose(text), text[slice(*span)]
         bounds = rf"(?<!\w){re.escape(stated)}(?!\w)" if len(stated) > 1 or stated.isupper() else r"(?!)"
         kept = re.sub(bounds, HIDDEN, f"{text[: span[0]]}{HIDDEN}{text[span[1] :]}", flags=re.IGNORECASE)
         kept = hide_answer(without_number(kept, answer))
-        return HIDDEN if self(kept) == answer else kept
+        return HIDDEN if self.prose(kept) == answer else kept
 
 
 def find(text: str, wanted: Wanted) -> Span | None:

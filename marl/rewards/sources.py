@@ -7,7 +7,7 @@ from typing import Any
 
 from marl.rewards import answers
 from marl.rewards.answers import Extract
-from marl.rewards.prose import Prose, wanted_by
+from marl.rewards.prose import HideProse, Prose, wanted_by
 
 PROGRAMS, SEARCH = ("codecontests", "apps", "codeforces", "taco"), "searchR1_"
 DATA = {
@@ -65,7 +65,7 @@ def hider(data_source: str, answer_rule: str = "strict", truth: Any = None) -> C
     if data_source in PROGRAMS or data_source.startswith(SEARCH):
         return answers.hide_programs if data_source in PROGRAMS else answers.hide_tagged
     if kind_of(data_source) == "own":
-        return Prose(wanted_by(truth)).hide
+        return HideProse(Prose(wanted_by(truth)))
     loose = kind_of(data_source) == "gsm8k" and answer_rule == "flexible"
     return answers.hide_last_number if loose else answers.hide_answer
 

@@ -73,13 +73,10 @@ class Speaks:
         )  # fmt: skip
 
 
-ROWS = Path(__file__).parents[2] / "recipe" / "multi_agent_grpo" / "held_out.jsonl"
-
-
 @contextmanager
 def served(says, compose_config, runner="debate", limits=None, api_key=None, hosts=(), **options):
     """A real server in this process: its address, the policy behind it, and the service."""
-    config = compose_config("data.max_response_length=6", f"data.val_files={ROWS}")
+    config = compose_config("data.max_response_length=6")
     client, agents = Speaks(says), {"alice": AgentConfig(stop=["###stop"]), "carol": AgentConfig()}
     controller = Controller(
         build_runner(runner, overflow=Overflow.refuse, **options), agents, dict.fromkeys(agents, client),

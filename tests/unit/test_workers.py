@@ -2,7 +2,6 @@
 
 import asyncio
 import pickle
-from dataclasses import replace
 
 import pytest
 from omegaconf import OmegaConf
@@ -33,9 +32,7 @@ def test_every_play_is_given_to_one_worker_and_shares_are_equal(plays, workers):
 def test_tasks_can_be_sent(source, rule):
     task = Task("train/0", [], "4", source, extractor(source, rule), {"index": 0}, hider(source, rule))
     sent = pickle.loads(pickle.dumps(task))
-    assert replace(sent, hide=task.hide) == task
-    text = "So it is #### 4"
-    assert sent.hide(text) == task.hide(text) and sent.extract(text) == task.extract(text)
+    assert sent == task and sent.extract == task.extract and sent.hide == task.hide
 
 
 def test_a_task_travels_once_with_all_its_samples():
