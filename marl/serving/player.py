@@ -32,6 +32,8 @@ class Player:
         self.models: dict[str, list[AgentId]] = {TEAM: self.agents} | {f"{TEAM}/{name}": [name] for name in self.agents}
         self.max_prompt_length = self.config.data.max_prompt_length if hosted_policies(self.config) else None
         """None where servers elsewhere read all prompts, within limits of their own."""
+        self.source: str
+        self.truth: Any
         self.source, self.truth = (data_source, None) if data_source else first_row(self.config)
         self.rules = answer_rules(self.config)
         self.alone = RUNNERS.get("single_turn")(RUNNERS.get("single_turn").Config(name="single_turn"))
