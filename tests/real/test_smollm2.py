@@ -65,7 +65,7 @@ def test_the_converted_model_answers(model):
     assert tokenizer.eos_token_id == tokenizer.pad_token_id == network.config.eos_token_id == 2
     question = [{"role": "user", "content": "What is 7 + 5? Answer with a number."}]
     ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=False)
-    said = network.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)[
+    said = network.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)[
         0, ids.shape[1] :
     ]
     assert said[-1] == tokenizer.eos_token_id, "it ends its answer"
