@@ -30,7 +30,7 @@ install: $(VENV)/installed
 quickstart: $(VENV)/installed
 	$(RUN) -m marl.quickstart seed=$(SEED) $(ARGS)
 
-# the second quick start: a real pre-trained model of 135 M parameters, in one process with all cores; half an hour on two
+# the second quick start: a real pre-trained model of 135 M parameters, in one process with all cores
 real: $(VENV)/installed
 	OMP_NUM_THREADS=$$(nproc) $(VENV)/bin/python -m marl.quickstart --config-name smollm2 seed=$(SEED) $(ARGS)
 
