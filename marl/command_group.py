@@ -150,7 +150,7 @@ class HydraCommand(click.Command):
 
 
 def wrong_words(words: list[str]) -> str | None:
-    """What the words alone show to be wrong, said before torch is imported."""
+    """Error that the words alone show, found before torch is imported; None for none."""
     from marl.config.errors import ConfigError  # imports Hydra, which a help need not wait for
     from marl.config.overrides import hydra_overrides
     from marl.config.words import check_words, train_flags

@@ -69,7 +69,7 @@ DISK_FAULTS = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), f"free some space, or {OTHER_FOLDER}"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR), OTHER_FOLDER),
 }
-"""What mends a file system's refusal, which needs no traceback."""
+"""Remedies for errors of the file system, which need no traceback."""
 LEAST_S = 60.0
 """Shortest deadline of a blocked driver, which may be busy itself for some seconds between two turns."""
 

@@ -24,7 +24,7 @@ EXACT = 2**53
 
 
 class BadRows:
-    """What is wrong with the rows of a file: said of all together, so that they can be mended at once."""
+    """Problems of a file's rows, reported together so that all can be fixed at once."""
 
     def __init__(self, file: str) -> None:
         self.file, self.count, self.first = file, 0, list[str]()
@@ -86,12 +86,12 @@ def places_in(file: str) -> Iterator[str]:
 
 
 def question_of(row: Mapping[str, Any], prompt_key: str = "prompt") -> str:
-    """What a row asks, of all agents together."""
+    """Question of a row, of all agents together."""
     return asked([*row[prompt_key], *(m for own in agent_prompts(row, "").values() for m in own or ())])
 
 
 def asked(messages: Sequence[Mapping[str, Any]]) -> str:
-    """What some messages ask: the same under all system prompts, and for variants by blanks and case."""
+    """Question of some messages: the same under all system prompts, and for variants by blanks and case."""
     return " ".join(" ".join(m["content"].split()) for m in messages if m["role"] != "system").casefold()
 
 

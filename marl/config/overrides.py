@@ -48,7 +48,7 @@ def new_agents(overrides: Sequence[str]) -> list[str]:
 
 
 def settings_of(override: str, group: str | None) -> dict[str, Any]:
-    """What a group in braces holds, as Hydra reads it. Raises ConfigError where it cannot."""
+    """Content of a group in braces, as Hydra reads it. Raises ConfigError where it cannot."""
     try:
         return OverridesParser.create().parse_override(f"group={group or '{}'}").value()  # type: ignore[return-value]
     except HydraException as error:

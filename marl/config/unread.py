@@ -138,7 +138,7 @@ def check_unread(config: Mapping[str, Any], known: Mapping[str, Any]) -> None:
 
 
 def unread(key: str) -> str | None:
-    """What to do instead of setting a key that nothing reads; None for one that is read."""
+    """Remedy for a key that nothing reads; None for one that is read."""
     if key.startswith("policies."):
         key = f"actor_rollout_ref.{key.split('.', 2)[2]}"
     return next((remedy for pattern, remedy in UNREAD.items() if fnmatchcase(key, pattern)), None)

@@ -1,4 +1,4 @@
-"""What a command line's words alone show to be wrong: it is said before torch is imported, which learners need to be known."""
+"""Errors that a command line's words alone show, reported before torch is imported, which listing the learners needs."""
 
 import json
 import os
@@ -161,7 +161,7 @@ def check_override(word: str) -> None:
 
 
 def meant_by(word: str) -> str:
-    """What a word without ``=`` may have been meant for."""
+    """Suggestion for a word without ``=``."""
     if word in shipped():
         return f"; that configuration is --config-name {word}"
     if Path(word).is_file():

@@ -21,7 +21,7 @@ class GroupKey(Enum):
 
 
 class WeightBy(Enum):
-    """What counts once in the mean and the deviation of a group, in which an episode may have several turns.
+    """Unit that counts once in the mean and the deviation of a group, in which an episode may have several turns.
 
     turn:     b = sum_t R_t / T                       over all T turns of the group
     episode:  b = 1/E sum_e (1/T_e sum_{t in e} R_t)  over its E episodes, of T_e turns each

@@ -40,7 +40,7 @@ class GRPO(Learner):
         group_by: list[GroupKey] = field(default_factory=lambda: [GroupKey.task, GroupKey.agent, GroupKey.round])
         """Turns that agree in all of these are compared with one another."""
         weight_by: WeightBy = WeightBy.turn
-        """What counts once in a group: each ``turn``, or each ``episode`` however many turns it has in it."""
+        """Unit that counts once in a group: each ``turn``, or each ``episode`` however many turns it has in it."""
         std: bool = II("algorithm.norm_adv_by_std_in_grpo")
         """Divide by the group's standard deviation; false gives Dr. GRPO (arXiv:2503.20783)."""
         gamma: float = bounded(II("algorithm.gamma"), SHARE)

@@ -25,7 +25,7 @@ from marl.platform.shapes import MIN_WIDTH
 
 
 class TrainedEngine(FSDPEngine):
-    """What differs from verl's updates on every device: a warm-up trains from its first step on, ``lr`` is the rate that the
+    """Engine whose updates differ from verl's on every device: a warm-up trains from its first step on, ``lr`` is the rate that the
     update used, and a token that pads is trained where it is read."""
 
     def _build_module(self) -> torch.nn.Module:

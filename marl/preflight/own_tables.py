@@ -27,7 +27,7 @@ TIMES = 4
 """Memory that reading takes, in sizes of the file."""
 HEAD = 1 << 16
 MIDNIGHT = " 00:00:00"
-"""Of a date that pandas keeps as a time."""
+"""Time of day that pandas adds to a date."""
 SEPARATORS = re.compile(r"[\s,]*")
 AS_ROWS = "expected [{…}, …], or one object a line; pandas writes it by to_json(file, orient='records', lines=True)"
 Rows = Iterator[tuple[str, dict[str, Any]]]

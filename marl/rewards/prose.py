@@ -17,7 +17,7 @@ TAIL, LINE, FAR, MANY = 16_000, 2000, 300, 50
 
 
 class Wanted(Enum):
-    """What a question asks for, as its ground truth shows: the number in "Yes, for 9 > 5." is an answer or a reason."""
+    """Kind of answer that a question asks for, as its ground truth shows: the number in "Yes, for 9 > 5." is an answer or a reason."""
 
     number = "number"
     words = "words"
@@ -256,7 +256,7 @@ def marked(text: str, begin: int, end: int, wanted: Wanted) -> Span | None:
 
 
 def statement(text: str, at: int, until: int, wanted: Wanted) -> Span | None:
-    """What a sentence says after "the answer is"."""
+    """Span of the answer in a sentence, after "the answer is"."""
     until = min(until, at + FAR)
     at = OPENING.match(text, at, until).end()  # type: ignore[union-attr]
     inner = DELIMITED.match(text, at, until)

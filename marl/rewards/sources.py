@@ -71,7 +71,7 @@ def hider(data_source: str, answer_rule: str = "strict", truth: Any = None) -> C
 
 
 def unscorable(data_source: str, truth: Any) -> str:
-    """What keeps a row of one's own from being scored as an answer; empty for nothing."""
+    """Reason why a row cannot be scored as an answer; empty for none."""
     if kind_of(data_source) != "own":
         return ""
     if CODE.search(data_source) or TESTS.search(str(truth)):

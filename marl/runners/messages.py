@@ -8,7 +8,7 @@ from marl.types import AgentId, Message
 
 
 class Instructions(NamedTuple):
-    """What an agent is told beside the task."""
+    """Instructions of an agent, in addition to the task."""
 
     role: str = ""
     """Text after the question."""

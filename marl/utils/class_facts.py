@@ -1,4 +1,4 @@
-"""What a user's class says of itself must be of the types that its base declares."""
+"""Check that class attributes of a user's class have the types that its base declares."""
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
