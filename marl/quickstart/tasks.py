@@ -177,7 +177,7 @@ class SmudgedSums:
         "There are {a} {objects} in the box and {b} on the table. How many is that?",
     )
     system, smudge = "Answer in a few words.", "[smudged]"
-    says = "The answer is {}."
+    says, guesses = "The answer is {}.", "Maybe {}."
     peer_template, instruction = "{agent} said: {text}", "So how many is that?"
     """The runner's must be the same."""
     numbers = (2, 12)
@@ -197,15 +197,19 @@ class SmudgedSums:
         return Problem(question, tuple(observations), a + b, abs(a - b), self.system)
 
     def warm_example(self, rng: random.Random) -> WarmExample:
-        """First answers: right to a whole sum, a guess to a smudged one. Half of the time a second one follows, which is either
-        agent's first one by chance: whom to trust is not shown."""
+        """First answers: right to a whole sum, and a guess, called so, to a smudged one. Half of the time a second one follows, with
+        either agent's number by chance: whom to trust is not shown."""
         problem, agent = self.problem(rng, "train"), rng.randrange(len(AGENTS))
-        answers = [self.says.format(self.first_answer(rng, text)) for text in problem.observations]
+        numbers = [self.first_answer(rng, text) for text in problem.observations]
+        answers = [
+            (self.guesses if self.smudge in text else self.says).format(number)
+            for text, number in zip(problem.observations, numbers, strict=True)
+        ]
         own = (problem.observations[agent], answers[agent])
         if rng.random() < 0.5:
             return WarmExample(own, self.system)
         peer = f"{self.peer_template.format(agent=AGENTS[1 - agent], text=answers[1 - agent])} {self.instruction}"
-        return WarmExample((*own, peer, rng.choice(answers)), self.system)
+        return WarmExample((*own, peer, self.says.format(rng.choice(numbers))), self.system)
 
     def first_answer(self, rng: random.Random, text: str) -> int:
         seen = [int(word) for word in text.split() if word.isdigit()]
