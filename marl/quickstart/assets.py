@@ -38,6 +38,8 @@ class Recipe:
     heads: int = 4
     """Attention heads of 64 / heads numbers each; vLLM's kernels want at least 32."""
     lr_warmup_steps: int = 30
+    parts: int = 2
+    """Parts of a batch whose gradients are computed one after the other, two at once."""
     pretrained: bool = False
     """The model is SmolLM2 instead of a tiny one with words of its own."""
 
@@ -45,7 +47,7 @@ class Recipe:
 RECIPES = {
     "smudged_note": Recipe("smudged_note", steps=700, batch=64),
     "smudged_sums": Recipe(
-        "smudged_sums", steps=20, batch=32, lr=5e-5, test_problems=128, lr_warmup_steps=2, pretrained=True
+        "smudged_sums", steps=20, batch=32, lr=5e-5, test_problems=128, lr_warmup_steps=2, parts=8, pretrained=True
     ),
     "split_information": Recipe("split_information", steps=600, batch=64, lr=2e-3, test_problems=300),
     **{
@@ -178,7 +180,7 @@ def make(folder: Path, recipe: Recipe, seed: int, on_step: Callable[[int, int], 
     torch.set_num_threads(1)  # of each of the two that warm up
     schedule = recipe.steps, recipe.batch, recipe.lr, seed
     encode = models.encode_chat if recipe.pretrained else models.encode_words
-    steps = models.warm_up(model, tokenizer, task, *schedule, encode, recipe.lr_warmup_steps)
+    steps = models.warm_up(model, tokenizer, task, *schedule, encode, recipe.lr_warmup_steps, recipe.parts)
     for step, _ in enumerate(steps, start=1):
         on_step(step, recipe.steps)
     torch.set_num_threads(threads)

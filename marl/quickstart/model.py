@@ -71,11 +71,11 @@ def warm_up(
     seed: int,
     encode: Encode,
     lr_warmup_steps: int = 30,
+    parts: int = 2,
 ) -> Iterator[float]:
     """Supervised steps on the last answer of warm examples; yields the loss of each.
 
-    The gradients of a step's two halves are computed in two threads: torch releases the GIL, and a sum of two does not depend on
-    their order.
+    The gradients of a step's ``parts`` are computed in two threads (torch releases the GIL) and added in order.
     """
     rng = random.Random(f"warm-{seed}")
     parameters = list(model.parameters())
@@ -92,10 +92,13 @@ def warm_up(
             examples = sorted(
                 (encode(tokenizer, task.warm_example(rng)) for _ in range(batch)), key=lambda example: len(example[0])
             )
-            halves = examples[: batch // 2], examples[batch // 2 :]  # of like length: less padding
-            losses, gradients = zip(*threads.map(loss_and_gradients, halves), strict=True)
-            for parameter, *of_halves in zip(parameters, *gradients, strict=True):
-                parameter.grad = torch.stack(of_halves).mean(0)
+            losses = []
+            optimizer.zero_grad()
+            alike = [examples[i : i + batch // parts] for i in range(0, batch, batch // parts)]  # less padding
+            for loss, gradients in threads.map(loss_and_gradients, alike):
+                losses.append(loss)
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient.div_(parts).add_(0 if parameter.grad is None else parameter.grad)
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             yield torch.stack(losses).mean().item()
