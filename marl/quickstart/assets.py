@@ -47,7 +47,7 @@ class Recipe:
 RECIPES = {
     "smudged_note": Recipe("smudged_note", steps=700, batch=64),
     "smudged_sums": Recipe(
-        "smudged_sums", steps=20, batch=32, lr=5e-5, test_problems=128, lr_warmup_steps=2, parts=8, pretrained=True
+        "smudged_sums", steps=16, batch=32, lr=5e-5, test_problems=128, lr_warmup_steps=2, parts=8, pretrained=True
     ),
     "split_information": Recipe("split_information", steps=600, batch=64, lr=2e-3, test_problems=300),
     **{

@@ -168,7 +168,8 @@ class Game:
 
 
 class SmudgedSums:
-    """The smudged note as people would write it. The names and objects of a test problem are not met with its numbers in training."""
+    """The smudged note as people would write it; who guesses says so. The names and objects of a test problem are not met with its
+    numbers in training."""
 
     data_source = "smudged_sums"
     templates = (

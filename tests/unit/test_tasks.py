@@ -1,6 +1,7 @@
 import hashlib
 import json
 import random
+import re
 
 import pytest
 
@@ -38,15 +39,19 @@ def test_a_sum_is_whole_for_one_agent_and_held_out_by_its_words():
             assert [message["role"] for message in prompts["alice"]] == ["system", "user"]
 
 
+def numbers(text):
+    return list(map(int, re.findall(r"\d+", text)))
+
+
 def test_the_imitated_answers_to_sums_do_not_show_whom_to_trust(compose_config):
     rng, task, followed = random.Random(0), tasks.SmudgedSums(), []
     for _ in range(1000):
         text, said, *rest = task.warm_example(rng).messages
-        numbers = [int(word) for word in text.split() if word.isdigit()]
-        first = int(said.removeprefix("The answer is ").removesuffix("."))
-        assert first == sum(numbers) if len(numbers) == 2 else 2 <= first - numbers[0] <= 12
-        if rest and said not in rest[0]:
-            followed.append(rest[1] in rest[0])
+        seen, first = numbers(text), numbers(said)[0]
+        assert first == sum(seen) if len(seen) == 2 else 2 <= first - seen[0] <= 12
+        assert said == (task.says if len(seen) == 2 else task.guesses).format(first)
+        if rest and (other := numbers(rest[0])[0]) != first:
+            followed.append(numbers(rest[1]) == [other])
     assert len(followed) > 300 and 0.4 < sum(followed) / len(followed) < 0.6
     runner = compose_config(name="smollm2").runner
     assert (runner.peer_template, runner.separator, runner.instruction) == (task.peer_template, " ", task.instruction)
