@@ -16,7 +16,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 
 from marl.platform.last_layer import SelectiveMLP, last_mlp
-from marl.platform.shapes import MIN_ROWS
+from marl.platform.shapes import MIN_ROWS, missing_rows
 from marl.platform.sliced_head import Tail, may_slice, must_slice, sliced_log_probs
 
 UNSUPPORTED = ("use_fused_kernels", "calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
@@ -30,7 +30,7 @@ class Reading:
     flat: Tensor
     """[N] position among the jagged tokens; its output predicts the next one."""
     index: Tensor
-    """[M] the same among the model's [rows, width]; M >= MIN_ROWS, and the first N count."""
+    """[M] the same among the model's [rows, width]; M is a multiple of MIN_ROWS, and the first N count."""
     labels: Tensor
     temperature: Tensor
     offsets: Tensor
@@ -67,7 +67,7 @@ def reading_of(micro_batch: TensorDict, output_args: dict[str, Any], width: int)
     flat = token + (offsets[1:] - 1 - responses.offsets()[1:])[row]
     index = flat if packed else flat - offsets[row] + row * width
     temperature = output_args["temperature_rmpad"][index] if packed else output_args["temperature"][row]
-    missing = max(0, MIN_ROWS - len(index))
+    missing = missing_rows(len(index))
     return Reading(
         flat=flat,
         index=nn.functional.pad(index, (0, missing)),

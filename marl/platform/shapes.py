@@ -2,12 +2,18 @@
 
 Products of 1 to 3 rows are computed otherwise than those of 4 or more, in linear layers and in attention alike; attention
 over fewer than 32 keys is summed otherwise than over 32 or more, keys beyond a multiple of 16 otherwise than those before it,
-and a block of 512 keys is summed in two halves where it has between 192 and 384. A server that keeps to these shapes, and to
-the trainer's alignment, gives the trainer's log-probs bit for bit.
+and a block of 512 keys is summed in two halves where it has between 192 and 384. Several threads share the rows of a product,
+and one may be left with 1 to 3 of them unless their number is a multiple of 4. A server that keeps to these shapes, and to the
+trainer's alignment, gives the trainer's log-probs bit for bit.
 """
 
 MIN_ROWS = 4
 MIN_WIDTH = 32
+
+
+def missing_rows(rows: int) -> int:
+    """Rows that a product of so many lacks: it has a multiple of ``MIN_ROWS``, and no fewer."""
+    return max(MIN_ROWS - rows, -rows % MIN_ROWS)
 
 
 def near_width(length: int) -> int:

@@ -1,8 +1,8 @@
 """Adapters beside one model: each row of a batch is computed with its own, in one forward pass.
 
 A layer keeps its weights and their names; what an adapter adds to its output is added by a hook, to that adapter's rows. The
-products are PEFT's, in its order, and have at least ``MIN_ROWS`` rows and ``MIN_RANK`` columns, so that an answer does not depend
-on the rows beside it.
+products are PEFT's, in its order, and have a multiple of ``MIN_ROWS`` rows and at least ``MIN_RANK`` columns, so that an answer
+does not depend on the rows beside it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from marl.platform.shapes import MIN_ROWS
+from marl.platform.shapes import missing_rows
 
 MIN_RANK = 2
 """A product with one column is a matrix times a vector, whose last bits depend on the number of rows."""
@@ -45,7 +45,7 @@ class Pair(NamedTuple):
 
 
 Share = tuple[Tensor, Tensor]
-"""The rows of a batch that are one adapter's; and the same, padded with the first row to ``MIN_ROWS``."""
+"""The rows of a batch that are one adapter's; and the same, padded with the first row to a multiple of ``MIN_ROWS``."""
 
 
 class AdapterBank:
@@ -135,7 +135,7 @@ class AdapterBank:
 
     def _share(self, rows: list[int]) -> Share:
         device = next(self.model.parameters()).device
-        padded = rows + rows[:1] * (MIN_ROWS - len(rows))
+        padded = rows + rows[:1] * missing_rows(len(rows))
         return torch.tensor(rows, device=device), torch.tensor(padded, device=device)
 
 

@@ -101,9 +101,9 @@ def inexact_on_cpu(config: Any, threads: int) -> list[str]:
     """Why the last bits of an answer may depend on the rows beside it."""
     width = getattr(config.get_text_config(), "intermediate_size", None)
     found = []
-    if threads > 1:
+    if threads > 2:
         found.append(
-            f"{threads} threads multiply in another order for other numbers of rows; OMP_NUM_THREADS=1 repeats a run to the last bit"
+            f"{threads} threads share a tensor's numbers in uneven parts; OMP_NUM_THREADS=2, or 1, repeats a run to the last bit"
         )
     if isinstance(width, int) and width % VECTOR:
         found.append(

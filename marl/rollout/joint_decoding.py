@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from marl.config.errors import ConfigError
-from marl.platform.shapes import MIN_ROWS
+from marl.platform.shapes import missing_rows
 from marl.rollout.decoding import answer
 from marl.rollout.prefixes import Prefixes
 from marl.rollout.reader import ModelReader
@@ -114,7 +114,7 @@ class HiddenReader(JointReader):
         states_KBH, weights_K = self.joined(outputs)
         state_BH = weighted_mean(states_KBH, weights_K).to(states_KBH.dtype)
         rows = len(state_BH)
-        state_B1H = torch.cat([state_BH, *[state_BH[:1]] * (MIN_ROWS - rows)])[:, None]
+        state_B1H = torch.cat([state_BH, *[state_BH[:1]] * missing_rows(rows)])[:, None]
         said = torch.stack([head(state_B1H)[:rows, 0, : self.width] for head in self.heads.values()])
         shares = torch.stack([self.weights_of(agents, said).sum() for agents in self.agents_of.values()])
         return weighted_mean(said, shares)

@@ -1,7 +1,7 @@
 """One model, and the rows that it reads: they join with a context and leave between tokens.
 
-Scores depend on a row's own tokens, bit for bit on a CPU, whatever is read beside it and whatever was read before: no
-product has fewer than ``MIN_ROWS`` rows, attention sees ``key_width`` keys, and its mask is always explicit (left to itself,
+Scores depend on a row's own tokens, bit for bit on a CPU, whatever is read beside it and whatever was read before: products
+have a multiple of ``MIN_ROWS`` rows, attention sees ``key_width`` keys, and its mask is always explicit (left to itself,
 transformers drops it, and takes another kernel, whenever no row happens to be padded).
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from marl.platform.shapes import MIN_ROWS, key_width, near_width
+from marl.platform.shapes import key_width, missing_rows, near_width
 from marl.rollout.adapters import AdapterBank
 from marl.rollout.masks import Masks
 from marl.rollout.plain_forward import OwnForward, Place, forward_of
@@ -63,7 +63,8 @@ class ModelReader:
     ) -> Tensor:
         """Append a row per context; scores [B, V] of what follows. ``room``: the most tokens a row may have."""
         rows = list(zip(contexts, adapters or [None] * len(contexts), strict=True))
-        self.slots.reserve(max(len(self.read) + len(contexts), MIN_ROWS), self.key_width(room))
+        held = len(self.read) + len(contexts)
+        self.slots.reserve(held + missing_rows(held), self.key_width(room))
         scores: list[Tensor] = []
         for part in in_parts(rows):
             leaves = {row: self.prefixes.extend(*row) for row in dict.fromkeys(part)}
@@ -78,7 +79,7 @@ class ModelReader:
 
     def step(self, tokens: Sequence[int]) -> Tensor:
         """Scores [B, V] of the token after these."""
-        idle = max(0, MIN_ROWS - len(tokens))
+        idle = missing_rows(len(tokens))
         at_B = torch.tensor([*map(len, self.read), *[0] * idle], device=self.device)
         ids_B = torch.tensor([*tokens, *[self.pad_id] * idle], device=self.device)
         for read, token in zip(self.read, tokens, strict=True):
@@ -110,7 +111,7 @@ class ModelReader:
         width = self.key_width(max(node.start for node in nodes) + size)
         scratch = Slots(len(nodes), width)
         fill(scratch, [node.parent for node in nodes], 0)
-        rows = [*range(len(nodes)), *[0] * (MIN_ROWS - len(nodes))]
+        rows = [*range(len(nodes)), *[0] * missing_rows(len(nodes))]
         columns = [len(nodes[u].tokens) - 1 for u in rows]
         last = torch.tensor(rows, device=self.device), torch.tensor(columns, device=self.device)
         with self._answered_by([node.adapter for node in nodes]):
@@ -135,7 +136,7 @@ class ModelReader:
 
 
 def padded(size: int) -> int:
-    return -(-size // MIN_ROWS) * MIN_ROWS
+    return size + missing_rows(size)
 
 
 def fill(slots: Slots, ends: Sequence[Node], first: int) -> None:

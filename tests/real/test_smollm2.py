@@ -108,10 +108,10 @@ def test_servers_and_trainer_agree_and_the_policies_move(run):
 
 def test_an_update_is_that_of_an_independent_autograd(alone, model, sums, tmp_path):
     """The gradient of all weights on the rows of a played step: transformers' model, torch's autograd, REINFORCE."""
-    whole = ("sharing=individual", "actor_rollout_ref.model.lora_rank=0")
+    whole = ("sharing=shared", "actor_rollout_ref.model.lora_rank=0")
     live = alone(*options(model, sums, tmp_path, *whole), name="smollm2")
-    rows = prepared(live, pack=True)
-    found, _ = gradient(live, rows)
+    rows = prepared(live, pack=True, policy="team")
+    found, _ = gradient(live, rows, policy="team")
     temperature = live.trainer.temperatures["alice"]
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     network.get_input_embeddings().padding_idx = (
