@@ -4,14 +4,17 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from marl.rewards.answers import agrees, plain, stated_answer
+from marl.rewards.answers import agrees, last_boxed, plain, stated_answer
 from marl.rewards.extractors import AnswerRules
 from marl.rewards.mathematics import MATH_TIMEOUT_S, equal, must_be_installed
 from marl.rewards.processes import RewardError, RewardUnavailable
 from marl.rewards.prose import Prose
 from marl.rewards.sources import kind_of
 from marl.rewards.units import other_unit
+from marl.rewards.words import folded
 
+SIGNS = " \t\n.*_`$\"'"
+"""What may stand around an answer as it is written."""
 Run = Callable[..., Awaitable[Any]]
 """``run(function, arguments, timeout_s)``: in a process that can be killed, or here."""
 
@@ -48,6 +51,8 @@ class Builtin:
         answer = extract(solution_str)
         if kind in ("math", "own"):
             stated = extract.stated if isinstance(extract, Prose) else stated_answer
+            if kind == "own" and (written := as_written(solution_str, stated(solution_str), ground_truth)) is not None:
+                return {"score": 1.0, "pred": answer or written, "math_verify": "right"}
             return self.mathematics(answer, ground_truth, stated(solution_str))
         return float(answer == str(ground_truth) if kind == "embedded" else agrees(answer, ground_truth))
 
@@ -68,6 +73,13 @@ class Builtin:
             else:
                 outcome = score_of(equals, ground_truth)
         return {"score": float(outcome == "right"), "pred": answer, "math_verify": outcome}
+
+
+def as_written(text: str, stated: str | None, ground_truth: Any) -> str | None:
+    """The ground truth, where a text, its answer or its box is that, whatever the notation; None where none of them is."""
+    parts = (part.strip(SIGNS) for part in (text, stated or "", last_boxed(text) or ""))
+    truth = folded(str(ground_truth).strip(SIGNS))
+    return next((part for part in parts if part and folded(part) == truth), None)
 
 
 def score_of(equals: bool | None, ground_truth: Any) -> str:

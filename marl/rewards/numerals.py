@@ -27,7 +27,7 @@ CURRENCY = r"(?:\\?[$\u20ac\u00a3\u00a5\u20b9])?"
 IN_TEXT = re.compile(rf"(?P<sign>(?<![\w)\]}}])-)?{CURRENCY}{NUMBER}")
 QUANTITY = re.compile(
     rf"{CURRENCY}(?P<sign>-)?{CURRENCY}{NUMBER}"
-    r"\s*(?:(?P<percent>\\?%)|(?<=\s)(?P<words>[A-Za-z]{2}[A-Za-z .]*|[AaPp]\.[Mm]\.?|[mgshlL](?![A-Za-z])))?\.?"
+    r"\s*(?:(?P<percent>\\?%)|[$\u20ac\u00a3\u00a5\u20b9\u00b0]|(?<=\s)(?P<words>[A-Za-z]{2}[A-Za-z .]*|[AaPp]\.[Mm]\.?|[mgshlL](?![A-Za-z])))?\.?"
 )
 
 

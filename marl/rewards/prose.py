@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from marl.rewards.answers import HASHES, HIDDEN, boxes, hide_answer, plain, without_number
+from marl.rewards.answers import CLOSED, HASHES, HIDDEN, TAGGED, boxes, hide_answer, plain, without_number
 from marl.rewards.numerals import CURRENCY, DIGITS, NUMBER, POWER, QUANTITY, simplified
 from marl.rewards.units import KEPT, MAGNITUDES, PERCENT, POWERS, UNITS
 from marl.rewards.words import DATE, SPELT, is_language, words
@@ -25,77 +25,12 @@ class Wanted(Enum):
 
 
 OPTION = re.compile(r"\(?([A-Z])\)?\.?")
-FUNCTIONS = frozenset(
-    [
-        "and",
-        "or",
-        "sin",
-        "cos",
-        "tan",
-        "sec",
-        "csc",
-        "cot",
-        "log",
-        "ln",
-        "exp",
-        "sqrt",
-        "pi",
-        "mod",
-        "inf",
-        "infty",
-        "min",
-        "max",
-        "gcd",
-        "lcm",
-    ]
-)
+FUNCTIONS = frozenset("and or sin cos tan sec csc cot log ln exp sqrt pi mod inf infty min max gcd lcm".split())
 SHORT = frozenset(
-    [
-        "a",
-        "i",
-        "is",
-        "it",
-        "he",
-        "she",
-        "to",
-        "of",
-        "in",
-        "at",
-        "we",
-        "so",
-        "by",
-        "as",
-        "be",
-        "an",
-        "my",
-        "on",
-        "up",
-        "if",
-        "do",
-        "me",
-        "us",
-        "am",
-        "go",
-        "no",
-        "the",
-        "for",
-        "are",
-        "was",
-        "has",
-        "had",
-        "his",
-        "her",
-        "its",
-        "not",
-        "but",
-        "you",
-        "all",
-        "any",
-        "per",
-        "one",
-        "two",
-        "out",
-    ]
+    (
+        "a i is it he she to of in at we so by as be an my on up if do me us am go no the for are was has had his her "
+        "its not but you all any per one two out"
+    ).split()
 )
 LATEX = re.compile(r"\\(?:text|mathrm|mathbf)\s*\{[^{}]*\}|\\[A-Za-z]+")
 RUN = re.compile(r"[^\W\d_]+")
@@ -117,10 +52,17 @@ LINK = (
 )
 ABOUT = r"(?:[ \t](?:to|of|for|in)[ \t][^\n.:=?]{1,80}?|[ \t]?\([^()\n]{1,40}\))?"
 STATED = re.compile(
-    rf"(?:\banswers?\b|\bans\b\.?|(?P<brief>^[ \t>*_#-]{{0,8}}A(?=[*_ ]{{0,4}}:))){ABOUT}{LINK}"
+    rf"(?:(?:\b|_)answers?\b[\"']?|\bans\b\.?|(?P<brief>^[ \t>*_#-]{{0,8}}A(?=[*_ ]{{0,4}}:))){ABOUT}{LINK}"
     r"|^[#*_ \t]{0,8}(?:(?:the|my|our|final|correct)[ \t]){0,2}answer[:*_ \t]{0,6}\n\s{0,3}",
     re.IGNORECASE | re.MULTILINE,
 )
+PEERS = re.compile(
+    r"(?:['\u2019]s|\b(?:your|their|his|her|other|(?:says?|claims?|thinks?|believes?)(?:[ ]that)?(?:[ ]the)?))(?:[ ](?:final|correct))?[ ]\Z",
+    re.IGNORECASE,
+)
+"""What stands before a peer's answer: "Bob's", "Agent 1 says the"."""
+RETRACTED = re.compile(r"\b(?:wait|oops|i made an? (?:mistake|error))\b", re.IGNORECASE)
+THOUGHT = re.compile(r"</think(?:ing)?>|</thought>")
 NAMED = re.compile(
     rf"\b(?:label|relation(?:ship)?|conclusion|verdict|sentiment|category|class(?:ification)?|choice|option|result)\b{LINK}", re.IGNORECASE
 )  # fmt: skip
@@ -137,7 +79,7 @@ BOLD = r"\*\*(?P<stars>[^*\n]{1,300})\*\*|__(?P<bars>[^_\n]{1,300})__|`(?P<code>
 DELIMITED = re.compile(f"{DISPLAY}|{BOLD}")
 EMPHASIS = re.compile(BOLD)
 END = re.compile(
-    r"\n|[.!?\u3002](?=[\s\"'*)]|$)|[\u3002;]|,\s{0,2}(?=(?:not|which|because|since|as|so|for|and|he|she|we|they|it|where|with)\b)"
+    r"\n|[\"'][ \t]?[,}]|[.!?\u3002](?=[\s\"'*)]|$)|[\u3002;]|,\s{0,2}(?=(?:not|which|because|since|as|so|for|and|he|she|we|they|it|where|with)\b)"
     r"|\s(?=(?:because|since|rather than|instead of)\b)|[ \t](?=\((?![\d\s.,+-]*[,)]))|[ \t][\u2013\u2014-]{1,2}[ \t](?=[A-Za-z])",
     re.IGNORECASE,
 )
@@ -146,7 +88,11 @@ EQUALS = re.compile(r"(?<![<>!=:])=(?!=)")
 SUM = re.compile(r"[\d\s.,()]+(?:(?:[+*/\u00d7\u00f7-]|\\times|\\cdot|\\div)[\d\s.,()]+)+")
 LABELLED = (
     r"\b(?:step|agent|round|question|problem|part|equation|method|case|line|figure|table|chapter|page|option|confiden\w{2,3})s?\b[ \t:#]{1,4}\d[\d.]*%?"
-    r"|\d{1,9}\s?%[ \t]{1,2}(?:sure|confident|certain)|\b(?:not|rather than|instead of)[ \t]{1,2}\$?\d[\d,.]*"
+    r"|\d{1,9}\s?%[ \t]{1,2}(?:sure|confident|certain)|(?:\b(?:not|cannot be|rather than|instead of|(?:at )?(?:least|most)|(?:less|more|fewer|greater|bigger|smaller) than|half of|twice|minus)"
+    r"|n['\u2019]t(?: be)?)[ \t]{1,2}\$?\d[\d,.]*|(?<![A-Za-z/])[<>\u2264\u2265]=?[ ]?\$?\d[\d,.]*"
+    r"|\d[\d,.]{0,20}[ ]?(?:times|divided by|plus|minus|[+*\u00d7\u00f7])[ ]?\d[\d,.]*+(?![ ]?(?:=|\^|\*\*))|\d[\d,.]{0,20}[ ](?:squared|cubed)\b"
+    r"|(?:['\u2019]s|\b(?:your|their|his|her|other))[ ](?:final )?answer[ ]?(?:is|was|of|:)[ ]?\$?\d[\d,.]*"
+    r"|(?<=[^\s(])[ ]\((?=[^()\n]{0,60}[A-Za-z]{2})[^()\n]{1,80}\)|[\w)}]{1,20}[ ]?\^[ ]?\{?-?\d{1,9}\}?"
     r"|(?<=\d )(?:out )?of (?:the |all )?\d[\d,]*|^[ \t]*(?:[-*+>][ \t]+)?\d{1,2}[.)][ \t]+(?=\S)|\d{1,9}(?:st|nd|rd|th)\b|\d{1,9}-[A-Za-z]|(?<!\w)[A-Za-z_]\w{0,40}?\d\w{0,40}"
 )
 BRACED = r"\{(?:[^{}]|\{[^{}]*\})*\}"
@@ -154,6 +100,7 @@ TOKEN = re.compile(
     rf"(?:{LABELLED})|(?P<display>{DISPLAY})|(?P<date>\b[0-9]{{4}}-[0-9]{{2}}-[0-9]{{2}}\b)|(?P<time>\b[0-9]{{1,2}}:[0-9]{{2}}\b(?:\s?[ap]\.?m\b)?)"
     rf"|(?P<latex>-?[0-9]*\\[dt]?frac{BRACED}{BRACED}|-?[0-9]*\\sqrt(?:\[[0-9]\])?{BRACED})"
     r"|(?P<pair>[\[(]\s?-?[0-9][^()\[\]\n]{0,40},[^()\[\]\n]{1,40}[\])])"
+    r"|(?P<comma>(?<![\d,.])\d{1,9},\d{1,2}(?![\d,]|\.\d))"
     rf"|(?P<number>(?:(?<![\w)\]}}])-)?{CURRENCY}(?:-?[0-9]+(?:[ ][0-9]+)?/[0-9]+(?![0-9/])|{NUMBER}))",
     re.MULTILINE | re.IGNORECASE,
 )
@@ -172,10 +119,12 @@ CORRECTED = re.compile(
 SPOKEN = re.compile(
     r"(?:^|[.!?\n])[\s*_\"']*(?:(?:so|therefore|thus|hence),?\s)?(yes|no|true|false)\b(?=[\s*_\"']*(?:[.,;:!\u2013\u2014\n-]|$))", re.IGNORECASE
 )  # fmt: skip
-PREDICATE = re.compile(r"(?<=\s)(?:is|are|was|were|be)[ \t]+([^\n]{1,40})\Z")
+PREDICATE = re.compile(r"(?<=\s)(?:is|are|was|were|be|it['\u2019]s)[ \t]+([^\n]{1,40})\Z", re.IGNORECASE)
 LETTER = re.compile(r"\(?([A-Za-z])\)?(?=[).:,*\s]*$|[).:,]|\s+(?:because|since|as)\b)")
 CHOSEN = re.compile(
-    r"\b(?:option|choice|answer)\s{1,2}\(?([A-Z])\b|\(([A-Z])\)|^[\W_]{0,4}([A-Z])(?:[).:]|[\W_]*$)", re.MULTILINE
+    r"\b(?:option|choice|answer)\s{1,2}\(?([A-Z])\b|\(([A-Z])\)|\b([A-Z])\)?[ ]is[ ](?:right|correct|the answer|my answer)\b"
+    r"|(?:\b(?:it['\u2019]s|is|[Ss]o|be|choose|pick|select)[ ]|[:\uff1a][ ]?)\(?([A-Z])\)?(?=[\s.!*)]*\Z)|^[\W_]{0,4}(?P<line>[A-Z])(?:[).:]|[\W_]*$)",
+    re.MULTILINE,
 )
 
 
@@ -221,7 +170,7 @@ class HideProse:
 
 def find(text: str, wanted: Wanted) -> Span | None:
     """Where the answer stands; thoughts, and a box that was cut off, are not read."""
-    begin = text.rfind("</think>") + 8 if "</think>" in text else 0
+    begin = max((thought.end() for thought in THOUGHT.finditer(text)), default=0)
     end = text.find("<think>", begin)
     closed = sorted(boxes(text))
     known = {start for start, *_ in closed}
@@ -241,7 +190,10 @@ def marked(text: str, begin: int, end: int, wanted: Wanted) -> Span | None:
         (said.start(), "said", said.end(), end)
         for said in STATED.finditer(text, begin, end)
         if not (said["brief"] and wanted is Wanted.letter)
+        and not PEERS.search(text, max(begin, said.start() - 30), said.start())
     ]
+    tagged = max(text.rfind(CLOSED, begin, end), begin)
+    marks += [(found.start(), "box", *found.span(1)) for found in TAGGED.finditer(text, begin, tagged + len(CLOSED))]
     if wanted is not Wanted.number:
         marks += [(said.start(), "said", said.end(), end) for said in NAMED.finditer(text, begin, end)]
     last = len(text[:end].rstrip())
@@ -251,7 +203,8 @@ def marked(text: str, begin: int, end: int, wanted: Wanted) -> Span | None:
     for _, kind, at, until in sorted(marks)[: -MANY - 1 : -1]:
         span = statement(text, at, until, wanted) if kind == "said" else value(text, at, until, wanted, whole=True)
         if span:
-            return span
+            taken_back = RETRACTED.search(text, span[1], end)
+            return (taken_back and last_value(text, taken_back.end(), end)) or span
     return None
 
 
@@ -403,6 +356,8 @@ COUNTED = frozenset({*UNITS, *MAGNITUDES, *PERCENT, *POWERS, *KEPT})
 
 def last_letter(text: str, begin: int, end: int) -> Span | None:
     found = list(CHOSEN.finditer(text, begin, end))
+    if sum(one["line"] is not None for one in found) > 1:  # the options, listed once more
+        found = [one for one in found if one["line"] is None]
     return next((one.span(one.lastindex or 0) for one in reversed(found[-MANY:])), None)
 
 
@@ -422,4 +377,8 @@ def last_words(text: str, begin: int, end: int, reads: bool) -> Span | None:
     if bold := list(EMPHASIS.finditer(text, begin, end)):
         return trimmed(text, *bold[-1].span(bold[-1].lastgroup or 0))
     ends = PREDICATE.search(text, start, stop)
-    return ends.span(1) if ends and len(ends[1].split()) <= 3 else None
+    if ends is None:
+        return None
+    ended = END.search(text, *ends.span(1))
+    start, stop = trimmed(text, ends.start(1), ended.start() if ended else stop)
+    return (start, stop) if len(text[start:stop].split()) <= 3 else None

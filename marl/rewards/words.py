@@ -8,6 +8,7 @@ SPELT = re.compile(r"[^\W\d_]{3}")
 WRAPPED = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it))\s*\{(.*)\}\s*\.?", re.DOTALL)
 FULL_STOPS = ".\u3002\u0964"
 """Latin, Chinese and Devanagari."""
+ARTICLE = re.compile(r"(?:the|an?) (?=\S\S)")
 SHORT = frozenset({"no", "on", "ok", "up"})
 """Other pairs of Latin or Greek letters are products: ``AB`` is ``BA``."""
 
@@ -38,5 +39,6 @@ def of_words_alone(letter: str) -> bool:
 
 
 def folded(text: str) -> str:
-    """One spelling of words that differ in case, blanks and apostrophe."""
-    return " ".join(unicodedata.normalize("NFC", text).casefold().replace("\u2019", "'").split())
+    """One spelling of words that differ in case, blanks, apostrophe and an article before them."""
+    said = " ".join(unicodedata.normalize("NFC", text).casefold().replace("\u2019", "'").split())
+    return ARTICLE.sub("", said)

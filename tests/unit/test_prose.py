@@ -106,7 +106,7 @@ NUMBERS = [
     ("<think>9 + 5 is 15? No, 14.</think>\n14", "14"),
     ("<think>9 + 5 is 15", None),
     ("9 + 5 =", None),
-    ("What is 9 + 5?", "5"),
+    ("What is 9 + 5?", None),
     ("What is $9 + 5$?", None),
     ("What is 12/4?", None),
     ("I do not know what they ask for in this question.", None),
@@ -154,6 +154,68 @@ LETTERS = [
 TABLE = [(text, "7", answer) for text, answer in NUMBERS] + [(text, "maybe", answer) for text, answer in WORDS]
 TABLE += [(text, "D", answer) for text, answer in LETTERS]
 RULES = AnswerRules()
+
+WRITTEN = (
+    "H2O|3,5|5 km/h|9.8 m/s^2|1, 2, 3|2x+1|2^10|\u00bd|\u221a2|2\u03c0|N/A|J. K. Rowling|Apollo 11|not_entailment|(b)|A, C|C++|x>5|5:3|foo@bar.com"
+    "|2 January 2024|The cat sat on the mat.|Yes!|U.S.|SELECT * FROM t;|5!"
+).split("|")
+RIGHT = [
+    # a peer's answer is not one's own
+    ("My answer: 15\nBob's answer: 14", "15"),
+    ("Bob's answer: 14\nMy answer: 15", "15"),
+    ("I get 15. Agent 1's answer is 14.", "15"),
+    ("Agent 1 says the answer is 15, but I get 14.", "14"),
+    ("The answer is 14. The other agent's answer of 15 is wrong.", "14"),
+    # taken back
+    ("The answer is 15. Wait, that's wrong. It's 14.", "14"),
+    ("\\boxed{15} Wait, I made an error. 7*2=14.", "14"),
+    ("The answer is 14. Wait, let me double check: 9+5=14. Yes.", "14"),
+    ("<thinking>The answer is 14</thinking> 15", "15"),
+    # data formats, asides, units
+    ('{"answer": "14", "confidence": 0.9}', "14"),
+    ('{"final_answer": 14, "score": 10}', "14"),
+    ('{"answer": "Paris", "confidence": 0.9}', "Paris"),
+    ("<think>x</think><answer>14</answer>\n\nThis took 3 steps.", "14"),
+    ("<b>14</b>", "14"),
+    ("He paid $30 (after a 15% discount).", "30"),
+    ("14 minutes (0.23 hours)", "14"),
+    ("The area is 14 cm^2.", "14"),
+    ("14 kg/m^3", "14"),
+    ("The answer is 14\u20ac", "14"),
+    ("The answer is 14\u00b0", "14"),
+    ("There are 14 apples, more than 5.", "14"),
+    ("Die Antwort ist 3,5.", "3,5"),
+    ("Maybe 12.", "12"),
+    # letters
+    ("I think it's B.", "B"),
+    ("Antwort: B", "B"),
+    ("\u7b54\u6848\uff1aB", "B"),
+    ("So D.", "D"),
+    ("A is the answer.", "A"),
+    ("A) 3\nB) 4\n\nI choose A", "A"),
+    # words
+    ("The answer is the Eiffel Tower.", "Eiffel Tower"),
+    ("I believe it's Paris.", "Paris"),
+    ("The statement is true, not false.", "true"),
+    ("The answer is C++.", "C++"),
+    ("It is \\boxed{H2O}.", "H2O"),
+]
+WRONG = [
+    ("My answer: 15\nBob's answer: 14", "14"),
+    ("The options:\nA) 3\nB) 4\nC) 5\nD) 6", "D"),
+    ("Die Antwort ist 3,5.", "5"),
+    *((text, "14") for text in ("The answer isn't 14.", "It cannot be 14.", "> 14", "at least 14", "less than 14", "half of 14", "14 squared")),
+    *((text, "7") for text in ("twice 7", "7 times 2", "It's 7 + 7", "minus 7")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text,truth,score",
+    [(text, text, 1.0) for text in WRITTEN] + [(*row, 1.0) for row in RIGHT] + [(*row, 0.0) for row in WRONG],
+)
+def test_what_people_write_is_scored_as_they_mean_it(text, truth, score):
+    found = Builtin()("own/questions", text, truth)
+    assert (found if isinstance(found, dict) else asyncio.run(found))["score"] == score
 
 
 @pytest.mark.parametrize("text,truth,answer", TABLE)
