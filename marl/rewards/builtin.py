@@ -51,16 +51,17 @@ class Builtin:
         answer = extract(solution_str)
         if kind in ("math", "own"):
             stated = extract.stated if isinstance(extract, Prose) else stated_answer
-            if kind == "own" and (written := as_written(solution_str, stated(solution_str), ground_truth)) is not None:
-                return {"score": 1.0, "pred": answer or written, "math_verify": "right"}
-            return self.mathematics(answer, ground_truth, stated(solution_str))
+            written = as_written(solution_str, stated(solution_str), ground_truth) if kind == "own" else None
+            return self.mathematics(answer or written, ground_truth, stated(solution_str), written is not None)
         return float(answer == str(ground_truth) if kind == "embedded" else agrees(answer, ground_truth))
 
-    async def mathematics(self, answer: str | None, ground_truth: Any, stated: str | None) -> dict[str, Any]:
+    async def mathematics(
+        self, answer: str | None, ground_truth: Any, stated: str | None, same: bool = False
+    ) -> dict[str, Any]:
         """1 or 0. Wrong answers that could not be read or computed are reported and counted separately. ``stated``: the answer
-        with its unit; one of the two may lack it, but not have another."""
+        with its unit; one of the two may lack it, but not have another. ``same``: it is written as the truth is."""
         misnamed = stated is not None and plain(stated) == answer and other_unit(stated, str(ground_truth))
-        outcome = "right" if agrees(answer, ground_truth) and not misnamed else "wrong"
+        outcome = "right" if same or (agrees(answer, ground_truth) and not misnamed) else "wrong"
         if answer is not None and outcome == "wrong" and not misnamed:
             must_be_installed()
             try:

@@ -41,6 +41,7 @@ async def decide(
     answers = [episode.answer(turn) for turn in turns]
     if among is not None:
         answers = [answer if answer in among else None for answer in answers]
+    answers = votes.united(answers)
     weights = [1.0] * len(turns)
     if rule is Decide.verifier:
         weights = [(await episode.score(turn)).value for turn in turns]
@@ -56,12 +57,12 @@ async def decide(
 
 def agreed(answers: Sequence[str | None]) -> str | None:
     """The answer that all give, or None."""
-    return answers[0] if answers and len(set(answers)) == 1 else None
+    return answers[0] if answers and len(set(votes.united(answers))) == 1 else None
 
 
 def majority(answers: Sequence[str | None], rng: random.Random) -> str | None:
     """The most frequent answer; abstentions (None) do not count, ties are broken by the episode's seed."""
-    return heaviest(answers, [1.0] * len(answers), rng)
+    return heaviest(votes.united(answers), [1.0] * len(answers), rng)
 
 
 def heaviest(answers: Sequence[str | None], weights: Sequence[float], rng: random.Random) -> str | None:

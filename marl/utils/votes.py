@@ -1,9 +1,32 @@
 """Winning answers of a vote. Pure: runners decide by it, and credit computes counterfactual decisions with it."""
 
+import re
 from collections.abc import Sequence
+from fractions import Fraction
 from math import fsum, isclose
 
 from marl.types import Rule
+
+NUMBER = r"-?[0-9]{1,100}(?:\.[0-9]{1,100})?"
+RATIO = re.compile(rf"({NUMBER})(?:/([0-9]{{1,100}}))?(\\?%)?|(-?)\\frac\{{([0-9]{{1,100}})\}}\{{([0-9]{{1,100}})\}}")
+SIGN = re.compile(r"\s*([,;:()\[\]+*/=<>-])\s*")
+WORD = re.compile(r"(?<![\\\w])[^\W\d_]{2}")
+
+
+def united(answers: Sequence[str | None]) -> list[str | None]:
+    """Each answer as the first one writes it that says the same: 1/2, 0.5 and 50% are one, as are Paris and paris."""
+    first: dict[str, str] = {}
+    return [answer if answer is None else first.setdefault(meaning(answer), answer) for answer in answers]
+
+
+def meaning(answer: str) -> str:
+    """One notation of an answer: blanks at signs do not count, nor case in words, nor the way to write a ratio."""
+    text = " ".join(SIGN.sub(r"\1", answer).split()).replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
+    if ratio := RATIO.fullmatch(text):
+        value, below, percent, sign, numerator, denominator = ratio.groups()
+        divisor = int(below or denominator or 1) * (100 if percent else 1)
+        return str(Fraction(value or sign + numerator) / divisor) if divisor else text
+    return text.casefold() if WORD.search(text) else text
 
 
 def winners(rule: Rule, answers: Sequence[str | None], weights: Sequence[float]) -> list[str]:

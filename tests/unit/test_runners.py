@@ -8,6 +8,7 @@ import pytest
 
 from marl.runners import RUNNERS, Instructions, majority, scripted
 from marl.types import Task, Turn
+from marl.utils.votes import united
 from tests.builders import BUILT_IN, QUESTION, build_runner as build, play
 
 
@@ -87,6 +88,16 @@ def test_ties_are_broken_by_the_seed_and_not_by_the_order_of_agents():
 def test_abstentions_do_not_count():
     assert majority([None, None, "7"], random.Random(0)) == "7"
     assert majority([None, None], random.Random(0)) is None
+
+
+def test_notations_of_one_answer_are_votes_for_one_answer():
+    assert majority(["2", "1/2", "0.5", "2", "50%"], random.Random(0)) == "1/2"
+    assert majority(["No", "Yes", "yes", "no", "YES"], random.Random(0)) == "Yes"
+    same = [r"\dfrac{1}{2}", r"\frac{1}{2}", "1/2"], ["(1,2)", "(1, 2)"], ["2.0", "2"], ["New York", "new  york"]
+    assert all(len(set(united(answers))) == 1 for answers in same)
+    other = ["x", "X"], ["1/2", "2/1"], ["1/0", "0"], ["5", "-5"], ["Paris", "Pairs"], ["12", "1 2"]
+    assert all(len(set(united(answers))) == 2 for answers in other)
+    assert united([None, "7", None]) == [None, "7", None]
 
 
 def test_the_first_failing_agent_ends_the_episode_with_its_own_error():
