@@ -21,6 +21,8 @@ def united(answers: Sequence[str | None]) -> list[str | None]:
 
 def meaning(answer: str) -> str:
     """One notation of an answer: blanks at signs do not count, nor case in words, nor the way to write a ratio."""
+    if "\n" in answer:  # a program
+        return answer
     text = " ".join(SIGN.sub(r"\1", answer).split()).replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
     if ratio := RATIO.fullmatch(text):
         value, below, percent, sign, numerator, denominator = ratio.groups()
