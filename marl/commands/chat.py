@@ -97,9 +97,10 @@ class Talk:
     def ask(self, question: str) -> None:
         """Show the debate as it goes on, and the answer. A question that cannot be answered leaves the conversation as it was."""
         from marl.report.conversation import answering_turn
+        from marl.rollout.chat_completion import writable
         from marl.serving.refusals import TOO_LONG, Refused
 
-        asked = [*self.messages, {"role": "user", "content": question}]
+        asked = [*self.messages, {"role": "user", "content": writable(question)}]
         seed = secrets.randbits(62) if self.options.seed is None else self.options.seed
         try:
             episode = self.wait(self.player.play(self.options.model, asked, {}, seed, heard=self.show))

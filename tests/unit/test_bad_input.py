@@ -432,6 +432,8 @@ BETWEEN_KEYS = {
     "actor_rollout_ref.rollout.max_model_len=42": ["max_model_len=42", "40 + 3"],
     "runner.peer_template='{agnt} said {text}'": ["runner.peer_template", "'agnt'"],
     "runner.peer_template='{agent said'": ["runner.peer_template", "{agent said"],
+    "runner.peer_template='{text:>9999999999}'": ["runner.peer_template", "{text:>9999999999} is no plain field"],
+    "runner.peer_template='{agent.__class__}'": ["runner.peer_template", "{agent.__class__} is no plain field"],
     "runner.peer_template='{}'": ["runner.peer_template", "{}"],
     "trainer.logger=file": ["trainer.logger=file", "[file]"],
     "trainer.logger=[fiel]": ["trainer.logger", "'fiel'", "Did you mean 'file'"],

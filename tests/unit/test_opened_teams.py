@@ -365,3 +365,16 @@ def test_a_new_conversation_is_advised_where_the_old_one_is_too_long(code, advis
     talk = chat.Talk(Console(file=shown), lambda done: done, SimpleNamespace(play=play), options)
     talk.hear("how many ?")
     assert ("/new begins a shorter conversation" in shown.getvalue()) is advised
+
+
+def test_what_is_typed_in_another_encoding_is_asked_in_unicode():
+    asked = []
+
+    def play(_, messages, *__, **___):
+        asked.append(messages[-1]["content"])
+        raise Refused(400, "no", "needs_scores")
+
+    options = SimpleNamespace(model="team", seed=None)
+    talk = chat.Talk(Console(file=io.StringIO()), lambda done: done, SimpleNamespace(play=play), options)
+    talk.hear(b"caf\xe9 how many ?".decode("utf-8", "surrogateescape"))
+    assert asked == ["caf\ufffd how many ?"]

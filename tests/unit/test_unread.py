@@ -140,6 +140,7 @@ def test_no_pattern_is_idle_and_ours_set_no_key_that_nothing_reads(compose_confi
         "reward.reward_manager.name=dapo": "use reward.custom_reward_function",
         "+dpo_beta=0.1": "'dpo_beta' (=0.1): it has no effect. Did you mean 'method.beta'?",
         "+mine=3": "unknown key 'mine' (=3): it has no effect.",
+        "+gamma=0.9": "unknown key 'gamma' (=0.9): it has no effect.",
     }.items(),
 )
 def test_a_key_that_nothing_reads_names_the_one_that_is_read(compose_config, words, said):

@@ -1,5 +1,6 @@
 """Rules about agents, their answers and the runner's templates."""
 
+import re
 import string
 from typing import Any
 
@@ -129,7 +130,15 @@ def templates_can_be_filled(config: Any) -> None:
             f"expected a text with the fields {', '.join(f'{{{field}}}' for field in known)}; write {{{{ for a brace"
         )
         try:
-            fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
+            found = [
+                (field, layout or "") for _, field, layout, _ in string.Formatter().parse(template) if field is not None
+            ]
+            fields = [field for field, _ in found]
+            for field, layout in found:
+                if not field.isidentifier() or not LAYOUT.fullmatch(
+                    layout
+                ):  # a width of a billion would fill the memory
+                    raise ValueError(f"{{{field}{':' * bool(layout)}{layout}}} is no plain field")
             template.format(**known)
         except (KeyError, IndexError, AttributeError):
             missing = next(field for field in fields if field not in known)
@@ -138,6 +147,8 @@ def templates_can_be_filled(config: Any) -> None:
             raise ConfigError(f"{key}={template!r}: {error}; {expected}") from None
 
 
+LAYOUT = re.compile(r"[<>^]?[0-9]{0,2}(?:\.[0-9]{1,2})?[a-z%]?")
+"""Formats such as ``.2f``."""
 TEMPLATES: dict[str, dict[str, Any]] = {
     "runner.peer_template": {"agent": "", "text": "", "answer": "", "score": 0.0},
     "runner.instruction_template": {"instruction": "", "question": ""},
