@@ -88,7 +88,7 @@ EQUALS = re.compile(r"(?<![<>!=:])=(?!=)")
 SUM = re.compile(r"[\d\s.,()]+(?:(?:[+*/\u00d7\u00f7-]|\\times|\\cdot|\\div)[\d\s.,()]+)+")
 LABELLED = (
     r"\b(?:step|agent|round|question|problem|part|equation|method|case|line|figure|table|chapter|page|option|confiden\w{2,3})s?\b[ \t:#]{1,4}\d[\d.]*%?"
-    r"|\d{1,9}\s?%[ \t]{1,2}(?:sure|confident|certain)|(?:\b(?:not|cannot be|rather than|instead of|(?:at )?(?:least|most)|(?:less|more|fewer|greater|bigger|smaller) than|half of|twice|minus)"
+    r"|\d{1,9}\s?%[ \t]{1,2}(?:sure|confident|certain)|(?:\b(?:not|cannot be|rather than|instead of|(?:at )?(?:least|most)|(?:less|more|fewer|greater|bigger|smaller) than|half of|twice|minus|negative|(?:between|either)[ ]\$?\d[\d,.]*[ ](?:and|or))"
     r"|n['\u2019]t(?: be)?)[ \t]{1,2}\$?\d[\d,.]*|(?<![A-Za-z/])[<>\u2264\u2265]=?[ ]?\$?\d[\d,.]*"
     r"|\d[\d,.]{0,20}[ ]?(?:times|divided by|plus|minus|[+*\u00d7\u00f7])[ ]?\d[\d,.]*+(?![ ]?(?:=|\^|\*\*))|\d[\d,.]{0,20}[ ](?:squared|cubed)\b"
     r"|(?:['\u2019]s|\b(?:your|their|his|her|other))[ ](?:final )?answer[ ]?(?:is|was|of|:)[ ]?\$?\d[\d,.]*"
@@ -100,7 +100,7 @@ TOKEN = re.compile(
     rf"(?:{LABELLED})|(?P<display>{DISPLAY})|(?P<date>\b[0-9]{{4}}-[0-9]{{2}}-[0-9]{{2}}\b)|(?P<time>\b[0-9]{{1,2}}:[0-9]{{2}}\b(?:\s?[ap]\.?m\b)?)"
     rf"|(?P<latex>-?[0-9]*\\[dt]?frac{BRACED}{BRACED}|-?[0-9]*\\sqrt(?:\[[0-9]\])?{BRACED})"
     r"|(?P<pair>[\[(]\s?-?[0-9][^()\[\]\n]{0,40},[^()\[\]\n]{1,40}[\])])"
-    r"|(?P<comma>(?<![\d,.])\d{1,9},\d{1,2}(?![\d,]|\.\d))"
+    r"|(?P<comma>(?<![\d,.])\d{1,9}(?:\.\d{3}){0,6},\d{1,2}(?![\d,]|\.\d))"
     rf"|(?P<number>(?:(?<![\w)\]}}])-)?{CURRENCY}(?:-?[0-9]+(?:[ ][0-9]+)?/[0-9]+(?![0-9/])|{NUMBER}))",
     re.MULTILINE | re.IGNORECASE,
 )

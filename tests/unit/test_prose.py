@@ -185,6 +185,7 @@ RIGHT = [
     ("The answer is 14\u00b0", "14"),
     ("There are 14 apples, more than 5.", "14"),
     ("Die Antwort ist 3,5.", "3,5"),
+    ("Es kostet 1.234,50.", "1.234,50"),
     ("Maybe 12.", "12"),
     # letters
     ("I think it's B.", "B"),
@@ -204,6 +205,10 @@ WRONG = [
     ("My answer: 15\nBob's answer: 14", "14"),
     ("The options:\nA) 3\nB) 4\nC) 5\nD) 6", "D"),
     ("Die Antwort ist 3,5.", "5"),
+    ("It is either 12 or 15.", "15"),
+    ("Between 40 and 45.", "45"),
+    ("Es kostet 1.234,50 €", "50"),
+    ("negative 5", "5"),
     *((text, "14") for text in ("The answer isn't 14.", "It cannot be 14.", "> 14", "at least 14", "less than 14", "half of 14", "14 squared")),
     *((text, "7") for text in ("twice 7", "7 times 2", "It's 7 + 7", "minus 7")),
 ]  # fmt: skip
