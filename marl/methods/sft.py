@@ -36,7 +36,7 @@ class SFT(Method):
         """Without that column: the one with the prompt, text or messages. Dots lead into a column."""
         answer_key: str = "answer"
         """The one with the answer: text, or a text for each agent by its name."""
-        min_score: Any = bounded(RIGHT, Number(also=RIGHT, null=True))
+        min_score: Any = bounded(RIGHT, Number(also=RIGHT, null=True))  # noqa: RUF009
         """Least score of a team's answer in an episode that is imitated; right: those whose answer is right; null: any."""
         best_of: int | None = bounded(None, count(null=True))
         """Number of each task's best episodes that are imitated, at most; null for all."""
