@@ -174,9 +174,9 @@ class Controller:
         self.failures_of(results, "the reward function", step)
         scored = [result for result in results if isinstance(result, Episode)]
         check_texts(scored, step, self.max_error_rate)
-        self.right_threshold.look(scored, step)
         add_unscored(self.ledger, episodes, results)
         if not self.runner.scores_turns:  # whose turns are moves
+            self.right_threshold.look(scored, step)
             self.no_answers.look(scored, step)
         return scored
 

@@ -29,8 +29,8 @@ ALLOWED = {
         "numbers, and names of columns"
     ),
     r"data\.apply_chat_template_kwargs(\..+)?": "variables of a template, rendered in Jinja's sandbox",
-    r"controller\.(answer_rule|no_answer_score|truncated_score|failure_score|thinking(\..+)?|request_seeds|episode_timeout_s"
-    r"|max_\w+|min_sample_share)": "numbers and words that the rules check",
+    r"controller\.(answer_rule|right_at|no_answer_score|truncated_score|failure_score|thinking(\..+)?|request_seeds"
+    r"|(episode|reward)_timeout_s|max_\w+|min_sample_share)": "numbers and words that the rules check",
     r"controller\.extractors\..+": "a rule of this package by its name; a file of one's own is code",
     r"trainer\.(device|nnodes|n_gpus_per_node)|resources\.(placement|weight_check|pools(\..+)?|\w*timeout_s)": (
         "sizes and deadlines"

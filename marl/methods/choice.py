@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 
 from marl.methods.examples import Example, Side, Speakers
-from marl.types import Episode, Turn
+from marl.types import Episode, Score, Turn
 
 Scored = tuple[float, Side]
 
@@ -18,18 +18,25 @@ class CompareBy(Enum):
     """The team's answer's."""
 
 
-def best_episodes(episodes: Sequence[Episode], min_score: float | None, best_of: int | None) -> list[Episode]:
-    """The episodes whose team answer scores at least ``min_score``, and of these each task's ``best_of`` best, the earlier sample
-    first; None for all. Episodes that ended early are left out."""
+RIGHT = "right"
+
+
+def best_episodes(episodes: Sequence[Episode], min_score: float | str | None, best_of: int | None) -> list[Episode]:
+    """The episodes whose team answer scores at least ``min_score``, or is ``RIGHT``, and of these each task's ``best_of`` best, the
+    earlier sample first; None for all. Episodes that ended early are left out."""
     tasks: dict[tuple, list[Episode]] = {}
     for episode in whole(episodes):
-        if min_score is None or episode.scored.value >= min_score:
+        if is_good(episode.scored, min_score):
             tasks.setdefault(question(episode), []).append(episode)
     return [
         episode
         for own in tasks.values()
         for episode in sorted(own, key=lambda episode: -episode.scored.value)[:best_of]
     ]
+
+
+def is_good(score: Score, least: float | str | None) -> bool:
+    return score.right if isinstance(least, str) else least is None or score.value >= least
 
 
 def whole(episodes: Sequence[Episode]) -> Iterator[Episode]:

@@ -10,14 +10,14 @@ from torch import Tensor
 from marl.config.foresight import REQUEST
 from marl.config.sources import Source
 from marl.methods.base import Method, register_method
-from marl.methods.choice import best_episodes
+from marl.methods.choice import RIGHT, best_episodes
 from marl.methods.examples import Example, Selection, Side, Speakers, distinct, replies
 from marl.methods.losses import loss_of, mean_gradients, mean_loss, parts, side_losses, weighted_gradients
 from marl.methods.peers import Pair, predictions
 from marl.methods.rows import conversation, messages_of, speakers_of, value_of
 from marl.methods.teachers import Target, must_speak, taught, teachers_of, team_answer
 from marl.types import AgentId, Episode, Message, Metrics
-from marl.utils.numbers import FINITE, Number, bounded, count
+from marl.utils.numbers import Number, bounded, count
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -36,8 +36,8 @@ class SFT(Method):
         """Without that column: the one with the prompt, text or messages. Dots lead into a column."""
         answer_key: str = "answer"
         """The one with the answer: text, or a text for each agent by its name."""
-        min_score: float | None = bounded(1.0, FINITE.or_null())
-        """Least score of a team's answer in an episode that is imitated; null for any."""
+        min_score: Any = bounded(RIGHT, Number(also=RIGHT, null=True))  # noqa: RUF009
+        """Least score of a team's answer in an episode that is imitated; right: those whose answer is right; null: any."""
         best_of: int | None = bounded(None, count(null=True))
         """Number of each task's best episodes that are imitated, at most; null for all."""
         target: Target = Target.turns

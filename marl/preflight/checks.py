@@ -6,6 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from marl.config.dataset_rows import shown
 from marl.config.errors import ConfigError, plain
 from marl.config.kinds import answers_only, frozen_policies
 from marl.config.known_keys import check_known, check_typed, known_keys
@@ -97,6 +98,8 @@ def check_scorer(setup: Setup, tasks: Sequence[Sequence[Task]]) -> None:
     config = setup.config
     if answers_only(config) or setup.runner.scores_turns or custom_function(config) is not None:
         return
+    for task in (task for file in tasks for task in file):
+        must_be_one_answer(task)
     rules = answer_rules(config)
     for task in (task for file in tasks for task in file if not rules.chooses(task.data_source)):
         if why := unscorable(task.data_source, task.ground_truth):
@@ -115,6 +118,18 @@ def check_scorer(setup: Setup, tasks: Sequence[Sequence[Task]]) -> None:
         raise ConfigError(
             f"data_source={source}: {error}, or score these rows by reward.custom_reward_function.path"
         ) from None
+
+
+def must_be_one_answer(task: Task) -> None:
+    """Raise ConfigError for a truth that the built-in rules, which compare texts, would call wrong whatever is said."""
+    truth = task.ground_truth
+    if kind_of(task.data_source) != "verl" and (
+        isinstance(truth, dict) or (isinstance(truth, list) and len(truth) != 1)
+    ):
+        raise ConfigError(
+            f"data_source={task.data_source}, {task.id}: the ground_truth is {shown(truth)}; expected one text or number: write the answer "
+            "alone, or score these rows by reward.custom_reward_function.path, which gets the value as it is"
+        )
 
 
 def load(config: DictConfig, name: PolicyName, trains: bool, others: Iterable[Loaded]) -> Loaded:

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from marl.types import AgentId, Episode, Metrics, PolicyName, Task
+from marl.types import AgentId, Episode, Metrics, PolicyName, Score, Task
 
 logger = logging.getLogger(__name__)
 
@@ -37,23 +37,47 @@ class Collapse:
 
 
 class RightThreshold:
-    """Warns, once, of rewards on another scale than ``controller.right_at``: nearly every text would count as right."""
+    """Warns, once, of rewards on another scale than ``controller.right_at``: nearly every text would count as right, scores of very
+    different size would, or none would although scores differ."""
 
     said = False
 
     def look(self, episodes: Sequence[Episode], step: int) -> None:
         """Read the scores of a step's or a validation's answers."""
-        scores = [turn.scored for episode in episodes for turn in episode.turns if turn.answers]
-        above = [score for score in scores if score.acc is None and score.value > score.right_at and not score.failure]
-        if self.said or not above or len(above) < NEARLY_ALL * len(scores):
+        turns = [turn.scored for episode in episodes for turn in episode.turns if turn.answers]
+        scores = [score for score in turns if score.acc is None and not score.failure]
+        reason = misplaced(scores, len(turns)) if scores and not self.said else None
+        if reason is None:
             return
         self.said = True
         logger.warning(
-            "step %d: %d of %d scores are above controller.right_at=%g (the first is %g), so that nearly every text counts as right "
-            "in accuracies, votes and reports: set controller.right_at to the score of a right text, or let the reward function "
-            "return acc (true or false) beside score",
-            step, len(above), len(scores), above[0].right_at, above[0].value,
+            "step %d: %s: set controller.right_at to the score of a right text, or let the reward function return acc (true or false) "
+            "beside score",
+            step, reason,
         )  # fmt: skip
+
+
+def misplaced(scores: Sequence[Score], total: int) -> str | None:
+    """What is wrong with the threshold of these scores, of ``total`` texts; None for nothing."""
+    right_at, counted = scores[0].right_at, "in accuracies, votes and reports"
+    above = [score.value for score in scores if score.value > right_at]
+    if len(above) >= NEARLY_ALL * total:
+        return (
+            f"{len(above)} of {total} scores are above controller.right_at={right_at:g} (the first is {above[0]:g}), so that nearly every "
+            f"text counts as right {counted}"
+        )
+    if above and max(above) > 2 * abs(min(above)):  # closer ones are a bonus on what is right
+        return (
+            f"scores from {min(above):g} to {max(above):g} are above controller.right_at={right_at:g}, and all of them count as right "
+            f"{counted}"
+        )
+    values = {score.value for score in scores}
+    if len(scores) == total and len(values) > 1 and max(values) < right_at:
+        return (
+            f"the scores of {total} texts lie between {min(values):g} and {max(values):g}, below controller.right_at={right_at:g}, so that "
+            f"none counts as right {counted}"
+        )
+    return None
 
 
 class DegenerateGroups:

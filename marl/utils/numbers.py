@@ -25,7 +25,7 @@ class Number:
     null: bool = False
     optional: bool = False
     """Not every configuration has the key."""
-    also: float | None = None
+    also: float | str | None = None
     """One value outside the range, such as -1 for none."""
     expected: str = ""
     """Used in the error instead of the range."""
@@ -33,6 +33,8 @@ class Number:
     def takes(self, value: Any) -> bool:
         if value is None:
             return self.null
+        if isinstance(value, str):
+            return value == self.also
         if isinstance(value, bool) or not isinstance(value, int if self.whole else (int, float)):
             return False
         if self.also is not None and value == self.also:
@@ -47,7 +49,7 @@ class Number:
             return self.expected
         low = [f"{'above' if self.above else 'at least'} {self.low:.9g}"] if self.low > -math.inf else []
         high = [f"at most {self.high:.9g}"] if self.high < math.inf else []
-        others = [f"or {self.also:g}"] if self.also is not None else []
+        others = [f"or {self.also}"] if self.also is not None else []
         others += ["or null"] if self.null else []
         kind = "a whole number" if self.whole else "a finite number"
         return ", ".join([" ".join(["expected", kind, " and ".join(low + high)]).strip(), *others])

@@ -60,9 +60,25 @@ def test_rewards_on_another_scale_are_said_once_with_both_remedies(caplog):
 
 
 @pytest.mark.parametrize(
+    ("scores", "said"),
+    [
+        ([-1.0] * 5 + [0.0] * 5, "the scores of 10 texts lie between -1 and 0, below controller.right_at=1"),
+        ([0.0] * 3 + [5.0, 50.0] * 3, "scores from 5 to 50 are above controller.right_at=1, and all of them count"),
+    ],
+)
+def test_scores_that_the_threshold_parts_at_the_wrong_place_are_said(caplog, scores, said):
+    (line,) = said_of(caplog, step_of(*[Score(score, "4") for score in scores]))
+    assert said in line and "set controller.right_at" in line
+
+
+@pytest.mark.parametrize(
     "scores",
     [
         [Score(1.0, "4")] * 8,  # all right
+        [Score(0.0, "5")] * 8,  # all wrong
+        [Score(1.1, "4"), Score(1.3, "4"), Score(0.0, "5")] * 3,  # a bonus on what is right
+        [Score(0.1, "5"), Score(0.0, None)] * 2 + [Score(1.0, "4")],
+        [Score(0.1, "5", acc=0.0), Score(0.0, None, acc=0.0)] * 4,
         [Score(100.0, "4"), Score(0.0, "5")] * 4,  # a scale that the threshold tells apart
         [Score(87.0, "4", acc=0.0)] * 8,
         [Score(87.0, "4", right_at=90)] * 8,

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import pickle
 from contextlib import ExitStack
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -287,3 +288,15 @@ def test_only_competition_mathematics_keeps_the_strict_rule():
     assert {source: AnswerRules().extractor(source, "14")(text) for source in taken} == taken
     assert AnswerRules(by_source={"own/": "math"}).extractor("own/q", "14")(text) is None
     assert rule_of(AnswerRules().extractor("own/q")) == "prose" and rule_of(AnswerRules().extractor("math")) == "math"
+
+
+@pytest.mark.parametrize("truth", [["32", "thirty two"], {"target": "32"}, []])
+def test_a_truth_of_several_parts_is_refused_where_built_in_rules_score(config, monkeypatch, truth):
+    """They compare its text, which nobody says. A list of one is that one; verl's own functions and one's own take anything."""
+    runner, task = SimpleNamespace(scores_turns=False), Task("t/0", [], truth, "own/q", str)
+    monkeypatch.setattr("marl.preflight.checks.answers_only", lambda config: False)
+    setup = SimpleNamespace(config=config(custom=False), runner=runner)
+    with pytest.raises(ConfigError, match="own/q, t/0: the ground_truth is .*expected one text or number"):
+        check_scorer(setup, [[task]])
+    searched = replace(task, data_source="searchR1_nq")
+    check_scorer(setup, [[searched, replace(task, ground_truth=["32"]), replace(task, ground_truth=32)]])

@@ -1,12 +1,15 @@
 """From rows and episodes to examples, and from examples to rows."""
 
+import math
+
 import pytest
 import torch
 
 from marl.methods import METHODS
 from marl.methods.choice import CompareBy, best_episodes, contrasts
 from marl.methods.examples import Example, encoded, policy_rows
-from marl.types import Turn
+from marl.types import Score, Turn
+from marl.utils.numbers import bounds_of
 from tests.builders import Letters, episode, turn_of_ids
 
 SPEAKERS = {"a": ["a"], "b": ["b"]}
@@ -94,6 +97,23 @@ def test_best_episodes_are_above_the_threshold_and_the_best_of_their_task():
     assert kept(0.6, 1) == [("t", 0), ("u", 0)] and kept(None, 3) == [("t", 0), ("t", 3), ("t", 2), ("u", 0)]
     records[0].failure = "overflow"
     assert kept(1.0, None) == [("t", 3)]
+
+
+def test_episodes_are_imitated_whose_team_answer_is_right_whatever_that_pays():
+    records = written(*[[[1], [0]]] * 4)
+    for record, score in zip(records, [(50.0, None), (2.0, 0.0), (0.2, 1.0), (2.0, None)], strict=True):
+        record.score = Score(score[0], "4", acc=score[1], right_at=50.0)
+    found = {rule: method("sft", min_score=rule).of_episodes(records, SPEAKERS) for rule in ("right", 2, None)}
+    assert method("rft").config.min_score == "right"
+    assert {rule: selection.metrics["method/kept_episodes"] for rule, selection in found.items()} == {
+        "right": 0.5, 2: 0.75, None: 1.0,
+    }  # fmt: skip
+
+
+def test_a_least_score_is_right_a_number_or_null():
+    bound = bounds_of(method("rft").Config)["min_score"]
+    assert all(map(bound.takes, ("right", 1, 0.5, None))) and not any(map(bound.takes, ("wrong", True, math.nan, [])))
+    assert str(bound) == "expected a finite number, or right, or null"
 
 
 def test_an_episode_teaches_every_agent_its_own_turns():

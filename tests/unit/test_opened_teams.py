@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +23,7 @@ from marl.commands import chat, collect, evaluate, replay, serve
 from marl.config.errors import ConfigError
 from marl.config.external import VARIABLE, find_own_modules, own_modules
 from marl.config.identity import leaves, plain_of, settings_of
+from marl.config.schema import ControllerConfig
 from marl.evaluation import evaluate as played, team
 from marl.evaluation.saved_settings import ALLOWED, allowed, is_allowed, word_of
 from marl.evaluation.source import Source, find
@@ -102,6 +104,18 @@ def test_every_setting_that_a_saved_run_brings_is_allowed_with_a_reason(compose_
     assert dangerous == {"data.train_files", "data.val_files"}
     for pattern, reason in ALLOWED.items():
         assert reason and any(re.fullmatch(pattern, key) for key in taken), pattern
+
+
+def test_a_saved_run_brings_whatever_decides_a_score():
+    """Of the controller's settings, only those stay behind that no measured answer depends on."""
+    training = {
+        "train_truncated", "overlong_buffer", "overlong_penalty", "pack_turns", "old_log_probs", "log_prob_gap_bound",
+        "log_prob_check_rows", "log_prob_gap_alarm", "lazy_agent_share", "degenerate_steps",
+    }  # fmt: skip
+    machine = {"num_workers", "reward_processes", "ledger", "keep_ledger", "extractors"}
+    brought = {field.name for field in fields(ControllerConfig) if is_allowed(f"controller.{field.name}", 1)}
+    assert brought == {field.name for field in fields(ControllerConfig)} - training - machine
+    assert allowed({"controller": {"right_at": 50.0}}) == {"controller": {"right_at": 50.0}}
 
 
 def test_nothing_that_a_saved_run_brings_is_executed_or_read_from_the_environment(saved, tmp_path, monkeypatch, caplog):
