@@ -184,7 +184,7 @@ def test_the_head_sees_counted_tokens_alone(packed):
     """Neither prompts, nor text between answers, nor padding; at least four rows, as the hf server's heads compute."""
     batch = micro_batch(packed)
     size, outputs = entering_the_head(make("qwen2"), batch)
-    assert size == int(batch["loss_mask"].values().sum()) == 6
+    assert size == 8 and int(batch["loss_mask"].values().sum()) == 6
     assert torch.equal(of_responses(outputs["log_probs"], batch).values() != 0, batch["loss_mask"].values().bool())
     size, outputs = entering_the_head(make("qwen2"), micro_batch(packed, mask=((0, 1, 0), (0,), (0, 0))))
     assert size == 4 and int((outputs["log_probs"].values() != 0).sum()) == 1

@@ -28,7 +28,7 @@ def test_it_sees_counted_tokens_alone(packed):
         layer.mlp.down_proj.register_forward_hook(lambda *parts: sizes.append(parts[1][0].shape[:2].numel()))
     forward(CPUEngineWithLMHead, model, batch)
     first, last = sizes[-2:]
-    assert last == int(batch["loss_mask"].values().sum()) == 6 and first >= len(batch["input_ids"].values())
+    assert last == 8 and int(batch["loss_mask"].values().sum()) == 6 and first >= len(batch["input_ids"].values())
 
 
 @pytest.mark.parametrize("make_model", [make, recomputing])
