@@ -51,7 +51,9 @@ class Builtin:
         answer = extract(solution_str)
         if kind in ("math", "own"):
             stated = extract.stated if isinstance(extract, Prose) else stated_answer
-            written = as_written(solution_str, stated(solution_str), ground_truth) if isinstance(extract, Prose) else None
+            written = (
+                as_written(solution_str, stated(solution_str), ground_truth) if isinstance(extract, Prose) else None
+            )
             return self.mathematics(answer or written, ground_truth, stated(solution_str), written is not None)
         return float(answer == str(ground_truth) if kind == "embedded" else agrees(answer, ground_truth))
 
