@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from marl.rewards.answers import agrees, last_boxed, plain, stated_answer
+from marl.rewards.answers import agrees, plain, stated_answer
 from marl.rewards.extractors import AnswerRules
 from marl.rewards.mathematics import MATH_TIMEOUT_S, equal, must_be_installed
 from marl.rewards.processes import RewardError, RewardUnavailable
@@ -14,7 +14,7 @@ from marl.rewards.units import other_unit
 from marl.rewards.words import folded
 
 SIGNS = " \t\n.*_`$\"'"
-"""What may stand around an answer as it is written."""
+"""Characters around an answer that do not belong to it."""
 Run = Callable[..., Awaitable[Any]]
 """``run(function, arguments, timeout_s)``: in a process that can be killed, or here."""
 
@@ -50,11 +50,9 @@ class Builtin:
         extract = self.rules.extractor(data_source, ground_truth)
         answer = extract(solution_str)
         if kind in ("math", "own"):
-            stated = extract.stated if isinstance(extract, Prose) else stated_answer
-            written = (
-                as_written(solution_str, stated(solution_str), ground_truth) if isinstance(extract, Prose) else None
-            )
-            return self.mathematics(answer or written, ground_truth, stated(solution_str), written is not None)
+            stated = (extract.stated if isinstance(extract, Prose) else stated_answer)(solution_str)
+            same = isinstance(extract, Prose) and is_written(ground_truth, solution_str, stated)
+            return self.mathematics(answer or (solution_str.strip() if same else None), ground_truth, stated, same)
         return float(answer == str(ground_truth) if kind == "embedded" else agrees(answer, ground_truth))
 
     async def mathematics(
@@ -78,11 +76,10 @@ class Builtin:
         return {"score": float(outcome == "right"), "pred": answer, "math_verify": outcome}
 
 
-def as_written(text: str, stated: str | None, ground_truth: Any) -> str | None:
-    """The ground truth, where a text, its answer or its box is that, whatever the notation; None where none of them is."""
-    parts = (part.strip(SIGNS) for part in (text, stated or "", last_boxed(text) or ""))
+def is_written(ground_truth: Any, text: str, stated: str | None) -> bool:
+    """True if the text, or the answer that it states, is the ground truth itself, in whatever notation that is."""
     truth = folded(str(ground_truth).strip(SIGNS))
-    return next((part for part in parts if part and folded(part) == truth), None)
+    return bool(truth) and truth in (folded(part.strip(SIGNS)) for part in (text, stated or ""))
 
 
 def score_of(equals: bool | None, ground_truth: Any) -> str:

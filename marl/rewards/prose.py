@@ -57,11 +57,13 @@ STATED = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 PEERS = re.compile(
-    r"(?:['\u2019]s|\b(?:your|their|his|her|other|(?:says?|claims?|thinks?|believes?)(?:[ ]that)?(?:[ ]the)?))(?:[ ](?:final|correct))?[ ]\Z",
+    r"(?:(?<!let)['\u2019]s|\b(?:your|their|his|her|other|(?:says?|claims?|thinks?|believes?)(?:[ ]that)?(?:[ ]the)?))(?:[ ](?:final|correct))?[ ]\Z",
     re.IGNORECASE,
 )
-"""What stands before a peer's answer: "Bob's", "Agent 1 says the"."""
-RETRACTED = re.compile(r"\b(?:wait|oops|i made an? (?:mistake|error))\b", re.IGNORECASE)
+"""Words before a peer's answer: "Bob's", "Agent 1 says the"."""
+RETRACTED = re.compile(
+    r"[.!?\u2026\n][\s\"'*(]*(?:but )?(?:wait|oops)\b|\bi made an? (?:mistake|error)\b", re.IGNORECASE
+)
 THOUGHT = re.compile(r"</think(?:ing)?>|</thought>")
 NAMED = re.compile(
     rf"\b(?:label|relation(?:ship)?|conclusion|verdict|sentiment|category|class(?:ification)?|choice|option|result)\b{LINK}", re.IGNORECASE
@@ -91,7 +93,7 @@ LABELLED = (
     r"|\d{1,9}\s?%[ \t]{1,2}(?:sure|confident|certain)|(?:\b(?:not|cannot be|rather than|instead of|(?:at )?(?:least|most)|(?:less|more|fewer|greater|bigger|smaller) than|half of|twice|minus|negative|(?:between|either)[ ]\$?\d[\d,.]*[ ](?:and|or))"
     r"|n['\u2019]t(?: be)?)[ \t]{1,2}\$?\d[\d,.]*|(?<![A-Za-z/])[<>\u2264\u2265]=?[ ]?\$?\d[\d,.]*"
     r"|\d[\d,.]{0,20}[ ]?(?:times|divided by|plus|minus|[+*\u00d7\u00f7])[ ]?\d[\d,.]*+(?![ ]?(?:=|\^|\*\*))|\d[\d,.]{0,20}[ ](?:squared|cubed)\b"
-    r"|(?:['\u2019]s|\b(?:your|their|his|her|other))[ ](?:final )?answer[ ]?(?:is|was|of|:)[ ]?\$?\d[\d,.]*"
+    r"|(?:(?<!let)['\u2019]s|\b(?:your|their|his|her|other))[ ](?:final )?answer[ ]?(?:is|was|of|:)[ ]?\$?\d[\d,.]*"
     r"|(?<=[^\s(])[ ]\((?=[^()\n]{0,60}[A-Za-z]{2})[^()\n]{1,80}\)|[\w)}]{1,20}[ ]?\^[ ]?\{?-?\d{1,9}\}?"
     r"|(?<=\d )(?:out )?of (?:the |all )?\d[\d,]*|^[ \t]*(?:[-*+>][ \t]+)?\d{1,2}[.)][ \t]+(?=\S)|\d{1,9}(?:st|nd|rd|th)\b|\d{1,9}-[A-Za-z]|(?<!\w)[A-Za-z_]\w{0,40}?\d\w{0,40}"
 )

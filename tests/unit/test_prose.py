@@ -170,6 +170,10 @@ RIGHT = [
     ("The answer is 15. Wait, that's wrong. It's 14.", "14"),
     ("\\boxed{15} Wait, I made an error. 7*2=14.", "14"),
     ("The answer is 14. Wait, let me double check: 9+5=14. Yes.", "14"),
+    ("The answer is 15. Wait... no, it is 14.", "14"),
+    ("The answer is 14. Tom had to wait 5 minutes.", "14"),
+    ("The answer is 15 because he had to wait, then got 3 more.", "15"),
+    ("Let's answer: 14", "14"),
     ("<thinking>The answer is 14</thinking> 15", "15"),
     # data formats, asides, units
     ('{"answer": "14", "confidence": 0.9}', "14"),
@@ -203,6 +207,8 @@ RIGHT = [
 ]
 WRONG = [
     ("My answer: 15\nBob's answer: 14", "14"),
+    ("<think>So \\boxed{14}?</think> The answer is 15.", "14"),
+    ("\\boxed{14}. No: the answer is 15.", "14"),
     ("The options:\nA) 3\nB) 4\nC) 5\nD) 6", "D"),
     ("Die Antwort ist 3,5.", "5"),
     ("It is either 12 or 15.", "15"),
