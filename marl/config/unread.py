@@ -115,11 +115,8 @@ def check_top_level(config: Mapping[str, Any], known: Mapping[str, Any]) -> None
     """Raise ConfigError for a key of a user's at the top level that no interpolation refers to."""
     text = repr(config)
     for key in config:
-        if (
-            key in known
-            or key in (*TYPED, *QUICKSTARTS)
-            or re.search(rf"\$\{{(?:[^}}]*[:,])?\s*\.*{re.escape(key)}\b", text)
-        ):
+        interpolation = rf"\$\{{(?:[^}}]*[:,])?\s*\.*{re.escape(key)}\b"
+        if key in known or key in (*TYPED, *QUICKSTARTS) or re.search(interpolation, text):
             continue
         hint = hint_for(key, "", {**known, **{group: {} for group in TYPED}})
         raise ConfigError(

@@ -39,7 +39,7 @@ class Recipe:
     """Attention heads of 64 / heads numbers each; vLLM's kernels want at least 32."""
     lr_warmup_steps: int = 30
     parts: int = 2
-    """Parts of a batch whose gradients are computed one after the other, two at once."""
+    """Parts of a batch; the gradients of two of them are computed at once. More parts take less memory."""
     pretrained: bool = False
     """The model is SmolLM2 instead of a tiny one with words of its own."""
 

@@ -168,8 +168,8 @@ class Game:
 
 
 class SmudgedSums:
-    """The smudged note as people would write it; who guesses says so. The names and objects of a test problem are not met with its
-    numbers in training."""
+    """The smudged note in plain English; an agent that guesses says so ("Maybe 12."). The names and objects of a test problem are
+    not met with its numbers in training."""
 
     data_source = "smudged_sums"
     templates = (
@@ -198,8 +198,8 @@ class SmudgedSums:
         return Problem(question, tuple(observations), a + b, abs(a - b), self.system)
 
     def warm_example(self, rng: random.Random) -> WarmExample:
-        """First answers: right to a whole sum, and a guess, called so, to a smudged one. Half of the time a second one follows, with
-        either agent's number by chance: whom to trust is not shown."""
+        """First answers: right for a whole sum, and a guess that says so for a smudged one. Half of the time a second answer follows,
+        with either agent's number by chance: whom to trust is not shown."""
         problem, agent = self.problem(rng, "train"), rng.randrange(len(AGENTS))
         numbers = [self.first_answer(rng, text) for text in problem.observations]
         answers = [

@@ -44,9 +44,9 @@ class RightThreshold:
 
     def look(self, episodes: Sequence[Episode], step: int) -> None:
         """Read the scores of a step's or a validation's answers."""
-        turns = [turn.scored for episode in episodes for turn in episode.turns if turn.answers]
-        scores = [score for score in turns if score.acc is None and not score.failure]
-        reason = misplaced(scores, len(turns)) if scores and not self.said else None
+        answers = [turn.scored for episode in episodes for turn in episode.turns if turn.answers]
+        scores = [score for score in answers if score.acc is None and not score.failure]
+        reason = misplaced(scores, len(answers)) if scores and not self.said else None
         if reason is None:
             return
         self.said = True
@@ -58,7 +58,7 @@ class RightThreshold:
 
 
 def misplaced(scores: Sequence[Score], total: int) -> str | None:
-    """What is wrong with the threshold of these scores, of ``total`` texts; None for nothing."""
+    """Reason why ``right_at`` does not fit these scores, of ``total`` texts; None if it does."""
     right_at, counted = scores[0].right_at, "in accuracies, votes and reports"
     above = [score.value for score in scores if score.value > right_at]
     if len(above) >= NEARLY_ALL * total:

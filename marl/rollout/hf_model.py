@@ -102,9 +102,7 @@ def inexact_on_cpu(config: Any, threads: int) -> list[str]:
     width = getattr(config.get_text_config(), "intermediate_size", None)
     found = []
     if threads > 2:
-        found.append(
-            f"{threads} threads share a tensor's numbers in uneven parts; OMP_NUM_THREADS=2, or 1, repeats a run to the last bit"
-        )
+        found.append(f"{threads} threads share a tensor's numbers in uneven parts; expected OMP_NUM_THREADS=2 or 1")
     if isinstance(width, int) and width % VECTOR:
         found.append(
             f"intermediate_size={width}: the last of its activations are computed otherwise; expected a multiple of {VECTOR}"

@@ -181,7 +181,7 @@ def entering_the_head(model, batch):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_the_head_sees_counted_tokens_alone(packed):
-    """Neither prompts, nor text between answers, nor padding; at least four rows, as the hf server's heads compute."""
+    """Neither prompts, nor text between answers, nor padding; in multiples of four rows, as the hf server's heads compute."""
     batch = micro_batch(packed)
     size, outputs = entering_the_head(make("qwen2"), batch)
     assert size == 8 and int(batch["loss_mask"].values().sum()) == 6

@@ -107,7 +107,7 @@ def test_every_setting_that_a_saved_run_brings_is_allowed_with_a_reason(compose_
 
 
 def test_a_saved_run_brings_whatever_decides_a_score():
-    """Of the controller's settings, only those stay behind that no measured answer depends on."""
+    """Only those of the controller's settings stay behind that no measured answer depends on."""
     training = {
         "train_truncated", "overlong_buffer", "overlong_penalty", "pack_turns", "old_log_probs", "log_prob_gap_bound",
         "log_prob_check_rows", "log_prob_gap_alarm", "lazy_agent_share", "degenerate_steps",

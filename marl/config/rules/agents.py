@@ -130,15 +130,14 @@ def templates_can_be_filled(config: Any) -> None:
             f"expected a text with the fields {', '.join(f'{{{field}}}' for field in known)}; write {{{{ for a brace"
         )
         try:
-            found = [
-                (field, layout or "") for _, field, layout, _ in string.Formatter().parse(template) if field is not None
+            parsed = [
+                (field, layout) for _, field, layout, _ in string.Formatter().parse(template) if field is not None
             ]
-            fields = [field for field, _ in found]
-            for field, layout in found:
-                if not field.isidentifier() or not LAYOUT.fullmatch(
-                    layout
-                ):  # a width of a billion would fill the memory
-                    raise ValueError(f"{{{field}{':' * bool(layout)}{layout}}} is no plain field")
+            fields = [field for field, _ in parsed]
+            for field, layout in parsed:
+                if not field.isidentifier() or not LAYOUT.fullmatch(layout or ""):
+                    shown = f"{field}:{layout}" if layout else field
+                    raise ValueError(f"{{{shown}}} is no plain field")
             template.format(**known)
         except (KeyError, IndexError, AttributeError):
             missing = next(field for field in fields if field not in known)
@@ -148,7 +147,7 @@ def templates_can_be_filled(config: Any) -> None:
 
 
 LAYOUT = re.compile(r"[<>^]?[0-9]{0,2}(?:\.[0-9]{1,2})?[a-z%]?")
-"""Formats such as ``.2f``."""
+"""Formats such as ``.2f``. A width of a billion would fill the memory."""
 TEMPLATES: dict[str, dict[str, Any]] = {
     "runner.peer_template": {"agent": "", "text": "", "answer": "", "score": 0.0},
     "runner.instruction_template": {"instruction": "", "question": ""},
