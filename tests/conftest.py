@@ -103,3 +103,11 @@ def bpe_tokenizer():
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     return fast
+
+
+@pytest.fixture
+def threads(request):
+    """So many threads of torch, given by ``indirect`` parameters."""
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(1)

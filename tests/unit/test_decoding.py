@@ -28,13 +28,6 @@ def requests(count, seed=0, **options):
     return [Request(rng.choice(prompts), seed=i, **(defaults | options)) for i in range(count)]
 
 
-@pytest.fixture
-def threads(request):
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize("threads", [1, 2], indirect=True)
 def test_answers_do_not_depend_on_the_batch_or_its_order(model, threads):
     batch = requests(48)

@@ -218,7 +218,8 @@ def test_all_the_weight_on_one_agent_is_that_agent(models, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("which", [(0, 1), (0, 0), (0, 1, 0)])
-def test_an_answer_does_not_depend_on_the_tasks_beside_it(models, mode, which):
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
+def test_an_answer_does_not_depend_on_the_tasks_beside_it(models, mode, which, threads):
     team, count = [models[i] for i in which], 11
     asked = [prompts(count, seed=20 + k) for k in range(len(team))]
     lengths = [2, 12, 2, 5, 2, 2, 12, 5, 2, 2, 5]  # rows leave in halves: eleven, five, two

@@ -209,6 +209,7 @@ WRONG = [
     ("My answer: 15\nBob's answer: 14", "14"),
     ("<think>So \\boxed{14}?</think> The answer is 15.", "14"),
     ("\\boxed{14}. No: the answer is 15.", "14"),
+    ("", "."),
     ("The options:\nA) 3\nB) 4\nC) 5\nD) 6", "D"),
     ("Die Antwort ist 3,5.", "5"),
     ("It is either 12 or 15.", "15"),

@@ -95,7 +95,15 @@ def test_notations_of_one_answer_are_votes_for_one_answer():
     assert majority(["No", "Yes", "yes", "no", "YES"], random.Random(0)) == "Yes"
     same = [r"\dfrac{1}{2}", r"\frac{1}{2}", "1/2"], ["(1,2)", "(1, 2)"], ["2.0", "2"], ["New York", "new  york"]
     assert all(len(set(united(answers))) == 1 for answers in same)
-    other = ["x", "X"], ["1/2", "2/1"], ["1/0", "0"], ["5", "-5"], ["Paris", "Pairs"], ["12", "1 2"]
+    other = (
+        ["x", "X"],
+        ["1/2", "2/1"],
+        ["1/0", "0"],
+        ["5", "-5"],
+        ["Paris", "Pairs"],
+        ["12", "1 2"],
+        ["x = 1\ny", "X = 1\ny"],
+    )
     assert all(len(set(united(answers))) == 2 for answers in other)
     assert united([None, "7", None]) == [None, "7", None]
 

@@ -56,8 +56,9 @@ def finish(engine, wanted):
     return [(d.answer.token_ids, d.answer.log_probs) for d in drafts]
 
 
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
 @pytest.mark.parametrize("copies", [1, 2, 5])
-def test_a_mixed_batch_answers_as_each_adapter_does_alone(copies):
+def test_a_mixed_batch_answers_as_each_adapter_does_alone(copies, threads):
     wanted = requests([name for name in NAMES for _ in range(copies)], same_seed=copies == 1)
     together = finish(adapted()[0], wanted)
     alone = [finish(adapted()[0], [request])[0] for request in wanted]
