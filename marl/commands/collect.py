@@ -238,7 +238,10 @@ def must_limit_what_is_played(options: Options, words: Sequence[str]) -> None:
 
 
 def split_limit(options: Options, sources: Sequence[Source], words: Sequence[str]) -> list[str]:
-    """As many training tasks as the first run trains on, or as the command line says: its limit on its validation is none on them."""
+    """As many training tasks as the first run trains on, or as the command line says, and all of another file: a run's limit on its
+    validation is none on them."""
+    if options.task is not None and (str(options.task) not in SPLITS or Path(str(options.task)).is_file()):
+        return ["data.val_max_samples=-1"]
     if sources[0].saved is None or not plays_training(options):
         return []
     given = given_to("data.train_max_samples", words) or sources[0].saved["data"]["train_max_samples"]

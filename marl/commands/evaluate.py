@@ -111,7 +111,9 @@ def measure(options: Options, sources: Sequence[Source], words: Sequence[str]) -
     command = command_of(options, sources, files, words)
     name = options.name or name_of(sources, command)
     folder = folder_of(sources[0], name, command)
-    mine = [f"data.val_files={json.dumps(files)}", *words]
+    # the run's limit is one on its own validation
+    all_rows = [] if options.task is None else ["data.val_max_samples=-1"]
+    mine = [f"data.val_files={json.dumps(files)}", *all_rows, *words]
     must_read_the_same_tasks(sources, mine)
     found = [
         evaluate(source, mine, asked, folder / "episodes" / label)

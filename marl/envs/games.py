@@ -88,11 +88,17 @@ class Game(ABC):
         return self.num_stages
 
     def action(self, text: str) -> int | None:
-        """The action that a text names, the last one if it names several; None where it names none."""
+        """The action that a text names, the last one if it names several; None where it names none.
+
+        Case is ignored unless it alone tells two words apart; ``-1`` and ``1.5`` do not name action 1.
+        """
+        case = re.IGNORECASE if len({word.casefold() for word in self.words}) == len(self.words) else re.NOFLAG
         named = [
             (match.end(), len(word), action)
             for action, word in enumerate(self.words)
-            for match in re.finditer(rf"(?<!\w){re.escape(word)}(?!\w)", text)
+            for match in re.finditer(
+                rf"(?<!\w)(?<![-\u2212](?=\d))(?<!\d[.,]){re.escape(word)}(?!\w|[.,]\d)", text, case
+            )
         ]
         return max(named)[2] if named else None
 

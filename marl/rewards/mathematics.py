@@ -15,6 +15,7 @@ SIGNS = re.compile(r"\\?\$|\^\s*(?:\\circ|\{\s*\\circ\s*\})")
 PERCENT = re.compile(r"\s*(?:\\?%|\\(?:text|mathrm)\{\s*(?:percent|\\?%)\s*\})$")
 MIXED = re.compile(r"(-?[0-9]+) ([0-9]+)/([0-9]+)")
 LISTED = r"[-+]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:/[0-9]+)?"
+CODE = re.compile(r"[A-Za-z]+[0-9]\w*")
 OPTION = re.compile(r"\(?([A-Za-z])\)?")
 
 NUMBERS = re.compile(rf"{LISTED}(?:(?:\s*[,;]\s*(?:and\s)?|\s+and\s+){LISTED})+")
@@ -58,6 +59,8 @@ def equal(answer: str, truth: str) -> bool | None:
         return True
     if (given := OPTION.fullmatch(answer)) and (wanted := OPTION.fullmatch(truth)):
         return given[1] == wanted[1]
+    if CODE.fullmatch(answer) or CODE.fullmatch(truth):  # math-verify takes A1 for a product, and so for 1A
+        return folded(answer) == folded(truth)
     lists = [listed(one, other) for one, other in ((answer, truth), (truth, answer))]
     if all(lists):  # math-verify takes them for sets
         return len(lists[0]) == len(lists[1]) and all(map(equal, *lists))

@@ -22,8 +22,12 @@ MEASURES = {
     "month": "months", "year": "years yr yrs", "ms": "millisecond milliseconds",
     "dollar": "dollars usd", "cent": "cents", "euro": "euros eur", "yen": "jpy", "rupee": "rupees inr", "yuan": "cny",
     "percent": "percentage", "degree": "degrees deg", "radian": "radians rad",
+    "byte": "bytes", "kb": "kilobyte kilobytes", "mb": "megabyte megabytes", "gb": "gigabyte gigabytes",
+    "tb": "terabyte terabytes", "hz": "hertz", "khz": "kilohertz", "mhz": "megahertz", "ghz": "gigahertz",
+    "watt": "watts w", "kw": "kilowatt kilowatts", "joule": "joules j", "kj": "kilojoule kilojoules", "volt": "volts v",
 }  # fmt: skip
 UNITS = {word: unit for unit, words in MEASURES.items() for word in (unit, *words.split())}
+CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound", "₹": "rupee"}
 POWERS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cu": "3", "cubed": "3"}
 WRAPPED = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox)\s*\{([^{}]*)\}")
 BLANKS = re.compile(r"\\[,;:! ]|~")
@@ -59,7 +63,7 @@ def multiplied(number: str, factor: int) -> str:
 
 
 def unit_of(text: str) -> str:
-    """The unit behind a number in one spelling, with its power; empty where the first word is none that is known."""
+    """The unit behind a number in one spelling, with its power, or the currency before it; empty where none is known."""
     found = BEHIND.search(unwrapped(text)[-LONGEST:])
     names = found["words"].casefold().replace(".", "").split() if found else []
     power = found["power"] or "" if found else ""
@@ -68,7 +72,7 @@ def unit_of(text: str) -> str:
     elif len(names) > 1 and names[1] in POWERS:
         power = POWERS[names[1]]
     unit = UNITS.get(names[0]) if names else None
-    return f"{unit}{power}" if unit else ""
+    return f"{unit}{power}" if unit else CURRENCIES.get(text.strip().lstrip("\\")[:1], "")
 
 
 def other_unit(answer: str, truth: str) -> bool:

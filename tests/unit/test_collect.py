@@ -240,9 +240,10 @@ def test_the_training_tasks_are_those_that_the_run_reads(here, monkeypatch):
     teams = [Source(Path("run"), 4, saved)]
     assert collect.task_files(collect.Options(), teams) == [str(here / "rows.parquet")]
     assert collect.split_limit(collect.Options(), teams, []) == ["data.val_max_samples=7"]
+    assert collect.split_limit(collect.Options(task="other.jsonl"), teams, []) == ["data.val_max_samples=-1"]
     fewer = ["data.train_max_samples=3", "++data.train_max_samples=2"]
     assert collect.split_limit(collect.Options(), teams, fewer) == ["data.val_max_samples=2"]
-    assert collect.split_limit(collect.Options(task="rows.parquet"), teams, []) == []
+    assert collect.split_limit(collect.Options(task="rows.parquet"), teams, []) == ["data.val_max_samples=-1"]
 
 
 @pytest.mark.parametrize("start", [["run"], ["--config-name", "quickstart"]])

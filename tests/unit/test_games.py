@@ -144,7 +144,18 @@ def test_rules_of_every_game(options, num_agents):
 
 @pytest.mark.parametrize(
     "text,action",
-    [("0", 0), ("1", 1), (" 1 .", 1), ("10", None), ("", None), ("two", None), ("not 1 but 0", 0), ("#### 1", 1)],
+    [
+        ("0", 0),
+        ("1", 1),
+        (" 1 .", 1),
+        ("10", None),
+        ("", None),
+        ("two", None),
+        ("not 1 but 0", 0),
+        ("#### 1", 1),
+        ("-1", None),
+        ("1.5", None),
+    ],
 )
 def test_a_text_names_the_last_action_in_it(text, action):
     assert make_game({"name": "halves"}, 2).action(text) == action
@@ -153,6 +164,8 @@ def test_a_text_names_the_last_action_in_it(text, action):
 def test_actions_have_words():
     game = make_game({"name": "collaborate", "actions": ["act", "act alone"]}, 2)
     assert game.action("I act alone.") == 1 and game.action("We act.") == 0 and game.action("react") is None
+    assert game.action("I ACT ALONE") == 1
+    assert make_game({"name": "collaborate", "actions": ["act", "Act"]}, 2).action("Act") == 1
 
 
 def test_naming_no_action_ends_the_game_with_the_invalid_payoff_for_all_remaining_stages():
