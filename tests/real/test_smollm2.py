@@ -38,7 +38,7 @@ def options(model, sums, folder, *overrides):
         f"actor_rollout_ref.model.path={model}", f"data.train_files={sums}/train.parquet",
         f"data.val_files={sums}/test.parquet", f"trainer.default_local_dir={folder}", "data.train_batch_size=2",
         "actor_rollout_ref.rollout.n=4", "trainer.logger=[file]", "trainer.val_before_train=false", "trainer.test_freq=-1",
-        *overrides,
+        "actor_rollout_ref.actor.ppo_mini_batch_size=${data.train_batch_size}", *overrides,
     )  # fmt: skip
 
 
