@@ -102,7 +102,8 @@ def test_servers_and_trainer_agree_and_the_policies_move(run):
     assert len(steps) == 3
     for metrics in steps:
         for agent in ("alice", "carol"):
-            assert metrics[f"agent/{agent}/log_prob_gap_max"] <= 1e-5
+            # equal but for single tokens, which differ with two threads: at most 1.3e-5 in runs of 16 steps
+            assert metrics[f"agent/{agent}/log_prob_gap_max"] <= 2e-5
     assert any(metrics[f"agent/{agent}/grad_norm"] > 0 for metrics in steps for agent in ("alice", "carol"))
 
 
