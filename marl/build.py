@@ -18,7 +18,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 import marl.config.schema  # noqa: F401 - registers our groups
 from marl.batch.critic_spec import CriticSpec, Reader
 from marl.batch.utility_inputs import JointStates
-from marl.build_method import Data, method_options, offline_data, trainer_class
+from marl.build_method import Data, method_options, offline_data
 from marl.cluster.critics import Critics
 from marl.cluster.launch import make_groups, start_groups, wait_for_cluster
 from marl.cluster.layout import model_config, policy_configs
@@ -35,7 +35,10 @@ from marl.controller.controller import Controller
 from marl.controller.endpoint_client import make_endpoint_client
 from marl.controller.episode_workers import EpisodeWorkers, SpreadController, spawn
 from marl.controller.ledger import Ledger, forget_all
+from marl.controller.task_stream import TaskStream
 from marl.controller.tasks import train_loader, validation_tasks
+from marl.marl_trainer import MARLTrainer
+from marl.methods.hybrid import TwoStreams
 from marl.modules.pretrained import load_config, load_generation_config
 from marl.platform.determinism import seed_generators
 from marl.rewards import build_reward
@@ -59,7 +62,7 @@ def load_data(setup: Setup, tokenizers: dict[str, Any]) -> Data:
     if setup.method.offline:
         return offline_data(setup, tokenizers)
     loader, validation, steps = load_tasks(setup.config, tokenizers)
-    return Data(loader, validation, steps, method_options(setup, tokenizers, steps))
+    return Data(loader, validation, steps, **method_options(setup, tokenizers, steps))
 
 
 def load_tasks(config: DictConfig, tokenizers: dict[str, Any]) -> tuple[Any, list[Any], int]:
@@ -240,4 +243,7 @@ async def build(
     controller = await start_controller(setup, groups, tokenizers, run_id, cleanup)
     values = make_critics(setup, critics)
     parts = config, groups, controller, setup.learner, values, data.loader, data.validation, data.steps, progress
-    return trainer_class(setup)(*parts, **data.options)
+    trainer = MARLTrainer(*parts, method=setup.method, encoders=data.encoders, held_out=data.held_out)
+    if data.first is not None:
+        trainer.tasks = TwoStreams(TaskStream(data.first, trainer.tasks.reads_ahead), trainer.tasks)
+    return trainer

@@ -12,30 +12,24 @@ from marl.config.sources import Source
 from marl.controller.chat import ChatEncoder
 from marl.controller.method_data import ExampleDataset, Item, read_items, speakers_of, taken, within_limits
 from marl.controller.tasks import loader_of
+from marl.methods.examples import Example
 from marl.preflight.methods import leaves_steps_to_play
 from marl.run_setup import Setup
 
 
 @dataclass(frozen=True)
 class Data:
-    """A run's loader of tasks or examples, its validation tasks, and the number of steps; what its trainer needs beside."""
+    """A run's loader of tasks or examples, its validation tasks, and the number of steps."""
 
     loader: Any
     validation: list[Any]
     steps: int
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-def trainer_class(setup: Setup) -> Any:
-    from marl import method_trainer
-    from marl.marl_trainer import MARLTrainer
-
-    method = setup.method
-    if method.offline:
-        return method_trainer.OfflineTrainer
-    if method.learns:
-        return method_trainer.HybridTrainer if method.imitates is not None else MARLTrainer
-    return method_trainer.OpponentTrainer if method.plays_reference else method_trainer.MethodTrainer
+    encoders: dict[str, ChatEncoder] = field(default_factory=dict)
+    """Each policy's, where a method trains on examples."""
+    held_out: list[Example] = field(default_factory=list)
+    """Examples of ``data.val_files``, of a method that plays nothing."""
+    first: Any = None
+    """Loader of the examples that are imitated before tasks are played."""
 
 
 def offline_data(setup: Setup, tokenizers: dict[str, Any]) -> Data:
@@ -48,21 +42,21 @@ def offline_data(setup: Setup, tokenizers: dict[str, Any]) -> Data:
             "one batch, use a smaller batch or more data"
         )
     loader, steps = loader_of(config, train), config.trainer.total_training_steps
-    options = {"method": setup.method, "encoders": encoders, "held_out": [held_out[i] for i in range(len(held_out))]}
-    return Data(loader, [], config.trainer.total_epochs * len(loader) if steps is None else steps, options)
+    steps = config.trainer.total_epochs * len(loader) if steps is None else steps
+    examples = [example for index in range(len(held_out)) for example in held_out[index]]
+    return Data(loader, [], steps, encoders, examples)
 
 
 def method_options(setup: Setup, tokenizers: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Further arguments of the trainer of a method that plays ``steps``; none for the learner's own."""
+    """Further data of a method that plays ``steps``; none for the learner's own."""
     method, config = setup.method, setup.config
     if method.learns and method.imitates is None:
         return {}
     encoders = encoders_of(config, tokenizers)
-    options = {"method": method, "encoders": encoders}
     if method.imitates is None:
-        return options
+        return {"encoders": encoders}
     leaves_steps_to_play(config.method.sft_steps, steps)
-    return options | {"first": loader_of(config, items_of(setup, encoders, "method.files"))}
+    return {"encoders": encoders, "first": loader_of(config, items_of(setup, encoders, "method.files"))}
 
 
 def items_of(setup: Setup, encoders: dict[str, Any], key: str) -> ExampleDataset:

@@ -1,6 +1,11 @@
-"""The trainer: one step is the paper's algorithm box, one verb per line. It names no algorithm and no protocol."""
+"""The trainer: one step is the paper's algorithm box, one verb per line. It names no algorithm and no protocol.
+
+``method.step(trainer, tasks)`` says what a step is: :meth:`MARLTrainer.step` for the default, ``rl``; of other methods
+:meth:`MARLTrainer.play` and :meth:`MARLTrainer.learn`.
+"""
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +26,17 @@ from marl.cluster.weight_arrival import WeightSync
 from marl.cluster.worker_group import WorkerGroup, check_alive, throughput
 from marl.config.deadlines import Phase, deadline_of
 from marl.config.identity import settings_of
+from marl.config.policies import longest_row, own_settings
 from marl.controller.alternative_rollouts import AlternativeRollouts
 from marl.controller.collection import Collection, with_turns
 from marl.controller.controller import Controller
+from marl.controller.method_data import speakers_of
 from marl.controller.policy_map import PolicyMap
 from marl.controller.task_stream import TaskStream
 from marl.learners import Learner
-from marl.report import conversation, dump
+from marl.methods import Method
+from marl.methods.examples import Example, encoded, policy_rows, without_long_turns
+from marl.report import conversation, dump, run_summary
 from marl.report.alarms import Collapse, DegenerateGroups, warn_of_gaps
 from marl.report.credit_shares import LazyAgents, credit_shares
 from marl.report.dump_writer import DumpWriter
@@ -63,15 +72,26 @@ class MARLTrainer:
         validation: Sequence[Task],
         total_steps: int,
         progress: Progress | None = None,
+        *,
+        method: Method,
+        encoders: Mapping[PolicyName, Any],
+        held_out: Sequence[Example] = (),
     ) -> None:
+        """``encoders``: each policy's, for a method that trains on examples. ``held_out``: examples in place of ``validation``,
+        where nothing is played."""
+        self.method, self.encoders, self.held_out = method, encoders, held_out
+        self.speakers = speakers_of(config)
+        self.limits = {name: longest_row(own_settings(config, name).rollout) for name in encoders}
         self.config, self.policies, self.controller, self.learner = config, policies, controller, learner
         self.critics, self.packed = critics, packed_policies(config, learner.critics)
         self.references, self.weights = References(config, policies), WeightSync(config, policies, controller.clients)
         self.old_log_probs = OldLogProbs(config, policies, controller.sampling, learner.needs_exact_log_probs)
         self.loader, self.validation, self.total_steps = loader, validation, total_steps
         self.tasks = TaskStream(loader, reads_ahead=not config.resources.one_process)
-        self.validation_id = checkpoint.fingerprint(
-            validation, checkpoint.validation_sampling(config, controller.sampling)
+        self.validation_id = (
+            fingerprint_of(held_out)
+            if method.offline
+            else checkpoint.fingerprint(validation, checkpoint.validation_sampling(config, controller.sampling))
         )
         self.progress = progress or (lambda step, total, metrics: None)
         self.folder, patience = Path(config.trainer.default_local_dir), deadline_of(config.resources, Phase.save)
@@ -136,7 +156,7 @@ class MARLTrainer:
         async with self.saving, self.dumps:
             while not trainer.val_only and not self.is_over(token_budget):
                 self.step_number += 1
-                metrics = await self.step(await self.tasks.next())
+                metrics = await self.method.step(self, await self.tasks.next())
                 await self.keep(metrics, last=self.is_over(token_budget))
                 self.progress(self.step_number, self.total_steps, metrics)
         checkpoint.end_ledger(self)
@@ -176,13 +196,14 @@ class MARLTrainer:
         return spent or self.step_number >= self.total_steps
 
     async def step(self, tasks: Sequence[Task]) -> Metrics:
+        """Play the tasks, assign credit, update policies and critics, and give the servers the new weights."""
         phase, started = PhaseTimer(), time.monotonic()
         collection = await phase.of("collect", self.collect(tasks))
         scored = await phase.of("score", self.controller.score(collection.episodes, self.step_number))
         played = with_turns(scored, self.step_number)
         self._count(played)
         gathered = await self.gather(played, phase)
-        await asyncio.gather(*(group.free_servers() for group in self.policies.values()))
+        await self.free_servers()
         self.tables.show_training(self.tracking, scored, self.step_number)
         episodes, batch = self.readable(played)
         unread = len(played) - len(episodes)
@@ -221,10 +242,18 @@ class MARLTrainer:
         for episode in episodes:
             self.answers_per_episode.add(len(conversation.team_turns(episode, self.trained_agents)))
 
-    async def collect(self, tasks: Sequence[Task]) -> Collection:
-        """Play every task ``rollout.n`` times with the current weights."""
+    def begin_step(self) -> None:
+        """Forget when workers and servers computed in the step before."""
         for group in self.groups:
             group.busy.clear()
+
+    async def free_servers(self) -> None:
+        """Release the memory of servers that share an accelerator with the trainers; the next sync wakes them, and wants them asleep."""
+        await asyncio.gather(*(group.free_servers() for group in self.policies.values()))
+
+    async def collect(self, tasks: Sequence[Task]) -> Collection:
+        """Play every task ``rollout.n`` times with the current weights."""
+        self.begin_step()
         self.controller.ledger.begin(self.step_number, self.weights.proven)
         return await self.controller.collect(tasks, self.config.actor_rollout_ref.rollout.n, self.step_number)
 
@@ -321,9 +350,42 @@ class MARLTrainer:
 
     async def sync_weights(self) -> Metrics:
         """Give every policy's weights to its servers, and prove that they have arrived."""
-        return await self.weights.to_step(self.step_number)
+        return await self.method.sync_weights(self)
+
+    async def play(self, tasks: Sequence[Task], phase: PhaseTimer) -> tuple[list[Episode], Metrics]:
+        """The scored episodes of a step that makes examples of them."""
+        collection = await phase.of("collect", self.collect(tasks))
+        scored = await phase.of("score", self.controller.score(collection.episodes, self.step_number))
+        episodes = with_turns(scored, self.step_number)
+        self._count(episodes)
+        self.tables.show_training(self.tracking, scored, self.step_number)
+        counts = count_metrics(collection.started, len(scored), collection.refused, collection.retried)
+        return episodes, episode_metrics(scored, self.config.agents) | counts
+
+    def encoded(self, examples: Sequence[Example]) -> tuple[list[Example], int]:
+        """Examples with token ids, and the number of turns that are left out because their policy cannot read as many."""
+        return without_long_turns([encoded(example, self.encoders) for example in examples], self.limits)
+
+    async def learn(self, examples: Sequence[Example], phase: PhaseTimer) -> Metrics:
+        """Update every policy on its rows of the examples, and references that are due. Without an example nothing is updated."""
+        update = self.method.update(policy_rows(examples, self.packed), self.policies)
+        updates, _ = await phase.of("update", asyncio.gather(update, self.beside_update()))
+        must_be_finite("policy", updates, self.step_number)
+        await self.references.renew(self.step_number)
+        labels = self.policy_map.labels(self.trained_agents)
+        return policy_metrics(updates, labels) | {"method/examples": float(len(examples))}
 
     async def validate(self) -> Metrics:
+        return await self.method.validate(self)
+
+    async def validate_held_out(self) -> Metrics:
+        """Each policy's loss on the examples that were held out."""
+        losses = await self.method.evaluate(policy_rows(self.held_out, self.packed), self.policies)
+        metrics = policy_metrics(losses, self.policy_map.labels(self.trained_agents))
+        self.history[self.step_number] = metrics
+        return prefixed(self._of_other_data() or "val", metrics)
+
+    async def validate_by_play(self) -> Metrics:
         """Play the validation tasks; the episodes are dumped, the team's numbers are kept for the summary."""
         samples = self.config.actor_rollout_ref.rollout.val_kwargs.n
         episodes = await self.controller.measure(self.validation, samples, self.step_number)
@@ -347,5 +409,17 @@ class MARLTrainer:
         await checkpoint.resume(self)
 
     def summarise(self, baselines: Mapping[str, Metrics] | None = None) -> None:
-        """Leave ``summary.json``, with these baselines, and ``curves.png``."""
-        checkpoint.summarise(self, baselines or {})
+        """Leave ``summary.json``, with these baselines, and ``curves.png``; of examples, the first and the last validation."""
+        if not self.method.offline:
+            return checkpoint.summarise(self, baselines or {})
+        seconds = round(checkpoint.seconds_of(self), 2)
+        counts = {"steps": self.step_number, "seconds": seconds, "seed": self.config.seed, "restarts": self.restarts}
+        history = self.history if self.held_out else {}
+        ends = {"before": history[min(history)], "after": history[max(history)]} if history else {}
+        self.report_folder.mkdir(parents=True, exist_ok=True)
+        run_summary.write_json(counts | ends, self.report_folder / "summary.json")
+
+
+def fingerprint_of(examples: Sequence[Example]) -> str:
+    texts = repr([[(turn.observation, turn.text) for side in e.sides for turn in side] for e in examples])
+    return hashlib.sha256(texts.encode()).hexdigest()[:12]

@@ -48,7 +48,7 @@ class Live:
 
     def step(self) -> dict:
         self.trainer.step_number += 1
-        metrics = self.wait(self.trainer.step(next(iter(self.trainer.loader))))
+        metrics = self.wait(self.trainer.method.step(self.trainer, next(iter(self.trainer.loader))))
         self.wait(self.trainer.dumps.flush())
         return metrics
 

@@ -176,7 +176,7 @@ async def play(setup: Setup, wanted: Wanted, ledger: RecordedLedger, run: Record
             trainer.step_number += 1
             await must_be_of_these_weights(trainer, ledger)
             try:
-                metrics = await trainer.step(await trainer.tasks.next())
+                metrics = await trainer.method.step(trainer, await trainer.tasks.next())
             except NotRecorded as error:
                 raise ConfigError(f"step {trainer.step_number} of {wanted.run}: {error}") from None
         await compare(trainer, metrics, ledger, run, outcome)

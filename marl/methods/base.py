@@ -5,6 +5,7 @@ leaves everything to the learner.
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,6 +15,7 @@ from torch import Tensor
 from marl.config.sources import Source
 from marl.methods.examples import Example, Selection, Speakers
 from marl.types import AgentId, Episode, Metrics, PolicyGroup, PolicyName
+from marl.utils.metrics import PhaseTimer
 from marl.utils.numbers import bounded, count
 from marl.utils.registry import Registry
 
@@ -100,6 +102,37 @@ class Method:
         """``loss`` and other numbers of rows with ``log_probs``, and ``ref_log_prob`` where there is a reference."""
         raise NotImplementedError
 
+    async def step(self, trainer: Any, tasks: Sequence[Any]) -> Metrics:
+        """One step of a :class:`marl.marl_trainer.MARLTrainer`: play the tasks, and train on examples of their episodes. Offline the
+        tasks are examples, as they were read."""
+        phase, started = PhaseTimer(), time.monotonic()
+        if self.offline:
+            trainer.begin_step()
+            examples, metrics = [example for item in tasks for example in item], Metrics()
+            turns = sum(len(side) for example in examples for side in example.sides)
+        else:
+            episodes, played = await trainer.play(tasks, phase)
+            selection = self.of_episodes(episodes, trainer.speakers)
+            examples, too_long = trainer.encoded(selection.examples)
+            metrics = played | selection.metrics | {"method/too_long": float(too_long)}
+            turns = sum(len(episode.turns) for episode in episodes)
+        await trainer.free_servers()
+        metrics |= await trainer.learn(examples, phase)
+        metrics |= await phase.of("sync_weights", trainer.sync_weights())
+        ended = time.monotonic()
+        if not self.offline:
+            await trainer.dumps.write_played(episodes, trainer.step_number)
+            metrics |= trainer.controller.metrics()
+        return metrics | phase.metrics() | trainer.effort(turns, (started, ended))
+
+    async def sync_weights(self, trainer: Any) -> Metrics:
+        """Give every policy's weights to its servers."""
+        return {} if self.offline else await trainer.weights.to_step(trainer.step_number)
+
+    async def validate(self, trainer: Any) -> Metrics:
+        """Play the validation tasks; offline measure the loss on the examples that were held out."""
+        return await (trainer.validate_held_out() if self.offline else trainer.validate_by_play())
+
     async def update(self, rows: Rows, policies: Policies) -> dict[PolicyName, Metrics]:
         """Update every policy that has rows, all at the same time."""
         return await each(self.fit, rows, policies)
@@ -158,3 +191,7 @@ class ReinforcementLearning(Method):
     class Config:
         name: str
         source: Source = Source.play
+
+    async def step(self, trainer: Any, tasks: Sequence[Any]) -> Metrics:
+        metrics: Metrics = await trainer.step(tasks)
+        return metrics

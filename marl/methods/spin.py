@@ -4,7 +4,9 @@ The opponent is the policy's reference, renewed every ``trainer.ref_update_freq`
 an opponent that is never renewed this is DPO on those pairs.
 """
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +16,7 @@ from marl.methods.base import register_method
 from marl.methods.dpo import DPO
 from marl.methods.examples import Example, Selection, Speakers
 from marl.methods.rows import text_of
-from marl.types import AgentId, Episode, Task
+from marl.types import AgentId, Episode, Metrics, Task
 
 
 @register_method("spin")
@@ -29,6 +31,20 @@ class SPIN(DPO):
 
     config: Config
     reads_turn_scores = False
+
+    async def sync_weights(self, trainer: Any) -> Metrics:
+        """The opponents', so that they play."""
+        async with exchanged(trainer):
+            return await super().sync_weights(trainer)
+
+    async def validate(self, trainer: Any) -> Metrics:
+        """Measure the policies, and let the opponents return."""
+        await trainer.free_servers()
+        await super().sync_weights(trainer)
+        metrics = await super().validate(trainer)
+        await trainer.free_servers()
+        await self.sync_weights(trainer)
+        return metrics
 
     def answer_of(self, row: Mapping[str, Any], agent: AgentId) -> str:
         return text_of(row, self.config.answer_key, agent)
@@ -49,6 +65,17 @@ class SPIN(DPO):
                 chosen.text, chosen.thought, chosen.response_ids, chosen.stop_reason = answer, None, [], None
                 pairs.append(Example(([chosen], [turn])))
         return Selection(pairs, {"method/pairs": float(len(pairs)), "method/places_without_contrast": float(same)})
+
+
+@asynccontextmanager
+async def exchanged(trainer: Any) -> AsyncIterator[None]:
+    """The policies have their references' weights meanwhile."""
+    groups = trainer.references.groups.values()
+    await asyncio.gather(*(group.exchange_reference() for group in groups))
+    try:
+        yield
+    finally:
+        await asyncio.gather(*(group.exchange_reference() for group in groups))
 
 
 def row_of(task: Task) -> dict[str, Any]:

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from marl.config.errors import ConfigError
 from marl.marl_trainer import MARLTrainer
-from marl.method_trainer import HybridTrainer, MethodTrainer, OpponentTrainer, TwoStreams
 from marl.methods.examples import Selection
+from marl.methods.rft import RFT
+from marl.methods.spin import SPIN
 from marl.utils.metrics import PhaseTimer
 
 
@@ -44,29 +44,33 @@ class Quiet:
         assert not self.policies["a"].awake, "the trainer computes beside an awake server"
         return {}
 
-
-@pytest.fixture
-def trainer(monkeypatch):
-    """Make a trainer of some class after its first sync."""
-
-    async def validate(self):
+    async def validate_by_play(self):
         self.answers.append(self.policies["a"].answer())
         return {}
 
-    async def sync_weights(self):
-        self.policies["a"].sync()
-        return {}
 
-    monkeypatch.setattr(MARLTrainer, "validate", validate)
-    monkeypatch.setattr(MARLTrainer, "sync_weights", sync_weights)
+async def nothing(*arguments):
+    return {}
+
+
+@pytest.fixture
+def trainer():
+    """Make the trainer of a method after its first sync."""
 
     def make(kind):
-        made = object.__new__(type("Trainer", (Quiet, kind), {}))
+        made = object.__new__(type("Trainer", (Quiet, MARLTrainer), {}))
         group = Servers()
+
+        async def to_step(step):
+            group.sync()
+            return {}
+
         made.policies, made.critics, made.answers = {"a": group}, SimpleNamespace(groups={}), []
         made.references = SimpleNamespace(groups={"a": group}, update_freq=0)
-        made.method = SimpleNamespace(of_episodes=lambda episodes, speakers: Selection([]))
-        made.dumps = SimpleNamespace(write_played=wrote)
+        made.method = kind(kind.Config("x"))
+        made.method.of_episodes = lambda episodes, speakers: Selection([])
+        made.weights = SimpleNamespace(to_step=to_step)
+        made.dumps = SimpleNamespace(write_played=nothing)
         made.controller = SimpleNamespace(metrics=dict)
         made.speakers, made.encoders, made.limits, made.step_number = {}, {}, {}, 1
         asyncio.run(made.sync_weights())
@@ -75,53 +79,35 @@ def trainer(monkeypatch):
     return make
 
 
-def test_a_hybrid_computes_while_its_servers_sleep(trainer):
-    live = trainer(HybridTrainer)
-    for _ in range(2):
-        asyncio.run(live.imitate([[]]))
-    assert live.policies["a"].answer() == "policy"
-
-
 def test_an_opponents_servers_sleep_before_both_syncs_of_a_validation(trainer):
-    live = trainer(OpponentTrainer)
+    live = trainer(SPIN)
     asyncio.run(live.validate())
     assert live.answers == ["policy"] and live.policies["a"].answer() == "reference"
 
 
-def test_a_hybrid_names_what_it_cannot_go_on_from():
-    streams = TwoStreams(None, None)
-    with pytest.raises(ConfigError, match="the checkpoint is of a run of another method.*resume_mode=disable"):
-        streams.load_state_dict({"_iterator": None})
+@pytest.mark.parametrize(("kind", "plays"), [(RFT, "policy"), (SPIN, "reference")])
+def test_every_step_ends_with_servers_that_answer(trainer, kind, plays):
+    live = trainer(kind)
+    for _ in range(3):
+        asyncio.run(live.method.step(live, []))
+    assert live.answers == [plays] * 3 and live.policies["a"].answer() == plays
 
 
 def test_a_step_counts_what_its_servers_computed():
     """A method plays, too: without their spans the rollout would be overhead, and servers would keep them for ever."""
     spans = [(1.0, 2.0)]
 
-    async def nothing(*arguments):
-        return {}
-
     async def record_server_spans():
         group.busy += spans
 
     group = SimpleNamespace(busy=[], record_server_spans=record_server_spans)
-    live = object.__new__(MethodTrainer)
+    live = object.__new__(MARLTrainer)
     live.policies, live.packed, live.step_number = {"a": group}, [], 1
-    live.controller = SimpleNamespace(policy_map=SimpleNamespace(at=lambda step: SimpleNamespace(labels=dict)))
+    live.controller = SimpleNamespace(
+        policy_map=SimpleNamespace(at=lambda step: SimpleNamespace(labels=lambda names: {}))
+    )
     live.trained_agents = []
     live.method, live.tasks = SimpleNamespace(update=nothing), SimpleNamespace(read_ahead=nothing)
     live.references = SimpleNamespace(renew=nothing)
     asyncio.run(live.learn([], PhaseTimer()))
     assert group.busy == spans
-
-
-async def wrote(episodes, step):
-    """Nothing is kept."""
-
-
-@pytest.mark.parametrize(("kind", "plays"), [(MethodTrainer, "policy"), (OpponentTrainer, "reference")])
-def test_every_step_ends_with_servers_that_answer(trainer, kind, plays):
-    live = trainer(kind)
-    for _ in range(3):
-        asyncio.run(live.step([]))
-    assert live.answers == [plays] * 3 and live.policies["a"].answer() == plays

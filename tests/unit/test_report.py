@@ -14,7 +14,7 @@ from marl.config.schema import ControllerConfig
 from marl.controller.scores import priced
 from marl.evaluation import numbers as evaluation_numbers
 from marl.evaluation.baselines import majority_is_right
-from marl.method_trainer import OfflineTrainer
+from marl.marl_trainer import MARLTrainer
 from marl.report import conversation, dump, run_summary
 from marl.report.conversation import agent_metrics, count_metrics, team_metrics
 from marl.types import Episode, Score, Task, Turn
@@ -347,8 +347,9 @@ def test_summary_and_curves(tmp_path):
 )
 def test_a_summary_of_what_was_read_counts_the_restarts(tmp_path, held_out, history):
     run = SimpleNamespace(held_out=held_out, history=history, report_folder=tmp_path)
+    run.method = SimpleNamespace(offline=True)
     run.step_number, run.config, run.restarts, run.earlier_seconds = 4, SimpleNamespace(seed=7), 2, 1e6
-    OfflineTrainer.summarise(run)
+    MARLTrainer.summarise(run)
     found = json.loads((tmp_path / "summary.json").read_text())
     assert 1e6 < found.pop("seconds") < 1.1e6, "those of the attempts before, too"
     ends = {"before": {"loss": 2.0}, "after": {"loss": 1.0}} if len(history) == 2 else {}
