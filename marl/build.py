@@ -19,7 +19,7 @@ import marl.config.schema  # noqa: F401 - registers our groups
 from marl.batch.critic_spec import CriticSpec, Reader
 from marl.batch.utility_inputs import JointStates
 from marl.build_method import Data, method_options, offline_data
-from marl.cluster.critics import Critics
+from marl.cluster.critic_group import Critics
 from marl.cluster.launch import make_groups, start_groups, wait_for_cluster
 from marl.cluster.layout import model_config, policy_configs
 from marl.config.deadlines import Phase, deadline_of, request_deadline

@@ -18,9 +18,9 @@ from marl import checkpoint
 from marl.batch.build import joint_batch
 from marl.batch.joint import JointBatch
 from marl.batch.packing import packed_policies
-from marl.cluster.critics import Critics
+from marl.cluster.critic_group import Critics
 from marl.cluster.old_log_probs import OldLogProbs
-from marl.cluster.policy_group import RayPolicyGroup
+from marl.cluster.policy_group import PolicyGroup
 from marl.cluster.references import References
 from marl.cluster.weight_arrival import WeightSync
 from marl.cluster.worker_group import WorkerGroup, check_alive, throughput
@@ -64,7 +64,7 @@ class MARLTrainer:
     def __init__(
         self,
         config: Any,
-        policies: Mapping[PolicyName, RayPolicyGroup],
+        policies: Mapping[PolicyName, PolicyGroup],
         controller: Controller,
         learner: Learner,
         critics: Critics,

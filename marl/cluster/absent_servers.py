@@ -23,13 +23,7 @@ class AbsentServers:
     def client(self, adapter: str | None = None) -> "AbsentClient":
         return AbsentClient(self.policy)
 
-    def get_replicas(self) -> tuple:
-        return ()
-
-    def all_handles(self) -> tuple:
-        return ()
-
-    async def sleep_replicas(self) -> None:
+    async def each_replica(self, method: str) -> None:
         """None is awake."""
 
     def stop(self) -> None:

@@ -85,47 +85,25 @@ def make_groups(
     locks: dict[str, asyncio.Lock] = {}
     for part, workers in start_workers(config, parts_of(setup, configs), cleanup):
         shared = workers, part.pool, deadlines_of(config.resources), locks.setdefault(part.pool, asyncio.Lock())
-        made = groups_of(part, configs, class_of(part, config), shared)
+        made = groups_of(part, configs, config, shared)
         (critics if part.is_critic else groups).update(made)
         for group in made.values():
             cleanup.callback(group.stop)
     return {name: groups[name] for name in configs}, {name: critics[name] for name in setup.pool_by_critic}
 
 
-def class_of(part: Part, config: DictConfig) -> Any:
-    """The class of a part's groups; a method that plays nothing needs no servers."""
-    from marl.cluster.offline_group import without_servers
-
-    kind = group_class(part, config.resources.one_process)
-    return kind if part.is_critic or Source.of(config) is Source.play else without_servers(kind)
-
-
-def groups_of(part: Part, configs: dict[str, DictConfig], kind: Any, shared: tuple) -> dict[str, Any]:
-    """The groups that have their workers in a part: one, or one for each of its adapters."""
-    from marl.cluster.adapter_group import SharedBase
-
-    if part.adapters:
-        base = SharedBase(part.adapters[0])
-        return {name: kind(name, configs[name], *shared, base=base) for name in part.adapters}
-    own = next(iter(configs.values())) if part.is_critic else configs[part.name]
-    return {part.name: kind(part.name, own, *shared)}
-
-
-def group_class(part: Part, one_process: bool) -> Any:
-    """The class through which trainer and learners see a part's workers and servers."""
-    from marl.cluster.adapter_group import AdapterGroup, LocalAdapterGroup
+def groups_of(part: Part, configs: dict[str, DictConfig], config: DictConfig, shared: tuple) -> dict[str, Any]:
+    """The groups that have their workers in a part: one, or one for each of its adapters. A method that plays nothing needs no
+    servers."""
     from marl.cluster.critic_group import CriticGroup
-    from marl.cluster.frozen_group import FrozenPolicyGroup, LocalFrozenPolicyGroup
-    from marl.cluster.local import LocalPolicyGroup
-    from marl.cluster.policy_group import RayPolicyGroup
+    from marl.cluster.policy_group import PolicyGroup, SharedBase
 
     if part.is_critic:
-        return CriticGroup
-    if part.adapters:
-        return LocalAdapterGroup if one_process else AdapterGroup
-    if part.is_frozen:
-        return LocalFrozenPolicyGroup if one_process else FrozenPolicyGroup
-    return LocalPolicyGroup if one_process else RayPolicyGroup
+        return {part.name: CriticGroup(part.name, next(iter(configs.values())), *shared)}
+    base = SharedBase(part.adapters[0]) if part.adapters else None
+    facts = {"plays": Source.of(config) is Source.play, "takes_weights": not part.is_frozen, "base": base}
+    names = part.adapters or (part.name,)
+    return {name: PolicyGroup(name, configs[name], *shared, **facts) for name in names}
 
 
 async def start_groups(groups: dict[str, Any], critics: dict[str, Any], servers: bool = True) -> None:
@@ -139,7 +117,7 @@ async def start_groups(groups: dict[str, Any], critics: dict[str, Any], servers:
     await asyncio.gather(*(group.start_workers() for group in [*groups.values(), *critics.values()]))
     if not servers:
         for group in groups.values():
-            group.servers = group.weight_sync = AbsentServers(group.name)
+            group.servers = AbsentServers(group.name)
         return
     pools: dict[str, list[Any]] = {}
     for group in groups.values():

@@ -110,8 +110,7 @@ def parts_of(setup: Setup, configs: dict[str, DictConfig]) -> list[Part]:
 
 def policy_parts(setup: Setup, configs: dict[str, DictConfig]) -> list[Part]:
     """A model for every policy; those that nobody trains have it in their servers alone."""
-    from marl.cluster.workers.policy_worker import PolicyWorker
-    from marl.cluster.workers.seat_worker import SeatWorker
+    from marl.cluster.workers.policy_worker import PolicyWorker, SeatWorker
 
     config, parts = setup.config, []
     for name, own in configs.items():

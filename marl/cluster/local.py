@@ -3,15 +3,15 @@
 ``breakpoint()`` works in each of them. One rank a policy, and the ``hf`` rollout.
 """
 
+import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from verl.utils.device import get_device_name
 
-from marl.cluster.policy_group import RayPolicyGroup
 from marl.cluster.workers.interface import LOOPBACK, VARIABLE, interface_of
 from marl.cluster.workers.policy_worker import process_group_backend
 from marl.config.built import built
@@ -20,7 +20,6 @@ from marl.rollout.hf_server import HFServer
 from marl.rollout.requests import Draft
 from marl.rollout.servers import CoalescingClient
 from marl.rollout.vllm_sglang import replica_offset
-from marl.utils.weight_digest import Digest, joined
 
 ONE_RANK = {
     "RANK": "0",
@@ -58,18 +57,21 @@ def one_process() -> Iterator[None]:
 
 
 class Done:
-    """A result that is there: verl's future, and the list of futures of a call to every rank."""
-
-    futures: list = []
+    """The result of a call to one rank, there already unless its method is ``async``; verl's future of a call to all ranks, too."""
 
     def __init__(self, result: Any) -> None:
-        self.result = result
+        self.result, self.futures = result, [self]
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        if inspect.isawaitable(self.result):
+            return (yield from self.result.__await__())
+        return self.result
+
+    def __iter__(self) -> Iterator["Done"]:
+        return iter(self.futures)
 
     def get(self) -> Any:
         return self.result
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
 
 
 class LocalWorkers:
@@ -134,27 +136,14 @@ class LocalServers:
         self.server_addresses = [self.name]
         LOCAL_SERVERS[self.name] = self.server_handles[0]
 
+    async def start(self) -> None:
+        """They decode from the beginning."""
+
+    async def each_replica(self, method: str) -> None:
+        """Nothing to free: there is one model for the trainer and one for the server, and both stay."""
+
     def client(self, adapter: str | None = None) -> CoalescingClient:
         return CoalescingClient(self.config, None, servers=self.server_handles, adapter=adapter)
 
     def stop(self) -> None:
         LOCAL_SERVERS.pop(self.name, None)  # adapters have one server together
-
-
-class LocalPolicyGroup(RayPolicyGroup):
-    async def start_servers(self) -> None:
-        self.servers: Any = LocalServers(self.config)
-
-    async def free_servers(self) -> None:
-        """Nothing to free: there is one model for the trainer and one for the server, and both stay."""
-
-    async def _sync(self, step: int) -> list[tuple[float, float]]:
-        return [await self.workers.worker.update_weights(global_steps=step, mode="naive")]
-
-    async def weight_digest(self, seed: int) -> Digest:
-        digest, *_ = self.workers.worker.weight_digest(seed, *self.read_as)
-        return joined([digest])
-
-    def stop(self) -> None:
-        if hasattr(self, "servers"):
-            self.servers.stop()

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from marl.batch.checked_rows import rows_to_check
 from marl.batch.joint import JointBatch
 from marl.batch.rows import rows_of
-from marl.cluster.policy_group import RayPolicyGroup
+from marl.cluster.policy_group import PolicyGroup
 from marl.config.log_probs import Sampling, servers_are_comparable
 from marl.config.schema import LogProbSource
 from marl.report.alarms import warn_of_passes
@@ -27,10 +27,10 @@ class OldLogProbs:
     such a pass finds every gap within the bound. In half precision every policy begins like that.
     """
 
-    CHECK_KEYS = (*RayPolicyGroup.FORWARD_KEYS, "turn_index", "rollout_log_probs")
+    CHECK_KEYS = (*PolicyGroup.FORWARD_KEYS, "turn_index", "rollout_log_probs")
 
     def __init__(
-        self, config: Any, policies: Mapping[PolicyName, RayPolicyGroup], sampling: Sampling, exact: bool
+        self, config: Any, policies: Mapping[PolicyName, PolicyGroup], sampling: Sampling, exact: bool
     ) -> None:
         """``exact``: the learner needs log-probs of the trainer's own forward pass."""
         self.settings, self.seed, self.policies = config.controller, config.seed, policies

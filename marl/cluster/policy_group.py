@@ -1,49 +1,69 @@
 """The workers and servers of one policy, as the trainer and the learners see them."""
 
 import asyncio
+import logging
 import time
 import uuid
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import ray
 from tensordict import TensorDict
-from verl.checkpoint_engine import CheckpointEngineManager
 from verl.utils import tensordict_utils as tu
-from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from marl.cluster.balance import as_before
-from marl.cluster.worker_group import WorkerGroup, flatten_metrics
-from marl.config.built import built
+from marl.cluster.local import LocalServers, LocalWorkers
+from marl.cluster.worker_group import WorkerGroup, flatten_metrics, in_given_order
 from marl.config.deadlines import Phase
 from marl.config.policies import sequence_parallel
 from marl.config.precision import gap_alarm
 from marl.rollout.servers import PolicyServers
-from marl.rollout.vllm_sglang import SHUTDOWN_S
-from marl.types import Metrics
+from marl.types import Metrics, PolicyName
 from marl.utils.marks import marks_of
-from marl.utils.spans import Span
 from marl.utils.weight_digest import Digest, Held, joined
 
-ANSWER_S = 5.0
-"""Time that a server has to say that its engine ended."""
+logger = logging.getLogger(__name__)
 
 
-class RayPolicyGroup(WorkerGroup):
-    """Implements :class:`marl.types.PolicyGroup` over verl's worker group, server manager and weight sync."""
+class SharedBase:
+    """What the adapters of one pool share: workers and servers, which are started once."""
+
+    def __init__(self, first: PolicyName) -> None:
+        """``first``: the adapter with which the base's weights are proved."""
+        self.first = first
+        self.tasks: dict[str, asyncio.Future] = {}
+
+    async def once(self, what: str, start: Callable[[], Awaitable[Any]]) -> Any:
+        """Start something unless another adapter has; its error is everybody's."""
+        if what not in self.tasks:
+            self.tasks[what] = asyncio.ensure_future(start())
+        return await self.tasks[what]
+
+
+class PolicyGroup(WorkerGroup):
+    """Implements :class:`marl.types.PolicyGroup` over verl's worker group, server manager and weight sync.
+
+    Policies differ by four facts. ``plays``: it has servers. ``takes_weights``: its workers hold a model, whose weights the servers get;
+    other servers load the weights at ``model.path``, and their workers (:class:`marl.cluster.workers.policy_worker.SeatWorker`) only hold
+    places in the pool. ``base``: it is an adapter on a model that it shares with others, whose calls the pool's lock keeps apart.
+    ``is_local``: everything is in this process.
+    """
 
     kind = "policy"
-    takes_weights = True
-    """False for servers that load their own: there is no sync to prove."""
-    read_as: tuple = ()
-    """Further arguments of calls that read weights: for an adapter, its name and whether its base is read too."""
     version = -1
     """The step of the weights that the servers have; -1 before the first sync."""
-    weight_sync: Any = None
-    """verl's, once there are servers; None in one process."""
+    servers: Any = None
+    stepped = True
+    """True if the servers' copy of an adapter is not the trainer's."""
+    takes_weights = True
+
+    def __init__(
+        self, *arguments: Any, plays: bool = True, takes_weights: bool = True, base: SharedBase | None = None
+    ) -> None:
+        super().__init__(*arguments)
+        self.plays, self.takes_weights, self.base = plays, takes_weights, base
+        self.is_local = isinstance(self.workers, LocalWorkers)
 
     @property
     def actor(self) -> Any:
@@ -61,23 +81,36 @@ class RayPolicyGroup(WorkerGroup):
     def ranks_per_row(self) -> int:
         return sequence_parallel(self.actor)
 
-    def client(self) -> LLMServerClient:
-        return self.servers.client()
+    @property
+    def adapter(self) -> PolicyName | None:
+        return self.name if self.base else None
+
+    async def start_workers(self) -> None:
+        if self.base:
+            await self.base.once("workers", super().start_workers)
+        elif self.takes_weights:
+            await super().start_workers()
 
     async def start_servers(self) -> None:
-        """Start the servers; they have no weights before the first sync."""
-        self.servers: Any = PolicyServers(self.config, self.workers)
-        await self._wait("starting its servers", self._launch(), Phase.start)
-        self.weight_sync = CheckpointEngineManager(
-            config=built(self.rollout.checkpoint_engine),
-            actor_wg=self.workers,
-            replicas=self.servers.get_replicas(),
-        )
-        await self.free_servers()
+        """Start the servers; those of a policy that is trained have no weights before the first sync."""
+        if self.plays:
+            self.servers = await (self.base.once("servers", self._started) if self.base else self._started())
 
-    async def _launch(self) -> None:
-        await self.servers._initialize_llm_servers()
-        await self.servers._init_global_load_balancer()
+    async def _started(self) -> Any:
+        self.servers = LocalServers(self.config) if self.is_local else PolicyServers(self.config, self.workers)
+        await self._wait("starting its servers", self.servers.start(), Phase.start)
+        await self.free_servers()
+        return self.servers
+
+    def client(self) -> Any:
+        """Client of the servers; None where there are none."""
+        return self.servers.client(adapter=self.adapter) if self.plays else None
+
+    def stop(self) -> None:
+        """End the servers and workers."""
+        if self.servers is not None:
+            self.servers.stop()
+        super().stop()
 
     FORWARD_KEYS = ("prompts", "responses", "input_ids", "position_ids", "loss_mask", "temperature")
     TRAIN_KEYS = (*FORWARD_KEYS, "response_mask", "old_log_probs", "advantages")
@@ -95,28 +128,33 @@ class RayPolicyGroup(WorkerGroup):
         size = len(rows)
         rows, order = self._for_workers(rows.select(*self.FORWARD_KEYS), compute_loss=False, **settings)
         output = await self._call(phase, method, rows)
-        columns = {key: as_before(output[key], order, size) for key in ("log_probs", "entropy") if key in output}
+        columns = {key: in_given_order(output[key], order, size) for key in ("log_probs", "entropy") if key in output}
         return TensorDict(columns, batch_size=[size])
 
     async def update_actor(self, rows: TensorDict) -> Metrics:
         wanted = self.config.data.train_batch_size // self.actor.ppo_mini_batch_size
-        keys = (*self.TRAIN_KEYS, *(key for key in self.OPTIONAL_KEYS if key in self.read_by_loss and key in rows))
+        optional = {"rollout_is_weights", *(["ref_log_prob"] if self.actor.use_kl_loss else [])}
+        keys = (*self.TRAIN_KEYS, *(key for key in self.OPTIONAL_KEYS if key in optional and key in rows))
         rows = self.mini_batches(rows.select(*keys), wanted, self.actor)
         calculate_entropy = bool(self.actor.calculate_entropy or self.actor.entropy_coeff)
         tu.assign_non_tensor(rows, calculate_entropy=calculate_entropy, compute_loss=True)
-        output = await self._call("update", self.workers.update_actor, rows)
-        return flatten_metrics(tu.get(output, "metrics"))
+        return await self._update(rows)
 
     async def descend(self, rows: TensorDict, last: bool) -> Metrics:
         rows = self.mini_batches(rows.select(*self.FORWARD_KEYS, "response_mask", "gradients"), 1, self.actor)
         tu.assign_non_tensor(rows, epochs=1, last_pass=last, calculate_entropy=False, compute_loss=True)
+        return await self._update(rows)
+
+    async def _update(self, rows: TensorDict) -> Metrics:
+        self.stepped = True
         output = await self._call("update", self.workers.update_actor, rows)
         return flatten_metrics(tu.get(output, "metrics"))
 
-    @property
-    def read_by_loss(self) -> set[str]:
-        """Optional keys that this policy's loss reads."""
-        return {"rollout_is_weights", *(["ref_log_prob"] if self.actor.use_kl_loss else [])}
+    def _for_workers(
+        self, rows: TensorDict, mini_batches: int = 1, **settings: Any
+    ) -> tuple[TensorDict, list[int] | None]:
+        named = {"adapter": self.name} if self.base else {}
+        return super()._for_workers(rows, mini_batches, **named, **settings)
 
     async def renew_reference(self) -> None:
         """Give the reference the policy's present weights."""
@@ -132,26 +170,62 @@ class RayPolicyGroup(WorkerGroup):
         return marks_of(folder, self.workers.world_size)
 
     async def load_reference(self, folder: Path) -> None:
-        await self._all(
-            f"loading its reference from {folder}", self.workers.load_reference, str(folder), phase=Phase.save
-        )
+        what = f"loading its reference from {folder}"
+        await self._all(what, self.workers.load_reference, str(folder), phase=Phase.save)
+
+    async def save(self, folder: Path, beside: bool = True) -> list[Path]:
+        """As :meth:`WorkerGroup.save`; nothing where the weights are those at ``model.path``."""
+        if not self.takes_weights:
+            return []
+        if self.base is None:
+            return await super().save(folder, beside)
+        what = f"saving to {folder}"
+        await self._all(what, self.workers.save_adapter, self.name, str(folder), beside, phase=Phase.save)
+        return marks_of(folder, self.workers.world_size)
+
+    async def load(self, folder: Path) -> None:
+        self.stepped = True
+        if self.base:
+            what = f"loading {folder}"
+            await self._all(what, self.workers.load_adapter, self.name, str(folder), phase=Phase.save)
+        elif self.takes_weights:
+            await super().load(folder)
+        elif folder.is_dir():
+            logger.warning(
+                "policy %r is not trained and serves %s, not its weights in %s; to serve those, set policies.%s.model.path=%s",
+                *(self.name, self.config.actor_rollout_ref.model.path, folder, self.name, folder / "huggingface"),
+            )
 
     async def free_servers(self) -> None:
         """Release the memory of servers that share an accelerator with the trainer; a weight sync wakes them."""
-        if self.rollout.free_cache_engine:
-            await self._wait("putting its servers to sleep", self.weight_sync.sleep_replicas(), Phase.sync)
+        if self.plays and self.rollout.free_cache_engine:
+            await self._wait("putting its servers to sleep", self.servers.each_replica("sleep"), Phase.sync)
 
     async def sync_weights(self, step: int) -> None:
-        """Ship the trainer's weights to every server; their turns carry ``step`` as version from then on."""
+        """Ship the trainer's weights to every server, or wake those that have their own; their turns carry ``step`` as version from
+        then on."""
         async with self.in_turn:
-            began = time.monotonic()
-            ranks = await self._wait(f"syncing the weights of step {step}", self._sync(step), Phase.sync)
-            self._count_busy(ranks, (began, time.monotonic()))
-        self.version = step
+            if self.takes_weights and self.plays:
+                began = time.monotonic()
+                ranks = await self._wait(f"syncing the weights of step {step}", self._sync(step), Phase.sync)
+                self._count_busy(ranks, (began, time.monotonic()))
+            elif self.plays and self.rollout.free_cache_engine:
+                # first the cache of the pool's trainers, which may not have synced yet
+                emptied = asyncio.gather(*self.workers.empty_cache())
+                await self._wait("emptying the cache of its pool's trainers", emptied, Phase.sync)
+                await self._wait("waking its servers", self.servers.each_replica("wake_up"), Phase.sync)
+        self.version, self.stepped = step, False
 
     def _sync(self, step: int) -> Awaitable[list[tuple[float, float]]]:
         """Each rank's seconds, and when it ended."""
+        if self.base:
+            return asyncio.gather(*self.workers.sync_adapter(self.name, step, self.stepped))
         return asyncio.gather(*self.workers.update_weights(global_steps=step, mode="naive"))
+
+    @property
+    def read_as(self) -> tuple:
+        """Further arguments of calls that read weights: for an adapter, its name and whether its base is read too."""
+        return (self.name, self.name == self.base.first) if self.base else ()
 
     def server_name(self, index: int) -> str:
         """A server's number and its address, for messages."""
@@ -173,29 +247,18 @@ class RayPolicyGroup(WorkerGroup):
 
     async def ask_servers(self, prompt_ids: list[int], sampling: Mapping[str, Any]) -> list[TokenOutput]:
         """Every server's own answer to a prompt."""
+        asked = {**sampling, "adapter": self.name} if self.base else dict(sampling)
         refs = [
-            server.generate.remote(list(prompt_ids), dict(sampling), f"probe-{uuid.uuid4().hex}")
+            server.generate.remote(list(prompt_ids), asked, f"probe-{uuid.uuid4().hex}")
             for server in self.servers.server_handles
         ]
         return await self._wait("asking its servers for an answer", asyncio.gather(*refs), Phase.sync)
 
-    def stop(self) -> None:
-        """End the servers and workers."""
-        servers = self.servers.all_handles() if hasattr(self, "servers") else []
-        if servers and self.rollout.name == "vllm":  # an engine that is killed leaves its shared memory behind
-            ended = [server.shutdown.remote() for server in servers]
-            ray.wait(ended, num_returns=len(ended), timeout=SHUTDOWN_S + ANSWER_S)
-        for server in servers:
-            ray.kill(server)
-        super().stop()
-
-    async def server_spans(self) -> list[Span]:
-        """Busy spans of the servers since the last call, in this process's clock."""
+    async def record_server_spans(self) -> None:
+        """Note when the servers computed since the last call, at a time when this process has nothing else to do."""
+        if not self.plays:
+            return
         refs = [server.take_spans.remote() for server in self.servers.server_handles]
         answers = await self._wait("asking its servers", asyncio.gather(*refs), Phase.request)
         now = time.monotonic()  # a server's clock begins when its machine does
-        return [(start + now - theirs, end + now - theirs) for spans, theirs in answers for start, end in spans]
-
-    async def record_server_spans(self) -> None:
-        """Note when the servers computed since the last call, at a time when this process has nothing else to do."""
-        self.busy += await self.server_spans()
+        self.busy += [(start + now - theirs, end + now - theirs) for spans, theirs in answers for start, end in spans]

@@ -9,7 +9,7 @@ from typing import Any
 from marl.batch.joint import JointBatch
 from marl.batch.kl import KLInReward, correct
 from marl.batch.rows import drop_rejected
-from marl.cluster.policy_group import RayPolicyGroup
+from marl.cluster.policy_group import PolicyGroup
 from marl.config.policies import reads_reference, trained_policies
 from marl.types import Metrics, PolicyName
 
@@ -17,7 +17,7 @@ from marl.types import Metrics, PolicyName
 class References:
     """Reference log-probs of the policies that have a reference, and rollout correction where it is configured."""
 
-    def __init__(self, config: Any, policies: Mapping[PolicyName, RayPolicyGroup]) -> None:
+    def __init__(self, config: Any, policies: Mapping[PolicyName, PolicyGroup]) -> None:
         self.algorithm, self.update_freq = config.algorithm, config.trainer.ref_update_freq
         algorithm, trained = config.algorithm, trained_policies(config.agents)
         self.groups = {name: policies[name] for name in trained if reads_reference(config, policies[name].actor)}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 from marl.cluster.failures import WeightsNotArrived
-from marl.cluster.policy_group import RayPolicyGroup
+from marl.cluster.policy_group import PolicyGroup
 from marl.cluster.weight_probe import ProbeProof
 from marl.config.engines import check_of
 from marl.config.schema import WeightCheck
@@ -14,7 +14,7 @@ from marl.types import Metrics, PolicyName
 from marl.utils.seeding import derive_seed
 from marl.utils.weight_digest import Digest, Held, differing
 
-Groups = Mapping[PolicyName, RayPolicyGroup]
+Groups = Mapping[PolicyName, PolicyGroup]
 
 
 class Proof(Protocol):
@@ -32,7 +32,7 @@ class WeightSync:
         synced = {name: group for name, group in policies.items() if group.takes_weights}
         checked = {} if wanted is WeightCheck.none else synced
 
-        def checked_by(check: WeightCheck) -> dict[PolicyName, RayPolicyGroup]:
+        def checked_by(check: WeightCheck) -> dict[PolicyName, PolicyGroup]:
             return {name: group for name, group in checked.items() if check_of(wanted, group.rollout.name) is check}
 
         digests, probes = checked_by(WeightCheck.digest), checked_by(WeightCheck.probe)

@@ -9,7 +9,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from marl.batch.build import to_rows
 from marl.cluster.failures import WeightsNotArrived
-from marl.cluster.policy_group import RayPolicyGroup
+from marl.cluster.policy_group import PolicyGroup
 from marl.config.engines import PROBE, PROBE_TOKENS
 from marl.types import PolicyName, Turn
 from marl.utils.seeding import derive_seed
@@ -45,7 +45,7 @@ class ProbeProof:
     """Sees weights of another model at once, and a server that stayed where it was as soon as its trainer has moved."""
 
     def __init__(
-        self, seed: int, policies: Mapping[PolicyName, RayPolicyGroup], clients: Mapping[PolicyName, Any]
+        self, seed: int, policies: Mapping[PolicyName, PolicyGroup], clients: Mapping[PolicyName, Any]
     ) -> None:
         self.policies = policies
         self.probes = {name: probe_of(clients[name], derive_seed(seed, "probe", name) % 2**31) for name in policies}

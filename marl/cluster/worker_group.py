@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -11,20 +11,22 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import ray
+import torch
 from ray.exceptions import RayError
 from tensordict import TensorDict
+from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import reduce_metrics
+from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
 from marl.batch.build import pad_rows
 from marl.batch.rows import rows_of
-from marl.cluster.balance import balanced_order
 from marl.cluster.failures import group_failed
 from marl.config.deadlines import Deadlines, Phase
 from marl.types import Metrics
 from marl.utils.deadlines import wait_with_deadline
 from marl.utils.marks import marks_of
-from marl.utils.ragged import row_lengths
+from marl.utils.ragged import pick, row_lengths
 from marl.utils.spans import Span, placed, union_seconds
 
 logger = logging.getLogger(__name__)
@@ -154,6 +156,27 @@ class WorkerGroup:
             return await wait_with_deadline(seconds, f"{self.kind} {self.name!r}: {what}", work, key)
         except RayError as error:
             raise group_failed(f"{self.kind} {self.name!r}", what, error) from error
+
+
+def balanced_order(lengths: Sequence[int], ranks: int, mini_batches: int = 1) -> list[int]:
+    """An order of rows whose consecutive parts, one a rank, have equally many rows and nearly equally many tokens
+    (``trainer.balance_batch``). A mini-batch is the same stretch of every part, and keeps its rows."""
+    size = len(lengths) // (ranks * mini_batches)
+    order = list(range(len(lengths)))
+    for mini_batch in range(mini_batches):
+        starts = [(rank * mini_batches + mini_batch) * size for rank in range(ranks)]
+        rows = [row for start in starts for row in range(start, start + size)]
+        shares = get_seqlen_balanced_partitions([lengths[row] for row in rows], ranks, equal_size=True)
+        for start, share in zip(starts, shares, strict=True):
+            order[start : start + size] = [rows[place] for place in share]
+    return order
+
+
+def in_given_order(column: Tensor, order: Sequence[int] | None, size: int) -> Tensor:
+    """The first rows of a worker's output, in the order before :func:`balanced_order`."""
+    if order is None and len(column.offsets()) - 1 == size:  # type: ignore[attr-defined]
+        return column
+    return pick(column, torch.arange(size) if order is None else torch.as_tensor(order).argsort()[:size])
 
 
 async def check_alive(groups: Iterable[WorkerGroup]) -> None:

@@ -15,10 +15,14 @@ from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 from verl.workers.rollout.replica import TokenOutput
 
 from marl.rollout.hf_server import Pending, to_token_output
-from marl.rollout.vllm_sglang import offset_replica_class, replica_offset
+from marl.rollout.vllm_sglang import SHUTDOWN_S, offset_replica_class, replica_offset
 
 NAMES = itertools.count(uuid.uuid4().int)
 """Names of requests. Each process counts its own: copies of a client in several episode workers give no name twice."""
+
+
+ANSWER_S = 5.0
+"""Time that a server has to say that its engine ended."""
 
 
 class PolicyServers(LLMServerManager):
@@ -48,6 +52,22 @@ class PolicyServers(LLMServerManager):
             return self.get_client(client_cls=NamingClient, adapter=adapter)
         kind = CoalescingClient if self.rollout_config.name == "hf" else DirectClient
         return self.get_client(client_cls=kind, servers=self.server_handles, adapter=adapter)
+
+    async def start(self) -> None:
+        await self._initialize_llm_servers()
+        await self._init_global_load_balancer()
+
+    async def each_replica(self, method: str) -> None:
+        """Let every replica ``sleep`` or ``wake_up``."""
+        await asyncio.gather(*(getattr(replica, method)() for replica in self.get_replicas()))
+
+    def stop(self) -> None:
+        servers = self.all_handles()
+        if servers and self.rollout_config.name == "vllm":  # an engine that is killed leaves its shared memory behind
+            ended = [server.shutdown.remote() for server in servers]
+            ray.wait(ended, num_returns=len(ended), timeout=SHUTDOWN_S + ANSWER_S)
+        for server in servers:
+            ray.kill(server)
 
     def all_handles(self) -> list[ray.actor.ActorHandle]:
         """Every server's actor, on all nodes of each replica; those that were started, if a start was interrupted."""

@@ -6,7 +6,7 @@ import pytest
 import ray
 
 from marl.cluster.failures import GroupFailed
-from marl.cluster.policy_group import RayPolicyGroup
+from marl.cluster.policy_group import PolicyGroup
 from marl.main import run
 from marl.utils import folders
 
@@ -20,7 +20,7 @@ RUN = (
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_death_in_the_last_save_is_noticed_at_once(cluster, compose_config, cold_assets, tmp_path, monkeypatch):
-    save, died = RayPolicyGroup.save, []
+    save, died = PolicyGroup.save, []
 
     async def dies(self, folder, beside=True):
         """The rank has copied its state, and ends before it has written it."""
@@ -33,7 +33,7 @@ def test_a_death_in_the_last_save_is_noticed_at_once(cluster, compose_config, co
             died.append(time.monotonic())
         return marks
 
-    monkeypatch.setattr(RayPolicyGroup, "save", dies)
+    monkeypatch.setattr(PolicyGroup, "save", dies)
     with pytest.raises(GroupFailed, match="policy 'alice' while writing its part of a checkpoint: process .* died"):
         run(compose_config(*RUN, f"assets={cold_assets}", f"trainer.default_local_dir={tmp_path}/run"))
     assert time.monotonic() - died[0] < 30.0

@@ -10,8 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from marl.build import build
-from marl.cluster.frozen_group import FrozenPolicyGroup
-from marl.cluster.workers.seat_worker import SeatWorker
+from marl.cluster.workers.policy_worker import SeatWorker
 from marl.config.errors import ConfigError
 from marl.config.kinds import frozen_policies
 from marl.config.policies import own_settings
@@ -116,12 +115,12 @@ def test_over_ray_it_is_a_server_alone(cluster, compose_config, cold_assets, tmp
         live = Live(loop.run_until_complete(build(setup, cleanup)), loop)
         live.wait(live.trainer.sync_weights())
         group = live.trainer.policies["carol"]
-        assert isinstance(group, FrozenPolicyGroup) and group.weight_sync is None
+        assert not group.takes_weights
         assert not hasattr(group.workers, "update_actor") and not hasattr(group.workers, "init_model")
         (state,) = ray.get([server.get_stats.remote() for server in group.servers.server_handles])
         assert state["requests"] == 0
         metrics = live.step()
         assert any(key.endswith("alice/grad_norm") for key in metrics) and "agent/carol/grad_norm" not in metrics
         (state,) = ray.get([server.get_stats.remote() for server in group.servers.server_handles])
-        assert state["requests"] > 0 and live.wait(group.server_spans()) == []
+        assert state["requests"] > 0
     loop.close()

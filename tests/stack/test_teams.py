@@ -7,10 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from marl.cluster.adapter_group import LocalAdapterGroup
 from marl.cluster.failures import WeightsNotArrived
-from marl.cluster.frozen_group import LocalFrozenPolicyGroup
-from marl.cluster.workers.seat_worker import SeatWorker
+from marl.cluster.workers.policy_worker import SeatWorker
 from marl.config.policies import own_settings
 from tests.builders import slow_but
 from tests.judge import Judge, serving
@@ -92,7 +90,7 @@ def test_an_adapter_that_nobody_trains_stays_the_base(alone):
     """Beside a trained one it costs no server; its weights are proved as the others' are."""
     live = alone(*ADAPTED, *FROZEN)
     group = live.trainer.policies["carol"]
-    assert type(group) is LocalAdapterGroup and group.workers is live.trainer.policies["alice"].workers
+    assert group.base and group.workers is live.trainer.policies["alice"].workers
     for _ in range(2):
         live.step()
     held = dict(server_of(live, "carol").adapters.weights("carol"))
@@ -105,7 +103,7 @@ def test_in_a_pool_without_training_it_is_a_server_alone(alone):
     """It has no base to train, may have another model, and there is no sync of it to prove."""
     live = alone(*ADAPTED, *FROZEN, "resources.pools={mine:{policies:[carol]}}")
     group, path = live.trainer.policies["carol"], own_settings(live.trainer.config, "carol").model.path
-    assert type(group) is LocalFrozenPolicyGroup and type(group.workers.worker) is SeatWorker
+    assert not group.takes_weights and type(group.workers.worker) is SeatWorker
     live.step()
     (proof,) = live.trainer.weights.proofs
     assert proof.policies.keys() == {"alice"}

@@ -8,8 +8,7 @@ from hypothesis import given, strategies as st
 from tensordict import TensorDict
 
 from marl.batch.build import pad_rows
-from marl.cluster.balance import as_before, balanced_order
-from marl.cluster.worker_group import WorkerGroup
+from marl.cluster.worker_group import WorkerGroup, balanced_order, in_given_order
 from marl.utils.ragged import jagged
 from tests.builders import same_for_all
 
@@ -41,7 +40,7 @@ def test_it_is_an_order_and_is_undone(seedling, ranks, mini_batches, random):
     order = balanced_order(lengths, ranks, mini_batches)
     assert sorted(order) == list(range(len(lengths)))
     balanced = jagged([[float(row)] * lengths[row] for row in order], torch.float32)
-    back = as_before(balanced, order, len(lengths) - 1)
+    back = in_given_order(balanced, order, len(lengths) - 1)
     assert [row[0].item() for row in back.unbind()] == list(range(len(lengths) - 1))
     assert back.offsets().diff().tolist() == lengths[:-1]
 
@@ -74,7 +73,7 @@ def test_workers_get_balanced_rows_and_everybody_else_the_order_of_before():
     assert sent["response_mask"].offsets().diff().sum() == 6 and sent["response_mask"].values().sum() == 5, (
         "one is padding"
     )
-    back = as_before(sent["input_ids"], order, 5)
+    back = in_given_order(sent["input_ids"], order, 5)
     assert torch.equal(back.values(), padded["input_ids"].values()[: sum(LENGTHS)])
 
 
@@ -82,5 +81,5 @@ def test_workers_get_balanced_rows_and_everybody_else_the_order_of_before():
 def test_rows_stay_as_they_are_if_that_is_asked_for_or_ranks_split_every_row(balance, per_row):
     sent, order = group_of(balance, per_row)._for_workers(rows())
     assert order is None and torch.equal(sent["input_ids"].values()[: sum(LENGTHS)], rows()["input_ids"].values())
-    back = as_before(sent["input_ids"], order, 5)
+    back = in_given_order(sent["input_ids"], order, 5)
     assert back.offsets().diff().tolist() == list(LENGTHS)

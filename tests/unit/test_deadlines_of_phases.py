@@ -9,7 +9,7 @@ import pytest
 
 from marl.build import start_deadline
 from marl.cluster.layout import policy_configs
-from marl.cluster.policy_group import RayPolicyGroup
+from marl.cluster.policy_group import PolicyGroup
 from marl.config.deadlines import Deadline, Phase, deadlines_of, request_deadline
 from marl.config.errors import ConfigError
 from marl.config.rules import check
@@ -52,7 +52,7 @@ CALLS = {
     Phase.save: lambda group: group.save(Path("folder")),
     Phase.update: lambda group: group.renew_reference(),
     Phase.sync: lambda group: group.weight_digest(0),
-    Phase.request: lambda group: group.server_spans(),
+    Phase.request: lambda group: group.record_server_spans(),
 }
 
 
@@ -68,7 +68,7 @@ class Workers:
 @pytest.mark.parametrize("phase", Phase)
 def test_a_late_call_ends_by_the_deadline_of_its_phase_and_names_its_key(compose_config, phase):
     own = compose_config("resources.timeout_s=50", f"{KEYS[phase]}=0.01")
-    group = RayPolicyGroup("alice", own, Workers(), "pool", deadlines_of(own.resources))
+    group = PolicyGroup("alice", own, Workers(), "pool", deadlines_of(own.resources))
     server = SimpleNamespace(take_spans=SimpleNamespace(remote=late))
     group.servers = SimpleNamespace(server_handles=[server])
     with pytest.raises(TimeoutError, match=rf"policy 'alice'.*within 0.01 s.*raise {KEYS[phase]}$"):

@@ -11,7 +11,7 @@ from marl.batch.critic_inputs import CENTRAL, CentralTokens, LocalTokens, LocalT
 from marl.batch.kl import correct
 from marl.batch.rows import drop_rejected
 from marl.batch.values import place_values, training_rows
-from marl.cluster.critics import Critics
+from marl.cluster.critic_group import Critics
 from marl.learners.trajectories import Decisions, penalties
 from marl.utils.ragged import dense, jagged
 from tests.builders import batch_of, build_learner as build, episode

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from marl.checkpoint import check_source, check_state, fingerprint, validation_sampling
-from marl.cluster.policy_group import RayPolicyGroup
+from marl.cluster.policy_group import PolicyGroup
 from marl.config.identity import code_fingerprint
 from marl.evaluation.baselines import answers_per_episode
 from marl.marl_trainer import MARLTrainer
@@ -177,7 +177,7 @@ def test_the_answers_of_an_episode_are_those_of_the_whole_run():
     ],
 )
 def test_a_checkpoint_of_another_version_or_run_is_refused_by_name(tmp_path, changes, said):
-    trainer = SimpleNamespace(policies={"alice": RayPolicyGroup}, critics=SimpleNamespace(groups={}))
+    trainer = SimpleNamespace(policies={"alice": PolicyGroup}, critics=SimpleNamespace(groups={}))
     changes = dict(changes)
     if not changes.pop("frozen", False):
         (tmp_path / "alice" / "actor").mkdir(parents=True)

@@ -8,11 +8,10 @@ from omegaconf import OmegaConf
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 
-from marl.cluster import policy_group
-from marl.cluster.frozen_group import FrozenPolicyGroup
 from marl.cluster.launch import start_groups
 from marl.cluster.layout import policy_configs
-from marl.rollout import vllm_sglang
+from marl.cluster.policy_group import PolicyGroup
+from marl.rollout import servers as rollout_servers, vllm_sglang
 from marl.rollout.servers import CoalescingClient, DirectClient, PolicyServers
 from tests.builders import same_for_all
 
@@ -104,8 +103,10 @@ def frozen_group(free_cache_engine):
     rollout = SimpleNamespace(free_cache_engine=free_cache_engine)
     config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
     heard = []
-    group = FrozenPolicyGroup("judge", config, FakeReplica(heard), "shared", same_for_all(5.0), asyncio.Lock())
-    group.servers = SimpleNamespace(get_replicas=lambda: [FakeReplica(heard), FakeReplica(heard)])
+    parts = config, FakeReplica(heard), "shared", same_for_all(5.0), asyncio.Lock()
+    group = PolicyGroup("judge", *parts, takes_weights=False)
+    group.servers = servers_of("vllm")
+    group.servers.rollout_replicas = [FakeReplica(heard), FakeReplica(heard)]
     return group, heard
 
 
@@ -224,18 +225,17 @@ def test_an_engine_is_ended_before_its_server_is_killed(monkeypatch):
     """A killed engine leaves its shared memory behind; one that does not end in time is killed all the same."""
     done = []
     monkeypatch.setattr(
-        policy_group,
+        rollout_servers,
         "ray",
         SimpleNamespace(
             wait=lambda refs, num_returns, timeout: done.append((list(refs), num_returns, timeout)), kill=done.append
         ),
     )
     server = SimpleNamespace(shutdown=SimpleNamespace(remote=lambda: "ending"))
-    group = policy_group.RayPolicyGroup.__new__(policy_group.RayPolicyGroup)
-    group.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "vllm"}}})
-    group.servers, group.workers = SimpleNamespace(all_handles=lambda: [server]), SimpleNamespace(workers=[])
-    group.stop()
-    assert done == [(["ending"], 1, policy_group.SHUTDOWN_S + policy_group.ANSWER_S), server]
+    servers = servers_of("vllm")
+    servers.rollout_replicas = [SimpleNamespace(servers=[server])]
+    servers.stop()
+    assert done == [(["ending"], 1, rollout_servers.SHUTDOWN_S + rollout_servers.ANSWER_S), server]
 
 
 def test_every_policys_servers_know_the_runs_limit(compose_config):

@@ -12,7 +12,7 @@ from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils as tu
 
 from marl.cluster.local import Done
-from marl.cluster.policy_group import RayPolicyGroup
+from marl.cluster.policy_group import PolicyGroup
 from marl.cluster.worker_group import WorkerGroup, throughput
 from marl.utils.ragged import consecutive, dense, jagged
 from marl.utils.spans import Stopwatch, union_seconds
@@ -126,7 +126,7 @@ def test_a_weight_sync_is_computing_as_far_as_the_ranks_say_so():
         return seconds, time.time()
 
     workers = SimpleNamespace(update_weights=lambda global_steps, mode: [rank(0.03), rank(0.06)])
-    group = RayPolicyGroup("alice", None, workers, "pool", same_for_all(5.0))
+    group = PolicyGroup("alice", None, workers, "pool", same_for_all(5.0))
     start = time.monotonic()
     asyncio.run(group.sync_weights(7))
     assert union_seconds(group.busy, (start, time.monotonic())) == pytest.approx(0.06, abs=1e-3)
@@ -140,7 +140,7 @@ def test_the_digest_of_weights_is_computing_too():
 
     half = {"w": TensorDigest((2,), 1, 3)}
     workers = SimpleNamespace(weight_digest=lambda seed: [rank(0.03, half), rank(0.06, half)])
-    group = RayPolicyGroup("alice", None, workers, "pool", same_for_all(5.0))
+    group = PolicyGroup("alice", None, workers, "pool", same_for_all(5.0))
     start = time.monotonic()
     assert asyncio.run(group.weight_digest(7)) == {"w": TensorDigest((2,), 2, 6)}
     assert union_seconds(group.busy, (start, time.monotonic())) == pytest.approx(0.06, abs=1e-3)
@@ -160,7 +160,7 @@ def test_a_servers_spans_are_recorded_in_this_processs_clock():
     async def take_spans():
         return [(now + ahead - 3.0, now + ahead - 2.0)], time.monotonic() + ahead
 
-    group = RayPolicyGroup("alice", None, SimpleNamespace(world_size=1), "pool", same_for_all(5.0))
+    group = PolicyGroup("alice", None, SimpleNamespace(world_size=1), "pool", same_for_all(5.0))
     group.servers = SimpleNamespace(server_handles=[SimpleNamespace(take_spans=SimpleNamespace(remote=take_spans))])
     group.busy = [(now - 1.0, now)]
     asyncio.run(group.record_server_spans())

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 from tensordict import TensorDict
+from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name, get_torch_device
@@ -229,6 +230,15 @@ class PolicyWorker(FolderWorker, ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super().load_checkpoint(*args, **kwargs)
+
+
+class SeatWorker(Worker):
+    """Holds a rank's accelerator for a server whose policy is not trained. It has no model, no optimizer and no process group; verl's replicas ask it where it is."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def empty_cache(self) -> None:
+        """Return to the accelerator what trainers of the same process have freed, and torch has kept."""
+        get_torch_device().empty_cache()
 
 
 def sections(config: DictConfig) -> Any:
