@@ -19,9 +19,8 @@ from marl.batch.build import joint_batch
 from marl.batch.joint import JointBatch
 from marl.batch.packing import packed_policies
 from marl.cluster.critic_group import Critics
-from marl.cluster.old_log_probs import OldLogProbs
+from marl.cluster.log_probs import OldLogProbs, References
 from marl.cluster.policy_group import PolicyGroup
-from marl.cluster.references import References
 from marl.cluster.weight_arrival import WeightSync
 from marl.cluster.worker_group import WorkerGroup, check_alive, throughput
 from marl.config.deadlines import Phase, deadline_of

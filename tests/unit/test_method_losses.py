@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from marl.cluster.workers import critic_loss, policy_loss
+from marl.cluster.workers import critic_worker, policy_loss
 from marl.cluster.workers.policy_loss import linear_loss
 from marl.methods import losses
 from marl.methods.losses import PreferenceLoss, preference_loss, preference_slope
@@ -179,14 +179,14 @@ def test_what_is_not_trained_may_be_infinite():
 def test_a_linear_loss_is_of_what_its_mask_reads(monkeypatch):
     """2 * -1 + 3 * -.5, of two ranks' mean: -7; the third position is masked out. The same with values of a critic."""
     monkeypatch.setattr(policy_loss, "of_responses", lambda values, data: values)
-    monkeypatch.setattr(critic_loss, "read_values", lambda values, data: values)
+    monkeypatch.setattr(critic_worker, "read_values", lambda values, data: values)
     read = torch.tensor([-1.0, -0.5, -torch.inf], requires_grad=True)
     given = torch.nested.nested_tensor_from_jagged(read, offsets=torch.tensor([0, 3]))
     mask, gradients = (
         torch.nested.as_nested_tensor([torch.tensor(x)], layout=torch.jagged) for x in ([1, 1, 0], [2.0, 3.0, 5.0])
     )
     data = {"response_mask": mask, "value_mask": mask, "gradients": gradients, "dp_size": 2}
-    for function, key in ((linear_loss, "log_probs"), (critic_loss.linear_loss, "values")):
+    for function, key in ((linear_loss, "log_probs"), (critic_worker.linear_loss, "values")):
         loss, _ = function({key: given}, data)
         assert loss.item() == -7.0 and torch.autograd.grad(loss, read)[0].tolist() == [4.0, 6.0, 0.0]
 

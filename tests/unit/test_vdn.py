@@ -8,7 +8,7 @@ from marl.batch.critic_spec import UtilityCritics
 from marl.batch.joint import Alternatives
 from marl.batch.utility_inputs import SHARED, JointStates, UtilityTurns
 from marl.batch.values import gradient_rows, place_utilities, place_values
-from marl.cluster.workers.critic_loss import critic_loss
+from marl.cluster.workers.critic_worker import critic_loss
 from marl.learners import LEARNERS
 from marl.learners.mixing import Advantage, JointActions, pairs_within
 from marl.learners.trajectories import whitened

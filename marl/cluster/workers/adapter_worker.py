@@ -15,19 +15,16 @@ from tensordict import TensorDict
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_torch_device
-from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.utils.losses import ppo_loss
 
-from marl.cluster.workers.dispatch import rows_by_rank
 from marl.cluster.workers.lora import collected, save_adapter, unwrapped
 from marl.cluster.workers.policy_loss import policy_loss
-from marl.cluster.workers.policy_worker import EngineWorker, PolicyWorker, log_probs_of, sections, timed
-from marl.cluster.workers.shard_files import raise_lost, write
+from marl.cluster.workers.policy_worker import EngineWorker, PolicyWorker
+from marl.cluster.workers.shard_files import write
 from marl.cluster.workers.whole_model import drop_tied, shell_of, write_into
 from marl.config.built import built
 from marl.modules.adapters import first_weights, lora_arguments
 from marl.platform.adapters import ADAPTED, AdapterEngine, AdapterSpec, merged, of_adapters, unnamed, whole
-from marl.utils.garbage import collect_garbage, freeze_gc
 from marl.utils.trees import load_tree, on_host, save_tree
 from marl.utils.weight_digest import Digest, digest_of
 
@@ -70,42 +67,10 @@ class AdapterWorker(PolicyWorker):
         assert self.actor is not None
         return self.actor.engine  # type: ignore[return-value]
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def init_model(self) -> None:
-        self._seed()
-        model, self.config = self.config.model, sections(self.config)
-        self.config.model = built(model)
-        ActorRolloutRefWorker.init_model(self)
-        freeze_gc()
-
-    def _use(self, rows: TensorDict) -> str:
+    def _use(self, rows: TensorDict) -> None:
         name = tu.get(rows, "adapter")
         self.engine.use(name)
-        return name
-
-    @register(dispatch_mode=rows_by_rank("actor"), blocking=False)
-    def compute_log_prob(self, data: TensorDict) -> TensorDict | None:
-        started = time.perf_counter()
-        self._use(data)
-        return log_probs_of(ActorRolloutRefWorker.compute_log_prob(self, data), data, started)
-
-    @register(dispatch_mode=rows_by_rank("actor"), blocking=False)
-    def compute_ref_log_prob(self, data: TensorDict) -> TensorDict | None:
-        """The same under the base alone."""
-        started, data = time.perf_counter(), data.copy()
-        self._use(data)
-        tu.assign_non_tensor(data, no_lora_adapter=True)
-        return log_probs_of(ActorRolloutRefWorker.compute_log_prob(self, data), data, started)
-
-    @register(dispatch_mode=rows_by_rank("actor"), blocking=False)
-    def update_actor(self, data: TensorDict) -> TensorDict | None:
-        """verl's, with the policy's own loss."""
-        raise_lost()
-        started = time.perf_counter()
-        self.actor.set_loss_fn(self.losses[self._use(data)])
-        output = ActorRolloutRefWorker.update_actor(self, data)
-        collect_garbage()
-        return None if output is None else tu.get_tensordict({}, {"metrics": timed(output, started)})
+        self.actor.set_loss_fn(self.losses[name])
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def sync_adapter(self, name: str, step: int, changed: bool) -> tuple[float, float]:

@@ -111,13 +111,10 @@ class PolicyWorker(FolderWorker, ActorRolloutRefWorker):
         super().__init__(config, role, **kwargs)
         ensure_process_group()
 
-    def _seed(self) -> None:
-        seed_generators(self.config.rollout.custom["seed"] + torch.distributed.get_rank())
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> None:
         """verl's, part by part where there is a reference: its model may be another than the policy's."""
-        self._seed()
+        seed_generators(self.config.rollout.custom["seed"] + torch.distributed.get_rank())
         role, config = self.role, self.config
         self.config = sections(config)
         if self._is_ref:
@@ -133,16 +130,21 @@ class PolicyWorker(FolderWorker, ActorRolloutRefWorker):
             self.actor.engine._merged_lora_per_tensor_param = partial(lora.merged_parameters, self.actor.engine, dtype)
         freeze_gc()
 
+    def _use(self, rows: TensorDict) -> None:
+        """Make the model ready for a call on these rows."""
+
     @register(dispatch_mode=rows_by_rank("actor"), blocking=False)
     def compute_log_prob(self, data: TensorDict) -> TensorDict | None:
         """``log_probs`` and ``entropy`` of the responses alone, ragged like ``responses``."""
         started = time.perf_counter()
+        self._use(data)
         return log_probs_of(super().compute_log_prob(data), data, started)
 
     @register(dispatch_mode=rows_by_rank("actor"), blocking=False)
     def compute_ref_log_prob(self, data: TensorDict) -> TensorDict | None:
         """The same under the reference: its own weights, or the policy's without its adapters."""
         started = time.perf_counter()
+        self._use(data)
         if self._is_ref:
             return log_probs_of(super().compute_ref_log_prob(data), data, started)
         data = data.copy()
@@ -185,6 +187,7 @@ class PolicyWorker(FolderWorker, ActorRolloutRefWorker):
     def update_actor(self, data: TensorDict) -> TensorDict | None:
         raise_lost()
         started = time.perf_counter()
+        self._use(data)
         output = super().update_actor(data)
         collect_garbage()
         return None if output is None else tu.get_tensordict({}, {"metrics": timed(output, started)})
