@@ -173,20 +173,12 @@ def ray_arguments(config: DictConfig, environment: dict[str, str], ranks: int) -
     return arguments | ({"num_cpus": cpus} if cpus is not None else {})
 
 
-def same_value(one: str, other: str) -> bool:
-    """True if they are equal, as numbers where both are."""
-    try:
-        return float(one) == float(other)
-    except ValueError:
-        return one == other
-
-
 def with_users(environment: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, str]:
     """Our environment with the user's variables, which take precedence; paths and modules are joined. Raises ConfigError for
-    one that contradicts the key it follows."""
+    one that follows a key of the configuration."""
     users = {name: str(value) for name, value in given.items() if value is not None}
     for name, key in FOLLOWING.items():
-        if not same_value(users.get(name, environment[name]), environment[name]):
+        if users.get(name, environment[name]) != environment[name]:
             raise ConfigError(
                 f"ray_kwargs.ray_init.runtime_env.env_vars.{name}={users[name]}: expected {environment[name]}, which follows "
                 f"{key}; remove it, and set that key instead"

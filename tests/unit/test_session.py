@@ -52,12 +52,6 @@ def test_a_variable_that_contradicts_its_key_is_refused(compose_config, name, ke
         env_vars(compose_config, **{name: "other"})
 
 
-def test_a_variable_equals_its_key_as_a_number(compose_config):
-    assert env_vars(compose_config, MARL_PROCESS_GROUP_TIMEOUT="600")["MARL_PROCESS_GROUP_TIMEOUT"] == "600"
-    with pytest.raises(ConfigError, match="MARL_PROCESS_GROUP_TIMEOUT=601"):
-        env_vars(compose_config, MARL_PROCESS_GROUP_TIMEOUT="601")
-
-
 def test_workers_have_verls_environment_and_ours(compose_config, monkeypatch):
     """verl's trainer sets these for its workers; vLLM's compile cache, for one, is known to be corrupted."""
     for name in ("NCCL_DEBUG", "VLLM_DISABLE_COMPILE_CACHE", "PYTHONPATH"):
