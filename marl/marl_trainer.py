@@ -9,6 +9,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,21 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int, Metrics], None]
 """Callback for every step: the step, the last step, its metrics."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """What the tasks of a step gave."""
+
+    collection: Collection
+    scored: list[Episode]
+    episodes: list[Episode]
+    """Those with turns to train on."""
+
+    def counts(self, unread: int = 0) -> Metrics:
+        """``unread``: episodes that are too long for a critic."""
+        trained = len(self.scored) - unread
+        return count_metrics(self.collection.started, trained, self.collection.refused, self.collection.retried)
 
 
 class MARLTrainer:
@@ -197,20 +213,16 @@ class MARLTrainer:
     async def step(self, tasks: Sequence[Task]) -> Metrics:
         """Play the tasks, assign credit, update policies and critics, and give the servers the new weights."""
         phase, started = PhaseTimer(), time.monotonic()
-        collection = await phase.of("collect", self.collect(tasks))
-        scored = await phase.of("score", self.controller.score(collection.episodes, self.step_number))
-        played = with_turns(scored, self.step_number)
-        self._count(played)
-        gathered = await self.gather(played, phase)
+        played = await self.play(tasks, phase)
+        gathered = await self.gather(played.episodes, phase)
         await self.free_servers()
-        self.tables.show_training(self.tracking, scored, self.step_number)
-        episodes, batch = self.readable(played)
-        unread = len(played) - len(episodes)
+        episodes, batch = self.readable(played.episodes)
+        unread = len(played.episodes) - len(episodes)
         token_numbers, distances = await self.read(episodes, batch, phase)
         fits = await phase.of("values", self.fit_critics(batch)) if self.learner.fits_first else {}
         with phase("credit"):
             credited = self.assign_credit(batch)
-        updating = asyncio.gather(self.update(batch), self.beside_update(scored))
+        updating = asyncio.gather(self.update(batch), self.beside_update(played.scored))
         (updates, late_fits), episode_numbers = await phase.of("update", updating)
         gathered |= await phase.of("sync_weights", self.sync_weights())
         ended = time.monotonic()
@@ -221,7 +233,7 @@ class MARLTrainer:
             | token_numbers
             | policy_metrics(distances, labels)
             | episode_numbers
-            | count_metrics(collection.started, len(scored) - unread, collection.refused, collection.retried)
+            | played.counts(unread)
             | policy_metrics(updates, labels)
             | (critic_metrics(fits | late_fits, unread) if self.critics.groups else {})
             | gathered
@@ -240,6 +252,15 @@ class MARLTrainer:
         self.sampled_tokens += sum(sum(turn.response_mask) for episode in episodes for turn in episode.turns)
         for episode in episodes:
             self.answers_per_episode.add(len(conversation.team_turns(episode, self.trained_agents)))
+
+    async def play(self, tasks: Sequence[Task], phase: PhaseTimer) -> Played:
+        """Play and score the tasks, and show the episodes to the trackers."""
+        collection = await phase.of("collect", self.collect(tasks))
+        scored = await phase.of("score", self.controller.score(collection.episodes, self.step_number))
+        episodes = with_turns(scored, self.step_number)
+        self._count(episodes)
+        self.tables.show_training(self.tracking, scored, self.step_number)
+        return Played(collection, scored, episodes)
 
     def begin_step(self) -> None:
         """Forget when workers and servers computed in the step before."""
@@ -351,28 +372,19 @@ class MARLTrainer:
         """Give every policy's weights to its servers, and prove that they have arrived."""
         return await self.method.sync_weights(self)
 
-    async def play(self, tasks: Sequence[Task], phase: PhaseTimer) -> tuple[list[Episode], Metrics]:
-        """The scored episodes of a step that makes examples of them."""
-        collection = await phase.of("collect", self.collect(tasks))
-        scored = await phase.of("score", self.controller.score(collection.episodes, self.step_number))
-        episodes = with_turns(scored, self.step_number)
-        self._count(episodes)
-        self.tables.show_training(self.tracking, scored, self.step_number)
-        counts = count_metrics(collection.started, len(scored), collection.refused, collection.retried)
-        return episodes, episode_metrics(scored, self.config.agents) | counts
-
     def encoded(self, examples: Sequence[Example]) -> tuple[list[Example], int]:
         """Examples with token ids, and the number of turns that are left out because their policy cannot read as many."""
         return without_long_turns([encoded(example, self.encoders) for example in examples], self.limits)
 
-    async def learn(self, examples: Sequence[Example], phase: PhaseTimer) -> Metrics:
-        """Update every policy on its rows of the examples, and references that are due. Without an example nothing is updated."""
+    async def learn(self, examples: Sequence[Example], phase: PhaseTimer, scored: Sequence[Episode] = ()) -> Metrics:
+        """Update every policy on its rows of the examples, and references that are due. Without an example nothing is updated.
+        ``scored``: the step's episodes, of which metrics are returned too."""
         update = self.method.update(policy_rows(examples, self.packed), self.policies)
-        updates, _ = await phase.of("update", asyncio.gather(update, self.beside_update()))
+        updates, numbers = await phase.of("update", asyncio.gather(update, self.beside_update(scored)))
         must_be_finite("policy", updates, self.step_number)
         await self.references.renew(self.step_number)
         labels = self.policy_map.labels(self.trained_agents)
-        return policy_metrics(updates, labels) | {"method/examples": float(len(examples))}
+        return numbers | policy_metrics(updates, labels) | {"method/examples": float(len(examples))}
 
     async def validate(self) -> Metrics:
         return await self.method.validate(self)

@@ -7,6 +7,7 @@ import inspect
 import os
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -96,12 +97,7 @@ class LocalHandle:
         self._target = target
 
     def __getattr__(self, name: str) -> Any:
-        return _LocalMethod(getattr(self._target, name))
-
-
-class _LocalMethod:
-    def __init__(self, method: Callable[..., Any]) -> None:
-        self.remote = method
+        return SimpleNamespace(remote=getattr(self._target, name))
 
 
 REAL_MODEL = 20_000_000

@@ -106,22 +106,23 @@ class Method:
         """One step of a :class:`marl.marl_trainer.MARLTrainer`: play the tasks, and train on examples of their episodes. Offline the
         tasks are examples, as they were read."""
         phase, started = PhaseTimer(), time.monotonic()
+        scored: Sequence[Episode] = ()
         if self.offline:
             trainer.begin_step()
             examples, metrics = [example for item in tasks for example in item], Metrics()
             turns = sum(len(side) for example in examples for side in example.sides)
         else:
-            episodes, played = await trainer.play(tasks, phase)
-            selection = self.of_episodes(episodes, trainer.speakers)
+            played = await trainer.play(tasks, phase)
+            selection, scored = self.of_episodes(played.episodes, trainer.speakers), played.scored
             examples, too_long = trainer.encoded(selection.examples)
-            metrics = played | selection.metrics | {"method/too_long": float(too_long)}
-            turns = sum(len(episode.turns) for episode in episodes)
+            metrics = played.counts() | selection.metrics | {"method/too_long": float(too_long)}
+            turns = sum(len(episode.turns) for episode in played.episodes)
         await trainer.free_servers()
-        metrics |= await trainer.learn(examples, phase)
+        metrics |= await trainer.learn(examples, phase, scored)
         metrics |= await phase.of("sync_weights", trainer.sync_weights())
         ended = time.monotonic()
         if not self.offline:
-            await trainer.dumps.write_played(episodes, trainer.step_number)
+            await trainer.dumps.write_played(played.episodes, trainer.step_number)
             metrics |= trainer.controller.metrics()
         return metrics | phase.metrics() | trainer.effort(turns, (started, ended))
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from marl.marl_trainer import MARLTrainer
+from marl.marl_trainer import MARLTrainer, Played
 from marl.methods.examples import Selection
 from marl.methods.rft import RFT
 from marl.methods.spin import SPIN
@@ -38,9 +38,9 @@ class Quiet:
 
     async def play(self, tasks, phase):
         self.answers.append(self.policies["a"].answer())
-        return [], {}
+        return Played(SimpleNamespace(started=0, refused=0, retried=0), [], [])
 
-    async def learn(self, examples, phase):
+    async def learn(self, examples, phase, scored):
         assert not self.policies["a"].awake, "the trainer computes beside an awake server"
         return {}
 
