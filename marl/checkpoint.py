@@ -1,5 +1,4 @@
-"""A run's files: checkpoints (all policies and critics, the learner, the data order and the step, as one unit), and
-its summary."""
+"""A run's checkpoints: all policies and critics, the learner, the data order and the step, as one unit."""
 
 from __future__ import annotations
 
@@ -13,29 +12,28 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from marl.cluster.critic_group import CriticGroup
+from marl.cluster.log_probs import References
+from marl.cluster.policy_group import PolicyGroup
 from marl.cluster.shared_folder import check_shared
 from marl.config.deadlines import Deadline, Phase, deadline_of
 from marl.config.errors import ConfigError
 from marl.config.identity import code_fingerprint, fingerprints
 from marl.config.policies import policies_by_agent
 from marl.controller import ledger
+from marl.learners import Learner
 from marl.platform.determinism import random_states, set_random_states
 from marl.preflight.resumed_parts import check_ranks, must_hold_all_states
-from marl.preflight.run_folder import RUN, family_of, read_identity, restarts_of, to_resume
-from marl.report import run_summary
-from marl.types import Metrics, Task
+from marl.preflight.run_folder import RUN, family_of, read_identity, to_resume
+from marl.types import CriticName, Metrics, PolicyName, Task
 from marl.utils import folders, manifest
+from marl.utils.background import Background
 from marl.utils.best import best_steps
 from marl.utils.manifest import sync_file
 from marl.utils.marks import wait_for
-from marl.utils.metrics import RunningMean
-from marl.utils.process_time import process_seconds
 from marl.utils.trees import copied, load_tree, save_tree
-
-if TYPE_CHECKING:
-    from marl.marl_trainer import MARLTrainer
 
 logger = logging.getLogger(__name__)
 REQUIRED = {
@@ -61,27 +59,51 @@ def fingerprint(tasks: Sequence[Task], sampling: Any = None) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
-async def save(trainer: MARLTrainer) -> None:
+@dataclass(frozen=True)
+class Trained:
+    """The parts of a run that a checkpoint holds, beside the trainer's own numbers."""
+
+    config: Any
+    folder: Path
+    policies: Mapping[PolicyName, PolicyGroup]
+    critics: Mapping[CriticName, CriticGroup]
+    references: References
+    learner: Learner
+    tasks: Any
+    """The stream of training data."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Names and numbers."""
+        names = {"policies": sorted(self.policies), "critics": sorted(self.critics)}
+        return names | {"references": self.references.state_dict()}
+
+    def world_sizes(self) -> dict[str, int]:
+        """Ranks of every worker group that leaves weights."""
+        policies = {name: group for name, group in self.policies.items() if group.takes_weights}
+        actors = {f"{name}/actor": group.workers.world_size for name, group in policies.items()}
+        return actors | {f"{name}/critic": group.workers.world_size for name, group in self.critics.items()}
+
+
+async def save(run: Trained, state: Mapping[str, Any], metrics: Metrics, saving: Background) -> None:
     """Write the run's state as ``global_step_N``, in the background unless ``trainer.save_in_background`` is off,
-    whole or not at all; then drop what is kept no longer. Waits for the former save, and raises its error."""
-    await trainer.saving.flush()
-    folder = folders.begin(trainer.folder, trainer.step_number)
-    beside = trainer.config.trainer.save_in_background
+    whole or not at all; then drop what is kept no longer. Waits for the former save, and raises its error. ``state``: the
+    trainer's own numbers; ``metrics``: its step's."""
+    await saving.flush()
+    step, beside = state["step"], run.config.trainer.save_in_background
+    folder = folders.begin(run.folder, step)
     groups = await asyncio.gather(
-        *(group.save(folder / name / "actor", beside) for name, group in trainer.policies.items()),
-        *(group.save(folder / name / "critic", beside) for name, group in trainer.critics.groups.items()),
-        trainer.references.save(folder, beside),
+        *(group.save(folder / name / "actor", beside) for name, group in run.policies.items()),
+        *(group.save(folder / name / "critic", beside) for name, group in run.critics.items()),
+        run.references.save(folder, beside),
     )
-    if (trainer.folder / RUN).is_file():
-        shutil.copy(trainer.folder / RUN, folder)
-    folders.write_state(folder, state_of(trainer))
-    trees = copied({"data": trainer.tasks.state_dict(), "learner": trainer.learner.state_dict()}) | {
-        "random": random_states()
-    }
-    marks, deadline = list(chain.from_iterable(groups)), deadline_of(trainer.config.resources, Phase.save)
-    facts, kept, saving = facts_of(trainer), Kept.of(trainer.config), trainer.saving
+    if (run.folder / RUN).is_file():
+        shutil.copy(run.folder / RUN, folder)
+    folders.write_state(folder, {**state, **run.state_dict()})
+    trees = copied({"data": run.tasks.state_dict(), "learner": run.learner.state_dict()}) | {"random": random_states()}
+    marks, deadline = list(chain.from_iterable(groups)), deadline_of(run.config.resources, Phase.save)
     ends = saving.failing.is_set, saving.hopeless.is_set
-    saving.start(partial(finish, moves=saving.move), folder, trees, facts, marks, deadline, kept, *ends)
+    parts = folder, trees, facts_of(run, step, metrics), marks, deadline, Kept.of(run.config), *ends
+    saving.start(partial(finish, moves=saving.move), *parts)
 
 
 def finish(
@@ -146,96 +168,52 @@ class Kept:
             ledger.forget(root, step)
 
 
-def state_of(trainer: MARLTrainer) -> dict[str, Any]:
-    """The numbers and names of ``trainer.json``."""
-    return {
-        "sampled_tokens": trainer.sampled_tokens,
-        "seconds": seconds_of(trainer),
-        "answers_per_episode": [trainer.answers_per_episode.total, trainer.answers_per_episode.count],
-        "step": trainer.step_number,
-        "policies": sorted(trainer.policies),
-        "critics": sorted(trainer.critics.groups),
-        "references": trainer.references.state_dict(),
-        "running_means": {name: [mean.total, mean.count] for name, mean in trainer.learner.running_means.items()},
-        "accuracy": trainer.controller.accuracy.state_dict(),
-        "spent_at_endpoints": trainer.controller.spent() if trainer.unsettled is None else trainer.unsettled,
-        "log_prob_gap_max": trainer.log_prob_gap_max,
-        "old_log_probs": trainer.old_log_probs.state_dict(),
-        "histories": {data: list(history.items()) for data, history in trainer.histories.items()},
-    }
-
-
-def facts_of(trainer: MARLTrainer) -> dict[str, Any]:
+def facts_of(run: Trained, step: int, metrics: Metrics) -> dict[str, Any]:
     """Facts for the manifest: whose checkpoint it is, of which step, and from what it was made."""
     return {
-        "step": trainer.step_number,
-        "family": family_of(trainer.folder),
-        "world_size": world_sizes(trainer),
-        "fingerprints": fingerprints(read_identity(trainer.folder)),
-        "metrics": {key: float(value) for key, value in trainer.last_metrics.items()},
+        "step": step,
+        "family": family_of(run.folder),
+        "world_size": run.world_sizes(),
+        "fingerprints": fingerprints(read_identity(run.folder)),
+        "metrics": {key: float(value) for key, value in metrics.items()},
     }
 
 
-def world_sizes(trainer: MARLTrainer) -> dict[str, int]:
-    """Ranks of every worker group that leaves weights."""
-    policies = {name: group for name, group in trainer.policies.items() if group.takes_weights}
-    actors = {f"{name}/actor": group.workers.world_size for name, group in policies.items()}
-    return actors | {f"{name}/critic": group.workers.world_size for name, group in trainer.critics.groups.items()}
-
-
-async def resume(trainer: MARLTrainer) -> None:
-    """Continue from the newest checkpoint that is whole, or from the one that is named. Raises ValueError if its policies are
-    others, and ConfigError if there are checkpoints and none is whole."""
-    settings = trainer.config.trainer
+async def resume(run: Trained) -> dict[str, Any] | None:
+    """Load the newest checkpoint that is whole, or the one that is named, and return the trainer's own numbers; None without one.
+    Raises ValueError if its policies are others, and ConfigError if there are checkpoints and none is whole."""
+    settings = run.config.trainer
     if settings.save_freq > 0 or settings.save_final:
-        await check_shared(trainer.folder, [group for group in trainer.groups if getattr(group, "takes_weights", True)])
-    trainer.restarts = restarts_of(trainer.folder)
-    folder, refused = to_resume(settings, trainer.folder)
+        saved = [group for group in run.policies.values() if group.takes_weights]
+        await check_shared(run.folder, [*saved, *run.critics.values()])
+    folder, refused = to_resume(settings, run.folder)
     for name, why in refused.items():
-        logger.warning("%s is not used: %s", trainer.folder / name, why)
+        logger.warning("%s is not used: %s", run.folder / name, why)
     if folder is None:
-        return ledger.forget_after_a_gap(trainer.folder, 0)
-    state = folders.read_state(folder)
-    check_state(trainer, folder, state)
-    check_source(trainer, folder, manifest.facts_of(folder))
-    must_hold_all_states(trainer.config, folder)
+        ledger.forget_after_a_gap(run.folder, 0)
+        return None
+    state: dict[str, Any] = folders.read_state(folder)
+    check_state(run, folder, state)
+    check_source(run, folder, manifest.facts_of(folder))
+    must_hold_all_states(run.config, folder)
     await asyncio.gather(
-        *(group.load(folder / name / "actor") for name, group in trainer.policies.items()),
-        *(group.load(folder / name / "critic") for name, group in trainer.critics.groups.items()),
-        trainer.references.load(folder, state["references"]),
+        *(group.load(folder / name / "actor") for name, group in run.policies.items()),
+        *(group.load(folder / name / "critic") for name, group in run.critics.items()),
+        run.references.load(folder, state["references"]),
     )
-    restore(trainer, state)
-    ledger.forget_after_a_gap(trainer.folder, trainer.step_number)
+    ledger.forget_after_a_gap(run.folder, state["step"])
     data, learner, chance = (load_tree(folder / f"{name}.safetensors") for name in ("data", "learner", "random"))
-    trainer.tasks.load_state_dict(data)
-    load_learner(trainer, learner)
+    run.tasks.load_state_dict(data)
+    load_learner(run, learner)
     set_random_states(chance)
-    own = folder.parent.resolve() == trainer.folder.resolve()
+    own = folder.parent.resolve() == run.folder.resolve()
     if own and settings.resume_mode == "auto" and not settings.val_only:
-        await asyncio.to_thread(settle, trainer.folder, trainer.step_number, Kept.of(trainer.config))
+        await asyncio.to_thread(settle, run.folder, state["step"], Kept.of(run.config))
     logger.warning("resumed from %s", folder)
+    return state
 
 
-def end_ledger(trainer: MARLTrainer) -> None:
-    """Remove the ledgers of a run that has come to its end, unless all stay."""
-    trainer.controller.ledger.close()
-    Kept.of(trainer.config).forget_ledgers(trainer.folder, trainer.step_number)
-
-
-def restore(trainer: MARLTrainer, state: Mapping[str, Any]) -> None:
-    """Take up what ``trainer.json`` holds."""
-    trainer.step_number, trainer.log_prob_gap_max = state["step"], state["log_prob_gap_max"]
-    trainer.old_log_probs.load_state_dict(state["old_log_probs"])
-    trainer.sampled_tokens = state["sampled_tokens"]
-    trainer.answers_per_episode = RunningMean(*state["answers_per_episode"])
-    trainer.earlier_seconds = state["seconds"] - process_seconds()
-    trainer.learner.running_means = {name: RunningMean(*mean) for name, mean in state["running_means"].items()}
-    trainer.controller.accuracy.load_state_dict(state["accuracy"])
-    trainer.controller.go_on_from(state["spent_at_endpoints"])
-    trainer.histories = {data: dict(history) for data, history in state["histories"].items()}
-
-
-def check_state(trainer: MARLTrainer, folder: Path, state: Mapping[str, Any]) -> None:
+def check_state(run: Trained, folder: Path, state: Mapping[str, Any]) -> None:
     """Raise ValueError for a checkpoint of another version, or one with other policies or critics."""
     missing = sorted(REQUIRED - set(state))
     if missing:
@@ -243,16 +221,14 @@ def check_state(trainer: MARLTrainer, folder: Path, state: Mapping[str, Any]) ->
             f"{folder}: its state lacks {', '.join(missing)}: another version of marl saved it; resume with that version, or "
             "start a new run in another trainer.default_local_dir"
         )
-    for kind, groups in {"policies": trainer.policies, "critics": trainer.critics.groups}.items():
+    for kind, groups in {"policies": run.policies, "critics": run.critics}.items():
         if state[kind] != sorted(groups):
             raise ConfigError(
                 f"{folder} holds the {kind} {state[kind]}, and this run has {sorted(groups)}; expected the same: resume with the "
                 "settings that it was saved with, or begin a new run from its weights (model.path=…/<policy>/actor/huggingface)"
             )
     unsaved = [
-        name
-        for name, group in trainer.policies.items()
-        if group.takes_weights and not (folder / name / "actor").is_dir()
+        name for name, group in run.policies.items() if group.takes_weights and not (folder / name / "actor").is_dir()
     ]
     if unsaved:
         raise ValueError(
@@ -261,9 +237,9 @@ def check_state(trainer: MARLTrainer, folder: Path, state: Mapping[str, Any]) ->
         )
 
 
-def check_source(trainer: MARLTrainer, folder: Path, facts: Mapping[str, Any]) -> None:
+def check_source(run: Trained, folder: Path, facts: Mapping[str, Any]) -> None:
     """Raise ConfigError where other numbers of ranks saved the shards; warn of other source files."""
-    for part, ranks in world_sizes(trainer).items():
+    for part, ranks in run.world_sizes().items():
         check_ranks(folder, part, facts["world_size"].get(part), ranks)
     if facts["fingerprints"]["code"] != code_fingerprint():
         logger.warning(
@@ -272,39 +248,12 @@ def check_source(trainer: MARLTrainer, folder: Path, facts: Mapping[str, Any]) -
         )
 
 
-def load_learner(trainer: MARLTrainer, state: dict[str, Any]) -> None:
+def load_learner(run: Trained, state: dict[str, Any]) -> None:
     """Raises ValueError for another learner's state, unless ``trainer.resume_changes`` allows another learner: that begins
     anew."""
     try:
-        trainer.learner.load_state_dict(state)
+        run.learner.load_state_dict(state)
     except ValueError as error:
-        if not any(key.split(".")[0] == "learner" for key in trainer.config.trainer.resume_changes):
+        if not any(key.split(".")[0] == "learner" for key in run.config.trainer.resume_changes):
             raise
         logger.warning("the learner starts from scratch: %s", error)
-
-
-def seconds_of(trainer: MARLTrainer) -> float:
-    """Seconds up to the checkpoint that the run goes on from, and since then; of a new run, the driver's start-up included."""
-    return trainer.earlier_seconds + process_seconds()
-
-
-def summarise(trainer: MARLTrainer, baselines: Mapping[str, Metrics]) -> None:
-    """Write ``summary.json`` and ``curves.png``, where anything was validated."""
-    if not trainer.history:
-        return
-    result = run_summary.summarise(
-        trainer.history,
-        problems=len(trainer.validation),
-        steps=trainer.step_number,
-        seconds=seconds_of(trainer),
-        restarts=trainer.restarts,
-        seed=trainer.config.seed,
-        log_prob_gap_max=trainer.log_prob_gap_max,
-        sampled_tokens=trainer.sampled_tokens,
-        learner=trainer.learner.summary(),
-        baselines=baselines,
-    )
-    folder = trainer.report_folder
-    folder.mkdir(parents=True, exist_ok=True)
-    run_summary.write_json(result, folder / "summary.json")
-    run_summary.plot(trainer.history, folder / "curves.png")

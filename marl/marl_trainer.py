@@ -36,6 +36,7 @@ from marl.controller.task_stream import TaskStream
 from marl.learners import Learner
 from marl.methods import Method
 from marl.methods.examples import Example, encoded, policy_rows, without_long_turns
+from marl.preflight.run_folder import restarts_of
 from marl.report import conversation, dump, run_summary
 from marl.report.alarms import Collapse, DegenerateGroups, warn_of_gaps
 from marl.report.credit_shares import LazyAgents, credit_shares
@@ -48,6 +49,7 @@ from marl.utils.background import Background
 from marl.utils.best import add_metrics
 from marl.utils.metrics import PhaseTimer, RunningMean, must_be_finite, prefixed
 from marl.utils.numbers import is_due
+from marl.utils.process_time import process_seconds
 from marl.utils.spans import Span
 from marl.utils.tracking import Tracking, tracking_of
 
@@ -174,7 +176,8 @@ class MARLTrainer:
                 metrics = await self.method.step(self, await self.tasks.next())
                 await self.keep(metrics, last=self.is_over(token_budget))
                 self.progress(self.step_number, self.total_steps, metrics)
-        checkpoint.end_ledger(self)
+        self.controller.ledger.close()
+        checkpoint.Kept.of(self.config).forget_ledgers(self.folder, self.step_number)
         self.summarise()
 
     def validates_first(self) -> bool:
@@ -408,27 +411,85 @@ class MARLTrainer:
         self.tables.show(self.tracking, episodes, self.step_number, place)
         return prefixed(f"{place}/team", self.history[self.step_number])
 
+    @property
+    def saved(self) -> checkpoint.Trained:
+        parts = self.policies, self.critics.groups, self.references, self.learner, self.tasks
+        return checkpoint.Trained(self.config, self.folder, *parts)
+
     async def save(self, wait: bool = True) -> None:
         try:
             await self.dumps.flush()
         finally:
-            await checkpoint.save(self)
+            await checkpoint.save(self.saved, self.state_dict(), self.last_metrics, self.saving)
         if wait:
             await self.saving.flush()
 
     async def resume(self) -> None:
-        await checkpoint.resume(self)
+        """Continue from a checkpoint, where there is one to continue from."""
+        self.restarts = restarts_of(self.folder)
+        state = await checkpoint.resume(self.saved)
+        if state is not None:
+            self.load_state_dict(state)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds up to the checkpoint that the run goes on from, and since then; of a new run, the driver's start-up included."""
+        return self.earlier_seconds + process_seconds()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The run's numbers between two steps."""
+        return {
+            "step": self.step_number,
+            "seconds": self.seconds,
+            "sampled_tokens": self.sampled_tokens,
+            "answers_per_episode": [self.answers_per_episode.total, self.answers_per_episode.count],
+            "running_means": {name: [mean.total, mean.count] for name, mean in self.learner.running_means.items()},
+            "accuracy": self.controller.accuracy.state_dict(),
+            "spent_at_endpoints": self.controller.spent() if self.unsettled is None else self.unsettled,
+            "log_prob_gap_max": self.log_prob_gap_max,
+            "old_log_probs": self.old_log_probs.state_dict(),
+            "histories": {data: list(history.items()) for data, history in self.histories.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.step_number, self.log_prob_gap_max = state["step"], state["log_prob_gap_max"]
+        self.earlier_seconds = state["seconds"] - process_seconds()
+        self.sampled_tokens = state["sampled_tokens"]
+        self.answers_per_episode = RunningMean(*state["answers_per_episode"])
+        self.learner.running_means = {name: RunningMean(*mean) for name, mean in state["running_means"].items()}
+        self.controller.accuracy.load_state_dict(state["accuracy"])
+        self.controller.go_on_from(state["spent_at_endpoints"])
+        self.old_log_probs.load_state_dict(state["old_log_probs"])
+        self.histories = {data: dict(history) for data, history in state["histories"].items()}
 
     def summarise(self, baselines: Mapping[str, Metrics] | None = None) -> None:
-        """Leave ``summary.json``, with these baselines, and ``curves.png``; of examples, the first and the last validation."""
-        if not self.method.offline:
-            return checkpoint.summarise(self, baselines or {})
-        seconds = round(checkpoint.seconds_of(self), 2)
-        counts = {"steps": self.step_number, "seconds": seconds, "seed": self.config.seed, "restarts": self.restarts}
-        history = self.history if self.held_out else {}
-        ends = {"before": history[min(history)], "after": history[max(history)]} if history else {}
+        """Leave ``summary.json``, with these baselines, and ``curves.png``; where nothing was played, the first and the last
+        validation alone."""
+        counts = {"steps": self.step_number, "seed": self.config.seed, "restarts": self.restarts}
+        history = self.history
+        if self.method.offline:
+            ends = (
+                {"before": history[min(history)], "after": history[max(history)]} if self.held_out and history else {}
+            )
+            return self._write_summary({"seconds": round(self.seconds, 2)} | counts | ends)
+        if not history:
+            return
+        summary = run_summary.summarise(
+            history,
+            problems=len(self.validation),
+            seconds=self.seconds,
+            log_prob_gap_max=self.log_prob_gap_max,
+            sampled_tokens=self.sampled_tokens,
+            learner=self.learner.summary(),
+            baselines=baselines or {},
+            **counts,
+        )
+        self._write_summary(summary)
+        run_summary.plot(history, self.report_folder / "curves.png")
+
+    def _write_summary(self, summary: Mapping[str, Any]) -> None:
         self.report_folder.mkdir(parents=True, exist_ok=True)
-        run_summary.write_json(counts | ends, self.report_folder / "summary.json")
+        run_summary.write_json(summary, self.report_folder / "summary.json")
 
 
 def fingerprint_of(examples: Sequence[Example]) -> str:

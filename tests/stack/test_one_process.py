@@ -13,7 +13,6 @@ import ray
 import torch
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
-from marl import checkpoint
 from marl.cluster.workers.policy_worker import PolicyWorker
 from marl.learners.grpo import GRPO
 from marl.main import run
@@ -32,7 +31,7 @@ def test_a_step_is_that_of_a_run_through_ray(live, alone):
     live.wait(there.save())
     saved = there.folder / f"global_step_{there.step_number}"
     here = alone("trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}")
-    here.wait(checkpoint.resume(here.trainer))
+    here.wait(here.trainer.resume())
     here.wait(here.trainer.sync_weights())
     assert here.trainer.step_number == there.step_number
     batch, results, digests = next(iter(there.loader)), [], []

@@ -23,7 +23,7 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.fsdp_utils import get_fsdp_full_state_dict
 from verl.workers.engine.fsdp import transformer_impl
 
-from marl import checkpoint
+from marl import checkpoint, marl_trainer
 from marl.cluster.local import one_process
 from marl.cluster.workers import live_state, lora, shard_files, whole_model
 from marl.cluster.workers.shard_files import ShardFiles, described_in
@@ -113,14 +113,14 @@ def test_a_last_validation_that_failed_is_done_on_resume(alone, tmp_path, monkey
 
 @pytest.mark.slow
 def test_a_resumed_run_counts_the_seconds_before_it_and_its_process_once(alone, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "process_seconds", lambda: 100.0)
+    monkeypatch.setattr(marl_trainer, "process_seconds", lambda: 100.0)
     first = alone()
     first.trainer.earlier_seconds, first.trainer.step_number = 1e6, 1
     first.wait(first.trainer.save())
     again = alone("trainer.resume_mode=auto")
     again.wait(again.trainer.resume())
     again.wait(again.trainer.validate())
-    monkeypatch.setattr(checkpoint, "process_seconds", lambda: 130.0)
+    monkeypatch.setattr(marl_trainer, "process_seconds", lambda: 130.0)
     again.trainer.summarise()
     assert json.loads((tmp_path / "summary.json").read_text())["seconds"] == pytest.approx(1e6 + 130, abs=0.1)
 
@@ -467,7 +467,7 @@ def test_a_rebuilt_run_does_not_go_on_without_its_optimizer(alone):
     live.step()
     live.wait(live.trainer.save())
     with pytest.raises(ConfigError, match=r"global_step_1 would go on without its optimizer"):
-        live.wait(checkpoint.resume(live.trainer))
+        live.wait(live.trainer.resume())
 
 
 def test_a_merged_model_is_written_once_while_another_is_built(alone, tmp_path):

@@ -114,7 +114,7 @@ def test_a_step_beside_a_save_is_hardly_longer(live, write_elsewhere, monkeypatc
     monkeypatch.setattr(checkpoint, "finish", clock.timed("write", checkpoint.finish))
 
     def save_and_step():
-        clock.time("call", lambda: live.wait(checkpoint.save(live.trainer)))
+        clock.time("call", lambda: live.wait(live.trainer.save(wait=False)))
         live.step()
 
     def with_save():
@@ -136,7 +136,7 @@ def test_a_step_beside_a_save_is_hardly_longer(live, write_elsewhere, monkeypatc
     live.trainer.config.trainer.resume_mode = "auto"
     for _ in range(5):
         manifest._digest.cache_clear()
-        clock.time("load", lambda: live.wait(checkpoint.resume(live.trainer)))
+        clock.time("load", lambda: live.wait(live.trainer.resume()))
     wall, writers = clock.more("step and save", "step"), clock.more("step and writer", "step")
     print(  # noqa: T201 - the figures
         f"\nstep {clock.median('step'):.2f} s, writing {clock.median('write'):.2f} s (sealing {clock.median('seal'):.2f} s), of which after "

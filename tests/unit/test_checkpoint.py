@@ -258,9 +258,8 @@ def test_a_checkpoint_is_not_read_again_when_it_was_just_sealed(tmp_path, monkey
 def test_a_metric_of_a_narrower_type_is_sealed_as_a_number(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "fingerprints", lambda identity: {})
     metrics = {"val/team/vote": np.float32(0.25), "team/failed_episodes": np.int64(3), "perf/free": torch.tensor(0.5)}
-    trainer = SimpleNamespace(step_number=1, folder=tmp_path, last_metrics=metrics, policies={})
-    trainer.critics = SimpleNamespace(groups={})
-    save(tmp_path, **checkpoint.facts_of(trainer))
+    run = checkpoint.Trained(None, tmp_path, {}, {}, None, None, None)
+    save(tmp_path, **checkpoint.facts_of(run, 1, metrics))
     assert manifest.facts_of(tmp_path / "global_step_1")["metrics"] == dict(zip(metrics, (0.25, 3.0, 0.5), strict=True))
 
 

@@ -10,7 +10,6 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from marl.checkpoint import state_of
 from marl.cluster.failures import GroupFailed
 from marl.controller import ledger
 from marl.controller.collection import EpisodeLost
@@ -286,7 +285,8 @@ class Validating(SimpleNamespace):
         raise RuntimeError("the judge is gone")
 
     async def save(self, wait):
-        self.saved = state_of(MagicMock(controller=self.controller, unsettled=self.unsettled))["spent_at_endpoints"]
+        numbers = MARLTrainer.state_dict(MagicMock(controller=self.controller, unsettled=self.unsettled))
+        self.saved = numbers["spent_at_endpoints"]
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["ledger", "no ledger"])

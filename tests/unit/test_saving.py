@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from marl.checkpoint import check_source, check_state, fingerprint, validation_sampling
+from marl.checkpoint import Trained, check_source, check_state, fingerprint, validation_sampling
 from marl.cluster.policy_group import PolicyGroup
 from marl.config.identity import code_fingerprint
 from marl.evaluation.baselines import answers_per_episode
@@ -100,9 +100,9 @@ def test_discarded_weights_raise_a_warning(caplog):
 
 def resumed_from(ranks, code=None):
     group = SimpleNamespace(takes_weights=True, workers=SimpleNamespace(world_size=ranks))
-    trainer = SimpleNamespace(policies={"alice": group}, critics=SimpleNamespace(groups={"bob": group}))
+    run = Trained(None, None, {"alice": group}, {"bob": group}, None, None, None)
     facts = {"world_size": {"alice/actor": 2, "bob/critic": 2}, "fingerprints": {"code": code or code_fingerprint()}}
-    check_source(trainer, "global_step_3", facts)
+    check_source(run, "global_step_3", facts)
 
 
 def test_another_number_of_ranks_is_refused_and_other_source_files_are_said(caplog):
@@ -177,7 +177,7 @@ def test_the_answers_of_an_episode_are_those_of_the_whole_run():
     ],
 )
 def test_a_checkpoint_of_another_version_or_run_is_refused_by_name(tmp_path, changes, said):
-    trainer = SimpleNamespace(policies={"alice": PolicyGroup}, critics=SimpleNamespace(groups={}))
+    run = Trained(None, None, {"alice": PolicyGroup}, {}, None, None, None)
     changes = dict(changes)
     if not changes.pop("frozen", False):
         (tmp_path / "alice" / "actor").mkdir(parents=True)
@@ -186,7 +186,7 @@ def test_a_checkpoint_of_another_version_or_run_is_refused_by_name(tmp_path, cha
     state |= {"spent_at_endpoints": {}} | changes
     state = {key: value for key, value in state.items() if value is not None}
     if said is None:
-        check_state(trainer, tmp_path, state)
+        check_state(run, tmp_path, state)
     else:
         with pytest.raises(ValueError, match=said):
-            check_state(trainer, tmp_path, state)
+            check_state(run, tmp_path, state)
