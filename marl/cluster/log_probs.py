@@ -8,10 +8,9 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from marl.batch.checked_rows import rows_to_check
 from marl.batch.joint import JointBatch
 from marl.batch.kl import KLInReward, correct
-from marl.batch.rows import drop_rejected, rows_of
+from marl.batch.rows import drop_rejected, rows_of, rows_to_check
 from marl.cluster.policy_group import PolicyGroup
 from marl.config.log_probs import Sampling, servers_are_comparable
 from marl.config.policies import reads_reference, trained_policies

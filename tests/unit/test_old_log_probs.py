@@ -8,8 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from marl.batch.checked_rows import rows_to_check
-from marl.batch.rows import rows_of
+from marl.batch.rows import rows_of, rows_to_check
 from marl.cluster.log_probs import OldLogProbs
 from marl.config.log_probs import servers_are_comparable
 from marl.config.policies import own_settings
