@@ -183,9 +183,38 @@ def exit_code(work: Callable[[], Any]) -> int:
 
 
 def run(config: DictConfig, progress: Any = None) -> Any:
-    """Check, start, train, stop. Returns the trainer, whose workers are gone by then."""
+    """Check, start, train, stop; after a fault start again. Returns the trainer, whose workers are gone by then."""
     with told_of_no_reader(), quiet(bool(config.verbose)), masked_logs():
-        return _run(config, progress)
+        begin_run()
+        setup = prepared(config, prepare)
+        # heavy: imported once the configuration has been checked
+        from marl.cluster.session import session
+        from marl.preflight.endpoints import check_endpoints
+        from marl.preflight.plan_report import summary_text
+        from marl.recovery import Recovery
+
+        if rows := split_text(setup.config):
+            print(rows, flush=True)
+        print(summary_text(setup), flush=True)
+        check_endpoints(setup)
+        with claimed(setup.config) as folder, disk_of(folder):
+            begin_folder(folder, setup, progress)
+            recovery = Recovery(setup, folder, progress)
+            while True:
+                try:
+                    with session(recovery.setup), blocked_alarm(recovery.setup.config), exits_are_errors():
+                        return asyncio.run(_train(recovery.setup, recovery.note_step, recovery.again))
+                except Exception as error:
+                    recovery.after(error)
+
+
+def begin_folder(folder: Path, setup: Setup, progress: Any) -> None:
+    """Say where the results are, and write the folder's README; a validation leaves the run's own, which says how to continue it."""
+    if not (setup.config.trainer.val_only and (folder / run_readme.NAME).is_file()):
+        run_readme.write(folder, setup.method.learns)
+    print(f"results: {folder}", flush=True)
+    if isinstance(progress, Display):
+        progress.begin(setup.config)
 
 
 @contextmanager
@@ -208,35 +237,6 @@ def disk_of(folder: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             error.filename = error.filename or str(folder)
         raise
-
-
-def _run(config: DictConfig, progress: Any) -> Any:
-    begin_run()
-    setup = prepared(config, prepare)
-    # heavy: imported once the configuration has been checked
-    from marl.preflight.endpoints import check_endpoints
-    from marl.preflight.plan_report import summary_text
-    from marl.recovery import Recovery
-
-    if rows := split_text(setup.config):
-        print(rows, flush=True)
-    print(summary_text(setup), flush=True)
-    check_endpoints(setup)
-    with claimed(setup.config) as folder, disk_of(folder):
-        keeps_readme = setup.config.trainer.val_only and (folder / run_readme.NAME).is_file()
-        if not keeps_readme:  # a validation leaves the run's own, which says how to continue it
-            run_readme.write(folder, setup.method.learns)
-        print(f"results: {folder}", flush=True)
-        if isinstance(progress, Display):
-            progress.begin(setup.config)
-        return Recovery(setup, folder, progress).run(_attempt)
-
-
-def _attempt(setup: Setup, progress: Any, again: bool) -> Any:
-    from marl.cluster.session import session
-
-    with session(setup), blocked_alarm(setup.config), exits_are_errors():
-        return asyncio.run(_train(setup, progress, again))
 
 
 @contextmanager

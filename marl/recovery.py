@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from omegaconf import DictConfig, open_dict
 
@@ -17,11 +17,8 @@ from marl.types import Metrics
 from marl.utils import folders
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 Progress = Callable[[int, int, Metrics], None]
-Attempt = Callable[[Setup, Progress, bool], T]
-"""Builds a run, trains to its end and takes it down; the flag says whether it goes on after a fault of this process's."""
 
 
 class TakeDown(ExitStack):
@@ -44,26 +41,12 @@ class Recovery:
 
     def __init__(self, setup: Setup, folder: Path, progress: Progress | None) -> None:
         self.setup, self.folder, self.shown = setup, folder, progress
+        self.again = False
+        """True once the run goes on after a fault of this process's."""
         self.most = setup.config.resources.max_restarts
         self.furthest = self.restarts = 0
         self.rebuilding = False
         """True between a fault and the end of the next step."""
-
-    def run(self, attempt: Attempt[T]) -> T:
-        """Attempt the run until it comes to its end. Raises the error of an unrecoverable fault, or of one too
-        many; its notes say how to continue the run."""
-        setup, again = self.setup, False
-        while True:
-            try:
-                return attempt(setup, self.note_step, again)
-            except Unreachable as error:
-                if not self.rebuilding:
-                    raise
-                setup, again = self.after(ConnectionError(str(error))), True
-            except ConfigError:
-                raise
-            except Exception as error:
-                setup, again = self.after(error), True
 
     def note_step(self, step: int, total: int, metrics: Metrics) -> None:
         if step > self.furthest:
@@ -72,15 +55,20 @@ class Recovery:
         if self.shown is not None:
             self.shown(step, total, metrics)
 
-    def after(self, error: Exception) -> Setup:
-        """The setup of the next attempt."""
+    def after(self, error: Exception) -> None:
+        """Prepare the next attempt. Raises the error of an unrecoverable fault, or of one too many; its notes say how to continue
+        the run."""
+        if isinstance(error, Unreachable) and self.rebuilding:
+            error = ConnectionError(str(error))
+        elif isinstance(error, ConfigError):
+            raise error
         origin, mended = self.origin(), self.can_be_mended(error)
         if not mended or self.restarts >= self.most:
             if mended and self.most:
                 error.add_note(f"resources.max_restarts={self.most}: that many restarts made no progress")
             error.add_note(f"the run can be continued from {origin} with trainer.resume_mode=auto")
             raise error
-        self.restarts, self.rebuilding = self.restarts + 1, True
+        self.restarts, self.rebuilding, self.again = self.restarts + 1, True, True
         told = "; ".join([str(error).partition("\n")[0], *getattr(error, "__notes__", [])])
         logger.warning(
             "%s: %s. Restart %d of %d (resources.max_restarts), from %s",
@@ -88,7 +76,7 @@ class Recovery:
         )
         self._note(error, origin)
         folders.clean(self.folder)
-        return Setup.of(to_go_on(self.setup.config, self.folder))
+        self.setup = Setup.of(to_go_on(self.setup.config, self.folder))
 
     def _note(self, error: Exception, origin: str) -> None:
         """Note a restart in ``run.json``, where there is room for it: the fault itself counts."""

@@ -203,9 +203,9 @@ def test_the_flag_of_a_sweep_may_stand_anywhere(monkeypatch):
 def test_a_display_begins_with_the_runs_configuration(monkeypatch, tmp_path, validates):
     """Once, before the first attempt; every attempt's steps are shown on it. A validation leaves the run's own README."""
     seen, written = [], []
-    config = OmegaConf.create({"resources": {"max_restarts": 0}, "trainer": {"val_only": validates}})
+    config = OmegaConf.create({"verbose": True, "resources": {"max_restarts": 0}, "trainer": {"val_only": validates}})
 
-    def attempt(setup, note_step, again):
+    async def attempt(setup, note_step, again):
         note_step(1, 2, {})
 
     monkeypatch.setattr(
@@ -216,13 +216,15 @@ def test_a_display_begins_with_the_runs_configuration(monkeypatch, tmp_path, val
     monkeypatch.setattr("marl.preflight.plan_report.summary_text", lambda setup: "")
     monkeypatch.setattr("marl.preflight.endpoints.check_endpoints", lambda setup: None)
     monkeypatch.setattr(marl_main.run_readme, "write", lambda folder, learns: written.append(folder))
-    monkeypatch.setattr(marl_main, "_attempt", attempt)
+    monkeypatch.setattr("marl.cluster.session.session", lambda setup: nullcontext())
+    monkeypatch.setattr(marl_main, "blocked_alarm", lambda config: nullcontext())
+    monkeypatch.setattr(marl_main, "_train", attempt)
     monkeypatch.setattr(Display, "begin", lambda self, config: seen.append(config))
     monkeypatch.setattr(Display, "__call__", lambda self, *step: seen.append(step))
-    marl_main._run(config, Display())
+    marl_main.run(config, Display())
     assert seen == [config, (1, 2, {})] and written == [tmp_path], "a folder without one gets one"
     (tmp_path / "README.md").write_text("of the run")
-    marl_main._run(config, Display())
+    marl_main.run(config, Display())
     assert len(written) == 2 - validates
 
 

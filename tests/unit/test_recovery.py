@@ -64,16 +64,21 @@ def attempts(tmp_path, monkeypatch):
         config = OmegaConf.create({"resources": {"max_restarts": most}, "trainer": settings})
         given, does = [], list(does)
 
-        def attempt(setup, note_step, again):
-            given.append((setup.config.trainer.resume_mode, again))
+        def attempt(run):
+            given.append((run.setup.config.trainer.resume_mode, run.again))
             ending = does.pop(0)
             for step in ending if isinstance(ending, list) else [ending]:
                 if isinstance(step, Exception):
                     raise step
-                note_step(step, 9, {})
+                run.note_step(step, 9, {})
             return f"attempt {len(given)}"
 
-        return Recovery(SimpleNamespace(config=config), tmp_path, progress).run(attempt), given
+        run = Recovery(SimpleNamespace(config=config), tmp_path, progress)
+        while True:
+            try:
+                return attempt(run), given
+            except Exception as error:
+                run.after(error)
 
     return play
 
@@ -123,15 +128,10 @@ def test_what_comes_of_a_fault_while_the_run_is_rebuilt_is_part_of_it(attempts):
             attempts(attempt)
 
 
-def test_an_exit_within_a_run_is_an_error_that_names_its_line(monkeypatch):
-    async def exits(*_):
+def test_an_exit_within_a_run_is_an_error_that_names_its_line():
+    said = r"test_recovery.py, line \d+: sys.exit\(3\) was called"
+    with pytest.raises(RuntimeError, match=said), main.exits_are_errors():
         sys.exit(3)
-
-    monkeypatch.setattr("marl.cluster.session.session", lambda setup: nullcontext())
-    monkeypatch.setattr(main, "_train", exits)
-    monkeypatch.setattr(main, "blocked_alarm", lambda config: nullcontext())
-    with pytest.raises(RuntimeError, match=r"test_recovery.py, line \d+: sys.exit\(3\) was called"):
-        main._attempt(SimpleNamespace(config=None), None, False)
 
 
 def test_a_process_that_cannot_be_made_is_a_mistake_unless_the_run_has_worked(attempts):
