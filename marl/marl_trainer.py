@@ -104,7 +104,7 @@ class MARLTrainer:
         self.references, self.weights = References(config, policies), WeightSync(config, policies, controller.clients)
         self.old_log_probs = OldLogProbs(config, policies, controller.sampling, learner.needs_exact_log_probs)
         self.loader, self.validation, self.total_steps = loader, validation, total_steps
-        self.tasks = TaskStream(loader, reads_ahead=not config.resources.one_process)
+        self.tasks: Any = TaskStream(loader, reads_ahead=not config.resources.one_process)
         self.validation_id = (
             fingerprint_of(held_out)
             if method.offline

@@ -101,7 +101,11 @@ def groups_of(part: Part, configs: dict[str, DictConfig], config: DictConfig, sh
     if part.is_critic:
         return {part.name: CriticGroup(part.name, next(iter(configs.values())), *shared)}
     base = SharedBase(part.adapters[0]) if part.adapters else None
-    facts = {"plays": Source.of(config) is Source.play, "takes_weights": not part.is_frozen, "base": base}
+    facts: dict[str, Any] = {
+        "plays": Source.of(config) is Source.play,
+        "takes_weights": not part.is_frozen,
+        "base": base,
+    }
     names = part.adapters or (part.name,)
     return {name: PolicyGroup(name, configs[name], *shared, **facts) for name in names}
 

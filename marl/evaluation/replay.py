@@ -15,7 +15,6 @@ from typing import Any
 
 from omegaconf import DictConfig, open_dict
 
-from marl import checkpoint
 from marl.build import build
 from marl.cluster.absent_servers import AbsentEndpoint, NotRecorded, NoWeightSync
 from marl.cluster.session import session
@@ -227,7 +226,7 @@ async def compare(
             dump, trainer.folder / "rollouts" / dump.name
         )
     if saved := run.checkpoint(step):
-        await checkpoint.save(trainer)
+        await trainer.save(wait=False)
         await trainer.saving.flush()
         found[f"{saved.name} (weights, optimizers, learner)"] = different_files(saved, trainer.folder / saved.name)
     ledger.open(step + 1)
