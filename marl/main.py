@@ -46,8 +46,8 @@ from marl.preflight.own_rows import split_text
 from marl.preflight.prepare import prepare
 from marl.preflight.run_folder import claimed
 from marl.quickstart.assets import prepared
-from marl.report import run_readme, run_summary
-from marl.report.progress import Display, Show, display_of, split_flags
+from marl.report import readme, summary
+from marl.report.progress import Lines
 from marl.run_setup import Setup
 from marl.utils.deadlines import LoopAlarm
 from marl.utils.endings import Terminated
@@ -80,15 +80,14 @@ def shown_by(words: Sequence[str]) -> str | None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run, and return the exit code. ``--quiet`` and ``--live`` say what a terminal shows; all other words are Hydra's."""
-    words, show = split_flags(sys.argv[1:] if argv is None else argv)
-    words = sweep_words(in_order(train_flags(words)), launcher="marl_local")
+    """Run, and return the exit code. ``--quiet`` prints no line for a step; all other words are Hydra's."""
+    given = sys.argv[1:] if argv is None else argv
+    words = sweep_words(in_order(train_flags([word for word in given if word != "--quiet"])), launcher="marl_local")
 
     def train(config: DictConfig) -> None:
-        with display_of(show) as display:
-            trainer = run(config, display)
-        if show is not Show.quiet:
-            run_summary.show(trainer.history, len(trainer.validation), trainer.report_folder, trainer.folder)
+        trainer = run(config, None if "--quiet" in given else Lines())
+        if "--quiet" not in given:
+            summary.show(trainer.history, len(trainer.validation), trainer.report_folder, trainer.folder)
 
     return run_composed(hydra_overrides(words), train)
 
@@ -198,7 +197,7 @@ def run(config: DictConfig, progress: Any = None) -> Any:
         print(summary_text(setup), flush=True)
         check_endpoints(setup)
         with claimed(setup.config) as folder, disk_of(folder):
-            begin_folder(folder, setup, progress)
+            begin_folder(folder, setup)
             recovery = Recovery(setup, folder, progress)
             while True:
                 try:
@@ -208,13 +207,11 @@ def run(config: DictConfig, progress: Any = None) -> Any:
                     recovery.after(error)
 
 
-def begin_folder(folder: Path, setup: Setup, progress: Any) -> None:
+def begin_folder(folder: Path, setup: Setup) -> None:
     """Say where the results are, and write the folder's README; a validation leaves the run's own, which says how to continue it."""
-    if not (setup.config.trainer.val_only and (folder / run_readme.NAME).is_file()):
-        run_readme.write(folder, setup.method.learns)
+    if not (setup.config.trainer.val_only and (folder / readme.NAME).is_file()):
+        readme.write(folder, setup.method.learns)
     print(f"results: {folder}", flush=True)
-    if isinstance(progress, Display):
-        progress.begin(setup.config)
 
 
 @contextmanager

@@ -37,13 +37,19 @@ from marl.learners import Learner
 from marl.methods import Method
 from marl.methods.examples import Example, encoded, policy_rows, without_long_turns
 from marl.preflight.run_folder import restarts_of
-from marl.report import conversation, dump, run_summary
-from marl.report.alarms import Collapse, DegenerateGroups, warn_of_gaps
-from marl.report.credit_shares import LazyAgents, credit_shares
+from marl.report import conversation, dump, summary
+from marl.report.alarms import Collapse, DegenerateGroups, LazyAgents, warn_of_gaps
 from marl.report.dump_writer import DumpWriter
-from marl.report.episode_tables import EpisodeTables
-from marl.report.step_metrics import count_metrics, critic_metrics, episode_metrics, policy_metrics, share_metrics
-from marl.report.tokens import token_metrics
+from marl.report.step_metrics import (
+    count_metrics,
+    credit_shares,
+    critic_metrics,
+    episode_metrics,
+    policy_metrics,
+    share_metrics,
+    token_metrics,
+)
+from marl.report.transcripts import Transcripts
 from marl.types import AgentId, CriticName, Episode, Metrics, PolicyName, Task, Turn
 from marl.utils.background import Background
 from marl.utils.best import add_metrics
@@ -115,7 +121,7 @@ class MARLTrainer:
         self.dumps = DumpWriter(config.trainer.rollout_data_dir, *patience)
         self.step_number, self.sampled_tokens, self.log_prob_gap_max, self.earlier_seconds = 0, 0, 0.0, 0.0
         self.answers_per_episode, self.last_metrics = RunningMean(), Metrics()
-        self.tracking, self.tables = Tracking(None, None, []), EpisodeTables(config.trainer)
+        self.tracking, self.transcripts = Tracking(None, None, []), Transcripts(config.trainer)
         self.saving = Background("a checkpoint", lambda: check_alive(self.groups), *patience)
         self.degenerate_alarm = DegenerateGroups(config.controller.degenerate_steps)
         self.lazy_agents = LazyAgents(config.controller.lazy_agent_share)
@@ -262,7 +268,6 @@ class MARLTrainer:
         scored = await phase.of("score", self.controller.score(collection.episodes, self.step_number))
         episodes = with_turns(scored, self.step_number)
         self._count(episodes)
-        self.tables.show_training(self.tracking, scored, self.step_number)
         return Played(collection, scored, episodes)
 
     def begin_step(self) -> None:
@@ -408,7 +413,7 @@ class MARLTrainer:
         if self.config.trainer.validation_data_dir:
             folder = Path(self.config.trainer.validation_data_dir) / self._of_other_data()
             dump.write(episodes, self.step_number, folder)
-        self.tables.show(self.tracking, episodes, self.step_number, place)
+        self.transcripts.show(self.tracking, episodes, self.step_number)
         return prefixed(f"{place}/team", self.history[self.step_number])
 
     @property
@@ -474,7 +479,7 @@ class MARLTrainer:
             return self._write_summary({"seconds": round(self.seconds, 2)} | counts | ends)
         if not history:
             return
-        summary = run_summary.summarise(
+        content = summary.summarise(
             history,
             problems=len(self.validation),
             seconds=self.seconds,
@@ -484,12 +489,12 @@ class MARLTrainer:
             baselines=baselines or {},
             **counts,
         )
-        self._write_summary(summary)
-        run_summary.plot(history, self.report_folder / "curves.png")
+        self._write_summary(content)
+        summary.plot(history, self.report_folder / "curves.png")
 
-    def _write_summary(self, summary: Mapping[str, Any]) -> None:
+    def _write_summary(self, content: Mapping[str, Any]) -> None:
         self.report_folder.mkdir(parents=True, exist_ok=True)
-        run_summary.write_json(summary, self.report_folder / "summary.json")
+        summary.write_json(content, self.report_folder / "summary.json")
 
 
 def fingerprint_of(examples: Sequence[Example]) -> str:

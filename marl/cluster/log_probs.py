@@ -16,7 +16,7 @@ from marl.config.log_probs import Sampling, servers_are_comparable
 from marl.config.policies import reads_reference, trained_policies
 from marl.config.schema import LogProbSource
 from marl.report.alarms import warn_of_passes
-from marl.report.tokens import largest_gap
+from marl.report.step_metrics import largest_gap
 from marl.types import Metrics, PolicyName
 from marl.utils.seeding import derive_seed
 

@@ -28,7 +28,7 @@ from marl.evaluation.source import Source, find
 from marl.main import exit_code, run_composed, shown_by
 from marl.preflight.prepare import prepare
 from marl.quickstart.assets import prepared
-from marl.report import collection_readme
+from marl.report import readme
 from marl.utils.manifest import MANIFEST, replace_text
 from marl.utils.numbers import FINITE, bounded, count
 from marl.utils.quiet import quiet
@@ -141,7 +141,7 @@ def must_be_new(given: str | None) -> None:
     out = Path(given).expanduser()
     if out.suffix != ".jsonl":
         raise ConfigError(f"--out {given}: the name ends in {out.suffix!r}; expected .jsonl, which methods read")
-    for path in (out, collection_readme.path_of(out), draft_of(out)):
+    for path in (out, readme.collection_path(out), draft_of(out)):
         if path.exists():
             raise exists(path)
     there = next(folder for folder in out.absolute().parents if folder.exists())
@@ -207,7 +207,7 @@ def played_and_written(
     counts = found.counts()
     facts = {**counts, **played_by(sources, labels, found.samples), **origin}
     teams = named or [str(source.path) for source in sources]
-    beside = collection_readme.write(out, ", ".join(labels), command_of(flags, options, teams, words), facts)
+    beside = readme.write_collection(out, ", ".join(labels), command_of(flags, options, teams, words), facts)
     sys.stdout.write(said(counts, out, beside))
     return counts
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import click
 
-from marl.comparison import files, tables
-from marl.comparison.runs import load_all, swept_keys
+from marl.report import comparison
+from marl.report.runs import load_all
 
 
 @click.command("compare")
@@ -14,9 +14,9 @@ from marl.comparison.runs import load_all, swept_keys
 def command(runs: tuple[str, ...], out: str | None) -> int:
     """Compare RUNS: folders of runs, or folders that hold runs. Those that differ in their seed alone are shown as one, by
     median, smallest and largest value."""
-    result = tables.comparison(load_all(runs), [key for run in runs for key in swept_keys(run)])
-    text = tables.markdown(result, "Comparison")
+    result = comparison.comparison(load_all(runs))
+    text = comparison.markdown(result, "Comparison")
     click.echo(text)
     if out is not None:
-        click.echo("\n".join(map(str, files.write(result, text, Path(out), "comparison"))))
+        click.echo("\n".join(map(str, comparison.write(result, text, Path(out), "comparison"))))
     return 0

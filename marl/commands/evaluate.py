@@ -22,9 +22,9 @@ from marl.config.errors import ConfigError
 from marl.config.external import naming_own, own_modules
 from marl.config.identity import content_of, versions, with_absolute_paths
 from marl.config.words import renamed
-from marl.evaluation.numbers import MEASURES
 from marl.evaluation.saved_settings import must_be_scored_as_in_training
 from marl.evaluation.source import Source, find, reads_examples
+from marl.evaluation.statistics import MEASURES
 from marl.main import exit_code
 from marl.utils.numbers import bounded, count
 from marl.utils.quiet import quiet

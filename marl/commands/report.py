@@ -4,9 +4,8 @@ from pathlib import Path
 
 import click
 
-from marl.comparison import files, tables
-from marl.comparison.runs import load_all, swept_keys
-from marl.preflight.unfinished import must_be_plain
+from marl.report import comparison
+from marl.report.runs import load_all, must_be_plain
 
 
 @click.command("report")
@@ -15,8 +14,8 @@ def command(run: str) -> int:
     """Write report.md, report.json and report.png into the folder RUN: of this run, or of all runs below it."""
     folder = Path(run).expanduser().resolve()
     must_be_plain(folder)
-    result = tables.comparison(load_all([str(folder)]), swept_keys(str(folder)))
-    text = tables.markdown(result, f"Report of {folder.name}")
+    result = comparison.comparison(load_all([str(folder)]))
+    text = comparison.markdown(result, f"Report of {folder.name}")
     click.echo(text)
-    click.echo("\n".join(map(str, files.write(result, text, folder, "report"))))
+    click.echo("\n".join(map(str, comparison.write(result, text, folder, "report"))))
     return 0

@@ -94,7 +94,6 @@ NUMBERS: dict[str, Number] = {  # a key before those that follow it by an interp
     "trainer.save_freq": count(0, also=-1),
     "trainer.test_freq": count(0, also=-1),
     "trainer.log_val_generations": count(0),
-    "trainer.log_generations_freq": count(0, also=-1),
     "trainer.max_actor_ckpt_to_keep": count(1, null=True),
     "trainer.keep_best": count(0),
     "algorithm.gamma": SHARE,

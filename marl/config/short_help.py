@@ -14,12 +14,12 @@ REGISTERED = re.compile(
     r"""@register_(runner|learner|credit|method)\("(\w+)"\)|\.store\(group="(credit)", name="(\w+)\""""
 )
 TEXT = """\
-usage: marl train [--quiet | --live] [option=name …] [key=value …]      or: python -m marl.main …
+usage: marl train [--quiet] [option=name …] [key=value …]      or: python -m marl.main …
 
 options:
 {options}
 
---quiet                         print no line for every step; --live: show the run on the whole terminal
+--quiet                         print no line for every step
 -m seed=0,1,2                   one run for every value, one after another
 --cfg job                       print all keys and their values without starting a run
 --cfg job --package learner     one group of it

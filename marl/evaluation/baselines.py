@@ -15,9 +15,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from marl.config.policies import all_policies, own_settings
 from marl.controller.ledger import forget_all
+from marl.evaluation.statistics import by_task, mean
 from marl.learners import CREDITS
 from marl.marl_trainer import MARLTrainer
-from marl.report import run_summary
+from marl.report import summary
 from marl.run_setup import Setup
 from marl.runners import RUNNERS, majority
 from marl.types import Episode, Metrics
@@ -110,7 +111,7 @@ def of_history(trainer: MARLTrainer) -> Metrics:
     groups."""
     last = trainer.history[max(trainer.history)]
     return trainer.learner.summary() | {
-        "accuracy": run_summary.last_accuracy(last),
+        "accuracy": summary.last_accuracy(last),
         "sampled_tokens": float(trainer.sampled_tokens),
         "steps": float(trainer.step_number),
     }
@@ -130,19 +131,15 @@ async def untrained(config: DictConfig, team: MARLTrainer, build: Build) -> Metr
             trainer.controller.go_on_from(team.controller.spent())  # an endpoint's budget is the run's
             await trainer.fit()
         first = trainer.history[0]
-    return {"accuracy": run_summary.last_accuracy(first), "vote": first["vote"], "sampled_tokens": 0.0}
+    return {"accuracy": summary.last_accuracy(first), "vote": first["vote"], "sampled_tokens": 0.0}
 
 
 async def vote(solo: MARLTrainer, answers: int) -> Metrics:
     """Accuracy of the majority of several answers of the single agent to each validation task, sampled as in training:
     greedy ones, which validation asks for by default, would all be the same."""
     episodes = await solo.controller.measure(solo.validation, answers, solo.step_number, validate=False)
-    by_task: dict[str, list[Episode]] = {}
-    for episode in episodes:
-        by_task.setdefault(episode.task.id, []).append(episode)
-    right = [majority_is_right(group) for group in by_task.values()]
     return {
-        "accuracy": sum(right) / len(right),
+        "accuracy": mean([majority_is_right(samples) for samples in by_task(episodes)]),
         "answers": float(answers),
         "sampled_tokens": float(solo.sampled_tokens),
     }

@@ -7,8 +7,8 @@ from typing import Any
 from marl.config.errors import ConfigError
 from marl.config.external import naming_modules
 from marl.evaluation.evaluate import played
-from marl.evaluation.numbers import columns_of, mean
 from marl.evaluation.source import Source
+from marl.evaluation.statistics import columns_of, mean
 from marl.evaluation.team import config_of, opened
 from marl.methods.choice import best_episodes, question
 from marl.report import dump

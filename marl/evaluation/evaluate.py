@@ -1,9 +1,9 @@
-"""Teams play the same tasks: each with its runner, and, where asked for, without one of its agents or beside baselines."""
+"""Teams play the same tasks: each with its runner, and, where asked for, without one of its agents, and baselines."""
 
 import copy
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,8 @@ from marl.config.errors import ConfigError
 from marl.controller.controller import Controller
 from marl.controller.tasks import validation_tasks
 from marl.evaluation.baselines import majority_is_right
-from marl.evaluation.numbers import accuracy_T, by_task, columns_of, cost_of, mean, numbers_of
 from marl.evaluation.source import Source
-from marl.evaluation.statistics import compared
+from marl.evaluation.statistics import accuracy_T, by_task, columns_of, compared, cost_of, mean, numbers_of
 from marl.evaluation.team import Team, opened, setup_of
 from marl.report import conversation, dump
 from marl.runners import RUNNERS
@@ -25,11 +24,13 @@ from marl.utils.intervals import wilson
 from marl.utils.registry import did_you_mean
 
 BASELINES = ("solo", "vote", "tokens")
+Numbers = dict[AgentId, dict[str, Any]]
+"""Of a baseline, by agent."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Everything beside accuracy that an evaluation is to measure."""
+    """What an evaluation is to measure besides accuracy."""
 
     samples: int | None = None
     """None: those of the run's validation."""
@@ -39,7 +40,7 @@ class Asked:
 
 
 @dataclass
-class Found:
+class Result:
     """One team's results."""
 
     source: Source
@@ -47,20 +48,18 @@ class Found:
     right_T: list[float]
     """The share of right samples of every task."""
     validation: str
-    """Digest of tasks."""
+    """Digest of the tasks."""
     sampling: dict[str, Any]
-    beside: dict[str, list[float]] = field(default_factory=dict)
-    """The same of baselines, and of the team without an agent."""
 
 
-def evaluate(source: Source, words: Sequence[str], asked: Asked, folder: Path) -> Found:
+def evaluate(source: Source, words: Sequence[str], asked: Asked, folder: Path) -> Result:
     """Play the tasks; the episodes are dumped into ``folder``. Raises ConfigError."""
     with opened(source, [*words, *samples_of(asked)]) as team:
         must_vary(team)
         tasks = team.tasks()
         episodes, seconds = played(team, team.controller, tasks)
         dump.write(episodes, team.step, folder, [[columns_of(turn) for turn in e.turns] for e in episodes])
-        found = Found(
+        result = Result(
             source,
             numbers_of(episodes, seconds, asked.measures),
             accuracy_T(episodes),
@@ -68,10 +67,10 @@ def evaluate(source: Source, words: Sequence[str], asked: Asked, folder: Path) -
             validation_sampling(team.setup.config, team.controller.sampling),
         )
         if asked.leave_one_out:
-            leave_one_out(team, tasks, found)
+            result.numbers["leave_one_out"] = leave_one_out(team, tasks, result)
         for name in asked.baselines:
-            BASELINE[name](team, tasks, episodes, found)
-        return found
+            result.numbers[name] = BASELINE[name](team, tasks, episodes, result)
+        return result
 
 
 def must_read_the_same_tasks(sources: Sequence[Source], words: Sequence[str]) -> None:
@@ -117,19 +116,19 @@ def played(
     return team.loop.run_until_complete(controller.measure(tasks, n, team.step, validate)), time.monotonic() - started
 
 
-def leave_one_out(team: Team, tasks: Sequence[Task], found: Found) -> None:
+def leave_one_out(team: Team, tasks: Sequence[Task], result: Result) -> Numbers:
     """The team plays again without each of its agents; a runner that cannot gives the reason."""
-    result = found.numbers["leave_one_out"] = {}
-    agents = list(team.controller.agents)
-    for agent in agents:
-        others = [name for name in agents if name != agent]
+    numbers: Numbers = {}
+    for agent in team.controller.agents:
+        others = [name for name in team.controller.agents if name != agent]
         try:
             team.controller.runner.check(others)
         except ValueError as error:
-            result[agent] = {"reason": str(error)}
+            numbers[agent] = {"reason": str(error)}
             continue
         episodes, seconds = played(team, with_agents(team.controller, others), tasks)
-        result[agent] = summary(found, f"without {agent}", episodes, seconds)
+        numbers[agent] = compared_with(result, accuracy_T(episodes)) | {"cost": cost_of(episodes, seconds)}
+    return numbers
 
 
 def with_agents(controller: Controller, agents: Sequence[AgentId], runner: str | None = None) -> Controller:
@@ -142,79 +141,67 @@ def with_agents(controller: Controller, agents: Sequence[AgentId], runner: str |
     return other
 
 
-def summary(found: Found, name: str, episodes: Sequence[Episode], seconds: float) -> dict[str, Any]:
-    return told(found, name, accuracy_T(episodes)) | {"cost": cost_of(episodes, seconds)}
-
-
-def told(found: Found, name: str, right_T: list[float]) -> dict[str, Any]:
-    """A summary beside the team's numbers, with the team's gain over it on the same tasks."""
-    found.beside[name] = right_T
+def compared_with(result: Result, right_T: list[float]) -> dict[str, Any]:
+    """Accuracy of a baseline, and the team's gain over it on the same tasks."""
     accuracy = mean(right_T)
-    interval = wilson(accuracy, len(right_T))
-    return {"accuracy": accuracy, "interval": interval, "gain_of_team": compared(found.right_T, right_T)}
+    gain = compared(result.right_T, right_T)
+    return {"accuracy": accuracy, "interval": wilson(accuracy, len(right_T)), "gain_of_team": gain}
 
 
-def solo(team: Team, tasks: Sequence[Task], episodes: Sequence[Episode], found: Found) -> None:
+def solo(team: Team, tasks: Sequence[Task], episodes: Sequence[Episode], result: Result) -> Numbers:
     """Every agent alone, in single turns."""
-    result = found.numbers["solo"] = {}
+    numbers: Numbers = {}
     for agent in team.controller.agents:
         alone, seconds = played(team, with_agents(team.controller, [agent], "single_turn"), tasks)
-        result[agent] = summary(found, f"{agent} alone", alone, seconds)
+        numbers[agent] = compared_with(result, accuracy_T(alone)) | {"cost": cost_of(alone, seconds)}
+    return numbers
 
 
-def vote(team: Team, tasks: Sequence[Task], episodes: Sequence[Episode], found: Found) -> None:
+def vote(team: Team, tasks: Sequence[Task], episodes: Sequence[Episode], result: Result) -> Numbers:
     """The majority of as many answers of one agent as the team gives in an episode: the same sampling budget."""
-    answers = answers_per_episode(episodes)
-    found.numbers["vote"] = {
-        agent: voted(team, tasks, agent, answers, found, f"vote of {agent}") for agent in team.controller.agents
-    }
+    agents = episodes[0].agents
+    answers = max(1, round(mean([len(conversation.team_turns(episode, agents)) for episode in episodes])))
+    return {agent: voted(team, tasks, agent, answers, result) for agent in team.controller.agents}
 
 
-def tokens(team: Team, tasks: Sequence[Task], episodes: Sequence[Episode], found: Found) -> None:
+def tokens(team: Team, tasks: Sequence[Task], episodes: Sequence[Episode], result: Result) -> Numbers:
     """The majority of as many answers of one agent as cost the tokens that the team samples in an episode."""
-    budget, result = found.numbers["cost"]["sampled_tokens_per_episode"], {}
+    agents = team.controller.agents
     if any(turn.billed_tokens and not turn.response_mask for episode in episodes for turn in episode.turns):
         reason = "an endpoint of the team returns no token ids, so the tokens that the team samples are not known"
-        found.numbers["tokens"] = {agent: {"reason": reason} for agent in team.controller.agents}
-        return
-    for agent in team.controller.agents:
+        return {agent: {"reason": reason} for agent in agents}
+    budget, numbers = result.numbers["cost"]["sampled_tokens_per_episode"], {}
+    for agent in agents:
         answer = cost_of(*sampled_alone(team, tasks, agent, 1))["sampled_tokens_per_episode"]
         if budget and answer:
-            answers = max(1, round(budget / answer))
-            result[agent] = voted(team, tasks, agent, answers, found, f"vote of {agent} at the team's tokens")
+            numbers[agent] = voted(team, tasks, agent, max(1, round(budget / answer)), result)
         else:
-            result[agent] = {"reason": "its server counts no tokens"}
-    found.numbers["tokens"] = result
+            numbers[agent] = {"reason": "its server counts no tokens"}
+    return numbers
 
 
-def voted(team: Team, tasks: Sequence[Task], agent: AgentId, answers: int, found: Found, name: str) -> dict[str, Any]:
-    """The majority of so many answers of an agent to each task."""
+def voted(team: Team, tasks: Sequence[Task], agent: AgentId, answers: int, result: Result) -> dict[str, Any]:
+    """The majority of several answers of an agent to each task."""
     sampled, seconds = sampled_alone(team, tasks, agent, answers)
-    right_T = [float(majority_is_right(samples)) for samples in by_task(sampled)]
     cost = cost_of(sampled, seconds)
-    cost["sampled_tokens_per_episode"] *= answers  # what a vote costs beside an episode of the team
-    return told(found, name, right_T) | {"answers": answers, "cost": cost}
+    cost["sampled_tokens_per_episode"] *= answers  # the cost of a vote, to compare with an episode of the team
+    right_T = [float(majority_is_right(samples)) for samples in by_task(sampled)]
+    return compared_with(result, right_T) | {"answers": answers, "cost": cost}
 
 
 def sampled_alone(team: Team, tasks: Sequence[Task], agent: AgentId, answers: int) -> tuple[list[Episode], float]:
-    """So many answers of an agent to each task, and their seconds; sampled, for greedy ones would all be the same."""
+    """Several answers of an agent to each task, and their seconds; sampled, for greedy ones would all be the same."""
     return played(team, with_agents(team.controller, [agent], "single_turn"), tasks, answers, validate=False)
 
 
-BASELINE: dict[str, Callable[..., None]] = {"solo": solo, "vote": vote, "tokens": tokens}
+BASELINE: dict[str, Callable[..., Numbers]] = {"solo": solo, "vote": vote, "tokens": tokens}
 
 
-def answers_per_episode(episodes: Sequence[Episode]) -> int:
-    """Number of turns that a single agent would sample instead, on average."""
-    agents = episodes[0].agents
-    return max(1, round(mean([len(conversation.team_turns(episode, agents)) for episode in episodes])))
-
-
-def comparisons(found: Sequence[Found], labels: Sequence[str]) -> list[dict[str, Any]]:
+def comparisons(results: Sequence[Result], labels: Sequence[str]) -> list[dict[str, Any]]:
     """The first team against each other one."""
     return [
-        {"of": labels[0], "over": label, **compared(found[0].right_T, other.right_T)}
-        for label, other in zip(labels[1:], found[1:], strict=True)
+        {"of": labels[0], "over": label, **compared(results[0].right_T, other.right_T)}
+        for label, other in zip(labels[1:], results[1:], strict=True)
     ]
 
 

@@ -6,17 +6,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 
 from marl.config.errors import ConfigError
-from marl.preflight.unfinished import RUN, must_be_plain
-from marl.utils import folders
-from marl.utils.manifest import Damaged
-from marl.utils.near import did_you_mean
+from marl.evaluation.source import find, has_weights
+from marl.report.runs import RUN
 from marl.utils.pickles import FORCED
 
 MODEL, ADAPTER, ORIGIN = "huggingface", "lora_adapter", "export.json"
@@ -26,96 +23,57 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """The widest that a file holds counts."""
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A policy in a checkpoint."""
-
-    name: str
-    folder: Path
-
-    @property
-    def has_model(self) -> bool:
-        """True if whole weights, merged ones where there is an adapter, lie beside the shards."""
-        return any(path for pattern in WEIGHTS for path in (self.folder / MODEL).glob(pattern))
-
-    @property
-    def adapter(self) -> Path | None:
-        return self.folder / ADAPTER if (self.folder / ADAPTER / "adapter_config.json").is_file() else None
-
-
 def checkpoint_of(run: Path, step: int | None) -> Path:
     """A run's checkpoint of a step, or its newest; whole. Raises ConfigError where there is none."""
-    must_be_plain(run.parent if folders.STEP.fullmatch(run.name) else run)
-    if folders.STEP.fullmatch(run.name) and step is None:
-        return whole(run)
-    found = dict(folders.numbered(run)) if run.is_dir() else {}
-    if not found:
-        there = run if run.is_dir() else next(parent for parent in run.absolute().parents if parent.is_dir())
-        near = did_you_mean(run.name, [path.name for path in there.iterdir()])
-        raise ConfigError(
-            f"{run}: no checkpoint there; expected a run's folder with global_step_N in it (trainer.save_freq).{near}"
-        )
-    if step is not None and step not in found:
-        nearest = min(found, key=lambda known: abs(known - step))
-        raise ConfigError(f"step {step}: {run} has {', '.join(map(str, found))}. Did you mean {nearest}?")
-    return whole(found[max(found) if step is None else step])
-
-
-def whole(folder: Path) -> Path:
-    try:
-        folders.checked(folder, family=None)
-    except (Damaged, OSError) as error:
-        raise ConfigError(f"{folder}: {error}; export another step, or restore it from a copy") from None
-    return folder
-
-
-def policies(checkpoint: Path) -> list[Saved]:
-    """Raises ConfigError where no policy's weights were saved."""
-    found = [Saved(path.parent.name, path) for path in sorted(checkpoint.glob("*/actor"))]
-    if not found:
-        raise ConfigError(
-            f"{checkpoint}: no policy's weights in it; expected <policy>/actor, as a run of this version saves them"
-        )
-    return found
+    source = find(str(run if step is None else run / f"global_step_{step}"))
+    if source.step is None:
+        raise ConfigError(f"{run}: a model's folder already; expected a run's, with global_step_N in it")
+    return source.path
 
 
 def export(checkpoint: Path, target: Path, merged: bool) -> Iterator[tuple[str, Path]]:
-    """Write each policy into ``target/<policy>``. Raises ConfigError where something lies there already."""
-    for policy in policies(checkpoint):
-        folder = target / policy.name
+    """Write each policy into ``target/<policy>``; yields what it is there, and its folder. Raises ConfigError where something lies there
+    already, and where no policy's weights were saved."""
+    actors = sorted(checkpoint.glob("*/actor"))
+    if not actors:
+        raise ConfigError(
+            f"{checkpoint}: no policy's weights in it; expected <policy>/actor, as a run of this version saves them"
+        )
+    for actor in actors:
+        name = actor.parent.name
+        folder, temporary = target / name, target / f".{name}.making"
         if folder.exists() and any(folder.iterdir()):
             raise ConfigError(
                 f"{folder}: something lies there, and nothing is written over; remove it, or choose another --to"
             )
-        temporary = target / f".{policy.name}.making"
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        kind = write(policy, temporary, checkpoint, merged)
-        origin = {"checkpoint": str(checkpoint), "policy": policy.name, "kind": kind}
+        kind = write(actor, temporary, base_of(checkpoint, name), merged)
+        origin = {"checkpoint": str(checkpoint), "policy": name, "kind": kind}
         (temporary / ORIGIN).write_text(json.dumps(origin, indent=1) + "\n")
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
         yield kind, folder
 
 
-def write(policy: Saved, folder: Path, checkpoint: Path, merged: bool) -> str:
-    """Write a policy; returns what it is there."""
-    if policy.adapter and not merged:
-        copy(policy.folder / MODEL, folder, weights=False)
-        copy(policy.adapter, folder)
-        name_base(folder, base_of(checkpoint, policy.name))
-        add_tokenizer(folder, base_of(checkpoint, policy.name))
-        return "adapter"
-    if policy.has_model:
-        copy(policy.folder / MODEL, folder)
-    elif policy.adapter:
-        merge_adapter(policy.adapter, base_of(checkpoint, policy.name), folder)
-        copy(policy.folder / MODEL, folder, weights=False)
+def write(actor: Path, folder: Path, base: str, merged: bool) -> str:
+    """Write the policy that was saved in ``actor``; returns ``adapter`` or ``model``."""
+    model, adapter = actor / MODEL, actor / ADAPTER
+    if is_adapter := (adapter / "adapter_config.json").is_file() and not merged:
+        copy(model, folder, weights=False)
+        copy(adapter, folder)
+        name_base(folder, base)
+    elif has_weights(model):  # whole ones, merged where there is an adapter
+        copy(model, folder)
+    elif (adapter / "adapter_config.json").is_file():
+        merge_adapter(adapter, base, folder)
+        copy(model, folder, weights=False)
     else:
-        merge_shards(policy.folder, folder)
-    add_tokenizer(folder, base_of(checkpoint, policy.name))
-    name_dtype(folder)
-    return "model"
+        merge_shards(actor, folder)
+    add_tokenizer(folder, base)
+    if not is_adapter:
+        name_dtype(folder)
+    return "adapter" if is_adapter else "model"
 
 
 def copy(source: Path, target: Path, weights: bool = True) -> None:
@@ -176,17 +134,8 @@ def merge_adapter(adapter: Path, base: str, folder: Path) -> None:
 
 def merge_shards(actor: Path, folder: Path) -> None:
     """verl's own merger, in a process of its own, where reading a shard executes nothing."""
-    words = [
-        "-m",
-        "verl.model_merger",
-        "merge",
-        "--backend",
-        "fsdp",
-        "--local_dir",
-        str(actor),
-        "--target_dir",
-        str(folder),
-    ]
+    words = ["-m", "verl.model_merger", "merge", "--backend", "fsdp"]
+    words += ["--local_dir", str(actor), "--target_dir", str(folder)]
     safe = os.environ | {FORCED: "1"}
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=PATIENCE_S, env=safe)
     if done.returncode != 0:

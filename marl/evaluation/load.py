@@ -14,9 +14,9 @@ from marl.config.errors import ConfigError
 from marl.config.kinds import frozen_policies
 from marl.config.policies import own_settings, thinking_of
 from marl.controller.chat import ChatEncoder
-from marl.modules.pretrained import WEIGHTS, line
+from marl.evaluation.source import saved_state, saved_weights
+from marl.modules.pretrained import line
 from marl.rollout.hf_model import check_positions, decodable_config, longest_of
-from marl.utils import folders
 
 
 @dataclass(frozen=True)
@@ -72,40 +72,18 @@ def weights_of(config: DictConfig, name: str) -> str:
     path, checkpoint = str(own_settings(config, name).model.path), config.ensemble.checkpoint
     if checkpoint is None:
         return path
-    unsaved = not (Path(checkpoint).expanduser() / name).exists() and name in saved_state(checkpoint)["policies"]
-    return path if unsaved and name in frozen_policies(config) else saved_weights(checkpoint, name)
+    unsaved = (
+        not (Path(checkpoint).expanduser() / name).exists()
+        and name in saved_state(Path(checkpoint).expanduser())["policies"]
+    )
+    return (
+        path if unsaved and name in frozen_policies(config) else str(saved_weights(Path(checkpoint).expanduser(), name))
+    )
 
 
 def saved_step(folder: str | None) -> int:
     """Step of a checkpoint; 0 without one."""
-    return 0 if folder is None else int(saved_state(folder)["step"])
-
-
-def saved_state(folder: str) -> dict[str, Any]:
-    """A checkpoint's state. Raises ConfigError for a folder that is not a checkpoint."""
-    try:
-        return folders.read_state(Path(folder).expanduser())
-    except FileNotFoundError as error:
-        raise ConfigError(f"ensemble.checkpoint={folder}: {error}; expected …/global_step_N") from None
-
-
-def saved_weights(folder: str, policy: str, named: str | None = None) -> str:
-    """Folder of a policy's model in Hugging Face format within a checkpoint. Raises ConfigError if it is missing; ``named``: the
-    beginning of its message."""
-    named = named or f"ensemble.checkpoint={folder}"
-    root, state = Path(folder).expanduser(), saved_state(folder)
-    if policy not in state["policies"]:
-        raise ConfigError(
-            f"{named}: it holds the policies {', '.join(state['policies'])}, and an agent acts with "
-            f"{policy!r}; expected the agents that were trained, set agents.<name>.policy to one of these"
-        )
-    weights = root / policy / "actor" / "huggingface"
-    if not any(file for pattern in WEIGHTS for file in weights.glob(pattern)):
-        raise ConfigError(
-            f"{named}: {weights} holds no weights; expected a checkpoint that was saved with hf_model in "
-            "actor_rollout_ref.actor.checkpoint.save_contents; train with it, or convert by verl.model_merger"
-        )
-    return str(weights)
+    return 0 if folder is None else int(saved_state(Path(folder).expanduser())["step"])
 
 
 def device_of(config: DictConfig) -> str:

@@ -16,7 +16,7 @@ from marl.config.overrides import hydra_overrides
 from marl.config.schema import AgentConfig
 from marl.controller.recorded_ledger import has_step
 from marl.preflight.run_folder import RUN, family_of
-from marl.preflight.unfinished import must_be_plain, read_record
+from marl.report.runs import must_be_plain, read_record
 from marl.utils import folders, manifest
 from marl.utils.folders import METRICS, whole_lines
 from marl.utils.manifest import Damaged

@@ -9,7 +9,7 @@ from typing import Any
 from marl.config.errors import ConfigError
 from marl.modules.pretrained import WEIGHTS
 from marl.preflight.run_folder import family_of, read_identity
-from marl.preflight.unfinished import RUN, is_running, must_be_plain
+from marl.report.runs import RUN, is_running, must_be_plain
 from marl.utils import folders
 from marl.utils.manifest import Damaged
 from marl.utils.registry import did_you_mean
@@ -54,13 +54,15 @@ def find(word: str) -> Source:
         raise ConfigError(f"{word}: no such folder;{nearest(path)} expected a run, …/global_step_N of one, or a model")
     if (path / RUN).is_file() or folders.named(path):
         return of_run(path, word)
-    if (path / "config.json").is_file():
-        return of_model(path, word)
-    inside = [entry.name for entry in sorted(path.iterdir()) if (entry / RUN).is_file()]
-    hint = f" It holds runs: {', '.join(inside[:5])}; name one of them." if inside else ""
-    raise ConfigError(
-        f"{word}: it holds neither {RUN} nor config.json; expected a run's folder, …/global_step_N of one, or a model's folder.{hint}"
-    )
+    if not (path / "config.json").is_file():
+        inside = [entry.name for entry in sorted(path.iterdir()) if (entry / RUN).is_file()]
+        hint = f" It holds runs: {', '.join(inside[:5])}; name one of them." if inside else ""
+        raise ConfigError(
+            f"{word}: it holds neither {RUN} nor config.json; expected a run's folder, …/global_step_N of one, or a model's folder.{hint}"
+        )
+    if not has_weights(path):
+        raise ConfigError(f"{word}: there are no weights beside its config.json; expected one of {', '.join(WEIGHTS)}")
+    return Source(path, None)
 
 
 def nearest(path: Path) -> str:
@@ -104,10 +106,8 @@ def of_run(path: Path, word: str) -> Source:
     return source_at(found, int(folders.STEP.fullmatch(found.name)[1]))  # type: ignore[index]
 
 
-def of_model(path: Path, word: str) -> Source:
-    if not any(file for pattern in WEIGHTS for file in path.glob(pattern)):
-        raise ConfigError(f"{word}: there are no weights beside its config.json; expected one of {', '.join(WEIGHTS)}")
-    return Source(path, None)
+def has_weights(folder: Path) -> bool:
+    return any(file for pattern in WEIGHTS for file in folder.glob(pattern))
 
 
 def source_at(checkpoint: Path, step: int) -> Source:
@@ -123,3 +123,28 @@ def source_at(checkpoint: Path, step: int) -> Source:
 def reads_examples(source: Source) -> bool:
     """True for a run whose files hold examples, not tasks."""
     return (source.saved.get("method") or {}).get("source", "play") != "play"
+
+
+def saved_state(checkpoint: Path) -> dict[str, Any]:
+    """A checkpoint's state. Raises ConfigError for a folder that is not a checkpoint."""
+    try:
+        return folders.read_state(checkpoint)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{checkpoint}: {error}; expected …/global_step_N") from None
+
+
+def saved_weights(checkpoint: Path, policy: str) -> Path:
+    """Folder of a policy's model in Hugging Face format within a checkpoint. Raises ConfigError if it is missing."""
+    policies = saved_state(checkpoint)["policies"]
+    if policy not in policies:
+        raise ConfigError(
+            f"{checkpoint}: it holds the policies {', '.join(policies)}, and an agent acts with {policy!r}; expected the agents that "
+            "were trained, set agents.<name>.policy to one of these"
+        )
+    weights = checkpoint / policy / "actor" / "huggingface"
+    if not has_weights(weights):
+        raise ConfigError(
+            f"{checkpoint}: {weights} holds no weights; expected a checkpoint that was saved with hf_model in "
+            "actor_rollout_ref.actor.checkpoint.save_contents; train with it, or convert by verl.model_merger"
+        )
+    return weights

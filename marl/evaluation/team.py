@@ -28,8 +28,7 @@ from marl.controller.controller import Controller
 from marl.controller.policy_map import PolicyMap
 from marl.controller.tasks import validation_tasks
 from marl.evaluation import saved_settings
-from marl.evaluation.load import saved_state, saved_weights
-from marl.evaluation.source import Source
+from marl.evaluation.source import Source, saved_state, saved_weights
 from marl.modules.pretrained import load_config
 from marl.preflight.endpoints import check_endpoints
 from marl.preflight.prepare import prepare
@@ -96,7 +95,7 @@ async def start(setup: Setup, source: Source, cleanup: ExitStack) -> Controller:
     if source.step is not None:
         exchange_every = source.saved["learner"].get("exchange_every") or 0
         controller.policy_map = PolicyMap(config.agents, exchange_every)
-        controller.accuracy.load_state_dict(saved_state(str(source.path))["accuracy"])
+        controller.accuracy.load_state_dict(saved_state(source.path)["accuracy"])
     return controller
 
 
@@ -211,13 +210,13 @@ def answers_alone(config: DictConfig) -> None:
 def take_weights(config: DictConfig, source: Source) -> dict[str, str]:
     """Let every policy that the run trained be served from the checkpoint's whole model, adapters merged into it; returns these
     models by policy."""
-    trained, served = saved_state(str(source.path))["policies"], {}
+    trained, served = saved_state(source.path)["policies"], {}
     hosted = hosted_policies(config)
     for name in hosted:
         if name not in trained or not (source.path / name).exists():  # nobody trained it
             continue
         own = config.policies.get(name) or {}
-        path = saved_weights(str(source.path), name, str(source.path))
+        path = str(saved_weights(source.path, name))
         weights = {"path": path, "lora_rank": 0, "lora_adapter_path": None}
         config.policies[name] = OmegaConf.merge(own, {"model": weights})
         served[name] = path
@@ -274,15 +273,13 @@ def fit_context(config: DictConfig, words: Sequence[str]) -> None:
     longest = getattr(text, "max_position_embeddings", None)
     if longest is None or sum(lengths.values()) <= longest:
         return
-    named = {word.partition("=")[0].lstrip("+") for word in words}
-    free = [key for key in LENGTHS if f"data.{key}" not in named]
+    free = [key for key in LENGTHS if not saved_settings.is_named(f"data.{key}", words)]
     room = longest - sum(length for key, length in lengths.items() if key not in free)
     if not free or room < len(free):
-        asked = " ".join(f"data.{key}={length}" for key, length in lengths.items())
         raise ConfigError(
-            f"{asked}: the context of {model.path} is {longest} tokens, prompt and answer together; expected lengths that fit, such as "
-            f"data.{LENGTHS[0]}={longest - longest // 2} data.{LENGTHS[1]}={longest // 2}, or "
-            "actor_rollout_ref.rollout.max_model_len=N if the model reads more"
+            f"{' '.join(f'data.{key}={length}' for key, length in lengths.items())}: the context of {model.path} is {longest} tokens, "
+            f"prompt and answer together; expected lengths that fit, such as data.{LENGTHS[0]}={longest - longest // 2} data.{LENGTHS[1]}={longest // 2}, "
+            "or actor_rollout_ref.rollout.max_model_len=N if the model reads more"
         )
     for key in free:
         config.data[key] = room // len(free)

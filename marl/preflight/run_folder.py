@@ -16,18 +16,8 @@ from marl.config.errors import ConfigError
 from marl.config.identity import identity_of, key_of, refused, settings_of
 from marl.controller import ledger
 from marl.preflight.resumed_parts import must_have_as_many_ranks, must_hold_all_states
-from marl.preflight.unfinished import (
-    BEGUN,
-    FINISHED,
-    LOCK,
-    RUN,
-    STAMPED,
-    go_on_with,
-    identity_in,
-    mark_finished,
-    must_be_plain,
-    read_record,
-)
+from marl.preflight.unfinished import BEGUN, STAMPED, go_on_with, identity_in, mark_finished
+from marl.report.runs import FINISHED, LOCK, RUN, must_be_plain, read_record
 from marl.utils import folders
 from marl.utils.manifest import Damaged, replace_text
 from marl.utils.plain_files import opener

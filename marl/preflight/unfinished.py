@@ -1,6 +1,5 @@
 """A run that a kill or an error ended: the same command again goes on with it (``trainer.resume_mode=auto``), in its folder."""
 
-import fcntl
 import json
 import logging
 import re
@@ -12,17 +11,16 @@ from typing import Any
 
 from omegaconf import open_dict
 
-from marl.config.errors import ConfigError
 from marl.config.identity import comparable, refused
-from marl.utils import folders, plain_files
+from marl.report.runs import FINISHED, RUN, is_running
+from marl.utils import folders
 from marl.utils.manifest import replace_text
-from marl.utils.plain_files import NotPlain, opener
+from marl.utils.plain_files import opener
 
 logger = logging.getLogger(__name__)
 
 STAMPED = re.compile(r"\d{8}-\d{6}-\w{4}(|-.+)")
 """A folder that ``${new_run:}`` named, and what the user's own pattern adds, such as ``-seed0``."""
-RUN, LOCK, FINISHED = "run.json", ".lock", "finished"
 LENGTH = re.compile(r"trainer\.total_(training_steps|epochs)")
 COMPARED = re.compile(rf"{LENGTH.pattern}|resources\.(placement|pools)(\..+)?")
 """Keys that a resumed run may change, and one that nobody asked to resume must share: its length, and its numbers of ranks."""
@@ -98,25 +96,6 @@ def identity_in(folder: Path, so: str = "") -> dict[str, Any] | None:
     return record
 
 
-def read_record(path: Path) -> dict[str, Any]:
-    """A ``run.json``. Raises ConfigError for one that cannot be read."""
-    record = read_json(path)
-    if not isinstance(record, dict) or not isinstance(record.get("config"), dict):
-        raise ConfigError(f"{path}: no settings in it; expected the file that a run of this version writes")
-    return record
-
-
-def read_json(path: Path) -> Any:
-    """The content of a file that a run wrote. Raises ConfigError where it is not JSON."""
-    try:
-        with open(path, encoding="utf-8", opener=opener) as file:
-            return json.load(file)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error}); expected the file that a run writes: restore it"
-        ) from None
-
-
 def settings_that_differ(saved: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """{key: (saved, new)} of what a resumed run may not change, and of its length and ranks."""
     return differing(saved, new, COMPARED, ())
@@ -137,35 +116,6 @@ def differing(
     before, now = comparable(saved), comparable(new)
     pairs = {key: (before.get(key), now.get(key)) for key in sorted({*before, *now}) if also.fullmatch(key)}
     return refused(saved, new, changes) | {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def must_be_plain(folder: Path) -> None:
-    """Raise ConfigError for a link or a pipe among what a run's folder holds of ours."""
-    try:
-        plain_files.must_be_plain(folder)
-    except NotPlain as error:
-        raise ConfigError(str(error)) from None
-
-
-def is_running(folder: Path) -> bool:
-    """True if another process holds the folder, or, with a warning, if that cannot be known, as on a file system without locks."""
-    try:
-        with open(folder / LOCK, opener=opener) as file:
-            fcntl.flock(
-                file, fcntl.LOCK_SH | fcntl.LOCK_NB
-            )  # which a file that is open for reading may take on NFS, too
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    except OSError as error:
-        logger.warning(
-            "%s did not finish, and is not continued: whether it is still running cannot be known here (%s); to continue it, set "
-            "trainer.default_local_dir=%s",
-            *(folder, error, folder),
-        )
-        return True
-    return False
 
 
 def mark_finished(folder: Path) -> None:

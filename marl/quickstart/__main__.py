@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from marl import main as marl_main
 from marl.config.overrides import hydra_overrides
 from marl.quickstart import transcripts
-from marl.report import run_summary
+from marl.report import summary
 from marl.types import Metrics
 
 console = Console()
@@ -94,14 +94,14 @@ def warm_up_and_train(config: DictConfig) -> Any:
     finally:
         bar.progress.stop()  # always restores the cursor
     if trainer.history:
-        console.print(run_summary.table(trainer.history, len(trainer.validation)))
+        console.print(summary.table(trainer.history, len(trainer.validation)))
     if RECIPES[config.task].pretrained:
         for table in transcripts.tables(Path(config.trainer.validation_data_dir)):
             console.print(table)
-    found = run_summary.read_json(trainer.report_folder) if config.baseline else {}
+    found = summary.read_json(trainer.report_folder) if config.baseline else {}
     if found.get("baselines"):
         keys = ("problems", "baselines", "sampled_tokens", "degenerate_groups")
-        console.print(run_summary.baseline_table(trainer.history, *(found[key] for key in keys)))
+        console.print(summary.baseline_table(trainer.history, *(found[key] for key in keys)))
     console.print(f"curves: {trainer.report_folder / 'curves.png'}   numbers: {trainer.report_folder / 'summary.json'}")
     return trainer
 

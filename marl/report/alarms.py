@@ -1,6 +1,7 @@
 """Warnings about a run that cannot learn, or whose numbers cannot be right."""
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from marl.types import AgentId, Episode, Metrics, PolicyName, Score, Task
@@ -8,6 +9,8 @@ from marl.types import AgentId, Episode, Metrics, PolicyName, Score, Task
 logger = logging.getLogger(__name__)
 
 NEARLY_ALL, NO_ENTROPY = 0.9, 1e-3
+WINDOW = 20
+"""Steps over which an agent's share of the credit is averaged."""
 
 
 class Collapse:
@@ -84,7 +87,7 @@ class DegenerateGroups:
     """Warns, once per streak, of steps whose groups are all degenerate: nothing is learned from them."""
 
     def __init__(self, steps: int | None) -> None:
-        """After so many steps in a row; None for no warning."""
+        """``steps``: number of such steps in a row; None for no warning."""
         self.steps, self.in_a_row = steps, 0
 
     def look(self, share: float | None, step: int) -> None:
@@ -102,6 +105,32 @@ class DegenerateGroups:
                 "controller.degenerate_steps=%d",
                 self.steps, step, self.steps,
             )  # fmt: skip
+
+
+class LazyAgents:
+    """Warns of an agent, once, whose share stays small: it hardly learns, and may have stopped contributing."""
+
+    def __init__(self, fraction: float | None) -> None:
+        """``fraction`` of an equal share, in the mean over the last steps; None for no warning."""
+        self.fraction = fraction
+        self.recent: deque[Mapping[AgentId, float]] = deque(maxlen=WINDOW)
+        self.warned: set[AgentId] = set()
+
+    def look(self, shares: Mapping[AgentId, float], step: int) -> None:
+        """A step's shares; one without any tells nothing."""
+        if shares:
+            self.recent.append(shares)
+        if self.fraction is None or len(self.recent) < WINDOW:
+            return
+        for agent in set(shares) - self.warned:
+            mean = sum(past[agent] for past in self.recent) / WINDOW
+            if mean < self.fraction / len(shares):
+                self.warned.add(agent)
+                logger.warning(
+                    "agent %r got %.3f of the credit over the last %d steps, to step %d; an equal share is %.3f (warns "
+                    "below %g times that: controller.lazy_agent_share). Look at agent/%s/credit_share and what it says",
+                    agent, mean, WINDOW, step, 1 / len(shares), self.fraction, agent,
+                )  # fmt: skip
 
 
 class NoAnswers:

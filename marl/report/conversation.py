@@ -59,10 +59,7 @@ def num_missing(episodes: Sequence[Episode], counts_E: Sequence[int]) -> int:
 
 def round_accuracy(episodes: Sequence[Episode], round: int, agent: AgentId | None = None) -> float | None:
     """Share of right answers in a round; None without answers."""
-    answers_E = [turns_in([episode], round, agent) for episode in episodes]
-    right = [turn.correct for answers in answers_E for turn in answers]
-    total = len(right) + num_missing(episodes, [len(answers) for answers in answers_E])
-    return sum(right) / total if right else None
+    return share_of_right(episodes, [[turn.correct for turn in turns_in([e], round, agent)] for e in episodes])
 
 
 def final_accuracy(episodes: Sequence[Episode], agent: AgentId | None = None) -> float | None:
@@ -71,9 +68,14 @@ def final_accuracy(episodes: Sequence[Episode], agent: AgentId | None = None) ->
         [turns[-1] for name in episode.agents if agent in (None, name) and (turns := answers_by(episode, name))]
         for episode in episodes
     ]
-    right = [ends_right(episode, turn) for episode, last in zip(episodes, last_E, strict=True) for turn in last]
-    total = len(right) + num_missing(episodes, [len(last) for last in last_E])
-    return sum(right) / total if right else None
+    pairs = zip(episodes, last_E, strict=True)
+    return share_of_right(episodes, [[ends_right(episode, turn) for turn in last] for episode, last in pairs])
+
+
+def share_of_right(episodes: Sequence[Episode], right_E: Sequence[Sequence[bool]]) -> float | None:
+    """Share of right answers of all episodes and of those that failed ones lack; None without answers."""
+    right = [answer for answers in right_E for answer in answers]
+    return sum(right) / (len(right) + num_missing(episodes, list(map(len, right_E)))) if right else None
 
 
 def ends_right(episode: Episode, last: Turn) -> bool:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from marl.report.turn_numbers import Numbers
 from marl.types import Episode, Score, Task, Turn
 from marl.utils.manifest import sync_folder
 from marl.utils.plain_files import opener
@@ -34,6 +33,8 @@ TURN = (
 """Columns that are fields of a turn."""
 NO_TURN: dict[str, Any] = {"input": "", "output": "", "messages": [], "answer": None} | dict.fromkeys(TURN)
 PLAIN = (str, int, float, bool)
+Numbers = dict[str, float | None]
+"""What a turn was trained on: ``reward``, ``return``, ``advantage``, ``value``; None where there is none."""
 Extractor = Callable[..., Callable[[str], str | None]]
 """``(data_source, truth=…)`` -> how its texts give their final answers."""
 Hider = Callable[..., Callable[[str], str]]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from marl.utils.intervals import share
+from marl.utils.tables import markdown_table
 
 Result = Mapping[str, Any]
 
@@ -29,52 +30,42 @@ def markdown(result: Result) -> str:
 
 def sections(result: Result) -> Iterator[str]:
     teams, tasks = result["teams"], result["task"]["tasks"]
-    yield table(
-        [
-            "team",
-            "tasks",
-            "accuracy",
-            "95 %",
-            "failed",
-            "tokens per answer",
-            "tokens sampled",
-            "tokens read",
-            "seconds",
-        ],
-        [
-            [t["label"], str(tasks), share(t["accuracy"]), interval(t["interval"]), str(t["failed"]), *cost(t["cost"])]
-            for t in teams
-        ],
-    )
+    costs = ["tokens per answer", "tokens sampled", "tokens read", "seconds"]
+    rows = [
+        [t["label"], str(tasks), share(t["accuracy"]), interval(t["interval"]), str(t["failed"]), *cost(t["cost"])]
+        for t in teams
+    ]
+    yield markdown_table(["team", "tasks", "accuracy", "95 %", "failed", *costs], rows)
     if result["comparisons"]:
         yield "## Differences on the same tasks"
         rows = [[f"{c['of']} over {c['over']}", *difference(c)] for c in result["comparisons"]]
-        yield table(["", "difference", "95 %, paired", "p"], rows)
+        yield markdown_table(["", "difference", "95 %, paired", "p"], rows)
     for team in teams:
         yield f"## {team['label']}"
         yield from of_team(team, tasks)
 
 
 def of_team(team: Result, tasks: int) -> Iterator[str]:
-    """Every share with its 95 % interval over so many tasks."""
+    """Every share with its 95 % interval over the tasks."""
     ks = list(team["pass@k"])
-    yield table(["k", *ks], [[key, *(share(team[key][k], tasks) for k in ks)] for key in ("pass@k", "majority@k")])
+    yield markdown_table(
+        ["k", *ks], [[key, *(share(team[key][k], tasks) for k in ks)] for key in ("pass@k", "majority@k")]
+    )
     rounds = list(team["by_round"])
     if rounds:
         rows = [["all agents", *(share(team["by_round"][r], tasks) for r in rounds), ""]]
         rows += [
-            [name, *(share(own["by_round"].get(r), tasks) for r in rounds), share(own["final"], tasks)]
-            for name, own in team["by_agent"].items()
+            [name, *(share(numbers["by_round"].get(r), tasks) for r in rounds), share(numbers["final"], tasks)]
+            for name, numbers in team["by_agent"].items()
         ]
-        yield table(["accuracy", *(f"round {r}" for r in rounds), "last answer"], rows)
-    rows = list(rows_beside(team))
+        yield markdown_table(["accuracy", *(f"round {r}" for r in rounds), "last answer"], rows)
+    rows = list(baseline_rows(team))
     if rows:
-        yield table(
-            ["beside the team", "accuracy", "95 %", "gain of the team", "95 %, paired", "p", "tokens per answer"], rows
-        )
+        head = ["baseline", "accuracy", "95 %", "gain of the team", "95 %, paired", "p", "tokens per answer"]
+        yield markdown_table(head, rows)
     if team["vote_without"]:
         rows = [[agent, share(accuracy, tasks)] for agent, accuracy in team["vote_without"].items()]
-        yield table(["the same votes without", "accuracy"], rows)
+        yield markdown_table(["the same votes without", "accuracy"], rows)
     if "similarity" in team:
         yield f"Similarity of the answers to the truth: {team['similarity']:.3f}"
     if "perplexity" in team:
@@ -83,7 +74,7 @@ def of_team(team: Result, tasks: int) -> Iterator[str]:
         )
 
 
-def rows_beside(team: Result) -> Iterator[list[str]]:
+def baseline_rows(team: Result) -> Iterator[list[str]]:
     labels = {
         "solo": "{} alone",
         "vote": "vote of {}'s answers, as many as the team's",
@@ -91,12 +82,13 @@ def rows_beside(team: Result) -> Iterator[list[str]]:
         "leave_one_out": "the team without {}",
     }
     for key, label in labels.items():
-        for agent, own in team.get(key, {}).items():
-            if "reason" in own:
-                yield [label.format(agent), "-", own["reason"], "", "", "", ""]
+        for agent, numbers in team.get(key, {}).items():
+            if "reason" in numbers:
+                yield [label.format(agent), "-", numbers["reason"], "", "", "", ""]
                 continue
-            gain, tokens = own["gain_of_team"], f"{own['cost']['sampled_tokens_per_episode']:.1f}"
-            yield [label.format(agent), share(own["accuracy"]), interval(own["interval"]), *difference(gain), tokens]
+            accuracy, tokens = share(numbers["accuracy"]), f"{numbers['cost']['sampled_tokens_per_episode']:.1f}"
+            gain = difference(numbers["gain_of_team"])
+            yield [label.format(agent), accuracy, interval(numbers["interval"]), *gain, tokens]
 
 
 def cost(numbers: Mapping[str, float]) -> list[str]:
@@ -104,21 +96,12 @@ def cost(numbers: Mapping[str, float]) -> list[str]:
     return [each, f"{numbers['sampled_tokens']:.0f}", f"{numbers['read_tokens']:.0f}", f"{numbers['seconds']:.1f}"]
 
 
-def difference(found: Result) -> list[str]:
-    return [f"{found['difference']:+.3f}", interval(found["interval"]), f"{found['p']:.4f}"]
+def difference(gain: Result) -> list[str]:
+    return [f"{gain['difference']:+.3f}", interval(gain["interval"]), f"{gain['p']:.4f}"]
 
 
-def interval(found: Sequence[float]) -> str:
-    return f"{found[0]:.3f} to {found[1]:.3f}"
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(map(escaped, line))} |" for line in lines)
-
-
-def escaped(cell: str) -> str:
-    return cell.replace("|", "\\|").replace("\n", " ")
+def interval(ends: Sequence[float]) -> str:
+    return f"{ends[0]:.3f} to {ends[1]:.3f}"
 
 
 def plot(result: Result, path: Path) -> None:

@@ -2,10 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from enum import Enum
-from typing import Any
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.text import Text
@@ -14,36 +11,6 @@ from marl.types import Metrics
 
 WINDOW = 20
 """Steps over which a step's duration is averaged."""
-
-
-class Show(Enum):
-    """Ways to show a run on a terminal."""
-
-    lines = "lines"
-    live = "live"
-    quiet = "quiet"
-
-
-FLAGS = {"--quiet": Show.quiet, "--live": Show.live}
-
-
-def split_flags(words: list[str]) -> tuple[list[str], Show]:
-    """The words without our flags, and what they ask for; the last one counts."""
-    asked = [FLAGS[word] for word in words if word in FLAGS]
-    return [word for word in words if word not in FLAGS], asked[-1] if asked else Show.lines
-
-
-class Display:
-    """Callback for every step: the step, the last step and its metrics."""
-
-    def begin(self, config: Any) -> None:
-        """Called once, with the run's configuration, before its first step."""
-
-    def __call__(self, step: int, total: int, metrics: Metrics) -> None:
-        """Called after every step."""
-
-    def end(self) -> None:
-        """Called once, also after an error."""
 
 
 class Pace:
@@ -57,8 +24,8 @@ class Pace:
         """Seconds until the last step; None where nothing tells how long a step takes."""
         self.ends.append(self.clock())
         durations = len(self.ends) - 1
-        own = (self.ends[-1] - self.ends[0]) / durations if durations else metrics.get("timing_s/step")
-        return None if own is None else own * max(total - step, 0)
+        seconds = (self.ends[-1] - self.ends[0]) / durations if durations else metrics.get("timing_s/step")
+        return None if seconds is None else seconds * max(total - step, 0)
 
 
 def tokens_per_second(metrics: Metrics) -> float | None:
@@ -99,29 +66,15 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-class Lines(Display):
-    """A line for every step; without colours where there is no terminal."""
+class Lines:
+    """Prints a line for every step; without colours where there is no terminal."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False)
         self.pace = Pace()
 
     def __call__(self, step: int, total: int, metrics: Metrics) -> None:
+        """Called after every step."""
         text = Text(line(step, total, metrics, self.pace.left(step, total, metrics)))
         text.highlight_regex(r"^step +\d+/\d+", "bold")
         self.console.print(text, soft_wrap=True)
-
-
-@contextmanager
-def display_of(show: Show, console: Console | None = None) -> Iterator[Display]:
-    """The display that was asked for; lines in place of a live screen where there is no terminal."""
-    display = Display() if show is Show.quiet else Lines(console)
-    console = console or Console(highlight=False)
-    if show is Show.live and console.is_terminal:
-        from marl.report.progress_live import LiveScreen  # only where it is wanted
-
-        display = LiveScreen(console)
-    try:
-        yield display
-    finally:
-        display.end()

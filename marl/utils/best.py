@@ -28,32 +28,32 @@ def less_is_better(metric: str) -> bool:
 
 def best_steps(root: Path, metric: str, count: int, last: int) -> list[int]:
     """Steps of the checkpoints with the best values: the largest, or the smallest of a loss; among equals the later. Steps without
-    the metric, or with NaN, are left out; where none has it, and more than the ``last`` ones would have stayed, a warning says so once."""
+    the metric, or with NaN, are left out; where nothing but the ``last`` ones would stay, a warning says so once."""
     if not count:
         return []
     measured = metrics_of(root)
     sign = -1 if less_is_better(metric) else 1
     values = {step: metrics[metric] for step, metrics in measured.items() if metric in metrics}
     known = sorted((sign * value, step) for step, value in values.items() if not math.isnan(value))
-    if not known and len(measured) > last and root not in warned:
+    newest = measured[max(measured)] if measured else {}
+    if root not in warned and ((not known and len(measured) > last) or (known and is_on_other_data(metric, newest))):
         warned.add(root)
-        _warn(metric, count, last, measured)
-    elif known and root not in warned and (other := on_other_data(metric, measured[max(measured)])):
-        warned.add(root)
+        names = sorted(set(chain.from_iterable(measured.values())))
         logger.warning(
-            "trainer.keep_best=%d compares trainer.keep_best_metric=%s, which the newest checkpoint lacks: it was validated on other "
-            "data or with other settings, as %s; name that to keep the best of these (said once)",
-            *(count, metric, other),
-        )
+            "trainer.keep_best=%d compares trainer.keep_best_metric=%s, which %s has: of the others only the last %d stay (said once). "
+            "Expected one of their %d metrics, the nearest are: %s; validations are measured at steps that trainer.test_freq divides: "
+            "set it so that it divides trainer.save_freq",
+            count, metric, "the newest checkpoint no longer" if known else "no step that was saved", last, len(names),
+            ", ".join(get_close_matches(metric, names, NAMES, cutoff=0.0)) or "none",
+        )  # fmt: skip
     return [step for _, step in known[::-1][:count]]
 
 
-def on_other_data(metric: str, metrics: Mapping[str, float]) -> str | None:
-    """The name under which these metrics have a validation's number that they lack under its own name."""
-    if not metric.startswith("val/") or metric in metrics:
-        return None
+def is_on_other_data(metric: str, metrics: Mapping[str, float]) -> bool:
+    """True if a validation of a checkpoint has this number under another name: that of its own data or settings."""
     number = metric.removeprefix("val")
-    return next((name for name in metrics if OTHER_DATA.match(name) and name.endswith(number)), None)
+    others = any(OTHER_DATA.match(name) and name.endswith(number) for name in metrics)
+    return metric.startswith("val/") and metric not in metrics and others
 
 
 def metrics_of(root: Path) -> dict[int, Mapping[str, float]]:
@@ -70,13 +70,3 @@ def add_metrics(folder: Path, metrics: Mapping[str, float]) -> None:
     with suppress(Damaged):
         facts = facts_of(folder)
         write(folder, facts | {"metrics": facts["metrics"] | {key: float(value) for key, value in metrics.items()}})
-
-
-def _warn(metric: str, count: int, last: int, measured: Mapping[int, Mapping[str, float]]) -> None:
-    names = sorted(set(chain.from_iterable(measured.values())))
-    logger.warning(
-        "trainer.keep_best=%d keeps nothing: no step that was saved has trainer.keep_best_metric=%s, and only the last %d stay "
-        "(said once); expected one of their %d metrics, the nearest are: %s; validations are measured at steps that "
-        "trainer.test_freq divides: set it so that it divides trainer.save_freq",
-        *(count, metric, last, len(names), ", ".join(get_close_matches(metric, names, NAMES, cutoff=0.0)) or "none"),
-    )

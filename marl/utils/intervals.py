@@ -18,7 +18,7 @@ class Interval(NamedTuple):
 
 
 def wilson(share: float, tasks: int) -> Interval:
-    """Interval of a share over so many tasks (Wilson, 1927): it is as wide as it has to be at 0 and 1 too, where resamples are all
+    """Interval of a share over tasks (Wilson, 1927): it is as wide as it has to be at 0 and 1 too, where resamples are all
     alike, and conservative where a task has several samples."""
     weight = 1 / (1 + Z * Z / tasks)
     middle = weight * (share + Z * Z / (2 * tasks))
@@ -37,7 +37,7 @@ def paired(differences_T: Sequence[float]) -> Interval:
 
 
 def share(value: float | None, tasks: int | None = None) -> str:
-    """A share for a table, with its interval if it is one over so many tasks."""
+    """A share for a table, with its interval if it is one over tasks."""
     if value is None:
         return "-"
     return f"{value:.3f}" + ("" if tasks is None else " [{:.2f}, {:.2f}]".format(*wilson(value, tasks)))

@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,13 @@ class MetricsFile:
     def __init__(self, path: Path, step: float) -> None:
         """``step`` is the step that the run goes on from: later lines are of work that is done again, and are dropped."""
         self.path = path
-        tell_of_lost_steps(path, step)
-        keep_until(path, step)
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        if (path.parent / f"global_step_{step}").is_dir():  # not a new run, nor one that goes on from another folder
+            warn_of_lost_steps(path, {step_of(line) for line in lines}, int(step))
+        if path.exists():
+            kept = [line for line in lines if step > 0 and step_of(line) <= step]  # none that was cut short
+            replace_text(path, b"".join(kept).decode())
+            sync_folder(path.parent)
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
         shown = {key: masked_text(value) if isinstance(value, str) else value for key, value in data.items()}
@@ -45,21 +50,9 @@ class MetricsFile:
         """Asked for by verl; no file stays open."""
 
 
-def keep_until(path: Path, step: float) -> None:
-    """Drop the lines of later steps, and one that was cut short; all lines where the run begins at step 0."""
-    if not path.exists():
-        return
-    kept = [line for line in path.read_bytes().splitlines(keepends=True) if step > 0 and step_of(line) <= step]
-    replace_text(path, b"".join(kept).decode())
-    sync_folder(path.parent)
-
-
-def tell_of_lost_steps(path: Path, step: float) -> None:
-    """Warn where the numbers of steps before a checkpoint of this folder are gone."""
-    if not (path.parent / f"global_step_{step}").is_dir():  # a new run, or one that goes on from another folder
-        return
-    found = {step_of(line) for line in path.read_bytes().splitlines(keepends=True)} if path.exists() else set()
-    lost = [earlier for earlier in range(1, int(step) + 1) if earlier not in found]
+def warn_of_lost_steps(path: Path, found: Collection[float], step: int) -> None:
+    """Warn where the numbers of steps before a checkpoint are gone."""
+    lost = [earlier for earlier in range(1, step + 1) if earlier not in found]
     if lost:
         logger.warning(
             "%s %s: the numbers of %d of the %d steps before are lost, the first of step %d; curves, marl report and marl compare "

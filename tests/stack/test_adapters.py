@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from marl.cluster.workers.shard_files import THREAD
-from marl.evaluation.load import saved_weights
+from marl.evaluation.source import saved_weights
 from marl.utils.marks import marks_of, wait_for
 from tests.builders import slow_but
 from tests.stack.builders import (

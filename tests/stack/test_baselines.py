@@ -11,7 +11,7 @@ from marl.evaluation.baselines import majority_is_right, solo_config
 from marl.main import run
 from marl.marl_trainer import MARLTrainer
 from marl.preflight.prepare import prepare
-from marl.report import run_summary
+from marl.report import summary
 from marl.run_setup import Setup
 from marl.types import Episode, Score, Task, Turn
 
@@ -32,7 +32,7 @@ def small(compose_config, cold_assets, tmp_path):
 @pytest.mark.slow
 def test_baselines_stand_beside_the_team(small, tmp_path):
     run(small("baseline=[solo,vote,untrained]", "trainer.logger=[file]", "learner=mappo"))
-    found = run_summary.read_json(tmp_path)
+    found = summary.read_json(tmp_path)
     assert set(found["baselines"]) == {"solo", "vote", "untrained"}
     solo, team = found["baselines"]["solo"], found["sampled_tokens"]
     # 4 tasks x 4 samples x 4 turns of at most 3 tokens a step; the single agent stops in the step that reaches the budget
@@ -65,7 +65,7 @@ def test_an_interrupted_baseline_goes_on_from_its_own_turns(small, tmp_path, mon
     with pytest.raises(KeyboardInterrupt):
         run(small(*words, cut))
     run(small(*words, cut))
-    solo = [run_summary.read_json(tmp_path / name)["baselines"]["solo"] for name in ("whole", "cut")]
+    solo = [summary.read_json(tmp_path / name)["baselines"]["solo"] for name in ("whole", "cut")]
     assert solo[0] == solo[1]
     assert len(asked) - whole <= 16, "the turns in the hands of two faults are generated twice, and hardly more"
 
@@ -90,7 +90,7 @@ def test_the_single_agent_has_the_teams_schedule_and_twice_its_steps(small, monk
 @pytest.mark.slow
 def test_the_untrained_team_is_measured_where_the_run_did_not(small, tmp_path):
     run(small("baseline=untrained", "trainer.val_before_train=false", "trainer.test_freq=1"))
-    found = run_summary.read_json(tmp_path)
+    found = summary.read_json(tmp_path)
     other = run(small("trainer.val_only=true", f"trainer.default_local_dir={tmp_path}/other"))
     assert found["baselines"]["untrained"]["vote"] == other.history[0]["vote"]
 
@@ -146,7 +146,7 @@ def test_the_vote_baseline_samples_where_validation_is_greedy(small, tmp_path, m
     for episode in episodes:
         by_task.setdefault(episode.task.id, []).append(episode.turns[0])
     assert {len(turns) for turns in by_task.values()} == {4}
-    assert run_summary.read_json(tmp_path)["baselines"]["vote"]["answers"] == 4.0
+    assert summary.read_json(tmp_path)["baselines"]["vote"]["answers"] == 4.0
     assert all(len({turn.seed for turn in turns}) == 4 for turns in by_task.values())
     assert any(len({turn.text for turn in turns}) > 1 for turns in by_task.values()), "they differ"
 

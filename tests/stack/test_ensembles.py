@@ -16,7 +16,8 @@ from marl.commands.ensemble import run
 from marl.config.errors import ConfigError
 from marl.config.policies import own_settings
 from marl.evaluation.ensemble_answers import Ensemble
-from marl.evaluation.load import saved_weights, weights_of
+from marl.evaluation.load import weights_of
+from marl.evaluation.source import saved_weights
 from marl.preflight.prepare import prepare
 from marl.quickstart.model import build_model
 from marl.report.ensemble_table import Way
@@ -263,7 +264,7 @@ def test_a_wrong_key_on_the_command_line(monkeypatch, capsys, cold_assets, words
 def test_a_checkpoint_that_has_no_weights_or_other_policies_is_named(trained, composed):
     _, folder = trained
     with pytest.raises(ConfigError, match=r"it holds the policies alice, carol, and an agent acts with 'judge'"):
-        saved_weights(str(folder), "judge")
+        saved_weights(folder, "judge")
     weights = folder / "carol" / "actor" / "huggingface" / "model.safetensors"
     assert load_tree(folder / "data.safetensors"), "it is a whole checkpoint"
     weights.unlink()

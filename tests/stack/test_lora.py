@@ -8,7 +8,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from marl.evaluation.load import saved_weights
+from marl.evaluation.source import saved_weights
 from tests.stack.builders import ADAPTERS
 
 

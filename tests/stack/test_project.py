@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from marl import cli
-from marl.comparison.runs import load_all
+from marl.report.runs import load_all
 from tests.stack.conftest import ROOT
 
 

@@ -17,7 +17,6 @@ RUN = (
     "data.train_batch_size=4,8",
     "trainer.logger=[file,tensorboard]",
     "trainer.log_val_generations=1",
-    "trainer.log_generations_freq=1",
 )
 
 

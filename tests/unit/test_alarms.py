@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from marl.report.alarms import Collapse, DegenerateGroups, NoAnswers, RightThreshold
+from marl.report.alarms import WINDOW, Collapse, DegenerateGroups, LazyAgents, NoAnswers, RightThreshold
 from marl.types import Episode, Score, Task, Turn
 
 
@@ -135,3 +135,40 @@ def test_where_most_texts_give_no_answer_one_line_names_a_text_the_rule_and_its_
 
 def test_texts_that_give_answers_again_end_the_silence(caplog):
     assert len(no_answers(caplog, 6, 5, 6)) == 2 and not no_answers(caplog, 0, 5)
+
+
+def test_a_lazy_agent_is_warned_of_once(caplog):
+    lazy = LazyAgents(0.25)  # of an equal share, a half
+    with caplog.at_level(logging.WARNING):
+        for step in range(1, WINDOW):
+            lazy.look({"a": 0.9, "b": 0.1}, step)
+        assert not caplog.records, "not before there are so many steps"
+        lazy.look({}, WINDOW)
+        assert not caplog.records, "a step without credit tells nothing"
+        for step in range(WINDOW, 2 * WINDOW):
+            lazy.look({"a": 0.9, "b": 0.1}, step)
+    (record,) = caplog.records
+    assert (
+        "agent 'b' got 0.100 of the credit over the last 20 steps, to step 20; an equal share is 0.500"
+        in record.message
+    )
+
+
+@pytest.mark.parametrize("fraction,share", [(None, 0.0), (0.25, 0.126)])
+def test_agents_with_enough_credit_raise_no_warning(caplog, fraction, share):
+    lazy = LazyAgents(fraction)
+    with caplog.at_level(logging.WARNING):
+        for step in range(3 * WINDOW):
+            lazy.look({"a": 1 - share, "b": share}, step)
+    assert not caplog.records
+
+
+def test_the_window_moves(caplog):
+    lazy = LazyAgents(0.25)
+    with caplog.at_level(logging.WARNING):
+        for step in range(WINDOW):
+            lazy.look({"a": 0.5, "b": 0.5}, step)
+        for step in range(WINDOW):
+            lazy.look({"a": 1.0, "b": 0.0}, WINDOW + step)
+    (record,) = caplog.records
+    assert "to step 35;" in record.message, "when 16 of 20 are 0, the mean is .1; when 15 are, it is .125"

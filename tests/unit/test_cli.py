@@ -102,7 +102,7 @@ def test_the_help_lists_every_option_of_a_command_that_also_takes_keys(run, caps
 def test_the_help_of_eval_lists_all_its_words_and_their_choices(run, capsys):
     from marl.commands.evaluate import Options
     from marl.evaluation.evaluate import BASELINES
-    from marl.evaluation.numbers import MEASURES
+    from marl.evaluation.statistics import MEASURES
 
     assert run("eval", "-h") == 0
     said = capsys.readouterr().out

@@ -8,10 +8,9 @@ from functools import partial
 import pytest
 
 from marl import cli
-from marl.comparison import groups, runs, turns
-from marl.comparison.tables import comparison, markdown
 from marl.config.errors import ConfigError
-from marl.report import run_readme
+from marl.report import readme, runs
+from marl.report.comparison import comparison, costs, groups, markdown
 from marl.utils.manifest import seal
 from tests.run_folders import write_run
 
@@ -77,11 +76,11 @@ def test_a_seed_that_counts_twice_is_named(make_run):
 
 def test_costs_are_sums_over_the_steps_until_there_is_a_summary(make_run):
     folder = make_run("one", {0: 0.1, 1: 0.2, 2: 0.3})
-    found = groups.costs(runs.load(folder))
+    found = costs(runs.load(folder))
     assert (found["steps"], found["seconds_in_steps"], found["tokens"]) == (2, 4.0, 2 * 4 * 2 * 5)
     assert found["seconds_by_phase"] == {"step": 4.0, "update": 3.0}
     (folder / "summary.json").write_text(json.dumps({"sampled_tokens": 77, "seconds": 9.5}))
-    found = groups.costs(runs.load(folder))
+    found = costs(runs.load(folder))
     assert (found["tokens"], found["seconds"], found["seconds_in_steps"]) == (77, 9.5, 4.0)
 
 
@@ -89,8 +88,8 @@ def test_transitions_and_credit_by_hand(make_run):
     folder = make_run("one", {0: 0.1})
     said = [turn("a", 1, 1.0), turn("a", 2, 0.0), turn("b", 1, 0.0), turn("b", 2, 1.0), turn("b", 3, 1.0)]
     said += [turn("a", 1, 0.0, sample=1), turn("a", 3, 0.5, sample=1), turn("a", 2, 1.0, sample=1, kept=False)]
-    got = turns.transitions(said)
-    assert turns.transitions(reversed(said)) == got, "the rounds count, not the order of the lines"
+    got = runs.transitions(said)
+    assert runs.transitions(reversed(said)) == got, "the rounds count, not the order of the lines"
     assert got["1 → 2"] == {
         "wrong → wrong": 0,
         "wrong → right": 0.5,
@@ -112,7 +111,7 @@ def test_transitions_and_credit_by_hand(make_run):
         turn("a", 1, 0.5),
     ]
     (folder / "rollouts" / "1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in trained))
-    found = turns.evidence(runs.load(folder))
+    found = runs.evidence(runs.load(folder))
     assert found["transitions"] == got
     assert found["credit"] == {
         "a, round 1": {"turns": 3, "score": 0.5, "reward": 1.0, "advantage": 1.0, "size of advantage": 2.0}
@@ -127,11 +126,9 @@ def test_transitions_ask_acc_before_the_score():
         turn("c", 1, 0.5, acc=1.0),
         turn("c", 2, 2.0, acc=0.5),
     ]
-    assert (
-        turns.transitions(lines)["1 → 2"]["wrong → right"] == turns.transitions(lines)["1 → 2"]["right → wrong"] == 0.5
-    )
+    assert runs.transitions(lines)["1 → 2"]["wrong → right"] == runs.transitions(lines)["1 → 2"]["right → wrong"] == 0.5
     old = [turn("a", 1, 0.5, acc=None), turn("a", 2, 1.0, acc=None)]
-    assert turns.transitions(old)["1 → 2"]["wrong → right"] == 1.0
+    assert runs.transitions(old)["1 → 2"]["wrong → right"] == 1.0
 
 
 def test_a_run_that_was_moved_keeps_its_dumps(make_run, tmp_path):
@@ -140,7 +137,7 @@ def test_a_run_that_was_moved_keeps_its_dumps(make_run, tmp_path):
     (folder / "validation" / "10.jsonl").touch()
     (folder / "validation" / "9.jsonl").touch()
     moved = folder.rename(tmp_path / "moved")
-    assert turns.dumped(runs.load(moved), "validation_data_dir") == [
+    assert runs.dumps_of(runs.load(moved), "validation_data_dir") == [
         (9, moved / "validation" / "9.jsonl"),
         (10, moved / "validation" / "10.jsonl"),
     ]
@@ -166,7 +163,6 @@ def test_a_line_that_is_still_written_is_left_out_and_others_must_be_whole(make_
     file.write_text(whole + '{"step": 1, "da')
     assert list(runs.load(folder).steps) == [0]
     for bad, said in (
-        ('{"step": 1, "data": {"team/vote": 1, "team/vote": 2}}\n', "line 2: two metrics are called 'team/vote'"),
         ('{"step": 1}\n', "line 2: 'data'"),
         ("\x00\x01\n", "line 2"),
         ("[]\n", "line 2"),
@@ -192,7 +188,7 @@ def test_a_dump_that_is_something_else_is_named(make_run, content):
     (folder / "validation").mkdir()
     (folder / "validation" / "4.jsonl").write_bytes(content)
     with pytest.raises(ConfigError, match=r"4\.jsonl, line 1: .*expected a turn"):
-        turns.evidence(runs.load(folder))
+        runs.evidence(runs.load(folder))
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "null", '{"config": ', '{"config": 5}'])
@@ -224,7 +220,7 @@ def test_of_a_dump_no_text_is_kept_in_memory(make_run):
     said = json.dumps(turn("a", 1, 1.0, input=text, output=text, messages=[text])) + "\n"
     (folder / "rollouts" / "1.jsonl").write_text(said * 100)
     tracemalloc.start()
-    found = turns.evidence(runs.load(folder))
+    found = runs.evidence(runs.load(folder))
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert found["credit"]["a, round 1"]["turns"] == 100 and most < 3_000_000
@@ -264,7 +260,7 @@ def test_a_report_is_written_beside_its_runs(make_run, tmp_path, monkeypatch):
     assert (sweep / "report.md").read_text().startswith("# Report of sweep") and (
         sweep / "report.png"
     ).stat().st_size > 5000
-    monkeypatch.setattr("marl.comparison.files.find_spec", lambda name: None)  # matplotlib is not there
+    monkeypatch.setattr("marl.report.comparison.find_spec", lambda name: None)  # matplotlib is not there
     assert cli.main(["compare", str(sweep), "--out", str(tmp_path / "out")]) == 0
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["comparison.json", "comparison.md"]
 
@@ -289,6 +285,37 @@ def test_runs_without_scores_are_ranked_by_what_they_measure_on_held_out_data(ma
     assert [group["name"] for group in found] == ["learner=mappo", "learner=grpo"]
 
 
+def test_a_run_that_imitates_stands_beside_one_that_plays(make_run):
+    """Each by its own metric, and with its own curve."""
+    make_run("rl", {0: 0.1, 4: 0.7})
+    sft = make_run("sft", {}, method={"name": "sft"})
+    lines = [{"step": step, "data": {"agent/a/loss": 1.0 / step}} for step in (1, 2)]
+    (sft / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = comparison(runs.load_all([str(sft.parent)]))
+    assert [group["name"] for group in result["groups"]] == ["method=None", "method=sft"]
+    text = markdown(result, "Comparison")
+    assert "| method=sft | 1 | - | 0.500 |" in text and "| method=None | 1 | 0.700 | - |" in text
+    assert "## `agent/a/loss` by step" in text and "| method=sft | 1.000 | 0.500 |" in text
+
+
+def test_groups_of_one_option_are_told_apart_by_their_settings(make_run):
+    for name, lr in (("a", 0.1), ("b", 0.2)):
+        make_run(name, {0: 0.5}, critic={"lr": lr})
+    folder = make_run("c", {0: 0.4}, learner="happo", critic={"lr": 0.1})
+    found = groups(runs.load_all([str(folder.parent)]))
+    names = [group.name for group in found]
+    assert names == ["learner=grpo critic.lr=0.1", "learner=grpo critic.lr=0.2", "learner=happo critic.lr=0.1"]
+
+
+def test_a_run_that_has_not_begun_hides_no_curve(make_run):
+    make_run("one", {0: 0.5, 4: 0.6})
+    folder = make_run("two", {}, 1, finished=False)
+    (group,) = comparison(runs.load_all([str(folder.parent)]))["groups"]
+    assert list(group["curves"]["val/team/vote"]) == [0, 4]
+    assert group["seconds"]["runs"] == group["tokens"]["runs"] == 1 and group["unfinished"] == 1
+    assert "| 2 (1 not finished) |" in markdown(comparison(runs.load_all([str(folder.parent)])), "x")
+
+
 def test_a_run_without_numbers_says_why(make_run, capsys):
     folder = make_run("one", {})
     assert cli.main(["report", str(folder)]) == 0 and "`file` is not in `trainer.logger`" in capsys.readouterr().out
@@ -298,9 +325,9 @@ def test_a_run_without_numbers_says_why(make_run, capsys):
 
 def test_settings_that_change_nothing_do_not_part_runs(make_run):
     one, two = make_run("one", {0: 0.5}), make_run("two", {0: 0.6}, 3, controller={"num_workers": 4})
-    assert len(groups.groups(runs.load_all([str(one), str(two)]))) == 1
+    assert len(groups(runs.load_all([str(one), str(two)]))) == 1
     other = make_run("other", {0: 0.6}, 3, data={"seed": 3, "train_files": ["mine.parquet"]})
-    assert len(groups.groups(runs.load_all([str(one), str(other)]))) == 2
+    assert len(groups(runs.load_all([str(one), str(other)]))) == 2
 
 
 @pytest.mark.parametrize(
@@ -318,7 +345,7 @@ def test_runs_of_another_length_or_validation_are_not_one_over_seeds(make_run, s
     for part, changes in settings.items():
         record["config"].setdefault(part, {}).update(changes)
     (two / "run.json").write_text(json.dumps(record))
-    assert len(groups.groups(runs.load_all([str(one), str(two)]))) == 2
+    assert len(groups(runs.load_all([str(one), str(two)]))) == 2
 
 
 def test_a_folder_explains_itself_without_secrets(make_run, monkeypatch):
@@ -333,7 +360,7 @@ def test_a_folder_explains_itself_without_secrets(make_run, monkeypatch):
     ]
     record = json.loads((folder / "run.json").read_text()) | {"modules": {"mine": "/here", "too": "/here"}}
     (folder / "run.json").write_text(json.dumps(record))
-    text = run_readme.write(folder, True, words).read_text()
+    text = readme.write(folder, True, words).read_text()
     assert (
         "\nVERL_USE_EXTERNAL_MODULES=mine,too marl train learner=grpo" in text
         and "abcdefghijklmnop" not in text
@@ -349,19 +376,19 @@ def test_a_folder_explains_itself_without_secrets(make_run, monkeypatch):
         record["config"]["method"] = {"name": method, "source": source}
         (folder / "run.json").write_text(json.dumps(record))
         parts = [f"{part} {record['config'][part]['name']}" for part in ["method", *others][method == "rl" :]]
-        assert f"\n{', '.join(parts)}; agents: " in run_readme.write(folder, learns, words).read_text()
+        assert f"\n{', '.join(parts)}; agents: " in readme.write(folder, learns, words).read_text()
     assert "| content of `data.train_files` | sha256:1 |" in text and "| version of verl | 0.9.1 |" in text
-    assert run_readme.command_line(["/x/python3.12", "-m", "marl.main", "seed=1"]) == "python -m marl.main seed=1"
+    assert readme.command_line(["/x/python3.12", "-m", "marl.main", "seed=1"]) == "python -m marl.main seed=1"
 
 
 def test_a_commit_is_named_with_its_changes(tmp_path, monkeypatch):
-    assert run_readme.commit_of(tmp_path) == "unknown: no git repository"
+    assert readme.commit_of(tmp_path) == "unknown: no git repository"
     for name in ("GIT_AUTHOR", "GIT_COMMITTER"):
         monkeypatch.setenv(f"{name}_NAME", "a")
         monkeypatch.setenv(f"{name}_EMAIL", "a@b")
     (tmp_path / "file").write_text("1")
     for words in (("init", "-q"), ("add", "."), ("commit", "-qm", "one")):
-        run_readme.git(tmp_path, *words)
-    assert len(run_readme.commit_of(tmp_path)) == 40
+        readme.git(tmp_path, *words)
+    assert len(readme.commit_of(tmp_path)) == 40
     (tmp_path / "file").write_text("2")
-    assert run_readme.commit_of(tmp_path).endswith(", with changes")
+    assert readme.commit_of(tmp_path).endswith(", with changes")

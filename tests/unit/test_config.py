@@ -442,8 +442,6 @@ BAD = {
     "data.val_share=1": ["data.val_share=1", "at most 0.9"],
     "trainer.logger=[clearml]": ["clearml is not installed", "the package clearml: install it"],
     "trainer.log_val_generations=-1": ["log_val_generations=-1"],
-    "trainer.log_generations_freq=-2": ["log_generations_freq=-2"],
-    "trainer.log_generations_freq=2": ["no episode is shown", "log_val_generations=0"],
     "trainer.logger=[fiel]": ["'fiel'", "Did you mean 'file'"],
     "trainer.default_local_dir=/dev/null/x": ["trainer.default_local_dir=/dev/null/x", "is not a folder"],
     "custom_reward_function.path=1e400": ["custom_reward_function.path=inf", "not a path", "a Python file"],

@@ -28,7 +28,7 @@ def saved():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_a_team_answers_whatever_method_trained_it(saved, tmp_path, name):
-    config = of_run(Source(tmp_path, 1, saved[name]), [])
+    config = of_run(Source(tmp_path, 1, saved[name]), [], [])
     with open_dict(config):
         answers_alone(config)
     references_are_renewed_where_there_are_any(config)

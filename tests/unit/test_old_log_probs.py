@@ -13,7 +13,7 @@ from marl.cluster.log_probs import OldLogProbs
 from marl.config.log_probs import servers_are_comparable
 from marl.config.policies import own_settings
 from marl.learners import LEARNERS
-from marl.report.tokens import token_metrics
+from marl.report.step_metrics import token_metrics
 from tests.builders import batch_of, episode
 
 TEAM = ("a", "b")

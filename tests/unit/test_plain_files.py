@@ -8,13 +8,13 @@ import signal
 import pytest
 
 from marl.commands import report
-from marl.comparison.runs import load_all
 from marl.config.errors import ConfigError
 from marl.evaluation.export import checkpoint_of
 from marl.evaluation.recorded_run import RecordedRun
 from marl.evaluation.source import find
 from marl.preflight.run_folder import locked
-from marl.preflight.unfinished import identity_in, is_running
+from marl.preflight.unfinished import identity_in
+from marl.report.runs import is_running, load_all
 from marl.utils import folders, manifest
 from marl.utils.plain_files import NotPlain
 

@@ -12,10 +12,10 @@ import pytest
 import marl
 from marl.config.schema import ControllerConfig
 from marl.controller.scores import priced
-from marl.evaluation import numbers as evaluation_numbers
+from marl.evaluation import statistics
 from marl.evaluation.baselines import majority_is_right
 from marl.marl_trainer import MARLTrainer
-from marl.report import conversation, dump, run_summary
+from marl.report import conversation, dump, summary
 from marl.report.conversation import agent_metrics, count_metrics, team_metrics
 from marl.types import Episode, Score, Task, Turn
 from tests.builders import collected, controller
@@ -77,7 +77,7 @@ def test_scores_from_0_to_100_are_right_by_acc_or_threshold_live_and_from_the_du
     for seen in (episode, again):
         got = team_metrics([seen])
         assert {name: got[f"transitions/{name}"] for name in changes} == changes and got["vote"] == vote
-        assert evaluation_numbers.accuracy_T([seen]) == [vote] and evaluation_numbers.pass_of([seen], 1) == vote
+        assert statistics.accuracy_T([seen]) == [vote] and statistics.pass_of([seen], 1) == vote
         assert majority_is_right([seen]) is bool(vote)
     team.accuracy.update([episode])
     assert team.accuracy.right.total() == sum(turn.correct for turn in episode.turns)
@@ -187,10 +187,10 @@ def test_the_final_accuracy_is_of_each_agents_last_answer_whenever_it_was_given(
     short, long = debate(["1"], ["1"], vote="1"), debate(["2", "2"], ["1", "2"], vote="2")
     got = conversation.team_metrics([short, long])
     assert got["accuracy/round_2"] == 0.0 and got["accuracy/final"] == 0.5 and got["plurality/round_2"] == 0.0
-    assert run_summary.last_accuracy(got) == 0.5
+    assert summary.last_accuracy(got) == 0.5
     handed = debate(["1"], vote="1")
     handed.turns[0].answers = False
-    assert run_summary.last_accuracy(conversation.team_metrics([handed])) == 1.0, "no turn is an answer: the team's"
+    assert summary.last_accuracy(conversation.team_metrics([handed])) == 1.0, "no turn is an answer: the team's"
     turned = debate(["2", "1"], ["3", "1"], vote="1")
     assert conversation.team_metrics([short, turned])["plurality/round_2"] == 1.0, "of those who still spoke"
 
@@ -286,7 +286,7 @@ def test_dumps_have_verls_columns_and_ours(tmp_path):
 def test_summary_and_curves(tmp_path):
     before = conversation.team_metrics([debate(["2", "2"], ["2", "2"], vote="2")])
     after = conversation.team_metrics([debate(["1", "1"], ["2", "1"], vote="1")])
-    got = run_summary.summarise(
+    got = summary.summarise(
         {0: before, 5: after},
         problems=1,
         steps=5,
@@ -313,23 +313,23 @@ def test_summary_and_curves(tmp_path):
             "after": {"round_1": 0.5, "round_2": 1.0, "final": 1.0, "vote": 1.0},
         },
     }
-    run_summary.plot({0: before, 5: after}, tmp_path / "curves.png")
+    summary.plot({0: before, 5: after}, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert run_summary.table({0: before, 5: after}, 1).row_count == 10
+    assert summary.table({0: before, 5: after}, 1).row_count == 10
     headings = {
         (0, 5): ["", "step 0", "step 5", "change"],
         (2, 5): ["", "step 2", "step 5", "change"],
         (5,): ["", "step 5"],
     }
     for steps, expected in headings.items():
-        table = run_summary.table(dict.fromkeys(steps, after), 11)
+        table = summary.table(dict.fromkeys(steps, after), 11)
         assert [column.header for column in table.columns] == expected and table.row_count == 10
         assert ("before and after" in table.title) is (steps == (0, 5)) and "11 validation problems" in table.title
         shown = list(table.columns[1].cells)
         assert shown[0] == "0.500 [0.25, 0.75]" and shown[3] == "1.000 [0.74, 1.00]" and shown[-2] == "0.500", (
             "accuracies alone"
         )
-    beside = run_summary.baseline_table({0: before, 5: after}, 11, got["baselines"], got["sampled_tokens"], 0.25)
+    beside = summary.baseline_table({0: before, 5: after}, 11, got["baselines"], got["sampled_tokens"], 0.25)
     assert [column.header for column in beside.columns] == ["", "accuracy", "sampled tokens", "degenerate groups"]
     assert list(beside.columns[3].cells) == ["0.250", "0.250", "0.750"]
     assert list(beside.columns[1].cells) == ["1.000 [0.74, 1.00]"] * 2 + ["0.500 [0.25, 0.75]"] and list(

@@ -1,8 +1,9 @@
-"""metrics.jsonl lies in the run's own folder, whatever the process did before, and is appended to."""
+"""A run's trackers write into its own folder, whatever the process did before; metrics.jsonl is appended to."""
 
 import asyncio
 import json
 import os
+import sqlite3
 import time
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -15,6 +16,8 @@ from marl import main
 from marl.config.errors import ConfigError
 from marl.config.identity import settings_of
 from marl.config.rules.run import trackers_are_listed
+from marl.report.transcripts import Transcripts, samples_of
+from marl.types import Episode, Score, Task, Turn
 from marl.utils import process_time
 from marl.utils.tracking import METRICS, tracking_of
 
@@ -163,6 +166,82 @@ def test_the_baselines_reach_the_trackers_before_these_are_finished(tmp_path, mo
     ((data, step),) = tracker.logged
     assert (data["baseline/untrained/accuracy"], step, tracker.code) == (0.25, 3, 0)
     assert lines(tmp_path)[-1] == {"step": 3, "data": data} and told[0]["untrained"]["vote"] == 0.25
+
+
+def episode_of(number, texts=("3", "it is 4|\napi_key=sk-abcdefghijklmnopqrstuvwx"), failure=None):
+    question = [{"role": "user", "content": f"2 + 2, number {number}"}]
+    record = Episode(Task(f"val/{number}", question, "4", "x", str), 0, ["alice", "carol"], failure=failure)
+    for place, text in enumerate(texts):
+        turn = Turn(record.agents[place], place + 1, question, text, score=Score(float(place), text[-1:]))
+        record.turns.append(turn)
+    record.answer, record.score = "4", Score(1.0, "4")
+    return record
+
+
+@pytest.fixture
+def shown(tmp_path, monkeypatch):
+    """Shows three of four episodes in a real tracker, ends it as a run does, and returns the folder."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("TENSORBOARD_DIR", "WANDB_DIR", "WANDB_API_KEY", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+
+    def show(name, folder="run", number=3):
+        settings = OmegaConf.merge(config_of(tmp_path / folder, name), {"log_val_generations": number})
+        tracking = tracking_of(settings, {"trainer": {}})
+        played = [*map(episode_of, range(3)), episode_of(3, texts=(), failure="error")]
+        Transcripts(settings).show(tracking, played, 3)
+        tracking.log({"val/team/vote": 0.5}, 3)
+        tracking.finish()
+        return tmp_path / folder
+
+    return show
+
+
+def test_tensorboard_shows_transcripts_in_the_runs_folder_without_secrets(shown, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(shown("tensorboard") / "tensorboard"), size_guidance={"tensors": 0})
+    events.Reload()
+    (event,) = events.Tensors("val/generations/text_summary")
+    text = event.tensor_proto.string_val[0].decode()
+    assert event.step == 3 and "user: 2 + 2, number" in text and "**carol, round 2** (score 1)" in text
+    assert "Answer: 4; truth: 4" in text and "sk-abc" not in text
+    assert not (tmp_path / "tensorboard_log").exists()
+
+
+def test_a_run_that_asks_for_no_transcripts_shows_none(shown):
+    folder = shown("tensorboard", number=0) / "tensorboard"
+    assert b"generations" not in b"".join(path.read_bytes() for path in folder.iterdir())
+
+
+@pytest.mark.slow
+def test_every_run_of_a_process_has_its_own_folder_of_wandb(shown):
+    """Wandb keeps the folder of the first."""
+    pytest.importorskip("wandb")
+    shown("wandb", "earlier")
+    media = shown("wandb") / "wandb" / "latest-run" / "files" / "media" / "table"
+    (table,) = media.rglob("*.table.json")
+    assert "**alice, round 1** (score 0)" in table.read_text()
+
+
+@pytest.mark.slow
+def test_mlflow_keeps_numbers_and_transcripts_in_the_runs_folder(shown):
+    pytest.importorskip("mlflow")
+    folder = shown("mlflow")
+    (file,) = (folder / "mlflow").glob("*/artifacts/val_step3.json")
+    assert len(json.loads(file.read_text())) == 3
+    with sqlite3.connect(folder / "mlflow.db") as store:
+        assert store.execute("select key, value, step from metrics").fetchall() == [("val/team/vote", 0.5, 3)]
+        assert store.execute("select status from runs").fetchall() == [("FINISHED",)]
+    assert not os.path.exists("mlruns"), "the working folder stays clean"
+
+
+def test_the_same_tasks_are_drawn_whenever_they_are_played():
+    """Their order is by chance, and differs between validations."""
+    played = [episode_of(number) for number in range(20)]
+    first, again = samples_of(played, 4), samples_of(played[::-1], 4)
+    assert first == again and len({prompt for prompt, *_ in first}) == 4
+    assert [prompt[-1] for prompt, *_ in first] != list("0123"), "not the first ones"
 
 
 def test_a_folder_with_a_trackers_name_is_no_package(tmp_path, monkeypatch):

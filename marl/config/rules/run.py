@@ -84,15 +84,6 @@ def trackers_are_listed(config: Any) -> None:
             )
 
 
-def shown_episodes_have_a_number(config: Any) -> None:
-    trainer = config.trainer
-    if trainer.log_generations_freq > 0 and trainer.log_val_generations == 0:
-        raise ConfigError(
-            f"trainer.log_generations_freq={trainer.log_generations_freq}: no episode is shown with trainer.log_val_generations=0; "
-            "set that to their number, or log_generations_freq=-1"
-        )
-
-
 TRACKERS = {"console": None, "file": None, "vemlp_wandb": "volcengine_ml_platform"} | {
     name: name for name in ("tensorboard", "wandb", "mlflow", "swanlab", "clearml", "trackio")
 }
@@ -105,5 +96,4 @@ RULES = (
     resume_changes_are_keys,
     baselines_are_known,
     trackers_are_listed,
-    shown_episodes_have_a_number,
 )

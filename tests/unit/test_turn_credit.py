@@ -1,12 +1,14 @@
-"""Numbers of every turn in the rollout dump beside its score, by hand."""
+"""Numbers of every turn in the rollout dump beside its score, and the agents' shares of the credit, by hand."""
 
 import json
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from marl.report import dump
-from marl.report.turn_numbers import turn_numbers
+from marl.report.dump_writer import turn_numbers
+from marl.report.step_metrics import credit_shares
 from marl.types import Score
 from tests.builders import batch_of, branch, build_learner as build, episode
 
@@ -95,3 +97,43 @@ def test_the_dump_holds_them_and_numbers_the_turns(tmp_path):
     plain = [json.loads(line) for line in dump.write(records, 4, tmp_path).read_text().splitlines()]
     assert "advantage" not in plain[0] and plain[3]["turn"] == 1, "validation trains nothing"
     assert len(list(dump.read(path, lambda source, truth: str, lambda source, truth: str))) == 2
+
+
+def with_advantages(*of_tokens, **options):
+    """Two agents, two rounds; a turn of round r has r tokens. ``of_tokens``: an agent's advantages, turn by turn."""
+    batch = batch_of(episode("t", 0, [[1, 0], [0, 1]]), **options)
+    for rows, values in zip(batch.rows.values(), of_tokens, strict=True):
+        rows["advantages"] = torch.nested.nested_tensor_from_jagged(
+            torch.tensor(values), offsets=rows["turn_index"].offsets()
+        )
+    return batch
+
+
+def test_a_turn_counts_once_however_long_it_is():
+    """a: |-1| and the mean of 2 and -4: 1 + 3. b: 1 and 1: 2."""
+    batch = with_advantages([-1.0, 2.0, -4.0], [1.0, -1.0, -1.0])
+    assert credit_shares(batch, ["a", "b"]) == pytest.approx({"a": 4 / 6, "b": 2 / 6})
+
+
+def test_turns_that_share_a_row_are_counted_alike():
+    batch, offsets = with_advantages([-1.0, 2.0, -4.0], [1.0, -1.0, -1.0]), torch.tensor([0, 5])
+    assert batch.rows["a"]["turn_index"].values().tolist() == [0, 2, 2]
+    packed = {"turn_index": [0, -1, 2, 2, -1], "advantages": [-1.0, 9.0, 2.0, -4.0, 9.0]}
+    columns = {
+        key: torch.nested.nested_tensor_from_jagged(torch.tensor(column), offsets=offsets)
+        for key, column in packed.items()
+    }
+    batch.rows["a"] = TensorDict(columns, batch_size=[1])
+    assert credit_shares(batch, ["a", "b"]) == pytest.approx({"a": 4 / 6, "b": 2 / 6}), "nor what is no answer"
+
+
+def test_frozen_agents_have_no_share_and_no_credit_has_no_shares():
+    batch = with_advantages([1.0, 1.0, 1.0], [3.0, 3.0, 3.0])
+    assert credit_shares(batch, ["a"]) == {"a": 1.0}
+    assert credit_shares(with_advantages([0.0] * 3, [0.0] * 3), ["a", "b"]) == {}
+
+
+def test_shares_of_a_real_learner_sum_to_one():
+    batch = batch_of(episode("t", 0, [[1, 0], [0, 1]]), episode("t", 1, [[0, 0], [0, 0]]))
+    build("grpo", "own").assign_credit(batch)
+    assert sum(credit_shares(batch, ["a", "b"]).values()) == pytest.approx(1.0)

@@ -1,4 +1,4 @@
-"""``README.md`` of a run's folder: the command, the commit, versions and data behind its numbers."""
+"""``README.md`` of a run's folder, and that of collected episodes: the command, commits, versions and data behind them."""
 
 import json
 import shlex
@@ -33,6 +33,22 @@ Started {started}{resumed}. Command, in `{folder}`:
 `global_step_N/` checkpoints. `marl report {here}` sums them up, and the same command continues the run if it did not end.
 """
 
+COLLECTION = """\
+# {name}
+
+Episodes of {teams}. Command, in `{folder}`:
+
+```bash
+{command}
+```
+
+| | |
+|---|---|
+{rows}
+
+One line for each turn, as in a run's dumps. To imitate them: `method=sft method.source=episodes data.train_files=[{path}]`.
+"""
+
 
 def write(folder: Path, learns: bool, words: Sequence[str] | None = None) -> Path:
     """Explain a run's folder from its ``run.json`` and the command line, without the secrets in it; ``learns``: true if its method
@@ -63,6 +79,18 @@ def text_of(record: Mapping[str, Any], folder: Path, parts: Sequence[str], comma
         rows=table_of(facts),
         here=folder,
     )
+
+
+def collection_path(out: Path) -> Path:
+    return out.with_name(f"{out.stem}.README.md")
+
+
+def write_collection(out: Path, teams: str, command: str, facts: Mapping[str, Any]) -> Path:
+    """Explain a file of episodes, without the secrets in its command."""
+    rows = table_of({**facts, **commits()})
+    text = COLLECTION.format(name=out.name, teams=teams, folder=Path.cwd(), command=command, rows=rows, path=out)
+    replace_text(collection_path(out), masked_text(text))
+    return collection_path(out)
 
 
 def parts_of(config: Mapping[str, Any], learns: bool) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from marl.config.errors import ConfigError
-from marl.evaluation import evaluate, numbers
+from marl.evaluation import evaluate, statistics
 from marl.evaluation.statistics import compared, ks_up_to, majority_at_k, pass_at_k, sign_flip_p
 from marl.types import Ballot, Episode, Rule, Score, Task, Turn, Vote
 from marl.utils.intervals import paired, wilson
@@ -128,7 +128,7 @@ def four_episodes():
 
 
 def test_every_number_of_four_episodes_by_hand():
-    found = numbers.numbers_of(four_episodes(), seconds=2.0, measures=numbers.MEASURES)
+    found = statistics.numbers_of(four_episodes(), seconds=2.0, measures=statistics.MEASURES)
     assert found["accuracy"] == 0.5 and found["failed"] == 1 and found["interval"] == wilson(0.5, 2)
     assert found["pass@k"] == {"1": 0.5, "2": 1.0} and found["majority@k"] == {"1": 0.5, "2": pytest.approx(0.75)}
     # round 1: 3 + 1 + 0 right of 12 answers, and the failed episode's three were right, as far as it went
@@ -144,9 +144,9 @@ def test_every_number_of_four_episodes_by_hand():
 
 def test_a_failed_episode_is_wrong_whatever_it_said():
     good, failed = episode("t", 0, "444", "444"), episode("t", 1, "444", "444", failure="error")
-    assert numbers.accuracy_T([good, failed]) == [0.5]
-    assert numbers.majority_of([failed], 1) == 0 and numbers.similarity(failed) == 0
-    assert numbers.decided_without(failed, "a") == 0 and numbers.decided_without(good, "a") == 1
+    assert statistics.accuracy_T([good, failed]) == [0.5]
+    assert statistics.majority_of([failed], 1) == 0 and statistics.similarity(failed) == 0
+    assert statistics.decided_without(failed, "a") == 0 and statistics.decided_without(good, "a") == 1
 
 
 @pytest.mark.parametrize("of_an_endpoint", [False, True])
@@ -158,9 +158,8 @@ def test_no_vote_is_held_at_tokens_that_an_endpoint_hides(monkeypatch, of_an_end
     alone = ([SimpleNamespace(turns=[turn("a", 1, "4", "4", tokens=4)])], 1.0)
     monkeypatch.setattr(evaluate, "sampled_alone", lambda *_: alone)
     monkeypatch.setattr(evaluate, "voted", lambda team, tasks, agent, answers, *_: {"answers": answers})
-    found = SimpleNamespace(numbers={"cost": numbers.cost_of([episode], 1.0)})
-    evaluate.tokens(SimpleNamespace(controller=SimpleNamespace(agents=["a", "b"])), [], [episode], found)
-    told = found.numbers["tokens"]
+    found = SimpleNamespace(numbers={"cost": statistics.cost_of([episode], 1.0)})
+    told = evaluate.tokens(SimpleNamespace(controller=SimpleNamespace(agents=["a", "b"])), [], [episode], found)
     if of_an_endpoint:
         assert all("returns no token ids" in told[agent]["reason"] for agent in ("a", "b"))
     else:
