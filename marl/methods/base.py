@@ -6,7 +6,7 @@ leaves everything to the learner.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -193,6 +193,5 @@ class ReinforcementLearning(Method):
         name: str
         source: Source = Source.play
 
-    async def step(self, trainer: Any, tasks: Sequence[Any]) -> Metrics:
-        metrics: Metrics = await trainer.step(tasks)
-        return metrics
+    def step(self, trainer: Any, tasks: Sequence[Any]) -> Coroutine[Any, Any, Metrics]:
+        return trainer.step(tasks)
