@@ -15,11 +15,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.cases import EXTRA, FIGURES, QUICK_START, RATIOS, SYSTEMS, Figure, Selection, System, smaller
 from benchmarks.interleave import ONE_THREAD, WARM_UP, Child, SystemFailed, interleave
 from benchmarks.ratios import Spread, WorkDiffers, seconds
 from benchmarks.work import make_assets
-from marl.preflight.cpu_kernels import has_fast_bf16
 
 PACKAGES = ("torch", "transformers")
 PEERS = ("trl", "comlrl")
@@ -150,6 +151,11 @@ def versions_in(python: Path, packages: Sequence[str]) -> dict[str, str]:
         return {}
     found: dict[str, str] = json.loads(told.stdout)
     return found
+
+
+def has_fast_bf16() -> bool:
+    """True if oneDNN multiplies bf16 matrices on this CPU, and where PyTorch is built without oneDNN."""
+    return not torch.backends.mkldnn.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def quick_start() -> float:

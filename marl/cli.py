@@ -26,13 +26,10 @@ COMMANDS = {
     ),
     "plan": Command(
         "marl.commands.plan",
-        "print a run's memory and placement without starting it",
+        "print a run's batches and memory without starting it",
         RUN,
-        (
-            "marl plan --config-name quickstart",
-            "marl plan --cluster 2x8x80GB --config-name quickstart hardware=gpu learner=mappo resources.placement=auto",
-        ),
-        "takes the keys of marl train, and --cluster NODESxGPUSxMEMORY for other machines than this one",
+        ("marl plan --config-name quickstart",),
+        "takes the keys of marl train",
     ),
     "run-one": Command(
         "marl.commands.run_one",

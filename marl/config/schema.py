@@ -47,8 +47,6 @@ class Placement(Enum):
     """Every policy has its own pool; all work at the same time."""
     colocated = "colocated"
     """All policies share one pool, one process a rank."""
-    auto = "auto"
-    """Pools that fit into the memory of ``trainer.nnodes`` x ``trainer.n_gpus_per_node`` GPUs: as many as have a place."""
 
 
 @dataclass

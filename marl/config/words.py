@@ -22,8 +22,8 @@ from marl.config.unread import QUICKSTARTS, check_top_level, unread
 
 NAMED = ("--config-name", "-cn")
 FOLDERS = ("--config-dir", "-cd", "--config-path", "-cp")
-VALUED = (*NAMED, *FOLDERS, "--cfg", "-c", "--package", "-p", "--experimental-rerun", "--cluster")
-"""Flags with a value behind them: Hydra's, and that of ``marl plan``."""
+VALUED = (*NAMED, *FOLDERS, "--cfg", "-c", "--package", "-p", "--experimental-rerun")
+"""Hydra's flags with a value behind them."""
 SHOWN = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 """Values that may stand behind --info."""
 POINT = re.compile(r"global_step_\d+")

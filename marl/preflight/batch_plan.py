@@ -1,7 +1,7 @@
 """Batch arithmetic of a step. Pure."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from marl.config.endpoints import hosted_policies
@@ -81,23 +81,17 @@ def policy_batch(config: Any, name: str, turns_by_agent: Mapping[str, int]) -> P
     agents = tuple(agent for agent, policies in policies_by_agent(config.agents).items() if name in policies)
     rows = config.data.train_batch_size * own.rollout.n * trained_turns(config, name, turns_by_agent)
     mini_batches = config.data.train_batch_size // own.actor.ppo_mini_batch_size
-    batch = PolicyBatch(
+    ranks = ranks_of(config, name)
+    rows_per_rank = max(1, -(-rows // (mini_batches * ranks)))
+    return PolicyBatch(
         policy=name,
         agents=agents,
         rows=rows,
         mini_batches=mini_batches,
         rows_per_mini_batch=rows // mini_batches,
-        tokens=0,
+        tokens=min(own.actor.ppo_max_token_len_per_gpu, rows_per_rank * longest_row(own.rollout)),
         updates=mini_batches * own.actor.ppo_epochs if rows else 0,
-        ranks=0,
-        servers=0,
+        ranks=ranks,
+        servers=ranks // ranks_per_server(own.rollout),
         turns=config.data.train_batch_size * own.rollout.n * answered_turns(config, name, turns_by_agent),
     )
-    return at_ranks(batch, own, ranks_of(config, name))
-
-
-def at_ranks(batch: PolicyBatch, own: Any, ranks: int) -> PolicyBatch:
-    """The same share of a step on so many ranks. ``own``: the policy's settings."""
-    rows_per_rank = max(1, -(-batch.rows // (batch.mini_batches * ranks)))
-    tokens = min(own.actor.ppo_max_token_len_per_gpu, rows_per_rank * longest_row(own.rollout))
-    return replace(batch, ranks=ranks, tokens=tokens, servers=ranks // ranks_per_server(own.rollout))

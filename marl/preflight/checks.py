@@ -18,7 +18,6 @@ from marl.controller.known_loops import check_loops
 from marl.modules import pretrained
 from marl.modules.adapters import check_adapter, check_adapter_name, check_start
 from marl.preflight import model_checks
-from marl.preflight.cpu_kernels import warn_of_slow_bf16
 from marl.preflight.memory_plan import ModelSize
 from marl.preflight.method_files import check_demonstrations, check_examples
 from marl.preflight.packages import check_packages
@@ -76,8 +75,6 @@ def preflight(setup: Setup) -> CheckedSetup:
         check_loops(loaded[name].settings.rollout, loops_of(config, name), trusted_modules(config))
     sizes = {name: own.size for name, own in loaded.items()}
     encoders = {name: own.encoder for name, own in loaded.items()}
-    if "ensemble" not in config:
-        warn_of_slow_bf16(config, setup.policies, bool(setup.pool_by_critic))
     if setup.method.offline:
         check_examples(setup, encoders)
         return CheckedSetup(**vars(setup), sizes=sizes, encoders=encoders, tasks=[])

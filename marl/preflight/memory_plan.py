@@ -1,9 +1,8 @@
 """Estimated memory of every rank. Pure."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from marl.config.engines import engine_settings
 from marl.config.policies import longest_row
@@ -38,12 +37,6 @@ class ModelSize:
     """Parameters of the largest layer, which FSDP gathers at a time."""
     linear_width: int = 0
     """Inputs and outputs of all linear layers but the head: LoRA adds ``rank`` parameters for each."""
-    multiplied: int = 0
-    """Parameters that every token is multiplied with: those of all linear layers, the head's too."""
-    query_width: int = 0
-    """Attention heads times their size."""
-    last_mlp: int = 0
-    """Parameters of the last layer's MLP, if a trainer on a CPU multiplies only the tokens with it whose log-probs are read."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +73,6 @@ class Memory:
     """Bytes of an engine's process, asleep or not: its context, and captured graphs."""
     sync: float = 0
     """Buffer through which weights travel to an engine."""
-    probe: float = 0
-    """Working memory of the forward pass that proves a sync, while the servers are awake."""
 
     @property
     def kept(self) -> float:
@@ -125,12 +116,6 @@ def training_memory(size: ModelSize, training: Training) -> Memory:
     )
 
 
-def probe_memory(own: Any, batch: PolicyBatch, size: ModelSize, tokens: int) -> float:
-    """Working memory of a forward pass over the answers to a probe, each rank's share of the rows."""
-    share = -(-tokens // max(1, min(batch.ranks, batch.servers)))
-    return training_memory(size, replace(training_of(own, batch), tokens=share, checkpointing=True)).working
-
-
 def reference_memory(size: ModelSize, training: Training) -> float:
     """A rank's share of a frozen copy; verl keeps it in host memory where there is an accelerator."""
     return size.parameters * training.master_bytes / training.ranks
@@ -151,7 +136,7 @@ def pool_memory(members: Sequence[Memory], asleep: bool) -> float:
     """The peak of one rank of a pool: all that is kept, the largest working set, and the servers, which may sleep meanwhile;
     one policy after another sends its weights."""
     kept, working = sum(member.kept for member in members), max(member.working for member in members)
-    server, sync = sum(member.server for member in members), max(max(m.sync, m.probe) for m in members)
+    server, sync = sum(member.server for member in members), max(member.sync for member in members)
     return kept + (max(working, server + sync) if asleep else server + max(working, sync))
 
 
@@ -201,46 +186,6 @@ def with_engine(memory: Memory, rollout: Any, size: ModelSize, card: float | Non
         engine=(CONTEXT + (0.0 if rollout.enforce_eager else GRAPHS)) if card else 0.0,
         sync=float(rollout.checkpoint_engine.update_weights_bucket_megabytes << 20),
     )
-
-
-class Room(NamedTuple):
-    needed: float
-    share: float
-
-
-def room_for_weights(rollout: Any, size: ModelSize, card: float) -> Room | None:
-    """Bytes of a rank's weights in vLLM or SGLang and of its share of a GPU, where that is too small for them."""
-    if rollout.name == "hf" or "kv_cache_memory_bytes" in engine_settings(rollout):
-        return None
-    room = Room(weights_of_rank(rollout, size), rollout.gpu_memory_utilization * card)
-    return room if room.needed > room.share else None
-
-
-def weights_of_rank(rollout: Any, size: ModelSize) -> float:
-    """Bytes of a server's weights in one of its ranks."""
-    among = rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size
-    return size.parameters * BYTES[dtype_name(rollout.dtype)] / among
-
-
-def remedy_for_weights(room: Room, rollout: Any, card: float, most: float, gpus: int, key: str) -> str:
-    """Settings with which the weights of a GPU's only server would fit into its share, on a cluster of so many ``gpus``.
-    ``most``: what servers may take of a GPU; ``key``: whose settings they are."""
-    now, share = rollout.tensor_model_parallel_size, share_for(room.needed, card)
-    wider = (now << doublings for doublings in range(1, gpus.bit_length()) if room.needed / 2**doublings < room.share)
-    ranks = next(wider, gpus + 1)
-    fits = [f"{key}.rollout.tensor_model_parallel_size={ranks}"]
-    if ranks * rollout.pipeline_model_parallel_size > gpus:
-        fits = []
-    if share < most:
-        fits.append(f"{key}.rollout.gpu_memory_utilization above {share:g}")
-    if not fits:
-        return "use a larger cluster or a smaller model"
-    return " would fit, and so would ".join(fits) + ("" if len(fits) > 1 else " would fit")
-
-
-def share_for(weights: float, card: float) -> float:
-    """The part of a GPU that so many bytes take, in hundredths."""
-    return math.ceil(100 * weights / card) / 100
 
 
 def adapter_memory(whole: Memory, own: Any, batch: PolicyBatch, size: ModelSize) -> Memory:

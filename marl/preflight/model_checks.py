@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from marl.config.errors import ConfigError
 from marl.modules.pretrained import WEIGHTS, line
-from marl.platform.last_layer import last_mlp
 from marl.preflight.memory_plan import ModelSize
 from marl.utils import pickles
 
@@ -87,7 +86,6 @@ def size_of(config: Any, key: str) -> ModelSize:
     heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    mlp = last_mlp(model)
     return ModelSize(
         parameters=parameters,
         embedding=model.get_input_embeddings().weight.numel(),
@@ -98,9 +96,6 @@ def size_of(config: Any, key: str) -> ModelSize:
         vocabulary=text.vocab_size,
         largest_block=largest,
         linear_width=sum(m.in_features + m.out_features for m in linear if is_inner_linear(m, text.vocab_size)),
-        multiplied=multiplied(model),
-        query_width=heads * head_dim,
-        last_mlp=multiplied(mlp) if mlp is not None else 0,
     )
 
 
@@ -117,12 +112,6 @@ def check_causal(model: torch.nn.Module, text: Any, key: str) -> None:
                 f"sampled yet; expected a causal model, or model.override_config.{setting}={json.dumps(causal)} for one that was "
                 "trained as such"
             )
-
-
-def multiplied(module: torch.nn.Module) -> int:
-    """Parameters of its linear layers."""
-    linear = (part for part in module.modules() if isinstance(part, torch.nn.Linear))
-    return sum(part.in_features * part.out_features for part in linear)
 
 
 def is_inner_linear(module: torch.nn.Module, vocabulary: int) -> bool:

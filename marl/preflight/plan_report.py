@@ -11,26 +11,22 @@ from omegaconf import DictConfig
 
 from marl.batch.packing import packed_policies
 from marl.config.endpoints import endpoint_of
-from marl.config.engines import PROBE, PROBE_TOKENS, check_of
 from marl.config.kinds import frozen_policies
 from marl.config.placement import size_of
 from marl.config.policies import (
     holds_reference,
     longest_row,
     own_settings,
-    reads_reference,
     trained_policies,
 )
-from marl.config.schema import LogProbSource, WeightCheck
 from marl.config.sharing import shares_base
 from marl.modules import pretrained
 from marl.platform.sliced_head import WHOLE_BYTES, may_slice
-from marl.preflight import batch_plan, memory_plan, model_checks, save_copies, shared_gpus, step_estimate
+from marl.preflight import batch_plan, memory_plan, model_checks, shared_gpus
 from marl.preflight.batch_plan import Batch, PolicyBatch
 from marl.preflight.checks import CheckedSetup
 from marl.preflight.memory_plan import Members, Memory, ModelSize, pool_memory
 from marl.preflight.prompts import grows, growth_of, remedy
-from marl.preflight.step_estimate import Row, Work
 from marl.run_setup import Setup
 from marl.utils.tables import aligned
 
@@ -59,7 +55,7 @@ def plan_text(setup: CheckedSetup) -> str:
     card = card_bytes(setup.config.trainer.device)
     members, asleep = pool_members(setup, card)
     peaks = peaks_of(members, asleep)
-    lines = [*step_text(setup), memory_text(members, asleep), *save_copies.lines_of(setup, members, peaks)]
+    lines = [*step_text(setup), memory_text(members, asleep)]
     return "\n".join([*lines, *warnings_of(setup.config, peaks, card)])
 
 
@@ -75,9 +71,7 @@ def summary_text(setup: CheckedSetup) -> str:
     files = ", ".join(Path(file).name for file in config.data.train_files)
     first = f"training {', '.join(sizes.values()) or 'nobody'}: {what} runner={config.runner.name}, on {files}"
     plan = plan_text(setup).splitlines()
-    return "\n".join(
-        [first, *(line for line in plan if line.startswith(("a step: ", "method=", "warning: ", "resources.pools=")))]
-    )
+    return "\n".join([first, *(line for line in plan if line.startswith(("a step: ", "method=", "warning: ")))])
 
 
 def step_text(setup: CheckedSetup) -> list[str]:
@@ -86,7 +80,6 @@ def step_text(setup: CheckedSetup) -> list[str]:
     return [
         *played,
         growth_text(setup),
-        *pools_text(setup.config),
         *shared_gpus.text_of(setup),
     ]
 
@@ -122,10 +115,7 @@ def member_memory(setup: CheckedSetup, own: DictConfig, batch: PolicyBatch, card
         memory = replace(memory, logits=memory.logits * kept_whole)
     if batch.policy in frozen_policies(setup.config):
         return Memory() if setup.method.offline else Memory(server=memory.server, engine=memory.engine)
-    if setup.method.offline:
-        return replace(memory, server=0, engine=0, sync=0)
-    probe = probe_row(setup, own, batch)
-    return memory if probe is None else replace(memory, probe=memory_plan.probe_memory(own, batch, size, probe.length))
+    return replace(memory, server=0, engine=0, sync=0) if setup.method.offline else memory
 
 
 def peaks_of(members: Members, asleep: Mapping[str, bool]) -> dict[str, float]:
@@ -146,52 +136,6 @@ def endpoint_lines(setup: Setup) -> list[str]:
     return lines
 
 
-def work_by_pool(setup: CheckedSetup) -> dict[str, list[tuple[str, Work]]]:
-    """Each policy's work in a step, at most: every row as long as it may be, and none packed."""
-    config, work = setup.config, dict[str, list[tuple[str, Work]]]()
-    for batch in batch_of(setup).policies:
-        own, name = own_settings(config, batch.policy), batch.policy
-        from_servers = own.rollout.name == "hf" and LogProbSource.of(config) is LogProbSource.auto
-        done = step_estimate.work_of(
-            setup.sizes[name],
-            batch.rows,
-            Row(longest_row(own.rollout), own.rollout.response_length),
-            own.actor.ppo_epochs,
-            turns=batch.turns,
-            checkpointing=own.model.enable_gradient_checkpointing,
-            log_probs=not (from_servers or LogProbSource.of(config) is LogProbSource.server),
-            reference=name in trained_policies(config.agents) and reads_reference(config, own.actor),
-            probe=probe_row(setup, own, batch),
-        )
-        work.setdefault(setup.pool_by_policy[name], []).append((name, done))
-    return work
-
-
-def probe_row(setup: CheckedSetup, own: DictConfig, batch: PolicyBatch) -> Row | None:
-    """The tokens of the probe after a weight sync, of all servers together; None where weights are proved otherwise."""
-    check = check_of(WeightCheck(setup.config.resources.weight_check), own.rollout.name)
-    if check is not WeightCheck.probe or batch.policy in frozen_policies(setup.config):
-        return None
-    prompt = min(len(setup.encoders[batch.policy].encode(PROBE)), own.rollout.prompt_length)
-    answer = min(PROBE_TOKENS, own.rollout.response_length)
-    return Row(batch.servers * (prompt + answer), batch.servers * answer)
-
-
-def work_text(setup: CheckedSetup, rate: float | None = None) -> str:
-    """The policies' work as text, and at a rate its seconds. ``rate``: operations of a rank in a second."""
-    work = work_by_pool(setup)
-    names = [field.name for field in fields(Work)]
-    rows = [("policy", *names)]
-    rows += [
-        (name, *(f"{getattr(done, key) / 1e12:.4g}" for key in names)) for own in work.values() for name, done in own
-    ]
-    head = "work of a step at most, without critics, in 10^12 operations:"
-    if rate is not None:
-        took = step_estimate.seconds({k: [d for _, d in own] for k, own in work.items()}, setup.ranks_by_pool, rate)
-        head = f"{head[:-1]}; {took:.3g} s at {rate / 1e12:g} x 10^12 a second and rank:"
-    return "\n".join([head, *aligned(rows)])
-
-
 def packing_text(setup: Setup) -> str:
     """Lists policies whose rows may hold several turns; the row count above is then an upper bound."""
     packed = packed_policies(setup.config, setup.critics)
@@ -210,18 +154,6 @@ def critic_memory(setup: Setup, model: ModelSize, ranks: int) -> Memory:
     """The memory of one of a critic's ranks."""
     has_target = setup.critics is not None and setup.critics.keeps_target
     return memory_plan.critic_memory(setup.config.critic, ranks, model, has_target)
-
-
-def pools_text(config: DictConfig) -> list[str]:
-    """The pools of unequal size or of ``resources.placement=auto``, as the key that makes them."""
-    if not config.resources.pools:
-        return []
-    pools = (
-        f"{name}:{{gpus:{size.gpus},nodes:{size.nodes},policies:[{','.join(pool.policies)}],critics:[{','.join(pool.critics)}]}}"
-        for name, pool in config.resources.pools.items()
-        for size in [size_of(config, name)]
-    )
-    return [f"resources.pools={{{','.join(pools)}}}"]
 
 
 def has_reference_here(config: DictConfig, name: str, own: DictConfig) -> bool:

@@ -20,7 +20,6 @@ from marl.config.external import VARIABLE
 from marl.config.identity import plain_of
 from marl.config.kinds import answers_only
 from marl.config.rules import check
-from marl.config.schema import Placement
 from marl.config.sharing import apply_sharing
 from marl.preflight.compatibility import check_facts, choose_credit
 from marl.preflight.own_rows import use_columns
@@ -33,12 +32,10 @@ if os.environ.get(VARIABLE) or any(plugin.name != "marl" for plugin in entry_poi
 
 if TYPE_CHECKING:
     from marl.preflight.checks import CheckedSetup
-    from marl.preflight.cluster_plan import Cluster
 
 
-def prepare(config: DictConfig, cluster: Cluster | None = None) -> CheckedSetup:
-    """Resolve, make paths absolute (workers have other working directories), and check every rule. Raises ConfigError.
-    ``cluster``: machines for ``resources.placement=auto``, if not this run's own."""
+def prepare(config: DictConfig) -> CheckedSetup:
+    """Resolve, make paths absolute (workers have other working directories), and check every rule. Raises ConfigError."""
     given, config = config, copied(config)
     resolve(config)
     use_columns(config)
@@ -54,7 +51,6 @@ def prepare(config: DictConfig, cluster: Cluster | None = None) -> CheckedSetup:
         check_tasks(setup)
     # heavy: imported once the rules hold
     from marl.cluster.session import fitting_platform
-    from marl.preflight.auto_placement import place
     from marl.preflight.checks import preflight
     from marl.preflight.shared_gpus import divide
     from marl.rewards.custom import checked_function
@@ -64,15 +60,14 @@ def prepare(config: DictConfig, cluster: Cluster | None = None) -> CheckedSetup:
     checked_function(config)
     check_extractors(config)
     checked = preflight(setup)
-    placed = place(checked, cluster) if config.resources.placement is Placement.auto else checked
-    divide(placed)
-    return fitted(placed, given, cluster)
+    divide(checked)
+    return fitted(checked, given)
 
 
-def fitted(setup: CheckedSetup, given: DictConfig, cluster: Cluster | None) -> CheckedSetup:
+def fitted(setup: CheckedSetup, given: DictConfig) -> CheckedSetup:
     """The run with smaller micro-batches where this machine has less memory than it needs and nobody has set their size."""
     actor = given.actor_rollout_ref.actor
-    if cluster is not None or not OmegaConf.is_interpolation(actor, "ppo_max_token_len_per_gpu"):
+    if not OmegaConf.is_interpolation(actor, "ppo_max_token_len_per_gpu"):
         return setup
     from marl.preflight.plan_report import fitting_tokens
 

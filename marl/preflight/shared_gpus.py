@@ -10,7 +10,7 @@ from marl.config.kinds import adapter_policies
 from marl.config.policies import changes_of, longest_row, own_settings
 from marl.config.precision import dtype_name
 from marl.preflight.checks import CheckedSetup
-from marl.preflight.memory_plan import BYTES, ModelSize, share_for
+from marl.preflight.memory_plan import BYTES, ModelSize
 
 KEY = "gpu_memory_utilization"
 MOST = 0.9
@@ -78,14 +78,6 @@ def too_much(pool: str, fixed: Mapping[str, float], together: float, others: Seq
         f"pool {pool!r}: {'; '.join(given)}: expected at most {MOST:g} of a GPU for its servers together, and something left for "
         "each; lower them, leave the policies' own out, or give a policy its own pool"
     )
-
-
-def shares_that_fit(weights: Mapping[str, float], card: float) -> str | None:
-    """Shares of a GPU that would hold the weights of all its servers, as text; None where it has too little for them."""
-    shares = {name: max(0.01, share_for(each, card)) for name, each in weights.items()}
-    if sum(shares.values()) >= MOST:
-        return None
-    return ", ".join(f"policies.{name}.rollout.{KEY} above {share:g}" for name, share in shares.items())
 
 
 def write(config: DictConfig, shares: Mapping[str, float]) -> None:

@@ -335,7 +335,6 @@ def test_overrides_may_stand_behind_flags():
         "x=2",
     ]
     assert in_order(["--config-na", "game", "--info", "a=1"]) == ["--config-na", "game", "--info", "a=1"]
-    check_words(["--cluster", "2x8x80GB", "--config-name", "quickstart"])
     assert get_args_parser().parse_args(in_order(words)).overrides == ["~agents.carol", "seed=1", "x=2"]
 
 

@@ -378,11 +378,6 @@ BAD = {
     "agents.alice.policy=a_critic": ["a_critic"],
     "algorithm.rollout_correction.rollout_rs=token_k1": ["rollout_rs=token_k1", "rollout_rs_threshold"],
     "resources.one_process=true trainer.n_gpus_per_node=2": ["one rank", "n_gpus_per_node=2"],
-    "resources.placement=auto sharing=lora": [
-        "expected separate or colocated with sharing=lora",
-        "resources.placement=separate",
-    ],
-    "resources.placement=auto +policies.alice.pool=q": ["policies.alice.pool=q", "leave policies.alice.pool out"],
     "resources.pools={p:{gpus:2}}": ["resources.pools.p: it has no members", "leave it out"],
     "resources.pools={p:{policies:[alice]}} +policies.alice.pool=q": [
         "policies.alice.pool=q",

@@ -132,7 +132,6 @@ def step_of(number):
 def prepared_step(compose_config, cold_assets, monkeypatch):
     """A step's resolved run, with the tiny model for every model and as if the machine had the GPUs."""
     monkeypatch.setattr("marl.cluster.session.fitting_platform", lambda device: None)
-    monkeypatch.setattr("marl.preflight.auto_placement.card_bytes", lambda device: 80e9)
 
     def prepared_step(number):
         words = [word.replace("/models/llama", f"{cold_assets}/model") for word in step_of(number)]

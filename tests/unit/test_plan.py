@@ -18,6 +18,7 @@ from transformers import (
     Qwen2Config,
 )
 
+from marl.commands import plan
 from marl.config.errors import ConfigError
 from marl.config.policies import longest_row, own_settings
 from marl.methods.sft import SFT
@@ -251,6 +252,14 @@ def test_a_steps_arithmetic(compose_config, cold_assets):
     assert "32 tasks x 8 samples = 256 episodes" in text and "1536 turns" in text and "4 x 256 rows" in text
     assert "share a row (controller.pack_turns): alice\n" in text
     assert "\x1b" not in text and max(map(len, text.splitlines())) < 140
+
+
+def test_the_command_prints_the_plan(cold_assets, tmp_path, capsys):
+    words = [f"assets={cold_assets}", f"trainer.default_local_dir={tmp_path}", "--config-name=quickstart"]
+    assert plan.main(words) == 0
+    said = capsys.readouterr().out
+    assert "a step: " in said and "memory of one rank" in said
+    assert plan.main([*words, "--cluster=1x1x80GB"]) == 2
 
 
 def test_a_run_begins_with_what_it_trains_and_a_steps_size_alone(compose_config, cold_assets):

@@ -10,14 +10,12 @@ from marl.config.engines import engine_settings
 from marl.config.errors import ConfigError
 from marl.config.placement import PoolSize, holds_servers, pool_of, size_of
 from marl.config.policies import own_settings, ranks_per_server, trained_policies, within
-from marl.config.schema import Placement, WeightCheck
+from marl.config.schema import WeightCheck
 from marl.config.sharing import shares_base
 from marl.utils.registry import did_you_mean
 
 
 def ranks_divide_among_servers(config: Any) -> None:
-    if config.resources.placement is Placement.auto:  # finds ranks that do
-        return
     for name in hosted_policies(config):
         pool, size = pool_of(config, name), size_of(config, pool_of(config, name))
         servers = ranks_per_server(own_settings(config, name).rollout)
@@ -90,29 +88,6 @@ def pools_are_named_once(config: Any) -> None:
             raise ConfigError(
                 f"resources.critic_pool={other}: resources.pools.{name}.critics={list(pool.critics)} places critics too; leave one "
                 "of the two out"
-            )
-
-
-def auto_finds_all_pools(config: Any) -> None:
-    """``placement=auto`` places everybody, or nobody."""
-    if config.resources.placement is not Placement.auto:
-        return
-    if shares_base(config):
-        raise ConfigError(
-            "resources.placement=auto: expected separate or colocated with sharing=lora, whose adapters share the pool of their base; "
-            "set resources.placement=separate, and resources.pools for a pool of another size"
-        )
-    named = {f"policies.{name}.pool": (own or {}).get("pool") for name, own in config.policies.items()}
-    given = {
-        "resources.critic_pool": config.resources.critic_pool,
-        "resources.pools": dict(config.resources.pools),
-        **named,
-    }
-    for key, value in given.items():
-        if value:
-            raise ConfigError(
-                f"{key}={value}: resources.placement=auto finds all pools itself; leave {key} out, or set "
-                "resources.placement=separate for policies that no pool names"
             )
 
 
@@ -214,7 +189,6 @@ def digests_are_of_hf(config: Any) -> None:
 
 
 OF_ALL_POLICIES = (
-    auto_finds_all_pools,
     pools_have_members,
     pools_are_named_once,
     ranks_divide_among_servers,
