@@ -175,10 +175,6 @@ class CentralTurns:
                     row.cells.append(cell)
         return row
 
-    def longest(self, episode: Episode) -> int:
-        """Tokens of an episode's row where all of its turns are trained."""
-        return len(self._row(episode, [(turn, 0) for turn in episode.path]).ids)
-
 
 def between(episode: Episode, trained: Sequence[tuple[Turn, int]], round: int) -> list[Turn]:
     """The turns that come between the previous round whose values are read and this one, in a fixed order."""
@@ -210,10 +206,6 @@ class CentralTokens:
     def _observation(self, episode: Episode, turn: Turn) -> list[int]:
         earlier = [i for before in in_order(episode, 1, turn.round) for i in self.text.turn(before)]
         return [*self.text.task(episode), *earlier, *self.text.speaker(turn.agent)]
-
-    def longest(self, episode: Episode) -> int:
-        """Tokens of the longest row of an episode where all of its turns are trained."""
-        return max(len(self._observation(episode, turn)) + len(turn.response_ids) for turn in episode.path)
 
 
 def stacked(parts: Sequence[TensorDict]) -> TensorDict:

@@ -58,9 +58,7 @@ class CriticSpec(ABC):
     def reader(self, level: CriticLevel, tokenizer: Any, encoder: Encoder | None = None) -> Any:
         """Make the :class:`Reader` for values of turns or of tokens.
 
-        ``encoder``: for a critic with a tokenizer of its own; None where it shares the policies'. With ``reads_joint`` the
-        reader also has ``longest``, which counts the tokens of an episode's longest row.
-        """
+        ``encoder``: for a critic with a tokenizer of its own; None where it shares the policies'."""
 
     def packing_obstacle(self, config: Any) -> str | None:
         """Reason why the policies' rows must be a turn each, with the remedy; None where turns may share rows."""

@@ -25,7 +25,7 @@ from marl.controller.lost_plays import add_unscored, content_of, unscored_before
 from marl.controller.policy_map import PolicyMap
 from marl.controller.sampling import sampling_of, with_asked
 from marl.controller.scores import Accuracy, priced, score_failure, team_score
-from marl.report.alarms import NoAnswers, RightThreshold
+from marl.report.alarms import NoAnswers, Overflows, RightThreshold
 from marl.rewards import Reward, RewardUnavailable, rule_of
 from marl.rollout.endpoint_usage import usage_metrics
 from marl.runners import Generate, LiveEpisode, RecordedAnswers, Runner, TooManyTurns, instructions_of, play_to_end
@@ -62,7 +62,7 @@ class Controller:
         self.seed, self.max_prompt_length, self.settings = seed, max_prompt_length, settings
         self.episode_timeout, self.max_error_rate = settings.episode_timeout_s, settings.max_error_rate
         self.accuracy, self.right_threshold = Accuracy(), RightThreshold()
-        self.no_answers = NoAnswers(lambda task: rule_of(task.extract))
+        self.no_answers, self.overflows = NoAnswers(lambda task: rule_of(task.extract)), Overflows()
         self.judged: dict[int, tuple[Episode, Exception | None]] = {}
         """Scored episodes and their scoring errors, by ``id(episode)``, until :meth:`score` collects them."""
 
@@ -175,6 +175,7 @@ class Controller:
         scored = [result for result in results if isinstance(result, Episode)]
         check_texts(scored, step, self.max_error_rate)
         add_unscored(self.ledger, episodes, results)
+        self.overflows.look(scored, step)
         if not self.runner.scores_turns:  # whose turns are moves
             self.right_threshold.look(scored, step)
             self.no_answers.look(scored, step)

@@ -21,7 +21,7 @@ from marl.preflight import model_checks
 from marl.preflight.memory_plan import ModelSize
 from marl.preflight.method_files import check_demonstrations, check_examples
 from marl.preflight.packages import check_packages
-from marl.preflight.prompts import check_growth, check_prompts
+from marl.preflight.prompts import check_prompts
 from marl.preflight.verl_settings import (
     check_critic_settings,
     check_settings,
@@ -39,12 +39,9 @@ from marl.types import PolicyName, Task
 
 @dataclass(frozen=True)
 class CheckedSetup(Setup):
-    """A run whose models and prompts have been loaded; its plan needs them too."""
+    """A run whose models have been loaded; its plan needs their sizes."""
 
     sizes: Mapping[PolicyName, ModelSize]
-    encoders: Mapping[PolicyName, ChatEncoder]
-    tasks: Sequence[Sequence[Task]]
-    """The tasks read from every file, the longest first."""
 
 
 @dataclass(frozen=True)
@@ -77,35 +74,33 @@ def preflight(setup: Setup) -> CheckedSetup:
     encoders = {name: own.encoder for name, own in loaded.items()}
     if setup.method.offline:
         check_examples(setup, encoders)
-        return CheckedSetup(**vars(setup), sizes=sizes, encoders=encoders, tasks=[])
-    tasks = check_prompts(config, encoders)
-    check_scorer(setup, tasks)
+        return CheckedSetup(**vars(setup), sizes=sizes)
+    check_scorer(setup, check_prompts(config, encoders))
     check_demonstrations(setup, encoders)
     if (
         "ensemble" not in config
     ):  # whose agents answer in single turns, whatever the runner, without servers and workers
         check_packages(config, setup.policies, bool(setup.pool_by_critic))
-        check_growth(setup, encoders, tasks)
-    return CheckedSetup(**vars(setup), sizes=sizes, encoders=encoders, tasks=tasks)
+    return CheckedSetup(**vars(setup), sizes=sizes)
 
 
-def check_scorer(setup: Setup, tasks: Sequence[Sequence[Task]]) -> None:
+def check_scorer(setup: Setup, tasks: Sequence[Task]) -> None:
     """Raise ConfigError for rows that no built-in rule can score, and where rows are scored by math-verify, which is not installed: an
     answer that equals the truth needs none of it, so that only episodes with other answers would be lost."""
     config = setup.config
     if answers_only(config) or setup.runner.scores_turns or custom_function(config) is not None:
         return
-    for task in (task for file in tasks for task in file):
+    for task in tasks:
         must_be_one_answer(task)
     rules = answer_rules(config)
-    for task in (task for file in tasks for task in file if not rules.chooses(task.data_source)):
+    for task in (task for task in tasks if not rules.chooses(task.data_source)):
         if why := unscorable(task.data_source, task.ground_truth):
             raise ConfigError(
                 f"data_source={task.data_source}, {task.id}: no built-in rule can score this row: {why}; set "
                 "reward.custom_reward_function.path to a file with compute_score(data_source, solution_str, ground_truth, extra_info), "
                 f"or name how its answers are read if they are short: +controller.extractors={{{task.data_source}: prose}}"
             )
-    judged = (task.data_source for file in tasks for task in file if kind_of(task.data_source) in ("math", "own"))
+    judged = (task.data_source for task in tasks if kind_of(task.data_source) in ("math", "own"))
     source = next(judged, None)
     if source is None:
         return

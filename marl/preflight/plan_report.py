@@ -26,28 +26,10 @@ from marl.preflight import batch_plan, memory_plan, model_checks, shared_gpus
 from marl.preflight.batch_plan import Batch, PolicyBatch
 from marl.preflight.checks import CheckedSetup
 from marl.preflight.memory_plan import Members, Memory, ModelSize, pool_memory
-from marl.preflight.prompts import grows, growth_of, remedy
 from marl.run_setup import Setup
 from marl.utils.tables import aligned
 
 HOST_SHARE = 0.8
-
-
-def growth_text(setup: CheckedSetup) -> str:
-    """Prompt growth as text, with a warning if prompts exceed their limit."""
-    config, limit = setup.config, setup.config.data.max_prompt_length
-    if setup.method.offline:
-        return f"method={config.method.name}: nothing is played, and there are no servers; a step learns from data.train_batch_size={config.data.train_batch_size} examples"
-    growth = growth_of(setup, setup.encoders, [read[0] for read in setup.tasks])
-    if growth.unknown:
-        return f"unknown how long prompts get: runner={config.runner.name}: {growth.unknown}"
-    lines = [f"{grows(config, growth)} with the longest answers; data.max_prompt_length={limit}"]
-    if growth.prompt > limit:
-        lines.append(
-            f"warning: an episode is refused where a prompt exceeds data.max_prompt_length={limit}, and long answers lead to "
-            f"{growth.prompt}; {remedy(config, growth)}, or lower data.max_response_length={config.data.max_response_length}"
-        )
-    return "\n".join(lines)
 
 
 def plan_text(setup: CheckedSetup) -> str:
@@ -75,13 +57,13 @@ def summary_text(setup: CheckedSetup) -> str:
 
 
 def step_text(setup: CheckedSetup) -> list[str]:
-    """A step's arithmetic, endpoints, packing and prompts."""
-    played = [] if setup.method.offline else [batch_text(batch_of(setup)), *endpoint_lines(setup), packing_text(setup)]
-    return [
-        *played,
-        growth_text(setup),
-        *shared_gpus.text_of(setup),
-    ]
+    """A step's arithmetic, endpoints, packing and servers that share GPUs."""
+    if setup.method.offline:
+        method, rows = setup.config.method.name, setup.config.data.train_batch_size
+        return [
+            f"method={method}: nothing is played, and there are no servers; a step learns from data.train_batch_size={rows} examples"
+        ]
+    return [batch_text(batch_of(setup)), *endpoint_lines(setup), packing_text(setup), *shared_gpus.text_of(setup)]
 
 
 def batch_of(setup: Setup) -> Batch:

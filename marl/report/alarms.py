@@ -8,7 +8,7 @@ from marl.types import AgentId, Episode, Metrics, PolicyName, Score, Task
 
 logger = logging.getLogger(__name__)
 
-NEARLY_ALL, NO_ENTROPY = 0.9, 1e-3
+NEARLY_ALL, NO_ENTROPY, MANY_OVERFLOWS = 0.9, 1e-3, 0.1
 WINDOW = 20
 """Steps over which an agent's share of the credit is averaged."""
 
@@ -156,6 +156,24 @@ class NoAnswers:
                 text if len(text) <= 160 else f"{text[:80]} … {text[-80:]}",
                 task.data_source, self.rule_of(task), task.data_source,
             )  # fmt: skip
+
+
+class Overflows:
+    """Warns, once per streak, of steps and validations in which more than a tenth of the conversations outgrow their context."""
+
+    said = False
+
+    def look(self, episodes: Sequence[Episode], step: int) -> None:
+        ended = [episode for episode in episodes if episode.failure == "overflow"]
+        many = len(ended) > MANY_OVERFLOWS * len(episodes)
+        if many and not self.said:
+            logger.warning(
+                "step %d: %d of %d conversations outgrew their context and ended early, with controller.failure_score as their "
+                "score (team/refused_contexts). The first, of task %s: %s. Fewer rounds, shorter roles or a lower "
+                "data.max_response_length also keep them short",
+                step, len(ended), len(episodes), ended[0].task.id, ended[0].failure_message,
+            )  # fmt: skip
+        self.said = many
 
 
 def warn_of_gaps(gaps: Mapping[PolicyName, float], step: int, alarms: Mapping[PolicyName, float]) -> None:

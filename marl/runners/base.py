@@ -74,10 +74,6 @@ class Runner(ABC):
         """Maximum number of turns of each agent per episode."""
         return dict.fromkeys(agents, 1)
 
-    def keywords(self, agents: Sequence[AgentId]) -> Sequence[str]:
-        """Words by which agents steer a conversation: it is played with each of them to measure how long it gets."""
-        return ()
-
     def failure_score(self, episode: Episode) -> float | None:
         """Team score of a conversation that ended early; None for ``controller.failure_score``."""
         return None

@@ -90,9 +90,6 @@ class Game(ConversationRunner):
         turns = episode.trajectory(agent)
         return games.make_game(self.config.game, len(episode.agents)).forfeit(turns[-1].round - 1 if turns else 0)
 
-    def keywords(self, agents: Sequence[AgentId]) -> Sequence[str]:
-        return games.make_game(self.config.game, len(agents)).words
-
     def most_turns(self, agents: Sequence[AgentId]) -> dict[AgentId, int]:
         game = games.make_game(self.config.game, len(agents))
         return {agent: game.turns(seat) for seat, agent in enumerate(agents)}

@@ -132,9 +132,6 @@ class Graph(ConversationRunner):
                 return all(right) is (edge.when is When.right)
         return True
 
-    def keywords(self, agents: Sequence[AgentId]) -> Sequence[str]:
-        return [edge.word for edge in self.config.edges if edge.word]
-
     def most_turns(self, agents: Sequence[AgentId]) -> dict[AgentId, int]:
         turns = dict.fromkeys(agents, 0)
         for name, node in self.nodes.items():

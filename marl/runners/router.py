@@ -67,9 +67,6 @@ class Router(ConversationRunner):
         episode.count("picked_at_random")
         return episode.rng.choice(workers)
 
-    def keywords(self, agents: Sequence[AgentId]) -> Sequence[str]:
-        return agents
-
     def most_turns(self, agents: Sequence[AgentId]) -> dict[AgentId, int]:
         return dict.fromkeys(agents, self.config.num_picks)
 

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from marl.report.alarms import WINDOW, Collapse, DegenerateGroups, LazyAgents, NoAnswers, RightThreshold
+from marl.report.alarms import WINDOW, Collapse, DegenerateGroups, LazyAgents, NoAnswers, Overflows, RightThreshold
 from marl.types import Episode, Score, Task, Turn
 
 
@@ -172,3 +172,25 @@ def test_the_window_moves(caplog):
             lazy.look({"a": 1.0, "b": 0.0}, WINDOW + step)
     (record,) = caplog.records
     assert "to step 35;" in record.message, "when 16 of 20 are 0, the mean is .1; when 15 are, it is .125"
+
+
+def overflows(caplog, *counts):
+    """Lines said of steps of ten conversations each, of which so many overflowed."""
+    alarm, message = Overflows(), "agent 'a' was shown 99 tokens in round 3, data.max_prompt_length allows 40"
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        for step, count in enumerate(counts, start=1):
+            episodes = [Episode(Task(f"t{n}", [], "4", "x", str), 0, ["a"]) for n in range(10)]
+            for episode in episodes[:count]:
+                episode.failure, episode.failure_message = "overflow", message
+            alarm.look(episodes, step)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_many_conversations_that_outgrow_their_context_are_said_in_the_first_step_by_name(caplog):
+    (said,) = overflows(caplog, 2, 5, 10)
+    assert said.startswith("step 1: 2 of 10 conversations outgrew their context")
+    for word in ("task t0", "agent 'a'", "99 tokens", "data.max_prompt_length", "controller.failure_score"):
+        assert word in said
+    assert len(overflows(caplog, 2, 1, 2)) == 2, "a new streak"
+    assert overflows(caplog, 0, 1) == []

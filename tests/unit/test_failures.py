@@ -85,6 +85,14 @@ def test_an_overflow_is_an_outcome_with_the_turns_until_then():
     assert batch.mask_ERA.tolist() == batch.trained_ERA.tolist() == [[[True, True], [False, True]]]
 
 
+def test_many_overflows_are_warned_of_in_the_first_step(caplog):
+    team = controller(overflows())
+    asyncio.run(team.score(collected(team).episodes, 1))
+    assert (
+        "step 1: 1 of 1 conversations outgrew their context" in caplog.text and "it was shown 99 tokens" in caplog.text
+    )
+
+
 def test_a_pass_beside_an_overflow_is_no_answer():
     """b passes in the round in which a overflows: nobody judges its words as a wrong answer."""
 

@@ -263,7 +263,7 @@ def test_a_branch_goes_on_in_its_own_round_after_an_episode_within_it():
     [
         (PeerReview, "num_agents", 3, r"tuple\[int, int \| None\], such as \(1, None\), as Runner declares"),
         (PeerReview, "num_agents", ("2", None), r"tuple\[int"),
-        (PeerReview, "keywords", ("PASS",), r"a method, def keywords\(self, agents"),
+        (PeerReview, "last_round", 3, r"a method, def last_round\(self, agents"),
         (PeerReview, "votes", "no", "bool, such as False"),
         (PeerReview, "seats", "judge", r"tuple\[str, \.\.\.\]"),
         (PeerReview, "may_end_early", "yes", "bool, or a property"),
