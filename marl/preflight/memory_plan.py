@@ -14,11 +14,6 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ADAPTER_BYTES = BYTES["float32"]
 """Bytes of a number of an adapter under ``sharing=lora``, whatever its base is in."""
 
-CONTEXT = 0.5e9
-"""Bytes that a process takes on a GPU before its first tensor; an estimate."""
-GRAPHS = 1e9
-"""Bytes of vLLM's captured graphs; an estimate, which grows with ``cudagraph_capture_sizes``."""
-
 
 @dataclass(frozen=True)
 class ModelSize:
@@ -69,15 +64,11 @@ class Memory:
     activations: float = 0
     logits: float = 0
     server: float = 0
-    engine: float = 0
-    """Bytes of an engine's process, asleep or not: its context, and captured graphs."""
-    sync: float = 0
-    """Buffer through which weights travel to an engine."""
 
     @property
     def kept(self) -> float:
         """Memory held between phases; a server's share depends on the phase."""
-        return self.weights + self.gradients + self.moments + self.reference + self.engine
+        return self.weights + self.gradients + self.moments + self.reference
 
     @property
     def working(self) -> float:
@@ -133,11 +124,10 @@ def token_bytes(size: ModelSize, width: int) -> int:
 
 
 def pool_memory(members: Sequence[Memory], asleep: bool) -> float:
-    """The peak of one rank of a pool: all that is kept, the largest working set, and the servers, which may sleep meanwhile;
-    one policy after another sends its weights."""
+    """The peak of one rank of a pool: all that is kept, the largest working set, and the servers, which may sleep meanwhile."""
     kept, working = sum(member.kept for member in members), max(member.working for member in members)
-    server, sync = sum(member.server for member in members), max(member.sync for member in members)
-    return kept + (max(working, server + sync) if asleep else server + max(working, sync))
+    server = sum(member.server for member in members)
+    return kept + (max(working, server) if asleep else server + working)
 
 
 def training_of(own: Any, batch: PolicyBatch, adapter_bytes: int | None = None) -> Training:
@@ -173,19 +163,19 @@ def policy_memory(
         kept = min(prefix_bytes(rollout.get("custom")) * rollout.enable_prefix_caching, said)
         server = hf_server_memory(size, width, rollout.max_num_seqs, length) + kept
         return replace(memory, server=server * batch.servers / batch.ranks)
-    return with_engine(memory, rollout, size, card)
+    return replace(memory, server=engine_memory(rollout, size, card))
 
 
-def with_engine(memory: Memory, rollout: Any, size: ModelSize, card: float | None) -> Memory:
-    """The memory with one rank of vLLM or SGLang: its share of the card, or its weights and a cache of a given size."""
+def engine_memory(rollout: Any, size: ModelSize, card: float | None) -> float:
+    """One rank of vLLM or SGLang: its share of the card, or its weights and a cache of a given size."""
     cache = engine_settings(rollout).get("kv_cache_memory_bytes")
-    weights = size.parameters * BYTES[dtype_name(rollout.dtype)] / rollout.tensor_model_parallel_size
-    return replace(
-        memory,
-        server=rollout.gpu_memory_utilization * (card or 0.0) if cache is None else weights + cache,
-        engine=(CONTEXT + (0.0 if rollout.enforce_eager else GRAPHS)) if card else 0.0,
-        sync=float(rollout.checkpoint_engine.update_weights_bucket_megabytes << 20),
-    )
+    return rollout.gpu_memory_utilization * (card or 0.0) if cache is None else engine_weights(rollout, size) + cache
+
+
+def engine_weights(rollout: Any, size: ModelSize) -> float:
+    """Bytes of the weights in one rank of a server."""
+    ranks = rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size
+    return size.parameters * BYTES[dtype_name(rollout.dtype)] / ranks
 
 
 def adapter_memory(whole: Memory, own: Any, batch: PolicyBatch, size: ModelSize) -> Memory:
@@ -195,7 +185,7 @@ def adapter_memory(whole: Memory, own: Any, batch: PolicyBatch, size: ModelSize)
     trained = numbers * ADAPTER_BYTES
     in_share = rollout.name != "hf" and "kv_cache_memory_bytes" not in engine_settings(rollout)
     server = 0.0 if in_share else numbers * BYTES[dtype_name(rollout.dtype)] * batch.servers
-    return replace(whole, weights=trained, gradients=trained, moments=2 * trained, server=server, engine=0.0)
+    return replace(whole, weights=trained, gradients=trained, moments=2 * trained, server=server)
 
 
 def critic_memory(critic: Any, ranks: int, size: ModelSize, target: bool = False) -> Memory:

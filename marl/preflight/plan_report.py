@@ -29,7 +29,9 @@ from marl.preflight.memory_plan import Members, Memory, ModelSize, pool_memory
 from marl.run_setup import Setup
 from marl.utils.tables import aligned
 
-HOST_SHARE = 0.8
+MEMORY_SHARE = 0.8
+"""The part of a machine's or a GPU's memory that a run may plan with: contexts, captured graphs, buffers of weight syncs and
+fragmentation take some of the rest."""
 
 
 def plan_text(setup: CheckedSetup) -> str:
@@ -96,8 +98,8 @@ def member_memory(setup: CheckedSetup, own: DictConfig, batch: PolicyBatch, card
         kept_whole = min(1.0, WHOLE_BYTES / (4 * batch.tokens * size.vocabulary))
         memory = replace(memory, logits=memory.logits * kept_whole)
     if batch.policy in frozen_policies(setup.config):
-        return Memory() if setup.method.offline else Memory(server=memory.server, engine=memory.engine)
-    return replace(memory, server=0, engine=0, sync=0) if setup.method.offline else memory
+        return Memory() if setup.method.offline else Memory(server=memory.server)
+    return replace(memory, server=0) if setup.method.offline else memory
 
 
 def peaks_of(members: Members, asleep: Mapping[str, bool]) -> dict[str, float]:
@@ -170,10 +172,10 @@ def warnings_of(config: DictConfig, peaks: Mapping[str, float], card: float | No
 
 
 def fitting_tokens(setup: CheckedSetup) -> int:
-    """The limit of a micro-batch, halved until the run fits: of a machine without accelerators, into HOST_SHARE of its memory,
+    """The limit of a micro-batch, halved until the run fits into MEMORY_SHARE of the accelerator or, without one, of the machine,
     whatever else runs at the moment, so that a resumed run has the same one."""
     config, card = setup.config.copy(), card_bytes(setup.config.trainer.device)
-    host = HOST_SHARE * psutil.virtual_memory().total if config.trainer.device == "cpu" else math.inf
+    host = MEMORY_SHARE * psutil.virtual_memory().total if config.trainer.device == "cpu" else math.inf
     actor = config.actor_rollout_ref.actor
     least = 2 * max(
         (longest_row(own_settings(config, name).rollout) for name in setup.policies),
@@ -182,7 +184,7 @@ def fitting_tokens(setup: CheckedSetup) -> int:
     while actor.ppo_max_token_len_per_gpu >= least:
         peaks = peaks_of(*pool_members(replace(setup, config=config), card))
         needed = sum(peak * size_of(config, pool).gpus for pool, peak in peaks.items())
-        if needed <= host and max(peaks.values()) <= (card or math.inf):
+        if needed <= host and max(peaks.values()) <= MEMORY_SHARE * (card or math.inf):
             break
         actor.ppo_max_token_len_per_gpu //= 2
     return int(actor.ppo_max_token_len_per_gpu)

@@ -7,10 +7,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from marl.config.errors import ConfigError
 from marl.config.kinds import adapter_policies
-from marl.config.policies import changes_of, longest_row, own_settings
-from marl.config.precision import dtype_name
+from marl.config.policies import changes_of, own_settings
 from marl.preflight.checks import CheckedSetup
-from marl.preflight.memory_plan import BYTES, ModelSize
+from marl.preflight.memory_plan import engine_weights
 
 KEY = "gpu_memory_utilization"
 MOST = 0.9
@@ -44,28 +43,16 @@ def members_of(setup: CheckedSetup, pool: str) -> list[str]:
 
 
 def shares_of(setup: CheckedSetup, pool: str, engines: Mapping[str, Any]) -> dict[str, float]:
-    """Each engine's part of a GPU: its own key's, or of what those leave a part by what it needs."""
+    """Each engine's part of a GPU: its own key's, or of what those leave a part by its weights."""
     config = setup.config
     fixed = {name: float(rollout[KEY]) for name, rollout in engines.items() if keeps_own_share(config, name)}
-    needs = {name: need(setup.sizes[name], rollout) for name, rollout in engines.items() if name not in fixed}
+    needs = {name: engine_weights(rollout, setup.sizes[name]) for name, rollout in engines.items() if name not in fixed}
     together = float(config.actor_rollout_ref.rollout[KEY]) if needs else 0.0
     left = together - sum(fixed.values())
     if sum(fixed.values()) > MOST or together > MOST or (needs and left <= 0):
         raise too_much(pool, fixed, together, list(needs))
     whole = sum(needs.values())
     return fixed | {name: int(1e4 * left * own / whole) / 1e4 for name, own in needs.items()}
-
-
-def need(size: ModelSize, rollout: Any) -> float:
-    """Bytes of a rank's weights, and of the keys and values of its longest sequences, which count for as much as the weights at
-    most: a cache may be smaller than it could use, weights may not."""
-    width = BYTES[dtype_name(rollout.dtype)]
-    cache = rollout.max_num_seqs * longest_row(rollout) * size.layers * 2 * size.kv_width
-    return (
-        (size.parameters + min(cache, size.parameters))
-        * width
-        / (rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size)
-    )
 
 
 def too_much(pool: str, fixed: Mapping[str, float], together: float, others: Sequence[str]) -> ConfigError:

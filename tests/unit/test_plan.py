@@ -137,14 +137,13 @@ def test_one_more_adapter_costs_its_own_numbers_and_no_base(compose_config, cold
 def test_one_more_adapter_has_no_engine_of_its_own():
     """Its slot is in the share of a GPU that the first one's server takes."""
     size, batch = ModelSize(1000, 200, 4, 10, 20, 5, 50, 150, linear_width=30), SimpleNamespace(ranks=2, servers=1)
-    whole = memory_plan.with_engine(Memory(weights=1), engine(), size, 80e9)
+    whole = Memory(weights=1, server=32e9)
 
     def more(**changes):
         own = SimpleNamespace(model=SimpleNamespace(lora_rank=3), rollout=engine(**changes))
         return memory_plan.adapter_memory(whole, own, batch, size)
 
-    assert whole.engine == 1.5e9 and whole.server == 32e9
-    assert (more().engine, more().server, more().sync) == (0.0, 0.0, whole.sync)
+    assert more().server == 0.0
     assert memory_plan.pool_memory([whole, more()], True) - memory_plan.pool_memory([whole], True) == 4 * 180
     assert more(engine_kwargs={"vllm": {"kv_cache_memory_bytes": 70}}).server == 90, "beside a cache of a given size"
 
@@ -180,38 +179,24 @@ def test_policies_of_a_pool_keep_all_and_work_one_after_another():
     assert memory_plan.pool_memory(members, asleep=True) == 30 + 7
 
 
-def test_a_pool_holds_its_engines_processes_and_one_sync_at_a_time():
-    members = [
-        Memory(weights=10, activations=5, server=3, engine=1, sync=9),
-        Memory(weights=20, server=4, engine=1, sync=8),
-    ]
-    assert memory_plan.pool_memory(members, asleep=False) == 32 + 7 + 9
-    assert memory_plan.pool_memory(members, asleep=True) == 32 + 7 + 9
-
-
 def engine(**changes):
-    rollout = {
-        "name": "vllm", "dtype": "bfloat16", "gpu_memory_utilization": 0.4, "tensor_model_parallel_size": 2,
-        "enforce_eager": False, "engine_kwargs": {}, "checkpoint_engine": {"update_weights_bucket_megabytes": 2048},
-    }  # fmt: skip
-    return OmegaConf.create(rollout | changes)
+    rollout = {"name": "vllm", "dtype": "bfloat16", "gpu_memory_utilization": 0.4, "engine_kwargs": {}}
+    return OmegaConf.create(rollout | {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1} | changes)
 
 
-def test_an_engine_takes_its_share_of_the_card_a_buffer_and_what_its_process_needs():
+def test_an_engine_takes_its_share_of_the_card_or_a_cache_of_a_given_size():
     size = ModelSize(1000, 200, 4, 10, 20, 5, 50, 150)
-    memory = memory_plan.with_engine(Memory(), engine(), size, 80e9)
-    assert (memory.server, memory.sync, memory.engine) == (32e9, 2 * 2**30, 1.5e9)
-    assert memory.kept == 1.5e9, "asleep too"
-    assert memory_plan.with_engine(Memory(), engine(enforce_eager=True), size, 80e9).engine == 0.5e9
-    cpu = memory_plan.with_engine(Memory(), engine(engine_kwargs={"vllm": {"kv_cache_memory_bytes": 70}}), size, None)
-    assert (cpu.server, cpu.engine) == (1000 * 2 / 2 + 70, 0.0)
+    assert memory_plan.engine_memory(engine(), size, 80e9) == 32e9
+    assert memory_plan.engine_memory(engine(), size, None) == 0.0, "on a machine without a GPU"
+    given = engine(engine_kwargs={"vllm": {"kv_cache_memory_bytes": 70}})
+    assert memory_plan.engine_memory(given, size, None) == 1000 * 2 / 2 + 70
 
 
-def test_an_engine_that_is_sent_no_weights_has_a_process_and_no_buffer(compose_config, cold_assets):
+def test_a_policy_that_nobody_trains_has_a_server_alone(compose_config, cold_assets):
     options = (f"assets={cold_assets}", "hardware=gpu", "agents.carol.trainable=false", "credit=own")
     members, _ = pool_members(prepare(compose_config(*options)), 80e9)
     (_, trained), (_, frozen) = members["alice"][0], members["carol"][0]
-    assert frozen == Memory(server=trained.server, engine=trained.engine) and frozen.engine > 0 and trained.sync > 0
+    assert frozen == Memory(server=trained.server) and frozen.server > 0
 
 
 @pytest.mark.parametrize("tied,merge,load,refused", [

@@ -11,11 +11,10 @@ from marl.config.policies import own_settings
 from marl.preflight.memory_plan import ModelSize
 from marl.preflight.plan_report import plan_text
 from marl.preflight.prepare import prepare
-from marl.preflight.shared_gpus import divide, need, text_of
+from marl.preflight.shared_gpus import divide, text_of
 
-SIZE = ModelSize(1000, 100, 2, 16, 32, 8, 50, 100)
-SERVER = {"name": "vllm", "dtype": "bfloat16", "max_num_seqs": 5, "prompt_length": 6, "response_length": 4}
-SERVER |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "gpu_memory_utilization": 0.8}
+SERVER = {"name": "vllm", "dtype": "bfloat16", "gpu_memory_utilization": 0.8}
+SERVER |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
 
 
 def run_of(parameters, pools=None, **policies):
@@ -31,16 +30,10 @@ def shares(run):
     return {name: own_settings(run.config, name).rollout.gpu_memory_utilization for name in run.sizes}
 
 
-def test_what_a_server_needs_is_its_weights_and_its_longest_sequences():
-    # (1000 parameters + 3 sequences x 10 tokens x 2 layers x 2 x 8 numbers) x 2 bytes
-    assert need(SIZE, OmegaConf.create(SERVER | {"max_num_seqs": 3})) == 3920
-    # 5 sequences would take 1600 numbers, and count for as much as the weights: those must fit
-    assert need(SIZE, OmegaConf.create(SERVER)) == 4000
-    assert need(SIZE, OmegaConf.create(SERVER | {"tensor_model_parallel_size": 2})) == 2000
-
-
-def test_servers_of_a_pool_divide_its_share_by_what_they_need():
+def test_servers_of_a_pool_divide_its_share_by_their_weights():
     assert shares(run_of({"a": 300, "b": 100})) == pytest.approx({"a": 0.6, "b": 0.2})
+    halved = run_of({"a": 600, "b": 100}, a={"rollout": {"tensor_model_parallel_size": 2}})
+    assert shares(halved) == pytest.approx({"a": 0.6, "b": 0.2})
     assert shares(run_of({"a": 300, "b": 100}, {"a": "p", "b": "q"})) == {"a": 0.8, "b": 0.8}, "each GPU has one"
 
 
