@@ -189,7 +189,7 @@ def run(config: DictConfig, progress: Any = None) -> Any:
         # heavy: imported once the configuration has been checked
         from marl.cluster.session import session
         from marl.preflight.endpoints import check_endpoints
-        from marl.preflight.plan_report import summary_text
+        from marl.preflight.plan import summary_text
         from marl.recovery import Recovery
 
         if rows := split_text(setup.config):

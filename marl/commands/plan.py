@@ -7,7 +7,7 @@ from omegaconf import DictConfig
 from marl.config.overrides import hydra_overrides
 from marl.config.words import in_order, train_flags
 from marl.main import run_composed
-from marl.preflight.plan_report import plan_text
+from marl.preflight.plan import plan_text
 from marl.preflight.prepare import prepare
 from marl.quickstart.assets import planned
 

@@ -18,7 +18,7 @@ from marl.controller.known_loops import check_loops
 from marl.modules import pretrained
 from marl.modules.adapters import check_adapter, check_adapter_name, check_start
 from marl.preflight import model_checks
-from marl.preflight.memory_plan import ModelSize
+from marl.preflight.memory import ModelSize
 from marl.preflight.method_files import check_demonstrations, check_examples
 from marl.preflight.packages import check_packages
 from marl.preflight.prompts import check_prompts

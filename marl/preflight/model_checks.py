@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from marl.config.errors import ConfigError
 from marl.modules.pretrained import WEIGHTS, line
-from marl.preflight.memory_plan import ModelSize
+from marl.preflight.memory import ModelSize
 from marl.utils import pickles
 
 INDEX = "model.safetensors.index.json"

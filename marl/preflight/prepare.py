@@ -52,7 +52,7 @@ def prepare(config: DictConfig) -> CheckedSetup:
     # heavy: imported once the rules hold
     from marl.cluster.session import fitting_platform
     from marl.preflight.checks import preflight
-    from marl.preflight.shared_gpus import divide
+    from marl.preflight.plan import divide_gpus
     from marl.rewards.custom import checked_function
     from marl.rewards.extractors import check_extractors
 
@@ -60,7 +60,7 @@ def prepare(config: DictConfig) -> CheckedSetup:
     checked_function(config)
     check_extractors(config)
     checked = preflight(setup)
-    divide(checked)
+    divide_gpus(checked)
     return fitted(checked, given)
 
 
@@ -69,7 +69,7 @@ def fitted(setup: CheckedSetup, given: DictConfig) -> CheckedSetup:
     actor = given.actor_rollout_ref.actor
     if not OmegaConf.is_interpolation(actor, "ppo_max_token_len_per_gpu"):
         return setup
-    from marl.preflight.plan_report import fitting_tokens
+    from marl.preflight.plan import fitting_tokens
 
     tokens = fitting_tokens(setup)
     if tokens == actor.ppo_max_token_len_per_gpu:

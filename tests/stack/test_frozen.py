@@ -14,7 +14,7 @@ from marl.cluster.workers.policy_worker import SeatWorker
 from marl.config.errors import ConfigError
 from marl.config.kinds import frozen_policies
 from marl.config.policies import own_settings
-from marl.preflight import plan_report
+from marl.preflight import plan
 from marl.preflight.prepare import prepare
 from tests.builders import Live
 from tests.stack.conftest import SMALL
@@ -91,8 +91,8 @@ def test_what_is_frozen(composed):
 
 def test_its_plan_is_a_server_alone(composed, monkeypatch):
     shown = {}
-    monkeypatch.setattr(plan_report, "memory_text", lambda pools, asleep: shown.update(pools) or "")
-    plan_report.plan_text(prepare(composed("agents.carol.trainable=false")))
+    monkeypatch.setattr(plan, "memory_text", lambda pools, asleep: shown.update(pools) or "")
+    plan.plan_text(prepare(composed("agents.carol.trainable=false")))
     ((_, alice),), ((_, carol),) = shown["alice"], shown["carol"]
     assert alice.kept > 0 and carol.kept == carol.working == 0 and carol.server == alice.server > 0
 

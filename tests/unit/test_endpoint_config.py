@@ -13,8 +13,8 @@ from marl.config.endpoints import Endpoint, endpoint_of
 from marl.config.errors import ConfigError
 from marl.config.identity import identity_of, refused, settings_of
 from marl.config.rules import RULES_PER_POLICY, endpoints, policies
-from marl.preflight.batch_plan import batch_of
-from marl.preflight.plan_report import endpoint_lines
+from marl.preflight.memory import batch_of
+from marl.preflight.plan import endpoint_lines
 from marl.run_setup import Setup
 from tests.judge import KEY
 

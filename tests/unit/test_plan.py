@@ -1,4 +1,4 @@
-"""The memory plan and the batch arithmetic, against numbers that were computed by hand."""
+"""Batch arithmetic, memory and shares of a GPU, against numbers that were computed by hand, and the page that shows them."""
 
 import json
 import re
@@ -22,11 +22,11 @@ from marl.commands import plan
 from marl.config.errors import ConfigError
 from marl.config.policies import longest_row, own_settings
 from marl.methods.sft import SFT
-from marl.preflight import batch_plan, memory_plan, plan_report
+from marl.preflight import memory as estimate, plan as page
 from marl.preflight.checks import check_adapter_base
-from marl.preflight.memory_plan import Memory, ModelSize, Training
+from marl.preflight.memory import Memory, ModelSize, Training
 from marl.preflight.model_checks import size_of
-from marl.preflight.plan_report import plan_text, pool_members, summary_text, warnings_of
+from marl.preflight.plan import divide_gpus, plan_text, pool_members, shares_text, summary_text, warnings_of
 from marl.preflight.prepare import prepare
 
 TINY = LlamaConfig(
@@ -98,15 +98,13 @@ def test_a_causal_model_is_taken_whatever_these_settings_are(config):
 def test_half_a_billion_parameters_take_16_bytes_each_in_full_precision(ranks):
     size = size_of(HALF_BILLION, "model")
     assert size.parameters == 494_032_768
-    kept = memory_plan.training_memory(size, Training(ranks=ranks, tokens=1)).kept
+    kept = estimate.training_memory(size, Training(ranks=ranks, tokens=1)).kept
     assert kept == pytest.approx(16 * 494_032_768 / ranks)
 
 
 def test_a_rank_keeps_its_share_and_works_on_what_is_gathered():
     size = ModelSize(1000, 200, 4, 10, 20, 5, 50, 150)
-    memory = memory_plan.training_memory(
-        size, Training(2, tokens=7, master_bytes=4, compute_bytes=2, checkpointing=False)
-    )
+    memory = estimate.training_memory(size, Training(2, tokens=7, master_bytes=4, compute_bytes=2, checkpointing=False))
     assert (memory.weights, memory.gradients, memory.moments) == (2000, 2000, 4000)
     # root: 1000 - 4 x 150 = 400; two layers and the gradient of one: 3 x 150
     assert memory.gathered == (400 + 3 * 150) * 2
@@ -116,7 +114,7 @@ def test_a_rank_keeps_its_share_and_works_on_what_is_gathered():
 
 def test_checkpointing_keeps_one_layers_working_set_and_lora_its_own_moments():
     size = ModelSize(1000, 200, 4, 10, 20, 5, 50, 150, linear_width=30)
-    memory = memory_plan.training_memory(size, Training(1, tokens=7, checkpointing=True, lora_rank=3))
+    memory = estimate.training_memory(size, Training(1, tokens=7, checkpointing=True, lora_rank=3))
     assert memory.activations == 7 * (4 * 10 * 2 + 2 * (8 * 10 + 3 * 5 + 4 * 20))
     assert (memory.weights, memory.gradients, memory.moments) == (4 * 1090, 4 * 90, 8 * 90)
 
@@ -125,9 +123,9 @@ def test_one_more_adapter_costs_its_own_numbers_and_no_base(compose_config, cold
     words = ("actor_rollout_ref.model.lora_rank=3", "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16")
     setup = prepare(compose_config(f"assets={cold_assets}", "sharing=lora", *words))
     size, own = ModelSize(1000, 200, 4, 10, 20, 5, 50, 150, linear_width=30), own_settings(setup.config, "alice")
-    (alice, _) = batch_plan.batch_of(setup.config, dict.fromkeys(setup.config.agents, 2)).policies
-    whole = memory_plan.policy_memory(own, alice, size, None, adapter_bytes=memory_plan.ADAPTER_BYTES)
-    more = memory_plan.adapter_memory(whole, own, alice, size)
+    (alice, _) = estimate.batch_of(setup.config, dict.fromkeys(setup.config.agents, 2)).policies
+    whole = estimate.policy_memory(own, alice, size, None, adapter_bytes=estimate.ADAPTER_BYTES)
+    more = estimate.adapter_memory(whole, own, alice, size)
     assert (whole.weights, more.weights, more.gradients, more.moments, more.server) == (2360, 360, 360, 720, 360)
     first, second = [line.split() for line in plan_text(setup).splitlines() if line.split()[:1] == ["shared"]]
     assert float(first[2]) > 2 * float(second[2]), "the base's weights are counted once"
@@ -141,28 +139,32 @@ def test_one_more_adapter_has_no_engine_of_its_own():
 
     def more(**changes):
         own = SimpleNamespace(model=SimpleNamespace(lora_rank=3), rollout=engine(**changes))
-        return memory_plan.adapter_memory(whole, own, batch, size)
+        return estimate.adapter_memory(whole, own, batch, size)
 
     assert more().server == 0.0
-    assert memory_plan.pool_memory([whole, more()], True) - memory_plan.pool_memory([whole], True) == 4 * 180
+    assert estimate.pool_memory([whole, more()], True) - estimate.pool_memory([whole], True) == 4 * 180
     assert more(engine_kwargs={"vllm": {"kv_cache_memory_bytes": 70}}).server == 90, "beside a cache of a given size"
 
 
 def test_an_hf_server_holds_a_copy_and_the_cache_of_its_sequences():
     size = ModelSize(1000, 200, 4, 10, 20, 5, 50, 150)
-    assert memory_plan.hf_server_memory(size, 2, sequences=3, length=11) == 2000 + 3 * 11 * 4 * 2 * 5 * 2 + 3 * 50 * 16
+    rollout = {"dtype": "bfloat16", "max_num_seqs": 3, "prompt_length": 7, "response_length": 4}
+    rollout = OmegaConf.create(rollout | {"enable_prefix_caching": False})
+    batch = SimpleNamespace(turns=9, ranks=2, servers=1)
+    server = 2000 + 3 * 11 * 4 * 2 * 5 * 2 + 3 * 50 * 16
+    assert estimate.hf_server_memory(rollout, batch, size) == server / 2
 
 
 def test_an_hf_server_keeps_conversations_up_to_its_own_bound_or_all_that_a_step_can_say(compose_config, cold_assets):
     setup = prepare(compose_config(f"assets={cold_assets}"))
     size, own = ModelSize(1000, 200, 4, 10, 20, 5, 50, 150), own_settings(setup.config, "alice")
-    alice = batch_plan.batch_of(setup.config, dict.fromkeys(setup.config.agents, 2)).policies[0]
+    alice = estimate.batch_of(setup.config, dict.fromkeys(setup.config.agents, 2)).policies[0]
 
     def kept(**custom):
         OmegaConf.update(own, "rollout.custom", custom, merge=False, force_add=True)
         servers = []
         for own.rollout.enable_prefix_caching in (False, True):
-            servers.append(memory_plan.policy_memory(own, alice, size, None).server)
+            servers.append(estimate.policy_memory(own, alice, size, None).server)
         return servers[1] - servers[0]
 
     assert alice.turns > 0 and alice.servers == alice.ranks == 1
@@ -175,8 +177,8 @@ def test_an_hf_server_keeps_conversations_up_to_its_own_bound_or_all_that_a_step
 
 def test_policies_of_a_pool_keep_all_and_work_one_after_another():
     members = [Memory(weights=10, activations=5, server=3), Memory(weights=20, activations=7, server=4)]
-    assert memory_plan.pool_memory(members, asleep=False) == 30 + 7 + 7
-    assert memory_plan.pool_memory(members, asleep=True) == 30 + 7
+    assert estimate.pool_memory(members, asleep=False) == 30 + 7 + 7
+    assert estimate.pool_memory(members, asleep=True) == 30 + 7
 
 
 def engine(**changes):
@@ -186,10 +188,10 @@ def engine(**changes):
 
 def test_an_engine_takes_its_share_of_the_card_or_a_cache_of_a_given_size():
     size = ModelSize(1000, 200, 4, 10, 20, 5, 50, 150)
-    assert memory_plan.engine_memory(engine(), size, 80e9) == 32e9
-    assert memory_plan.engine_memory(engine(), size, None) == 0.0, "on a machine without a GPU"
+    assert estimate.engine_memory(engine(), size, 80e9) == 32e9
+    assert estimate.engine_memory(engine(), size, None) == 0.0, "on a machine without a GPU"
     given = engine(engine_kwargs={"vllm": {"kv_cache_memory_bytes": 70}})
-    assert memory_plan.engine_memory(given, size, None) == 1000 * 2 / 2 + 70
+    assert estimate.engine_memory(given, size, None) == 1000 * 2 / 2 + 70
 
 
 def test_a_policy_that_nobody_trains_has_a_server_alone(compose_config, cold_assets):
@@ -227,7 +229,7 @@ def test_a_steps_arithmetic(compose_config, cold_assets):
         )
     )
     config = setup.config
-    batch = batch_plan.batch_of(config, dict.fromkeys(config.agents, 2))
+    batch = estimate.batch_of(config, dict.fromkeys(config.agents, 2))
     assert (batch.episodes, batch.turns) == (32 * 8, 32 * 8 * 3 * 2)
     alice, carol = batch.policies
     assert (alice.agents, alice.rows, alice.mini_batches, alice.rows_per_mini_batch) == (("alice", "bob"), 1024, 4, 256)
@@ -258,7 +260,7 @@ def test_a_run_begins_with_what_it_trains_and_a_steps_size_alone(compose_config,
 def test_a_micro_batch_follows_the_machines_memory_unless_it_is_set(
     compose_config, cold_assets, monkeypatch, caplog, gigabytes, expected
 ):
-    monkeypatch.setattr(plan_report.psutil, "virtual_memory", lambda: SimpleNamespace(total=gigabytes * 1e9))
+    monkeypatch.setattr(page.psutil, "virtual_memory", lambda: SimpleNamespace(total=gigabytes * 1e9))
     key, words = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu", (f"assets={cold_assets}", "learner=mappo")
     config = prepare(compose_config(*words, f"{key}=${{token_limit:}}")).config
     assert OmegaConf.select(config, key) == expected and config.critic.ppo_max_token_len_per_gpu == 16384
@@ -294,14 +296,12 @@ def test_a_critic_has_no_logits_and_a_reference_is_one_more_copy(compose_config,
         )
     )
     config, size = setup.config, ModelSize(1000, 200, 4, 10, 20, 5, 50, 150)
-    critic = memory_plan.critic_memory(config.critic, 2, size)
+    critic = estimate.critic_memory(config.critic, 2, size)
     assert (critic.weights, critic.moments, critic.logits) == (2000, 4000, 0.0)  # 1000 numbers of 4 bytes over 2 ranks
-    assert memory_plan.critic_memory(config.critic, 2, size, target=True).kept - critic.kept == 2000
+    assert estimate.critic_memory(config.critic, 2, size, target=True).kept - critic.kept == 2000
     own = own_settings(config, "alice")
-    (alice, _) = batch_plan.batch_of(config, dict.fromkeys(config.agents, 2)).policies
-    with_reference, without = (
-        memory_plan.policy_memory(own, alice, size, None, reference) for reference in (True, False)
-    )
+    (alice, _) = estimate.batch_of(config, dict.fromkeys(config.agents, 2)).policies
+    with_reference, without = (estimate.policy_memory(own, alice, size, None, reference) for reference in (True, False))
     assert (with_reference.reference, without.reference) == (2000, 0)
     assert with_reference.kept - without.kept == 2000
     text = plan_text(setup)
@@ -316,18 +316,16 @@ def test_a_cpu_keeps_no_more_logits_of_a_large_vocabulary_than_it_slices(compose
     setup = prepare(compose_config(f"assets={cold_assets}"))
     setup.config.trainer.device = device
     own = own_settings(setup.config, "alice")
-    (alice, _) = batch_plan.batch_of(setup.config, dict.fromkeys(setup.config.agents, 2)).policies
+    (alice, _) = estimate.batch_of(setup.config, dict.fromkeys(setup.config.agents, 2)).policies
     setup.sizes["alice"] = replace(setup.sizes["alice"], vocabulary=150_000)
-    assert plan_report.member_memory(setup, own, alice, None).logits == pytest.approx(logits)
+    assert page.policy_memory(setup, own, alice, None).logits == pytest.approx(logits)
 
 
 def test_untrained_policies_hold_no_reference_and_a_pool_sleeps_only_if_all_its_servers_do(
     compose_config, cold_assets, monkeypatch
 ):
     shown = {}
-    monkeypatch.setattr(
-        plan_report, "memory_text", lambda pools, asleep: shown.update(pools=pools, asleep=asleep) or ""
-    )
+    monkeypatch.setattr(page, "memory_text", lambda pools, asleep: shown.update(pools=pools, asleep=asleep) or "")
     options = (
         "agents.carol.trainable=false",
         "actor_rollout_ref.actor.use_kl_loss=true",
@@ -344,6 +342,70 @@ def test_untrained_policies_hold_no_reference_and_a_pool_sleeps_only_if_all_its_
 def test_policies_of_rounds_have_rows_of_their_rounds(compose_config, cold_assets):
     rounds = [f"agents.{name}.policy_by_round=[{name},later]" for name in ("alice", "carol")]
     config = prepare(compose_config(f"assets={cold_assets}", "runner.num_rounds=3", *rounds)).config
-    batch = batch_plan.batch_of(config, dict.fromkeys(config.agents, 3))
+    batch = estimate.batch_of(config, dict.fromkeys(config.agents, 3))
     assert {policy.policy: policy.rows for policy in batch.policies} == {"alice": 256, "later": 1024, "carol": 256}
     assert {policy.policy: policy.agents for policy in batch.policies}["later"] == ("alice", "carol")
+
+
+SERVER = {"name": "vllm", "dtype": "bfloat16", "gpu_memory_utilization": 0.8}
+SERVER |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+
+
+def run_of(parameters, pools=None, **policies):
+    """A run of policies with these numbers of parameters, whose servers share a pool unless ``pools`` names others."""
+    rollout = OmegaConf.create({"actor_rollout_ref": {"rollout": SERVER}, "policies": policies, "sharing": None})
+    sizes = {name: ModelSize(count, 0, 0, 0, 0, 0, 0, 0) for name, count in parameters.items()}
+    own = pools or dict.fromkeys(parameters, "shared")
+    return SimpleNamespace(config=rollout, sizes=sizes, pool_by_policy=own, pools=dict.fromkeys(own.values()))
+
+
+def shares(run):
+    divide_gpus(run)
+    return {name: own_settings(run.config, name).rollout.gpu_memory_utilization for name in run.sizes}
+
+
+def test_servers_of_a_pool_divide_its_share_by_their_weights():
+    assert shares(run_of({"a": 300, "b": 100})) == pytest.approx({"a": 0.6, "b": 0.2})
+    halved = run_of({"a": 600, "b": 100}, a={"rollout": {"tensor_model_parallel_size": 2}})
+    assert shares(halved) == pytest.approx({"a": 0.6, "b": 0.2})
+    assert shares(run_of({"a": 300, "b": 100}, {"a": "p", "b": "q"})) == {"a": 0.8, "b": 0.8}, "each GPU has one"
+
+
+def test_a_share_of_its_own_is_kept_and_the_others_divide_what_it_leaves():
+    run = run_of({"a": 300, "b": 100, "c": 100}, a={"rollout": {"gpu_memory_utilization": 0.5}})
+    assert shares(run) == pytest.approx({"a": 0.5, "b": 0.15, "c": 0.15})
+    assert shares_text(run) == ["pool shared: GPU memory share of each server, started in turn: a 0.50, b 0.15, c 0.15"]
+
+
+def test_our_own_server_takes_no_share():
+    run = run_of({"a": 300, "b": 100}, b={"rollout": {"name": "hf"}})
+    assert shares(run)["a"] == 0.8 and shares_text(run) == []
+
+
+TOO_MUCH = {
+    "their own": ({"a": 0.5, "b": 0.45}, 0.8, "policies.a.rollout.gpu_memory_utilization=0.5, policies.b.rollout"),
+    "nothing left": ({"a": 0.8}, 0.8, "actor_rollout_ref.rollout.gpu_memory_utilization=0.8 for all servers of a GPU"),
+    "all": ({}, 0.95, "actor_rollout_ref.rollout.gpu_memory_utilization=0.95 for all"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TOO_MUCH)
+def test_more_than_a_gpu_has_is_refused(case):
+    fixed, together, said = TOO_MUCH[case]
+    run = run_of({"a": 300, "b": 100}, **{n: {"rollout": {"gpu_memory_utilization": s}} for n, s in fixed.items()})
+    run.config.actor_rollout_ref.rollout.gpu_memory_utilization = together
+    with pytest.raises(ConfigError, match=rf"^pool 'shared': .*{re.escape(said)}.*at most 0.9 of a GPU.*its own pool$"):
+        divide_gpus(run)
+
+
+def test_a_run_of_two_engines_on_one_gpu_is_planned_with_their_parts(compose_config, cold_assets, monkeypatch):
+    """On a machine without a GPU, which is only asked what the cluster's machines would have."""
+    monkeypatch.setattr("marl.cluster.session.fitting_platform", lambda device: None)
+    words = ["hardware=gpu", "resources.placement=colocated", "actor_rollout_ref.rollout.gpu_memory_utilization=.6"]
+    words += [f"assets={cold_assets}", "actor_rollout_ref.rollout.dtype=bfloat16"]
+    setup = prepare(compose_config(*words))
+    assert "alice 0.30, carol 0.30" in plan_text(setup)
+    assert own_settings(setup.config, "carol").rollout.gpu_memory_utilization == pytest.approx(0.3)
+    adapted = prepare(compose_config(*words, "sharing=lora"))
+    assert own_settings(adapted.config, "carol").rollout.gpu_memory_utilization == 0.6, "adapters have one engine"
+    assert shares_text(adapted) == []

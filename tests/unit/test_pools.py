@@ -9,8 +9,8 @@ from marl.cluster.session import use_platform
 from marl.config.errors import ConfigError
 from marl.config.placement import PoolSize, Unplaceable, machines_of
 from marl.config.rules import check
-from marl.preflight.batch_plan import batch_of
 from marl.preflight.compatibility import check_facts, choose_credit
+from marl.preflight.memory import batch_of
 from marl.preflight.prepare import prepare
 from marl.run_setup import Setup
 
