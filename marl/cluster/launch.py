@@ -18,7 +18,7 @@ from marl.cluster.absent_servers import AbsentServers
 from marl.cluster.layout import Part, parts_of
 from marl.config.deadlines import deadlines_of
 from marl.config.errors import ConfigError
-from marl.config.placement import Unplaceable, colocated, machines_of, size_of
+from marl.config.placement import Unplaceable, colocated, must_fit, size_of
 from marl.config.sources import Source
 from marl.run_setup import Setup
 
@@ -59,7 +59,7 @@ def check_cluster(setup: Setup) -> None:
         )
     machines = [int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"]]
     try:
-        machines_of(setup.pools, machines)
+        must_fit(setup.pools, machines)
     except Unplaceable as error:
         raise ConfigError(
             f"{error} (machines of {', '.join(map(str, machines))} {resource}; pools {listed}). Use fewer ranks a node and more nodes "

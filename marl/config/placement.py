@@ -8,7 +8,7 @@ from marl.config.schema import Placement
 from marl.config.sharing import shares_base
 
 SHARED = "shared"
-"""The pool of adapters, and of colocated policies and critics, that name none."""
+"""The pool of adapters, and of colocated policies and critics, that no list names."""
 
 
 @dataclass(frozen=True)
@@ -23,29 +23,26 @@ class PoolSize:
 
 
 def holds_servers(size: PoolSize, ranks: int) -> bool:
-    """True if a pool's ranks divide into servers of so many, each on as few machines as it can be: verl gives a server consecutive
-    ranks, and starts one that fits on one machine on its first rank's machine, so its other ranks' GPUs must be there too."""
+    """True if a pool divides into servers of this number of ranks, each on as few machines as it can be: verl gives a server
+    consecutive ranks, and starts one that fits on one machine on its first rank's machine, where its other GPUs must be too."""
     return size.ranks % ranks == 0 and (size.gpus % ranks == 0 or ranks % size.gpus == 0)
 
 
 def colocated(config: Any) -> bool:
-    """True if policies and critics that name no pool share one."""
+    """True if policies and critics that no pool lists share one."""
     return config.resources.placement is Placement.colocated
 
 
 def pool_of(config: Any, policy: str) -> str:
-    """The pool that lists a policy, or that the policy names; else the shared one or its own. Adapters share one base, and so a
-    pool."""
+    """The pool that lists a policy; else the shared one or its own. Adapters share one base, and so a pool."""
     listing = next((name for name, pool in config.resources.pools.items() if policy in pool.policies), None)
-    named = listing or (config.policies.get(policy) or {}).get("pool")
-    return named or (SHARED if colocated(config) or shares_base(config) else policy)
+    return listing or (SHARED if colocated(config) or shares_base(config) else policy)
 
 
 def critic_pool(config: Any, critic: str) -> str:
-    """The pool that lists a critic, or that of all critics; else beside the policies where they are colocated, or its own."""
+    """The pool that lists a critic; else that of the policies where they are colocated, or its own."""
     listing = next((name for name, pool in config.resources.pools.items() if critic in pool.critics), None)
-    named = listing or config.resources.critic_pool
-    return named or (SHARED if colocated(config) else f"{critic}_critic")
+    return listing or (SHARED if colocated(config) else f"{critic}_critic")
 
 
 def size_of(config: Any, pool: str) -> PoolSize:
@@ -56,31 +53,25 @@ def size_of(config: Any, pool: str) -> PoolSize:
     return PoolSize(pools[pool].gpus or gpus, pools[pool].nodes or nodes)
 
 
-def machines_of(pools: Mapping[str, PoolSize], machines: Sequence[int]) -> dict[str, list[int]]:
-    """The machine of each node of each pool, by the machines' numbers of ranks: the widest nodes first, each where the least
-    remains. Raises Unplaceable for a node that fits nowhere."""
-    free = list(machines)
-    placed: dict[str, list[int]] = {name: [] for name in pools}
-    for name, size in sorted(pools.items(), key=lambda item: -item[1].gpus):
-        for _ in range(size.nodes):
-            fitting = [index for index, left in enumerate(free) if left >= size.gpus]
-            if not fitting:
-                raise Unplaceable(name, size, free)
-            best = min(fitting, key=lambda index: free[index])
-            free[best] -= size.gpus
-            placed[name].append(best)
-    return placed
-
-
-class Unplaceable(ValueError):
-    def __init__(self, pool: str, size: PoolSize, free: Sequence[int]) -> None:
-        self.pool, self.size, self.free = pool, size, list(free)
-        super().__init__(
-            f"pool {pool!r} asks for {size.nodes} x {size.gpus} ranks, those of a node on one machine; what the wider pools leave free "
-            f"is {', '.join(map(str, free)) or 'nothing'} by machine"
-        )
-
-
 def ranks_of(config: Any, policy: str) -> int:
     """The ranks of a policy's worker group: all of its pool's."""
     return size_of(config, pool_of(config, policy)).ranks
+
+
+def must_fit(pools: Mapping[str, PoolSize], machines: Sequence[int]) -> None:
+    """Place each node of each pool on a machine, by the machines' numbers of ranks: the widest nodes first, each where the least
+    remains. Raises Unplaceable for a node that fits nowhere."""
+    free = list(machines)
+    for name, size in sorted(pools.items(), key=lambda item: -item[1].gpus):
+        for _ in range(size.nodes):
+            fitting = [left for left in free if left >= size.gpus]
+            if not fitting:
+                raise Unplaceable(
+                    f"pool {name!r} asks for {size.nodes} x {size.gpus} ranks, those of a node on one machine; what the wider pools "
+                    f"leave free is {', '.join(map(str, free)) or 'nothing'} by machine"
+                )
+            free[free.index(min(fitting))] -= size.gpus
+
+
+class Unplaceable(ValueError):
+    """Raised by :func:`must_fit`."""

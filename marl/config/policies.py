@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 
 from marl.config.precision import settings_of
 
-OURS = ("endpoint", "pool", "precision", "thinking")
+OURS = ("endpoint", "precision", "thinking")
 """Keys of a policy that are none of ``actor_rollout_ref``."""
 
 

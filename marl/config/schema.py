@@ -83,8 +83,6 @@ class ResourcesConfig:
     """Placement of policies and critics that no pool of ``pools`` names."""
     pools: dict[str, PoolConfig] = field(default_factory=dict)
     """Pools by name, each with its own size and members."""
-    critic_pool: str | None = None
-    """The pool of the critics; null for pools of their own, or the shared one where policies are colocated."""
     one_process: bool = False
     """Everything in the driver's process, without Ray: ``breakpoint()`` works anywhere, in a reward function with
     ``controller.reward_processes=0``. One rank, the hf rollout."""
@@ -105,7 +103,7 @@ class ResourcesConfig:
     save_timeout_s: float | None = bounded(None, SECONDS.or_null())
     """saving and loading a checkpoint; files that are written beside a step and still grow are waited for longer"""
     process_group_timeout_s: float = bounded(120.0, SECONDS)
-    """Deadline of a collective between ranks on a CPU (gloo); it notices a hung or unreachable rank. Below ``timeout_s``."""
+    """Deadline of a collective between ranks on a CPU (gloo); it names a hung or unreachable rank if it is below ``timeout_s``."""
     max_restarts: int = bounded(3, count(0))
     """Number of times that a run is built anew after a fault (a process that died or hangs, a lost node, a phase beyond its
     deadline, weights that did not arrive) before it ends with that error. Reaching a new step resets the count."""

@@ -202,7 +202,6 @@ def answers_alone(config: DictConfig) -> None:
     config.controller.overlong_buffer = 0
     config.trainer.rollout_data_dir = config.trainer.validation_data_dir = config.trainer.resume_from_path = None
     config.trainer.resume_mode = "disable"
-    config.resources.critic_pool = None
     for pool in config.resources.pools.values():
         pool.critics = []
 

@@ -35,7 +35,7 @@ def test_servers_play_with_every_adapter_bit_for_bit(alone):
     assert not same_weights(adapter_weights(live, "alice"), adapter_weights(live, "carol"))
 
 
-APART = ("+policies.alice.pool=left", "+policies.carol.pool=right")
+APART = ("resources.pools={left:{policies:[alice]},right:{policies:[carol]}}",)
 """Every adapter alone on a base of its own."""
 
 

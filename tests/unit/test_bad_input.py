@@ -417,7 +417,7 @@ def test_invalid_names_are_errors(base, name, place):
             elif place == "policy":
                 config.agents.alice.policy = name
             else:
-                config.policies = {"alice": {"pool": name}}
+                config.resources.pools = {name: {"policies": ["alice"]}}
         prepare(config)
 
     text = refused(work, f"{place} {name}")
@@ -465,7 +465,7 @@ BETWEEN_KEYS = {
     "learner.train_rounds=[1,7]": ["learner.train_rounds=[1, 7]"],
     "+policies.alice=5": ["policies.alice=5"],
     "+policies.alice.actor=5": ["policies.alice.actor=5"],
-    "+policies.nobody.pool=x": ["policies.nobody"],
+    "+policies.nobody.thinking=none": ["policies.nobody"],
     "+policies.alice.rollout.temperature=0": ["policies.alice"],
     "+policies.alice.actor.optim.learning_rate=1": ["policies.alice.actor.optim.learning_rate"],
     "+policies.alice.actor.policy_loss.loss_mode=x": ["policies.alice", "loss_mode=x"],

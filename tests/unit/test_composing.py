@@ -19,7 +19,7 @@ from tests import composing
         ("quickstart", ["+agents.eve.role='a, b'", "~trainer.logger", "agents.eve.policy=alice"]),
         ("quickstart", ["agents.alice.policy=one", "agents={}"]),
         ("quickstart", ["resources.pools={big:{gpus:2,policies:[alice]}}", "resources.pools.big.nodes=2"]),
-        ("quickstart", ["+policies.carol.endpoint={base_url:'http://h/v1',model:m}", "+policies.carol.pool=p"]),
+        ("quickstart", ["+policies.carol.endpoint={base_url:'http://h/v1',model:m}", "+policies.carol.thinking=none"]),
         ("game", ["+policies.alice.actor.use_kl_loss=true", "credit=team", "data.train_batch_size=4"]),
     ],
 )

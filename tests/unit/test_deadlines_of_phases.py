@@ -86,14 +86,6 @@ def test_servers_hear_the_deadline_of_a_sync(compose_config):
     assert (custom["timeout_s"], custom["timeout_key"]) == (7, "resources.sync_timeout_s")
 
 
-@pytest.mark.parametrize("key", ["start", "sync", "update", "save"])
-def test_a_collective_ends_before_every_call_that_waits_for_one(compose_config, cold_assets, key):
-    words = [f"assets={cold_assets}", "trainer.n_gpus_per_node=2", f"resources.{key}_timeout_s=100"]
-    with pytest.raises(ConfigError, match=rf"process_group_timeout_s=120: must be below resources.{key}_timeout_s=100"):
-        check(compose_config(*words))
-    check(compose_config(*words[:2], "resources.request_timeout_s=100"))
-
-
 @pytest.mark.parametrize("value", ["0", "-1", "inf"])
 def test_a_deadline_is_a_number_above_zero(compose_config, cold_assets, value):
     with pytest.raises(ConfigError, match=r"resources.save_timeout_s=.*above 0"):

@@ -84,7 +84,6 @@ def test_bad_endpoints_are_refused_without_their_secrets(with_endpoint, changes,
     ("beside", "words"),
     [
         ({"model": {"path": "x"}}, "policies.carol.model has no effect beside"),
-        ({"pool": "p"}, "policies.carol.pool has no effect"),
         ({"rollout": {"dtype": "float32"}}, "policies.carol.rollout.dtype has no effect"),
     ],
 )

@@ -486,7 +486,7 @@ def test_checkpoints_of_another_run_are_not_continued(config, tmp_path):
 @pytest.mark.parametrize("part", ["alice/actor", "central/critic"])
 def test_another_number_of_ranks_is_refused_before_models_are_loaded(config, part):
     """In a folder that is named; a search for an unfinished run passes it by."""
-    pools = {"placement": Placement.separate, "pools": {}, "critic_pool": None}
+    pools = {"placement": Placement.separate, "pools": {}}
     read = {"checkpoint": {"load_contents": ["model"]}}
     parts = {"actor_rollout_ref": {"actor": read}, "critic": read, "policies": {}, "sharing": None}
     config = OmegaConf.merge(

@@ -148,7 +148,10 @@ def test_an_endpoint_is_no_part_of_what_is_shared(shared):
 
 
 def test_a_policy_that_nobody_trains_is_an_adapter_where_a_base_is_trained(shared):
-    beside, apart = shared("sharing=lora", *UNTRAINED), shared("sharing=lora", *UNTRAINED, "+policies.carol.pool=mine")
+    beside, apart = (
+        shared("sharing=lora", *UNTRAINED),
+        shared("sharing=lora", *UNTRAINED, "resources.pools={mine:{policies:[carol]}}"),
+    )
     assert adapter_policies(beside) == ["alice", "carol"] and frozen_policies(beside) == []
     assert adapter_policies(apart) == ["alice"] and frozen_policies(apart) == ["carol"]
     whole = shared(*UNTRAINED)
@@ -156,7 +159,11 @@ def test_a_policy_that_nobody_trains_is_an_adapter_where_a_base_is_trained(share
 
 
 def test_a_server_alone_may_have_another_model_and_engine_than_the_base(shared):
-    own = ("+policies.carol.pool=mine", "+policies.carol.model.path=org/name", "+policies.carol.rollout.name=vllm")
+    own = (
+        "resources.pools={mine:{policies:[carol]}}",
+        "+policies.carol.model.path=org/name",
+        "+policies.carol.rollout.name=vllm",
+    )
     config = shared("sharing=lora", *UNTRAINED, *own, "trainer.device=cuda")
     assert own_settings(config, "carol").rollout.name == "vllm"
 
@@ -167,7 +174,10 @@ def test_a_server_alone_may_have_another_model_and_engine_than_the_base(shared):
         (["sharing=lora", "resources.pools={big:{gpus:4,policies:[alice]}}"], {"big": 4, "shared": 1}),
         (["sharing=lora", "resources.pools={shared:{gpus:2}}"], {"shared": 2}),
         (["sharing=lora"], {"shared": 1}),
-        (["sharing=lora", "+policies.alice.pool=left", "+policies.carol.pool=right"], {"left": 1, "right": 1}),
+        (
+            ["sharing=lora", "resources.pools={left:{policies:[alice]},right:{policies:[carol]}}"],
+            {"left": 1, "right": 1},
+        ),
         (["sharing=lora", "learner=mappo", "credit=own"], {"shared": 1, "central_critic": 1}),
         (["sharing=shared"], {"team": 1}),
         (["sharing=individual"], {"alice": 1, "carol": 1}),
@@ -178,7 +188,7 @@ def test_adapters_of_one_base_take_one_pool(shared, overrides, pools):
 
 
 def test_policies_of_different_pools_may_have_different_bases(shared):
-    pools = ("+policies.alice.pool=left", "+policies.carol.pool=right")
+    pools = "resources.pools={left:{policies:[alice]},right:{policies:[carol]}}"
     config = shared("sharing=lora", *pools, "+policies.alice.rollout.dtype=bfloat16")
     assert own_settings(config, "alice").rollout.dtype == "bfloat16"
 

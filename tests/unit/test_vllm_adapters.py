@@ -33,7 +33,7 @@ def test_servers_are_told_of_every_adapter_of_their_pool(compose_config):
     vllm = ("hardware=cpu_vllm", *own)
     for pools, expected in (
         ((), [RANKS, RANKS]),
-        (("+policies.carol.pool=mine",), [{"alice": 12}, {"carol": 4}]),
+        (("resources.pools={mine:{policies:[carol]}}",), [{"alice": 12}, {"carol": 4}]),
     ):
         config = compose_config("sharing=lora", *vllm, *pools)
         configs = policy_configs(config, ["alice", "carol"], "r", 1)

@@ -50,11 +50,7 @@ def names_are_valid(config: Any) -> None:
         for name, agent in config.agents.items()
         for policy in agent.policy_by_round
     }
-    pools = {
-        f"policies.{name}.pool={changes.pool}": changes.pool
-        for name, changes in config.policies.items()
-        if changes and "pool" in changes
-    }
+    pools = {f"resources.pools.{name}": name for name in config.resources.pools}
     for key, name in (agents | policies | pools).items():
         if name is not None and (not isinstance(name, str) or not NAME.fullmatch(name) or "_fwmn_" in name):
             raise ConfigError(f"{key}: {name!r} is not a valid name; expected up to 64 letters, digits, _ and -")

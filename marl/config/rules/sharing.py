@@ -122,7 +122,7 @@ def policies_of_a_base_agree(config: Any) -> None:
                 raise ConfigError(
                     f"policies.{owner}.{key}={value}: {other} and {name} are adapters on the one base model of the pool "
                     f"{pool_of(config, name)!r} and share its settings; set it for both, in actor_rollout_ref.{key}, or put "
-                    f"one into another pool, +policies.{owner}.pool=<name>"
+                    f"one into another pool, resources.pools={{own:{{policies:[{owner}]}}}}"
                 )
 
 
