@@ -112,38 +112,6 @@ class ModelSize:
 
 
 @dataclass(frozen=True)
-class Training:
-    """Training settings that determine memory."""
-
-    ranks: int
-    tokens: int
-    """The most tokens of a micro-batch."""
-    master_bytes: int = 4
-    """Bytes of a weight between steps, of its gradient and of each of its two moments (``fsdp_config.model_dtype``)."""
-    compute_bytes: int = 2
-    """Bytes of a weight or an activation while computing (``fsdp_config.mixed_precision.param_dtype``)."""
-    checkpointing: bool = True
-    reshard: bool = True
-    lora_rank: int = 0
-    adapter_bytes: int | None = None
-    """Bytes of an adapter's numbers, gradients and moments; None: those of the base's."""
-
-    @classmethod
-    def of(cls, model: Any, engine: Any, ranks: int, tokens: int, adapter_bytes: int | None = None) -> "Training":
-        """``engine``: the FSDP settings of an actor or a critic."""
-        return cls(
-            ranks=ranks,
-            tokens=tokens,
-            master_bytes=BYTES[dtype_name(engine.model_dtype)],
-            compute_bytes=BYTES[compute_dtype(engine)],
-            checkpointing=model.enable_gradient_checkpointing,
-            reshard=engine.reshard_after_forward,
-            lora_rank=model.lora_rank,
-            adapter_bytes=adapter_bytes,
-        )
-
-
-@dataclass(frozen=True)
 class Memory:
     """Bytes of one rank."""
 
@@ -166,7 +134,9 @@ class Memory:
         return self.gathered + self.activations + self.logits
 
 
-def training_memory(size: ModelSize, training: Training) -> Memory:
+def training_memory(
+    size: ModelSize, model: Any, engine: Any, ranks: int, tokens: int, adapter_bytes: int | None = None
+) -> Memory:
     """Peak memory of one rank of a trained model: P parameters, R ranks, b bytes per master number, c in computation.
 
     weights P b / R; gradients P b / R; two moments 2 P b / R (LoRA: of its own parameters alone, in their own precision);
@@ -175,23 +145,31 @@ def training_memory(size: ModelSize, training: Training) -> Memory:
     checkpointed, for every layer if not;
     logits: tokens x vocabulary x (2 c + 8): what the head gave and its gradient, and in full precision the softmax and one
     more copy of the entropy.
+
+    ``model``, ``engine``: the model and FSDP settings of an actor or a critic; ``tokens``: the most of a micro-batch;
+    ``adapter_bytes``: of an adapter's numbers, gradients and moments each, None for those of the base's.
     """
-    b, c, share = training.master_bytes, training.compute_bytes, 1 / training.ranks
-    adapter = training.lora_rank * size.linear_width * (training.adapter_bytes or b)
-    trained = adapter if training.lora_rank else size.parameters * b
+    b, c, share = BYTES[dtype_name(engine.model_dtype)], BYTES[compute_dtype(engine)], 1 / ranks
+    adapter = model.lora_rank * size.linear_width * (adapter_bytes or b)
+    trained = adapter if model.lora_rank else size.parameters * b
     blocks = size.layers * size.largest_block
     root = max(size.parameters - blocks, size.embedding)
-    gathered = root + (2 * size.largest_block if training.reshard else blocks)
+    gathered = root + (2 * size.largest_block if engine.reshard_after_forward else blocks)
     in_layer = c * (8 * size.hidden + 3 * size.kv_width + 4 * size.intermediate)
-    kept_layers = 1 if training.checkpointing else size.layers
+    kept_layers = 1 if model.enable_gradient_checkpointing else size.layers
     return Memory(
         weights=(size.parameters * b + adapter) * share,
         gradients=trained * share,
         moments=2 * trained * share,
         gathered=(gathered + size.largest_block) * c,
-        activations=training.tokens * (size.layers * size.hidden * c + kept_layers * in_layer),
-        logits=training.tokens * size.vocabulary * (2 * c + 8),
+        activations=tokens * (size.layers * size.hidden * c + kept_layers * in_layer),
+        logits=tokens * size.vocabulary * (2 * c + 8),
     )
+
+
+def frozen_memory(size: ModelSize, engine: Any, ranks: int) -> float:
+    """Bytes of one rank of a frozen copy of the weights."""
+    return size.parameters * BYTES[dtype_name(engine.model_dtype)] / ranks
 
 
 def policy_memory(
@@ -204,11 +182,10 @@ def policy_memory(
 ) -> Memory:
     """Memory of one rank of a policy: its trainer, its reference and its share of a server. ``card``: an accelerator's
     bytes, where known."""
-    training = Training.of(own.model, own.actor.fsdp_config, batch.ranks, batch.tokens, adapter_bytes)
-    frozen_copy = size.parameters * training.master_bytes / batch.ranks if reference else 0.0
-    hf = own.rollout.name == "hf"
+    engine, hf = own.actor.fsdp_config, own.rollout.name == "hf"
     server = hf_server_memory(own.rollout, batch, size) if hf else engine_memory(own.rollout, size, card)
-    return replace(training_memory(size, training), reference=frozen_copy, server=server)
+    used = training_memory(size, own.model, engine, batch.ranks, batch.tokens, adapter_bytes)
+    return replace(used, reference=frozen_memory(size, engine, batch.ranks) if reference else 0.0, server=server)
 
 
 def hf_server_memory(rollout: Any, batch: PolicyBatch, size: ModelSize) -> float:
@@ -247,9 +224,8 @@ def adapter_memory(whole: Memory, own: Any, batch: PolicyBatch, size: ModelSize)
 
 def critic_memory(critic: Any, ranks: int, size: ModelSize, target: bool = False) -> Memory:
     """Memory of one rank of a critic: a value per token in place of logits; ``target``: plus a copy of its weights."""
-    training = Training.of(critic.model, critic.fsdp, ranks, critic.ppo_max_token_len_per_gpu)
-    copy = size.parameters * training.master_bytes / ranks if target else 0.0
-    return replace(training_memory(size, training), logits=0.0, reference=copy)
+    used = training_memory(size, critic.model, critic.fsdp, ranks, critic.ppo_max_token_len_per_gpu)
+    return replace(used, logits=0.0, reference=frozen_memory(size, critic.fsdp, ranks) if target else 0.0)
 
 
 def pool_memory(members: Sequence[Memory], asleep: bool) -> float:

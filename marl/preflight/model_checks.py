@@ -19,37 +19,25 @@ INDEX = "model.safetensors.index.json"
 
 def check_weights(model: Any, key: str) -> None:
     """Raise ConfigError where a local folder has no weights, or some that were cut short. What is on the hub is not read."""
-    folder = Path(model.path)
+    folder, where = Path(model.path), f"{key}.path={model.path}"
     if not folder.is_dir():
         return
-    index = folder / INDEX
-    if index.is_file():
-        try:
-            named = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"{key}.path={model.path}: {INDEX} cannot be read: {line(error)}; expected whole files, save the model again"
-            ) from None
-        missing = sorted(name for name in named if not (folder / str(name)).is_file())
-        if missing:
-            raise ConfigError(
-                f"{key}.path={model.path}: {missing[0]} is missing; expected {len(named)} files of weights"
-            )
     files = [file for pattern in WEIGHTS for file in folder.glob(pattern)]
     if not files:
-        raise ConfigError(f"{key}.path={model.path}: there are no weights; expected one of {', '.join(WEIGHTS)}")
-    for file in files:
-        if file.suffix == ".safetensors":
-            try:
-                with safe_open(file, "pt"):
-                    pass
-            except (SafetensorError, OSError) as error:
-                raise ConfigError(
-                    f"{key}.path={model.path}: {file.name} cannot be read: {line(error)}; expected whole safetensors, "
-                    "save or download the model again"
-                ) from None
-    if not any(file.suffix == ".safetensors" for file in files):  # transformers reads these first
-        check_pickles(folder, f"{key}.path={model.path}")
+        raise ConfigError(f"{where}: there are no weights; expected one of {', '.join(WEIGHTS)}")
+    tensors = [file for file in files if file.suffix == ".safetensors"]
+    if not tensors:  # transformers reads these first
+        return check_pickles(folder, where)
+    file = folder / INDEX
+    try:
+        named = json.loads(file.read_text())["weight_map"].values() if file.is_file() else ()
+        for file in dict.fromkeys([*tensors, *(folder / name for name in named)]):
+            with safe_open(file, "pt"):
+                pass
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{where}: {file.name} cannot be read: {line(error)}; expected whole safetensors, save or download the model again"
+        ) from None
 
 
 def check_pickles(folder: Path, where: str) -> None:
@@ -64,8 +52,8 @@ def check_pickles(folder: Path, where: str) -> None:
         if not foreign:
             continue
         raise ConfigError(
-            f"{where}: {file.name} cannot be read as weights: it holds {', '.join(foreign[:3])}; expected tensors alone: get the model from whom "
-            "you trust, and save it as safetensors (save_pretrained)"
+            f"{where}: {file.name} cannot be read as weights: it holds {', '.join(foreign[:3])}; expected tensors alone: get the model "
+            "from a source that you trust, and save it as safetensors (save_pretrained)"
         )
 
 
@@ -82,10 +70,12 @@ def size_of(config: Any, key: str) -> ModelSize:
         ) from None
     check_causal(model, text, key)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    largest = max((sum(p.numel() for p in block.parameters()) for block in blocks(model)), default=parameters)
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    blocks = [sum(p.numel() for p in block.parameters()) for repeated in lists for block in repeated]
     heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    inner = [module for module in linear if module.out_features != text.vocab_size]
     return ModelSize(
         parameters=parameters,
         embedding=model.get_input_embeddings().weight.numel(),
@@ -94,8 +84,8 @@ def size_of(config: Any, key: str) -> ModelSize:
         intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         kv_width=(getattr(text, "num_key_value_heads", None) or heads) * head_dim,
         vocabulary=text.vocab_size,
-        largest_block=largest,
-        linear_width=sum(m.in_features + m.out_features for m in linear if is_inner_linear(m, text.vocab_size)),
+        largest_block=max(blocks, default=parameters),
+        linear_width=sum(module.in_features + module.out_features for module in inner),
     )
 
 
@@ -112,13 +102,3 @@ def check_causal(model: torch.nn.Module, text: Any, key: str) -> None:
                 f"sampled yet; expected a causal model, or model.override_config.{setting}={json.dumps(causal)} for one that was "
                 "trained as such"
             )
-
-
-def is_inner_linear(module: torch.nn.Module, vocabulary: int) -> bool:
-    return isinstance(module, torch.nn.Linear) and module.out_features != vocabulary
-
-
-def blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Units that FSDP gathers one at a time: the repeated layers."""
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    return [block for entry in lists for block in entry]

@@ -11,7 +11,6 @@ import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from marl.batch.packing import packed_policies
-from marl.config.endpoints import endpoint_of
 from marl.config.errors import ConfigError
 from marl.config.kinds import adapter_policies, frozen_policies
 from marl.config.placement import size_of
@@ -38,10 +37,15 @@ Members = dict[str, list[tuple[str, Memory]]]
 
 def plan_text(setup: CheckedSetup) -> str:
     """The batch arithmetic and the memory of a checked configuration, and a warning where that is more than there is."""
-    card = card_bytes(setup.config.trainer.device)
+    config, card = setup.config, card_bytes(setup.config.trainer.device)
     members, asleep = pool_members(setup, card)
-    warnings = warnings_of(setup.config, peaks_of(members, asleep), card)
-    return "\n".join([*step_text(setup), memory_text(members, asleep), *warnings])
+    step = [batch_text(batch_of(setup)), packing_text(setup)]
+    if setup.method.offline:
+        step = [
+            f"method={config.method.name}: nothing is played, and there are no servers; a step learns from "
+            f"data.train_batch_size={config.data.train_batch_size} examples"
+        ]
+    return "\n".join([*step, memory_text(members, asleep), *warnings_of(config, peaks_of(members, asleep), card)])
 
 
 def summary_text(setup: CheckedSetup) -> str:
@@ -54,16 +58,6 @@ def summary_text(setup: CheckedSetup) -> str:
     first = f"training {', '.join(sizes) or 'nobody'}: {what} runner={config.runner.name}, on {files}"
     shown = ("a step: ", "method=", "warning: ")
     return "\n".join([first, *(line for line in plan_text(setup).splitlines() if line.startswith(shown))])
-
-
-def step_text(setup: CheckedSetup) -> list[str]:
-    """A step's arithmetic, endpoints, packing and servers that share GPUs."""
-    if setup.method.offline:
-        method, rows = setup.config.method.name, setup.config.data.train_batch_size
-        return [
-            f"method={method}: nothing is played, and there are no servers; a step learns from data.train_batch_size={rows} examples"
-        ]
-    return [batch_text(batch_of(setup)), *endpoint_lines(setup), packing_text(setup), *shares_text(setup)]
 
 
 def batch_of(setup: Setup) -> Batch:
@@ -89,18 +83,6 @@ def batch_text(batch: Batch) -> str:
     speaking = " + ".join(f"{turns} of {agent}" for agent, turns in batch.turns_by_agent.items())
     head = f"a step: {batch.tasks} tasks x {batch.samples} samples = {batch.episodes} episodes, x ({speaking}) = {batch.turns} turns at most"
     return "\n".join([head, *aligned(rows)])
-
-
-def endpoint_lines(setup: Setup) -> list[str]:
-    """A line for every policy that a server elsewhere answers for, with its limits."""
-    lines = []
-    for name in setup.endpoints:
-        endpoint = endpoint_of(setup.config, name)
-        limits = {"requests a minute": endpoint.requests_per_minute, "tokens in all": endpoint.token_budget}
-        most = [f"{limit:g} {unit}" for unit, limit in limits.items() if limit is not None]
-        most.insert(0, f"{endpoint.max_concurrent} requests at once")
-        lines.append(f"{name}: model {endpoint.model} at {endpoint.base_url}, at most {', '.join(most)}")
-    return lines
 
 
 def packing_text(setup: Setup) -> str:
@@ -216,7 +198,8 @@ def divide_gpus(setup: CheckedSetup) -> None:
         engines = engines_of(setup, pool)
         if len(engines) < 2:
             continue
-        given = {name: float(own[UTILIZATION]) for name, own in engines.items() if has_own_share(config, name)}
+        own_keys = {name: changes_of(config.policies, name).get("rollout") or {} for name in engines}
+        given = {name: float(own[UTILIZATION]) for name, own in own_keys.items() if UTILIZATION in own}
         weights = {n: memory.engine_weights(own, setup.sizes[n]) for n, own in engines.items() if n not in given}
         together = float(config.actor_rollout_ref.rollout[UTILIZATION]) if weights else 0.0
         left = together - sum(given.values())
@@ -236,10 +219,6 @@ def divide_gpus(setup: CheckedSetup) -> None:
                 OmegaConf.update(config, f"policies.{name}.rollout.{UTILIZATION}", share, force_add=True)
 
 
-def has_own_share(config: DictConfig, policy: str) -> bool:
-    return UTILIZATION in (changes_of(config.policies, policy).get("rollout") or {})
-
-
 def engines_of(setup: CheckedSetup, pool: str) -> dict[str, Any]:
     """Rollout settings of a pool's servers that take a share of their GPU when they start, as vLLM and SGLang do; adapters on one
     base have one server."""
@@ -247,14 +226,3 @@ def engines_of(setup: CheckedSetup, pool: str) -> dict[str, Any]:
     adapters = [name for name in names if name in adapter_policies(setup.config)]
     rollouts = {name: own_settings(setup.config, name).rollout for name in names if name not in adapters[1:]}
     return {name: rollout for name, rollout in rollouts.items() if rollout.name != "hf"}
-
-
-def shares_text(setup: CheckedSetup) -> list[str]:
-    """A line for every pool whose servers share GPUs."""
-    lines = []
-    for pool in setup.pools:
-        shares = {name: rollout[UTILIZATION] for name, rollout in engines_of(setup, pool).items()}
-        if len(shares) > 1:
-            parts = ", ".join(f"{name} {share:.2f}" for name, share in shares.items())
-            lines.append(f"pool {pool}: GPU memory share of each server, started in turn: {parts}")
-    return lines

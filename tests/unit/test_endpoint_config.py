@@ -14,7 +14,6 @@ from marl.config.errors import ConfigError
 from marl.config.identity import identity_of, refused, settings_of
 from marl.config.rules import RULES_PER_POLICY, endpoints, policies
 from marl.preflight.memory import batch_of
-from marl.preflight.plan import endpoint_lines
 from marl.run_setup import Setup
 from tests.judge import KEY
 
@@ -113,10 +112,6 @@ def test_an_endpoint_takes_no_pool_and_no_rows(with_endpoint):
     setup = Setup.of(config)
     assert setup.policies == ["alice"] and setup.endpoints == ["carol"] and setup.ranks_by_pool == {"alice": 1}
     assert [policy.policy for policy in batch_of(config, {"alice": 2, "carol": 2}).policies] == ["alice"]
-    (line,) = endpoint_lines(setup)
-    assert line == (
-        "carol: model m-1 at http://localhost:8000/v1, at most 32 requests at once, 600 requests a minute, 1e+06 tokens in all"
-    )
 
 
 def test_keys_are_masked_wherever_they_are_spelt(with_endpoint, monkeypatch):

@@ -24,9 +24,9 @@ from marl.config.policies import longest_row, own_settings
 from marl.methods.sft import SFT
 from marl.preflight import memory as estimate, plan as page
 from marl.preflight.checks import check_adapter_base
-from marl.preflight.memory import Memory, ModelSize, Training
+from marl.preflight.memory import Memory, ModelSize
 from marl.preflight.model_checks import size_of
-from marl.preflight.plan import divide_gpus, plan_text, pool_members, shares_text, summary_text, warnings_of
+from marl.preflight.plan import divide_gpus, plan_text, pool_members, summary_text, warnings_of
 from marl.preflight.prepare import prepare
 
 TINY = LlamaConfig(
@@ -94,17 +94,24 @@ def test_a_causal_model_is_taken_whatever_these_settings_are(config):
     assert size_of(config, "model").parameters
 
 
+def settings(checkpointing=True, lora_rank=0):
+    """Of a model and its FSDP engine, with weights in full precision that compute in bf16."""
+    model = {"enable_gradient_checkpointing": checkpointing, "lora_rank": lora_rank}
+    engine = {"model_dtype": "fp32", "mixed_precision": {"param_dtype": "bf16"}, "reshard_after_forward": True}
+    return OmegaConf.create(model), OmegaConf.create(engine)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_half_a_billion_parameters_take_16_bytes_each_in_full_precision(ranks):
     size = size_of(HALF_BILLION, "model")
     assert size.parameters == 494_032_768
-    kept = estimate.training_memory(size, Training(ranks=ranks, tokens=1)).kept
+    kept = estimate.training_memory(size, *settings(), ranks, tokens=1).kept
     assert kept == pytest.approx(16 * 494_032_768 / ranks)
 
 
 def test_a_rank_keeps_its_share_and_works_on_what_is_gathered():
     size = ModelSize(1000, 200, 4, 10, 20, 5, 50, 150)
-    memory = estimate.training_memory(size, Training(2, tokens=7, master_bytes=4, compute_bytes=2, checkpointing=False))
+    memory = estimate.training_memory(size, *settings(checkpointing=False), 2, tokens=7)
     assert (memory.weights, memory.gradients, memory.moments) == (2000, 2000, 4000)
     # root: 1000 - 4 x 150 = 400; two layers and the gradient of one: 3 x 150
     assert memory.gathered == (400 + 3 * 150) * 2
@@ -114,7 +121,7 @@ def test_a_rank_keeps_its_share_and_works_on_what_is_gathered():
 
 def test_checkpointing_keeps_one_layers_working_set_and_lora_its_own_moments():
     size = ModelSize(1000, 200, 4, 10, 20, 5, 50, 150, linear_width=30)
-    memory = estimate.training_memory(size, Training(1, tokens=7, checkpointing=True, lora_rank=3))
+    memory = estimate.training_memory(size, *settings(lora_rank=3), 1, tokens=7)
     assert memory.activations == 7 * (4 * 10 * 2 + 2 * (8 * 10 + 3 * 5 + 4 * 20))
     assert (memory.weights, memory.gradients, memory.moments) == (4 * 1090, 4 * 90, 8 * 90)
 
@@ -374,12 +381,11 @@ def test_servers_of_a_pool_divide_its_share_by_their_weights():
 def test_a_share_of_its_own_is_kept_and_the_others_divide_what_it_leaves():
     run = run_of({"a": 300, "b": 100, "c": 100}, a={"rollout": {"gpu_memory_utilization": 0.5}})
     assert shares(run) == pytest.approx({"a": 0.5, "b": 0.15, "c": 0.15})
-    assert shares_text(run) == ["pool shared: GPU memory share of each server, started in turn: a 0.50, b 0.15, c 0.15"]
 
 
 def test_our_own_server_takes_no_share():
     run = run_of({"a": 300, "b": 100}, b={"rollout": {"name": "hf"}})
-    assert shares(run)["a"] == 0.8 and shares_text(run) == []
+    assert shares(run)["a"] == 0.8
 
 
 TOO_MUCH = {
@@ -398,14 +404,12 @@ def test_more_than_a_gpu_has_is_refused(case):
         divide_gpus(run)
 
 
-def test_a_run_of_two_engines_on_one_gpu_is_planned_with_their_parts(compose_config, cold_assets, monkeypatch):
+def test_a_run_of_two_engines_on_one_gpu_has_their_parts(compose_config, cold_assets, monkeypatch):
     """On a machine without a GPU, which is only asked what the cluster's machines would have."""
     monkeypatch.setattr("marl.cluster.session.fitting_platform", lambda device: None)
     words = ["hardware=gpu", "resources.placement=colocated", "actor_rollout_ref.rollout.gpu_memory_utilization=.6"]
     words += [f"assets={cold_assets}", "actor_rollout_ref.rollout.dtype=bfloat16"]
     setup = prepare(compose_config(*words))
-    assert "alice 0.30, carol 0.30" in plan_text(setup)
     assert own_settings(setup.config, "carol").rollout.gpu_memory_utilization == pytest.approx(0.3)
     adapted = prepare(compose_config(*words, "sharing=lora"))
     assert own_settings(adapted.config, "carol").rollout.gpu_memory_utilization == 0.6, "adapters have one engine"
-    assert shares_text(adapted) == []
