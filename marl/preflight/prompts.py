@@ -1,7 +1,7 @@
 """Prompts that agents are shown before anybody has spoken, measured before the start."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -48,7 +48,9 @@ def check_prompts(config: DictConfig, encoders: Mapping[str, ChatEncoder]) -> li
     return tasks
 
 
-def prompt_lengths(config: DictConfig, encoders: Mapping[str, ChatEncoder], rows: list[Mapping[str, Any]]) -> list[int]:
+def prompt_lengths(
+    config: DictConfig, encoders: Mapping[str, ChatEncoder], rows: Sequence[Mapping[str, Any]]
+) -> list[int]:
     """Tokens of the longest first prompt of each row, over the agents whose policies have an encoder: those of endpoints have
     limits of their own."""
     instructions, policies = instructions_of(config.agents), policies_by_agent(config.agents)

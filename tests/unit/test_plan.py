@@ -253,7 +253,6 @@ def test_the_command_prints_the_plan(cold_assets, tmp_path, capsys):
     assert plan.main(words) == 0
     said = capsys.readouterr().out
     assert "a step: " in said and "memory of one rank" in said
-    assert plan.main([*words, "--cluster=1x1x80GB"]) == 2
 
 
 def test_a_run_begins_with_what_it_trains_and_a_steps_size_alone(compose_config, cold_assets):

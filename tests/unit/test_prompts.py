@@ -35,7 +35,7 @@ def rows(quickstart, tmp_path):
 
     def rows(*long):
         row = pyarrow.parquet.read_table(quickstart().data.train_files).slice(0, 1).to_pylist()[0]
-        longer = copy.deepcopy(row)
+        longer = copy.deepcopy(row) | {"extra_info": None}  # no prompts of single agents
         longer["prompt"][-1]["content"] = " ".join([row["prompt"][-1]["content"]] * 9)
         table = pyarrow.Table.from_pylist([longer if i in long else row for i in range(100)])
         pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")

@@ -189,7 +189,7 @@ def test_adapters_of_one_base_take_one_pool(shared, overrides, pools):
 
 def test_policies_of_different_pools_may_have_different_bases(shared):
     pools = "resources.pools={left:{policies:[alice]},right:{policies:[carol]}}"
-    config = shared("sharing=lora", *pools, "+policies.alice.rollout.dtype=bfloat16")
+    config = shared("sharing=lora", pools, "+policies.alice.rollout.dtype=bfloat16")
     assert own_settings(config, "alice").rollout.dtype == "bfloat16"
 
 

@@ -86,7 +86,7 @@ def a_cpu_has_its_engines(config: Any) -> None:
         return
     if rollout.name != "hf":
         raise ConfigError(
-            f"actor_rollout_ref.rollout.name={rollout.name} needs an accelerator; use hf (hardware=cpu sets it), or "
+            f"actor_rollout_ref.rollout.name={rollout.name} does not run on a CPU; use hf (hardware=cpu sets it), or "
             "hardware=cpu_vllm for vllm"
         )
 
