@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from marl.cluster.workers import dispatch
-from marl.cluster.workers.parcel import Parcel
+from marl.cluster.workers.dispatch import Parcel
 from marl.utils.ragged import jagged, pick_rows
 
 SAID = [[1, 2, 3], [4], [5, 6]]
