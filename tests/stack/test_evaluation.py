@@ -212,7 +212,7 @@ def test_a_run_that_imitated_is_evaluated_on_tasks(run, cold_assets, tmp_path):
 def test_a_plain_model_is_a_team_of_one(run, cold_assets, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     task = easy(run, tmp_path)
-    with pytest.raises(ConfigError, match="agent_prompts names 'alice', which is not an agent; expected: solo"):
+    with pytest.raises(ConfigError, match=r"(?s)agent_prompts names 'alice', which is not an agent.*expected: solo"):
         evaluate.run([str(cold_assets / "model"), f"task={task}"])
     rows = [{**row, "extra_info": {}} for row in lines_in(task)]
     task.write_text("".join(json.dumps(row) + "\n" for row in rows))
