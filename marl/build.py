@@ -23,10 +23,9 @@ from marl.cluster.critic_group import Critics
 from marl.cluster.launch import make_groups, start_groups, wait_for_cluster
 from marl.cluster.layout import model_config, policy_configs
 from marl.config.deadlines import Phase, deadline_of, request_deadline
-from marl.config.endpoints import endpoint_policies
 from marl.config.engines import seeds_requests
 from marl.config.errors import ConfigError
-from marl.config.policies import loops_of, thinking_of
+from marl.config.policies import endpoint_policies, loops_of, thinking_of
 from marl.config.schema import CriticLevel
 from marl.controller.agent_loop import LoopClient, Loops
 from marl.controller.chat import ChatEncoder, check_round_trip

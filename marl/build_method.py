@@ -5,13 +5,13 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from marl.config.dataset_rows import file_list
 from marl.config.errors import ConfigError
 from marl.config.policies import longest_row, own_settings, thinking_of
 from marl.config.sources import Source
 from marl.controller.chat import ChatEncoder
 from marl.controller.method_data import ExampleDataset, Item, read_items, speakers_of, taken, within_limits
 from marl.controller.tasks import loader_of
+from marl.data.rows import file_list
 from marl.methods.examples import Example
 from marl.preflight.methods import leaves_steps_to_play
 from marl.run_setup import Setup

@@ -25,8 +25,7 @@ from marl.config.policies import policies_by_agent
 from marl.controller import ledger
 from marl.learners import Learner
 from marl.platform.determinism import random_states, set_random_states
-from marl.preflight.resumed_parts import check_ranks, must_hold_all_states
-from marl.preflight.run_folder import RUN, family_of, read_identity, to_resume
+from marl.preflight.run_folder import RUN, check_ranks, family_of, must_hold_all_states, read_identity, to_resume
 from marl.types import CriticName, Metrics, PolicyName, Task
 from marl.utils import folders, manifest
 from marl.utils.background import Background

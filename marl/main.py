@@ -38,11 +38,11 @@ from marl.cluster.head_watch import head_watched
 from marl.config.composing import composed_once
 from marl.config.errors import ConfigError, explain
 from marl.config.hydra_settings import check_hydra_settings
+from marl.config.keys import check_keys
 from marl.config.overrides import hydra_overrides
 from marl.config.sweeps import MULTIRUN, sweep_words
-from marl.config.unread import check_keys
 from marl.config.words import check_words, in_order, train_flags
-from marl.preflight.own_rows import split_text
+from marl.data.columns import split_text
 from marl.preflight.prepare import prepare
 from marl.preflight.run_folder import claimed
 from marl.quickstart.assets import prepared
@@ -188,7 +188,7 @@ def run(config: DictConfig, progress: Any = None) -> Any:
         setup = prepared(config, prepare)
         # heavy: imported once the configuration has been checked
         from marl.cluster.session import session
-        from marl.preflight.endpoints import check_endpoints
+        from marl.preflight.checks import check_endpoints
         from marl.preflight.plan import summary_text
         from marl.recovery import Recovery
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from omegaconf import DictConfig
 
 from marl.batch.critic_spec import CriticSpec
-from marl.config.endpoints import endpoint_policies, hosted_policies
 from marl.config.placement import PoolSize, critic_pool, pool_of, size_of
-from marl.config.policies import trained_policies
+from marl.config.policies import endpoint_policies, hosted_policies, trained_policies
 from marl.learners import CREDITS, LEARNERS, Learner
 from marl.methods import METHODS, Method
 from marl.runners import RUNNERS, Runner

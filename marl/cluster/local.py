@@ -15,7 +15,7 @@ from verl.utils.device import get_device_name
 
 from marl.cluster.workers.interface import LOOPBACK, VARIABLE, interface_of
 from marl.cluster.workers.policy_worker import process_group_backend
-from marl.config.built import built
+from marl.config.targets import built
 from marl.rollout.hf import LOCAL_SERVERS, server_name
 from marl.rollout.hf_server import HFServer
 from marl.rollout.requests import Draft

@@ -12,7 +12,7 @@ from marl.batch.joint import JointBatch
 from marl.batch.kl import KLInReward, correct
 from marl.batch.rows import drop_rejected, rows_of, rows_to_check
 from marl.cluster.policy_group import PolicyGroup
-from marl.config.log_probs import Sampling, servers_are_comparable
+from marl.config.engines import Sampling, servers_are_comparable
 from marl.config.policies import reads_reference, trained_policies
 from marl.config.schema import LogProbSource
 from marl.report.alarms import warn_of_passes

@@ -17,8 +17,7 @@ import marl.config.schema  # noqa: F401 - registers our groups
 from marl.cluster.access import connect, token_required
 from marl.cluster.processes import end_left, end_orphans
 from marl.cluster.stacks import LISTEN, listen
-from marl.config.determinism import is_strict
-from marl.config.engines import serves_vllm_on_cpu
+from marl.config.engines import is_strict, serves_vllm_on_cpu
 from marl.config.errors import ConfigError
 from marl.config.external import working_folder
 from marl.platform.cpu import PlatformCPUEngines

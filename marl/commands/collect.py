@@ -18,11 +18,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from marl.commands.evaluate import files_of, labels_of, parsed as parsed_words
-from marl.config.endpoints import hosted_policies
 from marl.config.errors import ConfigError
 from marl.config.external import naming_own, own_modules
 from marl.config.identity import content_of, located, plain_of, versions, with_absolute_paths
 from marl.config.overrides import hydra_overrides
+from marl.config.policies import hosted_policies
 from marl.evaluation.saved_settings import must_be_scored_as_in_training
 from marl.evaluation.source import Source, find
 from marl.main import exit_code, run_composed, shown_by

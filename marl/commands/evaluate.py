@@ -17,11 +17,11 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from marl.config.dataset_rows import file_list
 from marl.config.errors import ConfigError
 from marl.config.external import naming_own, own_modules
 from marl.config.identity import content_of, versions, with_absolute_paths
 from marl.config.words import renamed
+from marl.data.rows import file_list
 from marl.evaluation.saved_settings import must_be_scored_as_in_training
 from marl.evaluation.source import Source, find, reads_examples
 from marl.evaluation.statistics import MEASURES

@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.text import Text
 
 from marl import main as marl_main
-from marl.config.bounds import check_values
 from marl.config.errors import ConfigError, resolve
 from marl.config.overrides import hydra_overrides
 from marl.config.rules.agents import templates_can_be_filled
+from marl.config.values import check_values
 from marl.controller.scores import priced
 from marl.report import dump
 from marl.rewards import AnswerRules, Reward, answer_rules, build_reward, check_extractors

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from marl.config.command_options import KEY, LOOPBACK, read, serve as serve_options
-from marl.config.dataset_rows import file_list
 from marl.config.errors import ConfigError
+from marl.data.rows import file_list
 from marl.evaluation.source import Source, find, reads_examples
 from marl.main import exit_code
 from marl.utils.numbers import SECONDS, Number, count

@@ -4,14 +4,19 @@ Its agents are never trained: there is no model, no worker and no weight sync be
 """
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, cast
+from urllib.parse import urlsplit
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from marl.config.policies import all_policies
-from marl.utils.numbers import SECONDS, Number, bounded, count
+from marl.config.errors import ConfigError, listing
+from marl.config.policies import endpoint_node, loops_of, policies_by_agent
+from marl.utils.near import did_you_mean
+from marl.utils.numbers import SECONDS, Number, bounded, count, out_of_bounds
 
 
 @dataclass
@@ -51,16 +56,6 @@ RESUMABLE = tuple(option.name for option in fields(Endpoint) if option.name not 
 """Fields that a resumed run may change: where the server is and how it is asked, not what answers."""
 
 
-def endpoint_node(config: Any, policy: str) -> Any:
-    """A policy's own ``endpoint`` group as it is written, or None."""
-    own = config.policies.get(policy)
-    return own.get("endpoint") if isinstance(own, Mapping | DictConfig) else None  # a rule refuses what is no group
-
-
-def has_endpoint(config: Any, policy: str) -> bool:
-    return endpoint_node(config, policy) is not None
-
-
 def endpoint_of(config: Any, policy: str) -> Endpoint:
     """A policy's endpoint with its defaults. The rules have checked its keys."""
     return cast(Endpoint, OmegaConf.to_object(typed_endpoint(endpoint_node(config, policy))))
@@ -70,19 +65,119 @@ def typed_endpoint(node: Any) -> Any:
     return OmegaConf.merge(OmegaConf.structured(Endpoint), node)
 
 
-def endpoint_policies(config: Any) -> list[str]:
-    """Policies that a server elsewhere answers for, in the order of the agents."""
-    return [name for name in all_policies(config.agents) if has_endpoint(config, name)]
-
-
-def hosted_policies(config: Any) -> list[str]:
-    """Policies whose models this run loads: all but those with an endpoint."""
-    return [name for name in all_policies(config.agents) if not has_endpoint(config, name)]
-
-
 def access_keys(plain: Mapping[str, Any]) -> set[str]:
     """Values of the environment variables that a plain configuration names as holders of access keys."""
     policies = plain.get("policies") or {}
     endpoints = [(policy or {}).get("endpoint") or {} for policy in policies.values()]
     names = [endpoint.get("api_key_env") for endpoint in endpoints if isinstance(endpoint, Mapping)]
     return {os.environ[name] for name in names if isinstance(name, str) and os.environ.get(name)}
+
+
+BESIDE = ("endpoint", "rollout", "thinking")
+"""Keys of a policy that have an effect where an endpoint answers for it."""
+SAMPLING = ("temperature", "top_p", "top_k", "response_length", "val_kwargs")
+VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,99}")
+
+
+def endpoints_are_valid(config: Any) -> None:
+    """Raise ConfigError for an endpoint that cannot be asked, or whose policy has what only a model of this run could have."""
+    for name in config.policies:
+        node, group = endpoint_node(config, name), f"policies.{name}.endpoint"
+        if node is not None:
+            check_fields(node, group)
+            check_address(str(node.get("base_url") or ""), group)
+            check_access(node.get("api_key_env"), group)
+            must_not_be_trained(config, name, group)
+            must_have_no_model(config.policies[name], name)
+
+
+def check_fields(node: Any, group: str) -> None:
+    """A value is not repeated: it may be an access key."""
+    if not hasattr(node, "items"):
+        raise ConfigError(f"{group}: expected a group of keys, as in {group}.base_url=<address>")
+    known = [option.name for option in fields(Endpoint)]
+    for key in node:
+        if key == "api_key":
+            raise ConfigError(
+                f"{group}.api_key: a configuration is printed and saved, and holds no access key; remove it, put the key into "
+                f"an environment variable, and set {group}.api_key_env to the variable's name"
+            )
+        if key not in known:
+            raise ConfigError(
+                f"unknown key '{group}.{key}': it has no effect.{did_you_mean(str(key), known)}{listing(known)} Use one of them, or remove it"
+            )
+    try:
+        typed = typed_endpoint(node)
+    except OmegaConfBaseException as error:
+        key, kind = str(error.full_key or ""), getattr(error.ref_type, "__name__", error.ref_type)
+        raise ConfigError(
+            f"{group}.{key}: the value has another type than this key's, {kind}; expected a value like the default's in "
+            "docs/configuration.md"
+        ) from None
+    for message in out_of_bounds(typed, group):
+        raise ConfigError(message)
+    if not typed.model.strip():
+        raise ConfigError(f"{group}.model={typed.model}: expected the model's name on the server; set it")
+
+
+def check_address(url: str, group: str) -> None:
+    """An address with a user, a password or a query is not repeated: these are credentials."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises for one that is no number
+    except ValueError:
+        parts = urlsplit("")
+    if (
+        "@" in parts.netloc
+        or parts.query
+        or parts.fragment
+        or (not parts.netloc and any(mark in url for mark in "@?#"))
+    ):
+        raise ConfigError(
+            f"{group}.base_url holds a user, a password, a query or a fragment; expected scheme, host and path alone, as in "
+            f"https://api.example.com/v1; set {group}.api_key_env for access"
+        )
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"{group}.base_url={url}: expected an address such as http://localhost:8000/v1; set it")
+    if url.rstrip("/").endswith("/completions"):
+        raise ConfigError(
+            f"{group}.base_url={url}: expected the part before /chat/completions, which is added; use that alone"
+        )
+
+
+def check_access(variable: Any, group: str) -> None:
+    if variable is None:
+        return
+    if not isinstance(variable, str) or not VARIABLE.fullmatch(variable):
+        raise ConfigError(
+            f"{group}.api_key_env: expected the name of an environment variable in capitals, such as JUDGE_API_KEY, never "
+            "the key itself; use such a variable"
+        )
+    if not os.environ.get(variable, "").strip():
+        raise ConfigError(
+            f"{group}.api_key_env={variable}: this variable is not set; export it where the run starts, or unset the key for a "
+            "server that asks for none"
+        )
+
+
+def must_not_be_trained(config: Any, name: str, group: str) -> None:
+    for agent, policies in policies_by_agent(config.agents).items():
+        if name in policies and config.agents[agent].trainable:
+            raise ConfigError(
+                f"{group}: agent {agent!r} acts with this policy and is trained, and there are no weights to train; set "
+                f"agents.{agent}.trainable=false, or remove the endpoint"
+            )
+    for agent, loop in loops_of(config, name).items():
+        raise ConfigError(
+            f"agents.{agent}.agent_loop={loop}: agent loops work on token ids, and {group} answers with text; unset it"
+        )
+
+
+def must_have_no_model(settings: Any, name: str) -> None:
+    others = [key for key in settings if key not in BESIDE]
+    others += [f"rollout.{key}" for key in settings.get("rollout") or {} if key not in SAMPLING]
+    if others:
+        raise ConfigError(
+            f"policies.{name}.{others[0]} has no effect beside policies.{name}.endpoint, whose server has a model and settings of its "
+            f"own; remove it; expected sampling alone, policies.{name}.rollout.{{{','.join(SAMPLING)}}}"
+        )

@@ -36,6 +36,12 @@ def line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:200]}"
 
 
+def shown(value: Any) -> str:
+    """A value in a message: not longer than a line."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
 def explain(error: Exception) -> str:
     """Message for an error from Hydra or OmegaConf: the key, the value, what was expected, the nearest known name."""
     if isinstance(error, MissingConfigException):

@@ -2,10 +2,8 @@
 
 from typing import Any
 
-from marl.config.endpoints import hosted_policies
 from marl.config.placement import pool_of
-from marl.config.policies import trained_policies
-from marl.config.sharing import shares_base
+from marl.config.policies import hosted_policies, shares_base, trained_policies
 
 
 def adapter_policies(config: Any) -> list[str]:

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from marl.config.policies import shares_base
 from marl.config.schema import Placement
-from marl.config.sharing import shares_base
 
 SHARED = "shared"
 """The pool of adapters, and of colocated policies and critics, that no list names."""

@@ -1,9 +1,10 @@
-"""Assignment of policies to agents, and each policy's own settings. Pure."""
+"""Assignment of policies to agents, of weights to policies (``sharing``), and each policy's own settings. Pure."""
 
 from collections.abc import Iterator, Mapping
+from enum import Enum
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from marl.config.precision import settings_of
 
@@ -129,3 +130,73 @@ def longest_row(rollout: Any) -> int:
 
 def ranks_per_server(rollout: Any) -> int:
     return rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
+
+
+def endpoint_node(config: Any, policy: str) -> Any:
+    """A policy's own ``endpoint`` group as it is written, or None."""
+    own = config.policies.get(policy)
+    return own.get("endpoint") if isinstance(own, Mapping | DictConfig) else None  # a rule refuses what is no group
+
+
+def has_endpoint(config: Any, policy: str) -> bool:
+    return endpoint_node(config, policy) is not None
+
+
+def endpoint_policies(config: Any) -> list[str]:
+    """Policies that a server elsewhere answers for, in the order of the agents."""
+    return [name for name in all_policies(config.agents) if has_endpoint(config, name)]
+
+
+def hosted_policies(config: Any) -> list[str]:
+    """Policies whose models this run loads: all but those with an endpoint."""
+    return [name for name in all_policies(config.agents) if not has_endpoint(config, name)]
+
+
+ONE_POLICY = "team"
+"""Name of the policy of all agents where none of them names it."""
+ADAPTER_RANK = 16
+"""``lora_rank`` of ``sharing=lora`` where the configuration leaves verl's 0, no adapter."""
+
+
+class Sharing(Enum):
+    """``sharing``: which agents share weights. null leaves it to ``agents.<name>.policy`` alone."""
+
+    individual = "individual"
+    """Every agent has policies of its own."""
+    shared = "shared"
+    """All agents act with one policy."""
+    groups = "groups"
+    """Every agent names its policy; those that name the same one are a group."""
+    lora = "lora"
+    """Policies as under null; each is an adapter on a base model that all policies of a pool share."""
+
+    @classmethod
+    def of(cls, config: Any) -> "Sharing | None":
+        """Raises ValueError for an unknown mode."""
+        return None if config.sharing is None else cls(config.sharing)
+
+
+def shares_base(config: Any) -> bool:
+    """True if policies are adapters on one base model."""
+    return bool(config.sharing == Sharing.lora.value)
+
+
+def apply_sharing(config: Any) -> None:
+    """Write into the configuration what ``sharing`` leaves open, so that everything after it reads agents and models alone."""
+    if config.sharing == Sharing.shared.value:
+        name_one_policy(config)
+    elif shares_base(config) and not config.actor_rollout_ref.model.lora_rank:
+        config.actor_rollout_ref.model.lora_rank = ADAPTER_RANK
+
+
+def name_one_policy(config: Any) -> None:
+    """Agents that name no policy act with the one that others name, or with ``ONE_POLICY``; those of endpoints keep theirs."""
+    policies = policies_by_agent(config.agents)
+    sharing = [
+        agent for name, agent in config.agents.items() if not any(has_endpoint(config, p) for p in policies[name])
+    ]
+    named = [agent.policy for agent in sharing if agent.policy is not None]
+    for agent in sharing:
+        if agent.policy is None and not agent.policy_by_round:
+            with open_dict(agent):
+                agent.policy = named[0] if named else ONE_POLICY

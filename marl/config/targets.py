@@ -1,12 +1,14 @@
 """Classes that a configuration may name: whatever stands at ``_target_`` is imported and called."""
 
 import os
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hydra.utils import get_class
+from omegaconf import DictConfig, OmegaConf
 
-from marl.config.errors import ConfigError, line
+from marl.config.errors import ConfigError, line, plain
 from marl.config.external import VARIABLE
 
 TARGET = "_target_"
@@ -54,3 +56,32 @@ def check_class(key: str, target: Any, trusted: Sequence[str]) -> None:
     except Exception as error:  # a user's module, imported
         raise ConfigError(f"{key}={target}: {line(error)}; expected the dotted name of a class") from None
     check_target(key, f"{kind.__module__}.{kind.__qualname__}", trusted)
+
+
+def built(section: DictConfig) -> Any:
+    """The object of a section that names its class in ``_target_``, and those within it: what verl's ``omega_conf_to_dataclass``
+    returns, in a fraction of the time, since every node is read once. ``_target_`` must have been checked (``check_targets``).
+
+    Raises what the class raises, and ``MissingMandatoryValue`` for a value that was left as ``???``.
+    """
+    return _built(OmegaConf.to_container(section, resolve=True, throw_on_missing=True))
+
+
+def _built(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_built(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    values = {key: _built(item) for key, item in value.items()}
+    return get_class(values.pop("_target_"))(**values) if "_target_" in values else values
+
+
+def targets_are_trusted(config: Any) -> None:
+    """Raise ConfigError for a ``_target_`` of no trusted module, anywhere in the configuration."""
+    given = config.trusted_targets
+    if not all(isinstance(name, str) and re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", name) for name in given):
+        raise ConfigError(
+            f"trusted_targets={given}: expected a list of packages or modules, as in trusted_targets=[my_package]"
+        )
+    for key, target in targets_in(plain(config)):
+        check_target(key, target, trusted_modules(config))

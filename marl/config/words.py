@@ -1,28 +1,28 @@
-"""Errors that a command line's words alone show, reported before torch is imported, which listing the learners needs."""
+"""The words of a command line: flags of other programs, and their order, as Hydra's parser takes them."""
 
 import json
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from marl.config.errors import ConfigError, explain, shipped, unknown_key, unknown_option
-from marl.config.external import VARIABLE
-from marl.config.identity import leaves
-from marl.config.known_keys import OPEN, READ, TYPED, known_keys
-from marl.config.overrides import OPTIONS, VERL
-from marl.config.short_help import option_names
-from marl.config.unread import QUICKSTARTS, check_top_level, unread
+from marl.config.errors import ConfigError, shipped
+from marl.config.overrides import OPTIONS
 
 NAMED = ("--config-name", "-cn")
-FOLDERS = ("--config-dir", "-cd", "--config-path", "-cp")
-VALUED = (*NAMED, *FOLDERS, "--cfg", "-c", "--package", "-p", "--experimental-rerun")
+VALUED = (
+    *NAMED,
+    "--config-dir",
+    "-cd",
+    "--config-path",
+    "-cp",
+    "--cfg",
+    "-c",
+    "--package",
+    "-p",
+    "--experimental-rerun",
+)
 """Hydra's flags with a value behind them."""
 SHOWN = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 """Values that may stand behind --info."""
@@ -112,122 +112,16 @@ def whole(flag: str) -> str:
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Raise ConfigError for the first word that no configuration could take."""
+    """Raise ConfigError for words that Hydra answers with a traceback, and for a second configuration, of which it takes the last."""
     flags, overrides = parts(words)
-    searched = [word for word in overrides if word.startswith("hydra.searchpath=")]
-    own_files = check_flags(flags) or any(word != f"hydra.searchpath=[{VERL}]" for word in searched)
     for word in overrides:
-        check_override(word)
-    if not own_files and not os.environ.get(VARIABLE):
-        check_names(overrides)
-
-
-def check_flags(flags: Sequence[Sequence[str]]) -> bool:
-    """True where they name files of the user's. Raises ConfigError for a second configuration, and for a folder that is not there."""
-    given = [(whole(flag), value) for flag, value in (pair(flag) for flag in flags)]
-    named = [value for flag, value in given if flag in NAMED]
+        key, equals, value = word.partition("=")
+        if equals and (not key or (key in OPTIONS and not re.search(r"[A-Za-z]|\{\}", value))):
+            raise ConfigError(f"{word}: expected key=value, or the name of an option, as in learner=grpo")
+    given = [(flag[0].partition("=")[0], flag[-1].rpartition("=")[2]) for flag in flags]
+    named = [value for flag, value in given if whole(flag) in NAMED]
     if len(named) > 1:
         raise ConfigError(
             f"--config-name {named[1]}: a second one, after --config-name {named[0]}; expected one: set what differs by key=value, or "
             "name both in the defaults of a file of yours (--config FILE)"
         )
-    for flag, folder in given:
-        if flag in ("--config-dir", "-cd") and not Path(folder).expanduser().is_dir():
-            raise ConfigError(f"{flag} {folder}: no such folder; expected the one that holds your YAML files")
-    return any(flag in FOLDERS for flag, _ in given) or any(name not in shipped() for name in named)
-
-
-def pair(flag: Sequence[str]) -> tuple[str, str]:
-    if len(flag) == 2:
-        return flag[0], flag[1]
-    name, _, value = flag[0].partition("=")
-    return name, value
-
-
-def check_override(word: str) -> None:
-    key, equals, value = word.partition("=")
-    if equals and not key:
-        raise ConfigError(f"{word}: there is no key; expected key=value")
-    if equals and key in OPTIONS and not re.search(r"[A-Za-z]|\{\}", value):
-        raise ConfigError(f"{word}: expected the name of an option, as in learner=grpo")
-    if equals and not value and key in ("data.train_files", "data.val_files"):
-        raise ConfigError(f"{word}: expected a file, or a list of files, behind the sign; data.val_files may be null")
-    if not equals and not word.startswith("~"):
-        raise ConfigError(f"{word}: expected key=value{meant_by(word)}")
-    try:
-        OverridesParser.create().parse_overrides([word])
-    except HydraException as error:
-        raise ConfigError(explain(error)) from None
-
-
-def meant_by(word: str) -> str:
-    """Suggestion for a word without ``=``."""
-    if word in shipped():
-        return f"; that configuration is --config-name {word}"
-    if Path(word).is_file():
-        return f"; a file of yours is --config {word}, and rows are data.train_files={word}"
-    if Path(word).is_dir():
-        return f"; a run is continued by --resume {word}"
-    groups = [group for group, names in option_names().items() if word in names]
-    return f"; did you mean {groups[0]}={word}?" if groups else ", as in learner=grpo or seed=1"
-
-
-def check_names(overrides: Sequence[str]) -> None:
-    """Raise ConfigError for the first option or key that is not known."""
-    settings = [setting for word in overrides if (setting := SETTING.fullmatch(word))]
-    keys = [setting["key"] for setting in settings]
-    for setting in settings:
-        added, key, value = setting["added"], setting["key"], setting["value"]
-        if key in OPTIONS and not added:
-            check_option(key, value)
-        elif "." not in key:
-            check_top(key, value, bool(added), "".join(overrides))
-        elif not any(own.startswith("data.custom_cls") for own in keys):
-            check_key(key, bool(added))
-            if remedy := unread(key):
-                check_value(key, value, remedy)
-
-
-SETTING = re.compile(r"(?P<added>\+{0,2})(?P<key>(?!hydra)[\w.]+)=(?P<value>.*)", re.DOTALL)
-
-
-def check_top(key: str, value: str, added: bool, text: str) -> None:
-    known = {**known_keys(), **{name: {} for name in (*TYPED, *OPTIONS, *QUICKSTARTS)}}
-    if not added and key not in known:
-        raise ConfigError(unknown_key(key, "", known, known))
-    if "${" not in text:  # which may refer to it
-        check_top_level({key: value}, known)
-
-
-def check_option(group: str, value: str) -> None:
-    for name in value.split(",") if re.fullmatch(r"[\w,]+", value) else ():
-        if name not in (known := option_names()[group]):
-            raise ConfigError(unknown_option(group, name, known))
-
-
-def check_key(key: str, added: bool) -> None:
-    """Raise ConfigError for a key that a group of verl's does not have. Whether a class has an added one is not seen here."""
-    node: Any = known_keys()
-    walked: list[str] = []
-    if key.split(".")[0] not in node or key.split(".")[0] in TYPED:
-        return
-    for name in key.split("."):
-        group = ".".join(walked)
-        if not isinstance(node, Mapping) or not node or group in OPEN or (added and "_target_" in node):
-            return
-        if name not in node:
-            if added and name in READ.get(group, ()):
-                return
-            raise ConfigError(unknown_key(name, group, node, known_keys()))
-        node = node[name]
-        walked.append(name)
-
-
-def check_value(key: str, value: str, remedy: str) -> None:
-    """Raise ConfigError for a key without effect that is set to anything but its default."""
-    try:
-        given = yaml.safe_load(value)
-    except yaml.YAMLError:
-        return
-    if given != dict(leaves(known_keys())).get(key):
-        raise ConfigError(f"{key}={value}: it has no effect; {remedy}")

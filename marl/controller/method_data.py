@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from marl.config.dataset_rows import BadRows, places_in, read_table, rows_in
 from marl.config.errors import ConfigError
 from marl.config.policies import policies_by_agent
 from marl.config.sources import Source
+from marl.data.rows import BadRows, places_in, read_table, rows_in
 from marl.methods import Method
 from marl.methods.examples import Example, Speakers, encoded, without_turns
 from marl.report import dump

@@ -1,4 +1,7 @@
-"""``data.columns``: rows of a user's own files, as verl's columns, with a split that is made and recorded."""
+"""``data.columns``: CSV, JSON, parquet and Hugging Face data become verl's rows, with a split that is made and recorded.
+
+A question and an answer are the texts that stand in the file: 007 and 1.50 stay what they are.
+"""
 
 import hashlib
 import json
@@ -13,22 +16,20 @@ import pyarrow
 import pyarrow.parquet
 from omegaconf import OmegaConf, open_dict
 
-from marl.config.bounds import check_number
-from marl.config.dataset_rows import BadRows, check_messages, file_list, question_of, shown
-from marl.config.errors import ConfigError
+from marl.config.errors import ConfigError, shown
 from marl.config.identity import content_of, digest
 from marl.config.sources import Source
-from marl.preflight import own_tables
+from marl.data.rows import BadRows, check_messages, file_list, question_of
+from marl.data.tables import DELIMITERS, HUB, read
 from marl.utils.manifest import replace_text
 from marl.utils.near import did_you_mean
+from marl.utils.numbers import Number
 
 REQUIRED, OPTIONAL = ("prompt", "answer"), ("system", "data_source")
-RECORD = "split.json"
-CONVERTED = ("train.parquet", "validation.parquet")
+VAL_SHARE = Number(0, 0.9, above=True)
+RECORD, CONVERTED = "split.json", ("train.parquet", "validation.parquet")
 VERSION = 4
 """Bump it when the same settings would produce different rows."""
-SOURCE = "own/"
-"""Begins a data source without a column of its own: mathematical equality scores it."""
 LAST_HASHES = re.compile(r"####[ \t]*([^\s#][^\n#]*)\Z")
 """Elsewhere they begin a headline."""
 Row = dict[str, Any]
@@ -38,29 +39,25 @@ def use_columns(config: Any) -> None:
     """Put verl's rows in the place of a user's: ``data.train_files`` and ``data.val_files`` then name converted files."""
     data = config.data
     if not OmegaConf.is_dict(data):
-        return  # the check of keys names it
+        return  # the check of values names it
     if OmegaConf.select(config, "method.source") is Source.episodes:
         data.columns = None  # of the tasks that were played; a dump of their episodes has columns of its own
     if data.get("columns") is None:
         return must_be_converted(data)
     columns, train = columns_of(config), named(data, "train_files")
-    if all(is_converted(Path(file)) for file in train):  # of a run that is prepared again
-        return
+    if all(Path(file).name in CONVERTED and (Path(file).parent / RECORD).is_file() for file in train):
+        return  # a run that is prepared again
     val = named(data, "val_files") if data.val_files is not None else []
     folder = convert(columns, train, val, float(data.val_share))
     with open_dict(config):
-        data.train_files, data.val_files = str(folder / "train.parquet"), str(folder / "validation.parquet")
-
-
-def is_converted(file: Path) -> bool:
-    return file.name in CONVERTED and (file.parent / RECORD).is_file()
+        data.train_files, data.val_files = (str(folder / name) for name in CONVERTED)
 
 
 def must_be_converted(data: Any) -> None:
     """Raise ConfigError for files that only ``data.columns`` can read."""
     for key in ("train_files", "val_files"):
         for file in named(data, key) if data[key] is not None else []:
-            if file.startswith(own_tables.HUB) or Path(file).suffix in own_tables.DELIMITERS or Path(file).is_dir():
+            if file.startswith(HUB) or Path(file).suffix in DELIMITERS or Path(file).is_dir():
                 raise ConfigError(
                     f"data.{key}={file}: its columns are unknown; set data.columns, as in 'data.columns={{prompt: question, "
                     "answer: a}' (docs/your-data.md)"
@@ -76,45 +73,44 @@ def named(data: Any, key: str) -> list[str]:
 
 def columns_of(config: Any) -> dict[str, str]:
     """The role of each of the user's columns. Raises ConfigError where that is not said, or not possible."""
-    given, known = config.data.columns, (*REQUIRED, *OPTIONAL)
-    expected = "expected {prompt: <column>, answer: <column>}, and system or data_source where there are such columns"
-    if not OmegaConf.is_dict(given):
-        raise ConfigError(f"data.columns={given}: {expected}")
-    for key, column in given.items():
-        if key not in known:
-            raise ConfigError(f"data.columns.{key}={column}: {expected}.{did_you_mean(str(key), known)}")
-        if not isinstance(column, str) or not column:
-            raise ConfigError(f"data.columns.{key}={column}: expected the name of a column")
-    for key in REQUIRED:
-        if key not in given:
-            raise ConfigError(f"data.columns={given}: no {key}; {expected}")
-    if len(set(given.values())) < len(given):
-        raise ConfigError(f"data.columns={given}: one column is named twice; {expected}")
-    check_number(config, "data.val_share")
-    return {str(key): str(column) for key, column in given.items()}
+    given, roles = config.data.columns, (*REQUIRED, *OPTIONAL)
+    problem = "" if OmegaConf.is_dict(given) else "no columns"
+    for role, column in given.items() if not problem else ():
+        if role not in roles:
+            problem = f"data.columns.{role}={column} is no role.{did_you_mean(str(role), roles)}"
+        elif not isinstance(column, str) or not column:
+            problem = f"data.columns.{role}={column} is not the name of a column"
+    for role in REQUIRED if not problem else ():
+        problem = problem or (f"no {role}" if role not in given else "")
+    if not problem and len(set(given.values())) < len(given):
+        problem = "one column is named twice"
+    if problem:
+        raise ConfigError(
+            f"data.columns={given}: {problem}; expected {{prompt: <column>, answer: <column>}}, and system or data_source where there "
+            "are such columns"
+        )
+    if not VAL_SHARE.takes(config.data.val_share):
+        raise ConfigError(f"data.val_share={config.data.val_share}: {VAL_SHARE}")
+    return {str(role): str(column) for role, column in given.items()}
 
 
 def convert(columns: Mapping[str, str], train: Sequence[str], val: Sequence[str], share: float) -> Path:
     """The folder of the converted rows, made once for the same files and settings."""
     sources = {file: content(file) for file in (*train, *val)}
     settings = {"columns": dict(columns), "val_share": None if val else share, "version": VERSION}
-    parts = {
-        part: [(source_of(file), sources[file]) for file in files]
-        for part, files in (("train", train), ("validation", val))
-    }
-    made_of = {**parts, **settings}
-    key = digest(json.dumps(made_of, sort_keys=True).encode()).removeprefix("sha256:")[:16]
+    files = {"train": train, "validation": val}
+    parts = {part: [(source_of(file), sources[file]) for file in of] for part, of in files.items()}
+    key = digest(json.dumps({**parts, **settings}, sort_keys=True).encode()).removeprefix("sha256:")[:16]
     folder = Path(os.environ.get("MARL_CACHE", "outputs/cache")) / "data" / key
     if (folder / RECORD).is_file():
         return folder
-    rows = [row for file in train for row in rows_of(file, columns)]
-    validation = [row for file in val for row in rows_of(file, columns)]
+    rows, held_out = ([row for file in of for row in rows_of(file, columns)] for of in files.values())
     if not val:
-        rows, validation = split(rows, share)
-    record = {"files": sources, **settings, "train": len(rows), "validation": len(validation)}
+        rows, held_out = split(rows, share)
+    record = {"files": sources, **settings, "train": len(rows), "validation": len(held_out)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, part in (("train", rows), ("validation", validation)):
+        for name, part in (("train", rows), ("validation", held_out)):
             write(part, name, folder / f"{name}.parquet")
         replace_text(folder / RECORD, json.dumps(record, indent=1) + "\n")
     except OSError as error:  # pyarrow's of a full disk names no file
@@ -127,61 +123,13 @@ def convert(columns: Mapping[str, str], train: Sequence[str], val: Sequence[str]
 
 def content(file: str) -> str:
     """Digest of a file or folder; the name itself, of a data set on the hub or a file that is not there."""
-    there = not file.startswith(own_tables.HUB) and Path(file).expanduser().exists()
+    there = not file.startswith(HUB) and Path(file).expanduser().exists()
     return content_of(file) if there else file
 
 
 def source_of(file: str) -> str:
-    """The data source of rows that name none."""
-    return f"{SOURCE}{Path(file.removeprefix(own_tables.HUB)).stem}"
-
-
-def rows_of(file: str, columns: Mapping[str, str]) -> list[Row]:
-    """verl's rows of a file. Raises ConfigError for values that cannot be used."""
-    bad, rows, default = BadRows(file), list[Row](), source_of(file)
-    for number, (place, found) in enumerate(own_tables.read(file, list(columns.values()), bad)):
-        values = {key: found[column] for key, column in columns.items()}
-        try:
-            rows.append(row_of(values, columns, place, default, number))
-        except ConfigError as error:
-            bad.add(error)
-    bad.refuse()
-    return rows
-
-
-def row_of(values: Mapping[str, Any], columns: Mapping[str, str], where: str, default: str, number: int) -> Row:
-    prompt = messages_of(values["prompt"], f"{where}, column {columns['prompt']!r}")
-    if values.get("system"):
-        prompt = [{"role": "system", "content": str(values["system"])}, *prompt]
-    truth = answer_of(values["answer"], f"{where}, column {columns['answer']!r}")
-    return {
-        "data_source": str(values.get("data_source") or default),
-        "prompt": prompt,
-        "ability": "own",
-        "reward_model": {"style": "rule", "ground_truth": truth},
-        "extra_info": {"index": number},
-    }
-
-
-def messages_of(value: Any, where: str) -> list[dict[str, str]]:
-    """A question as a message; messages stay."""
-    if isinstance(value, list):
-        check_messages(value, where)
-        return value
-    if not isinstance(value, str) or not value.strip():
-        raise ConfigError(
-            f"{where} is {shown(value)}; expected a text, or a list of messages: write one, or remove the row"
-        )
-    return [{"role": "user", "content": value}]
-
-
-def answer_of(value: Any, where: str) -> str:
-    """An answer without blanks around it; of a solution that ends in ``#### answer``, the answer."""
-    if not isinstance(value, str) or not value.strip():
-        raise ConfigError(f"{where} is {shown(value)}; expected a text or a number: write one, or remove the row")
-    text = value.strip()
-    found = LAST_HASHES.search(text)
-    return found[1] if found else text
+    """The data source of rows that name none: mathematical equality scores it."""
+    return f"own/{Path(file.removeprefix(HUB)).stem}"
 
 
 def split(rows: Sequence[Row], share: float) -> tuple[list[Row], list[Row]]:
@@ -216,3 +164,48 @@ def split_text(config: Any) -> str | None:
     record = json.loads(path.read_text(encoding="utf-8"))
     files = ", ".join(Path(file).name for file in record["files"])
     return f"data: {record['train']} rows to train and {record['validation']} to validate, of {files} ({path})"
+
+
+def rows_of(file: str, columns: Mapping[str, str]) -> list[Row]:
+    """verl's rows of a file. Raises ConfigError for values that cannot be used."""
+    bad, rows = BadRows(file), list[Row]()
+    for place, values in read(file, list(columns.values()), bad):
+        try:
+            rows.append(row_of({role: values[column] for role, column in columns.items()}, columns, place))
+        except ConfigError as error:
+            bad.add(error)
+        else:
+            rows[-1]["data_source"] = rows[-1]["data_source"] or source_of(file)
+            rows[-1]["extra_info"] = {"index": len(rows) - 1}
+    bad.refuse()
+    return rows
+
+
+def row_of(values: Mapping[str, Any], columns: Mapping[str, str], where: str) -> Row:
+    prompt, at = values["prompt"], f"{where}, column {columns['prompt']!r}"
+    if isinstance(prompt, list):
+        check_messages(prompt, at)
+    elif not isinstance(prompt, str) or not prompt.strip():
+        raise ConfigError(
+            f"{at} is {shown(prompt)}; expected a text, or a list of messages: write one, or remove the row"
+        )
+    else:
+        prompt = [{"role": "user", "content": prompt}]
+    if values.get("system"):
+        prompt = [{"role": "system", "content": str(values["system"])}, *prompt]
+    truth = {"style": "rule", "ground_truth": answer_of(values["answer"], f"{where}, column {columns['answer']!r}")}
+    return {
+        "data_source": str(values.get("data_source") or ""),
+        "prompt": prompt,
+        "ability": "own",
+        "reward_model": truth,
+    }
+
+
+def answer_of(value: Any, where: str) -> str:
+    """An answer without blanks around it; of a solution that ends in ``#### answer``, the answer."""
+    if not isinstance(value, str) or not value.strip():
+        raise ConfigError(f"{where} is {shown(value)}; expected a text or a number: write one, or remove the row")
+    text = value.strip()
+    found = LAST_HASHES.search(text)
+    return found[1] if found else text

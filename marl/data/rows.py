@@ -1,4 +1,4 @@
-"""The rows of a dataset are checked before anything starts."""
+"""verl's rows: files of ``data.train_files`` and ``data.val_files`` are read and checked before anything starts."""
 
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -10,8 +10,9 @@ from typing import Any
 import pyarrow.json
 import pyarrow.parquet
 
-from marl.config.errors import ConfigError
-from marl.utils.registry import did_you_mean
+from marl.config.errors import ConfigError, shown
+from marl.config.sources import Source
+from marl.utils.near import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +22,9 @@ DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
 ROWS_SHOWN = 10
 EXACT = 2**53
 """Integers from here on are not all floats."""
+REMEDY = "; expected"
+REQUIRED = ("data_source", "reward_model")
+MESSAGES = "expected a list of messages [{'role': 'user', 'content': '…'}]"
 
 
 class BadRows:
@@ -41,20 +45,38 @@ class BadRows:
             return
         if self.count == 1:
             raise ConfigError(f"{self.file}, {self.first[0]}")
-        more = [f"and {self.count - ROWS_SHOWN} more"] if self.count > ROWS_SHOWN else []
-        remedies = {problem.partition(REMEDY)[2] for problem in self.first}
-        shared = remedies.pop() if len(remedies) == 1 else ""
-        said = [problem.removesuffix(f"{REMEDY}{shared}") for problem in self.first] if shared else self.first
-        end = [f"expected{shared}"] if shared else []
-        raise ConfigError(f"{self.file}: {self.count} rows cannot be used:\n  " + "\n  ".join([*said, *more, *end]))
+        lines, remedies = self.first, {problem.partition(REMEDY)[2] for problem in self.first}
+        if self.count > ROWS_SHOWN:
+            lines = [*lines, f"and {self.count - ROWS_SHOWN} more"]
+        if len(remedies) == 1 and (remedy := remedies.pop()):
+            lines = [*(line.removesuffix(f"{REMEDY}{remedy}") for line in lines), f"expected{remedy}"]
+        raise ConfigError(f"{self.file}: {self.count} rows cannot be used:\n  " + "\n  ".join(lines))
 
 
-REMEDY = "; expected"
-
-
-def file_list(files: str | Sequence[str] | None) -> list[str]:
+def file_list(files: Any) -> list[str]:
     """verl takes one file or a list of them; null is none."""
     return [files] if isinstance(files, str) else list(files or [])
+
+
+def check_data_files(config: Any) -> None:
+    """Raise ConfigError for files that are not there, or of another kind."""
+    for key in ("train_files", "val_files"):
+        given = config.data[key]
+        if key == "val_files" and not given and Source.of(config) is not Source.play:
+            continue  # a method that plays nothing need not measure anything
+        files = file_list(given) if isinstance(given, str) or hasattr(given, "__iter__") else []
+        if not files or not all(isinstance(file, str) and file.strip() for file in files):
+            raise ConfigError(f"data.{key}={given}: expected a file or a list of files, parquet or jsonl")
+        for file in files:
+            if not Path(file).expanduser().is_file():
+                raise ConfigError(
+                    f"data.{key}={file}: no such file; expected parquet or jsonl with verl's columns, or set data.columns for "
+                    "files of your own"
+                )
+            if Path(file).suffix not in DATA_SUFFIXES:
+                raise ConfigError(
+                    f"data.{key}={file}: the name ends in {Path(file).suffix!r}; expected {', '.join(DATA_SUFFIXES)}"
+                )
 
 
 def check_files(files: str | Sequence[str], prompt_key: str, agents: Sequence[str]) -> list[str]:
@@ -87,7 +109,7 @@ def places_in(file: str) -> Iterator[str]:
 
 def question_of(row: Mapping[str, Any], prompt_key: str = "prompt") -> str:
     """Question of a row, of all agents together."""
-    return asked([*row[prompt_key], *(m for own in agent_prompts(row, "").values() for m in own or ())])
+    return asked([*row[prompt_key], *(m for private in agent_prompts(row, "").values() for m in private or ())])
 
 
 def asked(messages: Sequence[Mapping[str, Any]]) -> str:
@@ -97,8 +119,8 @@ def asked(messages: Sequence[Mapping[str, Any]]) -> str:
 
 def warn_of_shared(train: Collection[str], val: Sequence[str]) -> None:
     """Name the questions that are both trained and measured."""
-    known = {question for question in train if question}
-    if shared := [question for question in val if question in known]:
+    trained = {question for question in train if question}
+    if shared := [question for question in val if question in trained]:
         logger.warning(
             "data.val_files: %d of %d rows ask what data.train_files ask too, up to blanks and case, such as %s: their accuracy shows what "
             "was learned by heart; take them out of one of the two, or have rows split: data.val_files=null with data.columns",
@@ -109,17 +131,15 @@ def warn_of_shared(train: Collection[str], val: Sequence[str]) -> None:
 def rows_of(file: str, prompt_key: str) -> Iterator[dict[str, Any]]:
     """The rows of a file, with the columns that are read. Raises ConfigError for a file or column that cannot be read."""
     table = read_table(file)
-    needed = (prompt_key, "data_source", "reward_model")
-    for column in needed:
+    for column in (prompt_key, *REQUIRED):
         if column not in table.column_names:
             hint = did_you_mean(column, table.column_names)
             raise ConfigError(
                 f"{file}: no column {column!r}; it has {', '.join(table.column_names)}.{hint} "
                 "Expected verl's columns; data.prompt_key names the prompt's"
             )
-    optional = [name for name in ("extra_info",) if name in table.column_names]
-    columns = list(dict.fromkeys([*needed, *optional]))
-    yield from rows_in(table.select(columns), file)
+    columns = dict.fromkeys((prompt_key, *REQUIRED, "extra_info"))
+    yield from rows_in(table.select([name for name in columns if name in table.column_names]), file)
 
 
 def rows_in(table: Any, file: str) -> Iterator[dict[str, Any]]:
@@ -141,21 +161,20 @@ def read_table(file: str) -> Any:
         raise ConfigError(
             f"{file}: cannot be read as {path.suffix or 'parquet'}: {error}; expected {kind}: write the file again"
         ) from None
-    doubled = sorted({name for name in table.column_names if table.column_names.count(name) > 1})
-    if doubled:
-        raise ConfigError(f"{file}: two columns are called {doubled[0]!r}; expected one of each, rename the other")
+    for name in table.column_names:
+        if table.column_names.count(name) > 1:
+            raise ConfigError(f"{file}: two columns are called {name!r}; expected one of each, rename the other")
     return table
 
 
 def check_row(row: Mapping[str, Any], where: str, prompt_key: str, agents: Sequence[str]) -> None:
-    for column in (prompt_key, "data_source", "reward_model"):
+    for column in (prompt_key, *REQUIRED):
         if column not in row:
             raise ConfigError(f"{where}: no {column!r}; it has {shown(list(row))}; expected verl's columns")
     check_messages(row[prompt_key], f"{where}, column {prompt_key!r}")
-    source = row["data_source"]
+    source, truth = row["data_source"], row["reward_model"]
     if not isinstance(source, str) or not source.strip():
         raise ConfigError(f"{where}: data_source is {shown(source)}; expected a name, such as openai/gsm8k")
-    truth = row["reward_model"]
     if not isinstance(truth, dict) or truth.get("ground_truth") is None:
         raise ConfigError(f"{where}: reward_model is {shown(truth)}; expected {{'style': 'rule', 'ground_truth': …}}")
     answer = truth["ground_truth"]
@@ -176,41 +195,29 @@ def check_row(row: Mapping[str, Any], where: str, prompt_key: str, agents: Seque
 
 
 def agent_prompts(row: Mapping[str, Any], where: str) -> Mapping[Any, Any]:
-    extra = row.get("extra_info")
-    if extra is None:
-        return {}
-    if not isinstance(extra, Mapping):
-        raise ConfigError(f"{where}: extra_info is {shown(extra)}; expected a dict, or nothing")
-    prompts = extra.get("agent_prompts")
-    if prompts is None:
-        return {}
-    if not isinstance(prompts, Mapping):
-        raise ConfigError(f"{where}: extra_info.agent_prompts is {shown(prompts)}; expected {{agent: messages}}")
-    return prompts
+    found: Any = row
+    for key, name, expected in (
+        ("extra_info", "extra_info", "a dict, or nothing"),
+        ("agent_prompts", "extra_info.agent_prompts", "{agent: messages}"),
+    ):
+        found = {} if found.get(key) is None else found[key]
+        if not isinstance(found, Mapping):
+            raise ConfigError(f"{where}: {name} is {shown(found)}; expected {expected}")
+    return found
 
 
 def check_messages(messages: Any, where: str) -> None:
-    expected = "expected a list of messages [{'role': 'user', 'content': '…'}]"
     if not isinstance(messages, list) or not messages:
-        raise ConfigError(f"{where} is {shown(messages)}; {expected}")
+        raise ConfigError(f"{where} is {shown(messages)}; {MESSAGES}")
     for message in messages:
-        if (
-            not isinstance(message, dict)
-            or not isinstance(message.get("role"), str)
-            or not message["role"]
-            or not isinstance(message.get("content"), str)
-        ):
-            raise ConfigError(f"{where} holds {shown(message)}; {expected}")
-    if messages[-1]["role"] == "assistant":
+        parts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
+        if not all(isinstance(part, str) for part in parts) or not parts[0]:
+            raise ConfigError(f"{where} holds {shown(message)}; {MESSAGES}")
+    last = messages[-1]
+    if last["role"] == "assistant":
         raise ConfigError(
-            f"{where} ends in a message of the assistant, {shown(messages[-1])}; expected one to answer at the end: leave the solution "
+            f"{where} ends in a message of the assistant, {shown(last)}; expected one to answer at the end: leave the solution "
             "out, which belongs into reward_model.ground_truth"
         )
-    if not messages[-1]["content"].strip():
-        raise ConfigError(f"{where} ends in an empty message, {shown(messages[-1])}; {expected}")
-
-
-def shown(value: Any) -> str:
-    """A value in a message: not longer than a line."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}…"
+    if not last["content"].strip():
+        raise ConfigError(f"{where} ends in an empty message, {shown(last)}; {MESSAGES}")

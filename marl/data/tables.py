@@ -2,6 +2,7 @@
 
 import codecs
 import csv
+import io
 import json
 import re
 import sys
@@ -15,8 +16,8 @@ import numpy
 import psutil
 import pyarrow
 
-from marl.config.dataset_rows import BadRows, read_table, shown
-from marl.config.errors import ConfigError
+from marl.config.errors import ConfigError, shown
+from marl.data.rows import BadRows, read_table
 from marl.utils.near import did_you_mean
 
 HUB = "hf://"
@@ -40,40 +41,22 @@ def read(source: str, wanted: Sequence[str], bad: BadRows) -> Rows:
     """The wanted columns of a file, a folder or a data set on the hub; rows that cannot be read go to ``bad``. Raises ConfigError
     for a source that cannot be read."""
     path, empty = Path(source).expanduser(), True
-    try:
-        for row in reader_of(source, path, wanted, bad):
-            empty = False
-            yield row
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{source}{not_utf8(path, error)}") from None
+    if source.startswith(HUB) or path.is_dir():
+        rows = table_rows(source, read_dataset(source), wanted)
+    elif must_be_readable(source, path) == ".parquet":
+        rows = table_rows(source, read_table(source), wanted)
+    else:
+        reader = csv_rows if path.suffix in DELIMITERS else json_rows
+        rows = reader(path, text_of(source, path), wanted, bad)
+    for place, row in rows:
+        empty = False
+        yield place, row
     if empty and not bad.count:
         raise ConfigError(f"{source}: there are no rows; expected at least two, one of them to validate: fill the file")
 
 
-def reader_of(source: str, path: Path, wanted: Sequence[str], bad: BadRows) -> Rows:
-    if source.startswith(HUB) or path.is_dir():
-        return table_rows(source, read_dataset(source), wanted)
-    check_file(source, path)
-    if path.suffix in DELIMITERS:
-        return csv_rows(source, path, wanted, bad)
-    if path.suffix == ".parquet":
-        return table_rows(source, read_table(source), wanted)
-    return json_rows(source, path, wanted, bad)
-
-
-def check_columns(source: str, wanted: Sequence[str], names: Sequence[str]) -> None:
-    for column in wanted:
-        if column not in names:
-            raise ConfigError(
-                f"{source}: no column {column!r}; it has {', '.join(names)}.{did_you_mean(column, names)} "
-                "Set data.columns to columns that are there"
-            )
-        if names.count(column) > 1:
-            raise ConfigError(f"{source}: two columns are called {column!r}; expected one of each, rename the other")
-
-
-def check_file(source: str, path: Path) -> None:
-    """Raise ConfigError for a file that is missing, empty, of another kind, too large for the memory, or not text."""
+def must_be_readable(source: str, path: Path) -> str:
+    """The kind of a file. Raises ConfigError for one that is missing, empty, of another kind, or too large for the memory."""
     if not path.is_file():
         near = did_you_mean(path.name, [file.name for file in path.absolute().parent.glob("*")])
         raise ConfigError(
@@ -89,81 +72,85 @@ def check_file(source: str, path: Path) -> None:
             f"{source}: {size / 1e9:.1f} GB, and reading takes some {TIMES} times as much memory, of which {free / 1e9:.1f} GB are "
             "free; cut it into several files and convert them one at a time, or sample from it"
         )
-    if path.suffix != ".parquet" and encoding_of(path) != "utf-16" and b"\0" in head(path):
-        raise ConfigError(
-            f"{source}: it holds zero bytes, so it is binary and not {path.suffix}; export it as UTF-8 text, or use parquet"
-        )
+    return path.suffix
 
 
-def head(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        return file.read(HEAD)
-
-
-def encoding_of(path: Path) -> str:
-    """UTF-16 only by its mark: Excel's "Unicode text"."""
-    return "utf-16" if head(path).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
-
-
-def not_utf8(path: Path, error: UnicodeDecodeError) -> str:
-    """A sentence on bytes that are no text, with their line."""
-    if path.suffix == ".parquet" or not path.is_file():
-        return f": a text is not UTF-8: {error}; expected UTF-8, write the file again"
-    content = path.read_bytes()
+def text_of(source: str, path: Path) -> str:
+    """A file's text, in UTF-8, or in UTF-16 by its mark: Excel's "Unicode text". Raises ConfigError with the line of other bytes."""
+    content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     try:
-        content.decode()
-    except UnicodeDecodeError as found:
-        error = found  # whose place counts from the file's begin
-    byte, line = content[error.start : error.start + 1], content.count(b"\n", 0, error.start) + 1
-    return (
-        f", line {line}: byte 0x{byte.hex()} is not UTF-8 (in Windows-1252: {byte.decode('cp1252', 'replace')!r}); expected UTF-8: in "
-        f"Excel save as 'CSV UTF-8', or run: iconv -f WINDOWS-1252 -t UTF-8 {path} > utf8{path.suffix}"
-    )
+        if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            return content.decode("utf-16")
+        if b"\0" in content[:HEAD]:
+            raise ConfigError(
+                f"{source}: it holds zero bytes, so it is binary and not {path.suffix}; export it as UTF-8 text, or use parquet"
+            )
+        return content.decode()
+    except UnicodeDecodeError as error:
+        byte, line = content[error.start : error.start + 1], content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{source}, line {line}: byte 0x{byte.hex()} is not {error.encoding.upper()} (in Windows-1252: "
+            f"{byte.decode('cp1252', 'replace')!r}); expected UTF-8: in Excel save as 'CSV UTF-8', or run: "
+            f"iconv -f WINDOWS-1252 -t UTF-8 {path} > utf8{path.suffix}"
+        ) from None
 
 
-def csv_rows(source: str, path: Path, wanted: Sequence[str], bad: BadRows) -> Rows:
-    """Every column as text: 007 and 1.50 are answers as they stand. Empty rows, which spreadsheets leave at the end, are none."""
-    delimiter, names = layout_of(source, path, wanted)
-    check_columns(source, wanted, names)
+def check_columns(source: object, wanted: Sequence[str], names: Sequence[str]) -> None:
+    for column in wanted:
+        if column not in names:
+            raise ConfigError(
+                f"{source}: no column {column!r}; it has {', '.join(names)}.{did_you_mean(column, names)} "
+                "Set data.columns to columns that are there"
+            )
+        if names.count(column) > 1:
+            raise ConfigError(f"{source}: two columns are called {column!r}; expected one of each, rename the other")
+
+
+def csv_rows(path: Path, text: str, wanted: Sequence[str], bad: BadRows) -> Rows:
+    """Every column as text. Empty rows, which spreadsheets leave at the end, are none."""
+    delimiter, names = layout_of(path, text, wanted)
+    check_columns(path, wanted, names)
     where = {column: names.index(column) for column in wanted}
-    raw: list[str] = []
-    with open(path, encoding=encoding_of(path), newline="") as file:
-        lines = (raw.append(line) or line for line in file)  # type: ignore[func-returns-value]
-        reader = csv.reader(lines, delimiter=delimiter, strict=True, skipinitialspace=True)
-        header_in(reader)
-        while True:
-            raw.clear()
-            place = f"line {reader.line_num + 1}"
-            try:
-                cells = next(reader, None)
-            except csv.Error as error:
-                bad.add(f"{place}: {unquoted(str(error), path, ''.join(raw))}")
-                return  # where the next row begins is unknown
-            if cells is None:
-                return
-            if not any(cell.strip() for cell in cells):
-                continue
-            if len(cells) != len(names):
-                bad.add(
-                    f"{place} has {len(cells)} fields, the header {len(names)}; expected as many: quote texts that hold {delimiter!r}"
-                )
-            elif '\\"' in "".join(cells) and '\\""' not in "".join(raw):
-                bad.add(f"{place}: {unquoted('', path, ''.join(raw))}")
-            else:
-                yield place, {column: cells[index] for column, index in where.items()}
+    lines = list(io.StringIO(text, newline=""))
+    reader = csv_reader(text, delimiter)
+    header_in(reader)
+    while True:
+        start = reader.line_num
+        place = f"line {start + 1}"
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            bad.add(f"{place}: {unquoted(str(error), path, ''.join(lines[start : reader.line_num]))}")
+            return  # where the next row begins is unknown
+        raw = "".join(lines[start : reader.line_num])
+        if cells is None:
+            return
+        if not any(cell.strip() for cell in cells):
+            continue
+        if len(cells) != len(names):
+            bad.add(
+                f"{place} has {len(cells)} fields, the header {len(names)}; expected as many: quote texts that hold {delimiter!r}"
+            )
+        elif '\\"' in "".join(cells) and '\\""' not in raw:
+            bad.add(f"{place}: {unquoted('', path, raw)}")
+        else:
+            yield place, {column: cells[index] for column, index in where.items()}
 
 
-def layout_of(source: str, path: Path, wanted: Sequence[str]) -> tuple[str, list[str]]:
+def csv_reader(text: str, delimiter: str) -> Any:
+    return csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True, skipinitialspace=True)
+
+
+def layout_of(path: Path, text: str, wanted: Sequence[str]) -> tuple[str, list[str]]:
     """The delimiter that separates the wanted columns, or else most columns, and the names of all, without blanks around them."""
     found: dict[str, list[str]] = {}
     for delimiter in DELIMITERS[path.suffix]:
-        with open(path, encoding=encoding_of(path), newline="") as file:
-            try:
-                found[delimiter] = header_in(csv.reader(file, delimiter=delimiter, strict=True, skipinitialspace=True))
-            except csv.Error as error:
-                problem = unquoted(str(error), path, "")
+        try:
+            found[delimiter] = header_in(csv_reader(text, delimiter))
+        except csv.Error as error:
+            problem = unquoted(str(error), path, "")
     if not found:
-        raise ConfigError(f"{source}, line 1: {problem}")
+        raise ConfigError(f"{path}, line 1: {problem}")
     delimiter = max(found, key=lambda one: (set(wanted) <= set(found[one]), len(found[one])))
     return delimiter, found[delimiter]
 
@@ -178,7 +165,7 @@ def unquoted(error: str, path: Path, line: str) -> str:
     """A sentence on quotes that do not enclose a field."""
     if '\\"' in line:
         return (
-            rf'a quote is escaped by a backslash (\"), where CSV doubles it (""); expected doubled quotes: write the file again by '
+            r'a quote is escaped by a backslash (\"), where CSV doubles it (""); expected doubled quotes: write the file again by '
             rf'python -c "import pandas; pandas.read_csv({str(path)!r}, escapechar=chr(92), dtype=str, keep_default_na=False)'
             rf'.to_csv({f"doubled_{path.name}"!r}, index=False)"'
         )
@@ -187,10 +174,10 @@ def unquoted(error: str, path: Path, line: str) -> str:
     return f'{shown(line.strip())}: {error}; expected quotes around whole fields: double those inside a text, as in "a ""word"""'
 
 
-def json_rows(source: str, path: Path, wanted: Sequence[str], bad: BadRows) -> Rows:
+def json_rows(path: Path, text: str, wanted: Sequence[str], bad: BadRows) -> Rows:
     """Numbers as they are written: 1.50, and 9007199254740993, which no float holds."""
     names: dict[str, None] = {}
-    for place, row in json_values(source, path, wanted, bad):
+    for place, row in json_values(path, text, wanted, bad):
         if not isinstance(row, dict):
             bad.add(f"{place} is {shown(row)}; expected an object {{{wanted[0]!r}: …}}")
             continue
@@ -200,69 +187,59 @@ def json_rows(source: str, path: Path, wanted: Sequence[str], bad: BadRows) -> R
             json.dumps(values, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             bad.add(f"{place} holds half a character, {error.object[error.start]!r}; expected whole ones: remove it")
-            continue
-        yield place, values
+        else:
+            yield place, values
     if names:
-        check_columns(source, wanted, list(names))
+        check_columns(path, wanted, list(names))
 
 
-def json_values(source: str, path: Path, wanted: Sequence[str], bad: BadRows) -> Iterator[tuple[str, Any]]:
+def json_values(path: Path, text: str, wanted: Sequence[str], bad: BadRows) -> Iterator[tuple[str, Any]]:
     """The values of a JSON list, or those of its lines, with their places."""
-    with open(path, encoding=encoding_of(path)) as file:
-        if begins_with(path, "["):
-            yield from listed(source, file.read())
-            return
-        if path.suffix == ".json" and (whole := one_object(file.read(), source, wanted)):
-            yield "line 1", whole
-            return
-        file.seek(0)
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
+    if text.lstrip().startswith("["):
+        yield from listed(path, text)
+    elif path.suffix == ".json" and (whole := one_object(path, text, wanted)):
+        yield "line 1", whole
+    else:
+        for number, line in enumerate(io.StringIO(text), 1):
             try:
-                value = DECODER.decode(line)
+                if line.strip():
+                    yield f"line {number}", DECODER.decode(line)
             except (ValueError, RecursionError) as error:
                 bad.add(
-                    f"line {number}: {shown(line.strip())} is not JSON: {said(error)}; expected one object a line, as jq -c . {path} writes them"
+                    f"line {number}: {shown(line.strip())} is not JSON: {reason(error)}; expected one object a line, as jq -c . {path} writes them"
                 )
-            else:
-                yield f"line {number}", value
-
-
-def begins_with(path: Path, mark: str) -> bool:
-    return head(path).decode(encoding_of(path), "ignore").lstrip().startswith(mark)
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"two columns are called {next(name for name in names if names.count(name) > 1)!r}")
-    return found
+    names = [name for name, _ in pairs]
+    for name in names if len(set(names)) < len(names) else ():
+        if names.count(name) > 1:
+            raise ValueError(f"two columns are called {name!r}")
+    return dict(pairs)
 
 
 DECODER = json.JSONDecoder(parse_float=str, parse_int=str, object_pairs_hook=unique)
 
 
-def said(error: Exception) -> str:
+def reason(error: Exception) -> str:
     where = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
     return f"{getattr(error, 'msg', None) or error}{where}"
 
 
-def one_object(text: str, source: str, wanted: Sequence[str]) -> dict[str, Any] | None:
+def one_object(path: Path, text: str, wanted: Sequence[str]) -> dict[str, Any] | None:
     """A file's one object, where it is a row; None where each line is one. Raises ConfigError for an object of columns."""
     try:
         whole = DECODER.decode(text)
     except (ValueError, RecursionError):
         return None
-    if isinstance(whole, dict) and (
-        not set(wanted) <= set(whole) or any(isinstance(whole[column], dict) for column in wanted)
-    ):
-        raise ConfigError(f"{source}: it is one object, of {shown(list(whole))}, and no rows; {AS_ROWS}")
-    return whole if isinstance(whole, dict) else None
+    if not isinstance(whole, dict):
+        return None
+    if any(column not in whole or isinstance(whole[column], dict) for column in wanted):
+        raise ConfigError(f"{path}: it is one object, of {shown(list(whole))}, and no rows; {AS_ROWS}")
+    return whole
 
 
-def listed(source: str, text: str) -> Iterator[tuple[str, Any]]:
+def listed(path: Path, text: str) -> Iterator[tuple[str, Any]]:
     """The values of a JSON list, one by one for their lines."""
     line, number, counted, at = 1, 0, 0, after(text, text.index("[") + 1)
     while not text.startswith("]", at):
@@ -270,12 +247,12 @@ def listed(source: str, text: str) -> Iterator[tuple[str, Any]]:
         try:
             value, end = DECODER.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
-            found = getattr(error, "lineno", line)
-            raise ConfigError(f"{source}, line {found}: not JSON: {said(error)}; {AS_ROWS}") from None
+            place = getattr(error, "lineno", line)
+            raise ConfigError(f"{path}, line {place}: not JSON: {reason(error)}; {AS_ROWS}") from None
         yield f"line {line} (object {number})", value
         at = after(text, end)
     if rest := text[at + 1 :].strip():
-        raise ConfigError(f"{source}: after the list stands {shown(rest)}; {AS_ROWS}")
+        raise ConfigError(f"{path}: after the list stands {shown(rest)}; {AS_ROWS}")
 
 
 def after(text: str, at: int) -> int:

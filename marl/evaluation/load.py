@@ -9,10 +9,9 @@ from omegaconf import DictConfig
 from transformers import AutoModelForCausalLM
 
 from marl.build import tokenizer_of
-from marl.config.endpoints import has_endpoint
 from marl.config.errors import ConfigError
 from marl.config.kinds import frozen_policies
-from marl.config.policies import own_settings, thinking_of
+from marl.config.policies import has_endpoint, own_settings, thinking_of
 from marl.controller.chat import ChatEncoder
 from marl.evaluation.source import saved_state, saved_weights
 from marl.modules.pretrained import line

@@ -18,11 +18,10 @@ from marl.build import start_controller, start_deadline, tokenizer_of
 from marl.cluster.launch import check_cluster, make_groups, start_groups
 from marl.cluster.layout import model_config, policy_configs
 from marl.cluster.session import session
-from marl.config.endpoints import hosted_policies
 from marl.config.errors import ConfigError
 from marl.config.external import naming_modules
 from marl.config.overrides import hydra_overrides
-from marl.config.policies import own_settings
+from marl.config.policies import hosted_policies, own_settings
 from marl.config.schema import Placement
 from marl.controller.controller import Controller
 from marl.controller.policy_map import PolicyMap
@@ -30,7 +29,7 @@ from marl.controller.tasks import validation_tasks
 from marl.evaluation import saved_settings
 from marl.evaluation.source import Source, saved_state, saved_weights
 from marl.modules.pretrained import load_config
-from marl.preflight.endpoints import check_endpoints
+from marl.preflight.checks import check_endpoints
 from marl.preflight.prepare import prepare
 from marl.run_setup import Setup
 from marl.types import Task

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from marl.config.determinism import is_strict
+from marl.config.engines import is_strict
 
 VARIABLE = "MARL_DETERMINISM"
 NO_FLASH_CROSS_ENTROPY = "VERL_DISABLE_FLASH_ATTN_CE"

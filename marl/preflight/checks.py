@@ -1,17 +1,18 @@
 """Checks before Ray starts: every policy's settings, model and tokenizer can be used, and the prompts fit."""
 
+import asyncio
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig
 
-from marl.config.dataset_rows import shown
-from marl.config.errors import ConfigError, plain
+from marl.config.endpoints import endpoint_of
+from marl.config.errors import ConfigError, plain, shown
+from marl.config.keys import check_known, check_typed, known_keys
 from marl.config.kinds import answers_only, frozen_policies
-from marl.config.known_keys import check_known, check_typed, known_keys
-from marl.config.policies import changes_of, loops_of, own_settings, thinking_of
-from marl.config.sharing import shares_base
+from marl.config.policies import changes_of, loops_of, own_settings, shares_base, thinking_of
 from marl.config.targets import trusted_modules
 from marl.controller.chat import ChatEncoder
 from marl.controller.known_loops import check_loops
@@ -20,10 +21,10 @@ from marl.modules.adapters import check_adapter, check_adapter_name, check_start
 from marl.preflight import model_checks
 from marl.preflight.memory import ModelSize
 from marl.preflight.method_files import check_demonstrations, check_examples
-from marl.preflight.packages import check_packages
 from marl.preflight.prompts import check_prompts
 from marl.preflight.verl_settings import (
     check_critic_settings,
+    check_packages,
     check_settings,
     check_targets,
     fields_of,
@@ -32,9 +33,13 @@ from marl.rewards import answer_rules
 from marl.rewards.custom import custom_function
 from marl.rewards.mathematics import must_be_installed
 from marl.rewards.sources import kind_of, unscorable
+from marl.rollout.endpoint import EndpointFailed, EndpointServer
 from marl.rollout.hf_model import check_attention, check_positions, longest_of
 from marl.run_setup import Setup
 from marl.types import PolicyName, Task
+from marl.utils.near import did_you_mean
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -196,3 +201,29 @@ def encoder_of(config: DictConfig, own: DictConfig, key: str, thinking: Any) -> 
             f"set {key}.custom_chat_template"
         ) from None
     return encoder
+
+
+def check_endpoints(setup: Setup) -> None:
+    """Raise ConfigError for an endpoint that is down or denies access; warn of one that lists other models. Must not run in an
+    event loop. A method that plays nothing asks none."""
+    asked = [] if setup.method.offline else setup.endpoints
+    servers = {name: EndpointServer(name, endpoint_of(setup.config, name)) for name in asked}
+    if servers:
+        asyncio.run(check_all(servers))
+
+
+async def check_all(servers: dict[str, EndpointServer]) -> None:
+    try:
+        found = await asyncio.gather(*(server.models() for server in servers.values()))
+    except EndpointFailed as error:
+        raise ConfigError(str(error)) from None
+    for server, models in zip(servers.values(), found, strict=True):
+        model = server.endpoint.model
+        if models and model not in models:  # some servers answer by any name
+            logger.warning(
+                "%s.model=%s: the server lists %d other models.%s",
+                server.key,
+                model,
+                len(models),
+                did_you_mean(model, models),
+            )

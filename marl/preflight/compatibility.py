@@ -7,7 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 from marl.config.errors import ConfigError
 from marl.config.kinds import answers_only
 from marl.config.policies import policies_by_agent
-from marl.config.rules.references import kl_in_any_loss
+from marl.config.rules.training import kl_in_any_loss
 from marl.config.schema import LogProbSource
 from marl.learners import CREDITS, LEARNERS
 from marl.learners.credit_schemes import INCENTIVES, TeamOf
@@ -54,10 +54,10 @@ def check_runner(setup: Setup) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     rounds, last = config.learner.train_rounds, runner.last_round(list(config.agents))
-    if rounds and last is not None and max(rounds) > last:
+    if rounds is not None and (not rounds or min(rounds) < 1 or (last is not None and max(rounds) > last)):
+        ends = "" if last is None else f", and with these agents runner={config.runner.name} ends in round {last}"
         raise ConfigError(
-            f"learner.train_rounds={list(rounds)}: with these agents runner={config.runner.name} ends in round {last}; use "
-            f"rounds of 1 to {last}, or null for all"
+            f"learner.train_rounds={list(rounds)}: rounds are counted from 1{ends}; use some of them, or null for all"
         )
 
 

@@ -4,10 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from marl.config.endpoints import hosted_policies
 from marl.config.engines import engine_settings
 from marl.config.placement import ranks_of
-from marl.config.policies import longest_row, own_settings, policies_by_agent, ranks_per_server
+from marl.config.policies import hosted_policies, longest_row, own_settings, policies_by_agent, ranks_per_server
 from marl.config.precision import compute_dtype, dtype_name
 from marl.rollout.hf_settings import prefix_bytes
 

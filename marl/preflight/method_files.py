@@ -5,11 +5,11 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from marl.config.dataset_rows import BadRows, asked, file_list, places_in, read_table, rows_in, warn_of_shared
 from marl.config.errors import ConfigError
 from marl.config.policies import longest_row, own_settings
 from marl.config.sources import Source
 from marl.controller.method_data import read_items, speakers_of, taken, within_limits
+from marl.data.rows import BadRows, asked, file_list, places_in, read_table, rows_in, warn_of_shared
 from marl.run_setup import Setup
 
 

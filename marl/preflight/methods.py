@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from marl.config.dataset_rows import DATA_SUFFIXES
 from marl.config.errors import ConfigError
 from marl.config.policies import own_settings, trained_policies, within
 from marl.config.precision import dtype_name
-from marl.config.rules.references import kl_in_any_loss
+from marl.config.rules.training import kl_in_any_loss
 from marl.config.sources import Source
+from marl.data.rows import DATA_SUFFIXES
 from marl.methods.choice import CompareBy
 from marl.methods.losses import PreferenceLoss
 from marl.methods.sft import SFT

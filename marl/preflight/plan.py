@@ -14,8 +14,7 @@ from marl.batch.packing import packed_policies
 from marl.config.errors import ConfigError
 from marl.config.kinds import adapter_policies, frozen_policies
 from marl.config.placement import size_of
-from marl.config.policies import changes_of, holds_reference, longest_row, own_settings, trained_policies
-from marl.config.sharing import shares_base
+from marl.config.policies import changes_of, holds_reference, longest_row, own_settings, shares_base, trained_policies
 from marl.modules import pretrained
 from marl.platform.sliced_head import WHOLE_BYTES, may_slice
 from marl.preflight import memory, model_checks

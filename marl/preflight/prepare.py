@@ -13,16 +13,16 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 import marl.config.schema  # noqa: F401 - registers our groups
 from marl.config.copies import copied
-from marl.config.dataset_rows import check_files, file_list, warn_of_shared
 from marl.config.endpoints import access_keys
 from marl.config.errors import ConfigError, resolve
 from marl.config.external import VARIABLE
 from marl.config.identity import plain_of
 from marl.config.kinds import answers_only
+from marl.config.policies import apply_sharing
 from marl.config.rules import check
-from marl.config.sharing import apply_sharing
+from marl.data.columns import use_columns
+from marl.data.rows import check_data_files, check_files, file_list, warn_of_shared
 from marl.preflight.compatibility import check_facts, choose_credit
-from marl.preflight.own_rows import use_columns
 from marl.run_setup import Setup
 from marl.utils.secret_masking import hide
 
@@ -41,6 +41,7 @@ def prepare(config: DictConfig) -> CheckedSetup:
     use_columns(config)
     apply_sharing(config)
     check(config)
+    check_data_files(config)
     hide(access_keys(plain_of(config)))
     choose_credit(config)
     setup = Setup.of(config)

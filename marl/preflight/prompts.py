@@ -7,10 +7,10 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from marl.config.dataset_rows import file_list, rows_of
 from marl.config.errors import ConfigError
 from marl.config.policies import policies_by_agent
 from marl.controller.chat import ChatEncoder
+from marl.data.rows import file_list, rows_of
 from marl.rewards.answers import only_answer
 from marl.runners import instructions_of
 from marl.types import Task

@@ -12,8 +12,8 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from marl.config.bounds import check_number
 from marl.config.errors import ConfigError, ModelMissing
+from marl.config.values import check_number
 from marl.quickstart import smollm2
 from marl.quickstart.tasks import TASKS, rows
 from marl.utils.registry import did_you_mean

@@ -5,9 +5,8 @@ from functools import cached_property
 from typing import Any
 from uuid import uuid4
 
-from marl.config.dataset_rows import file_list, rows_of
-from marl.config.endpoints import hosted_policies
-from marl.config.policies import own_settings, policies_by_agent
+from marl.config.policies import hosted_policies, own_settings, policies_by_agent
+from marl.data.rows import file_list, rows_of
 from marl.evaluation.team import Team
 from marl.rewards import answer_rules
 from marl.runners import RUNNERS, LiveEpisode, Runner, play_to_end

@@ -8,7 +8,7 @@ import pytest
 import torch
 from verl.workers.utils.losses import sft_loss
 
-from marl.config.dataset_rows import read_table
+from marl.data.rows import read_table
 from marl.main import run
 from marl.methods.examples import encoded, policy_rows
 from marl.report import dump

@@ -12,7 +12,7 @@ from statistics import mean
 
 import pytest
 
-from marl.config.sharing import Sharing
+from marl.config.policies import Sharing
 from marl.main import run
 from marl.quickstart.assets import RECIPES, ensure
 

@@ -6,8 +6,8 @@ import pytest
 from omegaconf import MissingMandatoryValue, OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
-from marl.config.built import built
 from marl.config.errors import ConfigError
+from marl.config.targets import built
 from marl.preflight.verl_settings import must_be_buildable
 from tests.composing import compose
 

@@ -13,11 +13,11 @@ from marl.config.errors import ConfigError
 from marl.config.external import VARIABLE
 from marl.config.sources import Source as Examples
 from marl.controller.method_data import read_items
+from marl.data.columns import use_columns
 from marl.evaluation import collect as playing
 from marl.evaluation.collect import Collected, Wanted
 from marl.evaluation.source import Source
 from marl.methods import METHODS
-from marl.preflight.own_rows import use_columns
 from marl.report import dump
 from marl.rewards import only_answer
 from marl.types import Score

@@ -9,7 +9,6 @@ from omegaconf import OmegaConf
 
 from marl.cluster.layout import policy_configs
 from marl.config.copies import copied, untyped
-from marl.config.errors import resolve
 from marl.learners.happo import HAPPO
 
 
@@ -111,7 +110,7 @@ def test_a_group_typed_by_a_local_class_becomes_plain(where):
     OmegaConf.update(config, where, [{"a": value}] if where.endswith("list") else value)
     config.shape = Colour.red
     OmegaConf.set_struct(config, True)
-    resolve(config)
+    OmegaConf.resolve(config)
     before = OmegaConf.to_yaml(config)
     must_be_plain(untyped(config), config)
     assert OmegaConf.to_yaml(config) == before
@@ -120,7 +119,7 @@ def test_a_group_typed_by_a_local_class_becomes_plain(where):
 @pytest.mark.parametrize("name", ["quickstart", "marl"])
 def test_every_value_of_a_shipped_configuration_is_kept(compose_config, name):
     config = compose_config("+open_group={}", "runner=debate", "learner=mappo", name=name)
-    resolve(config)
+    OmegaConf.resolve(config)
     must_be_plain(untyped(config), config)
 
 

@@ -15,7 +15,7 @@ from marl.batch.build import joint_batch
 from marl.cluster.failures import GroupFailed
 from marl.config.errors import ConfigError
 from marl.controller.endpoint_client import defused, split_thought, text_marks
-from marl.preflight.endpoints import check_endpoints
+from marl.preflight.checks import check_endpoints
 from marl.rollout.chat_completion import SEEDS, NonsenseAnswer, read_reply
 from marl.rollout.endpoint import EndpointError, seconds_of
 from marl.types import ContextOverflow, Episode, Score

@@ -6,7 +6,7 @@ import pytest
 from aiohttp import web
 
 from marl.config.errors import ConfigError
-from marl.preflight.endpoints import check_endpoints
+from marl.preflight.checks import check_endpoints
 from marl.rollout.endpoint import EndpointError
 from tests.asking import act, client_of, one, setup_of
 from tests.judge import KEY, Judge, serving

@@ -11,7 +11,7 @@ from marl.config.policies import own_settings
 from marl.config.rules import check
 from marl.controller.chat import ChatEncoder
 from marl.controller.client import PolicyClient
-from marl.preflight import packages
+from marl.preflight import verl_settings as packages
 from marl.preflight.prepare import prepare
 from marl.utils.seeding import derive_seed
 
@@ -32,12 +32,9 @@ def checked(compose_config, cold_assets):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ([f"{ROLLOUT}.name=trtllm"], r"rollout.name=trtllm: .*use hf, vllm, sglang"),
-        ([f"{ROLLOUT}.checkpoint_engine.backend=nccl"], r"checkpoint_engine.backend=nccl: .*set naive"),
-        ([f"{ROLLOUT}.disaggregation.enabled=true"], r"disaggregation.enabled=true: .*set it to false"),
         ([f"{ROLLOUT}.temperature=2.5"], r"rollout.temperature=2.5: expected at most 2 .*lower it, or use hf"),
         ([f"{ROLLOUT}.val_kwargs.temperature=3"], r"val_kwargs.temperature=3: expected at most 2"),
-        (["agents.alice.temperature=2.1"], r"agents.alice.temperature=2.1: expected at most 2 with the engine of policy 'alice'=vllm"),
+        (["agents.alice.temperature=2.1"], r"agents.alice.temperature=2.1: expected at most 2 with actor_rollout_ref.rollout.name=vllm"),
         ([f"{ROLLOUT}.name=sglang", "controller.request_seeds=always"], r"request_seeds=always: SGLang ignores .*deterministic"),
         ([f"{ROLLOUT}.name=hf", "+policies.carol.rollout.name=sglang", "controller.request_seeds=always"], r"policies.carol: controller.request_seeds"),
     ],

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
-from marl.config.dataset_rows import check_files
+from marl.data.rows import check_files
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

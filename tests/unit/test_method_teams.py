@@ -7,7 +7,7 @@ from omegaconf import open_dict
 
 from marl.config.errors import ConfigError
 from marl.config.identity import plain_of
-from marl.config.rules.references import references_are_renewed_where_there_are_any
+from marl.config.rules.training import references_are_the_policys
 from marl.evaluation.recorded_run import RecordedRun
 from marl.evaluation.source import Source
 from marl.evaluation.team import answers_alone, of_run
@@ -31,7 +31,7 @@ def test_a_team_answers_whatever_method_trained_it(saved, tmp_path, name):
     config = of_run(Source(tmp_path, 1, saved[name]), [], [])
     with open_dict(config):
         answers_alone(config)
-    references_are_renewed_where_there_are_any(config)
+    references_are_the_policys(config)
     assert list(config.agents) == ["alice", "carol"] and config.method.name == "rl"
 
 

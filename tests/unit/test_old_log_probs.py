@@ -10,7 +10,7 @@ from tensordict import TensorDict
 
 from marl.batch.rows import rows_of, rows_to_check
 from marl.cluster.log_probs import OldLogProbs
-from marl.config.log_probs import servers_are_comparable
+from marl.config.engines import servers_are_comparable
 from marl.config.policies import own_settings
 from marl.learners import LEARNERS
 from marl.report.step_metrics import token_metrics

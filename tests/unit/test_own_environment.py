@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from marl.config.known_keys import check_typed
+from marl.config.keys import check_typed
 from marl.envs import ENVIRONMENTS, make_environment
 from marl.preflight.compatibility import check_facts, choose_credit
 from marl.run_setup import Setup

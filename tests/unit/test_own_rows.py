@@ -11,10 +11,10 @@ import pyarrow.parquet
 import pytest
 from omegaconf import OmegaConf, open_dict
 
-from marl.config.dataset_rows import check_files, question_of, warn_of_shared
 from marl.config.errors import ConfigError
-from marl.preflight import own_rows, own_tables
-from marl.preflight.own_rows import split_text, use_columns
+from marl.data import columns, tables
+from marl.data.columns import split_text, use_columns
+from marl.data.rows import check_files, question_of, warn_of_shared
 from marl.preflight.prepare import prepare
 
 ROWS = [{"question": f"What is {n} + {n}?", "a": str(2 * n)} for n in range(20)]
@@ -277,7 +277,7 @@ def test_hashes_that_end_no_text_begin_a_headline():
         "#### Step 1\nfoo\n####   1,000 \n",
         "7 ####",
     ]
-    truths = [own_rows.answer_of(text, "here") for text in texts]
+    truths = [columns.answer_of(text, "here") for text in texts]
     assert truths == [texts[0], "42", "1,000", "7 ####"]
 
 
@@ -290,7 +290,7 @@ def test_a_copy_under_another_name_is_a_source_of_its_own():
 
 def test_rows_are_made_once_and_anew_where_a_file_has_changed(monkeypatch):
     file, calls = csv("mine.csv"), []
-    monkeypatch.setattr(own_rows, "write", lambda *words, write=own_rows.write: calls.append(1) or write(*words))
+    monkeypatch.setattr(columns, "write", lambda *words, write=columns.write: calls.append(1) or write(*words))
     first = converted(file)
     assert converted(file) == first and len(calls) == 2
     csv("mine.csv", ROWS[:10])
@@ -357,7 +357,7 @@ def test_files_that_cannot_be_used_are_refused_in_a_sentence(kind):
 def test_a_file_that_does_not_fit_into_memory_is_refused(monkeypatch):
     file = csv("mine.csv")
     monkeypatch.setattr(
-        own_tables.psutil, "virtual_memory", lambda: type("Memory", (), {"available": Path(file).stat().st_size})()
+        tables.psutil, "virtual_memory", lambda: type("Memory", (), {"available": Path(file).stat().st_size})()
     )
     with pytest.raises(ConfigError, match="times as much memory.*cut it into several"):
         use_columns(config_of(file))

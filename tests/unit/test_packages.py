@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from marl.config.errors import ConfigError
-from marl.preflight import packages
+from marl.preflight import verl_settings as packages
 from marl.preflight.prepare import prepare
 
 SDPA = "+actor_rollout_ref.model.override_config.attn_implementation=sdpa"

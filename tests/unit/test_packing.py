@@ -11,9 +11,9 @@ from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from marl.batch.build import joint_batch
 from marl.batch.kl import KLInReward
 from marl.batch.packing import packed_policies
-from marl.config.errors import ConfigError, resolve
+from marl.config.errors import ConfigError
 from marl.config.packing import SEQUENCE_LOSSES, TOKEN_LOSSES
-from marl.config.rules.batches import packing_is_known
+from marl.config.rules.training import packing_is_known
 from marl.config.schema import PackTurns
 from marl.preflight.compatibility import choose_credit
 from marl.run_setup import Setup
@@ -47,7 +47,7 @@ def test_the_mean_kl_in_the_reward_is_one_of_turns_however_they_share_rows(pack)
 
 
 def packed(config):
-    resolve(config)
+    OmegaConf.resolve(config)
     choose_credit(config)
     return sorted(packed_policies(config, Setup.of(config).critics))
 

@@ -5,8 +5,8 @@ import logging
 import pytest
 from omegaconf import OmegaConf
 
-from marl.config.errors import ConfigError, resolve
-from marl.config.log_probs import servers_are_comparable
+from marl.config.engines import servers_are_comparable
+from marl.config.errors import ConfigError
 from marl.config.policies import own_settings
 from marl.config.precision import CPU_GAPS, OF_CRITICS, OF_POLICIES, gap_alarm
 from marl.config.rules import check
@@ -23,7 +23,7 @@ VERLS_KEYS = (
 def resolved(compose_config, cold_assets):
     def build(*overrides):
         config = compose_config(f"assets={cold_assets}", *overrides)
-        resolve(config)
+        OmegaConf.resolve(config)
         return config
 
     return build
@@ -64,7 +64,7 @@ def test_a_policy_may_have_a_precision_of_its_own(resolved):
 @pytest.mark.parametrize(
     "overrides,expected",
     [
-        (["precision=fp8"], "^precision=fp8: expected fp32, bf16, or null"),
+        (["precision=fp8"], "^precision=fp8: expected one of fp32, bf16, null"),
         (["precision=16"], "^precision=16: expected"),
         (["+policies.alice.precision=half"], r"^policies\.alice: precision=half: expected"),
         (

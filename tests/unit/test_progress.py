@@ -110,7 +110,7 @@ def test_every_attempts_steps_are_shown_and_a_validation_leaves_the_runs_readme(
     monkeypatch.setattr(marl_main, "split_text", lambda config: "")
     monkeypatch.setattr(marl_main, "claimed", lambda config: nullcontext(tmp_path))
     monkeypatch.setattr("marl.preflight.plan.summary_text", lambda setup: "")
-    monkeypatch.setattr("marl.preflight.endpoints.check_endpoints", lambda setup: None)
+    monkeypatch.setattr("marl.preflight.checks.check_endpoints", lambda setup: None)
     monkeypatch.setattr(marl_main.readme, "write", lambda folder, learns: written.append(folder))
     monkeypatch.setattr("marl.cluster.session.session", lambda setup: nullcontext())
     monkeypatch.setattr(marl_main, "blocked_alarm", lambda config: nullcontext())

@@ -7,7 +7,6 @@ from omegaconf import OmegaConf
 
 from marl.config.errors import ConfigError
 from marl.config.identity import leaves
-from marl.config.rules.targets import remote_code_is_trusted_or_not
 from marl.modules.pretrained import load_config, load_tokenizer
 
 CODE = """
@@ -65,18 +64,6 @@ def test_no_shipped_configuration_trusts_remote_code(compose_config):
         assert keys["actor_rollout_ref.model.trust_remote_code"] is False and keys["data.trust_remote_code"] is False
         for key, value in keys.items():
             assert value in (False, None, "${actor_rollout_ref.model.trust_remote_code}"), key
-
-
-@pytest.mark.parametrize("key", ["actor_rollout_ref.model", "critic.model"])
-def test_trust_is_true_or_false(key):
-    """transformers would ask on the terminal where it is null."""
-    model = {"model": {"trust_remote_code": True}}
-    config = OmegaConf.create({"actor_rollout_ref": model, "critic": model})
-    remote_code_is_trusted_or_not(config)
-    for value in (None, "yes"):
-        OmegaConf.update(config, f"{key}.trust_remote_code", value)
-        with pytest.raises(ConfigError, match=rf"{key}.trust_remote_code={value}: expected true or false"):
-            remote_code_is_trusted_or_not(config)
 
 
 def test_a_models_own_code_is_refused_by_the_key_that_allows_it(stranger):

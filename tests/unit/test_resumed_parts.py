@@ -3,7 +3,7 @@
 import pytest
 
 from marl.config.errors import ConfigError
-from marl.preflight.resumed_parts import must_hold_all_states
+from marl.preflight.run_folder import must_hold_all_states
 from marl.utils.manifest import seal
 
 

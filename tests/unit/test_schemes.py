@@ -8,8 +8,8 @@ from omegaconf import OmegaConf
 
 from marl.batch.build import joint_batch
 from marl.batch.evidence import ballots_of
-from marl.config.bounds import check_values
 from marl.config.errors import ConfigError
+from marl.config.values import check_values
 from marl.learners import CREDITS, LEARNERS
 from marl.learners.counterfactual_credit import ballot_score
 from marl.learners.credit_schemes import TeamOf

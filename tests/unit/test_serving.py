@@ -21,12 +21,12 @@ from jinja2 import TemplateError
 
 from marl.cluster.failures import GroupFailed
 from marl.commands.serve import answerable, listening, parsed
-from marl.config.dataset_rows import check_files, rows_of
 from marl.config.endpoints import Endpoint
 from marl.config.errors import ConfigError
 from marl.config.schema import AgentConfig, ControllerConfig
 from marl.controller.client import LONG, PolicyClient
 from marl.controller.controller import Controller
+from marl.data.rows import check_files, rows_of
 from marl.evaluation.source import Source
 from marl.rewards import Reward
 from marl.rollout.chat_completion import request_body

@@ -7,10 +7,9 @@ import pytest
 
 from marl.config.errors import ConfigError
 from marl.config.kinds import adapter_policies, frozen_policies
-from marl.config.policies import own_settings, policies_by_agent
+from marl.config.policies import ADAPTER_RANK, Sharing, apply_sharing, own_settings, policies_by_agent
 from marl.config.rules import check
-from marl.config.rules.sharing import every_policy_has_an_adapter, is_of_the_adapter
-from marl.config.sharing import ADAPTER_RANK, Sharing, apply_sharing
+from marl.config.rules.agents import adapters_fit_their_base, is_of_the_adapter
 from marl.platform.adapters import owner, unnamed
 from marl.preflight.prepare import prepare
 from marl.run_setup import Setup
@@ -111,9 +110,9 @@ def test_an_adapter_of_a_rank_that_vllm_has_no_room_for_is_refused(shared):
     config = shared("sharing=lora", "+policies.carol.model.lora_rank=513")
     config.actor_rollout_ref.rollout.name = "vllm"
     with pytest.raises(ConfigError, match=r"policies.carol: .*lora_rank=513: vLLM .* rank 512 at most; lower it, or"):
-        every_policy_has_an_adapter(config)
+        adapters_fit_their_base(config)
     config.policies.carol.model.lora_rank = 512
-    every_policy_has_an_adapter(config)
+    adapters_fit_their_base(config)
 
 
 def test_lora_alone_is_enough_and_a_rank_that_is_set_stays(shared):

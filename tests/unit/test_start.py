@@ -18,7 +18,7 @@ from marl.config.composing import name_and_overrides
 from marl.config.errors import ConfigError, plain
 from marl.config.external import VARIABLE
 from marl.config.identity import leaves
-from marl.config.known_keys import known_keys
+from marl.config.keys import known_keys
 from marl.config.overrides import hydra_overrides
 from marl.config.policies import own_settings
 from marl.main import run_composed

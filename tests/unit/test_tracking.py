@@ -15,7 +15,7 @@ import marl.build
 from marl import main
 from marl.config.errors import ConfigError
 from marl.config.identity import settings_of
-from marl.config.rules.run import trackers_are_listed
+from marl.config.rules.training import trackers_are_installed
 from marl.report.transcripts import Transcripts, samples_of
 from marl.types import Episode, Score, Task, Turn
 from marl.utils import process_time
@@ -249,5 +249,5 @@ def test_a_folder_with_a_trackers_name_is_no_package(tmp_path, monkeypatch):
     (tmp_path / "clearml").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match="clearml is not installed"):
-        trackers_are_listed(OmegaConf.create({"trainer": {"logger": ["file", "clearml"]}}))
-    trackers_are_listed(OmegaConf.create({"trainer": {"logger": ["file", "tensorboard"]}}))
+        trackers_are_installed(OmegaConf.create({"trainer": {"logger": ["file", "clearml"]}}))
+    trackers_are_installed(OmegaConf.create({"trainer": {"logger": ["file", "tensorboard"]}}))

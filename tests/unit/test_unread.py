@@ -10,9 +10,8 @@ from omegaconf import OmegaConf
 
 from marl.config.errors import ConfigError, plain
 from marl.config.identity import leaves
-from marl.config.known_keys import known_keys
+from marl.config.keys import IDLE, UNREAD, check_keys, known_keys, unread
 from marl.config.policies import own_settings
-from marl.config.unread import UNREAD, check_keys, unread
 
 MARL = Path(__file__).parents[2] / "marl"
 VERL = Path(importlib.util.find_spec("verl").origin).parent
@@ -79,9 +78,7 @@ def read_in(*patterns):
 @cache
 def ours():
     """The same of this package without its tables of defaults and bounds, which name keys and read none."""
-    tables = {
-        MARL / "config" / name for name in ("bounds.py", "schema.py", "unread.py", "identity.py", "known_keys.py")
-    }
+    tables = {MARL / "config" / name for name in ("values.py", "schema.py", "keys.py", "identity.py")}
     return words_of({*MARL.rglob("*.py")} - tables)
 
 
@@ -122,7 +119,7 @@ def test_every_key_of_a_run_is_read_or_refused(job):
 def test_no_pattern_is_idle_and_ours_set_no_key_that_nothing_reads(compose_config, job):
     import fnmatch
 
-    assert not [pattern for pattern in UNREAD if not fnmatch.filter(job, pattern)]
+    assert not [pattern for pattern in (*UNREAD, *IDLE) if not fnmatch.filter(job, pattern)]
     for words in ((), ("hardware=cpu_vllm",)):
         check_keys(compose_config(*words))
 

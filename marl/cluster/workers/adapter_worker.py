@@ -22,7 +22,7 @@ from marl.cluster.workers.policy_loss import policy_loss
 from marl.cluster.workers.policy_worker import EngineWorker, PolicyWorker
 from marl.cluster.workers.shard_files import write
 from marl.cluster.workers.whole_model import drop_tied, shell_of, write_into
-from marl.config.built import built
+from marl.config.targets import built
 from marl.modules.adapters import first_weights, lora_arguments
 from marl.platform.adapters import ADAPTED, AdapterEngine, AdapterSpec, merged, of_adapters, unnamed, whole
 from marl.utils.trees import load_tree, on_host, save_tree

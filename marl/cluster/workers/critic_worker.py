@@ -20,7 +20,7 @@ from verl.workers.config import TrainingWorkerConfig
 from marl.cluster.workers.dispatch import rows_by_rank
 from marl.cluster.workers.policy_worker import EngineWorker, shards, timed
 from marl.cluster.workers.shard_files import raise_lost, write
-from marl.config.built import built
+from marl.config.targets import built
 from marl.platform.determinism import seed_generators
 from marl.utils.garbage import collect_garbage, freeze_gc
 from marl.utils.ragged import dense

@@ -30,7 +30,7 @@ from marl.cluster.workers.dispatch import rows_by_rank
 from marl.cluster.workers.interface import at_the_nodes_interface, loopback_store
 from marl.cluster.workers.policy_loss import policy_loss
 from marl.cluster.workers.shard_files import FolderWorker, ShardFiles, raise_lost, write
-from marl.config.built import built
+from marl.config.targets import built
 from marl.platform.adapters import of_adapters, shard
 from marl.platform.determinism import seed_generators
 from marl.platform.shards import reshard, settle_dtypes

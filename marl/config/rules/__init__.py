@@ -1,94 +1,57 @@
-"""Rules between keys, by subject. Each function is one rule: it takes the resolved configuration, raises ConfigError and names the remedy.
+"""Rules between keys: each takes the resolved configuration, raises ConfigError and names the remedy.
 
-They run before anything starts and import neither torch nor ray.
+They run before anything starts and import neither torch nor ray. Rules that need classes, models or prompts are in :mod:`marl.preflight`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-from marl.config.bounds import check_values
 from marl.config.copies import copied
+from marl.config.endpoints import endpoints_are_valid
 from marl.config.errors import ConfigError
 from marl.config.policies import own_settings
 from marl.config.precision import precision_of
-from marl.config.rules import (
-    agents,
-    batches,
-    checkpoints,
-    determinism,
-    endpoints,
-    engines,
-    files,
-    frozen,
-    policies,
-    precision,
-    references,
-    resources,
-    run,
-    sharing,
-    targets,
+from marl.config.rules import agents, resources, training
+from marl.config.targets import targets_are_trusted
+from marl.config.values import check_values, must_be_a_group
+
+Rules = tuple[Callable[[Any], None], ...]
+RULES: Rules = (targets_are_trusted, *agents.RULES, endpoints_are_valid, *training.RULES, *resources.OF_ALL_POLICIES)
+POLICY_RULES: Rules = (
+    *agents.POLICY_RULES,
+    *training.POLICY_RULES,
+    *(rule for rule in resources.RULES if rule not in resources.OF_ALL_POLICIES),
 )
-
-
-def own_values_are_allowed(config: Any) -> None:
-    """Each policy's own values, which rules between keys calculate with."""
-    for name in config.policies:
-        of_policy(config, name, (check_values,))
-
-
-RULES: tuple[Callable[[Any], None], ...] = (
-    check_values,
-    policies.policies_change_groups,
-    own_values_are_allowed,
-    *targets.RULES,
-    *sharing.RULES,
-    *policies.RULES,
-    *endpoints.RULES,
-    *frozen.RULES,
-    *agents.RULES,
-    *batches.RULES,
-    *resources.RULES,
-    *engines.RULES,
-    *determinism.RULES,
-    *precision.RULES,
-    *references.RULES,
-    *files.RULES,
-    *run.RULES,
-    *checkpoints.RULES,
-)
-OF_ALL_POLICIES = (
-    check_values,
-    policies.policies_change_groups,
-    own_values_are_allowed,
-    *targets.OF_ALL_POLICIES,
-    *sharing.OF_ALL_POLICIES,
-    *policies.OF_ALL_POLICIES,
-    *endpoints.RULES,
-    *frozen.RULES,
-    *resources.OF_ALL_POLICIES,
-    *engines.OF_ALL_POLICIES,
-    *determinism.OF_ALL_POLICIES,
-    precision.critics_have_the_precision,
-)
-RULES_PER_POLICY = tuple(rule for rule in RULES if rule not in OF_ALL_POLICIES)
-"""Rules that are checked again on every policy's own settings."""
+"""Rules that the common settings, and every policy's own in their place, have to keep."""
 
 
 def check(config: Any) -> None:
     """Raise ConfigError for the first rule that does not hold, for the whole or for one policy's changes to it."""
-    for rule in RULES:
-        rule(config)
-    for name in config.policies:
-        of_policy(config, name, RULES_PER_POLICY)
+    check_values(config)
+    for name, changes in config.policies.items():
+        if changes is not None:
+            must_be_a_group(f"policies.{name}", changes)
+    own = {name: with_settings_of(config, name) for name in config.policies}
+    for name in own:
+        keep(own[name], (check_values,), f"policies.{name}: ")
+    keep(config, (*RULES, *POLICY_RULES), "")
+    for name in own:
+        keep(own[name], POLICY_RULES, f"policies.{name}: ")
 
 
-def of_policy(config: Any, name: str, rules: Iterable[Callable[[Any], None]]) -> None:
-    """Check rules on a policy's own settings. Raises ConfigError that names it."""
+def with_settings_of(config: Any, name: str) -> Any:
+    """The configuration with a policy's own settings in the place of the common ones."""
     own = copied(config)
     own.actor_rollout_ref = own_settings(config, name)
     own.precision = precision_of(config, name)
+    return own
+
+
+def keep(config: Any, rules: Rules, where: str) -> None:
     try:
         for rule in rules:
-            rule(own)
+            rule(config)
     except ConfigError as error:
-        raise ConfigError(f"policies.{name}: {error}") from None
+        if not where:
+            raise
+        raise ConfigError(f"{where}{error}") from None

@@ -3,13 +3,11 @@
 from math import gcd
 from typing import Any
 
-from marl.config.endpoints import hosted_policies
 from marl.config.engines import engine_settings
 from marl.config.errors import ConfigError
 from marl.config.placement import PoolSize, holds_servers, pool_of, size_of
-from marl.config.policies import own_settings, ranks_per_server, trained_policies, within
+from marl.config.policies import hosted_policies, own_settings, ranks_per_server, shares_base, trained_policies, within
 from marl.config.schema import WeightCheck
-from marl.config.sharing import shares_base
 from marl.utils.registry import did_you_mean
 
 CPU_RANKS = 64

@@ -1,17 +1,19 @@
-"""Allowed values of single keys: types, ranges, switches, choices. Pure.
+"""Allowed values of single keys. Pure.
 
 verl's YAML is untyped, so Hydra accepts any value for its keys; a wrong one would fail in a worker after a minute, or
-never. The tables hold verl's keys, and ours within verl's groups; our own groups are dataclasses, whose fields declare
-their bounds (:mod:`marl.utils.numbers`).
+never. Every value must be of its default's type, and numbers and words of the tables below within their bounds. Our own groups are
+dataclasses, whose fields declare their bounds (:mod:`marl.utils.numbers`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from marl.config.errors import ConfigError
-from marl.config.known_keys import TYPED
+from marl.config.keys import TYPED, known_keys
+from marl.utils.near import did_you_mean
 from marl.utils.numbers import POSITIVE, SHARE, TEMPERATURE, TOKENS, TOP_K, TOP_P, Number, count, out_of_bounds
-from marl.utils.registry import did_you_mean
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 
@@ -20,7 +22,6 @@ NUMBERS: dict[str, Number] = {  # a key before those that follow it by an interp
     "trainer.ref_update_freq": count(0),
     "algorithm.kl_ctrl.kl_coef": Number(0),
     "algorithm.kl_ctrl.target_kl": POSITIVE,
-    "algorithm.kl_ctrl.horizon": count(1),
     "seed": count(0),
     "data.seed": count(0, null=True),
     "data.train_batch_size": count(1, 2**20),
@@ -29,8 +30,6 @@ NUMBERS: dict[str, Number] = {  # a key before those that follow it by an interp
     "data.val_share": Number(0, 0.9, above=True),
     "data.train_max_samples": count(1, also=-1),
     "data.val_max_samples": count(1, also=-1),
-    "data.dataloader_num_workers": count(0, 256),
-    "data.filter_overlong_prompts_workers": count(1, 1024, null=True),
     f"{ACTOR}.ppo_mini_batch_size": count(1, 2**20),
     f"{ACTOR}.ppo_epochs": count(1, 1000),
     f"{ACTOR}.ppo_max_token_len_per_gpu": count(1, 2**28),
@@ -41,7 +40,6 @@ NUMBERS: dict[str, Number] = {  # a key before those that follow it by an interp
     f"{ACTOR}.entropy_coeff": Number(),
     f"{ACTOR}.kl_loss_coef": Number(0),
     f"{ACTOR}.grad_clip": POSITIVE,
-    f"{ACTOR}.data_loader_seed": count(0, null=True),
     f"{ACTOR}.ulysses_sequence_parallel_size": count(1, 1024),
     f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": count(1, 1024, optional=True),
     f"{ACTOR}.optim.lr": SHARE,
@@ -50,7 +48,6 @@ NUMBERS: dict[str, Number] = {  # a key before those that follow it by an interp
     f"{ACTOR}.optim.lr_warmup_steps": count(0, null=True, also=-1),
     f"{ACTOR}.optim.lr_warmup_steps_ratio": SHARE,
     f"{ACTOR}.optim.min_lr_ratio": Number(0, 1, null=True),
-    f"{ACTOR}.optim.num_cycles": POSITIVE,
     f"{ACTOR}.fsdp_config.fsdp_size": count(1, also=-1, optional=True),
     f"{ROLLOUT}.n": count(1, 2**16),
     f"{ROLLOUT}.temperature": TEMPERATURE,
@@ -81,7 +78,6 @@ NUMBERS: dict[str, Number] = {  # a key before those that follow it by an interp
     "critic.optim.lr_warmup_steps": count(0, null=True, also=-1),
     "critic.optim.lr_warmup_steps_ratio": SHARE,
     "critic.optim.min_lr_ratio": Number(0, 1, null=True),
-    "critic.optim.num_cycles": POSITIVE,
     "critic.fsdp.ulysses_sequence_parallel_size": count(1, 1024),
     "critic.cliprange_value": POSITIVE,
     "critic.ppo_epochs": count(1, 10**4),
@@ -98,158 +94,122 @@ NUMBERS: dict[str, Number] = {  # a key before those that follow it by an interp
     "trainer.keep_best": count(0),
     "algorithm.gamma": SHARE,
     "algorithm.lam": SHARE,
-    "ray_kwargs.ray_init.num_cpus": count(1, null=True),
 }
 
-SWITCHES = (
-    "verbose",
-    "data.shuffle",
-    "data.filter_overlong_prompts",
-    "data.trust_remote_code",
-    "trainer.val_before_train",
-    "trainer.val_only",
-    "trainer.save_final",
-    "trainer.save_in_background",
-    "critic.enable",
-    "algorithm.use_kl_in_reward",
-    "algorithm.norm_adv_by_std_in_grpo",
-)
-"""true or false; null where the default is null."""
-
-WORDS: dict[str, tuple[str, ...]] = {
-    f"{ACTOR}.loss_agg_mode": (
-        "token-mean",
-        "token-sum",
-        "seq-mean-token-sum",
-        "seq-mean-token-mean",
-        "seq-mean-token-sum-norm",
-    ),
-    "critic.loss_agg_mode": ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"),
+DTYPES = ("fp32", "bf16", "fp16", "float32", "bfloat16", "float16")
+LOSS_SUMS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean")
+WORDS: dict[str, tuple[str | None, ...]] = {
+    "sharing": ("individual", "shared", "groups", "lora", None),
+    "precision": ("fp32", "bf16", None),
+    "determinism": ("strict", None),
+    "trainer.resume_mode": ("auto", "disable", "resume_path"),
+    f"{ACTOR}.loss_agg_mode": (*LOSS_SUMS, "seq-mean-token-sum-norm"),
+    "critic.loss_agg_mode": LOSS_SUMS,
     "critic.strategy": ("fsdp", "fsdp2"),
     "critic.level": ("turn", "token"),
     "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
     "algorithm.kl_penalty": ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"),
+    "algorithm.rollout_correction.rollout_is": ("token", "sequence", None),
     f"{ACTOR}.optim.lr_scheduler_type": ("constant", "cosine"),
     "critic.optim.lr_scheduler_type": ("constant", "cosine"),
-    "critic.fsdp.model_dtype": ("fp32", "bf16", "fp16", "float32", "bfloat16", "float16"),
-    f"{ACTOR}.fsdp_config.model_dtype": ("fp32", "bf16", "fp16", "float32", "bfloat16", "float16"),
+    "critic.fsdp.model_dtype": DTYPES,
+    f"{ACTOR}.fsdp_config.model_dtype": DTYPES,
     f"{ROLLOUT}.dtype": ("bfloat16", "float16", "float32"),
     f"{ROLLOUT}.mode": ("async",),
+    f"{ROLLOUT}.checkpoint_engine.backend": ("naive",),
     "data.truncation": ("error", "left", "right", "middle"),
 }
-
 TEXTS = (
-    "data.prompt_key",
-    "trainer.keep_best_metric",
     "trainer.project_name",
     "trainer.experiment_name",
     "trainer.default_local_dir",
-    "trainer.device",
-    "actor_rollout_ref.model.path",
+    f"{MODEL}.path",
     "critic.model.path",
 )
-"""Words that cannot be left empty."""
-
+"""Texts that cannot be left empty, and have an interpolation or another package's words as their default."""
 TEXTS_OR_NULL = (
-    "actor_rollout_ref.model.tokenizer_path",
+    f"{MODEL}.tokenizer_path",
+    f"{MODEL}.custom_chat_template",
     "critic.model.tokenizer_path",
-    "actor_rollout_ref.model.custom_chat_template",
     "trainer.rollout_data_dir",
     "trainer.validation_data_dir",
     "trainer.resume_from_path",
     "reward.custom_reward_function.path",
+    "custom_reward_function.path",
 )
-
-GROUPS = (
-    "runner",
-    "learner",
-    "credit",
-    "method",
-    "agents",
-    "policies",
-    "resources",
-    "controller",
-    "ray_kwargs.ray_init",
-    "reward.custom_reward_function",
-    "reward.reward_manager",
-    "data.apply_chat_template_kwargs",
-    "data.custom_cls",
-    "actor_rollout_ref.actor.policy_loss",
-    "actor_rollout_ref.model.override_config",
-    "actor_rollout_ref.ref.model",
-    "actor_rollout_ref.rollout.agent",
-    "actor_rollout_ref.rollout.disaggregation",
-    "actor_rollout_ref.rollout.multi_turn",
-    "algorithm.rollout_correction",
-)
-"""Keys that hold further keys, beside those that the tables above go through."""
-
-GROUPS_OR_NULL = ("custom_reward_function", "ray_kwargs.ray_init.runtime_env")
-"""Further ones, which null leaves out."""
+OTHERWISE_CHECKED = ("data.train_files", "data.val_files", "baseline")
+"""Keys that take a text or a list; what reads them says so."""
+OLDER = "custom_reward_function"
+"""verl's older key of a group, which may be null."""
 
 
 def check_values(config: Any) -> None:
     """Raise ConfigError for the first key that holds what it cannot."""
-    for key in GROUPS:
-        must_be_a_group(key, look_up(config, key, ()))
-    for key in GROUPS_OR_NULL:
-        if (value := look_up(config, key, ())) is not None:
-            must_be_a_group(key, value)
+    check_types(config, known_keys())
+    for group in TYPED:
+        if group in config:
+            must_be_a_group(group, config[group])
+        for message in out_of_bounds(config.get(group), group):
+            raise ConfigError(message)
     for key in NUMBERS:
         check_number(config, key)
-    for key in SWITCHES:
-        value = look_up(config, key, ())
-        if value is not None and not isinstance(value, bool):
-            raise ConfigError(f"{key}={value}: expected true or false")
     for key, words in WORDS.items():
-        value = look_up(config, key, ())
-        if value is not ABSENT and value not in words:
-            raise ConfigError(f"{key}={value}: expected one of {', '.join(words)}.{did_you_mean(str(value), words)}")
-    check_texts(config)
-    for message in (message for group in TYPED for message in out_of_bounds(config.get(group), group)):
-        raise ConfigError(message)
+        value = OmegaConf.select(config, key, default=words[0])
+        if value not in words:
+            expected = ", ".join("null" if word is None else word for word in words)
+            near = did_you_mean(str(value), [word for word in words if word])
+            raise ConfigError(f"{key}={value}: expected one of {expected}.{near}")
+    for key in (*TEXTS, *TEXTS_OR_NULL):
+        value = OmegaConf.select(config, key)
+        if not (isinstance(value, str) and value.strip()) and not (value is None and key in TEXTS_OR_NULL):
+            raise ConfigError(f"{key}={value}: expected text; set it, as in {key}=…")
 
 
 def check_number(config: Any, key: str) -> None:
     number = NUMBERS[key]
-    value = look_up(config, key, (number,))
-    if value is not ABSENT and not number.takes(value):
+    value = OmegaConf.select(config, key, default=...)
+    if value is not ... and not number.takes(value):
         raise ConfigError(f"{key}={value}: {number}")
 
 
-def check_texts(config: Any) -> None:
-    for key in TEXTS:
-        value = look_up(config, key, ())
-        if not isinstance(value, str) or not value.strip():
-            raise ConfigError(f"{key}={value}: expected text; set it, as in {key}=…")
-    for key in TEXTS_OR_NULL:
-        value = look_up(config, key, ())
-        if value is not None and not isinstance(value, str):
-            raise ConfigError(f"{key}={value}: expected text, or null")
+def check_types(node: Any, defaults: Mapping[str, Any], prefix: str = "") -> None:
+    """Raise ConfigError for the first value that is not of the type of its default."""
+    for name, default in defaults.items():
+        key = f"{prefix}{name}"
+        if (
+            name not in node
+            or OmegaConf.is_missing(node, name)
+            or key in OTHERWISE_CHECKED
+            or key in NUMBERS
+            or key in WORDS
+        ):
+            continue
+        value = node[name]
+        if isinstance(default, Mapping):
+            if value is None and key == OLDER:
+                continue
+            must_be_a_group(key, value)
+            check_types(value, default, f"{key}.")
+        elif isinstance(default, str) and "_target_" in defaults:
+            continue  # a dataclass of verl's knows more, such as that a list may stand there
+        elif expected := wrong_type(default, value):
+            raise ConfigError(f"{key}={value}: expected {expected}")
 
 
-ABSENT = object()
-
-
-def look_up(config: Any, key: str, rules: Sequence[Number]) -> Any:
-    """The value of a dotted key; ABSENT for one that is there in some configurations only."""
-    node = config
-    for walked, name in path(key):
-        if walked:
-            must_be_a_group(walked, node)
-        if name not in node:
-            if any(number.optional for number in rules) or key in WORDS:
-                return ABSENT
-            raise ConfigError(f"{f'{walked}.' if walked else ''}{name} is missing: expected as in `--cfg job`; set it")
-        node = node[name]
-    return node
-
-
-def path(key: str) -> Iterator[tuple[str, str]]:
-    """Every part of a dotted key, with what stands before it."""
-    parts = key.split(".")
-    for index, name in enumerate(parts):
-        yield ".".join(parts[:index]), name
+def wrong_type(default: Any, value: Any) -> str | None:
+    """What was expected in place of a value; None for one of its default's type. A number may be null: bounds and verl's dataclasses
+    know whether it may."""
+    if isinstance(default, bool):
+        return None if isinstance(value, bool) else "true or false"
+    if isinstance(default, int | float):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return None if number or value is None else "a number"
+    if isinstance(default, str) and not default.startswith("${"):
+        return None if isinstance(value, str) and (value.strip() or not default) else "text"
+    if isinstance(default, list):
+        listed = hasattr(value, "__iter__") and not isinstance(value, str) and not hasattr(value, "keys")
+        return None if listed else "a list, as in [a,b]"
+    return None
 
 
 def must_be_a_group(key: str, value: Any) -> None:
