@@ -51,7 +51,7 @@ class InstantServer:
 def prepared(folder: Path, tokens: int, *overrides: str) -> Setup:
     """The quick start's debate with other numbers, of agents that share one policy."""
     words = [
-        f"assets={folder}", f"trainer.default_local_dir={folder / 'run'}", "controller.answer_rule=strict",
+        f"assets={folder}", f"trainer.default_local_dir={folder / 'run'}", "judge.answer_rule=strict",
         "controller.ledger=false",  # the same steps are played again and again
         "agents.alice.policy=both", "agents.carol.policy=both", f"data.max_response_length={tokens}",
         f"data.max_prompt_length={100 + 40 * tokens}", f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={100 + 41 * tokens}", "actor_rollout_ref.rollout.max_num_seqs=4096", *overrides,

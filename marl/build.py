@@ -168,6 +168,7 @@ def make_controller(
         seed=config.seed,
         max_prompt_length=config.data.max_prompt_length,
         settings=to_object(config.controller),
+        judging=to_object(config.judge),
         exchange_every=exchange_every,
         ledger=Ledger(Path(config.trainer.default_local_dir) if config.controller.ledger else None),
     )

@@ -117,7 +117,7 @@ def rewards() -> Iterator[Entry]:
     for name, find in NAMED.items():
         text = f"Finds a text's answer: {inspect.getdoc(find) or ''}"
         yield Entry(
-            "reward", name if name != "math" else "math answers", text, use=f"+controller.extractors={{mine: {name}}}"
+            "reward", name if name != "math" else "math answers", text, use=f"+judge.extractors={{mine: {name}}}"
         )
 
 
@@ -143,6 +143,7 @@ def settings() -> Iterator[Entry]:
         "agents": schema.AgentConfig,
         "resources": schema.ResourcesConfig,
         "controller": schema.ControllerConfig,
+        "judge": schema.JudgeConfig,
         "ensemble": schema.EnsembleConfig,
     }.items():
         place = "agents.<name>" if key == "agents" else key

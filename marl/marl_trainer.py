@@ -301,9 +301,9 @@ class MARLTrainer:
         return turn.agent in self.trained_agents and (rounds is None or turn.round in rounds)
 
     def batch_of(self, episodes: Sequence[Episode]) -> JointBatch:
-        rounds, settings = self.learner.config.train_rounds, self.config.controller
+        rounds, judging = self.learner.config.train_rounds, self.config.judge
         batch = joint_batch(episodes, list(self.config.agents), self.temperatures, rounds, self.packed)
-        self.learner.credit.add_evidence(batch, episodes, settings.no_answer_score or 0.0)
+        self.learner.credit.add_evidence(batch, episodes, judging.no_answer_score or 0.0)
         return batch
 
     def readable(self, episodes: Sequence[Episode]) -> tuple[list[Episode], JointBatch]:

@@ -63,11 +63,11 @@ class Score:
     penalty: float = 0.0
     """Penalty for the answer's form, subtracted from the score in training; reports leave it out."""
     failure: str | None = None
-    """Reason why the reward function failed on the text, whose score is then ``controller.failure_score``."""
+    """Reason why the reward function failed on the text, whose score is then ``judge.failure_score``."""
     acc: float | None = None
     """1 where the text is right, if the reward function says so (verl's ``acc``); None leaves it to the score."""
     right_at: float = 1.0
-    """``controller.right_at``: the score from which a text without ``acc`` is right."""
+    """``judge.right_at``: the score from which a text without ``acc`` is right."""
 
     def __post_init__(self) -> None:
         if not abs(self.value) <= LARGEST_SCORE:  # nor is NaN

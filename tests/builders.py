@@ -16,7 +16,7 @@ from marl.batch.evidence import ballots_of, outcomes_of
 from marl.batch.utility_inputs import UtilityTurns
 from marl.batch.values import place_values
 from marl.config.deadlines import Deadline, Phase
-from marl.config.schema import AgentConfig, ControllerConfig
+from marl.config.schema import AgentConfig, ControllerConfig, JudgeConfig
 from marl.controller.controller import Controller
 from marl.controller.ledger import Ledger
 from marl.learners import CREDITS, LEARNERS
@@ -262,12 +262,13 @@ def task(number=0):
 
 def controller(does=None, runner="debate", reward=None, folder=None, **settings):
     cls = RUNNERS.get(runner) if isinstance(runner, str) else runner
+    judging = JudgeConfig(**{key: settings.pop(key) for key in vars(JudgeConfig()) if key in settings})
     judge = reward or (lambda solution_str, **_: float(solution_str == "4"))
     client = Says(does) if does else Says()
     agents = OmegaConf.create({"a": AgentConfig(), "b": AgentConfig()})
     return Controller(
         cls(cls.Config(name="x")), agents, {"a": client, "b": client}, Reward(judge), seed=0, max_prompt_length=9,
-        settings=ControllerConfig(**settings), ledger=Ledger(folder),
+        settings=ControllerConfig(**settings), judging=judging, ledger=Ledger(folder),
     )  # fmt: skip
 
 

@@ -168,7 +168,7 @@ def overrides(load: Load, folder: Path) -> list[str]:
     write_rows(folder / "test.parquet", questions(4))
     words = [
         "hardware=cpu", "agents=schema", "runner=single_turn", "learner=grpo", "credit=own",
-        "resources.one_process=true", "controller.answer_rule=flexible",
+        "resources.one_process=true", "judge.answer_rule=flexible",
         f"data.train_files={folder}/train.parquet", f"data.val_files={folder}/test.parquet", "data.shuffle=false",
         f"data.train_batch_size={load.questions}", f"actor_rollout_ref.rollout.n={load.samples}",
         f"data.max_prompt_length={load.contexts[-1] if load.rounds > 1 else PROMPT}",

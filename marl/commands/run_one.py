@@ -198,9 +198,9 @@ def judge_of(config: DictConfig, reward: Reward) -> Judge:
     """Scores as in training."""
 
     async def judge(task: Task, turn: Turn) -> Score:
-        score = await reward.judge_or_fail(task, turn.text, config.controller.failure_score)
+        score = await reward.judge_or_fail(task, turn.text, config.judge.failure_score)
         limit = config.actor_rollout_ref.rollout.response_length
-        return score if score.failure is not None else priced(score, turn, config.controller, limit)
+        return score if score.failure is not None else priced(score, turn, config.judge, limit)
 
     return judge
 

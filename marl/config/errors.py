@@ -115,8 +115,20 @@ WORDS = {
 """Words for keys, typed from memory of other systems, at the top level."""
 
 
+MOVED = {
+    f"controller.{name}": f"judge.{name.removeprefix('reward_')}"
+    for name in (
+        "answer_rule", "extractors", "right_at", "failure_score", "no_answer_score", "truncated_score", "overlong_buffer",
+        "overlong_penalty", "reward_processes", "reward_timeout_s",
+    )
+}  # fmt: skip
+"""Keys that have another name now."""
+
+
 def hint_for(key: str, parent: str, root: Mapping[str, Any]) -> str:
     """A sentence that names the key meant by an unknown one of the group ``parent``, or nothing."""
+    if moved := MOVED.get(f"{parent}.{key}"):
+        return f" It is {moved!r} now."
     node: Any = root
     for part in parent.split(".") if parent else ():
         node = node.get(part) if isinstance(node, Mapping) else None

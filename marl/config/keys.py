@@ -14,13 +14,13 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from marl.config.errors import ConfigError, hint_for, listing, plain
+from marl.config.errors import MOVED, ConfigError, hint_for, listing, plain
 from marl.config.identity import leaves
 from marl.utils.registry import did_you_mean
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """In C where it is built: OmegaConf's takes .3 s for verl's file."""
-TYPED = ("agents", "resources", "controller", "runner", "learner", "credit", "method", "ensemble", "policies")
+TYPED = ("agents", "resources", "controller", "judge", "runner", "learner", "credit", "method", "ensemble", "policies")
 """Groups that are typed, or have a rule of their own."""
 
 READ: Mapping[str, tuple[str, ...]] = {
@@ -65,9 +65,10 @@ def check_fields(node: Any, key: str) -> None:
     names = [field.name for field in fields(kind)] if is_dataclass(kind) else list(node)
     for name in node:
         if name not in names:
+            moved = MOVED.get(f"{key}.{name}")
+            hint = f" It is {moved!r} now." if moved else f"{did_you_mean(str(name), names)}{listing(names)}"
             raise ConfigError(
-                f"unknown key '{key}.{name}' (={node[name]}): it has no effect.{did_you_mean(str(name), names)}{listing(names)} "
-                "Use one of them, or remove it"
+                f"unknown key '{key}.{name}' (={node[name]}): it has no effect.{hint} Use one of them, or remove it"
             )
         check_fields(node[name], f"{key}.{name}")
 
@@ -149,7 +150,7 @@ UNREAD: Mapping[str, str] = {
     "data.trust_remote_code": f"{MODEL}.trust_remote_code",
     **dict.fromkeys(("reward_model.*", "reward.reward_model.*", "reward.reward_manager.*"), REWARD),
     **dict.fromkeys(("sandbox_fusion.*", "reward.sandbox_fusion.*"), REWARD),
-    "reward.num_workers": "controller.reward_processes",
+    "reward.num_workers": "judge.processes",
     "algorithm.filter_groups.*": "learner.drop_equal (learner=dapo)",
     "distillation.*": "method=sft on a teacher's episodes (docs/methods.md)",
     "trainer.default_hdfs_dir": "trainer.default_local_dir",

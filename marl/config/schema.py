@@ -85,7 +85,7 @@ class ResourcesConfig:
     """Pools by name, each with its own size and members."""
     one_process: bool = False
     """Everything in the driver's process, without Ray: ``breakpoint()`` works anywhere, in a reward function with
-    ``controller.reward_processes=0``. One rank, the hf rollout."""
+    ``judge.processes=0``. One rank, the hf rollout."""
     weight_check: WeightCheck = WeightCheck.auto
     """Proof, after every weight sync, that the servers hold their trainer's weights: auto, digest, probe or none."""
     placement_timeout_s: float = bounded(60.0, SECONDS)
@@ -184,7 +184,7 @@ class ControllerConfig:
     spends 0.1 to 0.2 ms per turn on it. Results are identical."""
     episode_timeout_s: float = bounded(600.0, SECONDS)
     """Deadline of an episode, not counting its waits for servers and reward functions, which have deadlines of their
-    own (``resources.timeout_s``, ``reward_timeout_s``)."""
+    own (``resources.timeout_s``, ``judge.timeout_s``)."""
     max_error_rate: float = bounded(0.5, SHARE)
     """Maximum share of a step's episodes lost at the first attempt, or of its texts not scored; more ends the run."""
     min_sample_share: float = bounded(0.5, SHARE)
@@ -192,10 +192,6 @@ class ControllerConfig:
     lost."""
     max_attempts: int = bounded(2, count(1, 100))
     """Maximum number of attempts to run an episode or to score a text."""
-    right_at: float = bounded(1.0, SCORE)
-    """Score from which a text is right, in every accuracy, vote and stop; a reward function that returns ``acc`` decides by that."""
-    failure_score: float = bounded(0.0, SCORE)
-    """The score of a conversation that outgrew its context, and of a text on which the reward function fails; never right."""
     old_log_probs: LogProbSource = LogProbSource.auto
     """Source of the log-probs to which an update compares its own: auto, server or trainer. auto takes the servers', which
     saves a forward pass, where the gap to the trainer's is within ``log_prob_gap_bound`` on the rows checked."""
@@ -221,12 +217,28 @@ class ControllerConfig:
     a step goes on from the interrupted turns."""
     keep_ledger: bool = False
     """Keep the ledgers of all steps; else those that a resumed run needs, from the newest checkpoint on."""
+    train_truncated: bool = True
+    """Train on truncated answers."""
+    thinking: Any = "auto"
+    """Marks that separate a reasoning model's thought from its answer; peers and rewards see the answer only. ``auto``
+    finds the marks in the chat template, ``none`` takes the whole response as the answer, {start: …, end: …} sets them.
+    ``policies.<name>.thinking`` overrides this for one policy."""
+
+
+@dataclass
+class JudgeConfig:
+    """How texts are scored: their answers, what is right, penalties, the processes of reward functions."""
+
     answer_rule: AnswerRule = AnswerRule.strict
     """Rule that finds the answer in a response to a GSM8K question."""
     extractors: dict[str, str] = field(default_factory=dict)
     """Answer extractors, by data source or its prefix: only, strict, flexible, hashes, math, prose, or your own
     ``<file>.py:<function>``, text -> answer or None. They override ``extract(text)`` in the reward function's file,
     which overrides the built-in rules. Votes, credit, reports and ``hide_answers`` all use them."""
+    right_at: float = bounded(1.0, SCORE)
+    """Score from which a text is right, in every accuracy, vote and stop; a reward function that returns ``acc`` decides by that."""
+    failure_score: float = bounded(0.0, SCORE)
+    """The score of a conversation that outgrew its context, and of a text on which the reward function fails; never right."""
     no_answer_score: float | None = bounded(None, SCORE.or_null())
     """Score of a turn that lacks a required answer, and of a team without one: otherwise agents learn to abstain where
     that helps the team. null: the reward function's score. Turns that it scores as right keep their score."""
@@ -236,17 +248,11 @@ class ControllerConfig:
     """Number of tokens before an answer's limit in which length is penalised (DAPO's overlong shaping); 0 for none."""
     overlong_penalty: float = bounded(1.0, Number(0, SCORE.high))
     """Penalty for an answer that reaches its length limit; applied in training only."""
-    train_truncated: bool = True
-    """Train on truncated answers."""
-    thinking: Any = "auto"
-    """Marks that separate a reasoning model's thought from its answer; peers and rewards see the answer only. ``auto``
-    finds the marks in the chat template, ``none`` takes the whole response as the answer, {start: …, end: …} sets them.
-    ``policies.<name>.thinking`` overrides this for one policy."""
-    reward_processes: int = bounded(2, SCORERS)
+    processes: int = bounded(2, SCORERS)
     """Number of processes that score what may hang: mathematics, and custom reward functions that are not async. They
     start with the first text that needs one; every worker has its own. 0 scores in the driver (or the workers), without
     a deadline; breakpoints work there."""
-    reward_timeout_s: float = bounded(30.0, SECONDS)
+    timeout_s: float = bounded(30.0, SECONDS)
     """Deadline of a reward function for one text."""
 
 
@@ -287,6 +293,7 @@ def register() -> None:
         "agent": AgentConfig,
         "resources": ResourcesConfig,
         "controller": ControllerConfig,
+        "judge": JudgeConfig,
         "ensemble": EnsembleConfig,
     }.items():
         ConfigStore.instance().store(group=group, name="schema", node=node)

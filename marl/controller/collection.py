@@ -146,7 +146,7 @@ def check_texts(episodes: Sequence[Episode], step: int, max_error_rate: float) -
     turns = [turn for episode in episodes for turn in episode.turns if turn.answers]
     reasons = [turn.scored.failure for turn in turns if turn.scored.failure is not None]
     for reason in reasons[:3]:
-        logger.warning("step %d: a text scores controller.failure_score: %s", step, reason)
+        logger.warning("step %d: a text scores judge.failure_score: %s", step, reason)
     if reasons and (len(reasons) > max_error_rate * len(turns) or len(reasons) == len(turns)):
         raise EpisodesFailed(
             f"the reward function failed for {len(reasons)} of {len(turns)} texts of step {step} "

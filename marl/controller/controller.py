@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from marl.cluster.failures import GroupFailed
-from marl.config.schema import AgentConfig, ControllerConfig
+from marl.config.schema import AgentConfig, ControllerConfig, JudgeConfig
 from marl.controller.client import PolicyClient
 from marl.controller.collection import (
     Collection,
@@ -46,6 +46,7 @@ class Controller:
         seed: int,
         max_prompt_length: int,
         settings: ControllerConfig,
+        judging: JudgeConfig | None = None,
         exchange_every: int = 0,
         ledger: Ledger | None = None,
     ) -> None:
@@ -59,7 +60,8 @@ class Controller:
         self.policy_map = PolicyMap(agents, exchange_every)
         self.roles = instructions_of(agents)
         self.sampling = functools.cache(self._sampling)  # reading a configuration costs more than the rest of a turn
-        self.seed, self.max_prompt_length, self.settings = seed, max_prompt_length, settings
+        self.seed, self.max_prompt_length = seed, max_prompt_length
+        self.settings, self.judging = settings, judging or JudgeConfig()
         self.episode_timeout, self.max_error_rate = settings.episode_timeout_s, settings.max_error_rate
         self.accuracy, self.right_threshold = Accuracy(), RightThreshold()
         self.no_answers, self.overflows = NoAnswers(lambda task: rule_of(task.extract)), Overflows()
@@ -193,10 +195,10 @@ class Controller:
                 else:
                     turn.score = await self.judge(episode.task, turn)
         failure_score = self.failure_score(episode)
-        right_at = self.settings.right_at
+        right_at = self.judging.right_at
         for turn in episode.turns:  # a runner's or an agent loop's own scores too
             turn.score = turn.score and replace(turn.score, right_at=right_at)
-        team = team_score(episode, self.settings.no_answer_score or 0.0, failure_score)
+        team = team_score(episode, self.judging.no_answer_score or 0.0, failure_score)
         episode.score = team = replace(team, right_at=right_at)
         for turn in episode.turns:
             if not turn.answers:
@@ -212,7 +214,7 @@ class Controller:
     def failure_score(self, episode: Episode) -> float:
         """Team score of a conversation that ended early: the runner's own where it has one."""
         own = self.runner.failure_score(episode)
-        return self.settings.failure_score if own is None else own
+        return self.judging.failure_score if own is None else own
 
     def last_turn_score(self, episode: Episode, agent: AgentId, team: float) -> float:
         own = self.runner.last_turn_score(episode, agent)
@@ -240,7 +242,7 @@ class Controller:
         for attempt in range(self.settings.max_attempts):
             try:
                 with waiting_for_others():
-                    return await self.reward.judge_or_fail(task, turn.text, self.settings.failure_score)
+                    return await self.reward.judge_or_fail(task, turn.text, self.judging.failure_score)
             except RewardUnavailable:
                 if attempt + 1 == self.settings.max_attempts:
                     raise
@@ -248,8 +250,8 @@ class Controller:
 
     def priced(self, turn: Turn, score: Score) -> Score:
         """A score with what length, truncation and abstention cost."""
-        limit = self.sampling(turn.agent, turn.policy, False)["max_tokens"] if self.settings.overlong_buffer else 0
-        return priced(score, turn, self.settings, limit)
+        limit = self.sampling(turn.agent, turn.policy, False)["max_tokens"] if self.judging.overlong_buffer else 0
+        return priced(score, turn, self.judging, limit)
 
     async def bounded(self, task: Task, sample: int, step: int, validate: bool) -> Episode:
         try:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from marl.config.schema import ControllerConfig
+from marl.config.schema import JudgeConfig
 from marl.types import AgentId, Episode, Score, Turn
 
 
@@ -45,7 +45,7 @@ def overlong(length: int, limit: int, buffer: int) -> float:
     return min(1.0, max(0.0, (length - (limit - buffer)) / buffer))
 
 
-def priced(score: Score, turn: Turn, settings: ControllerConfig, limit: int) -> Score:
+def priced(score: Score, turn: Turn, settings: JudgeConfig, limit: int) -> Score:
     """A score with what length, truncation and abstention cost. What is right, by ``acc`` or ``right_at``, is an answer.
 
     ``limit``: on the tokens of an answer, for ``overlong_buffer``.

@@ -39,7 +39,7 @@ class Game(ABC):
         invalid: float | None = bounded(None, FINITE.or_null())
         """Payoff of a stage for all acting agents if a text names no action, at most the game's lowest payoff; null: that one."""
         scale: float = bounded(1.0, DIVISOR)
-        """Payoffs are divided by it. Reports count a score of ``controller.right_at`` (1) or more as right: choose the best payoff."""
+        """Payoffs are divided by it. Reports count a score of ``judge.right_at`` (1) or more as right: choose the best payoff."""
 
     def __init__(self, config: Config, num_agents: int) -> None:
         """Raises ValueError if this number of agents cannot play it, or if its keys contradict one another."""

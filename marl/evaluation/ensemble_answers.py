@@ -202,7 +202,7 @@ class Ensemble:
         """The answers of these agents as turns with their scores, in the tokenizer of the first."""
         pairs = zip(self.plays, answers, strict=True)
         turns = [Turn(name, 1, [], self._text(play, answer.token_ids, seats)) for play, answer in pairs]
-        score = self.config.controller.failure_score
+        score = self.config.judge.failure_score
         judging = [
             reward.judge_or_fail(play.task, turn.text, score) for play, turn in zip(self.plays, turns, strict=True)
         ]
@@ -213,7 +213,7 @@ class Ensemble:
         for turn, play, result in zip(turns, self.plays, results, strict=True):
             failed = Score(score, play.task.extract(turn.text), failure=str(result))
             judged = failed if isinstance(result, Exception) else result
-            turn.score = replace(judged, right_at=self.config.controller.right_at)
+            turn.score = replace(judged, right_at=self.config.judge.right_at)
         reasons = [turn.scored.failure for turn in turns if turn.scored.failure is not None]
         if reasons:
             logger.warning(

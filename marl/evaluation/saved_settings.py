@@ -29,9 +29,9 @@ ALLOWED = {
         "numbers, and names of columns"
     ),
     r"data\.apply_chat_template_kwargs(\..+)?": "variables of a template, rendered in Jinja's sandbox",
-    r"controller\.(answer_rule|right_at|no_answer_score|truncated_score|failure_score|thinking(\..+)?|request_seeds"
-    r"|(episode|reward)_timeout_s|max_\w+|min_sample_share)": "numbers and words that the rules check",
-    r"controller\.extractors\..+": "a rule of this package by its name; a file of one's own is code",
+    r"judge\.(answer_rule|right_at|no_answer_score|truncated_score|failure_score|timeout_s)"
+    r"|controller\.(thinking(\..+)?|request_seeds|episode_timeout_s|max_\w+|min_sample_share)": "numbers and words that the rules check",
+    r"judge\.extractors\..+": "a rule of this package by its name; a file of one's own is code",
     r"trainer\.(device|nnodes|n_gpus_per_node)|resources\.(placement|weight_check|pools(\..+)?|\w*timeout_s)": (
         "sizes and deadlines"
     ),
@@ -39,12 +39,12 @@ ALLOWED = {
 """Patterns of keys, each with the reason why its value can do no harm."""
 NARROWED = {
     r".*\.attn_implementation": r"eager|sdpa|flash_attention_2",
-    r"controller\.extractors\..+": r"\w+",
+    r"judge\.extractors\..+": r"\w+",
 }
 """Patterns of the values of those that could name something to execute."""
 TRAINS = re.compile(
     r"(model_engine|actor_rollout_ref\.(actor|ref|hybrid_engine|nccl_timeout)|policies\.[^.]+\.(actor|ref)|critic|algorithm|method"
-    r"|learner|credit|distillation|transfer_queue|global_profiler|trainer|controller\.(?!extractors)\w+|baseline|ensemble|sharing|task"
+    r"|learner|credit|distillation|transfer_queue|global_profiler|trainer|controller\.\w+|judge\.(?!extractors)\w+|baseline|ensemble|sharing|task"
     r"|assets|verbose|answers_only|resources\.\w+|data\.(columns|val_share|shuffle|\w*batch_size)"
     rf"|{OWN}\.(model\.(path|lora\w*|target_modules|exclude_modules|enable_\w+|use_\w+|mtp)|rollout\.(log_prob\w*|trace|prometheus"
     r"|profiler|calculate_log_probs|load_format)))(\..+)?"

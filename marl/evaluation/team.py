@@ -198,7 +198,7 @@ def answers_alone(config: DictConfig) -> None:
     config.trainer.critic_warmup, config.trainer.ref_update_freq = 0, 0
     config.critic.enable, config.baseline = None, []
     config.controller.ledger, config.controller.num_workers, config.trainer.logger = False, 0, []
-    config.controller.overlong_buffer = 0
+    config.judge.overlong_buffer = 0
     config.trainer.rollout_data_dir = config.trainer.validation_data_dir = config.trainer.resume_from_path = None
     config.trainer.resume_mode = "disable"
     for pool in config.resources.pools.values():

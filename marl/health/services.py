@@ -16,7 +16,7 @@ LOCAL = Path("/tmp/ray/ray_current_cluster")
 """Ray's note of the cluster that was started on this machine, which ``auto`` names."""
 DEADLINE_S = 0.5
 REWARDS = "reward processes"
-MEND = "look at the limits above and at free memory; controller.reward_processes=0 scores in the driver, without a deadline"
+MEND = "look at the limits above and at free memory; judge.processes=0 scores in the driver, without a deadline"
 MODE, TOKEN, PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 
 

@@ -103,7 +103,7 @@ def check_scorer(setup: Setup, tasks: Sequence[Task]) -> None:
             raise ConfigError(
                 f"data_source={task.data_source}, {task.id}: no built-in rule can score this row: {why}; set "
                 "reward.custom_reward_function.path to a file with compute_score(data_source, solution_str, ground_truth, extra_info), "
-                f"or name how its answers are read if they are short: +controller.extractors={{{task.data_source}: prose}}"
+                f"or name how its answers are read if they are short: +judge.extractors={{{task.data_source}: prose}}"
             )
     judged = (task.data_source for task in tasks if kind_of(task.data_source) in ("math", "own"))
     source = next(judged, None)

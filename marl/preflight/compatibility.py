@@ -193,16 +193,16 @@ def check_incentives(setup: Setup) -> None:
 def check_overlong(setup: Setup) -> None:
     """A turn's penalty is subtracted from its own score, which some credits and all incentives do not read."""
     config, credit, scheme = setup.config, setup.config.credit, setup.learner.credit
-    buffer = config.controller.overlong_buffer
+    buffer = config.judge.overlong_buffer
     if buffer and setup.runner.scores_turns:
         raise ConfigError(
-            f"controller.overlong_buffer={buffer}: runner={config.runner.name} gives every turn its score, whatever its "
+            f"judge.overlong_buffer={buffer}: runner={config.runner.name} gives every turn its score, whatever its "
             "length; set it to 0"
         )
     if buffer and not scheme.reads_turn_scores:
         of = " credit.of=answer" if credit.get("of") is TeamOf.answer else ""
         raise ConfigError(
-            f"controller.overlong_buffer={buffer}: credit={credit.name}{of} does not read the score of a single turn, and its "
+            f"judge.overlong_buffer={buffer}: credit={credit.name}{of} does not read the score of a single turn, and its "
             "penalty would have no effect; use another credit, such as own, or set it to 0"
         )
 

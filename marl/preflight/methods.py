@@ -59,10 +59,10 @@ def problems_without_learner(setup: Setup) -> Iterator[str]:
         yield (
             f"actor_rollout_ref.actor.ppo_epochs={actor.ppo_epochs} with method={name}; set method.epochs={actor.ppo_epochs} instead"
         )
-    buffer = config.controller.overlong_buffer
+    buffer = config.judge.overlong_buffer
     if buffer and not setup.method.reads_turn_scores:
         yield (
-            f"controller.overlong_buffer={buffer} with method={name}, which does not read the score of a single turn: the penalty "
+            f"judge.overlong_buffer={buffer} with method={name}, which does not read the score of a single turn: the penalty "
             "would have no effect; set it to 0"
         )
     if config.baseline:

@@ -40,7 +40,7 @@ class Collapse:
 
 
 class RightThreshold:
-    """Warns, once, of rewards on another scale than ``controller.right_at``: nearly every text would count as right, scores of very
+    """Warns, once, of rewards on another scale than ``judge.right_at``: nearly every text would count as right, scores of very
     different size would, or none would although scores differ."""
 
     said = False
@@ -54,7 +54,7 @@ class RightThreshold:
             return
         self.said = True
         logger.warning(
-            "step %d: %s: set controller.right_at to the score of a right text, or let the reward function return acc (true or false) "
+            "step %d: %s: set judge.right_at to the score of a right text, or let the reward function return acc (true or false) "
             "beside score",
             step, reason,
         )  # fmt: skip
@@ -66,18 +66,18 @@ def misplaced(scores: Sequence[Score], total: int) -> str | None:
     above = [score.value for score in scores if score.value > right_at]
     if len(above) >= NEARLY_ALL * total:
         return (
-            f"{len(above)} of {total} scores are above controller.right_at={right_at:g} (the first is {above[0]:g}), so that nearly every "
+            f"{len(above)} of {total} scores are above judge.right_at={right_at:g} (the first is {above[0]:g}), so that nearly every "
             f"text counts as right {counted}"
         )
     if above and max(above) > 2 * abs(min(above)):  # closer ones are a bonus on what is right
         return (
-            f"scores from {min(above):g} to {max(above):g} are above controller.right_at={right_at:g}, and all of them count as right "
+            f"scores from {min(above):g} to {max(above):g} are above judge.right_at={right_at:g}, and all of them count as right "
             f"{counted}"
         )
     values = {score.value for score in scores}
     if len(scores) == total and len(values) > 1 and max(values) < right_at:
         return (
-            f"the scores of {total} texts lie between {min(values):g} and {max(values):g}, below controller.right_at={right_at:g}, so that "
+            f"the scores of {total} texts lie between {min(values):g} and {max(values):g}, below judge.right_at={right_at:g}, so that "
             f"none counts as right {counted}"
         )
     return None
@@ -100,7 +100,7 @@ class DegenerateGroups:
                 "all groups of the last %d steps, to step %d, were all alike (team/degenerate_groups=1): their advantages are "
                 "0, and nothing is learned. Likely causes: the reward function gives every text the same score (look at "
                 "team/score and at the dumps); the credit asks for the team's answer, and no text gives one (agent/*/no_answer "
-                "near 1: set controller.extractors, or let the reward's file export extract(text)); the tasks are too easy or "
+                "near 1: set judge.extractors, or let the reward's file export extract(text)); the tasks are too easy or "
                 "too hard (team/vote); all samples are the same (agents.<name>.temperature). Warned of after "
                 "controller.degenerate_steps=%d",
                 self.steps, step, self.steps,
@@ -151,7 +151,7 @@ class NoAnswers:
             logger.warning(
                 "step %d: %d of %d texts give no answer (%d of them were cut off at their limit), so that they have no vote and no "
                 "built-in rule scores them. For example: %r. data_source=%s is read by the rule %s; "
-                "+controller.extractors={%s: <prose, math, hashes … or file.py:function>} names another one",
+                "+judge.extractors={%s: <prose, math, hashes … or file.py:function>} names another one",
                 step, len(silent), len(given), sum(one.truncated for _, one in silent),
                 text if len(text) <= 160 else f"{text[:80]} … {text[-80:]}",
                 task.data_source, self.rule_of(task), task.data_source,
@@ -168,7 +168,7 @@ class Overflows:
         many = len(ended) > MANY_OVERFLOWS * len(episodes)
         if many and not self.said:
             logger.warning(
-                "step %d: %d of %d conversations outgrew their context and ended early, with controller.failure_score as their "
+                "step %d: %d of %d conversations outgrew their context and ended early, with judge.failure_score as their "
                 "score (team/refused_contexts). The first, of task %s: %s. Fewer rounds, shorter roles or a lower "
                 "data.max_response_length also keep them short",
                 step, len(ended), len(episodes), ended[0].task.id, ended[0].failure_message,

@@ -90,7 +90,7 @@ def of_turn(turn: Turn) -> dict[str, Any]:
 
 
 def acc_of(score: Score) -> float:
-    """The reward's own ``acc``, else what the score decided: readers need not know ``controller.right_at``."""
+    """The reward's own ``acc``, else what the score decided: readers need not know ``judge.right_at``."""
     return float(score.right) if score.acc is None else score.acc
 
 

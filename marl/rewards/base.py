@@ -14,7 +14,7 @@ from marl.types import LARGEST_SCORE, Metrics, Score, Task
 logger = logging.getLogger(__name__)
 
 ComputeScore = Callable[..., Any]
-TIMEOUT_KEY = "controller.reward_timeout_s"
+TIMEOUT_KEY = "judge.timeout_s"
 
 
 class Reward:
@@ -76,7 +76,7 @@ class Reward:
         self.warned_of.add(source)
         logger.warning(
             "data_source=%s: the reward function's pred is %r where the extractor finds %r (task %s). Votes, credit and reports "
-            "use the extractor: let the reward's file export extract(text), or set controller.extractors",
+            "use the extractor: let the reward's file export extract(text), or set judge.extractors",
             source, str(pred)[:80], score.answer, task.id,
         )  # fmt: skip
 

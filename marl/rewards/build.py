@@ -14,9 +14,9 @@ from marl.rewards.processes import Processes
 
 
 def build_reward(config: Any, cleanup: ExitStack) -> Reward:
-    """The user's function or the built-in ones, in ``controller.reward_processes`` processes, which ``cleanup`` ends, or in
+    """The user's function or the built-in ones, in ``judge.processes`` processes, which ``cleanup`` ends, or in
     this one."""
-    count, timeout_s = config.controller.reward_processes, config.controller.reward_timeout_s
+    count, timeout_s = config.judge.processes, config.judge.timeout_s
     custom, failures = custom_function(config), Counter[str]()
     rules = answer_rules(config)
     name = f"{custom.name} of {custom.path}" if custom else "the built-in reward function"

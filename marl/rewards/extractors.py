@@ -16,7 +16,7 @@ from marl.utils.registry import did_you_mean
 
 logger = logging.getLogger(__name__)
 
-KEY = "controller.extractors"
+KEY = "judge.extractors"
 NAMED: dict[str, Extract] = {
     "only": answers.only_answer,
     "strict": answers.strict_number,
@@ -100,7 +100,7 @@ class AnswerRules:
 
 
 def rule_of(extract: Extract) -> str:
-    """A rule as ``controller.extractors`` names it."""
+    """A rule as ``judge.extractors`` names it."""
     if isinstance(extract, Own):
         return f"{extract.path}:{extract.name}"
     if isinstance(extract, Prose):
@@ -114,17 +114,17 @@ def own_or_named(value: str) -> str | Own:
 
 
 def answer_rules(config: Any) -> AnswerRules:
-    """The rules of a configuration: ``controller.extractors``, ``extract(text)`` of the reward's file, the built-in ones."""
+    """The rules of a configuration: ``judge.extractors``, ``extract(text)`` of the reward's file, the built-in ones."""
     custom = custom_function(config)
     exported = custom is not None and callable(getattr(module_of(custom.path), "extract", None))
     of_reward = Own(custom.path, "extract") if custom is not None and exported else None
-    settings = config.controller
+    settings = config.judge
     return AnswerRules(settings.answer_rule.name, dict(settings.extractors), of_reward)
 
 
 def check_extractors(config: Any) -> None:
     """Raise ConfigError for an unknown rule, or a function that cannot be loaded."""
-    for source, value in config.controller.extractors.items():
+    for source, value in config.judge.extractors.items():
         chosen = own_or_named(value)
         if not isinstance(chosen, Own):
             continue

@@ -75,7 +75,7 @@ class Runner(ABC):
         return dict.fromkeys(agents, 1)
 
     def failure_score(self, episode: Episode) -> float | None:
-        """Team score of a conversation that ended early; None for ``controller.failure_score``."""
+        """Team score of a conversation that ended early; None for ``judge.failure_score``."""
         return None
 
     def last_turn_score(self, episode: Episode, agent: AgentId) -> float | None:

@@ -8,7 +8,7 @@ from marl.types import Message
 
 class Overflow(Enum):
     refuse = "refuse"
-    """The episode ends there, without an answer: its outcome is ``controller.failure_score``, and its turns are trained."""
+    """The episode ends there, without an answer: its outcome is ``judge.failure_score``, and its turns are trained."""
     drop_oldest = "drop_oldest"
     """The oldest exchanges after the task are left out, as many as it takes."""
     summarise = "summarise"

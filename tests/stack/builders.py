@@ -26,7 +26,7 @@ ADAPTED = (
 """A base that every policy adapts, and on which they move."""
 VARIED = (
     f"reward.custom_reward_function.path={Path(__file__).parents[2] / 'benchmarks' / 'reward.py'}",
-    "controller.reward_processes=0",  # no process to start
+    "judge.processes=0",  # no process to start
 )
 """A score for every text: a model that has learned nothing seldom earns the task's own, and equal scores have no gradient."""
 SAME = ("grad_norm", "loss", "ppo_kl", "entropy", "score", "explained_variance", "vf_loss", "accuracy")

@@ -158,12 +158,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 def test_a_reward_function_that_hangs_or_exits_fails_its_texts_alone(alone, tmp_path):
     (tmp_path / "mine.py").write_text(WAYS_TO_FAIL)
     where = f"reward.custom_reward_function.path={tmp_path / 'mine.py'}"
-    live = alone(where, "runner=single_turn", "controller.reward_timeout_s=0.2", "controller.reward_processes=1")
+    live = alone(where, "runner=single_turn", "judge.timeout_s=0.2", "judge.processes=1")
     episodes = live.wait(live.trainer.controller.measure(live.tasks(), 1, 1))
     scores = [episode.turns[0].score for episode in episodes]
     assert [score.value for score in scores] == [0.0, 0.0, 0.0, 3.0]
     failures = [score.failure or "" for score in scores]
-    assert "controller.reward_timeout_s=0.2" in failures[1] and "SystemExit: 3" in failures[2]
+    assert "judge.timeout_s=0.2" in failures[1] and "SystemExit: 3" in failures[2]
 
 
 @pytest.mark.parametrize("padding", slow_but(["false", "true"], "true"))

@@ -254,7 +254,7 @@ def test_a_run_that_cannot_learn_says_so(alone, caplog):
 
 def test_scores_of_missing_and_truncated_answers(alone):
     live = started(
-        alone, "debate", "runner.stop_on_consensus=false", "controller.no_answer_score=-2", "controller.truncated_score=-1",
+        alone, "debate", "runner.stop_on_consensus=false", "judge.no_answer_score=-2", "judge.truncated_score=-1",
         "controller.train_truncated=false", "agents.alice.max_tokens=1",
     )  # fmt: skip
     episodes = live.episodes()

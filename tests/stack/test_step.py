@@ -305,7 +305,7 @@ def test_a_reward_function_that_never_ends_has_a_deadline(live):
     before = reward.compute_score, reward.timeout_s
     reward.compute_score, reward.timeout_s = forever, 0.5
     try:
-        with pytest.raises(EpisodesFailed, match="64 of 64 texts.*controller.reward_timeout_s=0.5 s"):
+        with pytest.raises(EpisodesFailed, match="64 of 64 texts.*judge.timeout_s=0.5 s"):
             collected(live)
     finally:
         reward.compute_score, reward.timeout_s = before

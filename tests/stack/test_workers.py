@@ -263,11 +263,11 @@ def test_rewards_in_workers_have_their_processes_and_their_failures_are_summed(l
 def test_a_reward_that_hangs_costs_its_own_episodes_and_ends_with_its_worker(live, spread, tmp_path):
     bad = (min(task.extra["index"] for task in live.tasks()),)
     rewards = rewards_that(tmp_path, "time.sleep(1000)", bad)
-    with spread(1, "controller.reward_timeout_s=2", "controller.reward_processes=8", rewards=rewards) as controller:
+    with spread(1, "judge.timeout_s=2", "judge.processes=8", rewards=rewards) as controller:
         episodes, _ = played(live)
         failed = {e.task.extra["index"] for e in episodes for turn in e.turns if turn.scored.failure is not None}
         assert len(episodes) == 16 and failed == set(bad) and controller.reward.metrics()["reward/timeouts"] == 16.0
-    with spread(1, "controller.reward_timeout_s=100", rewards=rewards, fresh=True) as controller:
+    with spread(1, "judge.timeout_s=100", rewards=rewards, fresh=True) as controller:
         worker = psutil.Process(controller.workers.pids[0])
 
         async def killed():

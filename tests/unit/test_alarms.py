@@ -20,7 +20,7 @@ def warnings_of(caplog, steps, *shares):
 def test_only_degenerate_groups_for_some_steps_raise_a_warning_with_likely_causes(caplog):
     (said,) = warnings_of(caplog, 3, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0)
     assert "the last 3 steps, to step 4" in said
-    for cause in ("same score", "controller.extractors", "extract(text)", "too easy", "temperature"):
+    for cause in ("same score", "judge.extractors", "extract(text)", "too easy", "temperature"):
         assert cause in said
 
 
@@ -55,20 +55,20 @@ def test_rewards_on_another_scale_are_said_once_with_both_remedies(caplog):
     """Nearly all of them: 0 for a text without an answer is on any scale."""
     scale = step_of(Score(0.0, None), *[Score(40.0 + i, "4") for i in range(9)])
     (said,) = said_of(caplog, scale, scale)
-    for word in ("step 1", "9 of 10", "controller.right_at=1", "40", "acc"):
+    for word in ("step 1", "9 of 10", "judge.right_at=1", "40", "acc"):
         assert word in said
 
 
 @pytest.mark.parametrize(
     ("scores", "said"),
     [
-        ([-1.0] * 5 + [0.0] * 5, "the scores of 10 texts lie between -1 and 0, below controller.right_at=1"),
-        ([0.0] * 3 + [5.0, 50.0] * 3, "scores from 5 to 50 are above controller.right_at=1, and all of them count"),
+        ([-1.0] * 5 + [0.0] * 5, "the scores of 10 texts lie between -1 and 0, below judge.right_at=1"),
+        ([0.0] * 3 + [5.0, 50.0] * 3, "scores from 5 to 50 are above judge.right_at=1, and all of them count"),
     ],
 )
 def test_scores_that_the_threshold_parts_at_the_wrong_place_are_said(caplog, scores, said):
     (line,) = said_of(caplog, step_of(*[Score(score, "4") for score in scores]))
-    assert said in line and "set controller.right_at" in line
+    assert said in line and "set judge.right_at" in line
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def no_answers(caplog, *shares):
 def test_where_most_texts_give_no_answer_one_line_names_a_text_the_rule_and_its_key(caplog):
     (said,) = no_answers(caplog, 5, 6, 9, 10)
     assert "step 2: 6 of 10 texts give no answer" in said and "word word" in said and " … " in said
-    assert "data_source=own/q is read by the rule prose" in said and "controller.extractors={own/q:" in said
+    assert "data_source=own/q is read by the rule prose" in said and "judge.extractors={own/q:" in said
     assert len(said) < 700 and "\n" not in said
 
 
@@ -190,7 +190,7 @@ def overflows(caplog, *counts):
 def test_many_conversations_that_outgrow_their_context_are_said_in_the_first_step_by_name(caplog):
     (said,) = overflows(caplog, 2, 5, 10)
     assert said.startswith("step 1: 2 of 10 conversations outgrew their context")
-    for word in ("task t0", "agent 'a'", "99 tokens", "data.max_prompt_length", "controller.failure_score"):
+    for word in ("task t0", "agent 'a'", "99 tokens", "data.max_prompt_length", "judge.failure_score"):
         assert word in said
     assert len(overflows(caplog, 2, 1, 2)) == 2, "a new streak"
     assert overflows(caplog, 0, 1) == []

@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from marl.config.errors import ConfigError
-from marl.config.schema import ControllerConfig
+from marl.config.schema import JudgeConfig
 from marl.controller.scores import team_score
 from marl.controller.tasks import to_task
 from marl.evaluation.ensemble_answers import Ensemble, Play
@@ -42,14 +42,14 @@ ROW = {"raw_prompt": [{"role": "user", "content": "?"}], "reward_model": {"groun
 
 @pytest.fixture
 def config(tmp_path):
-    """``config(path=…, **controller)``"""
+    """``config(path=…, **judging)``"""
 
-    def make(text=REWARDS, custom=True, **controller):
+    def make(text=REWARDS, custom=True, **judging):
         path = tmp_path / "my_rewards.py"
         path.write_text(text)
         node = {"path": str(path) if custom else None, "name": "compute_score"}
-        settings = OmegaConf.structured(ControllerConfig(reward_processes=0, **controller))
-        return OmegaConf.create({"controller": settings, "reward": {"custom_reward_function": node}})
+        settings = OmegaConf.structured(JudgeConfig(processes=0, **judging))
+        return OmegaConf.create({"judge": settings, "reward": {"custom_reward_function": node}})
 
     return make
 
@@ -179,8 +179,8 @@ def test_rules_travel_to_other_processes(config):
 @pytest.mark.parametrize(
     "value,said",
     [
-        ("flexibel", "controller.extractors.mine=flexibel.*expected one of only, strict, flexible.*flexible"),
-        ("nowhere.py:f", "controller.extractors.mine=nowhere.py:f: FileNotFoundError"),
+        ("flexibel", "judge.extractors.mine=flexibel.*expected one of only, strict, flexible.*flexible"),
+        ("nowhere.py:f", "judge.extractors.mine=nowhere.py:f: FileNotFoundError"),
         ("HERE:missing", r"defines no such function|missing\(text\)"),
     ],
 )
@@ -193,7 +193,7 @@ def test_a_rule_that_nobody_knows(config, tmp_path, value, said):
 @pytest.mark.parametrize("error", [RewardError, RewardUnavailable])
 def test_an_ensemble_outlives_a_text_that_cannot_be_judged(error, caplog):
     class Stands:
-        config = OmegaConf.create({"controller": {"failure_score": 0.0, "right_at": 1.0}})
+        config = OmegaConf.create({"judge": {"failure_score": 0.0, "right_at": 1.0}})
         plays = [Play(Task(f"t{i}", [], "1", "x", str), 0, (), ()) for i in range(2)]
 
         @staticmethod
@@ -219,8 +219,8 @@ def test_an_ensemble_outlives_a_text_that_cannot_be_judged(error, caplog):
 
 
 def test_rules_are_set_on_the_command_line(compose_config):
-    config = compose_config("+controller.extractors={mine: math, openai/gsm8k: my_rewards.py:find}")
-    assert dict(config.controller.extractors) == {"mine": "math", "openai/gsm8k": "my_rewards.py:find"}
+    config = compose_config("+judge.extractors={mine: math, openai/gsm8k: my_rewards.py:find}")
+    assert dict(config.judge.extractors) == {"mine": "math", "openai/gsm8k": "my_rewards.py:find"}
 
 
 def test_rules_without_a_configuration_are_the_built_in_ones():

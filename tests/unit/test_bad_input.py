@@ -671,7 +671,7 @@ def test_a_reward_that_hangs():
         settings=ControllerConfig(episode_timeout_s=5),
     )
     episode = Episode(TASK, 0, ["alice"], [Turn("alice", 1, QUESTION, "text")])
-    with pytest.raises(Exception, match="train/7.*controller.reward_timeout_s=0.2"):
+    with pytest.raises(Exception, match="train/7.*judge.timeout_s=0.2"):
         asyncio.run(controller.score([episode], 1))
     CASES["output"].add("hangs")
 

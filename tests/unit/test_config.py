@@ -194,6 +194,8 @@ ADDED = {
     "+learner.gama=1": ["'learner.gama'", "Did you mean 'gamma'"],
     "+runner.rounds=3": ["'runner.rounds'", "Did you mean 'num_rounds'"],
     "+credit.gamm=3": ["'credit.gamm'", "Did you mean 'gamma'"],
+    "+controller.reward_processes=2": ["It is 'judge.processes' now"],
+    "+controller.extractors={mine: math}": ["It is 'judge.extractors' now"],
     "+controller.num_worker=2": ["'controller.num_worker'", "Did you mean 'num_workers'"],
     "+resources.placment=x": ["'resources.placment'", "Did you mean 'placement'"],
     "++agents.alice.temprature=1": ["'agents.alice.temprature'", "Did you mean 'temperature'"],
@@ -366,7 +368,7 @@ def test_one_rank_has_no_collective_that_could_be_late(quickstart):
 @pytest.mark.slow
 def test_an_overlong_penalty_that_has_an_effect_is_taken(quickstart):
     for words in (["credit=own"], ["credit=team"], ["credit=mixed", "credit.of=answer"]):
-        prepare(quickstart("controller.overlong_buffer=2", *words))
+        prepare(quickstart("judge.overlong_buffer=2", *words))
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ class Processes:
 )
 def test_reward_processes_that_do_not_work_are_a_problem(monkeypatch, broken, said):
     monkeypatch.setattr(services, "Processes", lambda *settings: broken)
-    one(services.sandbox()[0], State.problem, said, "reward_processes=0")
+    one(services.sandbox()[0], State.problem, said, "judge.processes=0")
     assert broken.stopped
 
 

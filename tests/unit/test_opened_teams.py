@@ -23,7 +23,7 @@ from marl.commands import chat, collect, evaluate, replay, serve
 from marl.config.errors import ConfigError
 from marl.config.external import VARIABLE, find_own_modules, own_modules
 from marl.config.identity import leaves, plain_of, settings_of
-from marl.config.schema import ControllerConfig
+from marl.config.schema import ControllerConfig, JudgeConfig
 from marl.evaluation import evaluate as played, team
 from marl.evaluation.saved_settings import ALLOWED, allowed, is_allowed, word_of
 from marl.evaluation.source import Source, find
@@ -96,7 +96,7 @@ def test_every_setting_that_a_saved_run_brings_is_allowed_with_a_reason(compose_
     """All others, which are most keys of ``--cfg job``, have their default."""
     trees = [plain_of(compose_config("runner=game")), plain_of(compose_config("+agents.bob.role=b", name="marl"))]
     trees[0]["policies"] = {"alice": trees[0]["actor_rollout_ref"] | {"pool": "one", "thinking": "auto"}}
-    trees[0]["controller"]["extractors"] = {"mine": "flexible"}
+    trees[0]["judge"]["extractors"] = {"mine": "flexible"}
     keys = {key: value for tree in trees for key, value in leaves(json.loads(json.dumps(tree, default=str)))}
     taken = {key for key, value in keys.items() if is_allowed(key, value)}
     assert {key for tree in trees for key, _ in leaves(allowed(tree))} == taken and len(taken) < len(keys) / 5
@@ -108,14 +108,20 @@ def test_every_setting_that_a_saved_run_brings_is_allowed_with_a_reason(compose_
 
 def test_a_saved_run_brings_whatever_decides_a_score():
     """Only those of the controller's settings stay behind that no measured answer depends on."""
+    keys = {
+        f"{group}.{field.name}"
+        for group, config in {"controller": ControllerConfig, "judge": JudgeConfig}.items()
+        for field in fields(config)
+    }
     training = {
-        "train_truncated", "overlong_buffer", "overlong_penalty", "pack_turns", "old_log_probs", "log_prob_gap_bound",
-        "log_prob_check_rows", "log_prob_gap_alarm", "lazy_agent_share", "degenerate_steps",
+        "controller.train_truncated", "judge.overlong_buffer", "judge.overlong_penalty", "controller.pack_turns",
+        "controller.old_log_probs", "controller.log_prob_gap_bound", "controller.log_prob_check_rows",
+        "controller.log_prob_gap_alarm", "controller.lazy_agent_share", "controller.degenerate_steps",
     }  # fmt: skip
-    machine = {"num_workers", "reward_processes", "ledger", "keep_ledger", "extractors"}
-    brought = {field.name for field in fields(ControllerConfig) if is_allowed(f"controller.{field.name}", 1)}
-    assert brought == {field.name for field in fields(ControllerConfig)} - training - machine
-    assert allowed({"controller": {"right_at": 50.0}}) == {"controller": {"right_at": 50.0}}
+    machine = {f"controller.{name}" for name in ("num_workers", "ledger", "keep_ledger")}
+    machine |= {"judge.processes", "judge.extractors"}
+    assert {key for key in keys if is_allowed(key, 1)} == keys - training - machine
+    assert allowed({"judge": {"right_at": 50.0}}) == {"judge": {"right_at": 50.0}}
 
 
 def test_nothing_that_a_saved_run_brings_is_executed_or_read_from_the_environment(saved, tmp_path, monkeypatch, caplog):
@@ -128,12 +134,12 @@ def test_nothing_that_a_saved_run_brings_is_executed_or_read_from_the_environmen
     )
     for key, value in CODE.items():
         put(source.saved, key, value)
-    source.saved["controller"]["extractors"] = {"marl": f"{tmp_path / 'mark.py'}:extract"}
+    source.saved["judge"]["extractors"] = {"marl": f"{tmp_path / 'mark.py'}:extract"}
     with caplog.at_level(logging.WARNING):
         config = prepare(config_of(source)).config
     assert {key: value_of(config, key) for key in CODE} == standard and not (tmp_path / "marker").exists()
     assert [key for key, value in CODE.items() if word_of(key, value) not in caplog.text] == []
-    assert "controller.extractors.marl=" in caplog.text
+    assert "judge.extractors.marl=" in caplog.text
     words = [word for key, value in CODE.items() for word in shlex.split(word_of(key, value, new=True))]
     assert {key: value_of(config_of(source, words), key) for key in CODE} == CODE
     source.saved["agents"]["alice"]["role"] = "say ${oc.env:STRANGE_SECRET}"

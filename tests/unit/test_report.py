@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import marl
-from marl.config.schema import ControllerConfig
+from marl.config.schema import JudgeConfig
 from marl.controller.scores import priced
 from marl.evaluation import statistics
 from marl.evaluation.baselines import majority_is_right
@@ -85,7 +85,7 @@ def test_scores_from_0_to_100_are_right_by_acc_or_threshold_live_and_from_the_du
 
 
 def test_what_the_configuration_puts_in_place_of_a_score_is_never_right():
-    settings = ControllerConfig(right_at=60, no_answer_score=70, truncated_score=80)
+    settings = JudgeConfig(right_at=60, no_answer_score=70, truncated_score=80)
     whole, cut = Turn("a", 1, [], "4"), Turn("a", 1, [], "4", stop_reason="length")
     assert priced(Score(40.0, None), whole, settings, 9) == Score(70.0, None, acc=0.0, right_at=60)
     assert not priced(Score(99.0, "4", acc=1.0), cut, settings, 9).right

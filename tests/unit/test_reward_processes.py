@@ -16,7 +16,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from marl.config.errors import ConfigError
-from marl.config.schema import ControllerConfig
+from marl.config.schema import JudgeConfig
 from marl.rewards import Reward, RewardError, RewardUnavailable, build_reward, extractor
 from marl.rewards.processes import Processes
 from marl.types import Task
@@ -71,13 +71,11 @@ def built(functions):
     with ExitStack() as cleanup:
 
         def build(name="by_text", processes=2, timeout_s=20.0, **more):
-            controller = OmegaConf.structured(
-                ControllerConfig(reward_processes=processes, reward_timeout_s=timeout_s, **more)
-            )
+            judging = OmegaConf.structured(JudgeConfig(processes=processes, timeout_s=timeout_s, **more))
             node = {"path": str(functions), "name": name, "reward_kwargs": {"bonus": 0.75}} if name else {"path": None}
             if name != "with_kwargs":
                 node.pop("reward_kwargs", None)
-            config = OmegaConf.create({"controller": controller, "reward": {"custom_reward_function": node}})
+            config = OmegaConf.create({"judge": judging, "reward": {"custom_reward_function": node}})
             return build_reward(config, cleanup)
 
         yield build
@@ -110,8 +108,8 @@ def test_a_function_is_loaded_once_in_each_process_and_judges_there(built, funct
 @pytest.mark.parametrize(
     "text,said,kind",
     [
-        ("hang", "task train/7: it took longer than controller.reward_timeout_s=2 s", "timeouts"),
-        pytest.param("hang in C", "controller.reward_timeout_s=2 s", "timeouts", marks=pytest.mark.slow),
+        ("hang", "task train/7: it took longer than judge.timeout_s=2 s", "timeouts"),
+        pytest.param("hang in C", "judge.timeout_s=2 s", "timeouts", marks=pytest.mark.slow),
         ("die", "task train/7: its process died with exit code 3", "deaths"),
         ("segfault", f"task train/7: its process died with exit code {-signal.SIGSEGV}", "deaths"),
         ("raise", r"task train/7.*: Odd: 1 \(.*functions.py, line 22\)", "errors"),
@@ -195,7 +193,7 @@ def test_an_episode_that_is_given_up_frees_its_process(built):
 
 def test_processes_start_when_they_are_needed_and_end_with_the_run(functions):
     config = {
-        "controller": OmegaConf.structured(ControllerConfig),
+        "judge": OmegaConf.structured(JudgeConfig),
         "reward": {"custom_reward_function": {"path": str(functions), "name": "by_text"}},
     }
     with ExitStack() as cleanup:
@@ -228,7 +226,7 @@ def test_an_async_function_has_a_deadline(built):
     reward = built("slow", timeout_s=0.3)
     hung, judged = judge(reward, "hang", "4")
     assert judged.value == 0.5 and not workers()
-    with pytest.raises(RewardError, match="train/7: it took longer than controller.reward_timeout_s=0.3 s"):
+    with pytest.raises(RewardError, match="train/7: it took longer than judge.timeout_s=0.3 s"):
         raise hung
     assert reward.metrics()["reward/timeouts"] == 1.0
 
@@ -254,7 +252,7 @@ def test_loading_a_file_is_not_in_the_deadline_of_a_text(built, functions):
 def test_verls_key_and_its_older_one(compose_config, tmp_path, key):
     path = tmp_path / "mine.py"
     path.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info): return 0.25")
-    config = compose_config(f"{key}.path={path}", "controller.reward_processes=0", name="marl")
+    config = compose_config(f"{key}.path={path}", "judge.processes=0", name="marl")
     before = OmegaConf.to_container(config, resolve=False)
     assert judge(build_reward(config, ExitStack()), "4")[0].value == 0.25
     assert OmegaConf.to_container(config, resolve=False) == before

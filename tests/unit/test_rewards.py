@@ -473,7 +473,7 @@ def test_the_function_of_an_absurd_score_is_named_and_counted(tmp_path, compose_
     config = compose_config(
         f"reward.custom_reward_function.path={tmp_path}/mine.py",
         "reward.custom_reward_function.name=judge",
-        "controller.reward_processes=0",
+        "judge.processes=0",
     )
     with ExitStack() as cleanup:
         reward = build_reward(config, cleanup)

@@ -10,7 +10,7 @@ from marl.rewards import AnswerRules, Builtin, Reward
 from marl.runners import scripted
 from marl.types import Task
 
-SINGLE = ["runner=single_turn", "question=2+2?", "controller.reward_processes=0"]
+SINGLE = ["runner=single_turn", "question=2+2?", "judge.processes=0"]
 
 
 def scores(capsys, *words):
@@ -55,9 +55,7 @@ def test_a_text_scores_as_in_training(capsys, truth, answer, score):
 
 
 def test_a_score_is_priced_as_in_training(capsys):
-    found, _ = scores(
-        capsys, "truth=4", "answers=['I do not know what this is about']", "controller.no_answer_score=-0.5"
-    )
+    found, _ = scores(capsys, "truth=4", "answers=['I do not know what this is about']", "judge.no_answer_score=-0.5")
     assert set(found) == {"[-0.5]"}
 
 
@@ -79,7 +77,7 @@ def test_a_bare_answer_is_hidden_as_others_are(capsys):
 
 
 def test_a_rule_of_ones_own_holds_to_the_letter(capsys):
-    found, last = scores(capsys, "+controller.extractors={question: hashes}", "answers=[4]")
+    found, last = scores(capsys, "+judge.extractors={question: hashes}", "answers=[4]")
     assert set(found) == {"[0]"} and last == "the team's answer: None   right: 4"
 
 

@@ -25,7 +25,7 @@ from marl.config.policies import (
     within,
 )
 from marl.config.precision import OF_CRITICS, OF_POLICIES, dtype_name
-from marl.config.schema import ControllerConfig, LogProbSource, PackTurns, RequestSeeds
+from marl.config.schema import JudgeConfig, LogProbSource, PackTurns, RequestSeeds
 from marl.utils.near import did_you_mean
 from marl.utils.numbers import POSITIVE
 
@@ -184,11 +184,11 @@ def must_be_writable(key: str, given: str) -> None:
 
 
 def overlong_penalties_have_a_buffer(config: Any) -> None:
-    price = config.controller.overlong_penalty
-    if not config.controller.overlong_buffer and price != ControllerConfig.overlong_penalty:
+    price = config.judge.overlong_penalty
+    if not config.judge.overlong_buffer and price != JudgeConfig.overlong_penalty:
         raise ConfigError(
-            f"controller.overlong_penalty={price:g}: with controller.overlong_buffer=0 it has no effect; set "
-            "controller.overlong_buffer to the number of tokens before the limit in which length costs, or leave it out"
+            f"judge.overlong_penalty={price:g}: with judge.overlong_buffer=0 it has no effect; set "
+            "judge.overlong_buffer to the number of tokens before the limit in which length costs, or leave it out"
         )
 
 
