@@ -15,9 +15,9 @@ from typing import Any
 import pyarrow.parquet
 
 from marl.rewards import Builtin, Reward, extractor
-from marl.rewards.build import in_processes
 from marl.rewards.custom import Custom
 from marl.rewards.processes import Processes
+from marl.rewards.reward import in_processes
 from marl.types import Task
 
 DAMAGED = 50

@@ -96,8 +96,7 @@ def worlds() -> Iterator[Entry]:
 
 
 def rewards() -> Iterator[Entry]:
-    from marl.rewards.extractors import NAMED
-    from marl.rewards.sources import DATA
+    from marl.rewards.rules import DATA, NAMED
 
     scored = {
         "gsm8k": "GSM8K's rule", "embedded": "equality of the whole answer", "verl": "verl's own function",

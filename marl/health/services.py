@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from marl.health.finding import Finding, note, ok, problem
-from marl.rewards.mathematics import must_be_installed
+from marl.rewards.builtin import must_be_installed
 from marl.rewards.processes import Processes, RewardError
 
 PATIENCE_S = 5.0

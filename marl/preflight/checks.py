@@ -30,9 +30,9 @@ from marl.preflight.verl_settings import (
     fields_of,
 )
 from marl.rewards import answer_rules
+from marl.rewards.builtin import must_be_installed
 from marl.rewards.custom import custom_function
-from marl.rewards.mathematics import must_be_installed
-from marl.rewards.sources import kind_of, unscorable
+from marl.rewards.rules import kind_of, unscorable
 from marl.rollout.endpoint import EndpointFailed, EndpointServer
 from marl.rollout.hf_model import check_attention, check_positions, longest_of
 from marl.run_setup import Setup

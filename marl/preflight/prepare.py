@@ -55,7 +55,7 @@ def prepare(config: DictConfig) -> CheckedSetup:
     from marl.preflight.checks import preflight
     from marl.preflight.plan import divide_gpus
     from marl.rewards.custom import checked_function
-    from marl.rewards.extractors import check_extractors
+    from marl.rewards.rules import check_extractors
 
     fitting_platform(config.trainer.device)
     checked_function(config)

@@ -1,12 +1,10 @@
 """Scores on turns."""
 
 from marl.rewards.answers import final_answer, only_answer
-from marl.rewards.base import Reward
-from marl.rewards.build import build_reward
 from marl.rewards.builtin import Builtin, builtin_compute_score
-from marl.rewards.extractors import AnswerRules, answer_rules, check_extractors, rule_of
 from marl.rewards.processes import RewardError, RewardUnavailable
-from marl.rewards.sources import extractor, hider
+from marl.rewards.reward import Reward, build_reward
+from marl.rewards.rules import AnswerRules, answer_rules, check_extractors, extractor, hider, rule_of
 
 __all__ = [
     "AnswerRules",

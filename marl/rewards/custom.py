@@ -71,12 +71,13 @@ class Custom:
 
 
 def checked_function(config: Any) -> None:
-    """Raise ConfigError where the user's file cannot be loaded or has no such function."""
+    """Raise ConfigError where the user's file cannot be loaded, has no such function, or one that cannot take what it is called
+    with."""
     custom = custom_function(config)
     if custom is None:
         return
     try:
-        custom.load()
+        function = custom.load()
     except ConfigError:
         raise
     except Exception as error:  # the user's file is run
@@ -84,13 +85,8 @@ def checked_function(config: Any) -> None:
             f"reward.custom_reward_function.path={custom.path}: {type(error).__name__}: {error}{place_in_own(error)}; expected a Python file with "
             f"a function {custom.name}(data_source, solution_str, ground_truth, extra_info)"
         ) from error
-    check_parameters(custom)
-
-
-def check_parameters(custom: Custom) -> None:
-    """Raise ConfigError where the function cannot take what it is called with."""
     try:
-        expected = inspect.signature(custom.load())
+        expected = inspect.signature(function)
     except ValueError:  # written in C
         return
     try:

@@ -6,10 +6,21 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from marl.rewards.answers import CLOSED, HASHES, HIDDEN, TAGGED, boxes, hide_answer, plain, without_number
-from marl.rewards.numerals import CURRENCY, DIGITS, NUMBER, POWER, QUANTITY, simplified
-from marl.rewards.units import KEPT, MAGNITUDES, PERCENT, POWERS, UNITS
-from marl.rewards.words import DATE, SPELT, is_language, words
+from marl.rewards.answers import (
+    CLOSED,
+    DATE,
+    HASHES,
+    HIDDEN,
+    SPELT,
+    TAGGED,
+    boxes,
+    hide_answer,
+    is_language,
+    plain,
+    without_number,
+    words,
+)
+from marl.rewards.numbers import COUNTED, CURRENCY, DIGITS, NUMBER, POWER, QUANTITY, simplified
 
 Span = tuple[int, int]
 TAIL, LINE, FAR, MANY = 16_000, 2000, 300, 50
@@ -351,9 +362,6 @@ def with_unit(text: str, at: int, end: int) -> int:
         if unit[1] is None:
             break
     return at
-
-
-COUNTED = frozenset({*UNITS, *MAGNITUDES, *PERCENT, *POWERS, *KEPT})
 
 
 def last_letter(text: str, begin: int, end: int) -> Span | None:

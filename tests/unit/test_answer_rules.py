@@ -19,7 +19,7 @@ from marl.preflight.checks import check_scorer
 from marl.report import conversation
 from marl.rewards import AnswerRules, Builtin, Reward, answer_rules, build_reward, check_extractors, rule_of
 from marl.rewards.processes import RewardError, RewardUnavailable
-from marl.rewards.sources import unscorable
+from marl.rewards.rules import unscorable
 from marl.runners import RUNNERS, scripted
 from marl.types import Task
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from marl.rewards import AnswerRules, Builtin, Reward
-from marl.rewards.numerals import simplified
+from marl.rewards.numbers import simplified
 from marl.rewards.prose import HideProse, Prose
 from marl.types import Task
 

@@ -18,7 +18,7 @@ from marl.rewards import (
     only_answer,
 )
 from marl.rewards.answers import last_number, math_answer, program, strict_number, tagged_answer
-from marl.rewards.mathematics import equal
+from marl.rewards.builtin import equal
 from marl.rewards.processes import Processes
 from marl.types import Score, Task
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from marl.config.errors import ConfigError
-from marl.rewards import answers, sources
+from marl.rewards import answers
 from marl.rewards.answers import HIDDEN, Extract
 from marl.rewards.custom import custom_function, load, module_of
 from marl.rewards.prose import HideProse, Prose, wanted_by
@@ -25,6 +25,63 @@ NAMED: dict[str, Extract] = {
     "math": answers.math_answer,
     "prose": Prose(),
 }
+HIDERS: Mapping[Extract, Callable[[str], str]] = {
+    answers.last_number: answers.hide_last_number,
+    answers.program: answers.hide_programs,
+    answers.tagged_answer: answers.hide_tagged,
+}
+"""What hides the answers of a rule, where it is not :func:`marl.rewards.answers.hide_answer`."""
+
+PROGRAMS, SEARCH = ("codecontests", "apps", "codeforces", "taco"), "searchR1_"
+DATA = {
+    "gsm8k": ("openai/gsm8k",),
+    "embedded": ("marl/",),
+    # verl's own functions: programs, geometry with pictures, search
+    "verl": (*PROGRAMS, "hiyouga/geometry3k", SEARCH),
+    # competition mathematics, whose prompts ask for a box
+    "math": (
+        "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "math", "math_dapo",
+        "math_dapo_reasoning", "aime", "numina_",
+    ),
+}  # fmt: skip
+"""Kinds of data sources by name; a source of any other name is one's own."""
+BEGINNINGS = ("openai/gsm8k", "marl/", "hiyouga/geometry3k", SEARCH, "aime", "numina_")
+"""Names that others begin with."""
+
+CODE = re.compile(
+    r"human_?eval|mbpp|bigcodebench|livecodebench|code_?contests|codeforces|leetcode|kodcode|evalplus|multipl-?e|ds-?1000|cruxeval"
+    r"|swe-?(?:bench|gym|smith)|(?:^|(?<!own)/)(?:apps|taco|spider|wikisql|bird)(?![a-z0-9_])",
+    re.IGNORECASE,
+)
+OPEN = re.compile(
+    r"ifeval|alpaca|mt_?bench|ultra(?:feedback|chat)|hh-rlhf|cnn_?dailymail|xsum|samsum|gigaword|(?:^|/)wmt[0-9]|flores|opus", re.IGNORECASE
+)  # fmt: skip
+LABELS = re.compile(
+    r"(?:^|[/_-])(?:anli|[ms]nli|multi_nli|xnli|nli|rte|qnli|wnli|cb|boolq|mrpc|qqp|cola|sst2?|imdb|ag_?news|emotion|trec|yelp\w*"
+    r"|hellaswag|piqa|siqa|social_i_qa|winogrande|copa|mmlu\w*|truthful_?qa|swag|logiqa)(?:$|[/_-])",
+    re.IGNORECASE,
+)
+TESTS = re.compile(r"^\s*(?:def \w+\(|assert |import \w|from \w+ import |class \w+)", re.MULTILINE)
+
+
+@functools.cache
+def kind_of(data_source: str) -> str:
+    named = (kind for kind, names in DATA.items() if data_source in names)
+    begun = (kind for kind, names in DATA.items() if data_source.startswith(tuple({*names} & {*BEGINNINGS})))
+    return next(named, None) or next(begun, "own")
+
+
+def unscorable(data_source: str, truth: Any) -> str:
+    """Reason why a row cannot be scored as an answer; empty for none."""
+    if kind_of(data_source) != "own":
+        return ""
+    if CODE.search(data_source) or TESTS.search(str(truth)):
+        return "its answers are programs, which have to be run"
+    if OPEN.search(data_source):
+        return "its answers are free texts, which equal no reference"
+    if LABELS.search(data_source) and re.fullmatch(r"-?[0-9]", str(truth).strip()):
+        return f"its ground truth {truth} is the number of a label, where texts name the label"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -67,6 +124,7 @@ class AnswerRules:
     """The rule of each data source: the one that a key names, else that of the user's reward file, else the built-in one."""
 
     answer_rule: str = "strict"
+    """strict or flexible: how a GSM8K answer is read."""
     by_source: Mapping[str, str] = field(default_factory=dict)
     """Data source, or how its name begins: the name of a rule, or ``<file>:<function>``."""
     of_reward: Own | None = None
@@ -76,19 +134,12 @@ class AnswerRules:
         chosen = self._chosen(data_source)
         if isinstance(chosen, Own):
             return chosen
-        if chosen == "prose":
-            return Prose(wanted_by(truth))
-        return sources.extractor(data_source, self.answer_rule, truth) if chosen is None else NAMED[chosen]
+        if chosen is None:
+            return extractor(data_source, self.answer_rule, truth)
+        return Prose(wanted_by(truth)) if chosen == "prose" else NAMED[chosen]
 
     def hider(self, data_source: str, truth: Any = None) -> Callable[[str], str]:
-        chosen = self._chosen(data_source)
-        if isinstance(chosen, Own):
-            return HideFound(chosen)
-        if chosen is None:
-            return sources.hider(data_source, self.answer_rule, truth)
-        if chosen == "prose":
-            return HideProse(Prose(wanted_by(truth)))
-        return answers.hide_last_number if chosen == "flexible" else answers.hide_answer
+        return hider_of(self.extractor(data_source, truth))
 
     def chooses(self, data_source: str) -> bool:
         """True if the user has named the rule."""
@@ -97,6 +148,25 @@ class AnswerRules:
     def _chosen(self, data_source: str) -> str | Own | None:
         keys = [key for key in self.by_source if data_source.startswith(key)]
         return own_or_named(self.by_source[max(keys, key=len)]) if keys else self.of_reward
+
+
+def extractor(data_source: str, answer_rule: str = "strict", truth: Any = None) -> Extract:
+    """The built-in rule of a data source. The embedded tasks (``marl/…``) allow nothing around the answer."""
+    if data_source in PROGRAMS or data_source.startswith(SEARCH):
+        return answers.program if data_source in PROGRAMS else answers.tagged_answer
+    rules = {"embedded": NAMED["only"], "gsm8k": NAMED[answer_rule], "math": NAMED["math"], "verl": NAMED["hashes"]}
+    return rules.get(kind_of(data_source)) or Prose(wanted_by(truth))
+
+
+def hider(data_source: str, answer_rule: str = "strict", truth: Any = None) -> Callable[[str], str]:
+    """Function that removes the final answer from a text of a data source."""
+    return hider_of(extractor(data_source, answer_rule, truth))
+
+
+def hider_of(extract: Extract) -> Callable[[str], str]:
+    if isinstance(extract, Own):
+        return HideFound(extract)
+    return HideProse(extract) if isinstance(extract, Prose) else HIDERS.get(extract, answers.hide_answer)
 
 
 def rule_of(extract: Extract) -> str:

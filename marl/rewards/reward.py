@@ -5,10 +5,14 @@ import inspect
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
-from marl.rewards.processes import RewardError, RewardUnavailable
+from marl.rewards.builtin import Builtin, load_verifier, run_here
+from marl.rewards.custom import Custom, custom_function
+from marl.rewards.processes import Processes, RewardError, RewardUnavailable
+from marl.rewards.rules import answer_rules
 from marl.types import LARGEST_SCORE, Metrics, Score, Task
 
 logger = logging.getLogger(__name__)
@@ -138,3 +142,25 @@ def acc_of(acc: Any, task: Task) -> float | None:
             "which 1 is right"
         )
     return share
+
+
+def build_reward(config: Any, cleanup: ExitStack) -> Reward:
+    """The user's function or the built-in ones, in ``judge.processes`` processes, which ``cleanup`` ends, or in this one."""
+    count, timeout_s = config.judge.processes, config.judge.timeout_s
+    custom, failures, rules = custom_function(config), Counter[str](), answer_rules(config)
+    name = f"{custom.name} of {custom.path}" if custom else "the built-in reward function"
+    if custom is not None and (custom.is_async or not count):
+        return Reward(custom, timeout_s if custom.is_async else None, failures, name)
+    if not count:
+        return Reward(Builtin(run=run_here, failures=failures, rules=rules), failures=failures, name=name)
+    processes = Processes(count, timeout_s, TIMEOUT_KEY, prepare=custom.load if custom else load_verifier)
+    cleanup.callback(processes.stop)
+    built_in = Builtin(run=processes.run, failures=failures, rules=rules)
+    return Reward(in_processes(processes, custom) if custom else built_in, failures=failures, name=name)
+
+
+def in_processes(processes: Processes, function: Custom) -> Callable[..., Awaitable[Any]]:
+    async def compute_score(**arguments: Any) -> Any:
+        return await processes.run(function, arguments)
+
+    return compute_score
