@@ -101,7 +101,20 @@ class Run:
     def one_after_another(self) -> None:
         """Score the episodes after the rollout, read tasks when they are wanted, and wait for every dump."""
         trainer, write = self.trainer, self.trainer.dumps.write
-        trainer.controller.play_and_score = trainer.controller.bounded
+        controller = trainer.controller
+        collect, score = controller.collect, controller._score
+
+        async def unscored(episode: Any) -> Any:
+            return episode
+
+        async def collected(*arguments: Any) -> Any:
+            controller._score = unscored
+            try:
+                return await collect(*arguments)
+            finally:
+                controller._score = score
+
+        controller.collect = collected
         trainer.tasks.reads_ahead = False
 
         async def written(*arguments: Any) -> None:

@@ -5,11 +5,13 @@ from collections.abc import Callable, Sequence
 
 from marl.controller.collection import outcomes
 from marl.controller.controller import Controller
-from marl.controller.lost_plays import LostAlternatives
 from marl.learners.extra_rollouts import Tried, Tries
 from marl.runners import together
 from marl.types import Episode, Turn
 from marl.utils.seeding import derive_seed
+
+Work = tuple[Episode, Turn, int]
+"""An episode, the turn in whose place another answer is tried, and its number."""
 
 
 class AlternativeRollouts:
@@ -24,24 +26,22 @@ class AlternativeRollouts:
     async def try_answers(self, places: Sequence[tuple[Episode, Turn]], alternatives: int, finishes: int) -> Tries:
         works = [(*place, number) for place in places for number in range(alternatives)]
         tried_at = [(episode.task.id, episode.sample, *at.place, number) for episode, at, number in works]
-        lost = LostAlternatives(self.controller.ledger, self.step, tried_at, [alternatives, finishes])
-        results = await outcomes(
-            [self._attempt(*work, finishes, lost.errors.get(index)) for index, work in enumerate(works)]
-        )
-        if lost.record is not None:
-            self.controller.go_on_from(lost.record["spent"])  # the lost ones were billed too
-        failed = self.controller.failures_of(results, "playing on with other answers", self.step)
-        lost.add(results, self.controller.spent())
+
+        async def attempt(works: Sequence[Work]) -> tuple[list[Tried | Exception], int]:
+            results = await outcomes([self._attempt(*work, finishes) for work in works])
+            self.controller.failures_of(results, "playing on with other answers", self.step)
+            return results, 0
+
+        known_by = tried_at, [alternatives, finishes]
+        results, _ = await self.controller.unless_lost("lost_alternatives", self.step, known_by, works, attempt)
         tried = [result for result in results if isinstance(result, Tried)]
         scored = await self.controller.score([end for entry in tried for end in entry.fresh()], self.step)
         scored_ids = {id(end) for end in scored}
         known = [entry for entry in tried if all(id(end) in scored_ids for end in entry.fresh())]
-        return Tries(known, len(failed) + len(tried) - len(known), *sampled(tried))
+        return Tries(known, len(results) - len(known), *sampled(tried))
 
-    async def _attempt(self, episode: Episode, at: Turn, number: int, finishes: int, lost: Exception | None) -> Tried:
-        """Alternative 0 is the recorded answer, and the recorded episode is its first continuation. Raises ``lost``, if given."""
-        if lost is not None:
-            raise lost
+    async def _attempt(self, episode: Episode, at: Turn, number: int, finishes: int) -> Tried:
+        """Alternative 0 is the recorded answer, and the recorded episode is its first continuation."""
         seeds = range(number * finishes, (number + 1) * finishes)
         first = await self.controller.resume(episode, at, self.step, seeds[0]) if number else episode
         answer = next(turn for turn in first.turns if turn.place == at.place)

@@ -107,13 +107,6 @@ def collection_of(plays: Sequence[Play], results: Sequence[Episode | Exception],
     return Collection(episodes, [error for _, error in lost], [play for play, _ in lost], retried)
 
 
-def lost_content(collection: Collection, validate: bool) -> dict[str, Any]:
-    """The ledger's record of a collection's lost plays."""
-    errors = [described(error) for error in collection.failures]
-    plays = [(task.id, sample, error) for (task, sample), error in zip(collection.lost, errors, strict=True)]
-    return {"plays": plays, "retried": collection.retried, "validate": validate}
-
-
 def with_turns(episodes: Sequence[Episode], step: int) -> list[Episode]:
     """Drop episodes whose first prompt is too long, as there is nothing to train. Raises EpisodesFailed if none is
     left."""

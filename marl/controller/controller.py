@@ -1,9 +1,9 @@
 """The controller runs episodes: agent -> policy -> server, and back as recorded, scored turns."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from marl.cluster.failures import GroupFailed
 from marl.config.schema import AgentConfig, ControllerConfig, JudgeConfig
@@ -14,16 +14,14 @@ from marl.controller.collection import (
     Play,
     check_texts,
     collection_of,
+    described,
     failures_of,
-    lost_content,
     outcomes,
     to_play_again,
 )
 from marl.controller.endpoint_client import EndpointClient
 from marl.controller.ledger import Ledger
-from marl.controller.lost_plays import add_unscored, content_of, unscored_before
 from marl.controller.policy_map import PolicyMap
-from marl.controller.sampling import sampling_of, with_asked
 from marl.controller.scores import Accuracy, priced, score_failure, team_score
 from marl.report.alarms import NoAnswers, Overflows, RightThreshold
 from marl.rewards import Reward, RewardUnavailable, rule_of
@@ -33,6 +31,8 @@ from marl.types import AgentId, Episode, Message, Metrics, PolicyName, Score, Ta
 from marl.utils.deadlines import OutOfTime, own_time, waiting_for_others
 from marl.utils.garbage import collect_garbage
 from marl.utils.seeding import derive_seed
+
+T, W = TypeVar("T"), TypeVar("W")
 
 
 class Controller:
@@ -97,27 +97,38 @@ class Controller:
         self.judged.clear()
         self.ledger.open(step)
         plays = [(task, sample) for task in tasks for sample in range(samples)]
-        of = self.ledger.digest([content_of(task) for task in tasks], validate, samples)
-        known = self.ledger.find("lost", step, of)
-        if known is not None:
-            return await self._as_before(plays, known, step, validate)
-        results, retried = await self._with_retries(plays, step, validate)
-        collection = collection_of(plays, results, retried, step)
-        if collection.lost or retried:
-            self.ledger.add("lost", step, of, lost_content(collection, validate) | {"spent": self.spent()})
-        return collection
+        known_by = Ledger.digest_of([content_of(task) for task in tasks]), validate, samples
 
-    async def _as_before(self, plays: Sequence[Play], lost: Mapping[str, Any], step: int, validate: bool) -> Collection:
-        """The collection of a run that was killed after it had lost some of these plays."""
-        errors = {(task, sample): error for task, sample, error in lost["plays"]}
-        left = [(task, sample) for task, sample in plays if (task.id, sample) not in errors]
-        played = iter((await self._with_retries(left, step, validate))[0])
-        self.go_on_from(lost["spent"])  # lost plays, and first attempts, were billed too
-        results = [
-            EpisodeLost(errors[task.id, sample]) if (task.id, sample) in errors else next(played)
-            for task, sample in plays
-        ]
-        return collection_of(plays, results, lost["retried"], step)
+        async def play(plays: Sequence[Play]) -> tuple[list[Episode | Exception], int]:
+            return await self._with_retries(plays, step, validate)
+
+        results, retried = await self.unless_lost("lost", step, known_by, plays, play)
+        return collection_of(plays, results, retried, step)
+
+    async def unless_lost(
+        self,
+        kind: str,
+        step: int,
+        known_by: Sequence[Any],
+        works: Sequence[W],
+        run: Callable[[Sequence[W]], Awaitable[tuple[list[T | Exception], int]]],
+    ) -> tuple[list[T | Exception], int]:
+        """The result of each work, and how many were retried. What the step lost before the run was killed is lost again: another
+        outcome would be another update. ``known_by`` names these works within the step, in JSON."""
+        of = self.ledger.digest(*known_by)
+        before = self.ledger.find(kind, step, of)
+        lost = {int(at): EpisodeLost(error) for at, error in before["errors"].items()} if before else {}
+        ended, retried = await run([work for at, work in enumerate(works) if at not in lost])
+        left = iter(ended)
+        results = [lost.get(at) or next(left) for at in range(len(works))]
+        if before:
+            self.go_on_from(before["spent"])  # lost works, and first attempts, were billed too
+            return results, before["retried"]
+        errors = {at: described(result) for at, result in enumerate(results) if isinstance(result, Exception)}
+        if errors or retried:
+            content = {"known_by": known_by, "errors": errors, "retried": retried, "spent": self.spent()}
+            self.ledger.add(kind, step, of, content)
+        return results, retried
 
     async def _with_retries(
         self, plays: Sequence[Play], step: int, validate: bool
@@ -143,18 +154,40 @@ class Controller:
         collection = await self.collect(tasks, samples, step, validate)
         scored = await self.score(collection.episodes, step)
         found = {(episode.task.id, episode.sample): episode for episode in scored}
-        return [found.get((task.id, sample)) or self._lost(task, sample) for task in tasks for sample in range(samples)]
+        for task, sample in ((task, sample) for task in tasks for sample in range(samples)):
+            if (task.id, sample) not in found:
+                lost = found[task.id, sample] = Episode(task, sample, list(self.agents), failure="error")
+                lost.score = Score(self.failure_score(lost), None, failure="error")
+        return [found[task.id, sample] for task in tasks for sample in range(samples)]
 
     async def outcomes_of(self, plays: Sequence[Play], step: int, validate: bool) -> list[Episode | Exception]:
         """Each play's episode, or what ended it."""
         return await outcomes([self.play_and_score(task, sample, step, validate) for task, sample in plays])
 
     async def play_and_score(self, task: Task, sample: int, step: int, validate: bool) -> Episode:
-        return await self._score(await self.bounded(task, sample, step, validate))
+        """An episode whose outcome is kept for :meth:`score`: a reward's error is not counted as a failed episode."""
+        # validation draws the same numbers every time: its curve moves with the weights alone
+        key = (self.seed, "validate" if validate else step, task.id, sample)
+        record = Episode(task, sample, list(self.agents), seed=derive_seed(*key), accuracy=self.accuracy.shares())
+        return await self._score(await self.play(record, self.generate(task, key, step, validate)))
+
+    async def play(self, record: Episode, generate: Generate) -> Episode:
+        """Raises TimeoutError after ``controller.episode_timeout_s``, waits for others not counted."""
+        live = LiveEpisode(record, generate, self.judge, self.roles, self.runner.config.overflow)
+        try:
+            async with own_time(self.episode_timeout):
+                played = await play_to_end(self.runner, live)
+        except OutOfTime:
+            raise TimeoutError(
+                f"task {record.task.id}, sample {record.sample} took longer than controller.episode_timeout_s="
+                f"{self.episode_timeout:g}"
+            ) from None
+        collect_garbage()
+        return played
 
     async def _score(self, episode: Episode) -> Episode:
-        """Score the episode and keep the outcome for :meth:`score`, so that a reward error is not counted as a failed episode."""
-        error: Exception | None = unscored_before(self.ledger, episode)
+        before = self.ledger.find(UNSCORED, episode.seed, self.ledger.digest(*names_of(episode)))
+        error: Exception | None = before and EpisodeLost(before["error"])
         try:
             if error is None:
                 await self.scored(episode)
@@ -176,7 +209,11 @@ class Controller:
         self.failures_of(results, "the reward function", step)
         scored = [result for result in results if isinstance(result, Episode)]
         check_texts(scored, step, self.max_error_rate)
-        add_unscored(self.ledger, episodes, results)
+        for episode, result in zip(episodes, results, strict=True):
+            if isinstance(result, Exception):  # a resumed run drops it too
+                names = names_of(episode)
+                content = {"known_by": names, "error": described(result)}
+                self.ledger.add(UNSCORED, episode.seed, self.ledger.digest(*names), content)
         self.overflows.look(scored, step)
         if not self.runner.scores_turns:  # whose turns are moves
             self.right_threshold.look(scored, step)
@@ -206,25 +243,14 @@ class Controller:
             if turn.truncated and not self.settings.train_truncated:
                 turn.trained = False
         if episode.failure is not None:
-            score_failure(
-                episode, {agent: self.last_turn_score(episode, agent, failure_score) for agent in episode.agents}
-            )
+            own = {agent: self.runner.last_turn_score(episode, agent) for agent in episode.agents}
+            score_failure(episode, {agent: failure_score if own[agent] is None else own[agent] for agent in own})
         return episode
 
     def failure_score(self, episode: Episode) -> float:
         """Team score of a conversation that ended early: the runner's own where it has one."""
         own = self.runner.failure_score(episode)
         return self.judging.failure_score if own is None else own
-
-    def last_turn_score(self, episode: Episode, agent: AgentId, team: float) -> float:
-        own = self.runner.last_turn_score(episode, agent)
-        return team if own is None else own
-
-    def _lost(self, task: Task, sample: int) -> Episode:
-        """Stands for an episode that was lost."""
-        episode = Episode(task, sample, list(self.agents), failure="error")
-        episode.score = Score(self.failure_score(episode), None, failure="error")
-        return episode
 
     def _sampling(self, agent: AgentId, policy: PolicyName, validate: bool) -> Mapping[str, Any]:
         return sampling_of(self.clients[policy].rollout, self.agents[agent], validate)
@@ -252,30 +278,6 @@ class Controller:
         """A score with what length, truncation and abstention cost."""
         limit = self.sampling(turn.agent, turn.policy, False)["max_tokens"] if self.judging.overlong_buffer else 0
         return priced(score, turn, self.judging, limit)
-
-    async def bounded(self, task: Task, sample: int, step: int, validate: bool) -> Episode:
-        try:
-            async with own_time(self.episode_timeout):
-                return await self._play(task, sample, step, validate)
-        except OutOfTime:
-            raise self._late(task, sample) from None
-
-    def _late(self, task: Task, sample: int) -> TimeoutError:
-        return TimeoutError(
-            f"task {task.id}, sample {sample} took longer than controller.episode_timeout_s={self.episode_timeout:g}"
-        )
-
-    async def _play(self, task: Task, sample: int, step: int, validate: bool) -> Episode:
-        # validation draws the same numbers every time: its curve moves with the weights alone
-        key = (self.seed, "validate" if validate else step, task.id, sample)
-        record = Episode(task, sample, list(self.agents), seed=derive_seed(*key), accuracy=self.accuracy.shares())
-        return await self._run(record, self.generate(task, key, step, validate))
-
-    async def _run(self, record: Episode, generate: Generate) -> Episode:
-        live = LiveEpisode(record, generate, self.judge, self.roles, self.runner.config.overflow)
-        played = await play_to_end(self.runner, live)
-        collect_garbage()
-        return played
 
     def generate(
         self,
@@ -344,8 +346,40 @@ class Controller:
         record = Episode(
             episode.task, episode.sample, list(episode.agents), seed=episode.seed, accuracy=episode.accuracy
         )
-        try:
-            async with own_time(self.episode_timeout):
-                return await self._run(record, generate)
-        except OutOfTime:
-            raise self._late(episode.task, episode.sample) from None
+        return await self.play(record, generate)
+
+
+UNSCORED = "unscored"
+"""Kind of the record of an episode that could not be scored."""
+
+
+def content_of(task: Task) -> list[Any]:
+    """Content of a task. Its id alone is ambiguous: rows of two files may share one."""
+    return [task.id, task.messages, task.ground_truth, dict(task.extra)]
+
+
+def names_of(episode: Episode) -> tuple[str, list[Any]]:
+    """Identifies an episode by its task's content and by the seeds and texts of its turns."""
+    return Ledger.digest_of(content_of(episode.task)), [[turn.seed, turn.text] for turn in episode.turns]
+
+
+def with_asked(sampling: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """An agent's sampling parameters as a request changes them; an agent's own limit on its answers stays the most."""
+    merged = {**sampling, **asked}
+    merged["max_tokens"] = min(sampling["max_tokens"], merged["max_tokens"])
+    if asked.get("stop"):
+        merged["stop"] = list(dict.fromkeys([*(sampling.get("stop") or ()), *asked["stop"]]))
+    return merged
+
+
+def sampling_of(rollout: Any, own: AgentConfig, validate: bool) -> dict[str, Any]:
+    """The policy's sampling parameters, with what the agent sets for itself when it trains."""
+    source = rollout.val_kwargs if validate else rollout
+    sampling = {key: source[key] for key in ("temperature", "top_p", "top_k")} | {"max_tokens": rollout.response_length}
+    if validate and not source.do_sample:
+        sampling["temperature"] = 0.0
+    keys = ("max_tokens",) if validate else ("temperature", "top_p", "top_k", "max_tokens")
+    sampling |= {key: value for key in keys if (value := getattr(own, key)) is not None}
+    if own.stop:
+        sampling["stop"] = list(own.stop)
+    return sampling

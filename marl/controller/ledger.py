@@ -5,7 +5,6 @@ there what it asks for again: a record is known by its seed, which names run, st
 of all that decides it. What is not found is generated.
 """
 
-import errno
 import json
 import logging
 import math
@@ -14,9 +13,8 @@ import shutil
 import socket
 import time
 import zlib
-from array import array
-from base64 import b64decode, b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,10 +27,9 @@ from marl.utils.plain_json import encoded
 logger = logging.getLogger(__name__)
 
 FOLDER = "ledger"
-PLAIN = ("text", "thought", "policy", "stop_reason", "version", "branch", "kept", "answers", "trained", "billed_tokens")
-"""Fields of a turn that JSON holds as they are."""
-ARRAYS = {"prompt_ids": "i", "response_ids": "i", "response_mask": "b", "log_probs": "d"}
-"""Fields that are lists of numbers, with the type of each number."""
+SET_LATER = ("seed", "score", "compared", "foresees", "outcomes", "evidence")
+PLAIN = [field.name for field in fields(Turn) if field.name not in SET_LATER]
+"""Fields of a turn that a server decides; JSON holds them to the last bit."""
 Key = tuple[str, int, str]
 """Kind of the record, its seed, and the digest of what decides it."""
 
@@ -56,8 +53,10 @@ class Ledger:
             return
         folder = folder_of(self.root, step)
         self.known, self.step = read_step(folder), step
+        self.close()
+        if self.root is None:  # the disk was full
+            return
         try:
-            self._close_file()
             folder.mkdir(parents=True, exist_ok=True)
             self.file = open(folder / f"{socket.gethostname()}_{os.getpid()}.jsonl", "ab", 0, opener=opener)  # noqa: SIM115 - open for the whole step
             if self.file.tell():
@@ -66,17 +65,14 @@ class Ledger:
             self._give_up(error)
 
     def close(self) -> None:
-        try:
-            self._close_file()
-        except OSError as error:
-            self._give_up(error)
-
-    def _close_file(self) -> None:
-        """Close the file; it may be only now that a disk tells that it is full."""
+        """Close the file; only then may a disk say that it is full."""
         if self.file is not None:
-            os.fsync(self.file.fileno())
-            self.file.close()
-            self.file = None
+            try:
+                os.fsync(self.file.fileno())
+                self.file.close()
+                self.file = None
+            except OSError as error:
+                self._give_up(error)
 
     def digest(self, *deciding: Any) -> str:
         """Digest of all that decides a record, all source files included; it has to be the same when it is read."""
@@ -104,7 +100,7 @@ class Ledger:
         line = b"%08x %s\n" % (zlib.crc32(text), text)
         try:
             if self.file.write(line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                raise OSError("No space left on device")
         except OSError as error:
             self._give_up(error)
 
@@ -134,10 +130,12 @@ class Ledger:
 
     def turn(self, seed: int, of: str) -> Turn | None:
         content = self.find("turn", seed, of)
-        return None if content is None else turn_of(content, seed)
+        score = content and content["score"]
+        return content and Turn(**{**content, "score": score and Score(**score)}, seed=seed)
 
     def add_turn(self, turn: Turn, seed: int, of: str) -> None:
-        self.add("turn", seed, of, turn_content(turn))
+        content = {name: getattr(turn, name) for name in PLAIN}
+        self.add("turn", seed, of, content | {"score": turn.score and score_content(turn.score)})
 
     def score(self, turn: Turn, of: str) -> Score | None:
         content = self.find("score", turn.seed, of)
@@ -148,83 +146,35 @@ class Ledger:
             self.add("score", turn.seed, of, score_content(score))
 
 
-def folder_of(root: Path, step: int) -> Path:
-    return root / f"step_{step}"
-
-
-def turn_content(turn: Turn) -> dict[str, Any]:
-    arrays = {name: packed(kind, getattr(turn, name)) for name, kind in ARRAYS.items()}
-    score = None if turn.score is None else score_content(turn.score)
-    plain = {name: getattr(turn, name) for name in PLAIN}
-    return {
-        "agent": turn.agent,
-        "round": turn.round,
-        "observation": turn.observation,
-        **plain,
-        **arrays,
-        "score": score,
-    }
-
-
-def turn_of(content: Mapping[str, Any], seed: int) -> Turn:
-    arrays = {name: unpacked(kind, content[name]) for name, kind in ARRAYS.items()}
-    score = None if content["score"] is None else Score(**content["score"])
-    return Turn(**{**content, **arrays, "score": score}, seed=seed)
-
-
 def score_content(score: Score) -> dict[str, Any]:
     """All but what the configuration adds."""
     fields = {name: getattr(score, name) for name in ("value", "answer", "penalty", "acc")}
     return fields | {"extra": dict(score.extra)}
 
 
-def packed(kind: str, numbers: Sequence[float]) -> str:
-    """Numbers in full precision."""
-    return b64encode(array(kind, numbers).tobytes()).decode()
-
-
-def unpacked(kind: str, text: str) -> list[Any]:
-    numbers = array(kind)
-    numbers.frombytes(b64decode(text))
-    return numbers.tolist()
+def folder_of(root: Path, step: int) -> Path:
+    return root / f"step_{step}"
 
 
 def read_step(folder: Path) -> dict[Key, Any]:
     """All records of a step, the latest of each; a line that was cut off, or that the disk damaged, is none."""
-    records = [record for path in sorted(folder.glob("*.jsonl")) for record in read_file(path)]
-    records.sort(key=lambda record: record["at"])
+    lines = [line for path in sorted(folder.glob("*.jsonl")) for line in path.read_bytes().split(b"\n")]
+    whole = [line[9:] for line in lines if line[:9] == b"%08x " % zlib.crc32(line[9:])]
+    records = sorted(map(json.loads, whole), key=lambda record: record["at"])
     return {(record["kind"], record["name"], record["of"]): record["content"] for record in records}
 
 
-def read_file(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_bytes().split(b"\n")
-    return [json.loads(line[9:]) for line in lines if is_whole(line)]
-
-
-def is_whole(line: bytes) -> bool:
-    return line[8:9] == b" " and line[:8] == b"%08x" % zlib.crc32(line[9:])
-
-
-def forget(root: Path, step: int) -> None:
-    """Remove the ledgers of all steps up to ``step``."""
-    remove(folder for number, folder in numbered(root) if number <= step)
+def forget(root: Path, step: float, first: int = 0) -> None:
+    """Remove the ledgers of the steps from ``first`` up to ``step``."""
+    for folder in (root / FOLDER).glob("step_*"):
+        if first <= int(folder.name.removeprefix("step_")) <= step:
+            shutil.rmtree(folder, ignore_errors=True)  # on NFS, a folder with an open file stays
 
 
 def forget_after_a_gap(root: Path, step: int) -> None:
     """Remove the ledgers of all steps after ``step`` if the next one's is missing: they are of other weights."""
     if not folder_of(root / FOLDER, step + 1).is_dir():
-        remove(folder for number, folder in numbered(root) if number > step)
-
-
-def numbered(root: Path) -> list[tuple[int, Path]]:
-    """The ledgers of a run with their steps."""
-    names = {folder: folder.name.removeprefix("step_") for folder in (root / FOLDER).glob("step_*")}
-    return [(int(number), folder) for folder, number in names.items() if number.isdecimal()]
-
-
-def remove(found: Iterable[Path]) -> None:
-    for folder in found:
-        shutil.rmtree(folder, ignore_errors=True)  # on NFS, a folder with an open file stays
+        forget(root, math.inf, first=step + 1)
 
 
 def forget_all(root: Path) -> None:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from marl.controller.controller import UNSCORED
 from marl.controller.ledger import FOLDER, Key, Ledger, folder_of, read_step
-from marl.controller.lost_plays import UNSCORED
 from marl.types import Score, Turn
 
 Kept = Callable[[int, int, Mapping[str, Any]], bool]
@@ -41,7 +41,7 @@ class RecordedLedger(Ledger):
             self.scored[name] = content
         elif kind == UNSCORED and not self.scores:  # the reward is asked again
             return
-        elif "known_by" in content:
+        elif "known_by" in content and kind != "lost":
             self.known[kind, name, self.digest(*content["known_by"])] = content
         else:
             self.known[kind, name, of] = content
@@ -67,7 +67,7 @@ class RecordedLedger(Ledger):
 
 
 def of_training(lost: Mapping[str, Any]) -> bool:
-    return not lost.get("validate", any(task.startswith("val/") for task, *_ in lost["plays"]))
+    return not lost["known_by"][1]  # whether it validates
 
 
 def has_step(run: Path, step: int) -> bool:
