@@ -151,7 +151,7 @@ class CoalescingClient(LLMServerClient):
         self.servers = servers
         self.named = {} if adapter is None else {"adapter": adapter}
         self.limit = config.actor_rollout_ref.rollout.max_num_seqs
-        self.waiting: dict[int, list[tuple[list[int], dict[str, Any], int, asyncio.Future]]] = {}
+        self.waiting: dict[int, list[tuple]] = {}
         self.left: dict[int, list[int]] = {}
         """Names of those whose callers have gone, by server; the servers have yet to hear of it."""
         self.sending: set[asyncio.Task] = set()
@@ -159,16 +159,13 @@ class CoalescingClient(LLMServerClient):
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any
     ) -> TokenOutput:
-        loop = asyncio.get_running_loop()
-        future = loop.create_future()
-        if not self.waiting:
-            loop.call_soon(self._flush)
+        future = asyncio.get_running_loop().create_future()
         server = server_of(request_id, len(self.servers))
         if type(prompt_ids) is not list or set(map(type, prompt_ids)) != {int}:
             prompt_ids = normalize_token_ids(prompt_ids)  # which takes ten times as long to find nothing
         name = next(NAMES)
         request = (prompt_ids, sampling_params | self.named if self.named else sampling_params, name, future)
-        self.waiting.setdefault(server, []).append(request)
+        self._add(server, [request])
         try:
             return to_token_output(await future)
         except asyncio.CancelledError:
@@ -186,18 +183,27 @@ class CoalescingClient(LLMServerClient):
         for server, names in left.items():
             give_up(self.servers[server], names)
 
-    def _flush(self) -> None:
-        waiting, self.waiting = self.waiting, {}
-        for server, asked in waiting.items():
-            requests = [request for request in asked if not request[-1].done()]
-            for start in range(0, len(requests), self.limit):
-                task = asyncio.create_task(self._send(server, requests[start : start + self.limit]))
-                self.sending.add(task)
-                task.add_done_callback(self.sending.discard)
+    def _add(self, index: int, requests: list[tuple]) -> None:
+        """Have requests sent in the next tick of the event loop, in one call with those that come until then."""
+        if index not in self.waiting:
+            task = asyncio.create_task(self._send(index))
+            self.sending.add(task)
+            task.add_done_callback(self.sending.discard)
+        self.waiting.setdefault(index, []).extend(requests)
 
-    async def _send(self, index: int, requests: list[tuple]) -> None:
+    def _take(self, index: int) -> list[tuple]:
+        """The requests of a call; those that exceed the server's limit are sent in further ones."""
+        requests = [request for request in self.waiting.pop(index) if not request[-1].done()]
+        if more := requests[self.limit :]:
+            self._add(index, more)
+        return requests[: self.limit]
+
+    async def _send(self, index: int) -> None:
         """Answers are handed out as they come."""
         server = self.servers[index]
+        requests = self._take(index)
+        if not requests:
+            return
         try:
             answers = await server.generate_many.remote([request[:-1] for request in requests])
             pending = {}

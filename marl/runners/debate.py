@@ -1,6 +1,6 @@
 """Debate: agents answer, read one another and answer again (Du et al., arXiv:2305.14325)."""
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -74,15 +74,18 @@ class Debate(ConversationRunner):
             groups = [present] if self.config.order is Order.simultaneous else [[agent] for agent in present]
             for group in groups:
                 observations = await self.observations(group, standing, episode)
-                acts = [self.marked(agent.act(seen), episode) for agent, seen in zip(group, observations, strict=True)]
-                standing |= {turn.agent: turn for turn in await together(acts) if turn.answers}
+                turns = await together(
+                    agent.act(seen, answers=lambda turn: self.answers(turn, episode))
+                    for agent, seen in zip(group, observations, strict=True)
+                )
+                standing |= {turn.agent: turn for turn in turns if turn.answers}
                 if self.over(standing, episode):
                     break
             present = [agent for agent in present if not self.has_left(agent)]
             if not present or self.over(standing, episode):
                 break
-        turns = [standing.get(agent.name) or agent.turns[-1] for agent in episode.agents if agent.turns]
-        return await decide(self.config.decide, turns, episode)
+        last = [standing.get(agent.name) or agent.turns[-1] for agent in episode.agents if agent.turns]
+        return await decide(self.config.decide, last, episode)
 
     async def observations(self, group: Sequence[Agent], standing: dict[AgentId, Turn], episode: LiveEpisode) -> list:
         """Observations of a group; with ``foresee``, each agent's predictions after its own."""
@@ -111,11 +114,9 @@ class Debate(ConversationRunner):
             chosen = set(episode.rng.sample(before, min(self.config.num_peers, len(before))))
         return [name for name in names if name in chosen]
 
-    async def marked(self, act: Awaitable[Turn], episode: LiveEpisode) -> Turn:
-        """A turn, an answer unless it passes; marked at once, for a peer's overflow may end the episode in this round."""
-        turn = await act
-        turn.answers = not says(turn.text, self.config.pass_word) or episode.answer(turn) is not None
-        return turn
+    def answers(self, turn: Turn, episode: LiveEpisode) -> bool:
+        """False for a turn that passes."""
+        return not says(turn.text, self.config.pass_word) or episode.answer(turn) is not None
 
     def has_left(self, agent: Agent) -> bool:
         return says(agent.turns[-1].text, self.config.leave_word)

@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextvars import ContextVar
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -151,20 +151,24 @@ class Agent:
         return [*self.history, user(text)] if self.turns else followed_by(self.prompt, text)
 
     def act(
-        self, observation: list[Message], round: int | None = None, answers: bool = True
+        self,
+        observation: list[Message],
+        round: int | None = None,
+        answers: bool | Callable[[Turn], bool] = True,
     ) -> Coroutine[Any, Any, Turn]:
         """Answer an observation.
 
         ``round`` is 1 + the deepest turn that has ended when this is called, unless given; inside :func:`together`, the
-        deepest one that this branch has waited for. ``answers=False`` marks what is not an answer to the task. Raises
-        ValueError if the agent has spoken in that round already: a turn grid holds one turn per (episode, round, agent).
+        deepest one that this branch has waited for. ``answers`` is, or says of a turn, False where that is not an answer to
+        the task. Raises ValueError if the agent has spoken in that round already: a turn grid holds one turn per (episode,
+        round, agent).
         """
-        return self._turn(observation, self._enter(round), 0, answers=answers)
+        return self._turn(observation, self._enter(round), 0, answers)
 
     async def alternatives(self, observation: list[Message], count: int, round: int | None = None) -> list[Turn]:
         """Several answers to one observation, at the same time. The conversation goes on from that which :func:`keep` names."""
         round = self._enter(round)
-        branches = [self._turn(observation, round, branch, kept=False, trained=False) for branch in range(count)]
+        branches = [self._turn(observation, round, branch, kept=False) for branch in range(count)]
         return await together(branches)
 
     async def foresee(self, peer: AgentId, observation: list[Message], round: int) -> Turn | None:
@@ -191,21 +195,20 @@ class Agent:
         self._episode.must_be_within(self.name, len(self._rounds))
         return round
 
-    async def _turn(self, observation: list[Message], round: int, branch: int, **marks: bool) -> Turn:
-        turn = await self._generate_within_context(observation, round, branch)
-        for name, value in marks.items():
-            setattr(turn, name, value)
-        self._episode.record.turns.append(turn)
-        self._episode.flow.has_reached(round)
-        return turn
-
-    async def _generate_within_context(self, observation: list[Message], round: int, branch: int) -> Turn:
-        """Generate; where the context is too long, make it shorter as the runner's ``overflow`` says."""
+    async def _turn(
+        self,
+        observation: list[Message],
+        round: int,
+        branch: int,
+        answers: bool | Callable[[Turn], bool] = True,
+        kept: bool = True,
+    ) -> Turn:
+        """A turn, recorded; where the context is too long, the runner's ``overflow`` makes it shorter."""
         previous = self.turns[-1] if self.turns else None
-        head, summarised = len(self.prompt), False
-        while True:
+        head, summarised, turn = len(self.prompt), False, None
+        while turn is None:
             try:
-                return await self._generate(self.name, observation, round, previous, branch)
+                turn = await self._generate(self.name, observation, round, previous, branch)
             except ContextOverflow:
                 shorter = None if self._overflow is Overflow.refuse else drop_oldest(observation, head)
                 if shorter is None:
@@ -216,6 +219,11 @@ class Agent:
                 if noted is None:
                     self._episode.count("dropped_rounds")
                 observation = noted or shorter
+        turn.answers = answers(turn) if callable(answers) else answers
+        turn.kept, turn.trained = kept, turn.trained and kept
+        self._episode.record.turns.append(turn)
+        self._episode.flow.has_reached(round)
+        return turn
 
     async def _summarised(self, observation: list[Message], head: int, round: int, branch: int) -> list[Message] | None:
         """The conversation with its older part as a note, which the agent writes for itself and which is not trained; None
@@ -256,19 +264,31 @@ async def together(turns: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """
     own = FLOW.get()
     flows = [(turn, own and own.branch()) for turn in entered(turns)]
+    tasks = [asyncio.create_task(turn, context=context_of(flow)) for turn, flow in flows]
+    pending = set(tasks)
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(branch(*pair)) for pair in flows]
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
+        while pending:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_EXCEPTION)
+            failures = [error for task in tasks if task in done and (error := task.exception()) is not None]
+            for error in failures:
+                if not isinstance(error, ContextOverflow):
+                    raise error
+    finally:
+        for task in pending:
+            task.cancel()
+        if pending:
+            await asyncio.wait(pending)
     for _, ended in flows:
         if own and ended:
             own.has_reached(ended.deepest_round())
-    results = [task.result() for task in tasks]
-    for result in results:
-        if isinstance(result, ContextOverflow):
-            raise result
-    return results  # type: ignore[return-value]
+    return [task.result() for task in tasks]
+
+
+def context_of(flow: Flow | None) -> Context:
+    """The context of a flow of control that runs at the same time as others."""
+    context = copy_context()
+    context.run(FLOW.set, flow)
+    return context
 
 
 def entered(turns: Iterable[Coroutine[Any, Any, T]]) -> list[Coroutine[Any, Any, T]]:
@@ -282,12 +302,3 @@ def entered(turns: Iterable[Coroutine[Any, Any, T]]) -> list[Coroutine[Any, Any,
             turn.close()
         raise
     return made
-
-
-async def branch(turn: Coroutine[Any, Any, T], flow: Flow | None) -> T | ContextOverflow:
-    """The result, or the overflow, of a flow of control beside others."""
-    FLOW.set(flow)
-    try:
-        return await turn
-    except ContextOverflow as overflow:
-        return overflow
