@@ -16,13 +16,11 @@ from marl.runners import (
     tree,
     voting,
 )
-from marl.runners.base import RUNNERS, Runner, play_to_end, register_runner
-from marl.runners.context import Overflow
+from marl.runners.base import RUNNERS, ConversationRunner, Runner, play_to_end, register_runner
 from marl.runners.episode import Agent, Generate, LiveEpisode, TooManyTurns, keep, together
-from marl.runners.messages import Instructions, followed_by, instructions_of, says, user
+from marl.runners.messages import Instructions, Overflow, followed_by, instructions_of, says, user
 from marl.runners.recorded import RecordedAnswers, ReplayDiverged
 from marl.runners.team_answer import Decide, decide, majority
-from marl.runners.text import ConversationRunner
 
 __all__ = [
     "ENVIRONMENTS",

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from marl.runners.base import register_runner
+from marl.runners.base import ConversationRunner, register_runner, since_own
 from marl.runners.episode import LiveEpisode
-from marl.runners.text import ConversationRunner, since_own
 from marl.types import AgentId, Turn
 from marl.utils.numbers import bounded, count
 

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from enum import Enum
 
 from marl.config.foresight import REQUEST
-from marl.runners.base import register_runner
+from marl.runners.base import ConversationRunner, register_runner
 from marl.runners.episode import Agent, LiveEpisode, together
 from marl.runners.foresight import foreseen
 from marl.runners.messages import says
 from marl.runners.team_answer import Decide, agreed, decide
-from marl.runners.text import ConversationRunner
 from marl.types import AgentId, Turn
 from marl.utils.numbers import bounded, count
 

@@ -7,8 +7,16 @@ from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from marl.runners.context import Overflow, drop_oldest, to_summarise, with_summary
-from marl.runners.messages import NONE, Instructions, followed_by, user
+from marl.runners.messages import (
+    NONE,
+    Instructions,
+    Overflow,
+    drop_oldest,
+    followed_by,
+    to_summarise,
+    user,
+    with_summary,
+)
 from marl.types import AgentId, ContextOverflow, Episode, Message, Score, Task, Turn
 
 T = TypeVar("T")

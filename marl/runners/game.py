@@ -6,9 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from marl.envs import Joint, games
-from marl.runners.base import register_runner
+from marl.runners.base import ConversationRunner, register_runner
 from marl.runners.episode import LiveEpisode, together
-from marl.runners.text import ConversationRunner
 from marl.types import AgentId, Episode, Message, Score, Turn
 
 

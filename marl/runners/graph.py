@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from marl.runners.base import register_runner
+from marl.runners.base import ConversationRunner, register_runner
 from marl.runners.episode import Agent, LiveEpisode, together
 from marl.runners.messages import says
 from marl.runners.team_answer import Decide, agreed, decide
-from marl.runners.text import ConversationRunner
 from marl.types import AgentId, Message, Turn
 from marl.utils.numbers import Number, bounded
 from marl.utils.registry import did_you_mean

@@ -1,7 +1,8 @@
-"""Messages and what they say. Pure."""
+"""Messages, what they say, and conversations that outgrow the context limit. Pure."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import Any, NamedTuple
 
 from marl.types import AgentId, Message
@@ -47,3 +48,38 @@ def followed_by(messages: list[Message], text: str) -> list[Message]:
 
 def user(text: str) -> Message:
     return {"role": "user", "content": text}
+
+
+class Overflow(Enum):
+    refuse = "refuse"
+    """The episode ends there, without an answer: its outcome is ``judge.failure_score``, and its turns are trained."""
+    drop_oldest = "drop_oldest"
+    """The oldest exchanges after the task are left out, as many as it takes."""
+    summarise = "summarise"
+    """The agent writes a note of all exchanges but the last, which takes their place; the note is not trained."""
+
+
+SUMMARISE = (
+    "Here is a conversation of yours:\n\n{conversation}\n\nSum up in a few sentences what matters for what comes next."
+)
+SUMMARY = "What was said before, in short: {summary}"
+
+
+def drop_oldest(messages: Sequence[Message], head: int) -> list[Message] | None:
+    """Without the oldest answer after the first ``head`` messages and what followed it; None where only the last is left."""
+    if len(messages) < head + 4:
+        return None
+    return [*messages[:head], *messages[head + 2 :]]
+
+
+def to_summarise(messages: Sequence[Message], head: int) -> list[Message]:
+    """The request for a note of all exchanges but the last."""
+    said = "\n".join(f"{message['role']}: {message['content']}" for message in messages[head:-2])
+    return [{"role": "user", "content": SUMMARISE.format(conversation=said)}]
+
+
+def with_summary(messages: Sequence[Message], head: int, summary: str) -> list[Message]:
+    """The first ``head`` messages with the note after them, and the last exchange."""
+    *earlier, task = messages[:head]
+    noted = {**task, "content": f"{task['content']}\n\n{SUMMARY.format(summary=summary)}"}
+    return [*earlier, noted, *messages[-2:]]

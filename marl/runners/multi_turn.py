@@ -6,11 +6,10 @@ from enum import Enum
 from typing import Any
 
 from marl.envs.base import make_environment
-from marl.runners.base import register_runner
+from marl.runners.base import ConversationRunner, register_runner
 from marl.runners.episode import Agent, LiveEpisode
 from marl.runners.messages import says
 from marl.runners.team_answer import agreed
-from marl.runners.text import ConversationRunner
 from marl.types import AgentId, Turn
 from marl.utils.numbers import bounded, count
 

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from marl.runners.base import register_runner
+from marl.runners.base import ConversationRunner, register_runner
 from marl.runners.episode import LiveEpisode
 from marl.runners.team_answer import Decide, decide
-from marl.runners.text import ConversationRunner
 from marl.types import AgentId
 
 

@@ -4,10 +4,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from marl.runners.base import register_runner
+from marl.runners.base import ConversationRunner, register_runner, since_own
 from marl.runners.episode import Agent, LiveEpisode
 from marl.runners.messages import says
-from marl.runners.text import ConversationRunner, since_own
 from marl.types import AgentId, Turn
 from marl.utils.numbers import bounded, count
 

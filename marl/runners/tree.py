@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from marl.runners.base import register_runner
+from marl.runners.base import ConversationRunner, register_runner
 from marl.runners.episode import Agent, LiveEpisode, keep, together
-from marl.runners.text import ConversationRunner
 from marl.types import AgentId, Message, Turn
 from marl.utils.numbers import bounded, count
 

@@ -203,8 +203,8 @@ def test_policies_of_rounds_are_trained_on_their_rounds_alone(alone):
     [("drop_oldest", "dropped_rounds"), pytest.param("summarise", "summaries", marks=pytest.mark.slow)],
 )
 def test_long_conversations_are_made_to_fit(alone, monkeypatch, overflow, count):
-    monkeypatch.setattr("marl.runners.context.SUMMARISE", "{conversation} ?")
-    monkeypatch.setattr("marl.runners.context.SUMMARY", "{summary}")
+    monkeypatch.setattr("marl.runners.messages.SUMMARISE", "{conversation} ?")
+    monkeypatch.setattr("marl.runners.messages.SUMMARY", "{summary}")
     live = started(
         alone, "debate", "runner.num_rounds=5", "runner.stop_on_consensus=false", f"runner.overflow={overflow}",
         f"data.max_prompt_length={32 if overflow == 'drop_oldest' else 40}",

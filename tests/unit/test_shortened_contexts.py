@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from marl.runners import RUNNERS, Overflow, RecordedAnswers, ReplayDiverged, scripted
-from marl.runners.context import SUMMARISE
+from marl.runners.messages import SUMMARISE
 from marl.types import ContextOverflow, Task
 
 TASK = Task("t", [{"role": "user", "content": "2+2?"}], "4", "x", lambda text: text or None)
@@ -17,7 +17,7 @@ REQUEST = SUMMARISE.partition("{")[0]
 
 @pytest.fixture(autouse=True)
 def short_note(monkeypatch):
-    monkeypatch.setattr("marl.runners.context.SUMMARY", "{summary}")
+    monkeypatch.setattr("marl.runners.messages.SUMMARY", "{summary}")
 
 
 def multi_turn(overflow):
