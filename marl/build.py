@@ -34,8 +34,7 @@ from marl.controller.controller import Controller
 from marl.controller.endpoint_client import make_endpoint_client
 from marl.controller.episode_workers import EpisodeWorkers, SpreadController, spawn
 from marl.controller.ledger import Ledger, forget_all
-from marl.controller.task_stream import TaskStream
-from marl.controller.tasks import train_loader, validation_tasks
+from marl.controller.tasks import TaskStream, train_loader, validation_tasks
 from marl.marl_trainer import MARLTrainer
 from marl.methods.hybrid import TwoStreams
 from marl.modules.pretrained import load_config, load_generation_config

@@ -32,7 +32,7 @@ from marl.controller.collection import Collection, with_turns
 from marl.controller.controller import Controller
 from marl.controller.method_data import speakers_of
 from marl.controller.policy_map import PolicyMap
-from marl.controller.task_stream import TaskStream
+from marl.controller.tasks import TaskStream
 from marl.learners import Learner
 from marl.methods import Method
 from marl.methods.examples import Example, encoded, policy_rows, without_long_turns

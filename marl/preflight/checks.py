@@ -15,7 +15,7 @@ from marl.config.kinds import answers_only, frozen_policies
 from marl.config.policies import changes_of, loops_of, own_settings, shares_base, thinking_of
 from marl.config.targets import trusted_modules
 from marl.controller.chat import ChatEncoder
-from marl.controller.known_loops import check_loops
+from marl.controller.loop_registry import check_loops
 from marl.modules import pretrained
 from marl.modules.adapters import check_adapter, check_adapter_name, check_start
 from marl.preflight import model_checks

@@ -7,7 +7,7 @@ from marl.config.errors import ConfigError, plain
 from marl.config.hydra_settings import check_hydra_settings
 from marl.config.overrides import hydra_overrides
 from marl.config.targets import targets_are_trusted, targets_in
-from marl.controller.known_loops import check_loops
+from marl.controller.loop_registry import check_loops
 from marl.main import CONFIGS, main
 from marl.preflight.verl_settings import check_targets
 

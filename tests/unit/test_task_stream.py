@@ -10,8 +10,7 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
-from marl.controller.task_stream import TaskStream
-from marl.controller.tasks import loader_of
+from marl.controller.tasks import TaskStream, loader_of
 
 
 class Numbers(Dataset):
