@@ -25,7 +25,7 @@ from marl.controller.policy_map import PolicyMap
 from marl.controller.scores import Accuracy, priced, score_failure, team_score
 from marl.report.alarms import NoAnswers, Overflows, RightThreshold
 from marl.rewards import Reward, RewardUnavailable, rule_of
-from marl.rollout.endpoint_usage import usage_metrics
+from marl.rollout.endpoint import usage_metrics
 from marl.runners import Generate, LiveEpisode, RecordedAnswers, Runner, TooManyTurns, instructions_of, play_to_end
 from marl.types import AgentId, Episode, Message, Metrics, PolicyName, Score, Task, Turn
 from marl.utils.deadlines import OutOfTime, own_time, waiting_for_others

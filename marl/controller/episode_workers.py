@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from marl.cluster.failures import GroupFailed, GroupHung, group_failed, said_last
 from marl.controller.collection import Play, outcomes
 from marl.controller.controller import Controller
-from marl.rollout.endpoint_usage import Counts
+from marl.rollout.endpoint import Counts
 from marl.runners import TooManyTurns
 from marl.types import Episode, PolicyName, Task
 from marl.utils.deadlines import wait_with_deadline

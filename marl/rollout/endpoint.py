@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server over HTTP: requests with deadlines, retries, a rate limit and a token budget.
+"""An OpenAI-compatible server over HTTP: requests with deadlines, retries, a rate limit and a token budget, and their counts.
 
 The access key is read from its environment variable for every request: no object, error or log holds it.
 """
@@ -21,7 +21,7 @@ from yarl import URL
 
 from marl.config.endpoints import Endpoint
 from marl.rollout.chat_completion import QUOTA, TOO_LONG, NonsenseAnswer, Reply, listed_models, read_reply, shown
-from marl.rollout.endpoint_usage import Usage
+from marl.types import Metrics
 
 if TYPE_CHECKING:
     import aiohttp  # heavy: imported where a request is made, for most runs make none
@@ -34,6 +34,10 @@ CHECK_SECONDS = 10.0
 """Deadline of the check before a run."""
 TRY_AGAIN = frozenset({408, 409, 425, 429})
 """Statuses, beside 5xx, after which the same request may succeed."""
+
+KINDS = ("requests", "retries", "tokens", "seconds")
+"""``seconds`` is their sum over the requests."""
+Counts = dict[str, float]
 
 
 class EndpointError(RuntimeError):
@@ -68,6 +72,56 @@ class Pace:
         self.free_at = start + self.interval
         if start > now:
             await asyncio.sleep(start - now)
+
+
+class Usage:
+    """Counts since they were last taken, and the tokens of the whole run, which :meth:`go_on_from` tells a process.
+
+    Each of ``processes`` may use an equal share of what is left of the budget then.
+    """
+
+    def __init__(self, budget: int | None = None, processes: int = 1) -> None:
+        self.budget, self.processes = budget, processes
+        self.counts: Counts = dict.fromkeys(KINDS, 0.0)
+        self.before, self.own = 0, 0
+        """Tokens that the run had used when this process was last told, and those of this process since."""
+
+    @property
+    def spent(self) -> int:
+        """Tokens of the run, as far as this process knows."""
+        return self.before + self.own
+
+    @property
+    def is_spent(self) -> bool:
+        """True if this process has used its share of the budget."""
+        if self.budget is None:
+            return False
+        left = self.budget - self.before
+        return left <= 0 or self.own >= max(1, left // self.processes)
+
+    def answered(self, tokens: int) -> None:
+        self.counts["tokens"] += tokens
+        self.own += tokens
+
+    def asked(self, seconds: float, retries: bool) -> None:
+        self.counts["requests"] += 1
+        self.counts["retries"] += retries
+        self.counts["seconds"] += seconds
+
+    def go_on_from(self, spent: int) -> None:
+        """Begin a share anew if the run has used more tokens than this process knew. It may be told twice."""
+        if spent > self.before:
+            self.before, self.own = spent, 0
+
+    def add(self, counts: Mapping[str, float]) -> None:
+        """Count what another process has used."""
+        self.counts = {kind: self.counts[kind] + counts[kind] for kind in KINDS}
+        self.go_on_from(self.spent + int(counts["tokens"]))
+
+    def take(self) -> Counts:
+        """Counts since the last call."""
+        taken, self.counts = self.counts, dict.fromkeys(KINDS, 0.0)
+        return taken
 
 
 class Sessions:
@@ -262,6 +316,12 @@ class EndpointServer:
         """A server's words, cut, without the access key: some repeat it."""
         key = os.environ.get(self.endpoint.api_key_env or "", "").strip()
         return shown(str(text).replace(key, "***") if key else text)
+
+
+def usage_metrics(policy: str, counts: Mapping[str, float]) -> Metrics:
+    """Sums, and the mean seconds of a request; 0 where there was none."""
+    means = {**counts, "seconds": counts["seconds"] / max(1, counts["requests"])}
+    return {f"endpoint/{policy}/{kind}": float(means[kind]) for kind in KINDS}
 
 
 def proxy_options(url: URL) -> dict[str, Any]:

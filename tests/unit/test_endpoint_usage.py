@@ -1,6 +1,6 @@
 """Tokens, requests and shares of a budget, counted by hand."""
 
-from marl.rollout.endpoint_usage import Usage, usage_metrics
+from marl.rollout.endpoint import Usage, usage_metrics
 
 
 def test_counts_are_those_since_they_were_taken():

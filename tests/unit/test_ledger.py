@@ -16,7 +16,7 @@ from marl.controller.collection import EpisodeLost
 from marl.controller.ledger import Ledger, forget, forget_after_a_gap, forget_all, read_step
 from marl.marl_trainer import MARLTrainer
 from marl.preflight.run_folder import origin_of
-from marl.rollout.endpoint_usage import Usage
+from marl.rollout.endpoint import Usage
 from marl.types import Score, Turn
 from tests.builders import Says, collected, controller, task
 
