@@ -6,10 +6,9 @@ generated in this turn, with the log-prob that it says.
 """
 
 import copy
-import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import hydra
@@ -235,14 +234,14 @@ def check_output(output: Any, who: str, vocabulary: int, longest_prompt: int, lo
         raise BadAnswer(f"{who} a {type(output).__name__}; expected one AgentLoopOutput, for one turn")
     if output.multi_modal_data and any(output.multi_modal_data.values()):
         raise BadAnswer(f"{who} multi_modal_data, which is not part of this version; expected text alone")
-    limits = {"prompt_ids": ("prompt", longest_prompt), "response_ids": ("response", longest)}
-    for name, (kind, limit) in limits.items():
+    for name, limit in {"prompt_ids": longest_prompt, "response_ids": longest}.items():
         ids = getattr(output, name)
         if not 1 <= len(ids) <= limit:
+            kind = name.removesuffix("_ids")
             raise BadAnswer(
                 f"{who} {len(ids)} {name}; expected at least one, and at most data.max_{kind}_length={limit}"
             )
-        wrong = [i for i in ids if type(i) is not int or not 0 <= i < vocabulary]
+        wrong = [i for i in ids if not 0 <= i < vocabulary]
         if wrong:
             raise BadAnswer(f"{who} {name} that hold {str(wrong)[:80]}; expected numbers of 0 to {vocabulary - 1}")
     check_tokens(output, who)
@@ -285,17 +284,8 @@ def check_sampled(output: AgentLoopOutput, who: str, sampled: Counter[tuple[int,
         )
 
 
-def once() -> Callable[[logging.LogRecord], bool]:
-    """Lets every message pass once."""
-    seen: set[str] = set()
-
-    def passes(record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        new = message not in seen
-        seen.add(message)
-        return new
-
-    return passes
-
-
-continuous_token_wiring.logger.addFilter(once())  # it warns of a model type for every loop that is made
+SAID: set[str] = set()
+# verl warns of a model type for every loop that is made: once is enough
+continuous_token_wiring.logger.addFilter(
+    lambda record: not (record.getMessage() in SAID or SAID.add(record.getMessage()))
+)
