@@ -6,6 +6,7 @@ generated in this turn, with the log-prob that it says.
 """
 
 import copy
+import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -284,8 +285,17 @@ def check_sampled(output: AgentLoopOutput, who: str, sampled: Counter[tuple[int,
         )
 
 
-SAID: set[str] = set()
-# verl warns of a model type for every loop that is made: once is enough
-continuous_token_wiring.logger.addFilter(
-    lambda record: not (record.getMessage() in SAID or SAID.add(record.getMessage()))
-)
+class Once(logging.Filter):
+    """Lets every message pass once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        known = len(self.seen)
+        self.seen.add(record.getMessage())
+        return len(self.seen) > known
+
+
+continuous_token_wiring.logger.addFilter(Once())  # it warns of a model type for every loop that is made

@@ -32,7 +32,8 @@ from marl.utils.deadlines import OutOfTime, own_time, waiting_for_others
 from marl.utils.garbage import collect_garbage
 from marl.utils.seeding import derive_seed
 
-T, W = TypeVar("T"), TypeVar("W")
+T = TypeVar("T")
+W = TypeVar("W")
 
 
 class Controller:
@@ -244,7 +245,7 @@ class Controller:
                 turn.trained = False
         if episode.failure is not None:
             own = {agent: self.runner.last_turn_score(episode, agent) for agent in episode.agents}
-            score_failure(episode, {agent: failure_score if own[agent] is None else own[agent] for agent in own})
+            score_failure(episode, {agent: failure_score if score is None else score for agent, score in own.items()})
         return episode
 
     def failure_score(self, episode: Episode) -> float:
