@@ -272,7 +272,7 @@ def test_such_rows_are_refused_at_the_start_with_the_remedy(config, monkeypatch)
     def check(**settings):
         runner = SimpleNamespace(scores_turns=False)
         row = Task("train/3", [], PROGRAM_TESTS, "openai_humaneval", str)
-        check_scorer(SimpleNamespace(config=config(**settings), runner=runner), [[row]])
+        check_scorer(SimpleNamespace(config=config(**settings), runner=runner), [row])
 
     with pytest.raises(
         ConfigError, match="data_source=openai_humaneval, train/3.*have to be run.*custom_reward_function"
@@ -297,6 +297,6 @@ def test_a_truth_of_several_parts_is_refused_where_built_in_rules_score(config, 
     monkeypatch.setattr("marl.preflight.checks.answers_only", lambda config: False)
     setup = SimpleNamespace(config=config(custom=False), runner=runner)
     with pytest.raises(ConfigError, match="own/q, t/0: the ground_truth is .*expected one text or number"):
-        check_scorer(setup, [[task]])
+        check_scorer(setup, [task])
     searched = replace(task, data_source="searchR1_nq")
-    check_scorer(setup, [[searched, replace(task, ground_truth=["32"]), replace(task, ground_truth=32)]])
+    check_scorer(setup, [searched, replace(task, ground_truth=["32"]), replace(task, ground_truth=32)])

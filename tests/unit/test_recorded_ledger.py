@@ -30,8 +30,8 @@ def run(tmp_path, monkeypatch):
     kept.begin(1, {"p": {"weight": ((2,), 2, 5)}})
     kept.add_turn(TURN, 7, kept.digest("p", ASKED, {"temperature": 1.0}, 9))
     kept.add_score(TURN, Score(0.5, "4"), kept.digest("x", "4", {}, "4"))
-    kept.add("lost", 1, kept.digest([("val/0", 0)], True), {"plays": [("val/0", 0, "late")], "retried": 0})
-    kept.add("lost", 1, kept.digest([("train/0", 0)], False), {"plays": [("train/3", 1, "late")], "retried": 1})
+    kept.add("lost", 1, kept.digest([("val/0", 0)], True), {"known_by": ["v", True, 1], "errors": {"0": "late"}})
+    kept.add("lost", 1, kept.digest([("train/0", 0)], False), {"known_by": ["t", False, 1], "errors": {"3": "late"}})
     kept.close()
     monkeypatch.setattr(ledger, "code_fingerprint", lambda: "of now")
     return tmp_path
@@ -94,7 +94,7 @@ def test_a_turn_is_found_whatever_kind_of_sequence_and_text_it_was_asked_with(ru
 
 
 def test_the_plays_that_training_lost_are_lost_again(run):
-    assert opened(run).find("lost", 1, "")["plays"] == [["train/3", 1, "late"]]
+    assert opened(run).find("lost", 1, "")["errors"] == {"3": "late"}
 
 
 def test_the_weights_of_a_step_are_known(run):

@@ -14,10 +14,10 @@ from marl.preflight.verl_settings import check_targets
 HOSTILE = {
     "actor_rollout_ref.actor._target_=os.system": "actor_rollout_ref.actor._target_=os.system",
     "+data.custom={_target_: builtins.exec, _args_: [1]}": "data.custom._target_=builtins.exec",
-    "+judge.parts=[{deep: {_target_: subprocess.run}}]": "judge.parts.0.deep._target_=subprocess.run",
+    "+scorer.parts=[{deep: {_target_: subprocess.run}}]": "scorer.parts.0.deep._target_=subprocess.run",
     "+policies.alice.actor={_target_: torch.load}": "policies.alice.actor._target_=torch.load",
-    "+judge={_target_: verlike.Judge}": "judge._target_=verlike.Judge",
-    "+judge={_target_: [os, system]}": "judge._target_=",
+    "+scorer={_target_: verlike.Judge}": "scorer._target_=verlike.Judge",
+    "+scorer={_target_: [os, system]}": "scorer._target_=",
 }
 
 
@@ -31,7 +31,7 @@ def test_a_target_elsewhere_is_refused_by_key_and_value(compose_config, override
 
 
 def test_a_package_that_the_user_trusts_may_be_named(compose_config, monkeypatch):
-    config = compose_config("+judge={_target_: my_package.judges.Judge}")
+    config = compose_config("+scorer={_target_: my_package.judges.Judge}")
 
     def passes(*trusted):
         config.trusted_targets = trusted
@@ -40,7 +40,7 @@ def test_a_package_that_the_user_trusts_may_be_named(compose_config, monkeypatch
     passes("my_package")
     passes("my_package.judges")
     for other in ((), ("my_pack",), ("my_package.judges.Judg",)):
-        with pytest.raises(ConfigError, match="judge._target_"):
+        with pytest.raises(ConfigError, match="scorer._target_"):
             passes(*other)
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "other,my_package")
     passes()
