@@ -18,7 +18,7 @@ from marl.rollout.decoding import Engine
 from tests.stack.conftest import ROOT, UNBOUND
 
 MOST_TO_UPDATE = 15
-MOST_TO_ENGINE = 18
+MOST_TO_ENGINE = 15
 COMPREHENSIONS = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>")
 OURS = str(Path(marl.__file__).parent)
 LED_HERE: ContextVar[tuple[str, ...]] = ContextVar("led_here", default=())
