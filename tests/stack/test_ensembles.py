@@ -213,7 +213,7 @@ def test_attention_that_ours_does_not_compute_is_refused(composed, cold_assets, 
 @pytest.mark.parametrize(
     "overrides,said",
     [
-        (["ensemble.checkpoint=/nowhere/global_step_3"], ["ensemble.checkpoint=/nowhere/global_step_3", "expected …/global_step_N"]),
+        (["ensemble.checkpoint=/nowhere/global_step_3"], ["/nowhere/global_step_3: ", "expected …/global_step_N"]),
         (["ensemble.samples=0"], ["ensemble.samples=0: expected a whole number at least 1"]),
         (
             ["ensemble.samples=2", "actor_rollout_ref.rollout.val_kwargs.do_sample=false"],

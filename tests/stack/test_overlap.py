@@ -63,7 +63,7 @@ def test_a_policy_is_called_at_most_four_times_a_phase(alone, monkeypatch):
         worker, (handle,) = group.workers.worker, group.servers.server_handles
         of_worker = {name: count for (owner, name), count in calls.items() if owner == id(worker)}
         of_server = {name: count for (owner, name), count in calls.items() if owner == id(handle._target)}
-        assert of_worker == {"compute_log_prob": 1, "update_actor": 1}
+        assert of_worker == {"compute_log_prob": 1, "update_actor": 1, "update_weights": 1, "weight_digest": 1}
         syncs = {
             name: of_server[name]
             for name in ("wake_up", "load_weights", "finish_weights", "held_weights")

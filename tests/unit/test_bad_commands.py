@@ -150,7 +150,7 @@ def test_a_reader_that_leaves_ends_a_command_silently(monkeypatch, capfd, text):
 @pytest.mark.parametrize("show", [print, Console().print])
 def test_a_run_whose_reader_has_left_says_so(monkeypatch, capfd, show):
     """As in ``marl train | tee log`` whose tee has gone; rich ends the process by itself."""
-    monkeypatch.setattr(marl_main, "_run", lambda *_: [show("a line"), sys.stdout.flush()])
+    monkeypatch.setattr(marl_main, "prepared", lambda *_: [show("a line"), sys.stdout.flush()])
     with stdout_to_a_pipe(monkeypatch) as reader, suppress(SystemExit):
         reader.close()
         assert exit_code(lambda: marl_main.run(OmegaConf.create({"verbose": True}))) == 1
