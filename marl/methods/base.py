@@ -105,26 +105,31 @@ class Method:
     async def step(self, trainer: Any, tasks: Sequence[Any]) -> Metrics:
         """One step of a :class:`marl.marl_trainer.MARLTrainer`: play the tasks, and train on examples of their episodes. Offline the
         tasks are examples, as they were read."""
-        phase, started = PhaseTimer(), time.monotonic()
-        scored: Sequence[Episode] = ()
         if self.offline:
-            trainer.begin_step()
-            examples, metrics = [example for item in tasks for example in item], Metrics()
-            turns = sum(len(side) for example in examples for side in example.sides)
-        else:
-            played = await trainer.play(tasks, phase)
-            selection, scored = self.of_episodes(played.episodes, trainer.speakers), played.scored
-            examples, too_long = trainer.encoded(selection.examples)
-            metrics = played.counts() | selection.metrics | {"method/too_long": float(too_long)}
-            turns = sum(len(episode.turns) for episode in played.episodes)
+            return await self.imitate(trainer, tasks)
+        phase, started = PhaseTimer(), time.monotonic()
+        played = await trainer.play(tasks, phase)
+        selection = self.of_episodes(played.episodes, trainer.speakers)
+        examples, too_long = trainer.encoded(selection.examples)
         await trainer.free_servers()
-        metrics |= await trainer.learn(examples, phase, scored)
-        metrics |= await phase.of("sync_weights", trainer.sync_weights())
+        trained = await trainer.learn(examples, phase, played.scored)
+        synced = await phase.of("sync_weights", trainer.sync_weights())
         ended = time.monotonic()
-        if not self.offline:
-            await trainer.dumps.write_played(played.episodes, trainer.step_number)
-            metrics |= trainer.controller.metrics()
-        return metrics | phase.metrics() | trainer.effort(turns, (started, ended))
+        await trainer.dumps.write_played(played.episodes, trainer.step_number)
+        metrics = played.counts() | selection.metrics | {"method/too_long": float(too_long)} | trained | synced
+        turns = sum(len(episode.turns) for episode in played.episodes)
+        return metrics | trainer.controller.metrics() | phase.metrics() | trainer.effort(turns, (started, ended))
+
+    async def imitate(self, trainer: Any, items: Sequence[Any]) -> Metrics:
+        """One step on examples that were read: nothing is played."""
+        phase, started = PhaseTimer(), time.monotonic()
+        trainer.begin_step()
+        await trainer.free_servers()
+        examples = [example for item in items for example in item]
+        trained = await trainer.learn(examples, phase)
+        synced = await phase.of("sync_weights", trainer.sync_weights())
+        turns = sum(len(side) for example in examples for side in example.sides)
+        return trained | synced | phase.metrics() | trainer.effort(turns, (started, time.monotonic()))
 
     async def sync_weights(self, trainer: Any) -> Metrics:
         """Give every policy's weights to its servers."""

@@ -1,6 +1,5 @@
 """Imitation first, then reinforcement learning: ``sft`` for some steps, or until the team is good enough, then ``rl``."""
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +9,6 @@ from marl.config.sources import Source
 from marl.methods.base import register_method
 from marl.methods.sft import SFT
 from marl.types import Metrics
-from marl.utils.metrics import PhaseTimer
 from marl.utils.numbers import SHARE, bounded, count
 
 
@@ -44,16 +42,6 @@ class Hybrid(SFT):
         if trainer.step_number >= self.config.sft_steps:
             trainer.tasks.is_second = True
         return metrics | {"method/imitates": float(imitates)}
-
-    async def imitate(self, trainer: Any, items: Sequence[Any]) -> Metrics:
-        phase, started = PhaseTimer(), time.monotonic()
-        trainer.begin_step()
-        await trainer.free_servers()
-        examples = [example for item in items for example in item]
-        trained = await trainer.learn(examples, phase)
-        synced = await phase.of("sync_weights", trainer.sync_weights())
-        turns = sum(len(side) for example in examples for side in example.sides)
-        return trained | synced | phase.metrics() | trainer.effort(turns, (started, time.monotonic()))
 
     async def validate(self, trainer: Any) -> Metrics:
         metrics = await super().validate(trainer)
