@@ -408,7 +408,7 @@ def test_a_hybrid_imitates_by_steps_or_until_it_is_good_enough(alone, rows, word
     phases = []
     for step in range(1, 5):
         live.trainer.step_number = step
-        metrics = live.wait(live.trainer.step(live.wait(live.trainer.tasks.next())))
+        metrics = live.wait(live.trainer.method.step(live.trainer, live.wait(live.trainer.tasks.next())))
         live.wait(live.trainer.validate())
         phases.append(metrics["method/imitates"])
         assert ("agent/alice/pg_loss" in metrics) == (not phases[-1]) and metrics["perf/restarts"] == 0
