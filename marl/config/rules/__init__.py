@@ -16,11 +16,11 @@ from marl.config.targets import targets_are_trusted
 from marl.config.values import check_values, must_be_a_group
 
 Rules = tuple[Callable[[Any], None], ...]
-RULES: Rules = (targets_are_trusted, *agents.RULES, endpoints_are_valid, *training.RULES, *resources.OF_ALL_POLICIES)
+RULES: Rules = (targets_are_trusted, *agents.RULES, endpoints_are_valid, *training.RULES, *resources.RULES)
 POLICY_RULES: Rules = (
     *agents.POLICY_RULES,
     *training.POLICY_RULES,
-    *(rule for rule in resources.RULES if rule not in resources.OF_ALL_POLICIES),
+    *resources.POLICY_RULES,
 )
 """Rules that the common settings, and every policy's own in their place, have to keep."""
 

@@ -136,13 +136,5 @@ def hf_serves_whole_models(config: Any) -> None:
         )
 
 
-OF_ALL_POLICIES = (pools_have_members, ranks_divide_among_servers, digests_are_of_hf)
-"""Rules that iterate over the policies themselves."""
-
-RULES = (
-    *OF_ALL_POLICIES,
-    a_cpu_has_its_engines,
-    one_process_is_one_rank,
-    hf_serves_whole_models,
-    cpu_ranks_are_limited,
-)
+RULES = (pools_have_members, ranks_divide_among_servers, digests_are_of_hf)
+POLICY_RULES = (a_cpu_has_its_engines, one_process_is_one_rank, hf_serves_whole_models, cpu_ranks_are_limited)
