@@ -214,14 +214,14 @@ def played_and_written(
 
 def task_files(options: Options, sources: Sequence[Source]) -> list[str]:
     """Absolute paths of the files of tasks. Raises ConfigError where there are none."""
-    key = SPLITS.get(str(options.task))
-    if key is None or Path(str(options.task)).is_file():
-        return files_of(options, sources)
-    return files_of(Options(task=None), sources, key)
+    split = split_of(options)
+    return files_of(options, sources) if split is None else files_of(Options(task=None), sources, SPLITS[split])
 
 
-def plays_training(options: Options) -> bool:
-    return options.task == "train" and not Path("train").is_file()
+def split_of(options: Options) -> str | None:
+    """The split of the run's own data that is played; None for files, one of which may have a split's name."""
+    task = str(options.task)
+    return task if task in SPLITS and not Path(task).is_file() else None
 
 
 def given_to(key: str, words: Sequence[str]) -> str | None:
@@ -232,7 +232,7 @@ def given_to(key: str, words: Sequence[str]) -> str | None:
 def must_limit_what_is_played(options: Options, words: Sequence[str]) -> None:
     """Raise ConfigError for a limit on the other split's tasks, which would limit nothing."""
     limits = ["data.train_max_samples", "data.val_max_samples"]
-    mine, other = limits if plays_training(options) else limits[::-1]
+    mine, other = limits if split_of(options) == "train" else limits[::-1]
     if (value := given_to(other, words)) is not None:
         raise ConfigError(f"{other}={value}: it does not limit task={options.task}; expected {mine}={value}")
 
@@ -240,9 +240,10 @@ def must_limit_what_is_played(options: Options, words: Sequence[str]) -> None:
 def split_limit(options: Options, sources: Sequence[Source], words: Sequence[str]) -> list[str]:
     """As many training tasks as the first run trains on, or as the command line says, and all of another file: a run's limit on its
     validation is none on them."""
-    if options.task is not None and (str(options.task) not in SPLITS or Path(str(options.task)).is_file()):
+    split = split_of(options)
+    if options.task is not None and split is None:
         return ["data.val_max_samples=-1"]
-    if sources[0].saved is None or not plays_training(options):
+    if sources[0].saved is None or split != "train":
         return []
     given = given_to("data.train_max_samples", words) or sources[0].saved["data"]["train_max_samples"]
     return [f"data.val_max_samples={given}"]
