@@ -60,7 +60,7 @@ def fingerprint(tasks: Sequence[Task], sampling: Any = None) -> str:
 
 @dataclass(frozen=True)
 class Trained:
-    """The parts of a run that a checkpoint holds, beside the trainer's own numbers."""
+    """The parts of a run that a checkpoint holds, besides the trainer's own numbers."""
 
     config: Any
     folder: Path

@@ -67,7 +67,7 @@ Progress = Callable[[int, int, Metrics], None]
 
 @dataclass(frozen=True)
 class Played:
-    """What the tasks of a step gave."""
+    """The episodes of a step's tasks."""
 
     collection: Collection
     scored: list[Episode]

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class SharedBase:
-    """What the adapters of one pool share: workers and servers, which are started once."""
+    """Workers and servers that the adapters of one pool share; each is started once."""
 
     def __init__(self, first: PolicyName) -> None:
         """``first``: the adapter with which the base's weights are proved."""

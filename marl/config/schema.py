@@ -227,7 +227,7 @@ class ControllerConfig:
 
 @dataclass
 class JudgeConfig:
-    """How texts are scored: their answers, what is right, penalties, the processes of reward functions."""
+    """Scoring of texts: answers, the threshold of a right one, penalties, and the processes of reward functions."""
 
     answer_rule: AnswerRule = AnswerRule.strict
     """Rule that finds the answer in a response to a GSM8K question."""

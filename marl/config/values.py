@@ -197,7 +197,7 @@ def check_types(node: Any, defaults: Mapping[str, Any], prefix: str = "") -> Non
 
 
 def wrong_type(default: Any, value: Any) -> str | None:
-    """What was expected in place of a value; None for one of its default's type. A number may be null: bounds and verl's dataclasses
+    """The type that was expected in place of a value's; None for one of its default's type. A number may be null: bounds and verl's dataclasses
     know whether it may."""
     if isinstance(default, bool):
         return None if isinstance(value, bool) else "true or false"

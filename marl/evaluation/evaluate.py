@@ -25,12 +25,12 @@ from marl.utils.registry import did_you_mean
 
 BASELINES = ("solo", "vote", "tokens")
 Numbers = dict[AgentId, dict[str, Any]]
-"""Of a baseline, by agent."""
+"""A baseline's numbers by agent."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What an evaluation is to measure besides accuracy."""
+    """Measures and baselines of an evaluation, besides accuracy."""
 
     samples: int | None = None
     """None: those of the run's validation."""

@@ -34,7 +34,7 @@ TURN = (
 NO_TURN: dict[str, Any] = {"input": "", "output": "", "messages": [], "answer": None} | dict.fromkeys(TURN)
 PLAIN = (str, int, float, bool)
 Numbers = dict[str, float | None]
-"""What a turn was trained on: ``reward``, ``return``, ``advantage``, ``value``; None where there is none."""
+"""Numbers that a turn was trained on: ``reward``, ``return``, ``advantage``, ``value``; None where there is none."""
 Extractor = Callable[..., Callable[[str], str | None]]
 """``(data_source, truth=…)`` -> how its texts give their final answers."""
 Hider = Callable[..., Callable[[str], str]]

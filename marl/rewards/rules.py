@@ -30,7 +30,7 @@ HIDERS: Mapping[Extract, Callable[[str], str]] = {
     answers.program: answers.hide_programs,
     answers.tagged_answer: answers.hide_tagged,
 }
-"""What hides the answers of a rule, where it is not :func:`marl.rewards.answers.hide_answer`."""
+"""Functions that hide the answers of a rule, where it is not :func:`marl.rewards.answers.hide_answer`."""
 
 PROGRAMS, SEARCH = ("codecontests", "apps", "codeforces", "taco"), "searchR1_"
 DATA = {

@@ -95,7 +95,7 @@ def test_a_causal_model_is_taken_whatever_these_settings_are(config):
 
 
 def settings(checkpointing=True, lora_rank=0):
-    """Of a model and its FSDP engine, with weights in full precision that compute in bf16."""
+    """Settings of a model and its FSDP engine, with weights in full precision that compute in bf16."""
     model = {"enable_gradient_checkpointing": checkpointing, "lora_rank": lora_rank}
     engine = {"model_dtype": "fp32", "mixed_precision": {"param_dtype": "bf16"}, "reshard_after_forward": True}
     return OmegaConf.create(model), OmegaConf.create(engine)

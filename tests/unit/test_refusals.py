@@ -1,4 +1,4 @@
-"""What is refused before a run starts: rule, wrong input, message. Every rule between keys is broken here at least once."""
+"""Refusals before a run starts: rule, wrong input, message. Every rule between keys is broken here at least once."""
 
 import copy
 import re
