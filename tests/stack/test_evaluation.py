@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -151,6 +152,14 @@ def easy(run, folder):
     path = folder / "easy.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def test_a_runs_limit_is_one_on_its_own_validation(run, tmp_path, monkeypatch):
+    source = find(str(run))
+    limited = replace(source, saved={**source.saved, "data": {**source.saved["data"], "val_max_samples": 2}})
+    monkeypatch.setattr(evaluate, "find", lambda word: limited)
+    assert evaluate.run([str(run), "name=limited"])["task"]["tasks"] == 2
+    assert evaluate.run([str(run), f"task={easy(run, tmp_path)}", "name=whole"])["task"]["tasks"] == 8
 
 
 def timeless(value):
